@@ -1,0 +1,147 @@
+"""Resolve the workspace and keep its pins: requirements.txt and the constraints in pyproject.toml.
+
+    uv run --no-project tools/relock.py 2026-11-15    # upgrade to what was published before that day
+    uv run --no-project tools/relock.py               # same day: after a change of dependencies
+    uv run --no-project tools/relock.py --check       # change nothing; exit 1 if the pins have drifted
+
+uv.lock names the index in every entry, so it is not committed (docs/adr/0001-host-free-pins.md). Every resolution
+here runs in a temporary copy of the pyproject files: a failure, or a kill at any moment, leaves the checkout as it was.
+"""
+
+import collections
+import contextlib
+import datetime
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RELOCK = "uv run --no-project tools/relock.py"
+EXPORT = "export --frozen -q --all-packages --all-groups --all-extras --no-emit-workspace --no-header --no-annotate"
+
+CUTOFF = re.compile(r'^exclude-newer = "(\d{4}-\d\d-\d\d)T00:00:00Z"\n', re.M)
+CONSTRAINTS = re.compile(r"^constraint-dependencies = \[\n(?:    .*\n)*\]\n", re.M)
+PIN = re.compile(r"^([a-z0-9-]+)==([^\s;\\]+)(?: ; ([^\\\n]+?))? ?\\?$")
+HASH = re.compile(r"--hash=(\S+)")
+
+
+class Pin(NamedTuple):
+    """One requirement of the hashed export."""
+
+    name: str
+    version: str
+    marker: str
+    hashes: frozenset[str]
+
+
+def parse(requirements: str) -> list[Pin]:
+    """Read the pins of an export, in its order."""
+    pins = []
+    for line in requirements.splitlines():
+        if found := PIN.match(line):
+            pins.append(Pin(found[1], found[2], found[3] or "", frozenset()))
+        elif found := HASH.search(line):
+            pins[-1] = pins[-1]._replace(hashes=pins[-1].hashes | {found[1]})
+        elif line.strip():
+            raise SystemExit(f"expected `name==version` and hashes in the requirements, got {line!r}; run {RELOCK}")
+    return pins
+
+
+def constraint_block(pins: list[Pin]) -> str:
+    """The pins as constraints; a marker only where two versions of one package need telling apart."""
+    count = collections.Counter(pin.name for pin in pins)
+    lines = [f"{p.name}=={p.version}" + (f" ; {p.marker}" if count[p.name] > 1 else "") for p in pins]
+    return "constraint-dependencies = [\n" + "".join(f'    "{line}",\n' for line in lines) + "]\n"
+
+
+def resolve(project: str) -> tuple[str, str]:
+    """Resolve with this text as the root pyproject.toml; returns (requirements, uv.lock)."""
+    with tempfile.TemporaryDirectory(prefix="relock-") as name:
+        copy = pathlib.Path(name)
+        (copy / "pyproject.toml").write_text(project)
+        for member in ROOT.glob("packages/*/pyproject.toml"):
+            target = copy / member.relative_to(ROOT)
+            target.parent.mkdir(parents=True)
+            shutil.copy(member, target)
+        uv("lock --quiet", copy)
+        return uv(EXPORT, copy), (copy / "uv.lock").read_text()
+
+
+def uv(command: str, directory: pathlib.Path) -> str:
+    try:
+        done = subprocess.run(["uv", *command.split()], cwd=directory, check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise SystemExit("expected `uv` on PATH, found none; `pip install uv` installs it") from None
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"`uv {command.split()[0]}` failed, nothing was changed:\n{error.stderr.strip()}") from None
+    return done.stdout
+
+
+def replace(path: pathlib.Path, text: str) -> None:
+    """Write the whole file or none of it."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with open(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # mkstemp's files are for their owner only
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def check() -> str | None:
+    """One sentence saying what has drifted, or None."""
+    project, pinned = (ROOT / "pyproject.toml").read_text(), parse((ROOT / "requirements.txt").read_text())
+    if constraint_block(pinned) not in project:
+        return f"constraint-dependencies in pyproject.toml is not what requirements.txt pins; run {RELOCK}"
+    resolved = parse(resolve(project)[0])
+    if drift := sorted({pin.name for pin in set(pinned) ^ set(resolved)}):
+        return f"requirements.txt is not what resolves, {', '.join(drift)} differ; run {RELOCK}"
+    return None
+
+
+def relock(date: str | None) -> None:
+    """Resolve free of constraints, then write the pins once they are shown to give the same resolution again."""
+    project = CONSTRAINTS.sub("", (ROOT / "pyproject.toml").read_text())
+    cutoff = CUTOFF.search(project)
+    if cutoff is None:
+        raise SystemExit('expected a line `exclude-newer = "YYYY-MM-DDT00:00:00Z"` in pyproject.toml, found none')
+    date_line = f'exclude-newer = "{date or cutoff[1]}T00:00:00Z"\n'
+    requirements, _ = resolve(CUTOFF.sub(date_line, project))
+    pinned = CUTOFF.sub(lambda _: date_line + constraint_block(parse(requirements)), project)
+    again, lock = resolve(pinned)
+    if again != requirements:
+        raise SystemExit("the constraints do not reproduce the resolution they came from; nothing was changed")
+    replace(ROOT / "requirements.txt", requirements)
+    replace(ROOT / "pyproject.toml", pinned)
+    replace(ROOT / "uv.lock", lock)
+
+
+def is_date(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return datetime.date.fromisoformat(text).isoformat() == text
+    return False
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--check"]:
+        drift = check()
+        print(drift or "the pins hold", file=sys.stderr)
+        return int(drift is not None)
+    if len(arguments) > 1 or not all(is_date(argument) for argument in arguments):
+        print(f"expected nothing, --check or one date as YYYY-MM-DD, got {' '.join(arguments)}", file=sys.stderr)
+        return 2
+    relock(arguments[0] if arguments else None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
