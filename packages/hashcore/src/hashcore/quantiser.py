@@ -1,0 +1,48 @@
+"""Real query weights, or a group's one-bit queries, to weighted bit planes (eq. 5 and eq. 3), in numpy."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hashcore import bits, validation
+
+TINY = np.finfo(np.float32).tiny  # the scale of a row of zeros: positive, and never subnormal
+
+
+def quantise(w: NDArray[Any], planes: int) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Quantise rows of real weights to odd integer levels and one scale a row (eq. 5), in float32 throughout."""
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which is refused below
+        w = w.astype(np.float32, copy=False)
+    top = np.float32(2**planes - 1)
+    peak = np.abs(w).max(axis=-1, keepdims=True)
+    validation.finite(peak)
+    scale = np.maximum(np.float32(0.8) * peak / top, TINY)
+    levels = w / scale
+    levels *= np.float32(0.5)  # not w / (2 s): 2 s overflows for P = 1 and weights near the float32 limit
+    np.floor(levels, out=levels)
+    levels *= np.float32(2)
+    levels += np.float32(1)
+    np.clip(levels, -top, top, out=levels)
+    return levels.astype(np.int8 if planes < 8 else np.int16), scale
+
+
+def level_planes(levels: NDArray[Any], planes: int) -> NDArray[np.int32]:
+    """Split odd levels [..., 32 W] into the binary digits of (level + m) / 2, packed as [..., P, W]."""
+    digits = ((levels.astype(np.int16) + (2**planes - 1)) >> 1).astype(np.uint8)
+    return np.stack([bits.pack(digits & np.uint8(1 << p)) for p in range(planes)], axis=-2)
+
+
+def group_planes(codes: NDArray[np.int32]) -> tuple[NDArray[np.int32], tuple[int, ...]]:
+    """Turn [..., G, W] codes into the P = ceil(log2(G + 1)) planes of their per-bit counts (eq. 3)."""
+    group = codes.shape[-2]
+    small = 2 ** (group.bit_length() - 1) - 1  # what the planes 1, 2, ..., 2^(P-2) hold together
+    last = group - small
+    counts = bits.unpack(codes).sum(axis=-2, dtype=np.int32)
+    # The last weight is irregular, so a count may have two spellings: its bit is set only where the others cannot
+    # hold the count. What is then left lies in 0..small, because last <= small + 1 and group - last = small.
+    carry = counts > small
+    counts -= last * carry
+    digits = [(counts >> p) & 1 for p in range(small.bit_length())]
+    weights = (*(1 << p for p in range(small.bit_length())), last)
+    return np.stack([bits.pack(digit) for digit in [*digits, carry]], axis=-2), weights

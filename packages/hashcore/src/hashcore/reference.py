@@ -1,0 +1,72 @@
+"""The oracle: every function of hashcore in plain numpy, written to be read next to docs/algorithm.md.
+
+It imports no sibling and checks nothing. The tests hold the implementations to it with tolerance zero.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Weights = tuple[int, ...]
+
+
+def pack(x: NDArray[Any]) -> NDArray[np.int32]:
+    """Pack the signs of [..., 32 W] numbers into [..., W] words (eq. 1)."""
+    bits = (x > 0).reshape(*x.shape[:-1], -1, 32)
+    return (bits.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(-1, dtype=np.uint32).view(np.int32)
+
+
+def unpack(codes: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Unpack [..., W] words into [..., 32 W] bits (eq. 1)."""
+    bits = codes[..., None] >> np.arange(32, dtype=np.int32) & 1
+    return bits.astype(bool).reshape(*codes.shape[:-1], 32 * codes.shape[-1])
+
+
+def quantise(w: NDArray[Any], planes: int = 3) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Quantise [..., D] weights to odd levels and a scale [..., 1] (eq. 5)."""
+    w, m = w.astype(np.float32), np.float32(2**planes - 1)
+    s = np.float32(0.8) * abs(w).max(-1, keepdims=True) / m
+    s = np.where(s < np.finfo(np.float32).tiny, np.finfo(np.float32).tiny, s)
+    level = np.clip(2 * np.floor(w / s / 2) + 1, -m, m)
+    return level.astype(np.int8 if planes <= 7 else np.int16), s
+
+
+def planes(w: NDArray[Any], planes: int = 3) -> tuple[NDArray[np.int32], Weights]:
+    """Quantise [..., 32 W] weights to planes [..., P, W] (eq. 5)."""
+    digits = (quantise(w, planes)[0].astype(int) + 2**planes - 1) // 2
+    weights = tuple(2**p for p in range(planes))
+    return np.stack([pack(digits // weight % 2) for weight in weights], -2), weights
+
+
+def group_planes(codes: NDArray[np.int32]) -> tuple[NDArray[np.int32], Weights]:
+    """Merge [..., G, W] codes into planes [..., P, W] (eq. 3)."""
+    group = codes.shape[-2]
+    count = int(np.ceil(np.log2(group + 1)))
+    weights = (*(2**p for p in range(count - 1)), group - (2 ** (count - 1) - 1))
+    n, bits = unpack(codes).sum(-2), []
+    for p in reversed(range(count)):  # heaviest first: set a bit only where the lighter planes cannot hold the rest
+        bits.insert(0, n > sum(weights[:p]))
+        n = n - weights[p] * bits[0]
+    return np.stack([pack(b) for b in bits], -2), weights
+
+
+def score(query: NDArray[np.int32], keys: NDArray[np.int32], weights: Weights | None = None) -> NDArray[np.int32]:
+    """Count the matching bits of codes (eq. 2) or of weighted planes (eq. 4)."""
+    if weights is None:
+        return score(query[..., :, None, :], keys[..., None, :, :], (1,))
+    differ = query[..., None, :, :] ^ keys[..., :, None, :]
+    matches = np.bitwise_count((~differ).view(np.uint32)).sum(-1, dtype=np.int64)
+    return (matches * np.array(weights)).sum(-1).astype(np.int32)
+
+
+def topk(scores: NDArray[Any], k: int | NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Select the k highest scores of each row, ties to the lowest index, in ascending index order (eq. 6)."""
+    sizes, n = np.broadcast_to(k, scores.shape[:-1]), scores.shape[-1]
+    shape = (*scores.shape[:-1], k if isinstance(k, int) else sizes.max(initial=0))
+    values, indices = np.zeros(shape, scores.dtype), np.full(shape, -1, np.int64)
+    for row in np.ndindex(scores.shape[:-1]):
+        best_first = n - 1 - np.argsort(scores[row][::-1], kind="stable")[::-1]
+        indices[row][: sizes[row]] = np.sort(best_first[: sizes[row]])
+        values[row][: sizes[row]] = scores[row][indices[row][: sizes[row]]]
+    return values, indices

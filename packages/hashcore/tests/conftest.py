@@ -1,0 +1,9 @@
+"""The one fixture that the tests share."""
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(20)

@@ -1,0 +1,169 @@
+"""What the public functions refuse and in which words, and what they leave alone."""
+
+import re
+import subprocess
+import sys
+
+import hashcore
+import numpy as np
+import pytest
+from hashcore import cpu
+
+
+def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
+
+
+CODES = np.zeros((3, 4), np.int32)
+SCORES = np.zeros((2, 5), np.int32)
+
+REFUSED = {
+    "pack a list": (lambda: hashcore.pack([1.0]), TypeError, "not mixed, got x: list; convert them to one kind"),
+    "pack complex": (lambda: hashcore.pack(np.zeros(32, complex)), TypeError, "must hold real numbers, got complex128"),
+    "pack a scalar": (lambda: hashcore.pack(np.array(1.0)), ValueError, "shape [..., D], got a scalar"),
+    "pack 33": (
+        lambda: hashcore.pack(np.zeros(33)),
+        ValueError,
+        "positive multiple of 32 (bits to a word), got 33; pad it",
+    ),
+    "pack 0": (lambda: hashcore.pack(np.zeros((2, 0))), ValueError, "got 0; pad it"),
+    "unpack floats": (
+        lambda: hashcore.unpack(np.zeros(4)),
+        TypeError,
+        "must be int32 words, got float64; make them with",
+    ),
+    "unpack a scalar": (lambda: hashcore.unpack(np.int32(1) * np.array(1, "i4")), TypeError, "got codes: int32"),
+    "unpack no words": (
+        lambda: hashcore.unpack(CODES[:, :0]),
+        ValueError,
+        "at least one word per code, got shape [3, 0]",
+    ),
+    "9 planes": (lambda: hashcore.quantise(np.ones(4), 9), ValueError, "planes must be in 1..8, got 9;"),
+    "0 planes": (lambda: hashcore.planes(np.ones(32), 0), ValueError, "planes must be in 1..8, got 0;"),
+    "2.5 planes": (lambda: hashcore.quantise(np.ones(4), 2.5), TypeError, "planes must be an integer, got 2.5"),
+    "quantise inf": (
+        lambda: hashcore.quantise(np.array([1, np.inf])),
+        ValueError,
+        "finite in float32, got inf in a row",
+    ),
+    "quantise nan": (
+        lambda: hashcore.quantise(np.array([1, np.nan])),
+        ValueError,
+        "finite in float32, got nan in a row",
+    ),
+    "quantise 1e300": (lambda: hashcore.quantise(np.array([1e300])), ValueError, "finite in float32, got inf in a row"),
+    "quantise nothing": (lambda: hashcore.quantise(np.ones((2, 0))), ValueError, "must not be empty, got 0;"),
+    "planes of 31": (
+        lambda: hashcore.planes(np.ones(31)),
+        ValueError,
+        "positive multiple of 32 (bits to a word), got 31",
+    ),
+    "group of 0": (lambda: hashcore.group_planes(CODES[:0]), ValueError, "at least one code, got shape [0, 4]"),
+    "group of a code": (lambda: hashcore.group_planes(CODES[0]), ValueError, "shape [..., G, W], got [4]; add the"),
+    "score int64": (
+        lambda: hashcore.score(CODES.astype(int), CODES),
+        TypeError,
+        "query must be int32 words, got int64",
+    ),
+    "score one key": (
+        lambda: hashcore.score(CODES, CODES[0]),
+        ValueError,
+        "keys must have shape [..., N, W], got [4];",
+    ),
+    "score words": (lambda: hashcore.score(CODES, CODES[:, :3]), ValueError, "the same number of words, got 4 and 3;"),
+    "score lead": (
+        lambda: hashcore.score(np.zeros((2, 3, 4), "i4"), np.zeros((5, 3, 4), "i4")),
+        ValueError,
+        "must broadcast, got [2] and [5]; insert dimensions of size 1",
+    ),
+    "2 weights": (lambda: hashcore.score(CODES, CODES, (1, 2)), ValueError, "got 2 weights for 3 planes;"),
+    "weight 0": (
+        lambda: hashcore.score(CODES, CODES, (1, 0, 2)),
+        ValueError,
+        "must be positive, got (1, 0, 2); leave out",
+    ),
+    "weight -1": (lambda: hashcore.score(CODES, CODES, (1, -1, 2)), ValueError, "must be positive, got (1, -1, 2);"),
+    "weight 1.5": (lambda: hashcore.score(CODES, CODES, (1, 1.5, 2)), TypeError, "weights must be an integer, got 1.5"),
+    "large weights": (lambda: hashcore.score(CODES, CODES, (1, 2, 2**24)), ValueError, "fit int32, got sum(weights)"),
+    "topk floats": (lambda: hashcore.topk(np.zeros(4), 1), TypeError, "scores must be integers, got float64;"),
+    "topk a scalar": (lambda: hashcore.topk(np.array(4), 1), ValueError, "shape [..., N], got a scalar"),
+    "k beyond n": (
+        lambda: hashcore.topk(SCORES, 6),
+        ValueError,
+        "k must be in 0..5, the number of scores in a row, got 6;",
+    ),
+    "k negative": (
+        lambda: hashcore.topk(SCORES, -1),
+        ValueError,
+        "k must be in 0..5, the number of scores in a row, got -1;",
+    ),
+    "k 1.5": (lambda: hashcore.topk(SCORES, 1.5), TypeError, "k must be an integer, got 1.5; convert it"),
+    "k row beyond": (lambda: hashcore.topk(SCORES, np.array([1, 6])), ValueError, "k must be in 0..5, the number of"),
+    "k row negative": (lambda: hashcore.topk(SCORES, np.array([-1, 2])), ValueError, "in a row, got -1; clamp it"),
+    "k rows": (
+        lambda: hashcore.topk(SCORES, np.array([1, 2, 3])),
+        ValueError,
+        "one entry per row, shape [2], got [3];",
+    ),
+    "k floats": (lambda: hashcore.topk(SCORES, np.ones(2)), TypeError, "an array of integers, got float64;"),
+    "k a list": (lambda: hashcore.topk(SCORES, [1, 2]), TypeError, "k must be an integer, got [1, 2];"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_says_what_was_expected_and_what_came(case):
+    call, error, words = REFUSED[case]
+    with pytest.raises(error, match=re.escape(words)):
+        call()
+
+
+def test_inputs_are_not_modified(rng):
+    w, codes = rng.normal(size=(4, 64)).astype(np.float32), random_codes(rng, 4, 2)
+    scores, k = rng.integers(0, 9, (4, 70)).astype(np.int32), np.array([1, 2, 3, 4])
+    inputs = [w, codes, scores, k]
+    before = [x.copy() for x in inputs]
+    for x in inputs:
+        x.flags.writeable = False  # a write would raise here, and the copies catch one that numba makes
+    hashcore.pack(w), hashcore.unpack(codes), hashcore.quantise(w), hashcore.planes(w), hashcore.group_planes(codes)
+    hashcore.score(codes, codes), hashcore.score(codes, codes, (1, 2, 3, 4)), hashcore.topk(scores, k)
+    for x, copy in zip(inputs, before, strict=True):
+        np.testing.assert_array_equal(x, copy)
+
+
+def test_results_are_writable_and_share_no_memory_with_the_input(rng):
+    codes = random_codes(rng, 4, 2)
+    for result in (hashcore.group_planes(codes[:1])[0], hashcore.unpack(codes), *hashcore.topk(codes % 9, 2)):
+        assert result.flags.writeable
+        assert not np.shares_memory(result, codes)
+
+
+def test_numpy_use_imports_no_torch_and_import_alone_no_numba():
+    code = """
+import sys, numpy, hashcore
+assert "numba" not in sys.modules
+planes, weights = hashcore.planes(numpy.ones((2, 64)))
+hashcore.topk(hashcore.score(planes, planes[0], weights), 1)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_threads_may_call_at_the_same_time(rng):
+    from concurrent.futures import ThreadPoolExecutor
+
+    query, keys = random_codes(rng, 40, 3, 4), random_codes(rng, 5000, 4)
+    alone = cpu.score(query, keys, (1, 2, 4), (40,), threads=1)
+    with ThreadPoolExecutor(3) as pool:
+        for result in pool.map(lambda _: cpu.score(query, keys, (1, 2, 4), (40,), threads=2), range(6)):
+            np.testing.assert_array_equal(result, alone)
+
+
+def test_without_a_writable_cache_a_kernel_still_compiles(monkeypatch):
+    def njit(nogil, cache=False):
+        if cache:
+            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+        return lambda function: function
+
+    monkeypatch.setattr(cpu.numba, "njit", njit)
+    function = lambda: 0  # noqa: E731
+    assert cpu._compiled(function) is function

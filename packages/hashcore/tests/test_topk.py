@@ -1,0 +1,143 @@
+"""Laws of the selection (eq. 6)."""
+
+import hashcore
+import hypothesis.extra.numpy as arrays
+import numpy as np
+import pytest
+from hashcore import cpu, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+LENGTHS = [1, 31, 32, 33, 63, 64, 65, 97]  # around the 32 and 64 of words and masks
+# Integers, or floats that went through the same operations: tolerance 0 everywhere.
+
+
+def assert_same(actual, expected) -> None:
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual, expected, strict=True)
+
+
+DTYPES = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
+
+
+def assert_selects_as_reference(scores, k) -> None:
+    for actual, expected in zip(hashcore.topk(scores, k), reference.topk(scores, k), strict=True):
+        assert_same(actual, expected)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_selection_equals_the_reference(data):
+    shape = data.draw(arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=70))
+    shape = (*[min(side, 4) for side in shape[:-1]], shape[-1])
+    low = data.draw(st.integers(-5, 0))
+    scores = data.draw(arrays.arrays(np.int32, shape, elements=st.integers(low, low + data.draw(st.integers(0, 40)))))
+    assert_selects_as_reference(scores, data.draw(st.integers(0, shape[-1])))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_one_k_per_row_equals_the_reference(data):
+    rows, n = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 130))
+    scores = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, 9, (rows, n)).astype(np.int32)
+    k = data.draw(arrays.arrays(np.int64, rows, elements=st.integers(0, n)))
+    assert_selects_as_reference(scores, k)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_ties_go_to_the_lowest_index(n):
+    for k in range(n + 1):
+        assert hashcore.topk(np.full(n, 7, np.int32), k)[1].tolist() == list(range(k))
+
+
+def test_ties_at_the_threshold_yield_to_higher_scores_after_them():
+    scores = np.array([5] * 70 + [9] + [5] * 70 + [9], np.int32)
+    assert hashcore.topk(scores, 4)[1].tolist() == [0, 1, 70, 141]
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_any_k_up_to_n_selects_as_the_reference(rng, n):
+    scores = rng.integers(0, 20, (2, n)).astype(np.int32)
+    for k in range(n + 1):
+        assert_selects_as_reference(scores, k)
+
+
+def test_indices_ascend_and_carry_their_scores(rng):
+    scores = rng.integers(0, 897, (3, 500)).astype(np.int32)
+    values, indices = hashcore.topk(scores, 50)
+    assert np.all(np.diff(indices) > 0)
+    assert_same(np.take_along_axis(scores, indices, -1), values)
+
+
+def test_nothing_left_out_beats_anything_selected(rng):
+    scores = rng.integers(0, 897, 500).astype(np.int32)
+    values, indices = hashcore.topk(scores, 50)
+    assert np.delete(scores, indices).max() <= values.min()
+
+
+def test_unused_slots_hold_score_zero_and_index_minus_one():
+    values, indices = hashcore.topk(np.array([[4, 6, 5], [1, 2, 3]], np.int32), np.array([1, 2]))
+    assert indices.tolist() == [[1, -1], [1, 2]]
+    assert values.tolist() == [[6, 0], [2, 3]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_integer_dtype_at_both_ends_of_its_range(rng, dtype):
+    limits = np.iinfo(dtype)
+    span = min(2**16 - 1, int(limits.max) - int(limits.min))
+    steps = rng.integers(0, span + 1, 97).astype(np.uint64)
+    steps[:2] = 0, span
+    for start in (int(limits.min), int(limits.max) - span):
+        assert_selects_as_reference(np.array([start + int(step) for step in steps], dtype), 40)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint64])
+def test_a_row_that_spans_two_to_the_sixteen_is_refused(dtype):
+    scores = np.array([[0, 2**16 - 1, 5], [1, 2**16 + 1, 5]], dtype)
+    hashcore.topk(scores[:1], 1)
+    with pytest.raises(ValueError, match=r"differ by less than 65536, got 65536 in row 1; use smaller"):
+        hashcore.topk(scores, 1)
+
+
+def test_the_whole_int64_range_is_refused_and_does_not_wrap():
+    with pytest.raises(ValueError, match="got 18446744073709551615 in row 0"):
+        hashcore.topk(np.array([np.iinfo(np.int64).min, np.iinfo(np.int64).max]), 1)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5), (0, 0), (2, 0, 7)])
+def test_empty_input_selects_nothing(shape):
+    values, indices = hashcore.topk(np.zeros(shape, np.int32), 0)
+    assert values.shape == indices.shape == (*shape[:-1], 0)
+    per_row = hashcore.topk(np.zeros(shape, np.int32), np.zeros(shape[:-1], np.int64))
+    assert per_row[1].shape == (*shape[:-1], 0)
+
+
+def test_strides_do_not_change_the_selection(rng):
+    scores = rng.integers(0, 30, (70, 66)).astype(np.int32)
+    for view in (
+        scores.T,
+        scores[::-2, ::3],
+        scores[:, :50],
+        np.broadcast_to(scores[0], (3, 66)),
+        scores.astype(">i4"),
+    ):
+        dense = np.ascontiguousarray(view, np.int32)
+        for actual, expected in zip(hashcore.topk(view, 20), reference.topk(dense, 20), strict=True):
+            assert_same(actual, expected)
+    k = np.arange(140)[::2]
+    assert_selects_as_reference(scores, np.minimum(k, 66))
+
+
+def test_serial_equals_parallel(rng):
+    scores = rng.integers(0, 300, (37, 333)).astype(np.int32)
+    k = rng.integers(0, 333, 37)
+    serial = cpu.topk(scores, k, int(k.max()), threads=1)
+    for actual, expected in zip(cpu.topk(scores, k, int(k.max()), threads=3), serial, strict=True):
+        assert_same(actual, expected)
+
+
+def test_a_bad_row_is_found_by_whichever_thread_meets_it():
+    scores = np.zeros((37, 3), np.int32)
+    scores[30, 1] = 2**16
+    with pytest.raises(ValueError, match="in row 30"):
+        cpu.topk(scores, np.ones(37, np.int64), 1, threads=3)
