@@ -1,0 +1,120 @@
+"""q and k out: run a causal LM over token contexts and store each layer's post-RoPE queries and keys.
+
+One safetensors file per context, written atomically, so that a killed run leaves only whole files. Reading is lazy: a
+layer's training maps just that layer's bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hashtrain.atomic import save_tensors
+from hashtrain.config import ModelShape
+
+Sink = Callable[[int, Tensor, Tensor, float], None]
+_NAME = "hashtrain_capture"
+_sink: ContextVar[Sink | None] = ContextVar("hashtrain_sink", default=None)
+
+
+def _capturing_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+):
+    sink = _sink.get()
+    if sink is not None:
+        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        sink(module.layer_idx, query.detach(), key.detach(), scaling)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+@contextlib.contextmanager
+def capturing(model: PreTrainedModel, sink: Sink) -> Iterator[None]:
+    """Call `sink(layer, q, k, scaling)` for every attention layer of every forward pass inside the block.
+
+    q is [B, Hq, T, D], k is [B, Hkv, T, D], after RoPE and after any query or key norm: what attention multiplies.
+    """
+    AttentionInterface.register(_NAME, _capturing_attention)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    config = model.config.get_text_config(decoder=True)
+    before = config._attn_implementation or "sdpa"
+    token = _sink.set(sink)
+    model.set_attn_implementation(_NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        _sink.reset(token)
+
+
+class Capture:
+    """Stored queries and keys of some contexts; `read(context, layer)` gives that layer's (q, k, scaling)."""
+
+    def __init__(self, folder: Path, count: int):
+        self.folder, self.count = folder, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
+        """Read q [1, Hq, T, D], k [1, Hkv, T, D] in the stored dtype, and the logits' scaling."""
+        with safe_open(self.folder / f"{context:05d}.safetensors", framework="pt") as file:
+            scaling = float(file.metadata()[f"scaling.{layer}"])
+            return file.get_tensor(f"q.{layer}"), file.get_tensor(f"k.{layer}"), scaling
+
+
+def capture(
+    model: PreTrainedModel,
+    contexts: Sequence[Tensor],
+    folder: Path,
+    on_context: Callable[[], None] = lambda: None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Capture:
+    """Run the model over token contexts (int64 [T] each) and store q and k of every layer below `folder` as `dtype`.
+
+    Raises: OSError before anything is written if the disk cannot hold it.
+    """
+    require_disk(folder, capture_bytes(model, contexts, dtype))
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, ids in enumerate(contexts):
+        tensors: dict[str, Tensor] = {}
+        scalings: dict[str, str] = {}
+
+        def sink(layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
+            tensors[f"q.{layer}"] = q.to(dtype).contiguous()  # noqa: B023
+            tensors[f"k.{layer}"] = k.to(dtype).contiguous()  # noqa: B023
+            scalings[f"scaling.{layer}"] = repr(scaling)  # noqa: B023
+
+        with torch.inference_mode(), capturing(model, sink):
+            model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+        save_tensors(tensors, folder / f"{number:05d}.safetensors", metadata=scalings)
+        on_context()
+    return Capture(folder, len(contexts))
+
+
+def capture_bytes(model: PreTrainedModel, contexts: Sequence[Tensor], dtype: torch.dtype = torch.bfloat16) -> int:
+    """Return the bytes that `capture` will write."""
+    shape = ModelShape.of(model.config)
+    per_token = (shape.num_query_heads + shape.num_kv_heads) * shape.head_dim * shape.num_layers
+    return sum(len(ids) for ids in contexts) * per_token * dtype.itemsize
+
+
+def require_disk(folder: Path, needed: int) -> None:
+    """Raise OSError if the file system of `folder` lacks `needed` bytes and a tenth on top."""
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed * 1.1:
+        raise OSError(
+            f"not enough free disk at {folder}: expected {needed * 1.1 / 1e9:.2f} GB, got {free / 1e9:.2f} GB; "
+            "free some, or use fewer or shorter contexts"
+        )

@@ -1,0 +1,106 @@
+"""What a hasher is: its variant, its size, and the model it belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+VARIANTS = ("lsh", "paper", "planes")
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The facts of the base model that a hasher depends on; read from its Hugging Face config, never typed."""
+
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_query_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= 1 << 20:
+                raise ValueError(f"{name} must be an integer of 1 or more, got {value!r}")
+        if self.num_query_heads % self.num_kv_heads:
+            raise ValueError(
+                f"query heads must be a multiple of KV heads, got {self.num_query_heads} and {self.num_kv_heads}"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_query_heads // self.num_kv_heads
+
+    @classmethod
+    def of(cls, model_config: Any) -> ModelShape:
+        """Read the shape of a Hugging Face causal LM's config.
+
+        Raises: ValueError if the model keeps compressed keys (MLA), which have no per-head key to hash.
+        """
+        config = model_config.get_text_config(decoder=True)
+        if getattr(config, "kv_lora_rank", None):
+            raise ValueError(
+                f"{config.model_type} keeps compressed keys (multi-head latent attention), expected one key per KV "
+                "head; hash retrieval does not apply to it"
+            )
+        heads = config.num_attention_heads
+        return cls(
+            num_layers=config.num_hidden_layers,
+            num_query_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            rope=dict(getattr(config, "rope_parameters", None) or {}),
+        )
+
+
+@dataclass(frozen=True)
+class HasherConfig:
+    """One hasher: `variant` (docs/algorithm.md, Variants), code length, and the model it was made for."""
+
+    variant: str
+    shape: ModelShape
+    bits: int = 128
+    planes: int = 3
+    """Bit planes of the query side (eq. 5); used by `planes` only."""
+    hidden: int = 128
+    """Hidden width of the MLP; `paper` from a rotation needs at least twice head_dim."""
+    init: str = "rotation"
+    """`rotation` starts a learned variant as LSH; `random` starts it as torch starts linear layers."""
+    base_model: str = ""
+    base_revision: str | None = None
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
+        if type(self.bits) is not int or not 32 <= self.bits <= 4096 or self.bits % 32:
+            raise ValueError(f"bits must be a multiple of 32 between 32 and 4096, got {self.bits!r}")
+        if type(self.planes) is not int or not 1 <= self.planes <= 8:
+            raise ValueError(f"planes must be between 1 and 8, got {self.planes!r}")
+        if type(self.hidden) is not int or not 1 <= self.hidden <= 65536:
+            raise ValueError(f"hidden must be between 1 and 65536, got {self.hidden!r}")
+        if self.init not in ("rotation", "random"):
+            raise ValueError(f"init must be rotation or random, got {self.init!r}")
+        if self.variant == "paper" and self.init == "rotation" and self.hidden < 2 * self.shape.head_dim:
+            raise ValueError(
+                f"paper from a rotation needs hidden of at least 2 x head_dim = {2 * self.shape.head_dim}, "
+                f"got {self.hidden}; raise hidden or use init=random"
+            )
+        if self.format_version != FORMAT_VERSION:
+            raise ValueError(
+                f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or train anew"
+            )
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> HasherConfig:
+        """Rebuild a config from its JSON form. Raises: ValueError on unknown or missing fields."""
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(data) - known):
+            raise ValueError(f"unknown hasher config fields {unknown}, expected {sorted(known)}")
+        try:
+            return cls(**{**data, "shape": ModelShape(**data["shape"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"hasher config is incomplete or malformed: {error}") from error

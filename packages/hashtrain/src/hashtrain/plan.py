@@ -1,0 +1,98 @@
+"""What one `hashtrain` run will do: its settings, checked before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hashtrain.demo import demo_model_path
+from hashtrain.usage import UsageError
+
+DEMO = "demo"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One hasher the run trains or, for `lsh`, only draws; `name` is its folder below the run's."""
+
+    name: str
+    variant: str
+    init: str
+    learning_rate: float
+
+
+# Each hasher's own best learning rate: tools/tune_learning_rates.py, docs/results/learning_rates.json.
+CANDIDATES = (
+    Candidate("lsh", "lsh", "rotation", 1.0),
+    Candidate("paper", "paper", "random", 3e-3),
+    Candidate("paper-rotation", "paper", "rotation", 3e-3),
+    Candidate("planes", "planes", "rotation", 6e-3),
+)
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Train every layer's hashers, compare them on held-out text, and store them."""
+
+    model: str = DEMO
+    """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
+    text: tuple[Path, ...] = ()
+    """UTF-8 text files or folders to train on; without any, this machine's own Python sources."""
+    out: Path = Path("runs/demo")
+    """Where the hashers, the figure and the metrics go."""
+    only: tuple[str, ...] = tuple(c.name for c in CANDIDATES)
+    """Which hashers to make."""
+    bits: int = 128
+    """Code length."""
+    planes: int = 3
+    """Bit planes of the query side."""
+    fraction: float = 0.02
+    """The budget that is trained and judged: share of each row's visible tokens."""
+    context: int = 4096
+    """Tokens a context."""
+    contexts: int = 40
+    """Training contexts."""
+    held_out: int = 24
+    """Held-out contexts, never trained on."""
+    held_out_rows: int = 64
+    """Rows judged in each held-out context, drawn from its last three quarters."""
+    steps: int = 800
+    """Optimiser steps a layer and hasher."""
+    dense_layers: int = 2
+    """Layers that stay dense when deployed: left out of the means, trained all the same."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("contexts", "held_out", "held_out_rows", "steps"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.dense_layers < 0:
+            raise UsageError(f"--dense-layers must be 0 or more, got {self.dense_layers}")
+        if not 32 <= self.bits <= 4096 or self.bits % 32:
+            raise UsageError(f"--bits must be a multiple of 32 between 32 and 4096, got {self.bits}")
+        if not 1 <= self.planes <= 8:
+            raise UsageError(f"--planes must be between 1 and 8, got {self.planes}")
+        if not self.only:
+            raise UsageError(f"--only needs one of {', '.join(c.name for c in CANDIDATES)}")
+        if self.context < 512:
+            raise UsageError(f"--context must be at least 512 tokens, got {self.context}")
+        if not 0 < self.fraction <= 1:
+            raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}")
+        known = [c.name for c in CANDIDATES]
+        if unknown := [name for name in self.only if name not in known]:
+            raise UsageError(f"--only takes {', '.join(known)}, got {', '.join(unknown)}")
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """The hashers to make, in table order."""
+        return [c for c in CANDIDATES if c.name in self.only]
+
+    @property
+    def model_path(self) -> str:
+        """What `from_pretrained` is given."""
+        return str(demo_model_path()) if self.model == DEMO else self.model
+
+    @property
+    def first_row(self) -> int:
+        """Rows before this one are not judged (1,024 of 4,096)."""
+        return self.context // 4

@@ -1,0 +1,90 @@
+"""What a run shows: the table on the terminal, the figure, and each hasher's card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only: a run must not need a screen
+import matplotlib.pyplot as plt
+from rich.table import Table
+
+from hashtrain.atomic import replace
+from hashtrain.config import HasherConfig
+
+Metrics = dict[str, Any]
+HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
+
+
+def quality_table(metrics: Metrics, heads: str) -> Table:
+    """Lay out IoU and attention mass per layer, one column a hasher, with the mean over the sparse layers."""
+    names = list(metrics["hashers"])
+    table = Table(title=f"IoU / attention mass, held out, {HEADS[heads]}")
+    table.add_column("layer", justify="right")
+    for name in names:
+        table.add_column(name, justify="right")
+    for layer in range(metrics["layers"]):
+        note = " (dense)" if layer < metrics["dense_layers"] else ""
+        table.add_row(f"{layer}{note}", *(_pair(metrics["hashers"][n][heads]["layers"][layer]) for n in names))
+    table.add_section()
+    table.add_row("mean", *(_pair(metrics["hashers"][n][heads]["mean"]) for n in names))
+    return table
+
+
+def _pair(quality: dict[str, float]) -> str:
+    return f"{quality['iou']:.3f} / {quality['mass']:.3f}"
+
+
+def draw(metrics: Metrics, path: Path) -> None:
+    """Draw training curves (left) and per-layer IoU (right) to a PNG."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name, result in metrics["hashers"].items():
+        layers = range(metrics["layers"])
+        right.plot(layers, [q["iou"] for q in result["kv_head"]["layers"]], marker="o", label=name)
+        if curves := result["losses"]:
+            mean = [sum(column) / len(column) for column in zip(*curves, strict=True)]
+            left.plot(_smooth(mean, 20), label=name)
+    left.set(xlabel="step", ylabel="ranking loss, mean of layers", yscale="log", title="Training")
+    right.set(xlabel="layer", ylabel="IoU per KV head, held out", ylim=(0, 1), title=f"Top {metrics['fraction']:.1%}")
+    right.xaxis.get_major_locator().set_params(integer=True)
+    if left.lines:
+        left.legend()
+    right.legend()
+    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+    plt.close(figure)
+
+
+def _smooth(values: list[float], width: int) -> list[float]:
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - width + 1) : i + 1])]
+
+
+def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
+    """Write a hasher's README: what it is for, how it was made, and how well it selects."""
+    result, shape = metrics["hashers"][name], config.shape
+    rows = "\n".join(
+        f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {q['iou']:.3f} | {q['mass']:.3f} |"
+        for layer, (kv, q) in enumerate(zip(result["kv_head"]["layers"], result["query_head"]["layers"], strict=True))
+    )
+    planes = config.planes if config.variant == "planes" else 1
+    budget = f"{metrics['fraction']:.1%} of the visible tokens"
+    made = (
+        f"Variant `{config.variant}`, {config.bits} bits, {planes} query plane(s). Base model: "
+        f"{shape.num_layers} layers, "
+        f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}.\n"
+        f"Made by hashtrain {metrics['version']}: {metrics['steps']} steps a layer, {metrics['contexts']} contexts of "
+        f"{metrics['context']} tokens ({metrics['corpus']}).\n"
+        f"Judged on {metrics['held_out']} held-out contexts at a budget of {budget}."
+    )
+    return f"""# Hasher `{name}` for `{config.base_model}`
+
+{made}
+
+| layer | IoU, KV head | mass, KV head | IoU, query head | mass, query head |
+|---|---|---|---|---|
+{rows}
+
+    from hashtrain import Hasher
+    hasher = Hasher.from_pretrained("this/folder")
+"""

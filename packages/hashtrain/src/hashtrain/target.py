@@ -1,0 +1,78 @@
+"""What a perfect selector would select: exact attention, its top tokens, and the pairs a ranking loss compares."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+
+@overload
+def top_count(visible: int, fraction: float, min_tokens: int = 1, max_tokens: int | None = None) -> int: ...
+@overload
+def top_count(visible: Tensor, fraction: float, min_tokens: int = 1, max_tokens: int | None = None) -> Tensor: ...
+
+
+def top_count(
+    visible: int | Tensor, fraction: float, min_tokens: int = 1, max_tokens: int | None = None
+) -> int | Tensor:
+    """Count the tokens a row of `visible` tokens may select: never more than it sees.
+
+    Source: docs/algorithm.md, eq. 7.
+    """
+    n = torch.as_tensor(visible)
+    # The small number keeps floor(0.07 * 100) at 7: products of decimal fractions land just below whole numbers.
+    count = (n.double() * fraction + 1e-9).floor().long().clamp(min=min_tokens, max=max_tokens).minimum(n.long())
+    return count if isinstance(visible, Tensor) else int(count)
+
+
+def attention(q: Tensor, k: Tensor, positions: Tensor, scaling: float, heads: str = "kv") -> Tensor:
+    """Compute exact causal attention probabilities of some rows.
+
+    Args:
+        q: queries of those rows, [B, Hq, R, D]; k: keys, [B, Hkv, T, D]; both after RoPE.
+        positions: the rows' positions in the sequence, int64 [R].
+        scaling: the model's factor on the logits, usually D^-0.5.
+        heads: `kv` sums over the group (eq. 9), giving [B, Hkv, R, T]; `query` keeps [B, Hq, R, T].
+    Returns: float32; unseen tokens have probability -1, below every seen one.
+    """
+    batch, hq, rows, _ = q.shape
+    hkv, t = k.shape[1], k.shape[2]
+    logits = (q.float().reshape(batch, hkv, -1, q.shape[-1]) @ k.float().transpose(-1, -2)) * scaling
+    logits = logits.view(batch, hkv, hq // hkv, rows, t)
+    unseen = torch.arange(t) > positions[:, None]
+    p = logits.masked_fill(unseen, -torch.inf).softmax(-1)
+    p = p.sum(2) if heads == "kv" else p.flatten(1, 2)
+    return p.masked_fill(unseen, -1.0)
+
+
+class Pairs(NamedTuple):
+    """Sampled comparisons of some rows: each `top` token should outscore each `rest` token where `valid`."""
+
+    top: Tensor
+    """int64 [B, H, R, A]: tokens of each row's target set."""
+    rest: Tensor
+    """int64 [C]: tokens shared by all rows and heads, as in the paper: their keys are hashed once."""
+    valid: Tensor
+    """bool [B, H, R, C]: the row sees this token, and it is not in the target set."""
+
+
+def sample_pairs(
+    p: Tensor, positions: Tensor, fraction: float, max_top: int, max_rest: int, generator: torch.Generator
+) -> Pairs:
+    """Draw tokens of each row's target set, and tokens of the whole context, uniformly and with replacement.
+
+    Args:
+        p: probabilities of `attention`, [B, H, R, T].
+        positions: int64 [R]; row r sees positions[r] + 1 tokens and its target set is the top `fraction` of them.
+        max_top, max_rest: how many of each to draw: A a row, C for all.
+    """
+    counts = top_count(positions + 1, fraction)
+    best = p.topk(int(counts.max()), dim=-1)
+    draws = torch.rand((*p.shape[:-1], max_top), generator=generator)
+    top = best.indices.gather(-1, (draws * counts[:, None]).long())
+    threshold = best.values.gather(-1, (counts - 1)[None, None, :, None].expand(*p.shape[:-1], 1))
+    rest = torch.randint(int(positions.max()) + 1, (max_rest,), generator=generator)
+    found = p[..., rest]
+    return Pairs(top, rest, (found < threshold) & (found >= 0))

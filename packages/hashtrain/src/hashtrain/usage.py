@@ -1,0 +1,22 @@
+"""Input that cannot be used: one sentence on stderr and exit code 2, for every command line of the project."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+class UsageError(Exception):
+    """A setting that cannot be. Not a ValueError, which the argument parser would wrap in a box of its own."""
+
+
+def guarded(program: str, call: Callable[[], int]) -> int:
+    """Return what `call` returns, 2 after its one-sentence complaint about the input, or 130 if it was interrupted."""
+    try:
+        return call()
+    except (UsageError, ValueError, OSError, FloatingPointError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{program}: stopped", file=sys.stderr)
+        return 130

@@ -1,0 +1,45 @@
+"""A tiny causal LM and its captured queries and keys, made here: no download, no randomness between runs."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from hashtrain.capture import capture
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def make_config(**changes):
+    settings = dict(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return LlamaConfig(**{**settings, **changes})
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    """The tiny model's config, with changes given by keyword."""
+    return make_config
+
+
+@pytest.fixture(scope="session")
+def model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(make_config()).eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def data(model, tmp_path_factory):
+    generator = torch.Generator().manual_seed(1)
+    contexts = [torch.randint(0, 97, (512,), generator=generator) for _ in range(3)]
+    return capture(model, contexts, tmp_path_factory.mktemp("capture"))

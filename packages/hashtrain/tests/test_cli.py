@@ -1,0 +1,134 @@
+"""The command from end to end on a tiny model, and its complaints."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hashtrain import Hasher
+from hashtrain.cli import main
+from hashtrain.demo import demo_model_path
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+SMALL = [
+    "--context",
+    "512",
+    "--contexts",
+    "2",
+    "--held-out",
+    "1",
+    "--held-out-rows",
+    "4",
+    "--steps",
+    "2",
+    "--dense-layers",
+    "1",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_config):
+    """A model folder and a text file."""
+    root = tmp_path_factory.mktemp("cli")
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny_config(vocab_size=4096)).save_pretrained(root / "model")
+    AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(root / "model")
+    (root / "text.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(2000)))
+    return root
+
+
+def command(folder, out, *more):
+    return ["--model", str(folder / "model"), "--text", str(folder / "text.txt"), "--out", str(out), *SMALL, *more]
+
+
+def test_a_run_stores_hashers_that_load_and_ends_with_json(folder, tiny_config, tmp_path, capsys):
+    assert main(command(folder, tmp_path / "run")) == 0
+    captured = capsys.readouterr()
+    last = json.loads(captured.out.strip().splitlines()[-1])
+    assert set(last["mean"]) == {"lsh", "paper", "paper-rotation", "planes"}
+    assert "uv run evals ppl" in captured.out + captured.err
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    for name in last["mean"]:
+        Hasher.from_pretrained(tmp_path / "run" / name).require_match(tiny_config())
+        assert 0 < metrics["hashers"][name]["kv_head"]["mean"]["iou"] <= 1
+    assert (tmp_path / "run" / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert not list((tmp_path / "run").glob(".capture-*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model", "./none"], "model folder not found"),
+        (["--text", "none.txt"], "text file not found"),
+        (["--fraction", "0"], "above 0 and at most 1"),
+        (["--fraction", "1.5"], "above 0 and at most 1"),
+        (["--context", "100000"], "at most the model's 1024 tokens"),
+        (["--only", "magic"], "--only takes"),
+        (["--steps", "0"], "at least 1"),
+        (["--bits", "100"], "multiple of 32"),
+        (["--planes", "9"], "between 1 and 8"),
+        (["--only"], "--only needs one"),
+        (["--dense-layers", "-1"], "0 or more"),
+        (["--dense-layers", "2"], "must leave one of 2 layers"),
+        (["--model", "models/none"], "there is no folder of that name"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(folder, tmp_path, capsys, change, message):
+    assert main(command(folder, tmp_path / "run", *change)) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert message in error[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_one_sentence_and_nothing_is_written(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    assert main(command(folder, tmp_path / "run")) == 2
+    assert "not enough free disk" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_truncated_model_weights_are_one_sentence(folder, tmp_path, capsys):
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for file in (folder / "model").iterdir():
+        content = file.read_bytes()
+        (broken / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+    assert main(command(folder, tmp_path / "run", "--model", str(broken))) == 2
+    assert "truncated or damaged" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_run_leaves_the_old_hasher_and_the_next_run_removes_its_scratch(folder, tmp_path):
+    out = tmp_path / "run"
+    assert main(command(folder, out, "--only", "planes")) == 0
+    before = Hasher.from_pretrained(out / "planes").state_dict()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hashtrain", *command(folder, out, "--only", "planes", "--steps", "100000")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 90
+    while not list(out.glob(".capture-*/held/*.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert list(out.glob(".capture-*")), "the run was not killed while it worked"
+    after = Hasher.from_pretrained(out / "planes").state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert main(command(folder, out, "--only", "planes")) == 0
+    assert not list(out.glob(".capture-*"))
+
+
+def test_inspect_prints_the_config(folder, tmp_path, capsys):
+    assert main(command(folder, tmp_path / "run", "--only", "lsh")) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "run" / "lsh")]) == 0
+    assert json.loads(capsys.readouterr().out)["variant"] == "lsh"
+    assert main(["inspect", str(tmp_path)]) == 2

@@ -1,0 +1,95 @@
+"""Held-out text is never trained on, and unusable text is one sentence."""
+
+import sysconfig
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hashtrain.corpus import (
+    HELD_OUT,
+    HELD_OUT_TABLES,
+    Document,
+    _long_lines,
+    _mostly_in,
+    contexts,
+    held_out_sources,
+    python_sources,
+    read_texts,
+    split,
+)
+
+
+def letters(text, **kwargs):
+    return SimpleNamespace(input_ids=[ord(c) for c in text])
+
+
+def test_no_held_out_module_is_ever_trained_on():
+    held, train = held_out_sources(), python_sources(installed=("setuptools",))
+    assert len(held) >= 20
+    assert len(train) >= 300
+    names = {d.name for d in train}
+    assert not names & {*HELD_OUT, *HELD_OUT_TABLES}
+    texts = {d.text for d in train}
+    assert not any(d.text in texts for d in held)
+
+
+def test_a_vendored_copy_of_a_held_out_module_counts_as_held_out():
+    document = held_out_sources()[0]
+    lines = set(_long_lines(document.text))
+    assert _mostly_in("# another licence header above it all\n" + document.text, lines)
+    assert not _mostly_in(held_out_sources()[1].text, lines)
+
+
+def test_a_vendored_copy_is_left_out_of_the_training_text(tmp_path, monkeypatch):
+    (tmp_path / "package").mkdir()
+    document = held_out_sources()[0]
+    (tmp_path / "package" / "vendored.py").write_text("# vendored\n" + document.text)
+    (tmp_path / "package" / "own.py").write_text(
+        "\n".join(f"a_long_enough_name_{i} = another_name({i})" for i in range(50))
+    )
+    paths = {"stdlib": sysconfig.get_paths()["stdlib"], "purelib": str(tmp_path)}
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: paths)
+    names = {d.name for d in python_sources(installed=("package",))}
+    assert "package/own.py" in names
+    assert "package/vendored.py" not in names
+
+
+def test_contexts_take_the_start_of_each_document_before_second_pieces():
+    documents = [Document("a", "a" * 25), Document("b", "b" * 12), Document("c", "c" * 5)]
+    cut = contexts(documents, letters, 10, 10, seed=None)
+    assert [chr(c[0]) for c in cut] == ["a", "b", "a"]
+    assert all(c.shape == (10,) and c.dtype == torch.int64 for c in cut)
+    assert len(contexts(documents, letters, 10, 2, seed=None)) == 2
+
+
+def test_text_shorter_than_the_context_is_refused():
+    with pytest.raises(ValueError, match=r"shorter than the context: expected at least 10 tokens.*got at most 5"):
+        contexts([Document("c", "c" * 5)], letters, 10, 3)
+
+
+def test_text_files_are_read_from_files_and_folders(tmp_path):
+    (tmp_path / "one.txt").write_text("one")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "two.md").write_text("two")
+    (tmp_path / "deep" / "picture.png").write_bytes(b"\xff\xfe")
+    assert [d.text for d in read_texts([tmp_path])] == ["two", "one"]
+
+
+def test_text_that_cannot_be_used_is_one_sentence(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match="not UTF-8 text: byte 3"):
+        read_texts([tmp_path / "latin.txt"])
+    with pytest.raises(ValueError, match="not found"):
+        read_texts([tmp_path / "none.txt"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no text found"):
+        read_texts([tmp_path / "empty"])
+
+
+def test_a_readers_text_is_split_without_overlap():
+    many = [Document(str(i), "x") for i in range(7)]
+    train, held = split(many)
+    assert not {d.name for d in train} & {d.name for d in held}
+    assert len(train) + len(held) == 7
+    (train,), (held,) = split([Document("one", "0123456789")])
+    assert train.text + held.text == "0123456789"

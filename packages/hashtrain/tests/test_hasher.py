@@ -1,0 +1,158 @@
+"""The artefact: round trip, refusal of what is broken or foreign, and that a kill leaves the old one or the new one."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain import hasher as hasher_module
+from hashtrain.layers import shapes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SHAPE = ModelShape(2, 4, 2, 32, {"rope_theta": 10000.0, "rope_type": "default"})
+
+
+def make(variant="planes", seed=0):
+    return Hasher(HasherConfig(variant, SHAPE, hidden=64, base_model="tiny"), seed)
+
+
+@pytest.mark.parametrize("variant", ["lsh", "paper", "planes"])
+def test_round_trip_keeps_every_bit(tmp_path, variant):
+    made = make(variant, seed=3)
+    made.save_pretrained(tmp_path / "h", card="# card")
+    read = Hasher.from_pretrained(tmp_path / "h")
+    assert read.config == made.config
+    assert (tmp_path / "h" / "README.md").read_text() == "# card"
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(tensor, read.state_dict()[name])
+
+
+def test_saving_again_leaves_one_weight_file(tmp_path):
+    make(seed=1).save_pretrained(tmp_path)
+    make(seed=2).save_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert torch.equal(
+        Hasher.from_pretrained(tmp_path).state_dict()["layers.0.key.r"], make(seed=2).state_dict()["layers.0.key.r"]
+    )
+
+
+@pytest.mark.parametrize("dies_at", ["save_tensors", "write_text"])
+def test_a_save_that_dies_leaves_the_old_hasher(tmp_path, monkeypatch, dies_at):
+    make(seed=1).save_pretrained(tmp_path)
+    before = Hasher.from_pretrained(tmp_path).state_dict()
+
+    def die(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hasher_module, dies_at, die)
+    with pytest.raises(KeyboardInterrupt):
+        make(seed=2).save_pretrained(tmp_path)
+    after = Hasher.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stored")
+    make().save_pretrained(folder)
+    (weights,) = folder.glob("*.safetensors")
+    return folder, weights, weights.read_bytes()
+
+
+@given(share=st.floats(0, 0.9999))
+@settings(deadline=None, max_examples=25)
+def test_every_truncation_is_one_sentence(stored, share):
+    folder, weights, whole = stored
+    weights.write_bytes(whole[: int(len(whole) * share)])
+    try:
+        with pytest.raises(ValueError, match="truncated"):
+            Hasher.from_pretrained(folder)
+    finally:
+        weights.write_bytes(whole)
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variant": "magic"}, "variant must be one of"),
+        ({"bits": 100}, "multiple of 32"),
+        ({"bits": 256}, "does not hold what config.json describes"),
+        ({"hidden": 65536}, "does not hold what config.json describes"),
+        (
+            {"shape": {"num_layers": 1 << 20, "num_query_heads": 1 << 20, "num_kv_heads": 1, "head_dim": 1 << 20}},
+            "expected 10485760 tensors, got 20",
+        ),
+        ({"format_version": 2}, "format_version must be 1"),
+        ({"weights": "../hasher.safetensors"}, "names no weight file of its own folder"),
+        ({"weights": "gone.safetensors"}, "missing"),
+        ({"shape": {"num_layers": 10**9}}, "incomplete|num_layers"),
+        ({"surprise": 1}, "unknown hasher config fields"),
+    ],
+)
+def test_a_config_that_lies_is_one_sentence(tmp_path, changes, message):
+    make().save_pretrained(tmp_path)
+    edit(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        Hasher.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["lsh", "paper", "planes"])
+def test_shapes_are_those_of_the_modules(variant):
+    made = make(variant)
+    assert shapes(made.config) == {name: tuple(t.shape) for name, t in made.layer(0).state_dict().items()}
+
+
+@given(share=st.floats(0, 0.9999), flip=st.integers(1, 255))
+@settings(deadline=None, max_examples=25)
+def test_every_changed_byte_is_one_sentence_or_harmless(stored, share, flip):
+    folder, weights, whole = stored
+    before = Hasher.from_pretrained(folder).state_dict()
+    at = int(len(whole) * share)
+    weights.write_bytes(whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :])
+    try:
+        with contextlib.suppress(ValueError):
+            after = Hasher.from_pretrained(folder).state_dict()
+            assert all(torch.equal(before[name], after[name]) for name in before)  # the header's padding, say
+    finally:
+        weights.write_bytes(whole)
+
+
+def test_loading_draws_nothing(tmp_path, monkeypatch):
+    made = make("paper")
+    made.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.linalg, "qr", lambda *a: pytest.fail("a small file could ask for a rotation of any size"))
+    assert torch.equal(Hasher.from_pretrained(tmp_path).state_dict()["layers.1.w2"], made.state_dict()["layers.1.w2"])
+
+
+def test_missing_folder_and_broken_json(tmp_path):
+    with pytest.raises(ValueError, match="no hasher at"):
+        Hasher.from_pretrained(tmp_path / "none")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        Hasher.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="not JSON"):
+        Hasher.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"num_hidden_layers": 3}, "layers"),
+        ({"num_attention_heads": 8}, "query heads"),
+        ({"num_key_value_heads": 1}, "KV heads"),
+        ({"head_dim": 64}, "head_dim"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "RoPE"),
+    ],
+)
+def test_a_hasher_of_another_model_is_refused(tiny_config, changes, fact):
+    make().require_match(tiny_config())
+    with pytest.raises(ValueError, match=f"expected {fact}"):
+        make().require_match(tiny_config(**changes))

@@ -1,0 +1,106 @@
+"""What each variant's bits are, and that training scores what is deployed."""
+
+import hashcore
+import pytest
+import torch
+from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.layers import BY_VARIANT, rotation
+
+SHAPE = ModelShape(num_layers=1, num_query_heads=6, num_kv_heads=2, head_dim=64)
+CASES = [("lsh", "rotation"), ("paper", "random"), ("paper", "rotation"), ("planes", "rotation"), ("planes", "random")]
+
+
+def make(variant, init="rotation", **changes):
+    return BY_VARIANT[variant](
+        HasherConfig(variant, SHAPE, init=init, **changes), torch.Generator().manual_seed(5)
+    ).requires_grad_(False)
+
+
+def qk(t=40, rows=7):
+    generator = torch.Generator().manual_seed(6)
+    return torch.randn(2, 6, rows, 64, generator=generator), torch.randn(2, 2, t, 64, generator=generator)
+
+
+def scores(layer, q, k, per_query_head=False):
+    planes, weights = layer.encode_queries(q, per_query_head)
+    return hashcore.score(planes, layer.encode_keys(k, per_query_head)[:, :, None], weights=weights)
+
+
+@pytest.mark.parametrize("bits", [32, 64, 96, 192])
+def test_rotation_blocks_are_orthogonal_with_determinant_one(bits):
+    r = rotation(64, bits, torch.Generator().manual_seed(0))
+    assert r.shape == (64, bits)
+    for block in r.split(64, dim=1):
+        torch.testing.assert_close(block.T @ block, torch.eye(block.shape[1]), atol=1e-5, rtol=0)
+        if block.shape[1] == 64:
+            assert torch.linalg.det(block).item() == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(("variant", "init"), CASES)
+def test_codes_have_the_documented_shapes(variant, init):
+    layer, (q, k) = make(variant, init), qk()
+    words = 4 * 3 if variant == "paper" else 4
+    assert layer.encode_keys(k).shape == (2, 2, 40, words)
+    planes, weights = layer.encode_queries(q)
+    assert planes.shape == (2, 2, 7, len(weights), words)
+    assert layer.encode_keys(k, per_query_head=True).shape == (2, 6, 40, 4)
+    assert layer.encode_queries(q, per_query_head=True)[0].shape[:3] == (2, 6, 7)
+
+
+@pytest.mark.parametrize(("variant", "init"), [c for c in CASES if c[0] != "planes"])
+def test_group_score_is_the_sum_of_its_query_heads_scores(variant, init):
+    layer, (q, k) = make(variant, init), qk()
+    alone = scores(layer, q, k, per_query_head=True)
+    torch.testing.assert_close(scores(layer, q, k), alone.unflatten(1, (2, 3)).sum(2, dtype=torch.int32))
+
+
+def test_planes_group_score_ranks_by_the_summed_query_weight():
+    layer, (q, k) = make("planes"), qk()
+    levels, _ = hashcore.quantise(layer.query_weight(q), 3)
+    signs = hashcore.unpack(layer.encode_keys(k)).float() * 2 - 1
+    expected = (levels.float() @ signs.transpose(-1, -2) + 128 * 7) / 2
+    torch.testing.assert_close(scores(layer, q, k).float(), expected)
+
+
+def test_paper_from_a_rotation_starts_as_that_rotation():
+    layer, (q, _) = make("paper"), qk()
+    r = layer.w2[:, :64]
+    torch.testing.assert_close(layer.values(q), q @ r, atol=1e-4, rtol=1e-4)
+    for block in r[0].split(64, dim=1):
+        torch.testing.assert_close(block.T @ block, torch.eye(64), atol=1e-4, rtol=0)
+
+
+def test_paper_heads_of_a_group_start_alike_and_groups_differ():
+    r = make("paper").w2
+    assert torch.equal(r[0], r[2])
+    assert not torch.equal(r[0], r[3])
+
+
+def soft_scores(layer, q, k):
+    heads = 6 if layer.target_heads == "query" else 2
+    return layer.soft_queries(q) @ layer.soft_keys(k.repeat_interleave(heads // 2, 1)).transpose(-1, -2)
+
+
+def test_training_scores_of_planes_are_the_deployed_scores():
+    layer, (q, k) = make("planes"), qk()
+    deployed = (2 * scores(layer, q, k) - 128 * 7) / 7
+    torch.testing.assert_close(soft_scores(layer, q, k), deployed, atol=1e-4, rtol=1e-5)
+
+
+def test_training_scores_of_paper_approach_the_deployed_ones_as_values_grow():
+    layer, (q, k) = make("paper", "random"), qk()
+    layer.w2.mul_(1e4)  # softsign of large values is the sign
+    deployed = 2 * scores(layer, q, k, per_query_head=True) - 128
+    torch.testing.assert_close(soft_scores(layer, q, k), deployed.float(), atol=0.5, rtol=0)
+
+
+@pytest.mark.parametrize(("variant", "init"), CASES)
+def test_same_generator_seed_gives_the_same_hasher(variant, init):
+    first, second = make(variant, init).state_dict(), make(variant, init).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_bf16_input_is_hashed_as_the_same_numbers_in_float32():
+    layer, (q, k) = make("planes"), qk()
+    q, k = q.bfloat16(), k.bfloat16()
+    assert torch.equal(scores(layer, q, k), scores(layer, q.float(), k.float()))

@@ -1,0 +1,119 @@
+"""Targets, sampled pairs, surrogates and the ranking loss, against closed forms."""
+
+import math
+
+import hashcore
+import pytest
+import torch
+from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.layers import BY_VARIANT
+from hashtrain.loss import ranking_loss
+from hashtrain.surrogate import quantised, signs, softsign
+from hashtrain.target import attention, sample_pairs, top_count
+from hashtrain.trainer import pair_scores
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def test_loss_of_two_pairs_in_closed_form():
+    top, rest, valid = torch.tensor([5.0]), torch.tensor([1.0, 2.0]), torch.tensor([True, True])
+    expected = (math.log1p(math.exp(3 - 4)) + math.log1p(math.exp(3 - 3))) / 2
+    assert ranking_loss(top, rest, valid).item() == pytest.approx(expected, rel=1e-6)
+    scaled = (math.log1p(math.exp(1 - 8)) + math.log1p(math.exp(1 - 6))) / 2
+    assert ranking_loss(top, rest, valid, beta=2, alpha=1).item() == pytest.approx(scaled, rel=1e-6)
+
+
+def test_invalid_pairs_do_not_count():
+    top, rest, valid = torch.tensor([5.0]), torch.tensor([1.0, 900.0]), torch.tensor([True, False])
+    assert ranking_loss(top, rest, valid).item() == pytest.approx(math.log1p(math.exp(-1)), rel=1e-6)
+    assert ranking_loss(top, rest, torch.tensor([False, False])).item() == 0
+
+
+def test_loss_is_the_mean_over_rows_of_unequal_size():
+    top, rest = torch.tensor([[4.0, 6.0], [1.0, 2.0]]), torch.tensor([[0.0, 1.0], [3.0, -1.0]])
+    valid = torch.tensor([[True, True], [False, True]])
+    gaps = [4, 3, 6, 5, 2, 3]
+    expected = sum(math.log1p(math.exp(3 - gap)) for gap in gaps) / 6
+    assert ranking_loss(top, rest, valid).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_softsign_and_its_sign():
+    x = torch.tensor([-2.0, 0.0, 0.5])
+    torch.testing.assert_close(softsign(x, 64.0), 64 * x / (1 + 64 * x.abs()))
+
+
+def test_straight_through_sign_goes_forward_as_packed_bits_and_back_with_softsigns_slope():
+    x = torch.tensor([-2.0, -0.0, 0.0, 3.0], requires_grad=True)
+    y = signs(x)
+    y.backward(torch.ones(4))
+    padded = torch.nn.functional.pad(x.detach(), (0, 28))
+    assert torch.equal(y > 0, hashcore.unpack(hashcore.pack(padded))[:4])
+    torch.testing.assert_close(x.grad, 1 / (1 + x.detach().abs()) ** 2)
+
+
+@pytest.mark.parametrize("planes", [1, 2, 3, 4])
+def test_quantised_goes_forward_as_the_deployed_levels(planes):
+    w = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    levels, _ = hashcore.quantise(w, planes)
+    torch.testing.assert_close(quantised(w, planes), levels.float() / (2**planes - 1))
+
+
+def test_quantised_has_no_slope_where_it_clips():
+    w = torch.tensor([[0.1, -0.3, 1.0]], requires_grad=True)  # 0.8 of the largest is the bound
+    quantised(w, 3).sum().backward()
+    torch.testing.assert_close(w.grad, torch.tensor([[1.25, 1.25, 0.0]]))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 1000), st.integers(1, 30))
+@settings(deadline=None, max_examples=60)
+def test_top_count_is_the_floor_of_the_fraction_between_its_bounds(visible, thousandths, least):
+    expected = min(visible, max(least, visible * thousandths // 1000))
+    assert top_count(visible, thousandths / 1000, least) == expected
+    assert top_count(torch.tensor([visible]), thousandths / 1000, least).item() == expected
+
+
+def test_top_count_is_capped():
+    assert top_count(1000, 0.5, max_tokens=7) == 7
+
+
+def qkp(rows=9, t=200, heads="kv"):
+    generator = torch.Generator().manual_seed(3)
+    q, k = torch.randn(1, 4, rows, 16, generator=generator), torch.randn(1, 2, t, 16, generator=generator)
+    positions = torch.randint(30, t, (rows,), generator=generator)
+    return q, k, positions, attention(q, k, positions, 0.25, heads)
+
+
+def test_attention_equals_torchs_and_sums_over_the_group():
+    q, k, positions, p = qkp()
+    mask = torch.arange(200) <= positions[:, None]
+    eye = torch.eye(200).expand(1, 4, 200, 200)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q, k.repeat_interleave(2, 1), eye, attn_mask=mask, scale=0.25
+    )
+    torch.testing.assert_close(p.clamp(min=0), exact.view(1, 2, 2, 9, 200).sum(2), atol=1e-5, rtol=1e-4)
+    assert (p[..., ~mask] == -1).all()
+    torch.testing.assert_close(qkp(heads="query")[3].clamp(min=0), exact, atol=1e-5, rtol=1e-4)
+
+
+def test_sampled_pairs_are_inside_and_outside_the_target_set():
+    *_, positions, p = qkp()
+    pairs = sample_pairs(p, positions, 0.05, 300, 4000, torch.Generator().manual_seed(0))
+    for head in range(2):
+        for row, position in enumerate(positions.tolist()):
+            count = top_count(position + 1, 0.05)
+            target = set(p[0, head, row].topk(count).indices.tolist())
+            assert set(pairs.top[0, head, row].tolist()) == target  # 300 draws reach all of at most 10
+            rest = set(pairs.rest[pairs.valid[0, head, row]].tolist())
+            assert rest == set(range(position + 1)) - target  # and 4,000 all of at most 200
+
+
+@pytest.mark.parametrize("variant", ["planes", "paper"])
+def test_pair_scores_are_those_of_all_keys_at_the_sampled_places(variant):
+    q, k, positions, p = qkp(heads="query" if variant == "paper" else "kv")
+    config = HasherConfig(variant, ModelShape(1, 4, 2, 16), hidden=32)
+    layer = BY_VARIANT[variant](config, torch.Generator().manual_seed(0)).requires_grad_(False)
+    pairs = sample_pairs(p, positions, 0.05, 5, 40, torch.Generator().manual_seed(0))
+    every = layer.soft_queries(q) @ layer.soft_keys(k.repeat_interleave(p.shape[1] // 2, 1)).transpose(-1, -2)
+    top, rest = pair_scores(layer, q, k, pairs)
+    torch.testing.assert_close(top, every.gather(-1, pairs.top), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(rest, every[..., pairs.rest], atol=1e-3, rtol=1e-4)
