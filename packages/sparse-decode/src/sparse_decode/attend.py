@@ -1,0 +1,191 @@
+"""Softmax attention over selected tokens only.
+
+For query head h of a batch row, with S the tokens selected for it (eq. 8):
+
+    out_h = sum_{j in S} softmax_j(scaling q_h . k_j) v_j
+
+    q [B, Hq, Q, D]   k, v [B, Hkv, N, D]   indices [B, H, Q, K], H = Hkv or Hq, -1 unused   out [B, Q, Hq, D]
+
+One task is one (batch row, index set, query row): it reads each selected key and value once, widens it to float32 in
+cache and uses it for every query head of the set. Keys and values are addressed by stride: nothing of length N is ever
+copied, converted or written. Bytes read per task: |S| (D + Dv) elements, at random rows of 2 D or 4 D bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparse_decode.compiled import run
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_BITS = {4: torch.int32, 2: torch.int16}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float) -> Tensor:
+    """Attend to the selected tokens only.
+
+    Args:
+        q: [B, Hq, Q, D]; k: [B, Hkv, N, D]; v: [B, Hkv, N, Dv]; float32, bfloat16 or float16 of one type, on the CPU.
+        indices: int64 [B, H, Q, K], H = Hkv or Hq; -1 in unused slots, anywhere.
+        scaling: factor on the logits, usually D^-0.5.
+    Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32.
+    Raises: ValueError on other shapes, types or devices, and on an index beyond N.
+    Source: docs/algorithm.md, eq. 8.
+    """
+    _check(q, k, v, indices)
+    batch, hq, n_rows, dim = q.shape
+    out = np.zeros((batch, n_rows, hq, v.shape[3]), dtype=np.float32)
+    if indices.numel() and out.size:
+        sets = indices.shape[1]
+        tasks = batch * sets * n_rows
+        work = tasks * indices.shape[3] * (hq // sets) * (dim + v.shape[3])
+        queries = q.detach().float().contiguous().numpy()
+        chosen = indices.contiguous().numpy()
+        run(_tasks, tasks, work, queries, *_flat(k), *_flat(v), chosen, out, np.float32(scaling), _KINDS[k.dtype])
+    return _NoBackward.apply(torch.from_numpy(out).to(q.dtype), q)  # pyright: ignore[reportReturnType]
+
+
+def attend_reference(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float) -> Tensor:
+    """Do what `attend` does, in torch and in the simplest way: the oracle of the tests."""
+    hq, hkv = q.shape[1], k.shape[1]
+    wanted = indices.repeat_interleave(hq // indices.shape[1], 1)  # [B, Hq, Q, K]
+    batch = torch.arange(q.shape[0])[:, None, None, None]
+    head = (torch.arange(hq) // (hq // hkv))[:, None, None]
+    dead = wanted < 0
+    keys = k[batch, head, wanted.clamp(min=0)].float().masked_fill(dead[..., None], 0)
+    values = v[batch, head, wanted.clamp(min=0)].float().masked_fill(dead[..., None], 0)
+    logits = (q.float()[..., None, :] * keys).sum(-1).mul(scaling).masked_fill(dead, -torch.inf)
+    p = logits.softmax(-1).masked_fill(dead, 0)
+    return (p[..., None] * values).sum(-2).transpose(1, 2).to(q.dtype)
+
+
+class _NoBackward(torch.autograd.Function):
+    """Let a forward pass run without `no_grad`, and stop a backward pass instead of dropping its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, q: Tensor) -> Tensor:
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("sparse attention has no backward pass; detach the model to train it")
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
+    if any(t.device.type != "cpu" for t in (q, k, v, indices)):
+        raise ValueError(f"sparse attention runs on the CPU, got tensors on {k.device}; move the model with .to('cpu')")
+    if k.dtype not in _KINDS or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must all be float32, bfloat16 or float16, got {q.dtype}, {k.dtype} and {v.dtype}")
+    hq, hkv, sets = q.shape[1], k.shape[1], indices.shape[1]
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or hq % hkv:
+        raise ValueError(
+            f"q [B, Hq, Q, D], k [B, Hkv, N, D] and v [B, Hkv, N, Dv] must agree, "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if indices.dtype != torch.int64 or sets not in (hkv, hq) or indices.shape[::2] != q.shape[::2]:
+        raise ValueError(
+            f"indices must be int64 [B, Hkv or Hq, Q, K], got {indices.dtype} {tuple(indices.shape)} "
+            f"for q {tuple(q.shape)}"
+        )
+    if k.stride(3) != 1 or v.stride(3) != 1:
+        raise ValueError("the components of each key and value must lie side by side (stride 1); call .contiguous()")
+    if indices.numel() and int(indices.max()) >= k.shape[2]:
+        raise ValueError(f"indices must be below N = {k.shape[2]}, got {int(indices.max())}")
+
+
+def _flat(x: Tensor) -> tuple[np.ndarray, tuple[int, ...]]:
+    """View [B, Hkv, N, D] as one line of words, from its first element to its last, and the strides to address it."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    line = x.detach().as_strided((reach,), (1,)).view(_BITS[x.element_size()]).numpy()
+    return line.view(np.uint32 if x.element_size() == 4 else np.uint16), (*x.stride()[:3], x.shape[1])
+
+
+@numba.njit(inline="always")
+def _widen(row, kind, bits, floats):  # pragma: no cover - compiled
+    """Write one row as float32; `bits` and `floats` are the same memory."""
+    if kind == 0:
+        for i in range(len(row)):
+            bits[i] = row[i]
+    elif kind == 1:  # bfloat16 is the upper half of a float32
+        for i in range(len(row)):
+            bits[i] = np.uint32(row[i]) << np.uint32(16)
+    else:  # float16: move sign, exponent and mantissa; 2^112 corrects the exponent, subnormals included
+        for i in range(len(row)):
+            h = np.uint32(row[i])
+            bits[i] = ((h & np.uint32(0x8000)) << np.uint32(16)) | ((h & np.uint32(0x7FFF)) << np.uint32(13))
+        for i in range(len(row)):
+            floats[i] *= np.float32(2.0**112)
+        for i in range(len(row)):
+            if np.uint32(row[i]) & np.uint32(0x7C00) == np.uint32(0x7C00):  # infinity and NaN
+                bits[i] |= np.uint32(0x7F800000)
+
+
+# NaN and infinity keep their meaning: only the order of sums is free, so that they vectorise.
+@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+def _task(task, q, k, k_at, v, v_at, indices, out, scaling, kind):  # pragma: no cover - compiled
+    sets, n_rows, width = indices.shape[1:]
+    hq, dim, dim_v = q.shape[1], q.shape[3], out.shape[3]
+    heads = hq // sets  # query heads that share this index set
+    b, s, r = task // (sets * n_rows), task // n_rows % sets, task % n_rows
+    first = s * heads
+    kv = first // (hq // k_at[3])
+    chosen = indices[b, s, r]
+    bits = np.empty(max(dim, dim_v), dtype=np.uint32)
+    floats = bits.view(np.float32)
+    logits = np.empty((width, heads), dtype=np.float32)
+    top = np.full(heads, -np.inf, dtype=np.float32)
+
+    # 1. logits
+    used = 0
+    for j in range(width):
+        token = chosen[j]
+        if token < 0:
+            continue
+        at = b * k_at[0] + kv * k_at[1] + token * k_at[2]
+        _widen(k[at : at + dim], kind, bits, floats)
+        for g in range(heads):
+            query = q[b, first + g, r]
+            total = np.float32(0)
+            for i in range(dim):
+                total += query[i] * floats[i]
+            logits[used, g] = total * scaling
+            top[g] = max(top[g], logits[used, g])
+        used += 1
+    if used == 0:
+        return
+
+    # 2. softmax
+    for g in range(heads):
+        total = np.float32(0)
+        for j in range(used):
+            p = np.float32(math.exp(logits[j, g] - top[g]))
+            logits[j, g] = p
+            total += p
+        for j in range(used):
+            logits[j, g] /= total
+
+    # 3. weighted sum of values
+    used = 0
+    for j in range(width):
+        token = chosen[j]
+        if token < 0:
+            continue
+        at = b * v_at[0] + kv * v_at[1] + token * v_at[2]
+        _widen(v[at : at + dim_v], kind, bits, floats)
+        for g in range(heads):
+            p = logits[used, g]
+            line = out[b, r, first + g]
+            for i in range(dim_v):
+                line[i] += p * floats[i]
+        used += 1
+
+
+def _tasks(first, last, q, k, k_at, v, v_at, indices, out, scaling, kind):  # pragma: no cover - compiled
+    for task in range(first, last):
+        _task(task, q, k, k_at, v, v_at, indices, out, scaling, kind)

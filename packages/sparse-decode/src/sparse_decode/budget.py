@@ -1,0 +1,63 @@
+"""How many tokens each row may attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hashtrain.target import top_count
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens that one row selects, of the tokens that it sees (padding is not seen).
+
+    Source: docs/algorithm.md, eq. 7 and 8.
+    """
+
+    fraction: float = 0.02
+    """Share of the row's tokens to select, above 0 and at most 1."""
+    min_tokens: int = 1
+    """Select at least this many, or all the row sees if that is fewer."""
+    max_tokens: int | None = None
+    """Select at most this many."""
+    sink: int = 0
+    """Also attend to the first tokens that the row sees, on top of the selection."""
+    recent: int = 0
+    """Also attend to the last tokens that the row sees, on top of the selection."""
+    of: Literal["visible", "length"] = "visible"
+    """What `fraction` is taken of: tokens the row sees, or (the paper's rule) those its sequence's last row sees."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
+            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction!r}; 0.02 keeps 2 %")
+        for name, least in (("min_tokens", 1), ("sink", 0), ("recent", 0)):
+            value = getattr(self, name)
+            if not _is_int(value) or value < least:
+                raise ValueError(f"{name} must be an integer of {least} or more, got {value!r}")
+        if self.max_tokens is not None and not (_is_int(self.max_tokens) and self.max_tokens >= self.min_tokens):
+            raise ValueError(
+                f"max_tokens must be None or an integer of at least min_tokens = {self.min_tokens}, "
+                f"got {self.max_tokens!r}"
+            )
+        if self.of not in ("visible", "length"):
+            raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
+
+    def count(self, visible: Tensor, length: Tensor | None = None) -> Tensor:
+        """Count the tokens each row selects, without sink and recent.
+
+        Args:
+            visible: tokens each row sees, integers of any shape.
+            length: tokens the last row of the same sequence sees, broadcastable to `visible`; needed by `of="length"`.
+        Returns: int64, the shape of `visible`, in [0, visible].
+        """
+        if self.of == "visible":
+            return top_count(visible, self.fraction, self.min_tokens, self.max_tokens)
+        if length is None:
+            raise ValueError('a budget of="length" needs the length of each sequence, got None')
+        return top_count(length, self.fraction, self.min_tokens, self.max_tokens).minimum(visible.long())
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,73 @@
+"""The selector that knows the exact attention: the bound of every other selector."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparse_decode.compiled import run
+from sparse_decode.select import NoCodes, Rows
+
+
+class OracleSelector(NoCodes):
+    """Selects by the exact attention probabilities (eq. 9): what a perfect selector would select.
+
+    Args:
+        per_query_head: one set per query head, instead of one per KV head for the group's summed probabilities.
+    """
+
+    def __init__(self, per_query_head: bool = False):
+        self.per_query_head = per_query_head
+
+    def select(self, rows: Rows) -> Tensor:
+        (batch, hq, n_rows, dim), (hkv, n) = rows.q.shape, rows.k.shape[1:3]
+        grouped = rows.q.detach().float().reshape(batch, hkv, -1, dim)
+        logits = (grouped @ rows.k.detach().float().transpose(-1, -2)).mul_(rows.scaling).view(batch, hq, n_rows, n)
+        if rows.visible is not None:
+            logits.masked_fill_(~rows.visible, -torch.inf)
+        p = logits.softmax(-1)
+        if not self.per_query_head:
+            p = p.unflatten(1, (hkv, hq // hkv)).sum(2)
+        if rows.visible is not None:
+            p = p.masked_fill_(~rows.visible, -1.0)  # an unseen token loses even to a seen one whose p rounds to 0
+        return best_floats(p, rows.counts[:, None].expand(p.shape[:-1]))
+
+
+def best_floats(values: Tensor, counts: Tensor) -> Tensor:
+    """Find the largest values of each row.
+
+    Args:
+        values: float32 [..., N] on the CPU, without NaN.
+        counts: integers [...], how many of each row, at most N.
+    Returns: int64 [..., K], K the largest count: ascending indices, then -1; equal values go to the lowest index.
+    """
+    n, width = values.shape[-1], int(counts.max()) if counts.numel() else 0
+    flat = values.reshape(-1, n).contiguous().numpy()
+    out = np.full((flat.shape[0], width), -1, dtype=np.int64)
+    if width:
+        sizes = counts.reshape(-1).long().contiguous().numpy()
+        run(_best_rows, len(flat), 16 * flat.size, flat, sizes, out)
+    return torch.from_numpy(out).view(*values.shape[:-1], width)
+
+
+def _best_rows(first, last, values, counts, out):  # pragma: no cover - compiled
+    n = values.shape[1]
+    for i in range(first, last):
+        row, k = values[i], counts[i]
+        if k == 0:
+            continue
+        threshold = np.partition(row, n - k)[n - k]
+        ties = k
+        for j in range(n):
+            if row[j] > threshold:
+                ties -= 1
+        slot = 0
+        for j in range(n):
+            if row[j] > threshold:
+                out[i, slot] = j
+                slot += 1
+            elif row[j] == threshold and ties > 0:
+                out[i, slot] = j
+                slot += 1
+                ties -= 1

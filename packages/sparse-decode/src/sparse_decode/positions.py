@@ -1,0 +1,86 @@
+"""Which tokens a row sees, and the arithmetic of sink and recent tokens on top of a selection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def visible_rows(
+    mask: Tensor | None, first: int, last: int, n_queries: int, n: int, device: torch.device
+) -> Tensor | None:
+    """Say which of `n` tokens the query rows first..last-1 see.
+
+    Args:
+        mask: what Hugging Face built: bool, or 0 and a most negative number, [B or 1, 1, n_queries, n]; None is causal.
+    Returns: bool [B or 1, 1, last - first, n]; None if every row sees every token.
+    """
+    if mask is None:
+        if n_queries == 1:
+            return None
+        positions = torch.arange(first, last, device=device) + (n - n_queries)
+        return (torch.arange(n, device=device) <= positions[:, None])[None, None]
+    if mask.shape[1] != 1:
+        raise ValueError(f"a mask shared by all heads is needed, shape [B, 1, Q, N], got {tuple(mask.shape)}")
+    rows = mask[:, :, first:last, :n]
+    if rows.dtype == torch.bool:
+        return rows
+    seen = rows == 0
+    if not (seen | (rows <= torch.finfo(rows.dtype).min / 2)).all():
+        raise ValueError("a mask that hides or shows tokens is needed, got one with biases; sparse attention has none")
+    return seen
+
+
+def count_visible(mask: Tensor | None, batch: int, n_queries: int, n: int, device: torch.device, chunk: int) -> Tensor:
+    """Count the tokens each query row sees, int64 [B, n_queries], `chunk` rows at a time."""
+    if mask is None:
+        return torch.arange(n - n_queries + 1, n + 1, device=device).expand(batch, -1)
+    counts = []
+    for first in range(0, n_queries, chunk):
+        seen = visible_rows(mask, first, min(first + chunk, n_queries), n_queries, n, device)
+        assert seen is not None
+        counts.append(seen[:, 0].sum(-1))
+    return torch.cat(counts, dim=1).expand(batch, -1)
+
+
+def first_visible(visible: Tensor | None, counts: Tensor, n: int) -> Tensor:
+    """List the first counts [B, Q] tokens each row sees: int64 [B, Q, K], ascending, then -1."""
+    return _by_rank(visible, torch.zeros_like(counts), counts, n)
+
+
+def last_visible(visible: Tensor | None, counts: Tensor, n: int) -> Tensor:
+    """List the last counts [B, Q] tokens each row sees: int64 [B, Q, K], ascending, then -1."""
+    total = torch.full_like(counts, n) if visible is None else visible[:, 0].sum(-1).expand_as(counts)
+    return _by_rank(visible, total - counts, total, n)
+
+
+def _by_rank(visible: Tensor | None, low: Tensor, high: Tensor, n: int) -> Tensor:
+    """List the visible tokens number low..high-1 of each row, counting from 0: [B, Q, K]."""
+    width = int((high - low).max()) if low.numel() else 0
+    slots = torch.arange(width, device=low.device)
+    if visible is None:
+        return torch.where(slots < (high - low)[..., None], slots + low[..., None], -1)
+    rank = visible[:, 0].cumsum(-1).expand(*low.shape, n) - 1
+    wanted = visible[:, 0] & (rank >= low[..., None]) & (rank < high[..., None])
+    batch, row, token = wanted.nonzero(as_tuple=True)
+    chosen = low.new_full((*low.shape, width), -1)
+    chosen[batch, row, rank[batch, row, token] - low[batch, row]] = token
+    return chosen
+
+
+def merge(selected: Tensor, extra: Tensor, n: int) -> Tensor:
+    """Merge sets of tokens, each token once.
+
+    Args:
+        selected: int64 [B, H, Q, K]; extra: int64 [B, Q, E]; both with -1 in unused slots; tokens are below `n`.
+    Returns: int64 [B, H, Q, K'], ascending, then -1; K' is the size of the largest union.
+    """
+    extra = extra[:, None].expand(*selected.shape[:-1], -1)
+    both = torch.cat([selected, extra], dim=-1)
+    both = both.masked_fill(both < 0, n).sort(-1).values
+    repeated = torch.zeros_like(both, dtype=torch.bool)
+    repeated[..., 1:] = both[..., 1:] == both[..., :-1]
+    both = both.masked_fill(repeated, n).sort(-1).values
+    width = int((both < n).sum(-1).max()) if both.numel() else 0
+    both = both[..., :width]
+    return both.masked_fill(both == n, -1)

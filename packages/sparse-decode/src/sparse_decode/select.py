@@ -1,0 +1,140 @@
+"""Which tokens each row attends to: the `Selector` protocol and the selectors that need nothing but the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import hashcore
+import torch
+from torch import Tensor
+
+from sparse_decode.positions import last_visible
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a selector is asked about: some query rows of one layer.
+
+    Attributes:
+        layer: index of the layer in the model.
+        q: queries, [B, Hq, Q, D]; k: the keys they may see, [B, Hkv, N, D]; both after RoPE.
+        codes: the keys' codes, int32 [B, H, N, W]; None if the selector needs none.
+        visible: bool [B, 1, Q, N], the tokens each row sees; None means that every row sees every token.
+        counts: int64 [B, Q], tokens to select; at most the row's visible tokens, 0 for rows that are not sparse.
+        scaling: the model's factor on attention logits.
+    """
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    codes: Tensor | None
+    visible: Tensor | None
+    counts: Tensor
+    scaling: float
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """Chooses tokens.
+
+    The result of `select` is int64 [B, H, Q, K], H = Hkv or Hq: in each row `counts` visible tokens in ascending order,
+    then -1. Equal scores go to the lowest index.
+    """
+
+    needs_codes: bool
+    """Whether the cache must carry the codes of `encode_keys`."""
+
+    def require_match(self, model_config: Any) -> None:
+        """Raise ValueError if this selector was made for another model."""
+        ...
+
+    def encode_keys(self, layer: int, k: Tensor) -> Tensor:
+        """Hash keys [B, Hkv, T, D] of one layer to int32 codes [B, H, T, W]; called only if `needs_codes`."""
+        ...
+
+    def select(self, rows: Rows) -> Tensor:
+        """Choose tokens, [B, H, Q, K]."""
+        ...
+
+
+@runtime_checkable
+class KeyQueryHasher(Protocol):
+    """What is needed of a hasher; `hashtrain.Hasher` is one."""
+
+    def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
+        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
+        ...
+
+    def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
+        """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights."""
+        ...
+
+    def require_match(self, model_config: Any) -> None:
+        """Raise ValueError if this hasher was made for another model."""
+        ...
+
+
+class HashSelector:
+    """Selects by plane score between query planes and key codes (eq. 4 and 6): learned hashes, LSH, the paper's."""
+
+    needs_codes = True
+
+    def __init__(self, hasher: KeyQueryHasher):
+        self.hasher = hasher
+
+    def require_match(self, model_config: Any) -> None:
+        self.hasher.require_match(model_config)
+
+    def encode_keys(self, layer: int, k: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.hasher.encode_keys(layer, k)
+
+    def select(self, rows: Rows) -> Tensor:
+        if rows.codes is None:
+            raise ValueError("a hash selector needs the codes of the keys, got None")
+        with torch.no_grad():
+            planes, weights = self.hasher.encode_queries(rows.layer, rows.q)
+        scores = hashcore.score(planes, rows.codes[:, :, None], weights=weights)
+        if rows.visible is not None:
+            scores = scores.masked_fill_(~rows.visible, -1)  # below every score; counts never reach them
+        counts = rows.counts[:, None].expand(scores.shape[:-1])
+        return hashcore.topk(scores, counts)[1]
+
+
+class QueryHeadHasher:
+    """A `hashtrain.Hasher` with codes and selections per query head, not per KV head: the paper's protocol."""
+
+    def __init__(self, hasher: Any):
+        self.hasher = hasher
+
+    def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
+        """Hash keys [B, Hkv, T, D] to int32 codes [B, Hq, T, W]."""
+        return self.hasher.layer(layer).encode_keys(k, per_query_head=True)
+
+    def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
+        """Hash queries [B, Hq, T, D] to int32 planes [B, Hq, T, P, W] and the planes' weights."""
+        return self.hasher.layer(layer).encode_queries(q, per_query_head=True)
+
+    def require_match(self, model_config: Any) -> None:
+        self.hasher.require_match(model_config)
+
+
+class NoCodes:
+    """What the selectors that keep no codes share."""
+
+    needs_codes = False
+
+    def require_match(self, model_config: Any) -> None:
+        """Accept every model."""
+
+    def encode_keys(self, layer: int, k: Tensor) -> Tensor:
+        raise ValueError(f"{type(self).__name__} keeps no codes")
+
+
+class RecentSelector(NoCodes):
+    """Selects the last tokens that the row sees: a sliding window of the budget's size."""
+
+    def select(self, rows: Rows) -> Tensor:
+        chosen = last_visible(rows.visible, rows.counts, rows.k.shape[2])
+        return chosen[:, None].expand(-1, rows.k.shape[1], -1, -1)

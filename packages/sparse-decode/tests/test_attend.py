@@ -1,0 +1,127 @@
+"""The gathered attention against its reference, and what it must not read."""
+
+import pytest
+import torch
+from sparse_decode import attend, attend_reference, compiled
+from sparse_decode_doubles import as_sets, masked_attention
+
+# batch, query heads, KV heads, rows, N, D, Dv, most selected
+SHAPES = [
+    (1, 1, 1, 1, 1, 1, 1, 1),
+    (2, 6, 2, 3, 37, 16, 16, 9),
+    (1, 7, 1, 2, 64, 33, 20, 64),
+    (3, 8, 8, 1, 5, 64, 64, 5),
+]
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def case(shape, dtype=torch.float32, per_query_head=False, seed=0):
+    batch, hq, hkv, rows, n, dim, dim_v, most = shape
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, hq, rows, dim, generator=generator).to(dtype)
+    k = torch.randn(batch, hkv, n, dim, generator=generator).to(dtype)
+    v = torch.randn(batch, hkv, n, dim_v, generator=generator).to(dtype)
+    sets = hq if per_query_head else hkv
+    best = torch.rand(batch, sets, rows, n, generator=generator).topk(most, -1).indices
+    counts = torch.randint(0, most + 1, (batch, sets, rows, 1), generator=generator)
+    kept = best.masked_fill(torch.arange(most) >= counts, n).sort(-1).values
+    return q, k, v, kept.masked_fill(kept == n, -1)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_reference_and_dense_attention_restricted_to_the_selection(shape, per_query_head, dtype):
+    q, k, v, indices = case(shape, dtype, per_query_head)
+    out = attend(q, k, v, indices, 0.3)
+    assert out.dtype == dtype
+    close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
+    torch.testing.assert_close(out, attend_reference(q, k, v, indices, 0.3), **close)
+    torch.testing.assert_close(out, masked_attention(q, k, v, as_sets(indices, k.shape[2]), 0.3), **close)
+
+
+def test_unselected_keys_and_values_are_never_read():
+    q, k, v, indices = case(SHAPES[1])
+    unused = ~as_sets(indices, k.shape[2]).any(2)[..., None]
+    assert unused.any()
+    poisoned = attend(q, k.masked_fill(unused, torch.nan), v.masked_fill(unused, torch.nan), indices, 0.3)
+    assert torch.equal(poisoned, attend(q, k, v, indices, 0.3))
+
+
+def test_a_selected_nan_is_not_hidden():
+    q, k, v, _ = case(SHAPES[1])
+    k[0, 0, 3] = torch.nan
+    out = attend(q, k, v, torch.full((2, 2, 3, 1), 3), 0.3)
+    assert out[0, :, :3].isnan().all()
+    assert not out[1].isnan().any()
+
+
+def test_unused_slots_may_be_anywhere_and_rows_without_tokens_are_zero():
+    q, k, v, _ = case(SHAPES[1])
+    tight = torch.tensor([4, 9]).expand(2, 2, 3, 2)
+    loose = torch.tensor([-1, 4, -1, 9, -1]).expand(2, 2, 3, 5)
+    assert torch.equal(attend(q, k, v, tight, 0.3), attend(q, k, v, loose, 0.3))
+    assert (attend(q, k, v, torch.full((2, 2, 3, 4), -1), 0.3) == 0).all()
+    assert attend(q, k, v, loose[..., :0], 0.3).shape == (2, 3, 6, 16)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_strided_keys_and_values_are_read_in_place(dtype):
+    q, k, v, indices = case(SHAPES[1], dtype)
+    expected = attend(q, k, v, indices, 0.3)
+    by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    assert torch.equal(attend(q, *by_token, indices, 0.3), expected)
+    cropped = [torch.cat([x, x], dim=2)[:, :, : x.shape[2]] for x in (k, v)]
+    assert torch.equal(attend(q, *cropped, indices, 0.3), expected)
+    one_head = [x[:, :1].expand(-1, 2, -1, -1) for x in (k, v)]
+    torch.testing.assert_close(
+        attend(q, *one_head, indices, 0.3),
+        attend_reference(q, *one_head, indices, 0.3),
+        atol=TOLERANCES[dtype],
+        rtol=TOLERANCES[dtype],
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_sixteen_bit_number_is_read_exactly(dtype):
+    values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype).view(1, 1, -1, 1)
+    finite = values.isfinite().flatten()
+    q = torch.ones(1, 1, len(values.flatten()), 1, dtype=dtype)
+    each = torch.arange(q.shape[2]).view(1, 1, -1, 1)
+    out = attend(q, torch.zeros_like(values), values, each, 1.0).view(-1)
+    assert torch.equal(out[finite], values.view(-1)[finite])
+    assert torch.equal(out[~finite].isnan(), values.view(-1)[~finite].isnan())
+
+
+def test_threads_change_nothing(monkeypatch):
+    q, k, v, indices = case((2, 6, 2, 9, 37, 16, 16, 9))
+    serial = attend(q, k, v, indices, 0.3)
+    monkeypatch.setattr(compiled, "_GRAIN", 1)
+    torch.set_num_threads(3)
+    assert torch.equal(attend(q, k, v, indices, 0.3), serial)
+
+
+def test_a_backward_pass_is_refused():
+    q, k, v, indices = case(SHAPES[1])
+    with torch.enable_grad():
+        out = attend(q.requires_grad_(), k, v, indices, 0.3)
+        with pytest.raises(RuntimeError, match="no backward"):
+            out.sum().backward()
+
+
+def test_wrong_arguments_are_named():
+    q, k, v, indices = case(SHAPES[1])
+    for arguments, message in [
+        ((q.double(), k, v, indices), "float32, bfloat16 or float16, got torch.float64"),
+        ((q, k.half(), v, indices), "got torch.float32, torch.float16"),
+        ((q[:, :5], k, v, indices), "must agree"),
+        ((q, k, v[:, :, :5], indices), "must agree"),
+        ((q, k, v, indices.int()), "indices must be int64"),
+        ((q, k, v, indices[:, :, :2]), "indices must be int64"),
+        ((q, k, v, indices[:, :1]), "indices must be int64"),
+        ((q, k, v, indices.clamp(min=37)), "indices must be below N = 37, got 37"),
+        ((q, k, v.transpose(2, 3).contiguous().transpose(2, 3), indices), "side by side"),
+        ((q.to("meta"), k, v, indices), "runs on the CPU"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            attend(*arguments, 0.3)

@@ -1,0 +1,68 @@
+"""Budget arithmetic (eq. 7)."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_decode import Budget
+
+FRACTIONS = st.sampled_from(["0.005", "0.01", "0.02", "0.07", "0.1", "0.29", "0.57", "1"])
+
+
+def by_hand(n, fraction, least, most):
+    count = max(least, int(Fraction(fraction) * n))
+    return min(n, count if most is None else min(count, most))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 20_000), min_size=1, max_size=8),
+    FRACTIONS,
+    st.integers(1, 50),
+    st.none() | st.integers(50, 500),
+)
+def test_each_row_counts_its_own_tokens(visible, fraction, least, most):
+    budget = Budget(float(fraction), least, most)
+    assert budget.count(torch.tensor(visible)).tolist() == [by_hand(n, fraction, least, most) for n in visible]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5_000), min_size=1, max_size=8), FRACTIONS, st.integers(1, 50))
+def test_the_papers_rule_takes_the_fraction_of_the_length_for_every_row(visible, fraction, least):
+    budget = Budget(float(fraction), least, of="length")
+    counts = budget.count(torch.tensor([visible]), torch.tensor([[max(visible)]]))
+    assert counts.tolist() == [[min(n, by_hand(max(visible), fraction, least, None)) for n in visible]]
+
+
+def test_the_papers_rule_needs_the_length():
+    with pytest.raises(ValueError, match="needs the length"):
+        Budget(of="length").count(torch.tensor([3]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("fraction", 0),
+        ("fraction", -0.1),
+        ("fraction", 1.01),
+        ("fraction", float("nan")),
+        ("fraction", "2%"),
+        ("min_tokens", 0),
+        ("min_tokens", 1.5),
+        ("max_tokens", 0),
+        ("max_tokens", 2.0),
+        ("sink", -1),
+        ("recent", True),
+        ("of", "document"),
+    ],
+)
+def test_a_wrong_field_is_named(field, value):
+    with pytest.raises(ValueError, match=f"^{field} must be .*got {value!r}"):
+        Budget(**{field: value})
+
+
+def test_max_tokens_below_min_tokens_is_refused():
+    with pytest.raises(ValueError, match="max_tokens must be"):
+        Budget(min_tokens=20, max_tokens=10)

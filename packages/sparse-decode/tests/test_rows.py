@@ -1,0 +1,108 @@
+"""The evaluation rule: one forward pass scores a text as decoding it token by token would."""
+
+import pytest
+import torch
+from sparse_decode import Budget, OracleSelector, RecentSelector, attach, interface
+from sparse_decode_doubles import FAMILIES, TOLERANCE, Auditor, PaperLikeHasher, SignHasher, prompts, tiny_model
+from transformers import DynamicCache
+
+BUDGET = Budget(0.1, min_tokens=2)
+LENGTH = 40
+
+
+def token_by_token(model, ids, prefill):
+    """Dense prefill of some tokens, then one at a time: logits [B, T, vocabulary]."""
+    cache, logits = DynamicCache(config=model.config), []
+    for first, last in [(0, prefill)] * bool(prefill) + [(t, t + 1) for t in range(prefill, ids.shape[1])]:
+        logits.append(model(ids[:, first:last], past_key_values=cache).logits)
+    return torch.cat(logits, 1)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("start", [0, 25, LENGTH - 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_pass_equals_token_by_token(family, start, monkeypatch):
+    model, (ids, _) = tiny_model(family), prompts((LENGTH, LENGTH))
+    dense = model(ids).logits
+    with attach(model, SignHasher(), BUDGET):
+        decoded = token_by_token(model, ids, start)
+    Auditor(monkeypatch)
+    with attach(model, SignHasher(), BUDGET, sparse_rows=start):
+        close(model(ids).logits, decoded)
+        close(model(ids, use_cache=False).logits, decoded)
+        close(token_by_token(model, ids, 0), decoded)
+        close(token_by_token(model, ids, 17), decoded)
+    close(decoded[:, :start], dense[:, :start])
+    assert (decoded[:, start:] - dense[:, start:]).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("selector", [PaperLikeHasher(), OracleSelector(), OracleSelector(True), RecentSelector()])
+def test_every_selector_and_dense_implementation(selector, implementation):
+    model, (ids, _) = tiny_model(implementation=implementation), prompts((LENGTH, LENGTH))
+    budget = Budget(0.1, min_tokens=2, sink=1, recent=2)
+    with attach(model, selector, budget):
+        decoded = token_by_token(model, ids, 9)
+    with attach(model, selector, budget, sparse_rows=9):
+        close(model(ids).logits, decoded)
+
+
+@pytest.mark.parametrize("budget", [BUDGET, Budget(0.1, of="length"), Budget(0.05, sink=2, recent=1)])
+@pytest.mark.parametrize("start", [0, 11])
+def test_a_padded_row_is_the_row_alone(start, budget):
+    model, lengths = tiny_model(), (40, 27, 5)
+    ids, mask = prompts(lengths)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with attach(model, SignHasher(), budget, sparse_rows=start):
+        together = model(ids, attention_mask=mask, position_ids=positions).logits
+        for row, length in enumerate(lengths):
+            close(model(ids[row : row + 1, 40 - length :]).logits[0], together[row, 40 - length :])
+
+
+def test_chunks_of_rows_change_nothing(monkeypatch):
+    model, (ids, mask) = tiny_model(), prompts((40, 27))
+    selector = SignHasher()
+    budget = Budget(0.1, sink=1, recent=2)
+    with attach(model, selector, budget, sparse_rows=11) as attachment:
+        whole = model(ids, attention_mask=mask).logits
+        counts = attachment.counts()
+        attachment.reset_density()
+        monkeypatch.setattr(interface, "_CHUNK_SCORES", 7 * 2 * 4 * 40)
+        close(model(ids, attention_mask=mask).logits, whole)
+        assert attachment.counts() == counts
+
+
+def test_memory_of_a_long_pass_is_bounded(monkeypatch):
+    """No more scores at once than the limit, whatever the context."""
+    model, (ids, _) = tiny_model(max_position_embeddings=2048), prompts((1500,))
+    seen = []
+    select = interface._select
+    monkeypatch.setattr(interface, "_CHUNK_SCORES", 4 * 1500 * 64)
+    monkeypatch.setattr(
+        interface, "_select", lambda plan, rows, *rest: (seen.append(rows.q.shape), select(plan, rows, *rest))[1]
+    )
+    with attach(model, SignHasher(), Budget(0.01), dense_layers=3, sparse_rows=1400):
+        model(ids)
+    assert {shape[2] for shape in seen} <= {64, 1500 % 64}
+    assert len(seen) == 3  # chunks without a sparse row are skipped
+
+
+def test_without_a_selector_everything_stays_dense():
+    model, (ids, _) = tiny_model(), prompts((LENGTH,))
+    dense = model(ids).logits
+    with attach(model, None, BUDGET, sparse_rows=0) as attachment:
+        assert torch.equal(model(ids).logits, dense)
+        assert attachment.density() == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models(dtype):
+    model, (ids, mask) = tiny_model().to(dtype), prompts((40, 27))
+    dense = model(ids, attention_mask=mask).logits
+    with attach(model, SignHasher(), Budget(1.0), sparse_rows=0):
+        logits = model(ids, attention_mask=mask).logits
+    assert logits.dtype == dtype
+    torch.testing.assert_close(logits[:, 13:], dense[:, 13:], atol=0.1, rtol=0.1)

@@ -1,0 +1,103 @@
+"""The selectors, against the simplest statement of what each selects."""
+
+import hashcore
+import pytest
+import torch
+from sparse_decode import HashSelector, OracleSelector, RecentSelector, Rows, Selector
+from sparse_decode.oracle import best_floats
+from sparse_decode_doubles import PaperLikeHasher, SignHasher, as_sets
+
+N, ROWS = 50, 6
+
+
+def rows_of(selector, counts, seed=0, causal=True):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randint(-4, 5, (3, 4, ROWS, 16), generator=generator).float()
+    k = torch.randint(-4, 5, (3, 2, N, 16), generator=generator).float()
+    visible = torch.arange(N) <= torch.arange(N - ROWS, N)[:, None]
+    visible = visible & (torch.arange(N) >= torch.tensor([0, 7, 45])[:, None])[:, None, None]
+    codes = selector.encode_keys(2, k) if selector.needs_codes else None
+    return Rows(2, q, k, codes, visible if causal else None, counts, 0.25)
+
+
+def first_of_equals(scores, count):
+    """The `count` best of a list, ties to the lowest index, ascending."""
+    return sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count])
+
+
+def counts_like(seed=0):
+    visible = (torch.arange(N - ROWS + 1, N + 1) - torch.tensor([0, 7, 45])[:, None]).clamp(min=0)
+    return (torch.rand(3, ROWS, generator=torch.Generator().manual_seed(seed)) * (visible + 1)).long()
+
+
+def check_best(indices, scores, rows):
+    """Every row of indices [B, H, Q, K] is the best of scores [B, H, Q, N] among the tokens it sees."""
+    as_sets(indices, N)
+    seen = rows.visible.expand(scores.shape) if rows.visible is not None else torch.ones_like(scores).bool()
+    for b, h, r in torch.cartesian_prod(*map(torch.arange, indices.shape[:3])).tolist():
+        tokens = seen[b, h, r].nonzero().flatten().tolist()
+        best = first_of_equals([scores[b, h, r, t].item() for t in tokens], int(rows.counts[b, r]))
+        found = [t for t in indices[b, h, r].tolist() if t >= 0]
+        assert found == [tokens[i] for i in best]
+
+
+def signs(codes):
+    return hashcore.unpack(codes).double() * 2 - 1
+
+
+@pytest.mark.parametrize("hasher", [SignHasher(), SignHasher(bits=32), PaperLikeHasher()], ids=["W4", "W1", "paper"])
+def test_hash_selector_takes_the_best_plane_scores(hasher):
+    rows = rows_of(HashSelector(hasher), counts_like())
+    planes, weights = hasher.encode_queries(2, rows.q)
+    bits = planes.shape[-1] * 32
+    agreement = (signs(planes) @ signs(rows.codes)[:, :, None].transpose(-1, -2) + bits) / 2  # [B, H, Q, P, N]
+    scores = (agreement * torch.tensor(weights, dtype=torch.float64)[:, None]).sum(-2)
+    check_best(HashSelector(hasher).select(rows), scores, rows)
+
+
+def test_the_paper_like_code_scores_as_the_sum_over_the_group():
+    hasher = PaperLikeHasher()
+    rows = rows_of(HashSelector(hasher), counts_like())
+    per_head = (
+        hashcore.pack(rows.k[:, :, None] @ hasher.matrix),
+        hashcore.pack(rows.q.unflatten(1, (2, 2)) @ hasher.matrix),
+    )
+    expected = hashcore.score(per_head[1], per_head[0]).sum(2)
+    planes, weights = hasher.encode_queries(2, rows.q)
+    assert torch.equal(hashcore.score(planes, rows.codes[:, :, None], weights=weights), expected.int())
+
+
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_oracle_takes_the_highest_exact_attention(per_query_head):
+    selector = OracleSelector(per_query_head)
+    rows = rows_of(selector, counts_like())
+    logits = rows.q.double() @ rows.k.double().repeat_interleave(2, 1).transpose(-1, -2) * rows.scaling
+    p = logits.masked_fill(~rows.visible, -torch.inf).softmax(-1).nan_to_num(0)
+    p = p if per_query_head else p.unflatten(1, (2, 2)).sum(2)
+    indices = selector.select(rows)
+    assert indices.shape[1] == (4 if per_query_head else 2)
+    chosen = as_sets(indices, N)
+    assert torch.equal(chosen.sum(-1), rows.counts[:, None].expand(chosen.shape[:-1]))
+    worst = p.masked_fill(~chosen, torch.inf).amin(-1)
+    left = p.masked_fill(chosen | ~rows.visible, -torch.inf).amax(-1)
+    assert (worst >= left - 1e-7).all()
+
+
+def test_recent_takes_the_last_visible_tokens():
+    rows = rows_of(RecentSelector(), counts_like())
+    positions = torch.arange(N, dtype=torch.float64).expand(3, 2, ROWS, N)
+    check_best(RecentSelector().select(rows), positions, rows)
+
+
+def test_equal_floats_go_to_the_lowest_index():
+    values = torch.randint(0, 4, (40, 30), generator=torch.Generator().manual_seed(0)).float() / 4
+    counts = torch.arange(40) % 31
+    for row, count, found in zip(values.tolist(), counts.tolist(), best_floats(values, counts).tolist(), strict=True):
+        assert [t for t in found if t >= 0] == first_of_equals(row, count)
+
+
+@pytest.mark.parametrize("selector", [HashSelector(SignHasher()), OracleSelector(), RecentSelector()])
+def test_selectors_keep_the_protocol_and_take_empty_budgets(selector):
+    assert isinstance(selector, Selector)
+    rows = rows_of(selector, torch.zeros(3, ROWS, dtype=torch.int64), causal=False)
+    assert (selector.select(rows) >= 0).sum() == 0
