@@ -1,0 +1,21 @@
+"""Quality of sparse attention, every method in one harness."""
+
+from importlib.metadata import version
+
+from evals.methods import METHODS, LoadedMethod, load_methods
+from evals.metrics import bootstrap, mean_kl, perplexity, token_losses
+from evals.result import Result, Row, read_result
+
+__version__ = version("evals")
+__all__ = [
+    "METHODS",
+    "LoadedMethod",
+    "Result",
+    "Row",
+    "bootstrap",
+    "load_methods",
+    "mean_kl",
+    "perplexity",
+    "read_result",
+    "token_losses",
+]

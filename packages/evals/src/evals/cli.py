@@ -1,0 +1,79 @@
+"""The command line: `evals list`, `evals ppl ...` and `evals iou ...`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import tyro
+from hashtrain.usage import guarded
+from rich.console import Console
+
+from evals.methods import METHODS
+from evals.plan import IouCommand, ListCommand, PplCommand
+from evals.result import Result
+
+_HEADLINE = ("perplexity", "perplexity_ratio", "kl", "iou", "mass")
+COMMANDS = {"list": ListCommand, "ppl": PplCommand, "iou": IouCommand}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command.
+
+    Returns: 0; 2 after one sentence on stderr if the input cannot be used; 130 if it was stopped from the keyboard.
+    """
+    try:
+        return guarded("evals", lambda: _main(arguments))
+    except KeyboardInterrupt:
+        print("evals: stopped; type the same command to go on with the documents that are not done", file=sys.stderr)
+        return 130
+
+
+def _main(arguments: list[str] | None) -> int:
+    # Tables share stdout with the JSON line only where a person reads them.
+    console = Console(stderr=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160)
+    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="evals")
+    last = _list(console) if isinstance(command, ListCommand) else _run(command, console)
+    print(json.dumps(last), flush=True)
+    return 0
+
+
+def _run(command: PplCommand | IouCommand, console: Console) -> dict[str, Any]:
+    from transformers.utils import logging
+
+    from evals.tasks import iou, ppl  # transformers' models load here, not for --help
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # its redrawn line would fill a log file
+    began = time.monotonic()
+    result = ppl.run(command, console) if isinstance(command, PplCommand) else iou.run(command, console)
+    console.print(f"stored in {command.out}: report.md, figure.png, rows.json and samples", highlight=False)
+    seconds = round(time.monotonic() - began, 1)
+    return {"task": result.config["task"], "out": str(command.out), "seconds": seconds, "results": headline(result)}
+
+
+def headline(result: Result) -> list[dict[str, Any]]:
+    """Pick the numbers of the last stdout line: one object per method, budget and rule."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in result.rows:
+        if row.metric in _HEADLINE and row.against is None and row.layer is None and row.head is None:
+            at = {"method": row.method, "budget": row.budget, "rule": row.rule, "heads": row.heads}
+            at = {name: value for name, value in at.items() if value is not None}
+            found.setdefault(tuple(at.values()), at)[row.metric] = float(f"{row.value:.5g}")
+    return list(found.values())
+
+
+def _list(console: Console) -> dict[str, Any]:
+    tasks = {name: " ".join((kind.__doc__ or "").split()) for name, kind in COMMANDS.items() if name != "list"}
+    methods = {method.name: method.summary for method in METHODS}
+    for title, entries in (("tasks", tasks), ("methods", methods)):
+        console.print(f"{title}:")
+        for name, summary in entries.items():
+            console.print(f"  {name:15} {summary}", highlight=False)
+    return {"tasks": list(tasks), "methods": list(methods)}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

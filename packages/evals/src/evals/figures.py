@@ -1,0 +1,80 @@
+"""What a result looks like as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hashtrain.atomic import replace
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from evals.methods import DENSE, NAMES
+from evals.report import HEADS, RULES, percent
+from evals.result import Result, Row
+
+# One colour a method in every figure (Okabe and Ito's, told apart by colour-blind readers).
+COLOURS = {
+    "oracle": "#000000",
+    "recent": "#999999",
+    "lsh": "#56b4e9",
+    "paper": "#e69f00",
+    "paper-rotation": "#cc79a7",
+    "planes": "#d55e00",
+}
+_MARKERS = {"oracle": "*", "recent": "x", "lsh": "s", "paper": "^", "paper-rotation": "v", "planes": "o"}
+
+
+def draw(result: Result, path: Path) -> None:
+    """Draw a result, by its task, to a PNG."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    {"ppl": _draw_ppl, "iou": _draw_iou}[result.config["task"]](result, figure)
+    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+
+
+def _draw_ppl(result: Result, figure: Figure) -> None:
+    """KL from dense over budget, both logarithmic, a panel per rule."""
+    rules, budgets = result.config["rules"], sorted(result.config["budgets"])
+    for axes, rule in zip(figure.subplots(1, len(rules), sharey=True, squeeze=False)[0], rules, strict=True):
+        for method in _methods(result):
+            at = {"method": method, "rule": rule, "metric": "kl", "against": None}
+            _line(axes, method, budgets, [result.one(budget=budget, **at) for budget in budgets])
+        axes.set(xscale="log", xlabel=f"budget, {RULES[rule]}")
+        axes.set_yscale("log", nonpositive="mask")  # a budget of 100 % has a KL of 0
+        axes.xaxis.set_major_locator(FixedLocator(budgets))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: percent(value)))
+        axes.xaxis.set_minor_locator(NullLocator())
+    figure.axes[0].set_ylabel("mean KL from dense, nats")
+    _legend(figure)
+
+
+def _draw_iou(result: Result, figure: Figure) -> None:
+    """IoU over layers at the first budget, a panel per kind of head."""
+    budget = result.config["budgets"][0]
+    for axes, heads in zip(figure.subplots(1, len(HEADS), sharey=True), HEADS, strict=True):
+        for method in _methods(result):
+            rows = result.select(method=method, budget=budget, heads=heads, head=None, metric="iou")
+            rows = [row for row in rows if row.layer is not None]
+            _line(axes, method, [float(row.layer or 0) for row in rows], rows)
+        axes.set(xlabel="layer", ylim=(0, 1.03), title=f"{HEADS[heads]}, top {percent(budget)}")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    figure.axes[0].set_ylabel("IoU with exact attention")
+    _legend(figure)
+
+
+def _line(axes: Axes, method: str, x: list[float], rows: list[Row]) -> None:
+    """Draw values with their intervals as a band."""
+    style = {"color": COLOURS.get(method), "label": method}
+    axes.plot(x, [row.value for row in rows], marker=_MARKERS.get(method, "o"), markersize=5, **style)
+    if all(row.low is not None for row in rows):
+        low, high = ([getattr(row, edge) for row in rows] for edge in ("low", "high"))
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _legend(figure: Figure) -> None:
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center")
+
+
+def _methods(result: Result) -> list[str]:
+    return [name for name in NAMES if name in result.config["methods"] and name != DENSE]

@@ -1,0 +1,97 @@
+"""The table of methods: every way of choosing tokens that a task can measure, and how each is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hashtrain import Hasher
+from sparse_decode import HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, Selector
+
+
+@dataclass(frozen=True)
+class LoadedMethod:
+    """A method ready to run."""
+
+    name: str
+    variant: str
+    """What kind of selector it is; a hasher's own variant."""
+    bits: int | None
+    """Code bits per token and KV head as one hash function gives them; None if it keeps no codes."""
+    identity: str
+    """Changes whenever its selections may: guards a resumed run."""
+    selector: Selector | None
+    """One set per KV head, as deployed; None is dense attention."""
+    query_head_selector: Selector | None
+    """One set per query head, the paper's quality protocol."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of the table; `load` is given the folder of the hashers."""
+
+    name: str
+    summary: str
+    load: Callable[[Path], LoadedMethod]
+
+
+def _plain(name: str, selector: Selector | None, query_head_selector: Selector | None, folder: Path) -> LoadedMethod:
+    return LoadedMethod(name, name, None, name, selector, query_head_selector)
+
+
+def _hashed(name: str, folder: Path) -> LoadedMethod:
+    path = folder / name
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"no hasher `{name}` in {folder}: make it with `uv run hashtrain --out {folder}`, "
+            "and --model if it is for another than the demo model"
+        )
+    hasher = Hasher.from_pretrained(path)
+    # The config names its weight file, which is named after its content.
+    identity = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:12]
+    by_query_head = HashSelector(QueryHeadHasher(hasher))
+    return LoadedMethod(name, hasher.config.variant, hasher.config.bits, identity, HashSelector(hasher), by_query_head)
+
+
+DENSE = "dense"
+METHODS = (
+    Method(DENSE, "every visible token: what the others are measured against", partial(_plain, DENSE, None, None)),
+    Method(
+        "oracle",
+        "the largest exact attention: the bound of any selection",
+        partial(_plain, "oracle", OracleSelector(), OracleSelector(per_query_head=True)),
+    ),
+    Method(
+        "recent",
+        "the last tokens: a sliding window of the same size",
+        partial(_plain, "recent", RecentSelector(), RecentSelector()),
+    ),
+    Method("lsh", "signs of a random rotation, untrained", partial(_hashed, "lsh")),
+    Method("paper", "the paper's MLP, from a random start", partial(_hashed, "paper")),
+    Method("paper-rotation", "the paper's MLP, started as a rotation", partial(_hashed, "paper-rotation")),
+    Method("planes", "one key code per KV head, queries in bit planes", partial(_hashed, "planes")),
+)
+NAMES = tuple(method.name for method in METHODS)
+SPARSE_NAMES = tuple(name for name in NAMES if name != DENSE)
+
+
+def load_methods(names: Sequence[str], folder: Path, model_config: Any) -> list[LoadedMethod]:
+    """Load methods, in the table's order.
+
+    Args:
+        names: some of `NAMES`.
+        folder: holds one folder per hasher, as `hashtrain` writes them.
+        model_config: the model they are to select for.
+    Raises: ValueError if a name is unknown, or a hasher is missing, damaged or of another model.
+    """
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ValueError(f"unknown method {', '.join(unknown)}: expected some of {', '.join(NAMES)}")
+    loaded = [method.load(folder) for method in METHODS if method.name in names]
+    for method in loaded:
+        if method.selector is not None:
+            method.selector.require_match(model_config)
+    return loaded

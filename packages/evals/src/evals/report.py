@@ -1,0 +1,173 @@
+"""What a result looks like: tables as data, drawn on a terminal or written as Markdown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from evals.methods import DENSE, NAMES
+from evals.result import Result, Row
+
+Metrics = dict[str, Any]
+RULES = {"visible": "of visible tokens", "fixed": "of the context, min 20"}
+HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: `sections` are groups of lines, each a list of cells."""
+
+    title: str
+    header: list[str]
+    sections: list[list[list[str]]]
+
+
+def to_rich(grid: Grid) -> Table:
+    """Lay a table out for the terminal."""
+    table = Table(title=grid.title)
+    for i, name in enumerate(grid.header):
+        table.add_column(name, justify="left" if i == 0 else "right")
+    for section in grid.sections:
+        table.add_section()
+        for line in section:
+            table.add_row(*line)
+    return table
+
+
+def to_markdown(grid: Grid) -> str:
+    """Write a table as Markdown, with its title as a paragraph above."""
+    lines = [grid.header, ["---"] + ["---:"] * (len(grid.header) - 1)]
+    lines += [line for section in grid.sections for line in section]
+    return "\n".join([f"{grid.title}", "", *("| " + " | ".join(line) + " |" for line in lines)])
+
+
+def grids(result: Result) -> list[Grid]:
+    """Return the tables of a result, by its task."""
+    return {"ppl": ppl_grids, "iou": iou_grids}[result.config["task"]](result)
+
+
+def ppl_grids(result: Result) -> list[Grid]:
+    """Return perplexity and divergence by method and budget, and the paired differences if there are any."""
+    pairs = ppl_pairs_grid(result)
+    return [ppl_grid(result), *([pairs] if pairs.sections else [])]
+
+
+def ppl_grid(result: Result) -> Grid:
+    """Lay out perplexity, divergence and measured density by budget and method, three columns a rule."""
+    config = result.config
+    header, rules = ["budget, method"], config["rules"]
+    for rule in rules:
+        header += [f"perplexity, {RULES[rule]}", "KL", "density"]
+    dense = result.one(method=DENSE, metric="perplexity")
+    sections = [[[DENSE, *([f"{dense.value:.3f}", "0", percent(1)] * len(rules))]]]
+    for budget in config["budgets"]:
+        section = []
+        for method in _ordered(config["methods"]):
+            line = [f"{percent(budget)}, {method}"]
+            for rule in rules:
+                at = {"method": method, "budget": budget, "rule": rule, "against": None}
+                found, ratio = result.one(metric="perplexity", **at), result.one(metric="perplexity_ratio", **at)
+                kl, density = result.one(metric="kl", **at), found.density or 0
+                line += [f"{found.value:.3f} ({_signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(density)]
+            section.append(line)
+        sections.append(section)
+    title = (
+        f"Perplexity (against dense) and mean KL from dense in nats, {_where(result, dense.n)}, second half scored, "
+        f"sparse everywhere from layer {config['dense_layers']} on"
+    )
+    return Grid(title, header, sections)
+
+
+def ppl_pairs_grid(result: Result) -> Grid:
+    """Lay out the paired differences of the last method to each other one; below 0 it is closer to dense."""
+    config = result.config
+    rows = [row for row in result.rows if row.against]
+    rules = config["rules"]
+    header = ["budget, against", *(f"{m}, {RULES[rule]}" for rule in rules for m in ("KL", "NLL"))]
+    sections = []
+    for budget in config["budgets"]:
+        section = []
+        for other in dict.fromkeys(row.against for row in rows):
+            at = {"budget": budget, "against": other}
+            found = [result.one(rule=rule, metric=metric, **at) for rule in rules for metric in ("kl", "nll")]
+            section.append([f"{percent(budget)}, {other}", *map(_with_interval, found)])
+        if section:
+            sections.append(section)
+    best = rows[0].method if rows else ""
+    title = f"`{best}` minus each other method, paired over documents: mean difference in nats [95 % interval]"
+    return Grid(title, header, sections)
+
+
+def iou_grids(result: Result) -> list[Grid]:
+    """Return overlap by layer and method, a table per budget and kind of head."""
+    budgets = result.config["budgets"]
+    return [iou_grid(result, budget, heads) for budget in budgets for heads in reversed(HEADS)]
+
+
+def iou_grid(result: Result, budget: float, heads: str) -> Grid:
+    """Lay out IoU and attention mass, one line a layer and one column a method, with the mean over sparse layers."""
+    config = result.config
+    names = [name for name in _ordered(config["methods"]) if name != DENSE]
+    at = {"budget": budget, "heads": heads, "head": None}
+
+    def line(label: str, layer: int | None) -> list[str]:
+        pairs = [[result.one(method=n, layer=layer, metric=m, **at).value for m in ("iou", "mass")] for n in names]
+        return [label, *(f"{iou:.3f} / {mass:.3f}" for iou, mass in pairs)]
+
+    layers = sorted({row.layer for row in result.rows if row.layer is not None})
+    body = [line(f"{layer} (dense)" if layer < config["dense_layers"] else str(layer), layer) for layer in layers]
+    means = [result.one(method=n, layer=None, metric="iou", **at) for n in names]
+    interval = ["IoU, 95 %", *(_interval(row, 3) for row in means)]
+    n = means[0].n
+    title = f"IoU / attention mass {HEADS[heads]}, top {percent(budget)} of visible tokens, {_where(result, n)}"
+    return Grid(title, ["layer", *names], [body, [line("mean", None), interval]])
+
+
+def training_grid(metrics: Metrics, heads: str = "kv_head") -> Grid:
+    """Lay out what `hashtrain` measured at the end of its run, from its metrics.json."""
+    names = list(metrics["hashers"])
+
+    def pair(found: dict[str, float]) -> str:
+        return f"{found['iou']:.3f} / {found['mass']:.3f}"
+
+    dense = metrics["dense_layers"]
+    body = [
+        [f"{i} (dense)" if i < dense else str(i), *(pair(metrics["hashers"][n][heads]["layers"][i]) for n in names)]
+        for i in range(metrics["layers"])
+    ]
+    title = (
+        f"IoU / attention mass {HEADS[heads]}, {metrics['bits']} bits, top {percent(metrics['fraction'])}, "
+        f"{metrics['held_out']} held-out contexts of {metrics['context']} tokens, {metrics['steps']} steps a layer"
+    )
+    return Grid(
+        title, ["layer", *names], [body, [["mean", *(pair(metrics["hashers"][n][heads]["mean"]) for n in names)]]]
+    )
+
+
+def percent(value: float) -> str:
+    """Write a share: 0.005 is `0.5 %`."""
+    return f"{100 * value:.3g} %"
+
+
+def _signed_percent(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.1f} %"
+
+
+def _with_interval(row: Row) -> str:
+    return f"{row.value:+.4f} {_interval(row, 4, sign='+')}".strip()
+
+
+def _interval(row: Row, digits: int, sign: str = "") -> str:
+    if row.low is None or row.high is None:
+        return ""
+    return f"[{row.low:{sign}.{digits}f}, {row.high:{sign}.{digits}f}]"
+
+
+def _ordered(methods: list[str]) -> list[str]:
+    return [name for name in NAMES if name in methods and name != DENSE]
+
+
+def _where(result: Result, n: int) -> str:
+    return f"{n} held-out contexts of {result.config['context']} tokens, model `{result.config['model']}`"

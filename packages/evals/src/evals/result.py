@@ -1,0 +1,123 @@
+"""Results in long form: one row per number, and the files of a run."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import hashcore
+from hashtrain.atomic import write_text
+
+PACKAGES = ("hashcore", "hashtrain", "sparse-decode", "evals")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number and all that it depends on."""
+
+    task: str
+    method: str
+    variant: str
+    bits: int | None
+    budget: float | None
+    """Share of the tokens to select; None for dense."""
+    rule: str
+    """Of which tokens: `visible` to each row, at least 1; `fixed`: of the whole context, at least 20."""
+    density: float | None
+    """Measured: tokens attended to / tokens visible, over the sparse layers."""
+    dense_layers: int
+    sink: int
+    recent: int
+    phase: str
+    """Which rows are sparse: `everywhere`, or `rows` sampled from a dense pass."""
+    metric: str
+    value: float
+    low: float | None
+    """95 % interval over documents."""
+    high: float | None
+    n: int
+    """Documents."""
+    seed: int
+    versions: str
+    against: str | None = None
+    """The value is this row's method minus that one, paired over documents."""
+    heads: str | None = None
+    """One set per `kv_head` or per `query_head`."""
+    layer: int | None = None
+    """None: the mean over the sparse layers."""
+    head: int | None = None
+    """None: the mean over heads."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: its settings, the software it ran on, and its rows."""
+
+    config: dict[str, Any]
+    environment: dict[str, str]
+    rows: list[Row]
+
+    def select(self, **wanted: Any) -> list[Row]:
+        """Return the rows whose columns have these values."""
+        return [row for row in self.rows if all(getattr(row, name) == value for name, value in wanted.items())]
+
+    def one(self, **wanted: Any) -> Row:
+        """Return the only row with these values. Raises: ValueError if there is none, or more than one."""
+        found = self.select(**wanted)
+        if len(found) != 1:
+            raise ValueError(f"expected one row with {wanted}, got {len(found)}")
+        return found[0]
+
+
+def versions() -> str:
+    """Return this project's packages and their versions, in one line."""
+    return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+
+
+def environment() -> dict[str, str]:
+    """Return the versions that results may depend on; nothing that names the machine."""
+    packages = {name: version(name) for name in ("torch", "transformers", "numpy", "numba", *PACKAGES[1:])}
+    return {"python": platform.python_version(), "hashcore": hashcore.__version__, **packages}
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replace a file by JSON; a kill leaves the old one or the new one."""
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """Read a JSON object. Raises: ValueError naming the file, and the remedy, if it holds none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is corrupt ({error}); {remedy}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is corrupt (expected a JSON object, got {type(data).__name__}); {remedy}")
+    return data
+
+
+def rows_to_text(rows: list[Row]) -> str:
+    """Write rows as a JSON table: column names once, then one line a row."""
+    lines = ",\n".join(json.dumps(list(asdict(row).values()), allow_nan=False) for row in rows)
+    return f'{{"columns": {json.dumps([f.name for f in fields(Row)])},\n"rows": [\n{lines}\n]}}\n'
+
+
+def rows_from_json(data: dict[str, Any]) -> list[Row]:
+    """Undo `rows_to_text`, parsed. Raises: ValueError on columns of another version."""
+    try:
+        return [Row(**dict(zip(data["columns"], line, strict=True))) for line in data["rows"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"rows of another version of evals, or damaged: {error}; run the command again") from error
+
+
+def read_result(folder: Path) -> Result:
+    """Read a finished run. Raises: ValueError if the folder holds none."""
+    if not (folder / "rows.json").is_file():
+        raise ValueError(f"no finished run in {folder}: expected rows.json there; type the command that began it again")
+    remedy = "run the command again"
+    config, software, rows = (read_json(folder / f"{name}.json", remedy) for name in ("config", "environment", "rows"))
+    return Result(config, software, rows_from_json(rows))

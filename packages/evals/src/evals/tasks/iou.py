@@ -1,0 +1,159 @@
+"""Overlap of selections with the largest exact attention: IoU, recall and mass (eq. 12), by layer and head.
+
+Queries and keys are taken from a dense forward pass and used on the fly; every method selects through the same
+selector that decoding uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from hashtrain.capture import capturing
+from hashtrain.metrics import Quality, quality
+from hashtrain.target import attention, top_count
+from rich.console import Console
+from sparse_decode import Rows
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from evals.documents import TokenDocument
+from evals.methods import LoadedMethod
+from evals.metrics import Estimate, bootstrap
+from evals.plan import IouCommand
+from evals.result import Result, Row, versions
+from evals.runner import finite
+from evals.tasks.setup import Ready, Sample, each_document, finish, prepare
+
+PHASE = "rows"
+METRICS = Quality._fields
+HEADS = ("kv_head", "query_head")
+
+
+class Cell(NamedTuple):
+    """One selection to compare with the target."""
+
+    method: str
+    budget: float
+    heads: str
+
+
+def run(command: IouCommand, console: Console) -> Result:
+    """Measure what the command says and store it below `command.out`.
+
+    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
+    """
+    ready = prepare(command, "iou", console)
+    methods = [method for method in ready.methods if method.selector]
+    cells = [Cell(m.name, b, heads) for heads in HEADS for b in command.budgets for m in methods]
+
+    def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
+        generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)  # the same rows for all methods
+        positions = torch.randint(command.context // 4, command.context, (command.rows,), generator=generator)
+        found = measure(ready.model, document.ids, positions, methods, command.budgets)
+        step("selections")
+        return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
+
+    def check(sample: Sample) -> None:
+        if [[cell[name] for name in Cell._fields] for cell in sample["cells"]] != [list(cell) for cell in cells]:
+            raise ValueError("its methods or budgets are not those of the run")
+        for cell in sample["cells"]:
+            heads = ready.shape.num_kv_heads if cell["heads"] == "kv_head" else ready.shape.num_query_heads
+            for metric in METRICS:
+                if [len(layer) for layer in cell[metric]] != [heads] * ready.shape.num_layers:
+                    raise ValueError(f"{metric} is not {ready.shape.num_layers} layers of {heads} heads")
+                for value in (value for layer in cell[metric] for value in layer):
+                    finite(value)
+            finite(cell["density"])
+
+    samples = each_document(command, ready, console, 1, check, compute)
+    return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
+
+
+@torch.inference_mode()
+def measure(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, methods: list[LoadedMethod], budgets: tuple[float, ...]
+) -> dict[Cell, dict[str, Any]]:
+    """Compare every method's selections with the target on some rows of one context.
+
+    Args:
+        ids: int64 [T].
+        positions: the rows, int64 [R].
+    Returns: for each cell `iou`, `recall` and `mass` as [layer][head] means over the rows, and its `density`.
+    """
+    layers: dict[Cell, list[tuple[Quality, float]]] = {}
+    visible = (torch.arange(len(ids)) <= positions[:, None])[None, None]
+
+    def sink(layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
+        q = q[:, :, positions]
+        for heads in HEADS:
+            p = attention(q, k, positions, scaling, "kv" if heads == "kv_head" else "query")
+            for method in methods:
+                selector = method.selector if heads == "kv_head" else method.query_head_selector
+                assert selector is not None
+                codes = selector.encode_keys(layer, k) if selector.needs_codes else None
+                for budget in budgets:
+                    counts = top_count(positions + 1, budget)
+                    selected = selector.select(Rows(layer, q, k, codes, visible, counts[None], scaling))
+                    density = (selected >= 0).sum().item() / (visible.sum().item() * selected.shape[1])
+                    selected = selected.repeat_interleave(p.shape[1] // selected.shape[1], 1)
+                    found = quality(p, selected, counts)
+                    layers.setdefault(Cell(method.name, budget, heads), []).append((found, density))
+
+    with capturing(model, sink):
+        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+    return {cell: _by_layer(found) for cell, found in layers.items()}
+
+
+def _by_layer(layers: list[tuple[Quality, float]]) -> dict[str, Any]:
+    """[layer][head] means over rows; the density is the same in every layer but for ties and padding: its mean."""
+    means = {m: [getattr(q, m)[0].double().mean(-1).tolist() for q, _ in layers] for m in METRICS}
+    return {**means, "density": sum(density for _, density in layers) / len(layers)}
+
+
+def _rows(command: IouCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
+    """Turn samples into rows: the mean over sparse layers and heads, the mean of each layer, and each head."""
+    methods = {method.name: method for method in ready.methods}
+    for i, cell in enumerate(cells):
+        method = methods[cell.method]
+        density = sum(sample["cells"][i]["density"] for sample in samples) / len(samples)
+        for metric in METRICS:
+            values = np.array([sample["cells"][i][metric] for sample in samples])  # [documents, layers, heads]
+            for (layer, head), (value, low, high) in _estimates(values, command.dense_layers, command.seed):
+                yield Row(
+                    task="iou",
+                    method=cell.method,
+                    variant=method.variant,
+                    bits=method.bits,
+                    budget=cell.budget,
+                    rule="visible",
+                    density=density,
+                    dense_layers=command.dense_layers,
+                    sink=0,
+                    recent=0,
+                    phase=PHASE,
+                    metric=metric,
+                    value=value,
+                    low=low,
+                    high=high,
+                    n=len(samples),
+                    seed=command.seed,
+                    versions=versions(),
+                    heads=cell.heads,
+                    layer=layer,
+                    head=head,
+                )
+
+
+def _estimates(
+    values: np.ndarray, dense_layers: int, seed: int
+) -> Iterator[tuple[tuple[int | None, int | None], Estimate]]:
+    documents, layers, heads = values.shape
+    by_layer = values.mean(2)
+    columns = np.concatenate(
+        [by_layer[:, dense_layers:].mean(1, keepdims=True), by_layer, values.reshape(documents, -1)], axis=1
+    )
+    keys = [(None, None), *((i, None) for i in range(layers)), *((i, h) for i in range(layers) for h in range(heads))]
+    yield from zip(keys, bootstrap(columns, seed), strict=True)

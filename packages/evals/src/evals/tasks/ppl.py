@@ -1,0 +1,180 @@
+"""Perplexity and divergence from dense attention, with every row of every sparse layer sparse (evaluation rule n = 0).
+
+A document is one context. Its dense log-probabilities are computed once, compared with each method's, and dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from sparse_decode import Budget, attach
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from evals.documents import TokenDocument
+from evals.methods import DENSE, LoadedMethod
+from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
+from evals.plan import PplCommand, Rule
+from evals.result import Result, Row, versions
+from evals.runner import finite
+from evals.tasks.setup import Ready, Sample, each_document, finish, prepare
+
+PHASE = "everywhere"
+PAPER_MIN_TOKENS = 20
+_MEASURED = ("nll", "kl", "density", "seconds")
+
+
+class Cell(NamedTuple):
+    """One forward pass to compare with dense attention."""
+
+    method: str
+    rule: Rule
+    budget: float
+
+
+def budget_of(rule: Rule, fraction: float) -> Budget:
+    """Build the budget of a rule (eq. 7)."""
+    if rule == "fixed":
+        return Budget(fraction, min_tokens=PAPER_MIN_TOKENS, of="length")
+    return Budget(fraction, min_tokens=1)
+
+
+def run(command: PplCommand, console: Console) -> Result:
+    """Measure what the command says and store it below `command.out`.
+
+    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
+    """
+    ready = prepare(command, "ppl", console)
+    cells = [Cell(m.name, r, b) for b in command.budgets for r in command.rules for m in ready.methods if m.selector]
+    methods = {method.name: method for method in ready.methods}
+
+    def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
+        return measure(ready.model, document.ids, cells, methods, command.dense_layers, step)
+
+    def check(sample: Sample) -> None:
+        finite(sample["dense"]["nll"])
+        if [list(cell[name] for name in Cell._fields) for cell in sample["cells"]] != [list(cell) for cell in cells]:
+            raise ValueError("its methods, rules or budgets are not those of the run")
+        for cell in sample["cells"]:
+            for name in _MEASURED:
+                finite(cell[name])
+
+    samples = each_document(command, ready, console, 1 + len(cells), check, compute)
+    return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
+
+
+@torch.inference_mode()
+def measure(
+    model: PreTrainedModel,
+    ids: Tensor,
+    cells: list[Cell],
+    methods: dict[str, LoadedMethod],
+    dense_layers: int,
+    step: Callable[[str], None] = lambda doing: None,
+) -> dict[str, Any]:
+    """Score the second half of one context by each cell and by dense attention.
+
+    Args:
+        ids: int64 [T]; tokens T // 2 ... T - 1 are scored.
+    Returns: `scored`, `dense` {nll, seconds} and `cells`, in order, with nll and kl (nats per token), density, seconds.
+    """
+    scored = len(ids) - len(ids) // 2
+    targets = ids[-scored:]
+    began = time.monotonic()
+    reference = log_probs(model, ids, scored)
+    dense = {"nll": token_losses(reference, targets).mean().item(), "seconds": round(time.monotonic() - began, 2)}
+    step(DENSE)
+    found = []
+    for cell in cells:
+        began = time.monotonic()
+        budget = budget_of(cell.rule, cell.budget)
+        with attach(
+            model, methods[cell.method].selector, budget, dense_layers=dense_layers, sparse_rows=0
+        ) as attachment:
+            other = log_probs(model, ids, scored)
+            counts = attachment.counts().values()
+        nll, kl = token_losses(other, targets).mean().item(), mean_kl(reference, other)
+        density = sum(selected for selected, _ in counts) / sum(visible for _, visible in counts)
+        seconds = round(time.monotonic() - began, 2)
+        found.append({**cell._asdict(), "nll": nll, "kl": kl, "density": density, "seconds": seconds})
+        step(f"{cell.method}, {100 * cell.budget:g} %, {cell.rule}")
+    return {"scored": scored, "dense": dense, "cells": found}
+
+
+def log_probs(model: PreTrainedModel, ids: Tensor, scored: int) -> Tensor:
+    """Return the float32 log-probabilities [scored, V] of the rows that predict the last `scored` tokens."""
+    logits = model(ids[None].to(model.device), use_cache=False, logits_to_keep=scored + 1).logits
+    return logits[0, :-1].float().log_softmax(-1)
+
+
+def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
+    """Turn samples into rows: each method's own numbers, then the paired differences."""
+    methods = {method.name: method for method in ready.methods}
+    dense = [sample["dense"]["nll"] for sample in samples]
+    of = {cell: [sample["cells"][i] for sample in samples] for i, cell in enumerate(cells)}
+    tokens = [sample["scored"] for sample in samples]
+    n, seed = len(samples), command.seed
+
+    def row(cell: Cell, metric: str, value: float, low: float | None, high: float | None, **more: Any) -> Row:
+        method = methods.get(cell.method)
+        sparse = cell in of
+        return Row(
+            task="ppl",
+            method=cell.method,
+            variant=method.variant if method else cell.method,
+            bits=method.bits if method else None,
+            budget=cell.budget if sparse else None,
+            rule=cell.rule if sparse else DENSE,
+            density=sum(s["density"] for s in of[cell]) / n if sparse else 1.0,
+            dense_layers=command.dense_layers,
+            sink=0,
+            recent=0,
+            phase=PHASE,
+            metric=metric,
+            value=value,
+            low=low,
+            high=high,
+            n=n,
+            seed=seed,
+            versions=versions(),
+            **more,
+        )
+
+    def single(cell: Cell, nll: list[float], kl: list[float], seconds: list[float]) -> Iterator[Row]:
+        excess = [a - b for a, b in zip(nll, dense, strict=True)]
+        names = ("nll", "perplexity_per_document", "kl", "seconds", "nll_excess")
+        columns = list(zip(nll, torch.tensor(nll).double().exp().tolist(), kl, seconds, excess, strict=True))
+        found = dict(zip(names, bootstrap(columns, seed), strict=True))
+        # Every context has as many scored tokens, so the interval of the mean loss is the token-weighted one.
+        for name, (value, low, high) in found.items():
+            if name != "nll_excess":
+                yield row(cell, name, value, low, high)
+        yield row(cell, "perplexity", perplexity(nll, tokens), *_exp(found["nll"])[1:])
+        yield row(cell, "perplexity_ratio", *_exp(found["nll_excess"]))
+
+    yield from single(Cell(DENSE, "visible", 1.0), dense, [0.0] * n, [s["dense"]["seconds"] for s in samples])
+    for cell, found in of.items():
+        yield from single(cell, *([s[name] for s in found] for name in ("nll", "kl", "seconds")))
+    for cell, other in _pairs(cells):
+        differences = [[a["kl"] - b["kl"], a["nll"] - b["nll"]] for a, b in zip(of[cell], of[other], strict=True)]
+        for metric, estimate in zip(("kl", "nll"), bootstrap(differences, seed), strict=True):
+            yield row(cell, metric, *estimate, against=other.method)
+
+
+def _exp(estimate: Estimate) -> Estimate:
+    low, high = (None if edge is None else float(torch.tensor(edge).double().exp()) for edge in estimate[1:])
+    return Estimate(float(torch.tensor(estimate.mean).double().exp()), low, high)
+
+
+def _pairs(cells: list[Cell]) -> Iterator[tuple[Cell, Cell]]:
+    """Pair the last method of the table with every other one, at the same rule and budget."""
+    best = cells[-1].method if cells else ""
+    for cell in cells:
+        if cell.method == best:
+            for other in cells:
+                if other[1:] == cell[1:] and other.method != best:
+                    yield cell, other

@@ -1,0 +1,98 @@
+"""A tiny random model with its hashers and its text, made once, and the commands that use them."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from evals.methods import NAMES, load_methods
+from evals.plan import IouCommand, PplCommand
+from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.demo import demo_model_path
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+CONTEXT = 128
+HASHERS = (  # name, variant, start
+    ("lsh", "lsh", "rotation"),
+    ("paper", "paper", "random"),
+    ("paper-rotation", "paper", "rotation"),
+    ("planes", "planes", "rotation"),
+)
+
+
+def tiny_model(vocabulary: int, kv_heads: int = 2) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        head_dim=32,
+        max_position_embeddings=256,
+        initializer_range=0.2,  # sharp attention: selections matter
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory) -> SimpleNamespace:
+    """Folders of a model, its hashers and four texts."""
+    root: Path = tmp_path_factory.mktemp("made")
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    model = tiny_model(len(tokenizer))
+    tokenizer.save_pretrained(root / "model")
+    model.save_pretrained(root / "model")
+    shape = ModelShape.of(model.config)
+    for seed, (name, variant, init) in enumerate(HASHERS):
+        config = HasherConfig(variant, shape, bits=64, hidden=64, init=init)
+        Hasher(config, seed).save_pretrained(root / "hashers" / name)
+    draw = random.Random(0)
+    (root / "text").mkdir()
+    for number in range(4):
+        words = " ".join(
+            draw.choice(["def", "return", "self", "value", "for", "in", "(x)", "=", "1"]) for _ in range(300)
+        )
+        (root / "text" / f"{number}.txt").write_text(words)
+    return SimpleNamespace(root=root, model=root / "model", hashers=root / "hashers", text=root / "text")
+
+
+@pytest.fixture
+def loaded(made):
+    """The model in memory, every method, and the tokens of one context."""
+    model = LlamaForCausalLM.from_pretrained(made.model).eval().requires_grad_(False)
+    methods = {method.name: method for method in load_methods(NAMES, made.hashers, model.config)}
+    ids = torch.randint(0, model.config.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(3))
+    return SimpleNamespace(model=model, methods=methods, ids=ids)
+
+
+@pytest.fixture
+def command(made, tmp_path):
+    """Build a command on the tiny model; keyword arguments replace its settings."""
+
+    def build(kind, **settings):
+        common = {
+            "model": str(made.model),
+            "hashers": made.hashers,
+            "text": (made.text,),
+            "budgets": (0.1,),
+            "documents": 3,
+            "context": CONTEXT,
+            "dense_layers": 1,
+            "out": tmp_path / "run",
+        }
+        return kind(**{**common, **settings})
+
+    return build
+
+
+@pytest.fixture
+def ppl_command(command):
+    return lambda **settings: command(PplCommand, **settings)
+
+
+@pytest.fixture
+def iou_command(command):
+    return lambda **settings: command(IouCommand, **{"rows": 8, **settings})

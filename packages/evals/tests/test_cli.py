@@ -1,0 +1,148 @@
+"""The commands as typed: their last line, and one sentence and exit code 2 for what cannot be used."""
+
+import json
+import shutil
+
+import pytest
+from evals import cli
+from evals.tasks import ppl
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+@pytest.fixture
+def typed(made, tmp_path):
+    """The arguments of a small run; keyword arguments replace or add flags."""
+
+    def build(task="ppl", **flags):
+        given = {
+            "model": made.model,
+            "hashers": made.hashers,
+            "text": made.text,
+            "methods": "lsh",
+            "budgets": "0.1",
+            "documents": "2",
+            "context": "128",
+            "dense-layers": "1",
+            "out": tmp_path / "run",
+            **flags,
+        }
+        return [task, *(word for name, value in given.items() for word in (f"--{name}", *str(value).split(" ")))]
+
+    return build
+
+
+def last_line(capsys):
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def refused(arguments, capsys):
+    """Run a command that cannot be used; return its sentence."""
+    assert cli.main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("evals: ")
+    lines = output.err.strip().splitlines()
+    assert len(lines) == 1, output.err
+    return lines[0]
+
+
+def test_ppl_ends_with_json_and_leaves_the_files(typed, made, tmp_path, capsys):
+    assert cli.main(typed()) == 0
+    last = last_line(capsys)
+    assert last["task"] == "ppl"
+    assert [found["method"] for found in last["results"]] == ["dense", "lsh", "lsh"]
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"config.json", "environment.json", "samples", "rows.json", "report.md", "figure.png"}
+    written = "".join(p.read_text() for p in (tmp_path / "run").rglob("*") if p.suffix in (".json", ".md"))
+    for folder in (tmp_path, made.root):
+        assert str(folder) not in written
+
+
+def test_iou_ends_with_json(typed, capsys):
+    assert cli.main(typed("iou", rows="4", methods="lsh planes")) == 0
+    assert {found["method"] for found in last_line(capsys)["results"]} == {"lsh", "planes"}
+
+
+def test_list_names_the_methods(capsys):
+    assert cli.main(["list"]) == 0
+    assert "paper-rotation" in last_line(capsys)["methods"]
+
+
+def test_a_stopped_run_says_how_to_go_on(typed, capsys, monkeypatch):
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ppl, "measure", stop)
+    assert cli.main(typed()) == 130
+    assert "same command" in capsys.readouterr().err
+
+
+SETTINGS = {
+    "budget 0": ({"budgets": "0"}, "above 0 and at most 1"),
+    "budget above 1": ({"budgets": "0.1 1.5"}, "above 0 and at most 1"),
+    "the same budget twice": ({"budgets": "0.1 0.1"}, "each once"),
+    "unknown method": ({"methods": "lsh magic"}, "got magic"),
+    "nothing but dense": ({"methods": "dense"}, "beside dense"),
+    "no document": ({"documents": "0"}, "at least 1"),
+    "short context": ({"context": "3"}, "at least 32"),
+    "context beyond the model": ({"context": "4096"}, "at most the model's 256 tokens"),
+    "no sparse layer": ({"dense-layers": "3"}, "must leave one of 3 layers"),
+    "missing model folder": ({"model": "./nowhere"}, "model folder not found"),
+    "missing text": ({"text": "nowhere.txt"}, "text file not found"),
+    "missing hashers": ({"hashers": "nowhere"}, "no hasher `lsh` in nowhere: make it with `uv run hashtrain"),
+}
+
+
+@pytest.mark.parametrize("task", ["ppl", "iou"])
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_that_cannot_be_used(typed, tmp_path, capsys, case, task):
+    flags, sentence = SETTINGS[case]
+    assert sentence in refused(typed(task, **flags), capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_flag_is_exit_code_2():
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["ppl", "--nothing"])
+    assert raised.value.code == 2
+
+
+TEXTS = {
+    "not UTF-8": (b"caf\xe9 " * 400, "not UTF-8"),
+    "too short": (b"def f(): pass", "shorter than the context"),
+    "empty": (b"", "no text found"),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_texts_that_cannot_be_used(typed, tmp_path, capsys, case):
+    content, sentence = TEXTS[case]
+    (tmp_path / "odd.txt").write_bytes(content)
+    assert sentence in refused(typed(text=tmp_path / "odd.txt"), capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_hashers_of_another_model(typed, made, tmp_path, capsys):
+    shutil.copytree(made.model, tmp_path / "other")
+    config = LlamaConfig.from_pretrained(made.model, num_key_value_heads=4)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
+    assert "belongs to another model" in refused(typed(model=tmp_path / "other"), capsys)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("what", ["model", "hashers/lsh"])
+def test_truncated_weights(typed, made, tmp_path, capsys, what):
+    copy = tmp_path / what.split("/")[0]
+    shutil.copytree(getattr(made, copy.name), copy)
+    (weights,) = (tmp_path / what).glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert "truncated" in refused(typed(**{copy.name: copy}), capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_corrupt_sample_is_one_sentence(typed, tmp_path, capsys):
+    assert cli.main(typed()) == 0
+    path = tmp_path / "run" / "samples" / "0000.json"
+    path.write_text("{")
+    capsys.readouterr()
+    assert "0000.json is corrupt" in refused(typed(), capsys)

@@ -1,0 +1,121 @@
+"""The overlap task: its numbers against slow set arithmetic and against hashtrain's own."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from evals.methods import SPARSE_NAMES
+from evals.tasks import iou
+from evals.tasks.iou import HEADS, METRICS, Cell, _estimates, measure
+from hashtrain.capture import capturing
+from hashtrain.metrics import hash_quality
+from rich.console import Console
+
+QUIET = Console(quiet=True)
+POSITIONS = torch.tensor([32, 63, 64, 100, 127])
+LAYERS = 3
+
+
+def quality_of(loaded, names, budget):
+    methods = [loaded.methods[name] for name in names]
+    return measure(loaded.model, loaded.ids, POSITIONS, methods, (budget,))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_oracle_is_perfect_and_everything_is_at_the_whole_budget(loaded, heads):
+    small, whole = quality_of(loaded, ["oracle"], 0.1), quality_of(loaded, SPARSE_NAMES, 1.0)
+    for found in (small[Cell("oracle", 0.1, heads)], *(whole[Cell(name, 1.0, heads)] for name in SPARSE_NAMES)):
+        for metric in METRICS:
+            assert np.array(found[metric]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", ["lsh", "paper", "planes"])
+def test_hashed_methods_agree_with_hashtrain(loaded, name):
+    found = quality_of(loaded, [name], 0.1)
+    hasher = loaded.methods[name].selector.hasher
+    seen = []
+
+    def sink(layer, q, k, scaling):
+        for heads in HEADS:
+            by_query_head = heads == "query_head"
+            other = hash_quality(hasher.layer(layer), q[:, :, POSITIONS], k, POSITIONS, 0.1, scaling, by_query_head)
+            for metric in METRICS:
+                mean = getattr(other, metric)[0].double().mean(-1).tolist()
+                seen.append(found[Cell(name, 0.1, heads)][metric][layer] == pytest.approx(mean))
+
+    with torch.inference_mode(), capturing(loaded.model, sink):
+        loaded.model(loaded.ids[None], use_cache=False)
+    assert len(seen) == LAYERS * len(HEADS) * len(METRICS)
+    assert all(seen)
+
+
+def test_recent_window_by_set_arithmetic(loaded):
+    budget, rows = 0.1, POSITIONS.tolist()
+    found = quality_of(loaded, ["recent"], budget)
+    expected = {heads: {metric: [] for metric in METRICS} for heads in HEADS}
+
+    def sink(layer, q, k, scaling):
+        p = {heads: [] for heads in HEADS}
+        for head in range(4):
+            logits = q[0, head].double() @ k[0, head // 2].double().T * scaling
+            p["query_head"].append([logits[row, : row + 1].softmax(-1) for row in rows])
+        for head in range(2):
+            pairs = zip(p["query_head"][2 * head], p["query_head"][2 * head + 1], strict=True)
+            p["kv_head"].append([a + b for a, b in pairs])
+        for heads in HEADS:
+            values = [[by_sets(line, row, budget) for line, row in zip(head, rows, strict=True)] for head in p[heads]]
+            for i, metric in enumerate(METRICS):
+                expected[heads][metric].append([float(np.mean([row[i] for row in head])) for head in values])
+
+    with torch.inference_mode(), capturing(loaded.model, sink):
+        loaded.model(loaded.ids[None], use_cache=False)
+    for heads in HEADS:
+        for metric in METRICS:
+            assert np.array(found[Cell("recent", budget, heads)][metric]) == pytest.approx(
+                np.array(expected[heads][metric]), rel=1e-5
+            )
+
+
+def by_sets(p, row, budget):
+    """IoU, recall and mass of the last tokens, for the attention p of one row."""
+    count = max(1, int(budget * (row + 1) + 1e-9))
+    target = set(p.argsort(descending=True)[:count].tolist())
+    chosen = set(range(row + 1 - count, row + 1))
+    hits = len(target & chosen)
+    return hits / len(target | chosen), hits / count, (sum(p[j] for j in chosen) / sum(p[j] for j in target)).item()
+
+
+def test_estimates_leave_dense_layers_out_of_the_mean_only():
+    # Two documents, two layers, two heads; layer 0 stays dense.
+    values = np.array([[[9.0, 9.0], [0.0, 2.0]], [[9.0, 9.0], [2.0, 4.0]]])
+    found = dict(_estimates(values, dense_layers=1, seed=0))
+    assert tuple(found[None, None]) == (2.0, 1.0, 3.0)
+    assert found[0, None].mean == 9.0
+    assert found[1, None].mean == 2.0
+    assert tuple(found[1, 1]) == (3.0, 2.0, 4.0)
+    assert len(found) == 1 + 2 + 4
+
+
+def test_a_run_stores_rows_and_resumes(iou_command, monkeypatch):
+    command = iou_command(methods=("oracle", "lsh", "planes"))
+    found = iou.run(command, QUIET)
+    row = found.one(method="lsh", metric="iou", heads="kv_head", layer=1, head=0)
+    samples = [json.loads((command.out / "samples" / f"{i:04d}.json").read_text()) for i in range(3)]
+    cells = [next(c for c in s["cells"] if (c["method"], c["heads"]) == ("lsh", "kv_head")) for s in samples]
+    assert row.value == pytest.approx(np.mean([cell["iou"][1][0] for cell in cells]))
+    assert 0 < row.low <= row.value <= row.high < 1
+    assert 0.08 < row.density <= 0.1
+    monkeypatch.setattr(iou, "measure", None)
+    assert iou.run(command, QUIET) == found
+
+
+def test_a_damaged_sample_is_named(iou_command):
+    command = iou_command(methods=("recent",), documents=1)
+    iou.run(command, QUIET)
+    path = command.out / "samples" / "0000.json"
+    sample = json.loads(path.read_text())
+    sample["cells"][0]["mass"][0] = []
+    path.write_text(json.dumps(sample))
+    with pytest.raises(ValueError, match=r"0000\.json is corrupt"):
+        iou.run(command, QUIET)

@@ -1,0 +1,212 @@
+"""The perplexity task: what it measures, and that a run goes on where it stopped."""
+
+import json
+import math
+
+import pytest
+import torch
+from evals import result as results
+from evals.methods import NAMES, SPARSE_NAMES
+from evals.result import read_result
+from evals.tasks import ppl
+from evals.tasks.ppl import Cell, measure
+from rich.console import Console
+from sparse_decode import Budget, attach
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+QUIET = Console(quiet=True)
+
+
+def score(loaded, *cells, dense_layers=1):
+    return measure(loaded.model, loaded.ids, list(cells), loaded.methods, dense_layers)
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """Counts the model's forward passes: [count]."""
+    count, original = [0], LlamaForCausalLM.forward
+
+    def counted(self, *arguments, **keywords):
+        count[0] += 1
+        return original(self, *arguments, **keywords)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
+    return count
+
+
+def test_dense_loss_is_that_of_the_second_half(loaded):
+    logits = loaded.model(loaded.ids[None]).logits[0]
+    expected = F.cross_entropy(logits[63:127], loaded.ids[64:])
+    found = score(loaded)
+    assert found["scored"] == 64
+    assert found["dense"]["nll"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["visible", "fixed"])
+@pytest.mark.parametrize("name", SPARSE_NAMES)
+def test_whole_budget_equals_dense(loaded, name, rule):
+    found = score(loaded, Cell(name, rule, 1.0))
+    (cell,) = found["cells"]
+    assert cell["density"] == 1
+    assert abs(cell["kl"]) < 1e-6
+    assert cell["nll"] == pytest.approx(found["dense"]["nll"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", SPARSE_NAMES)
+def test_small_budget_differs_from_dense(loaded, name):
+    (cell,) = score(loaded, Cell(name, "visible", 0.02))["cells"]
+    assert cell["kl"] > 1e-3
+
+
+def test_methods_differ_from_each_other(loaded):
+    cells = score(loaded, *(Cell(name, "visible", 0.1) for name in SPARSE_NAMES))["cells"]
+    assert len({round(cell["kl"], 7) for cell in cells}) == len(SPARSE_NAMES)
+
+
+def test_density_is_counted_by_hand(loaded):
+    cells = (Cell("lsh", rule, budget) for rule, budget in (("visible", 0.05), ("fixed", 0.05), ("fixed", 0.25)))
+    visible, least, fixed = score(loaded, *cells)["cells"]
+    seen = range(1, 129)
+    assert visible["density"] == pytest.approx(sum(max(1, n // 20) for n in seen) / sum(seen))
+    # 5 % of 128 is 6, so the paper's minimum of 20 decides.
+    assert least["density"] == pytest.approx(sum(min(n, 20) for n in seen) / sum(seen))
+    assert fixed["density"] == pytest.approx(sum(min(n, 32) for n in seen) / sum(seen))
+
+
+def test_divergence_is_from_dense_to_the_method(loaded):
+    with torch.inference_mode():
+        p = loaded.model(loaded.ids[None]).logits[0, 63:127].double().log_softmax(-1)
+        with attach(loaded.model, loaded.methods["lsh"].selector, Budget(0.1), dense_layers=1, sparse_rows=0):
+            q = loaded.model(loaded.ids[None]).logits[0, 63:127].double().log_softmax(-1)
+    (cell,) = score(loaded, Cell("lsh", "visible", 0.1))["cells"]
+    assert cell["kl"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
+    assert cell["nll"] == pytest.approx(F.nll_loss(q, loaded.ids[64:]).item(), rel=1e-5)
+
+
+def test_dense_layers_are_left_dense(loaded):
+    kl = [score(loaded, Cell("recent", "visible", 0.1), dense_layers=n)["cells"][0]["kl"] for n in (0, 1, 2)]
+    assert kl[0] > kl[1] > kl[2] > 0
+
+
+def test_rows_follow_from_the_samples(ppl_command):
+    command = ppl_command(methods=("lsh", "planes"), rules=("visible",), seed=5)
+    found = ppl.run(command, QUIET)
+    samples = [json.loads((command.out / "samples" / f"{i:04d}.json").read_text()) for i in range(3)]
+    dense = [sample["dense"]["nll"] for sample in samples]
+    lsh, planes = ([sample["cells"][i] for sample in samples] for i in (0, 1))
+    at = {"rule": "visible", "budget": 0.1, "against": None}
+    nll = [cell["nll"] for cell in planes]
+    mean = sum(nll) / 3
+    assert found.one(method="planes", metric="perplexity", **at).value == pytest.approx(math.exp(mean))
+    per_document = found.one(method="planes", metric="perplexity_per_document", **at)
+    assert per_document.value == pytest.approx(sum(map(math.exp, nll)) / 3)
+    ratio = found.one(method="planes", metric="perplexity_ratio", **at)
+    assert ratio.value == pytest.approx(math.exp(mean - sum(dense) / 3))
+    assert ratio.low <= ratio.value <= ratio.high
+    kl = found.one(method="lsh", metric="kl", **at)
+    assert kl.value == pytest.approx(sum(cell["kl"] for cell in lsh) / 3)
+    assert (kl.n, kl.seed, kl.bits, kl.variant) == (3, 5, 64, "lsh")
+    assert kl.density == pytest.approx(sum(cell["density"] for cell in lsh) / 3)
+    pair = found.one(method="planes", against="lsh", metric="kl", budget=0.1, rule="visible")
+    gaps = [a["kl"] - b["kl"] for a, b in zip(planes, lsh, strict=True)]
+    assert pair.value == pytest.approx(sum(gaps) / 3)
+    assert min(gaps) <= pair.low <= pair.high <= max(gaps)
+    assert read_result(command.out) == found
+
+
+def test_a_finished_run_recomputes_nothing_and_grows(ppl_command, forwards):
+    settings = {"methods": ("lsh", "oracle"), "rules": ("visible",)}
+    first = ppl.run(ppl_command(documents=2, **settings), QUIET)
+    assert forwards[0] == 2 * (1 + 2)
+    again = ppl.run(ppl_command(documents=2, **settings), QUIET)
+    assert forwards[0] == 6
+    assert again == first
+    assert ppl.run(ppl_command(documents=3, **settings), QUIET).rows[0].n == 3
+    assert forwards[0] == 9
+
+
+def test_a_stopped_run_goes_on(ppl_command, forwards, monkeypatch):
+    command = ppl_command(methods=("lsh",), rules=("visible",))
+    whole = ppl.measure
+
+    def stop(model, ids, *rest):
+        if forwards[0] == 2:
+            raise KeyboardInterrupt
+        return whole(model, ids, *rest)
+
+    monkeypatch.setattr(ppl, "measure", stop)
+    with pytest.raises(KeyboardInterrupt):
+        ppl.run(command, QUIET)
+    assert [path.name for path in (command.out / "samples").iterdir()] == ["0000.json"]
+    with pytest.raises(ValueError, match="no finished run"):
+        read_result(command.out)
+    monkeypatch.setattr(ppl, "measure", whole)
+    ppl.run(command, QUIET)
+    assert forwards[0] == 3 * 2
+
+
+DAMAGE = {
+    "cut": lambda text: text[: len(text) // 2],
+    "not an object": lambda text: "[]",
+    "a cell is gone": lambda text: json.dumps({**json.loads(text), "cells": []}),
+    "no dense": lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "dense"}),
+    "NaN": lambda text: json.dumps({**json.loads(text), "dense": {"nll": math.nan}}),
+    "a word for a number": lambda text: json.dumps({**json.loads(text), "dense": {"nll": "two"}}),
+    "another text": lambda text: json.dumps({**json.loads(text), "tokens": "0"}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_sample_is_named(ppl_command, damage):
+    command = ppl_command(methods=("recent",), rules=("visible",), documents=2)
+    ppl.run(command, QUIET)
+    path = command.out / "samples" / "0001.json"
+    path.write_text(DAMAGE[damage](path.read_text()))
+    with pytest.raises(ValueError, match="delete that file") as raised:
+        ppl.run(command, QUIET)
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+    path.unlink()
+    ppl.run(command, QUIET)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"context": 64}, {"budgets": (0.2,)}, {"methods": ("lsh",)}, {"seed": 1}, {"dense_layers": 0}], ids=str
+)
+def test_other_settings_are_refused(ppl_command, changed):
+    command = {"methods": ("recent",), "rules": ("visible",), "documents": 1}
+    ppl.run(ppl_command(**command), QUIET)
+    with pytest.raises(ValueError, match="other settings"):
+        ppl.run(ppl_command(**{**command, **changed}), QUIET)
+
+
+def test_retrained_hashers_are_refused(ppl_command, made, tmp_path):
+    import shutil
+
+    hashers = tmp_path / "hashers"
+    shutil.copytree(made.hashers, hashers)
+    command = ppl_command(hashers=hashers, methods=("lsh",), rules=("visible",), documents=1)
+    ppl.run(command, QUIET)
+    shutil.rmtree(hashers / "lsh")
+    shutil.copytree(made.hashers / "planes", hashers / "lsh")
+    with pytest.raises(ValueError, match="method_identities"):
+        ppl.run(command, QUIET)
+
+
+def test_a_folder_of_something_else_is_left_alone(ppl_command, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="not empty"):
+        ppl.run(ppl_command(), QUIET)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_rows_survive_their_file(ppl_command):
+    found = ppl.run(ppl_command(methods=("lsh",), rules=("visible",), documents=1), QUIET)
+    assert results.rows_from_json(json.loads(results.rows_to_text(found.rows))) == found.rows
+    assert set(found.environment) >= {"python", "torch", "transformers", "evals", "hashcore"}
+
+
+def test_the_table_of_methods_is_whole():
+    assert NAMES == ("dense", "oracle", "recent", "lsh", "paper", "paper-rotation", "planes")

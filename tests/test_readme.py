@@ -1,0 +1,118 @@
+"""READMEs: their tables are generated, their code parses, and (once hashers are trained) the first example runs."""
+
+import ast
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+READMES = [README, *sorted(ROOT.glob("packages/*/README.md"))]
+# Unrelated projects of these names exist in the public index: install by path.
+FROM_INDEX = re.compile(
+    r"(?:pip install|uv add)(?:[ \t]+[^\s`&;|]+)*?[ \t]+['\"]?(?:hashcore|hashtrain|sparse[-_]decode|evals)(?![\w/.-])"
+)
+
+readmes = pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def blocks(readme, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", readme.read_text(), re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("update_readme", ROOT / "tools" / "update_readme.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_what_the_tool_renders(tool):
+    assert tool.render(README.read_text()) == README.read_text(), "run `uv run tools/update_readme.py`"
+
+
+def test_a_table_without_its_result_is_an_error(tool, tmp_path):
+    for name in tool.BLOCKS:
+        with pytest.raises(ValueError, match=r"\.json"):
+            tool.render(f"<!-- results:{name} -->\n<!-- end -->", tmp_path)
+
+
+def test_a_malformed_block_is_an_error(tool):
+    with pytest.raises(ValueError, match="malformed"):
+        tool.render("<!-- results:iou -->\n")
+    with pytest.raises(ValueError, match="unknown block"):
+        tool.render("<!-- results:nothing -->\n<!-- end -->")
+
+
+def test_stored_training_is_trimmed_rounded_and_rendered(tool, tmp_path):
+    layer = {"iou": 0.123456789, "recall": 0.5, "mass": 0.75, "iou_by_head": [0.1, 0.2]}
+    side = {"layers": [layer, layer], "mean": {"iou": 0.123456789, "recall": 0.5, "mass": 0.75}}
+    metrics = {
+        "layers": 2,
+        "dense_layers": 1,
+        "fraction": 0.02,
+        "bits": 128,
+        "held_out": 24,
+        "context": 4096,
+        "steps": 9,
+    }
+    metrics["hashers"] = {"lsh": {"losses": [[1.0]], "kv_head": side, "query_head": side}}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.json").write_text(json.dumps(metrics))
+    stored = json.loads(tool.store(tmp_path / "run", tmp_path).read_text())
+    assert "losses" not in stored["hashers"]["lsh"]
+    assert stored["hashers"]["lsh"]["kv_head"]["layers"][0] == {"iou": 0.12346, "recall": 0.5, "mass": 0.75}
+    text = tool.render("before\n<!-- results:training -->\nold\n<!-- end -->\nafter\n", tmp_path)
+    assert "| mean | 0.123 / 0.750 |" in text
+    assert "old" not in text
+    assert text.startswith("before\n")
+    assert text.endswith("<!-- end -->\nafter\n")
+    assert tool.render(text, tmp_path) == text
+
+
+@readmes
+def test_code_parses(readme):
+    for code in blocks(readme, "bash"):
+        done = subprocess.run(["bash", "-n"], input=code, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    for code in blocks(readme, "python"):
+        ast.parse(code)
+
+
+@readmes
+def test_nothing_of_ours_is_installed_by_name(readme):
+    assert not FROM_INDEX.search(readme.read_text()), "write the path form: pip install ./packages/NAME"
+
+
+def test_the_pattern_tells_names_from_paths():
+    for line in ("pip install evals", "pip install -q 'torch' hashcore", "uv pip install --no-deps 'sparse-decode'"):
+        assert FROM_INDEX.search(line), line
+    for line in (
+        "pip install uv && uv run evals ppl",
+        "pip install ./packages/evals",
+        "pip install uv",
+        "uv run evals",
+    ):
+        assert not FROM_INDEX.search(line), line
+
+
+# Last, and only on request: it needs the hashers that `uv run hashtrain` leaves in runs/.
+@pytest.mark.skipif(
+    "README_HASHERS" not in os.environ, reason="README_HASHERS names a folder that `uv run hashtrain` wrote"
+)
+def test_the_example_generates_dense_and_sparse():
+    (code,) = [block for block in blocks(README, "bash") if "uv run python -c" in block]
+    assert '"runs/demo/planes"' in code
+    code = code.replace("runs/demo", os.environ["README_HASHERS"])
+    done = subprocess.run(["bash", "-c", code], cwd=ROOT, check=True, timeout=180, capture_output=True, text=True)
+    assert "--- dense" in done.stdout
+    assert "--- 2 % of the cache" in done.stdout
+    densities = ast.literal_eval(done.stdout.rsplit("layer:", 1)[1].strip())
+    assert densities
+    assert all(0.019 < density <= 0.02 for density in densities.values())

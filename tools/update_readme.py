@@ -1,0 +1,148 @@
+"""Fill the tables of README.md from the results stored in docs/results.
+
+    uv run tools/update_readme.py                                   # write the tables
+    uv run tools/update_readme.py --from runs/demo runs/iou runs/ppl  # first store these runs, trimmed and rounded
+    uv run tools/update_readme.py --check                           # change nothing; exit 1 if README.md is stale
+
+A table stands between `<!-- results:NAME -->` and `<!-- end -->`; BLOCKS has the names.
+"""
+
+import argparse
+import difflib
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from evals import report
+from evals.result import Result, read_json, read_result, rows_from_json, rows_to_text
+from hashtrain.atomic import write_text
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+README = ROOT / "README.md"
+BLOCK = re.compile(r"(<!-- results:(\S+) -->\n)(.*?)(<!-- end -->)", re.S)
+_KEPT = {
+    "ppl": ("perplexity", "perplexity_per_document", "perplexity_ratio", "kl", "nll"),
+    "iou": ("iou", "recall", "mass"),
+}
+_DIGITS = 5
+
+
+def _of_run(name: str, grid: Callable[[Result], report.Grid]) -> Callable[[pathlib.Path], str]:
+    return lambda results: report.to_markdown(grid(load(results / f"{name}.json")))
+
+
+def _iou(heads: str) -> Callable[[Result], report.Grid]:
+    return lambda result: report.iou_grid(result, result.config["budgets"][0], heads)
+
+
+def _training(results: pathlib.Path, heads: str) -> str:
+    return report.to_markdown(report.training_grid(_stored(results / "training.json"), heads))
+
+
+BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
+    "iou": _of_run("iou", _iou("kv_head")),
+    "iou-query-heads": _of_run("iou", _iou("query_head")),
+    "ppl": _of_run("ppl", report.ppl_grid),
+    "ppl-pairs": _of_run("ppl", report.ppl_pairs_grid),
+    "training": lambda results: _training(results, "kv_head"),
+    "training-query-heads": lambda results: _training(results, "query_head"),
+}
+
+
+def render(text: str, results: pathlib.Path = RESULTS) -> str:
+    """Return a README with every table filled. Raises: ValueError if a block or its result is unknown."""
+    if text.count("<!-- results:") != len(BLOCK.findall(text)):
+        raise ValueError("a results block is malformed: expected `<!-- results:NAME -->`, its lines, `<!-- end -->`")
+
+    def fill(match: re.Match[str]) -> str:
+        opening, name, _, end = match.groups()
+        if name not in BLOCKS:
+            raise ValueError(f"unknown block results:{name}: expected one of {', '.join(BLOCKS)}")
+        return f"{opening}\n{BLOCKS[name](results)}\n\n{end}"
+
+    return BLOCK.sub(fill, text)
+
+
+def store(run: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:
+    """Copy what a table needs of a run, rounded. Returns: the file. Raises: ValueError if there is no finished run."""
+    if (run / "metrics.json").is_file():
+        target, text = (
+            results / "training.json",
+            json.dumps(_trim_metrics(read_json(run / "metrics.json", "run again")), indent=1),
+        )
+    else:
+        result = read_result(run)
+        task = result.config["task"]
+        rows = [row for row in result.rows if row.metric in _KEPT[task] and row.head is None]
+        table = json.loads(rows_to_text(rows))
+        lines = ",\n".join(json.dumps(_rounded(line)) for line in table["rows"])
+        head = {"config": result.config, "environment": result.environment, "columns": table["columns"]}
+        target, text = results / f"{task}.json", f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n]}}'
+    write_text(target, text + "\n")
+    return target
+
+
+def load(path: pathlib.Path) -> Result:
+    """Read a stored result."""
+    data = _stored(path)
+    return Result(data["config"], data["environment"], rows_from_json(data))
+
+
+def _stored(path: pathlib.Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(
+            f"README.md has a table of {path.name}, expected it in {path.parent.name}; store a run with --from"
+        )
+    return read_json(path, "store the run again with --from")
+
+
+def _trim_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the loss curves and the per-head lists."""
+    hashers = {}
+    for name, found in metrics["hashers"].items():
+        layers = {
+            heads: [{k: v for k, v in layer.items() if not k.endswith("_by_head")} for layer in found[heads]["layers"]]
+            for heads in ("kv_head", "query_head")
+        }
+        hashers[name] = {heads: {"layers": layers[heads], "mean": found[heads]["mean"]} for heads in layers}
+    return _rounded({**metrics, "hashers": hashers})
+
+
+def _rounded(data: Any) -> Any:
+    if isinstance(data, float):
+        return float(f"{data:.{_DIGITS}g}")
+    if isinstance(data, dict):
+        return {key: _rounded(value) for key, value in data.items()}
+    return [_rounded(value) for value in data] if isinstance(data, list) else data
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if README.md is stale")
+    parser.add_argument("--from", dest="runs", nargs="+", type=pathlib.Path, default=[], help="runs to store first")
+    given = parser.parse_args(arguments)
+    if given.check and given.runs:
+        parser.error("--check changes nothing, --from stores runs: give one of them")
+    try:
+        for run in given.runs:
+            print(f"stored {store(run).relative_to(ROOT)}")
+        before = README.read_text(encoding="utf-8")
+        after = render(before)
+    except (ValueError, OSError) as error:
+        print(f"update_readme: {error}", file=sys.stderr)
+        return 2
+    if given.check:
+        sys.stdout.writelines(
+            difflib.unified_diff(before.splitlines(True), after.splitlines(True), "README.md", "fresh")
+        )
+        return int(before != after)
+    write_text(README, after)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
