@@ -29,6 +29,7 @@ _KEPT = {
     "iou": ("iou", "recall", "mass"),
 }
 _DIGITS = 5
+_CURVE_POINTS = 60
 
 
 def _of_run(name: str, grid: Callable[[Result], report.Grid]) -> Callable[[pathlib.Path], str]:
@@ -101,7 +102,7 @@ def _stored(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _trim_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the loss curves and the per-head lists."""
+    """Leave out the per-head lists, and keep the mean loss curve of the layers as _CURVE_POINTS means."""
     hashers = {}
     for name, found in metrics["hashers"].items():
         layers = {
@@ -109,7 +110,15 @@ def _trim_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
             for heads in ("kv_head", "query_head")
         }
         hashers[name] = {heads: {"layers": layers[heads], "mean": found[heads]["mean"]} for heads in layers}
+        hashers[name]["curve"] = _curve(found["losses"])
     return _rounded({**metrics, "hashers": hashers})
+
+
+def _curve(losses: list[list[float]]) -> list[float]:
+    """Average the layers' losses, then stretches of steps; empty for a hasher that is not trained."""
+    steps = [sum(column) / len(column) for column in zip(*losses, strict=True)]
+    size = max(1, len(steps) // _CURVE_POINTS)
+    return [sum(part) / len(part) for i in range(0, len(steps), size) if (part := steps[i : i + size])]
 
 
 def _rounded(data: Any) -> Any:

@@ -1,0 +1,59 @@
+"""The stored results, which README.md shows, still belong to the committed model and still say what is claimed."""
+
+import json
+import pathlib
+
+import pytest
+from evals.result import Result, rows_from_json
+from evals.runner import model_identity
+from hashtrain.demo import demo_model_path
+from hashtrain.models import load_model
+
+RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "results"
+
+
+def read(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def ppl():
+    data = read("ppl")
+    return Result(data["config"], data["environment"], rows_from_json(data))
+
+
+def test_perplexity_was_measured_on_the_committed_model(ppl):
+    model, _ = load_model(str(demo_model_path()))
+    assert ppl.config["model_identity"] == model_identity(model.float())
+
+
+def test_planes_finds_more_of_the_target_than_lsh_and_paper():
+    training = read("training")
+    assert training["held_out"] >= 20
+    mean = {name: found["kv_head"]["mean"] for name, found in training["hashers"].items()}
+    planes = mean["planes"]
+    assert planes["iou"] >= 0.55
+    assert planes["mass"] >= 0.95
+    assert planes["iou"] >= mean["lsh"]["iou"] + 0.12
+    assert planes["iou"] >= max(mean["paper"]["iou"], mean["paper-rotation"]["iou"]) + 0.04
+
+
+@pytest.mark.parametrize("rule", ["visible", "fixed"])
+@pytest.mark.parametrize("budget", [0.02, 0.01, 0.005])
+@pytest.mark.parametrize("other", ["lsh", "paper", "paper-rotation", "recent"])
+def test_planes_stays_closer_to_dense_than_every_other_method(ppl, rule, budget, other):
+    found = ppl.one(method="planes", metric="kl", rule=rule, budget=budget, against=other)
+    assert found.n >= 20
+    assert found.value < found.high < 0
+
+
+@pytest.mark.parametrize(("rule", "at_most"), [("visible", 1.015), ("fixed", 1.01)])
+def test_planes_keeps_perplexity_near_dense_at_two_percent(ppl, rule, at_most):
+    # The goal is 1.01 under both rules; what stands between is in docs/log.md.
+    ratio = ppl.one(method="planes", metric="perplexity_ratio", rule=rule, budget=0.02, against=None)
+    assert ratio.value <= at_most
+
+
+@pytest.mark.parametrize("rule", ["visible", "fixed"])
+def test_a_recent_window_of_the_same_size_is_far_worse(ppl, rule):
+    assert ppl.one(method="recent", metric="perplexity_ratio", rule=rule, budget=0.02, against=None).value >= 1.08
