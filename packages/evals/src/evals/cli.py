@@ -24,11 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns: 0; 2 after one sentence on stderr if the input cannot be used; 130 if it was stopped from the keyboard.
     """
-    try:
-        return guarded("evals", lambda: _main(arguments))
-    except KeyboardInterrupt:
-        print("evals: stopped; type the same command to go on with the documents that are not done", file=sys.stderr)
-        return 130
+    stopped = "stopped; type the same command to go on with the documents that are not done"
+    return guarded("evals", lambda: _main(arguments), stopped)
 
 
 def _main(arguments: list[str] | None) -> int:

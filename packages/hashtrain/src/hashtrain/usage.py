@@ -10,7 +10,7 @@ class UsageError(Exception):
     """A setting that cannot be. Not a ValueError, which the argument parser would wrap in a box of its own."""
 
 
-def guarded(program: str, call: Callable[[], int]) -> int:
+def guarded(program: str, call: Callable[[], int], interrupted: str = "stopped") -> int:
     """Return what `call` returns, 2 after its one-sentence complaint about the input, or 130 if it was interrupted."""
     try:
         return call()
@@ -18,5 +18,5 @@ def guarded(program: str, call: Callable[[], int]) -> int:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{program}: stopped", file=sys.stderr)
+        print(f"{program}: {interrupted}", file=sys.stderr)
         return 130
