@@ -16,32 +16,13 @@ from hashtrain.atomic import write_text
 from hashtrain.corpus import HELD_OUT, HELD_OUT_TABLES, held_out_sources
 from hashtrain.demo import demo_model_path
 from rich.progress import track
+from tokens import INSTALLED
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FULL, SCORED = 4096, 256
 CONTEXTS = (512, 2048, 4096)
 GAPS = (64, 1024, 3500)
 IDENTIFIERS = 24
-# Modules whose licence metadata names the licence; the standard library comes with Python.
-SOURCES = (
-    "torch",
-    "transformers",
-    "sympy",
-    "numba",
-    "numpy",
-    "matplotlib",
-    "networkx",
-    "fonttools",
-    "pygments",
-    "huggingface-hub",
-    "setuptools",
-    "mpmath",
-    "hypothesis",
-    "rich",
-    "jinja2",
-)
-
-
 CARD = """# The demo model
 
 A {millions:.1f} M-parameter Llama-architecture code model, so that every command of this project runs offline on real
@@ -134,7 +115,7 @@ def main() -> None:
         rule="---|" * len(lengths),
         values=" | ".join(f"{value:.3f}" for value in lengths.values()),
         copies="\n".join(f"| {gap:,} | {a:.2f} | {b:.2f} |" for gap, (a, b) in copies.items()),
-        sources=", ".join(f"{package} ({licence(package)})" for package in SOURCES),
+        sources=", ".join(f"{package} ({licence(package)})" for package in INSTALLED),
         held_out=", ".join(f"`{name}`" for name in sorted((*HELD_OUT, *HELD_OUT_TABLES))),
     )
     write_text(folder / "README.md", text)

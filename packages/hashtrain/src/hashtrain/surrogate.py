@@ -17,7 +17,7 @@ def softsign(x: Tensor, gamma: float = SOFTSIGN_GAMMA) -> Tensor:
 
 def signs(x: Tensor) -> Tensor:
     """Return +-1 as `hashcore.pack` decides it, with the slope 1 / (1 + |x|)^2 going back."""
-    return _StraightThroughSign.apply(x)  # type: ignore[no-any-return]
+    return _StraightThroughSign.apply(x)
 
 
 def quantised(w: Tensor, planes: int) -> Tensor:
@@ -39,6 +39,6 @@ class _StraightThroughSign(torch.autograd.Function):
         return torch.where(x > 0, 1.0, -1.0)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad / (1 + x.abs()) ** 2
