@@ -87,9 +87,9 @@ def edit(folder, **changes):
         ({"hidden": 65536}, "does not hold what config.json describes"),
         (
             {"shape": {"num_layers": 1 << 20, "num_query_heads": 1 << 20, "num_kv_heads": 1, "head_dim": 1 << 20}},
-            "expected 10485760 tensors, got 20",
+            "expected 11534336 tensors, got 22",
         ),
-        ({"format_version": 2}, "format_version must be 1"),
+        ({"format_version": 1}, "format_version must be 2"),
         ({"weights": "../hasher.safetensors"}, "names no weight file of its own folder"),
         ({"weights": "gone.safetensors"}, "missing"),
         ({"shape": {"num_layers": 10**9}}, "incomplete|num_layers"),

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from hashtrain.config import HasherConfig
 from hashtrain.surrogate import quantised, signs, softsign
 
+REMAINDER_TERMS = 5  # of eq. 13
+
 Draw = torch.Generator | None
 """Where a start comes from; None leaves memory as it is, for tensors about to be loaded."""
 
@@ -43,12 +45,20 @@ class LayerHasher(nn.Module):
     target_heads = "kv"
     """Which attention the training target sums: `kv` (over the group, as deployed) or `query` (each head alone)."""
     trainable = True
+    remainder: Tensor
+    """Coefficients of eq. 13, float32 [Hq, 5]; zeros until they are fitted."""
 
     def __init__(self, config: HasherConfig):
         super().__init__()
         shape = config.shape
         self.hq, self.hkv, self.d, self.bits = shape.num_query_heads, shape.num_kv_heads, shape.head_dim, config.bits
         self.group = shape.group
+        self.register_buffer("remainder", torch.zeros(self.hq, REMAINDER_TERMS))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether `remainder` has been fitted (`hashtrain.remainder.calibrate`)."""
+        return bool(self.remainder.any())
 
     def by_group(self, x: Tensor) -> Tensor:
         """View [B, Hq, T, ...] as [B, Hkv, G, T, ...]."""
@@ -207,17 +217,18 @@ def shapes(config: HasherConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of one layer, without making any: what a file must hold to be loaded."""
     hq, hkv, d = config.shape.num_query_heads, config.shape.num_kv_heads, config.shape.head_dim
     hidden, bits = config.hidden, config.bits
+    common: dict[str, tuple[int, ...]] = {"remainder": (hq, REMAINDER_TERMS)}
     if config.variant == "lsh":
-        return {"rotation": (hkv, d, bits)}
+        return {**common, "rotation": (hkv, d, bits)}
     if config.variant == "paper":
-        return {"w1": (hq, d, hidden), "b1": (hq, 1, hidden), "w2": (hq, hidden, bits)}
+        return {**common, "w1": (hq, d, hidden), "b1": (hq, 1, hidden), "w2": (hq, hidden, bits)}
 
     def skip_mlp(heads: int) -> dict[str, tuple[int, ...]]:
         w1, w2 = (heads, d, hidden), (heads, hidden, bits)
         return {"r": (heads, d, bits), "w1": w1, "b1": (heads, 1, hidden), "w2": w2, "b2": (heads, 1, bits)}
 
     parts = {"key": skip_mlp(hkv), "query": skip_mlp(hq)}
-    return {f"{part}.{name}": size for part, tensors in parts.items() for name, size in tensors.items()}
+    return common | {f"{part}.{name}": size for part, tensors in parts.items() for name, size in tensors.items()}
 
 
 BY_VARIANT: dict[str, type[Lsh] | type[Paper] | type[Planes]] = {"lsh": Lsh, "paper": Paper, "planes": Planes}

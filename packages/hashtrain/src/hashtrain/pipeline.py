@@ -1,4 +1,4 @@
-"""One run from text to stored hashers: capture, train layer by layer, judge on held-out text, save."""
+"""One run from text to stored hashers: capture, train layer by layer, calibrate, judge on held-out text, save."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from hashtrain.judge import judge
 from hashtrain.models import load_model
 from hashtrain.plan import DEMO, TrainCommand
 from hashtrain.progress import tracking
+from hashtrain.remainder import calibrate
 from hashtrain.report import card, draw, quality_table
 from hashtrain.trainer import TrainConfig, train_layer
 
@@ -55,6 +56,11 @@ def run(command: TrainCommand, console: Console) -> dict[str, Any]:
             data = capture(model, train_ids, Path(scratch) / "train", lambda: advance("capture q and k", 1))
             held = capture(model, held_ids, Path(scratch) / "held", lambda: advance("capture held-out q and k", 1))
         hashers, losses = _train(command, shape, model.config, data, console)
+        with tracking(console, len(hashers) * shape.num_layers) as advance:
+            for name, hasher in hashers.items():
+                for layer in range(shape.num_layers):
+                    calibrate(hasher.layer(layer), layer, data, command.seed)
+                    advance(f"calibrate {name}, layer {layer}", 1)
         metrics = _facts(command, shape, len(train_ids), len(held_ids))
         with tracking(console, len(hashers) * shape.num_layers) as advance:
             for name, hasher in hashers.items():

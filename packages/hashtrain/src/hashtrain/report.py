@@ -64,8 +64,11 @@ def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
     """Write a hasher's README: what it is for, how it was made, and how well it selects."""
     result, shape = metrics["hashers"][name], config.shape
     rows = "\n".join(
-        f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {q['iou']:.3f} | {q['mass']:.3f} |"
-        for layer, (kv, q) in enumerate(zip(result["kv_head"]["layers"], result["query_head"]["layers"], strict=True))
+        f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {q['iou']:.3f} | {q['mass']:.3f} "
+        f"| {rest['share']:.3f} | {rest['error']:.3f} |"
+        for layer, (kv, q, rest) in enumerate(
+            zip(*(result[part]["layers"] for part in ("kv_head", "query_head", "remainder")), strict=True)
+        )
     )
     planes = config.planes if config.variant == "planes" else 1
     budget = f"{metrics['fraction']:.1%} of the visible tokens"
@@ -81,9 +84,12 @@ def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
 
 {made}
 
-| layer | IoU, KV head | mass, KV head | IoU, query head | mass, query head |
-|---|---|---|---|---|
+| layer | IoU, KV head | mass, KV head | IoU, query head | mass, query head | left out | error of its estimate |
+|---|---|---|---|---|---|---|
 {rows}
+
+"Left out" is the share of the softmax that the selection misses (per query head, mean over rows), which the remainder
+estimates; its error is the root mean square over rows.
 
     from hashtrain import Hasher
     hasher = Hasher.from_pretrained("this/folder")

@@ -1,0 +1,139 @@
+"""The remainder: what the tokens that were not selected would have added, as one token (docs/algorithm.md, eq. 13, 14).
+
+A selection drops a tenth to a half of the softmax. Its value is close to the mean value of all visible tokens, which a
+cache can keep; its weight is predicted from the selected logits and the logit of the mean key, by five numbers per
+query head. They are fitted here, in closed form, on captured rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import hashcore
+import torch
+from torch import Tensor
+
+from hashtrain.capture import Capture
+from hashtrain.layers import LayerHasher
+from hashtrain.target import top_count
+
+FRACTIONS = (0.005, 0.01, 0.02, 0.05)
+"""Budgets of the rows that the fit sees: what is fitted holds between them."""
+_MAX_CONTEXTS, _ROWS, _FIRST_ROW = 32, 32, 64
+
+
+class Evidence(NamedTuple):
+    """What sparse attention knows of each row and query head after it has attended: tensors that broadcast."""
+
+    mean: Tensor
+    """Mean logit of the selected tokens."""
+    lse: Tensor
+    """log sum exp of their logits."""
+    mean_key: Tensor
+    """Logit of the mean of all visible keys: scaling q . mean(k)."""
+    visible: Tensor
+    """Tokens the row sees."""
+    selected: Tensor
+    """Tokens it selected."""
+
+
+def log_weight(coefficients: Tensor, e: Evidence) -> Tensor:
+    """Estimate the log of the summed exp(logit) of all tokens that a row sees and did not select.
+
+    Args:
+        coefficients: `LayerHasher.remainder`, [..., 5], broadcast against the evidence.
+        e: see `Evidence`; every row has selected at least one token.
+    Returns: float32; -inf for rows that selected all they see. An unselected token is never taken to weigh more than
+        the mean selected one.
+    Source: docs/algorithm.md, eq. 13.
+    """
+    selected = e.selected.float()
+    typical = (_features(e) * coefficients).sum(-1)
+    return torch.minimum(typical, e.lse - selected.log()) + (e.visible - e.selected).float().log()
+
+
+def add_remainder(out: Tensor, lse: Tensor, mean_value: Tensor, log_weight: Tensor) -> Tensor:
+    """Add the remainder to softmax attention over a selection, as one more token of that value and weight.
+
+    Args:
+        out: attention over the selection, [..., D]; mean_value: mean of all visible values, broadcast against it.
+        lse: log sum exp of the selected logits, [...]; log_weight: `log_weight`, [...].
+    Returns: float32 [..., D].
+    Source: docs/algorithm.md, eq. 14.
+    """
+    return torch.lerp(out.float(), mean_value.float(), torch.sigmoid(log_weight - lse)[..., None])
+
+
+@torch.no_grad()
+def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> None:
+    """Fit `hasher.remainder` on captured queries and keys: weighted least squares of eq. 13, for each query head.
+
+    A row counts by what its estimate can change: share (1 - share), the slope of the remainder's share in the softmax.
+    """
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
+    features, logs, weights = [], [], []
+    for context in range(min(len(data), _MAX_CONTEXTS)):
+        q, k, scaling = data.read(context, layer)
+        rows = torch.randint(min(_FIRST_ROW, k.shape[2] - 1), k.shape[2], (_ROWS,), generator=generator)
+        for e, exact in measure(hasher, q[:, :, rows], k, rows, scaling, FRACTIONS):
+            share = torch.sigmoid(exact - e.lse)
+            features.append(_features(e).flatten(0, 1))
+            logs.append((exact - (e.visible - e.selected).log()).flatten(0, 1))
+            weights.append((share * (1 - share)).flatten(0, 1))
+    x, y, w = (torch.cat(found, dim=1).double() for found in (features, logs, weights))
+    known = y.isfinite()  # not where nothing was left unselected
+    root = torch.where(known, w, 0.0).sqrt()[..., None]
+    y = torch.where(known, y, 0.0)[..., None]
+    # gelsd: the columns may depend on each other, as when every context is short or every count is 1.
+    hasher.remainder.copy_(torch.linalg.lstsq(x * root, y * root, driver="gelsd").solution[..., 0])
+
+
+@torch.no_grad()
+def measure(
+    hasher: LayerHasher, q: Tensor, k: Tensor, positions: Tensor, scaling: float, fractions: Sequence[float]
+) -> list[tuple[Evidence, Tensor]]:
+    """Select for some rows and look at all of their logits.
+
+    Args:
+        q: queries of the rows, [1, Hq, R, D]; k: all keys, [1, Hkv, T, D]; positions: int64 [R].
+        fractions: budgets, of each row's visible tokens (eq. 7).
+    Returns: for each fraction the evidence, each [Hkv, G, R] or broadcast to it, and the exact `log_weight`.
+    """
+    hkv, t = k.shape[1], k.shape[2]
+    planes, weights = hasher.encode_queries(q)
+    scores = hashcore.score(planes, hasher.encode_keys(k)[:, :, None], weights=weights)[0]
+    unseen = torch.arange(t) > positions[:, None]
+    scores = scores.masked_fill(unseen, -1)
+    grouped = q[0].float().unflatten(0, (hkv, -1))  # [Hkv, G, R, D]
+    keys = k[0].float()
+    logits = (grouped @ keys[:, None].mT * scaling).masked_fill(unseen, -torch.inf)
+    visible = positions + 1
+    mean_keys = keys.cumsum(1)[:, positions] / visible[:, None]
+    mean_key = (grouped * mean_keys[:, None]).sum(-1) * scaling
+    found = []
+    for fraction in fractions:
+        counts = top_count(visible, fraction)
+        _, chosen = hashcore.topk(scores, counts.expand(scores.shape[:-1]).contiguous())
+        used = (chosen >= 0)[:, None]
+        picked = logits.gather(-1, chosen.clamp(min=0)[:, None].expand(*logits.shape[:-1], -1))
+        taken = torch.zeros(scores.shape, dtype=torch.bool).scatter_(-1, chosen.clamp(min=0), True)
+        taken[..., 0] = (chosen == 0).any(-1)  # unused slots have marked it too
+        mean = picked.masked_fill(~used, 0).sum(-1) / counts
+        lse = picked.masked_fill(~used, -torch.inf).logsumexp(-1)
+        exact = logits.masked_fill(taken[:, None], -torch.inf).logsumexp(-1)
+        found.append((Evidence(mean, lse, mean_key, visible, counts), exact))
+    return found
+
+
+def share_errors(hasher: LayerHasher, e: Evidence, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the remainder's exact share of the softmax and the estimate's error of it, each [Hkv, G, R]."""
+    coefficients = hasher.remainder.unflatten(0, (exact.shape[0], -1))[:, :, None]
+    share = torch.sigmoid(exact - e.lse)
+    return share, torch.sigmoid(log_weight(coefficients, e) - e.lse) - share
+
+
+def _features(e: Evidence) -> Tensor:
+    """[..., 5]: one, mean selected logit, logit of the mean key, log visible, log selected."""
+    columns = (torch.ones_like(e.mean), e.mean, e.mean_key, e.visible.float().log(), e.selected.float().log())
+    return torch.stack(torch.broadcast_tensors(*columns), -1)

@@ -1,0 +1,123 @@
+"""The remainder: its fit, its bound, and attention with it (docs/algorithm.md, eq. 13 and 14)."""
+
+import math
+
+import pytest
+import torch
+from hashtrain import Hasher
+from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.layers import BY_VARIANT, REMAINDER_TERMS
+from hashtrain.remainder import Evidence, add_remainder, calibrate, log_weight, measure, share_errors
+from hashtrain.target import top_count
+
+SHAPE = ModelShape(2, 4, 2, 32)
+
+
+def lsh(bits=128):
+    return BY_VARIANT["lsh"](HasherConfig("lsh", SHAPE, bits=bits), torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def rows():
+    generator = torch.Generator().manual_seed(3)
+    q, k = torch.randn(1, 4, 5, 32, generator=generator), torch.randn(1, 2, 60, 32, generator=generator)
+    return q, k, torch.tensor([9, 20, 30, 45, 59])
+
+
+def evidence(mean=0.0, lse=3.0, mean_key=0.0, visible=100, selected=4):
+    return Evidence(*(torch.tensor([float(x)]) for x in (mean, lse, mean_key)), *map(torch.tensor, (visible, selected)))
+
+
+def test_measure_agrees_with_sums_written_out(rows):
+    q, k, positions = rows
+    (found, exact) = measure(lsh(), q, k, positions, 0.3, [0.2])[0]
+    planes, weights = lsh().encode_queries(q)
+    codes = lsh().encode_keys(k)
+    import hashcore
+
+    for head in range(4):
+        for row, position in enumerate(positions.tolist()):
+            seen = position + 1
+            count = top_count(seen, 0.2)
+            scores = hashcore.score(planes[0, head // 2, row], codes[0, head // 2, :seen], weights=weights)
+            chosen = hashcore.topk(scores, count)[1]
+            logits = (k[0, head // 2, :seen] @ q[0, head, row]) * 0.3
+            rest = torch.ones(seen, dtype=torch.bool)
+            rest[chosen] = False
+            at = head // 2, head % 2, row
+            torch.testing.assert_close(found.mean[at], logits[chosen].mean())
+            torch.testing.assert_close(found.lse[at], logits[chosen].logsumexp(0))
+            torch.testing.assert_close(found.mean_key[at], logits.mean(), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(exact[at], logits[rest].logsumexp(0))
+            assert (found.visible[row], found.selected[row]) == (seen, count)
+
+
+def test_with_the_exact_weight_and_equal_values_attention_is_dense(rows):
+    q, k, positions = rows
+    (found, exact) = measure(lsh(), q, k, positions, 0.3, [0.2])[0]
+    value = torch.randn(32, generator=torch.Generator().manual_seed(4))
+    # Whatever is selected, attention over equal values is that value; half of it stands in for a wrong sum.
+    half = (value / 2).expand(2, 2, 5, 32)
+    share = torch.sigmoid(exact - found.lse)[..., None]
+    torch.testing.assert_close(add_remainder(half, found.lse, value, exact), half * (1 - share) + value * share)
+
+
+def test_a_row_that_selected_all_it_sees_has_no_remainder():
+    e = evidence(visible=4, selected=4)
+    weight = log_weight(torch.ones(REMAINDER_TERMS), e)
+    assert weight.item() == -math.inf
+    out = torch.tensor([[1.0, 2.0]])
+    torch.testing.assert_close(add_remainder(out, e.lse, torch.tensor([9.0, 9.0]), weight), out, rtol=0, atol=0)
+
+
+def test_a_token_left_out_weighs_at_most_the_mean_selected_one():
+    e = evidence(visible=100, selected=4, lse=3.0)
+    assert log_weight(torch.tensor([1e3, 0, 0, 0, 0]), e).item() == pytest.approx(3.0 - math.log(4) + math.log(96))
+    assert log_weight(torch.tensor([-1e3, 0, 0, 0, 0]), e).item() == pytest.approx(-1e3 + math.log(96))
+
+
+@pytest.mark.parametrize("term", range(REMAINDER_TERMS))
+def test_each_term_multiplies_its_own_fact(term):
+    e = evidence(mean=-2.0, lse=50.0, mean_key=-3.0, visible=1000, selected=10)
+    facts = (1.0, -2.0, -3.0, math.log(1000), math.log(10))
+    coefficients = torch.zeros(REMAINDER_TERMS)
+    coefficients[term] = 0.5
+    assert log_weight(coefficients, e).item() == pytest.approx(0.5 * facts[term] + math.log(990), rel=1e-5)
+
+
+def test_calibration_beats_leaving_the_rest_out_and_is_unbiased_on_its_rows(data):
+    hasher = lsh()
+    assert not hasher.calibrated
+    calibrate(hasher, 1, data)
+    assert hasher.calibrated
+    q, k, scaling = data.read(0, 1)
+    positions = torch.arange(128, 512)
+    for e, exact in measure(hasher, q[:, :, positions], k, positions, scaling, (0.01, 0.02)):
+        share, error = share_errors(hasher, e, exact)
+        assert share.mean() > 0.3
+        assert error.square().mean().sqrt() < 0.2 * share.mean()
+        assert abs(error.mean()) < 0.05 * share.mean()
+
+
+def test_calibration_is_the_same_twice(data):
+    one, two = lsh(), lsh()
+    calibrate(one, 0, data, seed=5)
+    calibrate(two, 0, data, seed=5)
+    torch.testing.assert_close(one.remainder, two.remainder, rtol=0, atol=0)
+
+
+def test_calibration_survives_the_disk(data, tmp_path):
+    hasher = Hasher(HasherConfig("lsh", SHAPE))
+    calibrate(hasher.layer(0), 0, data)
+    hasher.save_pretrained(tmp_path / "h")
+    loaded = Hasher.from_pretrained(tmp_path / "h")
+    torch.testing.assert_close(loaded.layer(0).remainder, hasher.layer(0).remainder, rtol=0, atol=0)
+    assert loaded.layer(0).calibrated
+    assert not loaded.layer(1).calibrated
+
+
+def test_the_fit_takes_contexts_with_one_selected_token_only(data):
+    """512 tokens at 0.5 % select 1 or 2 tokens: columns that nearly depend on each other must not blow up."""
+    hasher = lsh()
+    calibrate(hasher, 0, data)
+    assert hasher.remainder.abs().max() < 100
