@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from hashtrain.capture import capture, capturing
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -37,6 +38,26 @@ def test_capturing_changes_no_output_and_restores_the_model(model):
     assert torch.equal(before, inside)
     assert torch.equal(before, after)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
+def test_capturing_changes_no_output_of_models_with_their_own_attention(family):
+    """Soft-capped logits and learned sinks: SDPA refuses the first and would drop the second in silence."""
+    torch.manual_seed(0)
+    settings = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+    extra = {"Gemma2": {"query_pre_attn_scalar": 16}, "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1}}
+    config = getattr(transformers, family + "Config")(
+        **settings, **extra[family], vocab_size=97, num_key_value_heads=2, sliding_window=16, pad_token_id=0
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    ids, seen = torch.arange(1, 41)[None], []
+    with torch.no_grad():
+        before = model(ids).logits
+        with capturing(model, lambda layer, q, k, scaling: seen.append((layer, q.shape, k.shape, scaling))):
+            inside = model(ids).logits
+    assert torch.equal(before, inside)
+    assert seen == [(layer, (1, 4, 40, 16), (1, 2, 40, 16), 0.25) for layer in (0, 1)]
+    assert model.config._attn_implementation == "eager"
 
 
 def test_stored_capture_reads_back(model, data):

@@ -5,13 +5,13 @@ import functools
 import hashcore
 import torch
 import transformers
-from sparse_decode import interface
+from sparse_decode import plan as plan_module
 from sparse_decode.attend import attend, attend_reference
 from sparse_decode.interface import Call
 from sparse_decode.positions import visible_rows
+from transformers.cache_utils import QuantizedLayer
 
 VOCABULARY = 97
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 TOLERANCE = 1e-5
 
 _BASE = {
@@ -26,25 +26,47 @@ _BASE = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+_ALTERNATING = {
+    "head_dim": 16,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}
+_EXPERTS = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _CONFIGS = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2Config, {}),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
     "mistral": (transformers.MistralConfig, {"sliding_window": None}),
-    "gemma2": (transformers.Gemma2Config, {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4}),
+    "qwen3_moe": (transformers.Qwen3MoeConfig, _EXPERTS),
+    "gemma2": (transformers.Gemma2Config, {**_ALTERNATING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.2}),
+    "gemma3": (transformers.Gemma3TextConfig, {**_ALTERNATING, "query_pre_attn_scalar": 16}),
+    "phi3": (transformers.Phi3Config, {}),
+    "gpt_oss": (transformers.GptOssConfig, {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite": (transformers.GraniteConfig, {"attention_multiplier": 0.2}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "smollm3": (transformers.SmolLM3Config, {}),
+    "cohere2": (transformers.Cohere2Config, {"sliding_window": 16}),
+    "glm4": (transformers.Glm4Config, {"head_dim": 16}),
 }
+FAMILIES = tuple(_CONFIGS)
+ATTENTION = {"gemma2": "eager", "gpt_oss": "eager"}
+"""Families whose models know no SDPA: their soft-capped or sunk logits need the model's own attention."""
 
 
-def tiny_model(family="llama", seed=0, implementation="sdpa", **changes):
+def tiny_model(family="llama", seed=0, implementation=None, **changes):
     """Make a random model of 4 layers, 4 query heads, 2 KV heads of 16, sharpened so that tokens are well separated."""
     make, extra = _CONFIGS[family]
     torch.manual_seed(seed)
     config = make(**{**_BASE, **extra, **changes})
+    implementation = implementation or ATTENTION.get(family, "sdpa")
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
                 parameter.mul_(3)
+            if name.endswith("sinks"):  # as large as the logits, or they would show nowhere
+                parameter.copy_(torch.linspace(-1, 3, len(parameter)))
     return model
 
 
@@ -63,6 +85,16 @@ def generate(model, ids, mask=None, new_tokens=16, **options):
     mask = torch.ones_like(ids) if mask is None else mask
     options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0, **options}
     return model.generate(ids, attention_mask=mask, **options)
+
+
+class WholeNumberLayer(QuantizedLayer):
+    """A quantised cache layer whose quantiser is exact on small whole numbers."""
+
+    def _quantize(self, tensor, axis):
+        return tensor.round().to(torch.int8)
+
+    def _dequantize(self, q_tensor):
+        return q_tensor.to(self.dtype)
 
 
 class SignHasher:
@@ -113,26 +145,27 @@ class Auditor:
         self.steps = self.padded = 0
         self.sizes = []
         self._visible = None
-        monkeypatch.setattr(interface, "attend", self._attend)
-        monkeypatch.setattr(interface, "visible_rows", self._visible_rows)
+        monkeypatch.setattr(plan_module, "attend", self._attend)
+        monkeypatch.setattr(plan_module, "visible_rows", self._visible_rows)
         monkeypatch.setattr(Call, "codes", functools.partialmethod(_audited_codes, Call.codes))
 
     def _visible_rows(self, *arguments):
         self._visible = visible_rows(*arguments)
         return self._visible
 
-    def _attend(self, q, k, v, indices, scaling):
+    def _attend(self, q, k, v, indices, scaling, **logits):
         (batch, hkv, n, _), sets = k.shape, indices.shape[1]
-        out = attend(q, k, v, indices, scaling)
+        out = attend(q, k, v, indices, scaling, **logits)
         selected = as_sets(indices, n)
         visible = torch.ones(1, 1, q.shape[2], n, dtype=torch.bool) if self._visible is None else self._visible
         assert not (selected & ~visible).any(), "selected a token that its row does not see"
         used = selected.any(2).view(batch, hkv, sets // hkv, n).any(2)
         poison = ~used[..., None]
-        poisoned = attend(q, k.masked_fill(poison, torch.nan), v.masked_fill(poison, torch.nan), indices, scaling)
-        assert torch.equal(out, poisoned), "read a token that was not selected"
-        torch.testing.assert_close(out, attend_reference(q, k, v, indices, scaling), atol=TOLERANCE, rtol=TOLERANCE)
-        torch.testing.assert_close(out, masked_attention(q, k, v, selected, scaling), atol=TOLERANCE, rtol=TOLERANCE)
+        poisoned = (x.masked_fill(poison, torch.nan) for x in (k, v))
+        assert torch.equal(out, attend(q, *poisoned, indices, scaling, **logits)), "read a token that was not selected"
+        close = {"atol": TOLERANCE, "rtol": TOLERANCE}
+        torch.testing.assert_close(out, attend_reference(q, k, v, indices, scaling, **logits), **close)
+        torch.testing.assert_close(out, masked_attention(q, k, v, selected, scaling, **logits), **close)
         self.steps += 1
         self.padded += int((~visible).any())
         self.sizes.append((visible.sum(-1), (indices >= 0).sum(-1)))
@@ -142,9 +175,10 @@ class Auditor:
 def _audited_codes(call, original, k):
     codes = original(call, k)
     if codes is not None:
-        expected = call.plan.selector.encode_keys(call.layer, k)
-        assert codes.shape == expected.shape, "as many codes as cached keys"
-        flipped = (hashcore.unpack(codes) != hashcore.unpack(expected)).double().mean()
+        n = int(call.cache.get_seq_length()) if call.cache is not None else k.shape[2]
+        expected = call.plan.selector.encode_keys(call.plan.layer, k[:, :, :n])
+        assert codes[:, :, :n].shape == expected.shape, "as many codes as cached keys"
+        flipped = (hashcore.unpack(codes[:, :, :n]) != hashcore.unpack(expected)).double().mean()
         assert flipped < 1e-4, "codes are those of the cached keys"  # a product of another shape rounds otherwise
     return codes
 
@@ -160,10 +194,13 @@ def as_sets(indices, n):
     return counts[..., :n] > 0
 
 
-def masked_attention(q, k, v, selected, scaling):
+def masked_attention(q, k, v, selected, scaling, softcap=None, sinks=None):
     """Dense attention over all tokens, restricted to `selected` [B, H, Q, N] by a mask: [B, Q, Hq, Dv]."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     selected = selected.repeat_interleave(q.shape[1] // selected.shape[1], 1)
-    logits = (q.float() @ k.transpose(2, 3) * scaling).masked_fill(~selected, -torch.inf)
-    return (logits.softmax(-1).nan_to_num(0) @ v).transpose(1, 2).to(q.dtype)
+    logits = q.float() @ k.transpose(2, 3) * scaling
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    weights = logits.masked_fill(~selected, -torch.inf).double().exp()
+    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().exp()[:, None, None])
+    return ((weights / total).nan_to_num(0).to(v.dtype) @ v).transpose(1, 2).to(q.dtype)

@@ -7,7 +7,7 @@ import torch
 import transformers
 from sparse_decode import Budget, OracleSelector, RecentSelector, attach
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 
@@ -164,8 +164,6 @@ class Compressed(DynamicLayer):
 
 
 def odd_cache(kind, model):
-    if kind == "StaticLayer":
-        return StaticCache(config=model.config, max_cache_len=64)
     cache = DynamicCache(config=model.config)
     if kind == "Compressed":
         cache.layers[3] = Compressed()
@@ -174,7 +172,7 @@ def odd_cache(kind, model):
     return cache
 
 
-@pytest.mark.parametrize("kind", ["StaticLayer", "Compressed", "offloads"])
+@pytest.mark.parametrize("kind", ["Compressed", "offloads"])
 def test_unknown_caches_are_refused_at_first_use(kind):
     model, (ids, _) = tiny_model(), prompts((40,))
     with (
@@ -191,12 +189,6 @@ def test_something_else_than_a_cache_is_refused():
         pytest.raises(ValueError, match="must be a transformers Cache, got SimpleNamespace"),
     ):
         model.model.layers[2].self_attn(None, past_key_values=SimpleNamespace())
-
-
-def test_soft_capped_layers_are_refused_at_first_use():
-    model, (ids, _) = tiny_model("gemma2", implementation="eager"), prompts((40,))
-    with attach(model, SignHasher(), dense_layers=0), pytest.raises(ValueError, match="does not support softcap"):
-        generate(model, ids)
 
 
 def test_dropout_is_refused():

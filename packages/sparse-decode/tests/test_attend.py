@@ -28,16 +28,39 @@ def case(shape, dtype=torch.float32, per_query_head=False, seed=0):
     return q, k, v, kept.masked_fill(kept == n, -1)
 
 
+def logits_options(capped, sunk, hq):
+    """Soft-capping tight enough to bend the logits, and sinks from negligible to greater than any of them."""
+    return {"softcap": 0.5 if capped else None, "sinks": torch.linspace(-4, 4, hq) if sunk else None}
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("per_query_head", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_equals_the_reference_and_dense_attention_restricted_to_the_selection(shape, per_query_head, dtype):
+@pytest.mark.parametrize(("capped", "sunk"), [(False, False), (True, False), (False, True), (True, True)])
+def test_equals_the_reference_and_dense_attention_restricted_to_the_selection(
+    capped, sunk, shape, per_query_head, dtype
+):
     q, k, v, indices = case(shape, dtype, per_query_head)
-    out = attend(q, k, v, indices, 0.3)
+    options = logits_options(capped, sunk, shape[1])
+    out = attend(q, k, v, indices, 0.3, **options)
     assert out.dtype == dtype
     close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
-    torch.testing.assert_close(out, attend_reference(q, k, v, indices, 0.3), **close)
-    torch.testing.assert_close(out, masked_attention(q, k, v, as_sets(indices, k.shape[2]), 0.3), **close)
+    torch.testing.assert_close(out, attend_reference(q, k, v, indices, 0.3, **options), **close)
+    torch.testing.assert_close(out, masked_attention(q, k, v, as_sets(indices, k.shape[2]), 0.3, **options), **close)
+
+
+@pytest.mark.parametrize(("capped", "sunk"), [(True, False), (False, True)])
+def test_soft_capping_and_sinks_change_the_result(capped, sunk):
+    q, k, v, indices = case(SHAPES[1])
+    changed = attend(q, k, v, indices, 0.3, **logits_options(capped, sunk, 6)) - attend(q, k, v, indices, 0.3)
+    assert changed.abs().max() > 0.1
+
+
+def test_sinks_far_above_and_below_the_logits_are_limits():
+    q, k, v, indices = case(SHAPES[1])
+    below, above = (attend(q, k, v, indices, 0.3, sinks=torch.full((6,), size)) for size in (-1e30, 1e30))
+    assert torch.equal(below, attend(q, k, v, indices, 0.3))
+    assert (above == 0).all()
 
 
 def test_unselected_keys_and_values_are_never_read():
@@ -125,3 +148,7 @@ def test_wrong_arguments_are_named():
     ]:
         with pytest.raises(ValueError, match=message):
             attend(*arguments, 0.3)
+    with pytest.raises(ValueError, match="softcap must be above 0 or None, got 0"):
+        attend(q, k, v, indices, 0.3, softcap=0.0)
+    with pytest.raises(ValueError, match=r"sinks must be one logit per query head, shape \(6,\), got \(2,\)"):
+        attend(q, k, v, indices, 0.3, sinks=torch.zeros(2))

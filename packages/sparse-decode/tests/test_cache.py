@@ -1,141 +1,283 @@
-"""The law of the coded cache layer: its codes are those of its keys, after anything that is done to it."""
+"""The law of the coded cache layers: their codes are those of their keys, after anything that is done to them."""
 
 import copy
 
 import hashcore
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sparse_decode import cache
-from sparse_decode.cache import CodedLayer, carry_codes, drop_codes
-from transformers.cache_utils import DynamicLayer
+from sparse_decode.buffer import GrowingBuffer
+from sparse_decode.cache import (
+    CodedDynamicLayer,
+    CodedQuantisedLayer,
+    CodedStaticLayer,
+    Encoder,
+    carry_codes,
+    coded_type,
+    drop_codes,
+)
+from sparse_decode.offload import HostLayer
+from sparse_decode_doubles import WholeNumberLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Fp8QuantizedLayer, StaticLayer
 
 WEIGHTS = torch.randint(0, 2, (2, 16, 128), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
+ROOM = 64
+KINDS = {
+    "dynamic": (DynamicLayer, CodedDynamicLayer),
+    "host": (DynamicLayer, HostLayer),
+    "static": (lambda: StaticLayer(ROOM), CodedStaticLayer),
+    "quantised": (lambda: WholeNumberLayer(residual_length=4), coded_type(WholeNumberLayer)),
+}
+RESIZABLE = ("dynamic", "host")
 
 
 def encode(k):
     return hashcore.pack(k @ WEIGHTS)  # whole numbers times signs: exact
 
 
+def make(kind, encoder=None):
+    plain, coded = KINDS[kind]
+    return carry_codes(plain(), encoder or Encoder(encode), coded)
+
+
+def cached_keys(layer):
+    """The keys the layer would attend to, and their number."""
+    length = int(layer.get_seq_length())
+    if isinstance(layer, CodedQuantisedLayer):
+        return layer._all_keys()
+    return layer.keys[:, :, :length]
+
+
 def check(layer):
-    if layer.get_seq_length():
-        assert torch.equal(layer.codes, encode(layer.keys))
-    else:
-        assert len(layer.buffer) == 0
+    length = int(layer.get_seq_length())
+    if length:
+        assert layer.codes.shape[2] == (ROOM if isinstance(layer, StaticLayer) else length)
+        assert torch.equal(layer.codes[:, :, :length], encode(cached_keys(layer)))
+    elif isinstance(layer, CodedDynamicLayer):
+        assert not len(layer._codes)
 
 
 def update(layer, tokens, seed, batch=2):
-    batch = layer.keys.shape[0] if layer.is_initialized else batch  # cropped to nothing, a layer keeps its batch size
+    # Cropped to nothing, or static, a layer keeps its batch size.
+    batch = layer.keys.shape[0] if layer.is_initialized and layer.keys.dim() == 4 else batch
     k, v = torch.randint(-4, 5, (2, batch, 2, tokens, 16), generator=torch.Generator().manual_seed(seed)).float()
-    keys, _ = layer.update(k, v)
-    assert torch.equal(keys, layer.keys)
+    before = int(layer.get_seq_length())
+    keys, values = layer.update(k, v)
+    assert int(layer.get_seq_length()) == before + tokens
+    assert torch.equal(keys[:, :, before : before + tokens], k)
+    assert torch.equal(values[:, :, before : before + tokens], v)
 
 
-def act(layer, name, size, seed):
-    """Do one of the things that generation does to a layer, and return the layer to go on with."""
-    length = layer.get_seq_length()
-    batch = layer.keys.shape[0] if length else 0
-    if name == "update" or not length:
-        update(layer, size, seed)
-    elif name == "crop":
-        layer.crop(-min(size, length))
-    elif name == "reset":
-        layer.reset()
-    elif name == "reorder":
-        layer.reorder_cache(torch.randint(0, batch, (batch,), generator=torch.Generator().manual_seed(seed)))
-    elif name == "repeat" and batch < 8:
-        layer.batch_repeat_interleave(size)
-    elif name == "select":
-        layer.batch_select_indices(torch.randperm(batch, generator=torch.Generator().manual_seed(seed))[:size])
-    elif name == "copy":
-        twin = copy.deepcopy(layer)
-        update(layer, 1, seed + 1)  # must not show in the copy
-        return twin
-    return layer
+class Machine(RuleBasedStateMachine):
+    kind = "dynamic"
+
+    def __init__(self):
+        super().__init__()
+        self.layer = make(self.kind)
+
+    @property
+    def length(self):
+        return int(self.layer.get_seq_length())
+
+    @property
+    def batch(self):
+        return self.layer.codes.shape[0]
+
+    @precondition(lambda self: self.length < ROOM - 4)
+    @rule(tokens=st.integers(1, 4), seed=st.integers(0, 99))
+    def update(self, tokens, seed):
+        update(self.layer, tokens, seed, self.batch if self.length else 2)
+
+    @precondition(lambda self: self.kind in RESIZABLE and self.length)
+    @rule(tokens=st.integers(0, 4))
+    def crop(self, tokens):
+        self.layer.crop(-min(tokens, self.length))
+
+    @rule()
+    def reset(self):
+        self.layer.reset()
+
+    @precondition(lambda self: self.length)
+    @rule(seed=st.integers(0, 99))
+    def reorder(self, seed):
+        draw = torch.Generator().manual_seed(seed)
+        self.layer.reorder_cache(torch.randint(0, self.batch, (self.batch,), generator=draw))
+
+    @precondition(lambda self: self.kind in RESIZABLE and self.length and self.batch < 8)
+    @rule(repeats=st.integers(1, 3))
+    def repeat(self, repeats):
+        self.layer.batch_repeat_interleave(repeats)
+
+    @precondition(lambda self: self.kind in RESIZABLE and self.length)
+    @rule(seed=st.integers(0, 99), most=st.integers(1, 3))
+    def select(self, seed, most):
+        self.layer.batch_select_indices(
+            torch.randperm(self.batch, generator=torch.Generator().manual_seed(seed))[:most]
+        )
+
+    @precondition(lambda self: 0 < self.length < ROOM - 4)
+    @rule(seed=st.integers(0, 99))
+    def copy(self, seed):
+        twin = copy.deepcopy(self.layer)
+        update(self.layer, 1, seed, self.batch)  # must not show in the copy
+        self.layer = twin
+
+    @invariant()
+    def codes_are_those_of_the_cached_keys(self):
+        check(self.layer)
 
 
-ACTS = st.sampled_from(["update", "update", "crop", "reset", "reorder", "repeat", "select", "copy"])
+def machine(kind_name):
+    made = type(f"{kind_name}Machine", (Machine,), {"kind": kind_name}).TestCase
+    made.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+    return made
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(ACTS, st.integers(1, 3), st.integers(0, 99), st.booleans()), max_size=20), st.integers(0, 3))
-def test_codes_are_those_of_the_cached_keys_after_anything(acts, prefilled):
-    layer = DynamicLayer()
-    if prefilled:
-        update(layer, prefilled, seed=7)
-    layer = carry_codes(layer, encode)
-    for name, size, seed, look in acts:
-        layer = act(layer, name, size, seed)
-        if look:
-            check(layer)
+TestDynamic, TestHost, TestStatic, TestQuantised = (machine(kind) for kind in KINDS)
+
+
+ACTS = {
+    "update": lambda layer: update(layer, 3, 1, layer.codes.shape[0]),
+    "crop": lambda layer: layer.crop(-2),
+    "reorder_cache": lambda layer: layer.reorder_cache(torch.arange(layer.codes.shape[0]).flip(0)),
+    "batch_repeat_interleave": lambda layer: layer.batch_repeat_interleave(2),
+    "batch_select_indices": lambda layer: layer.batch_select_indices(torch.tensor([1])),
+    "reset": lambda layer: layer.reset(),
+}
+OVERRIDES = {
+    "dynamic": tuple(ACTS),
+    "host": tuple(ACTS),
+    "static": ("update", "reorder_cache", "lazy_initialization"),
+    "quantised": ("update", "reorder_cache", "reset"),
+}
+
+
+def tour(kind):
+    """Do everything that a layer of this kind allows, looking at its codes after each."""
+    layer = make(kind)
+    update(layer, 5, 0)
     check(layer)
-
-
-OVERRIDES = ["crop", "reset", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"]
-TOUR = ["update", "crop", "update", "reorder", "update", "repeat", "select", "update", "reset", "update"]
-
-
-def tour():
-    layer = carry_codes(DynamicLayer(), encode)
-    for seed, name in enumerate(TOUR):
-        layer = act(layer, name, 2, seed)
+    for name in ACTS if kind in RESIZABLE else ("update", "reorder_cache", "reset"):
+        ACTS[name](layer)
+        check(layer)
+        update(layer, 2, 7, layer.codes.shape[0] if layer.get_seq_length() else 3)
         check(layer)
 
 
-@pytest.mark.parametrize("name", OVERRIDES)
-def test_the_law_breaks_without(name, monkeypatch):
-    tour()
-    monkeypatch.setattr(CodedLayer, name, getattr(DynamicLayer, name))
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        tour()
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OVERRIDES.items() for name in names])
+def test_the_law_breaks_without(kind, name, monkeypatch):
+    tour(kind)
+    coded = KINDS[kind][1]
+    owner = next(part for part in coded.__mro__ if name in vars(part))
+    monkeypatch.setattr(owner, name, getattr(coded.plain, name))
+    with pytest.raises((AssertionError, RuntimeError, IndexError, TypeError, AttributeError, ValueError)):
+        tour(kind)
 
 
-def test_each_key_is_hashed_once_and_when_it_arrives():
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_key_is_hashed_once_and_when_it_arrives(kind):
     hashed = []
 
     def counting(k):
         hashed.append(k.shape[2])
         return encode(k)
 
-    layer = carry_codes(DynamicLayer(), counting)
+    layer = make(kind, Encoder(counting))
     for seed in range(4):
         update(layer, 3, seed)
-    assert hashed == [3, 3, 3, 3]
-    layer.crop(-5)
-    update(layer, 1, 9)
-    check(layer)
-    assert hashed == [3, 3, 3, 3, 1]
+    assert hashed == [1] * (kind == "static") + [3, 3, 3, 3]  # a static layer asks once for the codes' shape
 
 
 def test_a_long_prefill_is_hashed_in_pieces(monkeypatch):
     monkeypatch.setattr(cache, "_CHUNK", 4)
-    layer = DynamicLayer()
+    hashed = []
+    layer = make("dynamic", Encoder(lambda k: (hashed.append(k.shape[2]), encode(k))[1]))
     update(layer, 11, 0)
-    check(carry_codes(layer, encode))
+    check(layer)
+    assert hashed == [4, 4, 3]
 
 
-def test_appending_does_not_copy_the_codes_before():
-    layer = carry_codes(DynamicLayer(), encode)
-    update(layer, 100, 0)
+@pytest.mark.parametrize("kind", ["dynamic", "host", "static"])
+def test_appending_copies_nothing_that_was_there(kind):
+    layer = make(kind)
+    update(layer, 10, 0)
     places = set()
-    for seed in range(60):
+    for seed in range(40):
         update(layer, 1, seed)
-        places.add(layer.codes.data_ptr())
+        places.add((layer.codes.data_ptr(), layer.keys.data_ptr(), layer.values.data_ptr()))
     assert len(places) == 1
     check(layer)
 
 
-def test_retyping_keeps_the_object_and_can_be_undone():
-    layer = DynamicLayer()
+def test_codes_are_sixteen_bytes_per_token_and_head():
+    for kind in KINDS:
+        layer = make(kind)
+        update(layer, ROOM, 0)
+        kv, codes = layer.memory()
+        assert codes == 2 * 2 * ROOM * 16
+        assert kv == 2 * 2 * 2 * ROOM * 16 * (1 if kind == "quantised" else 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_retyping_keeps_the_object_and_can_be_undone(kind):
+    plain, coded = KINDS[kind]
+    layer = plain()
     update(layer, 3, 0)
-    coded = carry_codes(layer, encode)
-    assert coded is layer
-    check(coded)
-    buffer = coded.buffer
-    assert carry_codes(coded, encode).buffer is buffer
-    other = carry_codes(coded, lambda k: ~encode(k))
-    assert torch.equal(other.codes, ~encode(layer.keys))
-    drop_codes(other)
-    assert type(layer) is DynamicLayer
-    assert not hasattr(layer, "buffer")
+    before = type(layer)
+    names = set(vars(layer))
+    assert carry_codes(layer, Encoder(encode), coded) is layer
+    check(layer)
+    update(layer, 2, 1)
+    check(layer)
+    carry_codes(layer, Encoder(lambda k: ~encode(k)))  # another hasher takes it over
+    assert torch.equal(layer.codes[:, :, :5], ~encode(cached_keys(layer)))
+    drop_codes(layer)
+    assert type(layer) is before
+    assert set(vars(layer)) == names
+    update(layer, 1, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_released_encoder_lets_go_of_copies_too_but_not_of_what_another_took_over(kind):
+    first, second = Encoder(encode), Encoder(encode)
+    layer = make(kind, first)
+    update(layer, 3, 0)
+    twin, taken = copy.deepcopy(layer), copy.deepcopy(layer)
+    assert twin.encoder is first
+    carry_codes(taken, second)
+    first.release()
+    assert type(layer) is type(twin) is layer.__class__
+    assert not hasattr(layer, "encoder")
+    assert not hasattr(twin, "encoder")
+    check(taken)
+
+
+def test_a_quantised_layer_filled_before_is_hashed_from_what_it_holds():
+    layer = Fp8QuantizedLayer()
+    update(layer, 6, 0)
+    carry_codes(layer, Encoder(encode))
+    assert torch.equal(layer.codes, encode(layer._dequantize(layer._quantized_keys)))
+
+
+@pytest.mark.parametrize("act", ["crop", "batch_repeat_interleave", "batch_select_indices"])
+def test_what_a_quantised_layer_cannot_do_is_refused(act):
+    layer = make("quantised")
+    update(layer, 9, 0)
+    layer.crop(0)
+    with pytest.raises(ValueError, match=r"a quantised cache cannot .* use DynamicCache\(\)"):
+        ACTS[act](layer)
+
+
+def test_other_layers_are_refused():
+    assert coded_type(DynamicSlidingWindowLayer) is None
+    with pytest.raises(ValueError, match="got DynamicSlidingWindowLayer"):
+        carry_codes(DynamicSlidingWindowLayer(8), Encoder(encode))
+
+
+def test_a_buffer_without_rows_says_so():
+    with pytest.raises(ValueError, match="empty"):
+        GrowingBuffer().view()
+    assert GrowingBuffer().nbytes == 0

@@ -1,5 +1,7 @@
 """The selectors, against the simplest statement of what each selects."""
 
+from dataclasses import replace
+
 import hashcore
 import pytest
 import torch
@@ -67,12 +69,17 @@ def test_the_paper_like_code_scores_as_the_sum_over_the_group():
     assert torch.equal(hashcore.score(planes, rows.codes[:, :, None], weights=weights), expected.int())
 
 
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (2.0, None), (None, torch.tensor([0.0, 30, 40, 0]))])
 @pytest.mark.parametrize("per_query_head", [False, True])
-def test_oracle_takes_the_highest_exact_attention(per_query_head):
+def test_oracle_takes_the_highest_exact_attention(per_query_head, softcap, sinks):
     selector = OracleSelector(per_query_head)
-    rows = rows_of(selector, counts_like())
+    rows = replace(rows_of(selector, counts_like()), softcap=softcap, sinks=sinks)
     logits = rows.q.double() @ rows.k.double().repeat_interleave(2, 1).transpose(-1, -2) * rows.scaling
-    p = logits.masked_fill(~rows.visible, -torch.inf).softmax(-1).nan_to_num(0)
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    logits = logits.masked_fill(~rows.visible, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.double()[None, :, None, None].expand(3, -1, ROWS, 1)], -1)
+    p = logits.softmax(-1).nan_to_num(0)[..., :N]
     p = p if per_query_head else p.unflatten(1, (2, 2)).sum(2)
     indices = selector.select(rows)
     assert indices.shape[1] == (4 if per_query_head else 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,13 +19,14 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from hashtrain.atomic import save_tensors
 from hashtrain.config import ModelShape
 
 Sink = Callable[[int, Tensor, Tensor, float], None]
-_NAME = "hashtrain_capture"
+# By the attention that computes the output. Hugging Face looks for "sdpa" and "flash" inside names: keep them out.
+_NAMES = {"sdpa": "hashtrain_capture", "eager": "hashtrain_capture_eager"}
 _sink: ContextVar[Sink | None] = ContextVar("hashtrain_sink", default=None)
 
 
@@ -35,7 +37,10 @@ def _capturing_attention(
     if sink is not None:
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         sink(module.layer_idx, query.detach(), key.detach(), scaling)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    forward = sdpa_attention_forward
+    if module.config._attn_implementation == _NAMES["eager"]:  # knows what SDPA does not: soft-capping, learned sinks
+        forward = sys.modules[type(module).__module__].eager_attention_forward
+    return forward(module, query, key, value, attention_mask, **kwargs)
 
 
 @contextlib.contextmanager
@@ -43,18 +48,26 @@ def capturing(model: PreTrainedModel, sink: Sink) -> Iterator[None]:
     """Call `sink(layer, q, k, scaling)` for every attention layer of every forward pass inside the block.
 
     q is [B, Hq, T, D], k is [B, Hkv, T, D], after RoPE and after any query or key norm: what attention multiplies.
+    A model with "eager" attention keeps computing its outputs with it, any other with SDPA.
     """
-    AttentionInterface.register(_NAME, _capturing_attention)
-    AttentionMaskInterface.register(_NAME, sdpa_mask)
-    config = model.config.get_text_config(decoder=True)
-    before = config._attn_implementation or "sdpa"
+    for dense, mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
+        AttentionInterface.register(_NAMES[dense], _capturing_attention)
+        AttentionMaskInterface.register(_NAMES[dense], mask)
+    before = model.get_decoder().config._attn_implementation or "sdpa"
     token = _sink.set(sink)
-    model.set_attn_implementation(_NAME)
+    _set_attention(model, _NAMES["eager" if before == "eager" else "sdpa"])
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        _set_attention(model, before)
         _sink.reset(token)
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention of the text decoder alone: a vision tower keeps its own."""
+    config, decoder = model.config, model.get_decoder().config
+    mine = [key for key in config.sub_configs if getattr(config, key) is decoder]
+    model.set_attn_implementation({mine[0]: name} if mine else name)
 
 
 class Capture:
@@ -87,25 +100,32 @@ def capture(
     require_disk(folder, capture_bytes(model, contexts, dtype))
     folder.mkdir(parents=True, exist_ok=True)
     for number, ids in enumerate(contexts):
-        tensors: dict[str, Tensor] = {}
-        scalings: dict[str, str] = {}
-
-        def sink(layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
-            tensors[f"q.{layer}"] = q.to(dtype).contiguous()  # noqa: B023
-            tensors[f"k.{layer}"] = k.to(dtype).contiguous()  # noqa: B023
-            scalings[f"scaling.{layer}"] = repr(scaling)  # noqa: B023
-
-        with torch.inference_mode(), capturing(model, sink):
-            model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+        tensors, scalings = _run(model, ids, dtype)
         save_tensors(tensors, folder / f"{number:05d}.safetensors", metadata=scalings)
         on_context()
     return Capture(folder, len(contexts))
 
 
+def _run(model: PreTrainedModel, ids: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Run one context; return its tensors and scalings by their names in the file."""
+    tensors: dict[str, Tensor] = {}
+    scalings: dict[str, str] = {}
+
+    def sink(layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
+        tensors[f"q.{layer}"] = q.to(dtype).contiguous()
+        tensors[f"k.{layer}"] = k.to(dtype).contiguous()
+        scalings[f"scaling.{layer}"] = repr(scaling)
+
+    with torch.inference_mode(), capturing(model, sink):
+        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+    return tensors, scalings
+
+
 def capture_bytes(model: PreTrainedModel, contexts: Sequence[Tensor], dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the bytes that `capture` will write."""
     shape = ModelShape.of(model.config)
-    per_token = (shape.num_query_heads + shape.num_kv_heads) * shape.head_dim * shape.num_layers
+    layers = [shape.at(layer) for layer in range(shape.num_layers)]
+    per_token = sum((at.num_query_heads + at.num_kv_heads) * at.head_dim for at in layers)
     return sum(len(ids) for ids in contexts) * per_token * dtype.itemsize
 
 

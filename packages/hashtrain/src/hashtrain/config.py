@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 VARIANTS = ("lsh", "paper", "planes")
@@ -18,8 +18,16 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     rope: dict[str, Any] = field(default_factory=dict)
+    per_layer: tuple[tuple[int, int, int], ...] = ()
+    """Query heads, KV heads and head_dim of every layer; empty where all layers are alike. The three fields above are
+    those of the first layer."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.per_layer, list | tuple) or any(len(heads) != 3 for heads in self.per_layer):
+            raise ValueError(f"per_layer must list query heads, KV heads and head_dim, got {self.per_layer!r}")
+        object.__setattr__(self, "per_layer", tuple(tuple(heads) for heads in self.per_layer))  # JSON has lists
+        if self.per_layer and len(self.per_layer) != self.num_layers:
+            raise ValueError(f"per_layer must have {self.num_layers} layers, got {len(self.per_layer)}")
         for name in ("num_layers", "num_query_heads", "num_kv_heads", "head_dim"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= 1 << 20:
@@ -28,6 +36,13 @@ class ModelShape:
             raise ValueError(
                 f"query heads must be a multiple of KV heads, got {self.num_query_heads} and {self.num_kv_heads}"
             )
+
+    def at(self, layer: int) -> ModelShape:
+        """Return the shape of one layer as that of a model whose layers are all like it."""
+        if not self.per_layer:
+            return self
+        hq, hkv, d = self.per_layer[layer]
+        return replace(self, num_query_heads=hq, num_kv_heads=hkv, head_dim=d, per_layer=())
 
     @property
     def group(self) -> int:
@@ -46,14 +61,20 @@ class ModelShape:
                 f"{config.model_type} keeps compressed keys (multi-head latent attention), expected one key per KV "
                 "head; hash retrieval does not apply to it"
             )
-        heads = config.num_attention_heads
-        return cls(
-            num_layers=config.num_hidden_layers,
-            num_query_heads=heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            rope=dict(getattr(config, "rope_parameters", None) or {}),
-        )
+        count = config.num_hidden_layers
+        # Configs of one shape give a view of themselves here, heterogeneous ones (Gemma 4) a config for each layer.
+        layers = getattr(config, "per_layer_config", None) or [config] * count
+        heads = [_heads(layers[layer]) for layer in range(count)]
+        hq, hkv, d = heads[0]
+        rope = dict(getattr(config, "rope_parameters", None) or {})
+        return cls(count, hq, hkv, d, rope, tuple(heads) if len(set(heads)) > 1 else ())
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """Read query heads, KV heads and head_dim of one layer's config."""
+    hq = config.num_attention_heads
+    hkv = getattr(config, "num_key_value_heads", None) or hq
+    return hq, hkv, getattr(config, "head_dim", None) or config.hidden_size // hq
 
 
 @dataclass(frozen=True)
@@ -93,6 +114,10 @@ class HasherConfig:
             raise ValueError(
                 f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or train anew"
             )
+
+    def at(self, layer: int) -> HasherConfig:
+        """Return the config of one layer's hash functions, whose shape is that layer's."""
+        return replace(self, shape=self.shape.at(layer)) if self.shape.per_layer else self
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HasherConfig:

@@ -39,7 +39,7 @@ class Hasher(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(
             BY_VARIANT[config.variant](
-                config, None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + layer)
+                config.at(layer), None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + layer)
             )
             for layer in range(config.shape.num_layers)
         )
@@ -70,6 +70,7 @@ class Hasher(nn.Module):
             ("num_kv_heads", "KV heads"),
             ("head_dim", "head_dim"),
             ("rope", "RoPE parameters"),
+            ("per_layer", "heads and head_dim by layer"),
         ):
             if (want := getattr(mine, name)) != (got := getattr(theirs, name)):
                 raise ValueError(
@@ -120,17 +121,17 @@ class Hasher(nn.Module):
 
 def _check_header(path: Path, config: HasherConfig) -> None:
     """Raise ValueError unless the file's header names exactly the tensors that the config describes."""
-    layer = shapes(config)
+    layers = [shapes(config.at(index)) for index in range(config.shape.num_layers)]
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
-        count = config.shape.num_layers * len(layer)
+        count = sum(map(len, layers))
         if len(names) != count:
             raise ValueError(
                 f"{path} does not hold what config.json describes: expected {count} tensors, got {len(names)}; "
                 "train the hasher anew"
             )
-        for index in range(config.shape.num_layers):
-            for name, size in layer.items():
+        for index, tensors in enumerate(layers):
+            for name, size in tensors.items():
                 full = f"layers.{index}.{name}"
                 part = file.get_slice(full) if full in names else None
                 found = None if part is None else (part.get_dtype(), *part.get_shape())

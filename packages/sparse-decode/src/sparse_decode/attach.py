@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, Literal
-from weakref import WeakSet
 
-from torch import nn
+import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from sparse_decode.budget import Budget
-from sparse_decode.cache import CodedLayer, Encoder, carry_codes, drop_codes
-from sparse_decode.interface import KEYWORD, NAMES, Call, Plan, Tally, register
+from sparse_decode.cache import carry_codes, coded_type
+from sparse_decode.interface import KEYWORD, NAMES, Call, register
+from sparse_decode.model import require_attachable, set_attention, sparse_modules
+from sparse_decode.plan import LayerPlan, RowRule
 from sparse_decode.select import HashSelector, KeyQueryHasher, Selector
 
 
@@ -63,22 +63,22 @@ class Attachment:
         decode_rows: int,
     ):
         _check_rows(dense_layers, sparse_rows, decode_rows)
-        _check_model(model)
+        require_attachable(model)
         modules: dict[int, Any] = {}
-        self.model, self._tally, self._handles, self._cached = model, Tally(), [], WeakSet[CodedLayer]()
+        self.model, self._handles = model, []
+        self._plans: dict[int, LayerPlan] = {}
         self._dense_name: str | None = None
         if selector is not None:
             chosen = _as_selector(selector)
             chosen.require_match(model.get_decoder().config)
-            modules = _sparse_modules(model, dense_layers)
-            sparse_from = None if sparse_rows == "decode" else sparse_rows
-            self._plan = Plan(chosen, budget, sparse_from, decode_rows, self._tally)
-            self._encoders = {layer: _encoder(chosen, layer) for layer in modules}
+            modules = sparse_modules(model, dense_layers)
+            rule = RowRule(None if sparse_rows == "decode" else sparse_rows, decode_rows)
+            self._plans = {layer: LayerPlan(layer, chosen, budget, rule) for layer in modules}
         self.layers = tuple(modules)
         if modules:
             register()
             self._dense_name = str(model.get_decoder().config._attn_implementation)
-            _set_attention(model, NAMES[self._dense_name])
+            set_attention(model, NAMES[self._dense_name])
             self._handles = [m.register_forward_pre_hook(self._hook, with_kwargs=True) for m in modules.values()]
 
     def __enter__(self) -> Attachment:
@@ -93,40 +93,45 @@ class Attachment:
             handle.remove()
         self._handles = []
         if self._dense_name is not None:
-            _set_attention(self.model, self._dense_name)
+            set_attention(self.model, self._dense_name)
             self._dense_name = None
-        for layer in list(self._cached):
-            drop_codes(layer)
-        self._cached.clear()
+        for plan in self._plans.values():
+            plan.encoder.release()
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """Return tokens selected and visible by layer, over all sparse rows and index sets so far."""
-        return dict(sorted(self._tally.counts.items()))
+        found = {layer: plan.tally.tolist() for layer, plan in self._plans.items()}
+        return {layer: (selected, visible) for layer, (selected, visible) in found.items() if visible}
 
     def density(self) -> dict[int, float]:
         """Return selected / visible by layer so far, sink and recent included; dense rows and layers do not count."""
-        return {layer: selected / visible for layer, (selected, visible) in self.counts().items() if visible}
+        return {layer: selected / visible for layer, (selected, visible) in self.counts().items()}
 
     def reset_density(self) -> None:
         """Start counting anew."""
-        self._tally.reset()
+        for plan in self._plans.values():
+            plan.tally.zero_()
 
     def _hook(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Hand the attention function its call; make the layer's cache carry codes at first sight."""
-        layer, cache = module.layer_idx, kwargs.get("past_key_values")
-        coded = None if cache is None else self._coded(cache, layer)
-        return args, {**kwargs, KEYWORD: Call(self._plan, layer, coded)}
+        plan, cache = self._plans[module.layer_idx], kwargs.get("past_key_values")
+        held = None if cache is None else self._held(plan, cache)
+        return args, {**kwargs, KEYWORD: Call(plan, held)}
 
-    def _coded(self, cache: Any, layer: int) -> CodedLayer | None:
-        """Return the cache's layer, carrying codes; None if the selector needs none."""
-        held = _cache_layer(cache, layer)
-        if not self._plan.selector.needs_codes:
-            return None
-        coded = carry_codes(held, self._encoders[layer])
-        self._cached.add(coded)
-        return coded
+    def _held(self, plan: LayerPlan, cache: Any) -> CacheLayerMixin:
+        """Return the cache's layer, carrying codes if the selector needs them."""
+        if isinstance(cache, Cache) and plan.layer < len(cache.layers):
+            held = cache.layers[plan.layer]
+            if getattr(held, "encoder", None) is plan.encoder:
+                return held  # pyright: ignore[reportReturnType]
+        held = _cache_layer(cache, plan.layer)
+        if not plan.selector.needs_codes:
+            return held
+        if torch.compiler.is_compiling():
+            raise ValueError("a cache must be seen uncompiled first; run the prefill without torch.compile")
+        return carry_codes(held, plan.encoder)
 
 
 def _check_rows(dense_layers: int, sparse_rows: object, decode_rows: int) -> None:
@@ -136,27 +141,6 @@ def _check_rows(dense_layers: int, sparse_rows: object, decode_rows: int) -> Non
         raise ValueError(f'sparse_rows must be "decode" or an integer of 0 or more, got {sparse_rows!r}')
     if not isinstance(decode_rows, int) or decode_rows < 1:
         raise ValueError(f"decode_rows must be an integer of 1 or more, got {decode_rows!r}")
-
-
-def _check_model(model: PreTrainedModel) -> None:
-    if model.config.is_encoder_decoder:
-        raise ValueError("a decoder-only model is needed, got an encoder-decoder; its cross attention cannot be sparse")
-    config = model.get_decoder().config
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(
-            f"a model with one key per KV head is needed, got {config.model_type}, which keeps compressed keys "
-            "(multi-head latent attention)"
-        )
-    name = config._attn_implementation
-    if name in NAMES.values():
-        raise ValueError(
-            "sparse attention is already attached to this model, or to another that shares its config object; "
-            "call detach() on that attachment first"
-        )
-    if name not in NAMES:
-        raise ValueError(
-            f'attention must be "sdpa" or "eager", got "{name}"; call model.set_attn_implementation("sdpa") first'
-        )
 
 
 def _as_selector(selector: KeyQueryHasher | Selector) -> Selector:
@@ -169,43 +153,7 @@ def _as_selector(selector: KeyQueryHasher | Selector) -> Selector:
     )
 
 
-def _encoder(selector: Selector, layer: int) -> Encoder:
-    return lambda k: selector.encode_keys(layer, k)
-
-
-def _sparse_modules(model: PreTrainedModel, dense_layers: int) -> dict[int, Any]:
-    """Find the attention modules to make sparse: full attention, from layer `dense_layers` on."""
-    decoder = model.get_decoder()
-    attention: list[Any] = [m for m in decoder.modules() if _is_attention(m)]
-    modules = {m.layer_idx: m for m in attention}
-    full = {layer: m for layer, m in modules.items() if _is_full(decoder.config, layer)}
-    if not full:
-        raise ValueError(
-            f"a model with full-attention layers is needed, got {len(modules)} attention layers of "
-            f"{type(model).__name__}, none of which sees the whole context"
-        )
-    chosen = {layer: m for layer, m in sorted(full.items()) if layer >= dense_layers}
-    if not chosen:
-        raise ValueError(
-            f"dense_layers must leave a full-attention layer, of which the last is {max(full)}, got {dense_layers}"
-        )
-    return chosen
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "o_proj") and (
-        "past_key_values" in inspect.signature(module.forward).parameters
-    )  # fmt: skip
-
-
-def _is_full(config: Any, layer: int) -> bool:
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        return types[layer] == "full_attention"
-    return getattr(config, "sliding_window", None) is None
-
-
-def _cache_layer(cache: Any, layer: int) -> DynamicLayer:
+def _cache_layer(cache: Any, layer: int) -> CacheLayerMixin:
     """Return one layer of a cache, made if the cache makes its layers lazily."""
     if not isinstance(cache, Cache):
         raise ValueError(
@@ -217,16 +165,9 @@ def _cache_layer(cache: Any, layer: int) -> DynamicLayer:
         while len(cache.layers) <= layer:
             cache.layers.append(cache.layer_class_to_replicate())
     held = cache.layers[layer]
-    if type(held) not in (DynamicLayer, CodedLayer):
+    if not hasattr(held, "encoder") and coded_type(type(held)) is None:
         raise ValueError(
-            f"cache layers of type DynamicLayer are needed, got {type(held).__name__} in layer {layer}; "
-            "use DynamicCache(), the default of generate"
+            f"cache layers of type DynamicLayer, StaticLayer or a quantised one are needed, got {type(held).__name__} "
+            f"in layer {layer}; use DynamicCache(), the default of generate"
         )
     return held  # pyright: ignore[reportReturnType]
-
-
-def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention of the text decoder alone: a vision tower keeps its own."""
-    config, decoder = model.config, model.get_decoder().config
-    mine = [key for key in config.sub_configs if getattr(config, key) is decoder]
-    model.set_attn_implementation({mine[0]: name} if mine else name)

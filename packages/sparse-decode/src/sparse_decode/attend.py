@@ -2,7 +2,8 @@
 
 For query head h of a batch row, with S the tokens selected for it (eq. 8):
 
-    out_h = sum_{j in S} softmax_j(scaling q_h . k_j) v_j
+    l_j = scaling q_h . k_j,  or c tanh(scaling q_h . k_j / c) with soft-capping at c
+    out_h = sum_{j in S} exp(l_j) v_j / (exp(s_h) + sum_{j in S} exp(l_j)),  exp(s_h) only with a learned sink s_h
 
     q [B, Hq, Q, D]   k, v [B, Hkv, N, D]   indices [B, H, Q, K], H = Hkv or Hq, -1 unused   out [B, Q, Hq, D]
 
@@ -27,18 +28,29 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BITS = {4: torch.int32, 2: torch.int16}
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attend to the selected tokens only.
 
     Args:
         q: [B, Hq, Q, D]; k: [B, Hkv, N, D]; v: [B, Hkv, N, Dv]; float32, bfloat16 or float16 of one type, on the CPU.
         indices: int64 [B, H, Q, K], H = Hkv or Hq; -1 in unused slots, anywhere.
         scaling: factor on the logits, usually D^-0.5.
+        softcap: bound on the logits' size (Gemma 2), above 0; None leaves them as they are.
+        sinks: one learned logit per query head [Hq], which takes its share of the softmax and has no value (gpt-oss).
     Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32.
     Raises: ValueError on other shapes, types or devices, and on an index beyond N.
     Source: docs/algorithm.md, eq. 8.
     """
-    _check(q, k, v, indices)
+    _check(q, k, v, indices, softcap, sinks)
     batch, hq, n_rows, dim = q.shape
     out = np.zeros((batch, n_rows, hq, v.shape[3]), dtype=np.float32)
     if indices.numel() and out.size:
@@ -47,11 +59,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float) -> 
         work = tasks * indices.shape[3] * (hq // sets) * (dim + v.shape[3])
         queries = q.detach().float().contiguous().numpy()
         chosen = indices.contiguous().numpy()
-        run(_tasks, tasks, work, queries, *_flat(k), *_flat(v), chosen, out, np.float32(scaling), _KINDS[k.dtype])
+        sink = np.full(hq, -np.inf, np.float32) if sinks is None else sinks.detach().float().contiguous().numpy()
+        factors = np.float32(scaling), np.float32(softcap or 0)
+        run(_tasks, tasks, work, queries, *_flat(k), *_flat(v), chosen, out, *factors, sink, _KINDS[k.dtype])
     return _NoBackward.apply(torch.from_numpy(out).to(q.dtype), q)  # pyright: ignore[reportReturnType]
 
 
-def attend_reference(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float) -> Tensor:
+def attend_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Do what `attend` does, in torch and in the simplest way: the oracle of the tests."""
     hq, hkv = q.shape[1], k.shape[1]
     wanted = indices.repeat_interleave(hq // indices.shape[1], 1)  # [B, Hq, Q, K]
@@ -60,8 +83,13 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: 
     dead = wanted < 0
     keys = k[batch, head, wanted.clamp(min=0)].float().masked_fill(dead[..., None], 0)
     values = v[batch, head, wanted.clamp(min=0)].float().masked_fill(dead[..., None], 0)
-    logits = (q.float()[..., None, :] * keys).sum(-1).mul(scaling).masked_fill(dead, -torch.inf)
-    p = logits.softmax(-1).masked_fill(dead, 0)
+    logits = (q.float()[..., None, :] * keys).sum(-1).mul(scaling)
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    logits = logits.masked_fill(dead, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.float()[None, :, None, None].expand(*logits.shape[:3], 1)], dim=-1)
+    p = logits.softmax(-1)[..., : dead.shape[-1]].masked_fill(dead, 0)
     return (p[..., None] * values).sum(-2).transpose(1, 2).to(q.dtype)
 
 
@@ -77,7 +105,7 @@ class _NoBackward(torch.autograd.Function):
         raise RuntimeError("sparse attention has no backward pass; detach the model to train it")
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, softcap: float | None, sinks: Tensor | None) -> None:
     if any(t.device.type != "cpu" for t in (q, k, v, indices)):
         raise ValueError(f"sparse attention runs on the CPU, got tensors on {k.device}; move the model with .to('cpu')")
     if k.dtype not in _KINDS or not q.dtype == k.dtype == v.dtype:
@@ -93,6 +121,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
             f"indices must be int64 [B, Hkv or Hq, Q, K], got {indices.dtype} {tuple(indices.shape)} "
             f"for q {tuple(q.shape)}"
         )
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0 or None, got {softcap}")
+    if sinks is not None and sinks.shape != (hq,):
+        raise ValueError(f"sinks must be one logit per query head, shape ({hq},), got {tuple(sinks.shape)}")
     if k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("the components of each key and value must lie side by side (stride 1); call .contiguous()")
     if indices.numel() and int(indices.max()) >= k.shape[2]:
@@ -128,7 +160,7 @@ def _widen(row, kind, bits, floats):  # pragma: no cover - compiled
 
 # NaN and infinity keep their meaning: only the order of sums is free, so that they vectorise.
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
-def _task(task, q, k, k_at, v, v_at, indices, out, scaling, kind):  # pragma: no cover - compiled
+def _task(task, q, k, k_at, v, v_at, indices, out, scaling, softcap, sinks, kind):  # pragma: no cover - compiled
     sets, n_rows, width = indices.shape[1:]
     hq, dim, dim_v = q.shape[1], q.shape[3], out.shape[3]
     heads = hq // sets  # query heads that share this index set
@@ -139,7 +171,7 @@ def _task(task, q, k, k_at, v, v_at, indices, out, scaling, kind):  # pragma: no
     bits = np.empty(max(dim, dim_v), dtype=np.uint32)
     floats = bits.view(np.float32)
     logits = np.empty((width, heads), dtype=np.float32)
-    top = np.full(heads, -np.inf, dtype=np.float32)
+    top = sinks[first : first + heads].copy()  # -inf without a learned sink
 
     # 1. logits
     used = 0
@@ -154,15 +186,18 @@ def _task(task, q, k, k_at, v, v_at, indices, out, scaling, kind):  # pragma: no
             total = np.float32(0)
             for i in range(dim):
                 total += query[i] * floats[i]
-            logits[used, g] = total * scaling
-            top[g] = max(top[g], logits[used, g])
+            total *= scaling
+            if softcap > 0:
+                total = softcap * np.float32(math.tanh(total / softcap))
+            logits[used, g] = total
+            top[g] = max(top[g], total)
         used += 1
     if used == 0:
         return
 
     # 2. softmax
     for g in range(heads):
-        total = np.float32(0)
+        total = np.float32(math.exp(sinks[first + g] - top[g]))
         for j in range(used):
             p = np.float32(math.exp(logits[j, g] - top[g]))
             logits[j, g] = p
@@ -186,6 +221,8 @@ def _task(task, q, k, k_at, v, v_at, indices, out, scaling, kind):  # pragma: no
         used += 1
 
 
-def _tasks(first, last, q, k, k_at, v, v_at, indices, out, scaling, kind):  # pragma: no cover - compiled
+def _tasks(
+    first, last, q, k, k_at, v, v_at, indices, out, scaling, softcap, sinks, kind
+):  # pragma: no cover - compiled
     for task in range(first, last):
-        _task(task, q, k, k_at, v, v_at, indices, out, scaling, kind)
+        _task(task, q, k, k_at, v, v_at, indices, out, scaling, softcap, sinks, kind)

@@ -1,131 +1,345 @@
-"""The cache layer that carries codes beside keys and values, through everything Hugging Face does to a cache."""
+"""Cache layers that carry codes beside keys and values, through everything Hugging Face does to a cache.
+
+A layer is re-typed in place, so that the cache and every reference to it stay valid; `drop_codes` turns it back. The
+codes are those of the keys as they arrived: a quantised layer's keys change when it quantises them, its codes do not.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, cast
+from weakref import WeakSet
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import BaseQuantizedLayer, CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 
-Encoder = Callable[[Tensor], Tensor]
-"""Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]; a plain function, which deep copies of a layer share."""
+from sparse_decode.buffer import GrowingBuffer
+from sparse_decode.opaque import enrol, write_codes
+
+Encode = Callable[[Tensor], Tensor]
+"""Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
 
 _CHUNK = 8192  # tokens hashed at once: a long prefill makes no full-length float32 temporary
 
 
-class CodeBuffer:
-    """Codes of the tokens seen so far, [B, H, capacity, W]; capacity doubles, so a step writes only its own codes."""
+class Encoder:
+    """Hashes the keys of one layer of one attachment, and knows the cache layers that it hashes for.
 
-    def __init__(self) -> None:
-        self._data: Tensor | None = None
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def view(self) -> Tensor:
-        """Return the filled part, int32 [B, H, T, W], without a copy."""
-        if self._data is None:
-            raise ValueError("the code buffer is empty; append codes first")
-        return self._data[:, :, : self._length]
-
-    def append(self, codes: Tensor) -> None:
-        """Write the codes of the next tokens, [B, H, t, W]."""
-        end = self._length + codes.shape[2]
-        if self._data is None or end > self._data.shape[2]:
-            grown = codes.new_empty(*codes.shape[:2], max(end, 2 * self._length), codes.shape[3])
-            if self._data is not None:
-                grown[:, :, : self._length] = self.view()
-            self._data = grown
-        self._data[:, :, self._length : end] = codes
-        self._length = end
-
-    def truncate(self, length: int) -> None:
-        """Forget the codes of tokens from `length` on."""
-        self._length = min(self._length, length)
-        if not self._length:
-            self._data = None  # the next sequence may have another batch size
-
-    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace the buffer by a change of its batch dimension."""
-        if self._data is not None:
-            self._data = change(self._data)
-
-
-class CodedLayer(DynamicLayer):
-    """A `DynamicLayer` whose `codes` are, at any moment, the codes of exactly the cached keys.
-
-    Never constructed: `carry_codes` re-types a layer in place, so that the cache and every reference to it stay valid.
+    Deep copies of a cache layer share its encoder.
     """
 
-    encode: Encoder
-    buffer: CodeBuffer
+    def __init__(self, encode: Encode):
+        self._encode = encode
+        self._layers = WeakSet[CacheLayerMixin]()
+        self.number = enrol(self)
+
+    def __call__(self, keys: Tensor) -> Tensor:
+        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
+        if keys.shape[2] <= _CHUNK:
+            return self._encode(keys)
+        return torch.cat([self._encode(part) for part in keys.split(_CHUNK, dim=2)], dim=2)
+
+    def write(self, codes: Tensor, keys: Tensor, at: Tensor) -> None:
+        """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on."""
+        start = int(at)
+        codes[:, :, start : start + keys.shape[2]] = self(keys)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
+        return self
+
+    def adopt(self, layer: CacheLayerMixin) -> None:
+        """Remember a layer that now carries these codes."""
+        self._layers.add(layer)
+
+    def release(self) -> None:
+        """Turn the layers that carry these codes back into plain ones."""
+        for layer in list(self._layers):
+            if getattr(layer, "encoder", None) is self:  # another attachment may have taken it over
+                drop_codes(layer)
+        self._layers.clear()
+
+
+class CodedLayer(Protocol):
+    """What the attention function needs of a cache layer that carries codes."""
+
+    encoder: Encoder
 
     @property
     def codes(self) -> Tensor:
-        """Codes of the cached keys, int32 [B, H, T, W]; keys not hashed so far are hashed now."""
-        self._catch_up()
-        return self.buffer.view()
+        """Codes of the cached keys, int32 [B, H, T, W]."""
+        ...
 
-    def _catch_up(self) -> None:
-        length = self.get_seq_length()
-        for start in range(len(self.buffer), length, _CHUNK):
-            stop = min(start + _CHUNK, length)
-            self.buffer.append(self.encode(self._keys()[:, :, start:stop]))
 
-    def _keys(self) -> Tensor:
-        assert self.keys is not None
-        return self.keys
+class _Coded(CacheLayerMixin):
+    """What the layers below share. Never constructed: `carry_codes` re-types a layer."""
+
+    _layer_type = None  # keeps Hugging Face from registering a re-typed class in place of the plain one
+    encoder: Encoder
+    plain: type[CacheLayerMixin]
+    """The class that the layer had."""
+
+    def begin(self) -> None:
+        """Make the codes of what the layer holds already."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Leave the layer as its plain class would have it."""
+        raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Coded:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            setattr(twin, name, copy.deepcopy(value, memo))
+        self.encoder.adopt(twin)
+        return twin
+
+
+class CodedDynamicLayer(_Coded, DynamicLayer):
+    """A `DynamicLayer` that also appends keys and values in place, where the plain one copies them all each step."""
+
+    plain = DynamicLayer
+    on_host = False
+    """Whether keys and values live in host memory, whatever the device of the model."""
+
+    def begin(self) -> None:
+        self._keys, self._values = GrowingBuffer(self.on_host), GrowingBuffer(self.on_host)
+        self._codes = GrowingBuffer()
+        if self.get_seq_length():
+            keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+            self._codes.append(self.encoder(keys))
+            self._keys.adopt(keys)
+            self._values.adopt(values)
+            self._show()
+
+    def end(self) -> None:
+        if self.get_seq_length():
+            self.keys, self.values = (cast(Tensor, x).to(self.device) for x in (self.keys, self.values))
+        del self._keys, self._values, self._codes
+
+    @property
+    def codes(self) -> Tensor:
+        """Codes of the cached keys, int32 [B, H, T, W]."""
+        return self._codes.view()
+
+    def memory(self) -> tuple[int, int]:
+        """Return bytes of keys and values, and of codes."""
+        return self._keys.nbytes + self._values.nbytes, self._codes.nbytes
+
+    def _buffers(self) -> tuple[GrowingBuffer, GrowingBuffer, GrowingBuffer]:
+        return self._keys, self._values, self._codes
+
+    def _show(self) -> None:
+        """Point `keys` and `values`, which Hugging Face reads, at the buffers."""
+        self.keys, self.values = self._keys.view(), self._values.view()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, Hkv, t, D] and hash the new keys."""
-        held = super().update(key_states, value_states, *args, **kwargs)
-        self._catch_up()
-        return held
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        for buffer, rows in zip(self._buffers(), (key_states, value_states, self.encoder(key_states)), strict=True):
+            buffer.append(rows)
+        self._show()
+        return cast(Tensor, self.keys), cast(Tensor, self.values)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop tokens from the end, with their codes."""
         super().crop(tokens_to_remove)
-        self.buffer.truncate(self.get_seq_length())
+        for buffer in self._buffers():
+            buffer.truncate(self.get_seq_length())
 
     def reset(self) -> None:
         """Empty the layer."""
         super().reset()
-        self.buffer.truncate(0)
+        for buffer in self._buffers():
+            buffer.truncate(0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take the batch rows `beam_idx`, as beam search asks."""
+        self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch row `repeats` times."""
+        self._map_batch(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the batch rows `indices`."""
+        self._map_batch(lambda x: x[indices.to(x.device), ...])
+
+    def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.get_seq_length():
+            for buffer in self._buffers():
+                buffer.map_batch(change)
+            self._show()
+
+
+class CodedStaticLayer(_Coded, StaticLayer):
+    """A `StaticLayer` with a static buffer of codes, so that a compiled step appends to it in place."""
+
+    plain = StaticLayer
+
+    def begin(self) -> None:
+        self.codes: Tensor | None = None
+        if self.is_initialized:
+            keys = cast(Tensor, self.keys)
+            codes = self._make_codes(keys)
+            self.encoder.write(codes, keys[:, :, : int(self.cumulative_length)], torch.tensor(0))
+
+    def end(self) -> None:
+        del self.codes
+
+    def memory(self) -> tuple[int, int]:
+        """Return bytes of keys and values, and of codes: all of the static buffers."""
+        if not self.is_initialized:
+            return 0, 0
+        return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, cast(Tensor, self.codes).nbytes
+
+    def _make_codes(self, keys: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise ValueError("a static cache must be filled before it is compiled; run the prefill uncompiled")
+        # The hasher says how many code heads and words a key has.
+        batch, heads, _, width = self.encoder(keys.new_zeros(*keys.shape[:2], 1, keys.shape[3])).shape
+        codes = torch.zeros(batch, heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
+        torch._dynamo.mark_static_address(codes)
+        self.codes = codes
+        return codes
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate keys, values and codes."""
+        super().lazy_initialization(key_states, value_states)
+        self._make_codes(key_states)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write keys and values [B, Hkv, t, D] at the present length, and the new keys' codes."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        codes = cast(Tensor, self.codes)
+        if torch.compiler.is_compiling():
+            write_codes(codes, key_states, self.cumulative_length, self.encoder.number)
+        else:
+            self.encoder.write(codes, key_states, self.cumulative_length)
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Empty the layer."""
+        super().reset()
+        if self.codes is not None:
+            self.codes.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take the batch rows `beam_idx`, as beam search asks."""
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
-        self.buffer.map_batch(lambda codes: codes.index_select(0, beam_idx.to(codes.device)))
+        if self.codes is not None and self.get_seq_length() > 0:
+            self.codes = self.codes.index_select(0, beam_idx.to(self.codes.device))
+
+
+class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
+    """A quantised layer whose codes are those of the keys before quantisation. `_quantised` makes its subclasses."""
+
+    def begin(self) -> None:
+        self._codes = GrowingBuffer()
+        if self.is_initialized:
+            self._codes.append(self.encoder(self._all_keys()))
+
+    def end(self) -> None:
+        del self._codes
+
+    @property
+    def codes(self) -> Tensor:
+        """Codes of the cached keys, int32 [B, H, T, W]."""
+        return self._codes.view()
+
+    def memory(self) -> tuple[int, int]:
+        """Return bytes of keys and values as they are stored, and of codes."""
+        stored = (self.keys, self.values, self._quantized_keys, self._quantized_values)
+        return sum(map(_nbytes, stored)), self._codes.nbytes
+
+    def _all_keys(self) -> Tensor:
+        keys = cast(Tensor, self._dequantize(self._quantized_keys))
+        if isinstance(self, QuantizedLayer):
+            keys = torch.cat([self._apply_pending_reorder(keys, keys)[0], cast(Tensor, self.keys)], dim=-2)
+        return keys
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, Hkv, t, D] and hash the new keys."""
+        self._codes.append(self.encoder(key_states))
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Empty the layer."""
+        super().reset()
+        self._codes.truncate(0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Take the batch rows `beam_idx`, as beam search asks."""
+        super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
+        self._codes.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    # Hugging Face's own versions of these three change the unquantised rest alone.
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse: quantised tokens cannot be dropped."""
+        if tokens_to_remove:
+            raise ValueError(f"a quantised cache cannot drop {-tokens_to_remove} tokens; use DynamicCache()")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch row `repeats` times."""
-        super().batch_repeat_interleave(repeats)
-        self.buffer.map_batch(lambda codes: codes.repeat_interleave(repeats, dim=0))
+        """Refuse: quantised rows cannot be repeated."""
+        raise ValueError("a quantised cache cannot repeat its rows; use DynamicCache()")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the batch rows `indices`."""
-        super().batch_select_indices(indices)
-        self.buffer.map_batch(lambda codes: codes[indices, ...])
+        """Refuse: quantised rows cannot be selected."""
+        raise ValueError("a quantised cache cannot select rows; use DynamicCache()")
 
 
-def carry_codes(layer: DynamicLayer, encode: Encoder) -> CodedLayer:
-    """Make a dynamic layer carry the codes that `encode` gives, from its present keys on.
+def _nbytes(stored: Any) -> int:
+    """Bytes of a tensor, or of the tensors in a tuple, list or dictionary."""
+    if isinstance(stored, Tensor):
+        return stored.nbytes
+    parts = stored.values() if isinstance(stored, dict) else stored if isinstance(stored, tuple | list) else ()
+    return sum(map(_nbytes, parts))
 
-    Returns: the same object, re-typed. Keys cached before are hashed at first use.
+
+@functools.cache
+def _quantised(plain: type[BaseQuantizedLayer]) -> type[CodedQuantisedLayer]:
+    return cast(
+        "type[CodedQuantisedLayer]", type(f"Coded{plain.__name__}", (CodedQuantisedLayer, plain), {"plain": plain})
+    )
+
+
+def coded_type(plain: type) -> type[_Coded] | None:
+    """Return the class that carries codes for layers of a plain class; None for one that nobody told us about."""
+    if plain is DynamicLayer:
+        return CodedDynamicLayer
+    if plain is StaticLayer:
+        return CodedStaticLayer
+    return _quantised(plain) if issubclass(plain, BaseQuantizedLayer) else None
+
+
+def carry_codes(layer: CacheLayerMixin, encoder: Encoder, coded: type[_Coded] | None = None) -> Any:
+    """Make a cache layer carry the codes that `encoder` gives, of the keys it holds and of those to come.
+
+    Args:
+        layer: a plain layer, or one that carries another encoder's codes.
+        coded: the class it becomes, `coded_type` of its own by default.
+    Returns: the same object, re-typed.
     """
-    if isinstance(layer, CodedLayer):
-        if layer.encode is encode:
-            return layer
-    else:
-        layer.__class__ = CodedLayer
-    assert isinstance(layer, CodedLayer)
-    layer.encode, layer.buffer = encode, CodeBuffer()
+    if isinstance(layer, _Coded):
+        drop_codes(layer)
+    coded = coded or coded_type(type(layer))
+    if coded is None:
+        raise ValueError(f"a layer type that can carry codes is needed, got {type(layer).__name__}")
+    layer.__class__ = coded
+    assert isinstance(layer, _Coded)
+    layer.encoder = encoder
+    layer.begin()
+    encoder.adopt(layer)
     return layer
 
 
-def drop_codes(layer: CodedLayer) -> None:
-    """Turn a layer back into the `DynamicLayer` that it was."""
-    del layer.encode, layer.buffer
-    layer.__class__ = DynamicLayer  # pyright: ignore[reportAttributeAccessIssue]
+def drop_codes(layer: Any) -> None:
+    """Turn a layer back into what it was before `carry_codes`."""
+    layer.end()
+    del layer.encoder
+    layer.__class__ = layer.plain

@@ -24,9 +24,13 @@ class OracleSelector(NoCodes):
         (batch, hq, n_rows, dim), (hkv, n) = rows.q.shape, rows.k.shape[1:3]
         grouped = rows.q.detach().float().reshape(batch, hkv, -1, dim)
         logits = (grouped @ rows.k.detach().float().transpose(-1, -2)).mul_(rows.scaling).view(batch, hq, n_rows, n)
+        if rows.softcap is not None:
+            logits = logits.div_(rows.softcap).tanh_().mul_(rows.softcap)
         if rows.visible is not None:
             logits.masked_fill_(~rows.visible, -torch.inf)
         p = logits.softmax(-1)
+        if rows.sinks is not None:  # a head's sink takes part of its probability, the same for every token
+            p *= (logits.logsumexp(-1, keepdim=True) - rows.sinks.float()[:, None, None]).sigmoid()
         if not self.per_query_head:
             p = p.unflatten(1, (hkv, hq // hkv)).sum(2)
         if rows.visible is not None:

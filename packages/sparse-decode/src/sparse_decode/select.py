@@ -23,6 +23,8 @@ class Rows:
         visible: bool [B, 1, Q, N], the tokens each row sees; None means that every row sees every token.
         counts: int64 [B, Q], tokens to select; at most the row's visible tokens, 0 for rows that are not sparse.
         scaling: the model's factor on attention logits.
+        softcap: the bound of its soft-capped logits, or None.
+        sinks: its learned sink logits, one per query head [Hq], or None.
     """
 
     layer: int
@@ -32,6 +34,8 @@ class Rows:
     visible: Tensor | None
     counts: Tensor
     scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 @runtime_checkable

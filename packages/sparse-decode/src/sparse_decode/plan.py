@@ -1,0 +1,193 @@
+"""What one attachment does in one layer: which query rows are sparse, what they select, and the count of it.
+
+The way of a query row: tokens it sees -> its budget -> the selector's choice -> sink and recent -> attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from sparse_decode.attend import attend
+from sparse_decode.budget import Budget
+from sparse_decode.cache import Encoder
+from sparse_decode.offload import HostLayer
+from sparse_decode.opaque import enrol
+from sparse_decode.positions import count_visible, first_visible, last_visible, merge, visible_rows
+from sparse_decode.select import Rows, Selector
+
+_CHUNK_SCORES = 1 << 23  # scores at once, B x Hq x rows x N: 32 MiB of int32 or float32, whatever the context
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """Which query rows may be sparse."""
+
+    start: int | None
+    """Rows from this position of their own sequence on; None: the rows of decode steps."""
+    decode_rows: int
+    """A call with a past and at most this many query rows is a decode step."""
+
+    def may_be_sparse(self, n_queries: int, n: int) -> bool:
+        """Say whether a call of `n_queries` rows that ends at token `n` can hold a sparse row."""
+        if self.start is not None:
+            return n > self.start
+        return n_queries <= self.decode_rows and n_queries < n
+
+    def rows(self, visible: Tensor, n_queries: int, n: int) -> Tensor:
+        """Say which rows are sparse, bool like `visible` [B, Q], the tokens that each row sees."""
+        if self.start is None:
+            return torch.full_like(visible, self.may_be_sparse(n_queries, n), dtype=torch.bool)
+        # A padded row is as far along as the tokens it sees, so it turns sparse where it would alone.
+        return visible > self.start
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one attention call, trimmed to the tokens that exist.
+
+    Attributes:
+        q: [B, Hq, Q, D]; k: [B, Hkv, N, D]; v: [B, Hkv, N, Dv]; mask: [B or 1, 1, Q, N or more] or None for causal.
+        codes: int32 [B, H, N, W], None if the selector needs none.
+        host: the cache layer whose k and v are in host memory, if they are.
+        scaling, softcap, sinks: what the model does to its logits.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    codes: Tensor | None
+    host: HostLayer | None
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class LayerPlan:
+    """One sparse layer of one attachment.
+
+    Attributes:
+        tally: int64 [2], tokens selected and visible so far, over sparse rows and index sets.
+        number: how a compiled graph names this plan.
+    """
+
+    def __init__(self, layer: int, selector: Selector, budget: Budget, rule: RowRule):
+        self.layer, self.selector, self.budget, self.rule = layer, selector, budget, rule
+        self.encoder = Encoder(lambda k: selector.encode_keys(layer, k))
+        self.tally = torch.zeros(2, dtype=torch.int64)
+        self.number = enrol(self)
+        self._lock = Lock()
+
+    def attend(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Attend sparsely in the rows that the rule makes sparse.
+
+        Returns: [B, Q, Hq, Dv], zeros in the other rows; and which rows were sparse, bool [B, Q].
+        """
+        visible, sparse = self._rows(x)
+        counts = self._counts(visible).masked_fill(~sparse, 0)
+        return self._select_and_attend(x, visible, sparse, counts, self.tally), sparse
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        codes: Tensor | None,
+        mask: Tensor | None,
+        length: Tensor | None,
+        sinks: Tensor | None,
+        tally: Tensor,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        """Do a whole step of a compiled graph: rows that are not sparse attend to all they see. [B, Q, Hq, Dv]"""
+        k, v, codes = trim(k, v, codes, length)
+        x = Inputs(q, k, v, mask, codes, None, scaling, softcap, sinks)
+        visible, sparse = self._rows(x)
+        counts = torch.where(sparse, self._counts(visible), visible)
+        return self._select_and_attend(x, visible, sparse, counts, tally)
+
+    def _rows(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Count the tokens that each row sees, and say which rows are sparse: [B, Q] both."""
+        n_queries, n = x.q.shape[2], x.k.shape[2]
+        visible = count_visible(x.mask, x.q.shape[0], n_queries, n, x.q.device, _chunk(x.q, n))
+        return visible, self.rule.rows(visible, n_queries, n)
+
+    def _counts(self, visible: Tensor) -> Tensor:
+        """Count the tokens that each row selects, [B, Q]."""
+        return self.budget.count(visible, visible[:, -1:])
+
+    def _select_and_attend(self, x: Inputs, visible: Tensor, sparse: Tensor, counts: Tensor, tally: Tensor) -> Tensor:
+        """Work through the query rows, a chunk at a time; rows of count 0 stay zero."""
+        (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
+        chunk = _chunk(x.q, n)
+        pieces = []
+        for first in range(0, n_queries, chunk):
+            last = min(first + chunk, n_queries)
+            part = slice(first, last)
+            if not counts[:, part].any():
+                pieces.append(x.q.new_zeros(batch, last - first, hq, x.v.shape[3]))
+                continue
+            rows = self._rows_of(x, first, last, counts[:, part])
+            indices = self._select(rows, visible[:, part], sparse[:, part])
+            self._count(indices, visible[:, part], sparse[:, part], tally)
+            pieces.append(self._attend(x, rows.q, indices))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+    def _rows_of(self, x: Inputs, first: int, last: int, counts: Tensor) -> Rows:
+        n_queries, n = x.q.shape[2], x.k.shape[2]
+        seen = visible_rows(x.mask, first, last, n_queries, n, x.q.device)
+        end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see nothing from there on
+        return Rows(
+            self.layer,
+            x.q[:, :, first:last],
+            x.k[:, :, :end],
+            None if x.codes is None else x.codes[:, :, :end],
+            None if seen is None else seen[..., :end],
+            counts,
+            x.scaling,
+            x.softcap,
+            x.sinks,
+        )
+
+    def _select(self, rows: Rows, visible: Tensor, sparse: Tensor) -> Tensor:
+        """Choose tokens by the selector, sink and recent: int64 [B, H, Q, K]."""
+        indices, n = self.selector.select(rows), rows.k.shape[2]
+        for size, listed in ((self.budget.sink, first_visible), (self.budget.recent, last_visible)):
+            if size:
+                indices = merge(indices, listed(rows.visible, visible.clamp(max=size).masked_fill(~sparse, 0), n), n)
+        return indices
+
+    def _attend(self, x: Inputs, q: Tensor, indices: Tensor) -> Tensor:
+        if x.host is None:
+            return attend(q, x.k, x.v, indices, x.scaling, softcap=x.softcap, sinks=x.sinks)
+        batch, hq, n_rows, dim = q.shape
+        k, v, slots = x.host.rows_on(indices, q.device)
+        one_by_one = q.transpose(1, 2).reshape(batch * n_rows, hq, 1, dim)
+        out = attend(one_by_one, k, v, slots, x.scaling, softcap=x.softcap, sinks=x.sinks)
+        return out.view(batch, n_rows, hq, -1)
+
+    def _count(self, indices: Tensor, visible: Tensor, sparse: Tensor, tally: Tensor) -> None:
+        """Add the sparse rows' tokens to the tally."""
+        selected = ((indices >= 0) & sparse[:, None, :, None]).sum()
+        seen = visible.masked_fill(~sparse, 0).sum() * indices.shape[1]
+        with self._lock:
+            tally += torch.stack([selected, seen]).to(tally.device)
+
+
+def trim(
+    k: Tensor, v: Tensor, codes: Tensor | None, length: Tensor | int | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Drop the room that a static cache keeps for later tokens, from token `length` on."""
+    if length is None:
+        return k, v, codes
+    n = int(length)
+    return k[:, :, :n], v[:, :, :n], None if codes is None else codes[:, :, :n]
+
+
+def _chunk(q: Tensor, n: int) -> int:
+    return max(1, _CHUNK_SCORES // max(1, q.shape[0] * q.shape[1] * n))
