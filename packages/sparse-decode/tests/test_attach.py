@@ -22,7 +22,7 @@ def test_density_by_hand():
         generate(model, ids, mask, new_tokens=8)
         visible = [length + step for length in lengths for step in range(1, 8)]
         selected = [len({0, 1} | set(range(n - max(n // 10, 3), n))) for n in visible]
-        expected = (2 * sum(selected), 2 * sum(visible))  # two KV heads
+        expected = (4 * sum(selected), 4 * sum(visible))  # four query heads
         assert attachment.counts() == {1: expected, 2: expected, 3: expected}
         assert attachment.density() == {layer: expected[0] / expected[1] for layer in (1, 2, 3)}
         attachment.reset_density()

@@ -56,11 +56,26 @@ def test_the_papers_rule_needs_the_length():
         ("sink", -1),
         ("recent", True),
         ("of", "document"),
+        ("dense_below", -1),
+        ("dense_below", "auto"),
     ],
 )
 def test_a_wrong_field_is_named(field, value):
     with pytest.raises(ValueError, match=f"^{field} must be .*got {value!r}"):
         Budget(**{field: value})
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.integers(0, 300))
+def test_rows_below_the_break_even_select_all_they_see(visible, edge):
+    seen = torch.tensor(visible)
+    expected = torch.where(seen < edge, seen, Budget(0.1).count(seen))
+    assert torch.equal(Budget(0.1, dense_below=edge).count(seen), expected)
+
+
+def test_a_budget_that_is_to_be_measured_counts_only_once_attached():
+    with pytest.raises(ValueError, match="only once attached"):
+        Budget(dense_below="measured").count(torch.tensor([3]))
 
 
 def test_max_tokens_below_min_tokens_is_refused():

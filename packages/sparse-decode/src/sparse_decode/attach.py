@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from hashtrain import ModelShape
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from sparse_decode.break_even import break_even
 from sparse_decode.budget import Budget
 from sparse_decode.cache import carry_codes, coded_type
 from sparse_decode.interface import KEYWORD, NAMES, Call, register
@@ -21,6 +25,7 @@ def attach(
     selector: KeyQueryHasher | Selector | None,
     budget: Budget | None = None,
     *,
+    layer_budgets: Mapping[int, Budget] | None = None,
     dense_layers: int = 2,
     sparse_rows: Literal["decode"] | int = "decode",
     decode_rows: int = 1,
@@ -31,6 +36,7 @@ def attach(
         model: any Hugging Face decoder with "sdpa" or "eager" attention; its files and weights stay as they are.
         selector: a hasher (such as `hashtrain.Hasher`), another `Selector`, or None to leave everything dense.
         budget: tokens per row; 2 % by default.
+        layer_budgets: budgets of single layers, which they have instead.
         dense_layers: the first layers, which stay dense.
         sparse_rows: "decode": prefill is dense and decode steps are sparse. An integer n: in every call the rows from
             position n of their sequence on are sparse, which scores a whole text in one forward pass as decoding
@@ -42,7 +48,9 @@ def attach(
     Raises: ValueError with one sentence if the model, its attention or the hasher cannot be used; the model is then
         unchanged.
     """
-    return Attachment(model, selector, budget or Budget(), dense_layers, sparse_rows, decode_rows)
+    _check_rows(dense_layers, sparse_rows, decode_rows)
+    rule = RowRule(None if sparse_rows == "decode" else sparse_rows, decode_rows)
+    return Attachment(model, selector, budget or Budget(), layer_budgets or {}, dense_layers, rule)
 
 
 class Attachment:
@@ -51,6 +59,8 @@ class Attachment:
     Attributes:
         model: the model.
         layers: indices of its sparse layers.
+        break_even: the context from which on a sparse step was measured to be faster than a dense one; None if no
+            budget asked for it.
     """
 
     def __init__(
@@ -58,28 +68,40 @@ class Attachment:
         model: PreTrainedModel,
         selector: KeyQueryHasher | Selector | None,
         budget: Budget,
+        layer_budgets: Mapping[int, Budget],
         dense_layers: int,
-        sparse_rows: Literal["decode"] | int,
-        decode_rows: int,
+        rule: RowRule,
     ):
-        _check_rows(dense_layers, sparse_rows, decode_rows)
         require_attachable(model)
         modules: dict[int, Any] = {}
         self.model, self._handles = model, []
         self._plans: dict[int, LayerPlan] = {}
         self._dense_name: str | None = None
+        self.break_even: int | None = None
         if selector is not None:
             chosen = _as_selector(selector)
             chosen.require_match(model.get_decoder().config)
             modules = sparse_modules(model, dense_layers)
-            rule = RowRule(None if sparse_rows == "decode" else sparse_rows, decode_rows)
-            self._plans = {layer: LayerPlan(layer, chosen, budget, rule) for layer in modules}
+            if strangers := sorted(set(layer_budgets) - set(modules)):
+                raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
+            budgets = {layer: layer_budgets.get(layer, budget) for layer in modules}
+            if any(found.dense_below == "measured" for found in budgets.values()):
+                layer = next(layer for layer, found in budgets.items() if found.dense_below == "measured")
+                heads = ModelShape.of(model.get_decoder().config).at(layer)
+                facts = chosen, budgets[layer], model.dtype, model.device
+                self.break_even = break_even(modules[layer], layer, heads, *facts)
+            self._plans = {
+                layer: LayerPlan(layer, chosen, self._settled(found), rule) for layer, found in budgets.items()
+            }
         self.layers = tuple(modules)
         if modules:
             register()
             self._dense_name = str(model.get_decoder().config._attn_implementation)
             set_attention(model, NAMES[self._dense_name])
             self._handles = [m.register_forward_pre_hook(self._hook, with_kwargs=True) for m in modules.values()]
+
+    def _settled(self, budget: Budget) -> Budget:
+        return replace(budget, dense_below=self.break_even) if budget.dense_below == "measured" else budget
 
     def __enter__(self) -> Attachment:
         return self
@@ -99,12 +121,15 @@ class Attachment:
             plan.encoder.release()
 
     def counts(self) -> dict[int, tuple[int, int]]:
-        """Return tokens selected and visible by layer, over all sparse rows and index sets so far."""
+        """Return tokens selected and visible by layer, over all sparse rows and query heads so far."""
         found = {layer: plan.tally.tolist() for layer, plan in self._plans.items()}
         return {layer: (selected, visible) for layer, (selected, visible) in found.items() if visible}
 
     def density(self) -> dict[int, float]:
-        """Return selected / visible by layer so far, sink and recent included; dense rows and layers do not count."""
+        """Return selected / visible by layer so far, sink and recent included.
+
+        Prefill and dense layers do not count; a decode step that was dense because of `dense_below` counts as 1.
+        """
         return {layer: selected / visible for layer, (selected, visible) in self.counts().items()}
 
     def reset_density(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from hashtrain.target import top_count
 from torch import Tensor
 
@@ -28,12 +29,16 @@ class Budget:
     """Also attend to the last tokens that the row sees, on top of the selection."""
     of: Literal["visible", "length"] = "visible"
     """What `fraction` is taken of: tokens the row sees, or (the paper's rule) those its sequence's last row sees."""
+    dense_below: int | Literal["measured"] = 0
+    """A row that sees fewer tokens than this attends to all of them; "measured" times both ways when attaching."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
             raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction!r}; 0.02 keeps 2 %")
-        for name, least in (("min_tokens", 1), ("sink", 0), ("recent", 0)):
+        for name, least in (("min_tokens", 1), ("sink", 0), ("recent", 0), ("dense_below", 0)):
             value = getattr(self, name)
+            if name == "dense_below" and value == "measured":
+                continue
             if not _is_int(value) or value < least:
                 raise ValueError(f"{name} must be an integer of {least} or more, got {value!r}")
         if self.max_tokens is not None and not (_is_int(self.max_tokens) and self.max_tokens >= self.min_tokens):
@@ -45,18 +50,23 @@ class Budget:
             raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
 
     def count(self, visible: Tensor, length: Tensor | None = None) -> Tensor:
-        """Count the tokens each row selects, without sink and recent.
+        """Count the tokens each row selects, without sink and recent: all of them below `dense_below`.
 
         Args:
             visible: tokens each row sees, integers of any shape.
             length: tokens the last row of the same sequence sees, broadcastable to `visible`; needed by `of="length"`.
         Returns: int64, the shape of `visible`, in [0, visible].
+        Raises: ValueError if `dense_below` is still to be measured, or a length is needed and not given.
         """
+        if not isinstance(self.dense_below, int):
+            raise ValueError('a budget with dense_below="measured" counts only once attached; give a number')
         if self.of == "visible":
-            return top_count(visible, self.fraction, self.min_tokens, self.max_tokens)
-        if length is None:
+            counts = top_count(visible, self.fraction, self.min_tokens, self.max_tokens)
+        elif length is None:
             raise ValueError('a budget of="length" needs the length of each sequence, got None')
-        return top_count(length, self.fraction, self.min_tokens, self.max_tokens).minimum(visible.long())
+        else:
+            counts = top_count(length, self.fraction, self.min_tokens, self.max_tokens).minimum(visible.long())
+        return torch.where(visible < self.dense_below, visible.long(), counts) if self.dense_below else counts
 
 
 def _is_int(value: object) -> bool:

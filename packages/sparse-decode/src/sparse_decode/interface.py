@@ -93,23 +93,27 @@ def attention(
     if call is None or not call.plan.rule.may_be_sparse(query.shape[2], end):
         return dense()
     _refuse(kwargs, dropout)
+    plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    plan, codes = call.plan, call.codes(key)
     if compiling:
         rest = (sinks, plan.tally, plan.number, factor, softcap)
-        return attend_step(query, key, value, codes, attention_mask, length, *rest), None
+        return attend_step(query, key, value, call.codes(key), attention_mask, length, *rest), None
     host = call.cache if isinstance(call.cache, HostLayer) else None
-    trimmed = trim(key, value, codes, length)
-    out, sparse = plan.attend(Inputs(query, *trimmed[:2], attention_mask, trimmed[2], host, factor, softcap, sinks))
+    small = plan.all_dense(end)
+    k, v, codes = trim(key, value, None if small else call.codes(key), length)
+    x = Inputs(query, k, v, attention_mask, codes, host, factor, softcap, sinks)
+    if small:
+        plan.count_dense(x)
+        return dense()
+    out, sparse = plan.attend(x)
     if sparse.all():
         return out, None
     return torch.where(sparse[..., None, None], out, dense()[0]), None
 
 
 def dense_attention(module: Any) -> Callable[..., Output]:
-    """Return the attention that the model would have called without us."""
-    if module.config._attn_implementation == NAMES["eager"]:
+    """Return the attention that the model calls without us."""
+    if module.config._attn_implementation in ("eager", NAMES["eager"]):
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS["sdpa"]
 

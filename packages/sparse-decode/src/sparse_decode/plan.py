@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from threading import Lock
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_decode.attend import attend
@@ -71,7 +73,7 @@ class LayerPlan:
     """One sparse layer of one attachment.
 
     Attributes:
-        tally: int64 [2], tokens selected and visible so far, over sparse rows and index sets.
+        tally: int64 [2], tokens selected and visible so far, over sparse rows and query heads.
         number: how a compiled graph names this plan.
     """
 
@@ -81,6 +83,15 @@ class LayerPlan:
         self.tally = torch.zeros(2, dtype=torch.int64)
         self.number = enrol(self)
         self._lock = Lock()
+
+    def all_dense(self, n: int) -> bool:
+        """Say whether no row of a call that ends at token `n` sees enough tokens to be worth a selection."""
+        return n < cast(int, self.budget.dense_below)
+
+    def count_dense(self, x: Inputs) -> None:
+        """Count a call in which every row attended to all it saw, because it saw so little."""
+        visible, sparse = self._rows(x)
+        self._count(visible * x.q.shape[1], visible * x.q.shape[1], sparse, self.tally)
 
     def attend(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Attend sparsely in the rows that the rule makes sparse.
@@ -108,6 +119,9 @@ class LayerPlan:
         k, v, codes = trim(k, v, codes, length)
         x = Inputs(q, k, v, mask, codes, None, scaling, softcap, sinks)
         visible, sparse = self._rows(x)
+        if self.all_dense(k.shape[2]) and softcap is None and sinks is None:
+            self._count(visible * q.shape[1], visible * q.shape[1], sparse, tally)
+            return _dense(x)
         counts = torch.where(sparse, self._counts(visible), visible)
         return self._select_and_attend(x, visible, sparse, counts, tally)
 
@@ -134,7 +148,8 @@ class LayerPlan:
                 continue
             rows = self._rows_of(x, first, last, counts[:, part])
             indices = self._select(rows, visible[:, part], sparse[:, part])
-            self._count(indices, visible[:, part], sparse[:, part], tally)
+            used = (indices >= 0).sum(-1).sum(1) * (hq // indices.shape[1])
+            self._count(used, visible[:, part] * hq, sparse[:, part], tally)
             pieces.append(self._attend(x, rows.q, indices))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
@@ -171,12 +186,11 @@ class LayerPlan:
         out = attend(one_by_one, k, v, slots, x.scaling, softcap=x.softcap, sinks=x.sinks)
         return out.view(batch, n_rows, hq, -1)
 
-    def _count(self, indices: Tensor, visible: Tensor, sparse: Tensor, tally: Tensor) -> None:
-        """Add the sparse rows' tokens to the tally."""
-        selected = ((indices >= 0) & sparse[:, None, :, None]).sum()
-        seen = visible.masked_fill(~sparse, 0).sum() * indices.shape[1]
+    def _count(self, selected: Tensor, visible: Tensor, sparse: Tensor, tally: Tensor) -> None:
+        """Add the tokens that the sparse rows selected and saw, [B, Q], summed over query heads."""
+        sums = torch.stack([x.masked_fill(~sparse, 0).sum() for x in (selected, visible)])
         with self._lock:
-            tally += torch.stack([selected, seen]).to(tally.device)
+            tally += sums.to(tally.device)
 
 
 def trim(
@@ -187,6 +201,14 @@ def trim(
         return k, v, codes
     n = int(length)
     return k[:, :, :n], v[:, :, :n], None if codes is None else codes[:, :, :n]
+
+
+def _dense(x: Inputs) -> Tensor:
+    """Attend to all visible tokens with torch's own attention: [B, Q, Hq, Dv]."""
+    n_queries, n = x.q.shape[2], x.k.shape[2]
+    seen = visible_rows(x.mask, 0, n_queries, n_queries, n, x.q.device)
+    out = F.scaled_dot_product_attention(x.q, x.k, x.v, seen, scale=x.scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous()
 
 
 def _chunk(q: Tensor, n: int) -> int:

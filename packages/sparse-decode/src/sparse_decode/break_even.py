@@ -1,0 +1,77 @@
+"""From which context on a sparse decode step is faster than a dense one, measured on this machine and model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hashtrain import ModelShape
+
+from sparse_decode.budget import Budget
+from sparse_decode.interface import dense_attention
+from sparse_decode.plan import Inputs, LayerPlan, RowRule
+from sparse_decode.select import Selector
+
+LENGTHS = tuple(256 << i for i in range(10))
+"""Contexts that are tried, 256 to 131,072 tokens."""
+_REPEATS = 5
+_MAX_BYTES = 1 << 28  # of keys and values: what is longer is not tried
+
+
+def break_even(
+    module: Any, layer: int, heads: ModelShape, selector: Selector, budget: Budget, dtype: torch.dtype, device: Any
+) -> int:
+    """Time decode steps of one layer at growing contexts, sparse and dense.
+
+    Args:
+        module: the layer's attention module.
+        heads: the shape of that layer; dtype and device: those of its keys.
+    Returns: the first context at which the sparse step was no slower, twice the longest one tried if none was.
+    """
+    plan = LayerPlan(layer, selector, replace(budget, dense_below=0), RowRule(None, 1))
+    longest = LENGTHS[0]
+    for n in LENGTHS:
+        if n > LENGTHS[0] and 2 * heads.num_kv_heads * n * heads.head_dim * dtype.itemsize > _MAX_BYTES:
+            break
+        sparse, dense = (_seconds(step) for step in _steps(module, plan, heads, n, dtype, device))
+        if sparse <= dense:
+            return n
+        longest = n
+    return 2 * longest
+
+
+@torch.no_grad()
+def _steps(
+    module: Any, plan: LayerPlan, heads: ModelShape, n: int, dtype: torch.dtype, device: Any
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Make a sparse and a dense decode step with a context of `n` random tokens."""
+    draw, dim = torch.Generator().manual_seed(n), heads.head_dim
+    q = torch.randn(1, heads.num_query_heads, 1, dim, generator=draw).to(device, dtype)
+    k, v = torch.randn(2, 1, heads.num_kv_heads, n, dim, generator=draw).to(device, dtype)
+    codes = None
+    if plan.selector.needs_codes:  # random codes are as quick to score as true ones
+        shape = plan.encoder(k[:, :, :1]).shape
+        codes = torch.randint(-(1 << 31), 1 << 31, (*shape[:2], n, shape[3]), generator=draw).to(q.device, torch.int32)
+    x = Inputs(q, k, v, None, codes, None, module.scaling, None, None)
+
+    def sparse() -> None:
+        if plan.selector.needs_codes:
+            plan.encoder(k[:, :, -1:])
+        plan.attend(x)
+
+    return sparse, lambda: dense_attention(module)(module, q, k, v, None, scaling=module.scaling, dropout=0.0)
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    """Return the median time of a step, after one that warms it up."""
+    step()
+    times = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)

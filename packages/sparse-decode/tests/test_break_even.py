@@ -1,0 +1,92 @@
+"""Dense below the break-even length, row by row; where that length is given, and where it is measured."""
+
+import pytest
+import torch
+from sparse_decode import Budget, OracleSelector, attach
+from sparse_decode import break_even as module
+from sparse_decode_doubles import Auditor, SignHasher, generate, prompts, tiny_model
+from transformers import DynamicCache
+
+EDGE = 38
+BUDGET = Budget(0.1, min_tokens=2, sink=1, recent=2, dense_below=EDGE)
+
+
+def test_a_row_is_dense_until_it_sees_enough(monkeypatch):
+    model, lengths = tiny_model(), (40, 27, 33)
+    ids, mask = prompts(lengths)
+    auditor = Auditor(monkeypatch)
+    with attach(model, SignHasher(), BUDGET) as attachment:
+        together = generate(model, ids, mask, new_tokens=12)
+        batched = attachment.counts()
+        for visible, selected in auditor.sizes:
+            short = (visible < EDGE).expand_as(selected)
+            assert torch.equal(selected[short], visible.expand_as(selected)[short])
+            assert (selected < 0.4 * visible)[~short].all()
+        attachment.reset_density()
+        for row, length in enumerate(lengths):
+            alone = generate(model, ids[row : row + 1, 40 - length :], new_tokens=12)
+            assert torch.equal(alone[0], together[row, 40 - length :])
+        assert attachment.counts() == batched
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_a_call_of_short_rows_is_bitwise_dense_and_counted(family):
+    model, (ids, mask) = tiny_model(family), prompts((20, 9))
+
+    def run():
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :-3], attention_mask=mask[:, :-3], past_key_values=cache)
+        return model(ids[:, -3:-2], attention_mask=mask[:, :-2], past_key_values=cache).logits
+
+    dense = run()
+    with attach(model, SignHasher(), BUDGET) as attachment:
+        assert torch.equal(run(), dense)
+        assert attachment.counts() == dict.fromkeys(attachment.layers, (4 * (18 + 7), 4 * (18 + 7)))
+        assert attachment.density() == dict.fromkeys(attachment.layers, 1.0)
+
+
+def test_layers_may_have_budgets_of_their_own():
+    model, (ids, mask) = tiny_model(), prompts((40, 27))
+    budgets = {1: Budget(0.5), 3: Budget(1.0, dense_below=100)}
+    with attach(model, OracleSelector(), Budget(0.1), layer_budgets=budgets, dense_layers=1) as attachment:
+        generate(model, ids, mask, new_tokens=3)
+        seen = [40 + 1, 40 + 2, 27 + 1, 27 + 2]
+        assert attachment.counts() == {
+            1: (4 * sum(n // 2 for n in seen), 4 * sum(seen)),
+            2: (4 * sum(n // 10 for n in seen), 4 * sum(seen)),
+            3: (4 * sum(seen), 4 * sum(seen)),
+        }
+
+
+def test_a_budget_for_a_layer_that_is_not_sparse_is_refused():
+    with pytest.raises(ValueError, match=r"must name sparse layers, \[2, 3\], got \[0, 7\]"):
+        attach(tiny_model(), SignHasher(), layer_budgets={0: Budget(), 7: Budget(), 2: Budget()})
+
+
+@pytest.mark.parametrize(("crossing", "expected"), [(2048, 2048), (256, 256), (1 << 30, 2 * module.LENGTHS[-1])])
+def test_the_measured_break_even_is_the_first_context_at_which_sparse_is_no_slower(crossing, expected, monkeypatch):
+    clock = {"sparse": lambda n: crossing, "dense": lambda n: n}  # a sparse step takes as long at any context
+    monkeypatch.setattr(module, "_steps", lambda plan_of, plan, heads, n, *_: [(kind, n) for kind in clock])
+    monkeypatch.setattr(module, "_seconds", lambda step: clock[step[0]](step[1]))
+    with attach(tiny_model(), SignHasher(), Budget(dense_below="measured")) as attachment:
+        assert attachment.break_even == expected
+        assert attachment._plans[2].budget.dense_below == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_the_break_even_is_measured_on_the_models_own_steps(family, monkeypatch):
+    monkeypatch.setattr(module, "LENGTHS", (256, 512))
+    monkeypatch.setattr(module, "_REPEATS", 1)
+    model = tiny_model(family)
+    with attach(model, SignHasher(), layer_budgets={3: Budget(dense_below="measured")}) as attachment:
+        assert attachment.break_even in (256, 512, 1024)
+        assert attachment._plans[3].budget.dense_below == attachment.break_even
+        assert attachment.counts() == {}
+    assert attach(model, SignHasher()).break_even is None
+
+
+def test_contexts_that_would_take_too_much_memory_are_not_tried(monkeypatch):
+    monkeypatch.setattr(module, "_MAX_BYTES", 2 * 2 * 16 * 4 * 300)
+    monkeypatch.setattr(module, "_seconds", lambda step: -1.0 if step.__name__ == "<lambda>" else 0.0)
+    with attach(tiny_model(), SignHasher(), Budget(dense_below="measured")) as attachment:
+        assert attachment.break_even == 512
