@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from hashtrain import ModelShape
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import BaseQuantizedLayer, Cache, CacheLayerMixin, DynamicLayer
 
 from sparse_decode.break_even import break_even
 from sparse_decode.budget import Budget
-from sparse_decode.cache import carry_codes, coded_type
+from sparse_decode.cache import CODED, carry_codes, coded_type
 from sparse_decode.interface import KEYWORD, NAMES, Call, register
 from sparse_decode.model import require_attachable, set_attention, sparse_modules
+from sparse_decode.offload import HostLayer
 from sparse_decode.plan import LayerPlan, RowRule
 from sparse_decode.select import HashSelector, KeyQueryHasher, Selector
 
@@ -29,6 +30,7 @@ def attach(
     dense_layers: int = 2,
     sparse_rows: Literal["decode"] | int = "decode",
     decode_rows: int = 1,
+    kv: Literal["device", "host"] = "device",
 ) -> Attachment:
     """Make the full-attention layers of a causal language model sparse.
 
@@ -44,13 +46,17 @@ def attach(
             whatever the chunks when n is the length of the prompt.
         decode_rows: with "decode", a call with a past and at most this many query tokens is a decode step; raise it
             for assisted decoding, which checks several tokens at once. A last chunk of prefill of that size counts too.
+        kv: where the sparse layers of dynamic caches keep keys and values. "host": in host memory, pinned if there is
+            a GPU; codes stay on the device, and a sparse step brings over only the rows that it selected.
     Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`.
     Raises: ValueError with one sentence if the model, its attention or the hasher cannot be used; the model is then
         unchanged.
     """
     _check_rows(dense_layers, sparse_rows, decode_rows)
+    if kv not in ("device", "host"):
+        raise ValueError(f'kv must be "device" or "host", got {kv!r}')
     rule = RowRule(None if sparse_rows == "decode" else sparse_rows, decode_rows)
-    return Attachment(model, selector, budget or Budget(), layer_budgets or {}, dense_layers, rule)
+    return Attachment(model, selector, budget or Budget(), layer_budgets or {}, dense_layers, rule, kv == "host")
 
 
 class Attachment:
@@ -71,6 +77,7 @@ class Attachment:
         layer_budgets: Mapping[int, Budget],
         dense_layers: int,
         rule: RowRule,
+        on_host: bool,
     ):
         require_attachable(model)
         modules: dict[int, Any] = {}
@@ -78,9 +85,15 @@ class Attachment:
         self._plans: dict[int, LayerPlan] = {}
         self._dense_name: str | None = None
         self.break_even: int | None = None
+        self._on_host = on_host
         if selector is not None:
             chosen = _as_selector(selector)
             chosen.require_match(model.get_decoder().config)
+            if on_host and not chosen.needs_codes:
+                raise ValueError(
+                    f"keys and values can be on the host only for a selector that works on codes, got "
+                    f'{type(chosen).__name__}; use kv="device"'
+                )
             modules = sparse_modules(model, dense_layers)
             if strangers := sorted(set(layer_budgets) - set(modules)):
                 raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
@@ -145,18 +158,40 @@ class Attachment:
         held = None if cache is None else self._held(plan, cache)
         return args, {**kwargs, KEYWORD: Call(plan, held)}
 
+    def memory(self, cache: Cache) -> tuple[int, int]:
+        """Return bytes of a cache's keys and values, in all layers, and of the codes it carries."""
+        kv = codes = 0
+        for layer in cache.layers:
+            held = layer.memory() if isinstance(layer, CODED) else (_kv_bytes(layer), 0)
+            kv, codes = kv + held[0], codes + held[1]
+        return kv, codes
+
+    def prepare(self, cache: Cache) -> Cache:
+        """Make a cache carry codes before a model sees it: needed only if its first call is a compiled one.
+
+        A static cache must also have its memory by then: call its `early_initialization` first.
+        Returns: the same cache.
+        """
+        for plan in self._plans.values():
+            self._held(plan, cache)
+        return cache
+
     def _held(self, plan: LayerPlan, cache: Any) -> CacheLayerMixin:
         """Return the cache's layer, carrying codes if the selector needs them."""
         if isinstance(cache, Cache) and plan.layer < len(cache.layers):
             held = cache.layers[plan.layer]
             if getattr(held, "encoder", None) is plan.encoder:
-                return held  # pyright: ignore[reportReturnType]
+                return cast(CacheLayerMixin, held)
         held = _cache_layer(cache, plan.layer)
         if not plan.selector.needs_codes:
             return held
         if torch.compiler.is_compiling():
-            raise ValueError("a cache must be seen uncompiled first; run the prefill without torch.compile")
-        return carry_codes(held, plan.encoder)
+            raise ValueError("the first call with a cache must not be compiled; call prepare(cache) on the attachment")
+        if not self._on_host:
+            return carry_codes(held, plan.encoder)
+        if not isinstance(held, DynamicLayer) or isinstance(held, BaseQuantizedLayer):
+            raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
+        return carry_codes(held, plan.encoder, HostLayer)
 
 
 def _check_rows(dense_layers: int, sparse_rows: object, decode_rows: int) -> None:
@@ -178,6 +213,10 @@ def _as_selector(selector: KeyQueryHasher | Selector) -> Selector:
     )
 
 
+def _kv_bytes(layer: Any) -> int:
+    return sum(x.nbytes for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None)
+
+
 def _cache_layer(cache: Any, layer: int) -> CacheLayerMixin:
     """Return one layer of a cache, made if the cache makes its layers lazily."""
     if not isinstance(cache, Cache):
@@ -195,4 +234,4 @@ def _cache_layer(cache: Any, layer: int) -> CacheLayerMixin:
             f"cache layers of type DynamicLayer, StaticLayer or a quantised one are needed, got {type(held).__name__} "
             f"in layer {layer}; use DynamicCache(), the default of generate"
         )
-    return held  # pyright: ignore[reportReturnType]
+    return cast(CacheLayerMixin, held)

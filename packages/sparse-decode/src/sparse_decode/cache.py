@@ -199,7 +199,7 @@ class CodedStaticLayer(_Coded, StaticLayer):
 
     def _make_codes(self, keys: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            raise ValueError("a static cache must be filled before it is compiled; run the prefill uncompiled")
+            raise ValueError("a static cache needs its memory before it is compiled; call its early_initialization()")
         # The hasher says how many code heads and words a key has.
         batch, heads, _, width = self.encoder(keys.new_zeros(*keys.shape[:2], 1, keys.shape[3])).shape
         codes = torch.zeros(batch, heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
@@ -299,6 +299,9 @@ def _nbytes(stored: Any) -> int:
         return stored.nbytes
     parts = stored.values() if isinstance(stored, dict) else stored if isinstance(stored, tuple | list) else ()
     return sum(map(_nbytes, parts))
+
+
+CODED = (CodedDynamicLayer, CodedStaticLayer, CodedQuantisedLayer)
 
 
 @functools.cache
