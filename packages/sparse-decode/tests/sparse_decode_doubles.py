@@ -155,7 +155,8 @@ class Auditor:
 
     def _attend(self, q, k, v, indices, scaling, **logits):
         (batch, hkv, n, _), sets = k.shape, indices.shape[1]
-        out = attend(q, k, v, indices, scaling, **logits)
+        wanted = logits.pop("facts")
+        out, facts = attend(q, k, v, indices, scaling, facts=True, **logits)
         selected = as_sets(indices, n)
         visible = torch.ones(1, 1, q.shape[2], n, dtype=torch.bool) if self._visible is None else self._visible
         assert not (selected & ~visible).any(), "selected a token that its row does not see"
@@ -169,7 +170,7 @@ class Auditor:
         self.steps += 1
         self.padded += int((~visible).any())
         self.sizes.append((visible.sum(-1), (indices >= 0).sum(-1)))
-        return out
+        return (out, facts) if wanted else out
 
 
 def _audited_codes(call, original, k):

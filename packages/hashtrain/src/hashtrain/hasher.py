@@ -58,6 +58,11 @@ class Hasher(nn.Module):
         """Hash queries [B, Hq, T, D] of one layer to planes [B, Hkv, T, P, W] and the planes' weights (eq. 3, 5)."""
         return self.layer(layer).encode_queries(queries)
 
+    def remainder(self, layer: int) -> Tensor | None:
+        """Return the coefficients of eq. 13 of one layer, float32 [Hq, 5]; None if they have not been fitted."""
+        found = self.layer(layer)
+        return found.remainder if found.calibrated else None
+
     def require_match(self, model_config: Any) -> None:
         """Check that this hasher was made for a model of this shape.
 

@@ -31,6 +31,7 @@ def attach(
     sparse_rows: Literal["decode"] | int = "decode",
     decode_rows: int = 1,
     kv: Literal["device", "host"] = "device",
+    remainder: bool = True,
 ) -> Attachment:
     """Make the full-attention layers of a causal language model sparse.
 
@@ -48,6 +49,8 @@ def attach(
             for assisted decoding, which checks several tokens at once. A last chunk of prefill of that size counts too.
         kv: where the sparse layers of dynamic caches keep keys and values. "host": in host memory, pinned if there is
             a GPU; codes stay on the device, and a sparse step brings over only the rows that it selected.
+        remainder: add what each selection leaves out, as one token of mean value and estimated weight (eq. 13, 14),
+            if the hasher has been calibrated for it, as those of `hashtrain` are; `Attachment.remainder` says so.
     Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`.
     Raises: ValueError with one sentence if the model, its attention or the hasher cannot be used; the model is then
         unchanged.
@@ -56,7 +59,8 @@ def attach(
     if kv not in ("device", "host"):
         raise ValueError(f'kv must be "device" or "host", got {kv!r}')
     rule = RowRule(None if sparse_rows == "decode" else sparse_rows, decode_rows)
-    return Attachment(model, selector, budget or Budget(), layer_budgets or {}, dense_layers, rule, kv == "host")
+    how = kv == "host", remainder
+    return Attachment(model, selector, budget or Budget(), layer_budgets or {}, dense_layers, rule, *how)
 
 
 class Attachment:
@@ -65,6 +69,7 @@ class Attachment:
     Attributes:
         model: the model.
         layers: indices of its sparse layers.
+        remainder: whether any of them adds what its selections leave out.
         break_even: the context from which on a sparse step was measured to be faster than a dense one; None if no
             budget asked for it.
     """
@@ -78,6 +83,7 @@ class Attachment:
         dense_layers: int,
         rule: RowRule,
         on_host: bool,
+        remainder: bool,
     ):
         require_attachable(model)
         modules: dict[int, Any] = {}
@@ -103,9 +109,11 @@ class Attachment:
                 heads = ModelShape.of(model.get_decoder().config).at(layer)
                 facts = chosen, budgets[layer], model.dtype, model.device
                 self.break_even = break_even(modules[layer], layer, heads, *facts)
-            self._plans = {
-                layer: LayerPlan(layer, chosen, self._settled(found), rule) for layer, found in budgets.items()
-            }
+            coefficients = getattr(chosen, "remainder", None) if remainder else None
+            for layer, found in budgets.items():
+                left_out = None if coefficients is None else coefficients(layer)
+                self._plans[layer] = LayerPlan(layer, chosen, self._settled(found), rule, left_out)
+        self.remainder = any(plan.remainder is not None for plan in self._plans.values())
         self.layers = tuple(modules)
         if modules:
             register()

@@ -15,7 +15,7 @@ copied, converted or written. Bytes read per task: |S| (D + Dv) elements, at ran
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import numba
 import numpy as np
@@ -28,6 +28,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _BITS = {4: torch.int32, 2: torch.int16}
 
 
+@overload
 def attend(
     q: Tensor,
     k: Tensor,
@@ -37,7 +38,31 @@ def attend(
     *,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Tensor:
+    facts: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    facts: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    scaling: float,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    facts: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to the selected tokens only.
 
     Args:
@@ -46,13 +71,18 @@ def attend(
         scaling: factor on the logits, usually D^-0.5.
         softcap: bound on the logits' size (Gemma 2), above 0; None leaves them as they are.
         sinks: one learned logit per query head [Hq], which takes its share of the softmax and has no value (gpt-oss).
-    Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32.
+        facts: return what the remainder needs, too (eq. 13).
+    Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32. With facts also
+        float32 [2, B, Q, Hq]: mean and log sum exp of the selected logits, 0 and -inf for rows without one; a sink is
+        part of the second.
     Raises: ValueError on other shapes, types or devices, and on an index beyond N.
     Source: docs/algorithm.md, eq. 8.
     """
     _check(q, k, v, indices, softcap, sinks)
     batch, hq, n_rows, dim = q.shape
     out = np.zeros((batch, n_rows, hq, v.shape[3]), dtype=np.float32)
+    logits = np.zeros((2, batch, n_rows, hq), dtype=np.float32)
+    logits[1] = -np.inf
     if indices.numel() and out.size:
         sets = indices.shape[1]
         tasks = batch * sets * n_rows
@@ -60,9 +90,10 @@ def attend(
         queries = q.detach().float().contiguous().numpy()
         chosen = indices.contiguous().numpy()
         sink = np.full(hq, -np.inf, np.float32) if sinks is None else sinks.detach().float().contiguous().numpy()
-        factors = np.float32(scaling), np.float32(softcap or 0)
-        run(_tasks, tasks, work, queries, *_flat(k), *_flat(v), chosen, out, *factors, sink, _KINDS[k.dtype])
-    return _NoBackward.apply(torch.from_numpy(out).to(q.dtype), q)  # pyright: ignore[reportReturnType]
+        factors, kind = (np.float32(scaling), np.float32(softcap or 0)), _KINDS[k.dtype]
+        run(_tasks, tasks, work, queries, *_flat(k), *_flat(v), chosen, out, logits, *factors, sink, kind)
+    result: Tensor = _NoBackward.apply(torch.from_numpy(out).to(q.dtype), q)  # pyright: ignore[reportAssignmentType]
+    return (result, torch.from_numpy(logits)) if facts else result
 
 
 def attend_reference(
@@ -160,7 +191,7 @@ def _widen(row, kind, bits, floats):  # pragma: no cover - compiled
 
 # NaN and infinity keep their meaning: only the order of sums is free, so that they vectorise.
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
-def _task(task, q, k, k_at, v, v_at, indices, out, scaling, softcap, sinks, kind):  # pragma: no cover - compiled
+def _task(task, q, k, k_at, v, v_at, indices, out, facts, scaling, softcap, sinks, kind):  # pragma: no cover - compiled
     sets, n_rows, width = indices.shape[1:]
     hq, dim, dim_v = q.shape[1], q.shape[3], out.shape[3]
     heads = hq // sets  # query heads that share this index set
@@ -190,6 +221,7 @@ def _task(task, q, k, k_at, v, v_at, indices, out, scaling, softcap, sinks, kind
             if softcap > 0:
                 total = softcap * np.float32(math.tanh(total / softcap))
             logits[used, g] = total
+            facts[0, b, r, first + g] += total
             top[g] = max(top[g], total)
         used += 1
     if used == 0:
@@ -202,6 +234,8 @@ def _task(task, q, k, k_at, v, v_at, indices, out, scaling, softcap, sinks, kind
             p = np.float32(math.exp(logits[j, g] - top[g]))
             logits[j, g] = p
             total += p
+        facts[0, b, r, first + g] /= np.float32(used)
+        facts[1, b, r, first + g] = top[g] + np.float32(math.log(total))
         for j in range(used):
             logits[j, g] /= total
 
@@ -222,7 +256,7 @@ def _task(task, q, k, k_at, v, v_at, indices, out, scaling, softcap, sinks, kind
 
 
 def _tasks(
-    first, last, q, k, k_at, v, v_at, indices, out, scaling, softcap, sinks, kind
+    first, last, q, k, k_at, v, v_at, indices, out, facts, scaling, softcap, sinks, kind
 ):  # pragma: no cover - compiled
     for task in range(first, last):
-        _task(task, q, k, k_at, v, v_at, indices, out, scaling, softcap, sinks, kind)
+        _task(task, q, k, k_at, v, v_at, indices, out, facts, scaling, softcap, sinks, kind)

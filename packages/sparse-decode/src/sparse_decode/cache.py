@@ -18,6 +18,7 @@ from transformers.cache_utils import BaseQuantizedLayer, CacheLayerMixin, Dynami
 
 from sparse_decode.buffer import GrowingBuffer
 from sparse_decode.opaque import enrol, write_codes
+from sparse_decode.remainder import RunningMeans
 
 Encode = Callable[[Tensor], Tensor]
 """Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
@@ -106,6 +107,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
     """Whether keys and values live in host memory, whatever the device of the model."""
 
     def begin(self) -> None:
+        self.means = RunningMeans()
         self._keys, self._values = GrowingBuffer(self.on_host), GrowingBuffer(self.on_host)
         self._codes = GrowingBuffer()
         if self.get_seq_length():
@@ -118,7 +120,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
     def end(self) -> None:
         if self.get_seq_length():
             self.keys, self.values = (cast(Tensor, x).to(self.device) for x in (self.keys, self.values))
-        del self._keys, self._values, self._codes
+        del self._keys, self._values, self._codes, self.means
 
     @property
     def codes(self) -> Tensor:
@@ -147,13 +149,17 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop tokens from the end, with their codes."""
+        keys, values = self.keys, self.values
         super().crop(tokens_to_remove)
+        if keys is not None and values is not None:
+            self.means.drop(keys, values, self.get_seq_length())
         for buffer in self._buffers():
             buffer.truncate(self.get_seq_length())
 
     def reset(self) -> None:
         """Empty the layer."""
         super().reset()
+        self.means = RunningMeans()
         for buffer in self._buffers():
             buffer.truncate(0)
 
@@ -173,6 +179,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         if self.get_seq_length():
             for buffer in self._buffers():
                 buffer.map_batch(change)
+            self.means.map_batch(change)
             self._show()
 
 

@@ -101,7 +101,8 @@ def attention(
     host = call.cache if isinstance(call.cache, HostLayer) else None
     small = plan.all_dense(end)
     k, v, codes = trim(key, value, None if small else call.codes(key), length)
-    x = Inputs(query, k, v, attention_mask, codes, host, factor, softcap, sinks)
+    means = getattr(call.cache, "means", None)
+    x = Inputs(query, k, v, attention_mask, codes, host, factor, softcap, sinks, means)
     if small:
         plan.count_dense(x)
         return dense()

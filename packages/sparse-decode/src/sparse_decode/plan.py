@@ -19,6 +19,7 @@ from sparse_decode.cache import Encoder
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import enrol
 from sparse_decode.positions import count_visible, first_visible, last_visible, merge, visible_rows
+from sparse_decode.remainder import RunningMeans, with_remainder
 from sparse_decode.select import Rows, Selector
 
 _CHUNK_SCORES = 1 << 23  # scores at once, B x Hq x rows x N: 32 MiB of int32 or float32, whatever the context
@@ -56,6 +57,7 @@ class Inputs:
         codes: int32 [B, H, N, W], None if the selector needs none.
         host: the cache layer whose k and v are in host memory, if they are.
         scaling, softcap, sinks: what the model does to its logits.
+        means: running means of the keys and values, kept by the cache if it can.
     """
 
     q: Tensor
@@ -67,6 +69,7 @@ class Inputs:
     scaling: float
     softcap: float | None
     sinks: Tensor | None
+    means: RunningMeans | None = None
 
 
 class LayerPlan:
@@ -74,11 +77,13 @@ class LayerPlan:
 
     Attributes:
         tally: int64 [2], tokens selected and visible so far, over sparse rows and query heads.
+        remainder: coefficients [Hq, 5] of what a selection leaves out (eq. 13); None to leave it out.
         number: how a compiled graph names this plan.
     """
 
-    def __init__(self, layer: int, selector: Selector, budget: Budget, rule: RowRule):
+    def __init__(self, layer: int, selector: Selector, budget: Budget, rule: RowRule, remainder: Tensor | None = None):
         self.layer, self.selector, self.budget, self.rule = layer, selector, budget, rule
+        self.remainder = remainder
         self.encoder = Encoder(lambda k: selector.encode_keys(layer, k))
         self.tally = torch.zeros(2, dtype=torch.int64)
         self.number = enrol(self)
@@ -138,7 +143,7 @@ class LayerPlan:
     def _select_and_attend(self, x: Inputs, visible: Tensor, sparse: Tensor, counts: Tensor, tally: Tensor) -> Tensor:
         """Work through the query rows, a chunk at a time; rows of count 0 stay zero."""
         (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
-        chunk = _chunk(x.q, n)
+        chunk, means = _chunk(x.q, n), x.means or RunningMeans()
         pieces = []
         for first in range(0, n_queries, chunk):
             last = min(first + chunk, n_queries)
@@ -148,9 +153,16 @@ class LayerPlan:
                 continue
             rows = self._rows_of(x, first, last, counts[:, part])
             indices = self._select(rows, visible[:, part], sparse[:, part])
-            used = (indices >= 0).sum(-1).sum(1) * (hq // indices.shape[1])
-            self._count(used, visible[:, part] * hq, sparse[:, part], tally)
-            pieces.append(self._attend(x, rows.q, indices))
+            used = (indices >= 0).sum(-1).repeat_interleave(hq // indices.shape[1], 1).transpose(1, 2)  # [B, Q, Hq]
+            self._count(used.sum(-1), visible[:, part] * hq, sparse[:, part], tally)
+            out, facts = self._attend(x, rows.q, indices)
+            if self.remainder is not None:
+                at = n - n_queries + first
+                keys, values, counts = means.rows(x.k, x.v, _unpadded(x), at, at + last - first)
+                _require_causal(counts.to(visible.device), visible[:, part], used)
+                known = (keys, values), self.remainder, visible[:, part], used
+                out = with_remainder(out, facts, rows.q, *known, x.scaling)
+            pieces.append(out)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def _rows_of(self, x: Inputs, first: int, last: int, counts: Tensor) -> Rows:
@@ -177,14 +189,15 @@ class LayerPlan:
                 indices = merge(indices, listed(rows.visible, visible.clamp(max=size).masked_fill(~sparse, 0), n), n)
         return indices
 
-    def _attend(self, x: Inputs, q: Tensor, indices: Tensor) -> Tensor:
+    def _attend(self, x: Inputs, q: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend, and return the facts of `attend` as well."""
         if x.host is None:
-            return attend(q, x.k, x.v, indices, x.scaling, softcap=x.softcap, sinks=x.sinks)
+            return attend(q, x.k, x.v, indices, x.scaling, softcap=x.softcap, sinks=x.sinks, facts=True)
         batch, hq, n_rows, dim = q.shape
         k, v, slots = x.host.rows_on(indices, q.device)
         one_by_one = q.transpose(1, 2).reshape(batch * n_rows, hq, 1, dim)
-        out = attend(one_by_one, k, v, slots, x.scaling, softcap=x.softcap, sinks=x.sinks)
-        return out.view(batch, n_rows, hq, -1)
+        out, facts = attend(one_by_one, k, v, slots, x.scaling, softcap=x.softcap, sinks=x.sinks, facts=True)
+        return out.view(batch, n_rows, hq, -1), facts.view(2, batch, n_rows, hq)
 
     def _count(self, selected: Tensor, visible: Tensor, sparse: Tensor, tally: Tensor) -> None:
         """Add the tokens that the sparse rows selected and saw, [B, Q], summed over query heads."""
@@ -201,6 +214,24 @@ def trim(
         return k, v, codes
     n = int(length)
     return k[:, :, :n], v[:, :, :n], None if codes is None else codes[:, :, :n]
+
+
+def _unpadded(x: Inputs) -> Tensor | None:
+    """Say which tokens the last row sees, bool [B, N]: all but padding, if the mask is causal."""
+    n_queries, n = x.q.shape[2], x.k.shape[2]
+    if x.mask is None:
+        return None
+    seen = visible_rows(x.mask, n_queries - 1, n_queries, n_queries, n, x.k.device)
+    return None if seen is None else seen[:, 0, 0].expand(x.q.shape[0], n).to(x.k.device)
+
+
+def _require_causal(counts: Tensor, visible: Tensor, used: Tensor) -> None:
+    """Refuse a mask of another form: the running means are those of all earlier tokens without the padding."""
+    if ((counts != visible) & (used > 0).any(-1)).any():
+        raise ValueError(
+            "the remainder needs a causal mask, with padding at most, got one that hides other tokens; "
+            "attach with remainder=False"
+        )
 
 
 def _dense(x: Inputs) -> Tensor:

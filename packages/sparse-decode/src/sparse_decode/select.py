@@ -94,6 +94,11 @@ class HashSelector:
         with torch.no_grad():
             return self.hasher.encode_keys(layer, k)
 
+    def remainder(self, layer: int) -> Tensor | None:
+        """Return the coefficients of eq. 13, [Hq, 5], if the hasher has been calibrated."""
+        found = getattr(self.hasher, "remainder", None)
+        return None if found is None else found(layer)
+
     def select(self, rows: Rows) -> Tensor:
         if rows.codes is None:
             raise ValueError("a hash selector needs the codes of the keys, got None")

@@ -1,0 +1,129 @@
+"""What sparse attention leaves out, added back as one token (docs/algorithm.md, eq. 13 and 14).
+
+The token's value is the mean of the visible values, its weight is estimated with the help of the mean of the visible
+keys. Both means are kept as running sums beside the cache: a decode step adds its own token to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from hashtrain.remainder import Evidence, add_remainder, log_weight
+from torch import Tensor
+
+_CHUNK = 8192  # tokens summed at once: no full-length float32 temporary
+
+
+class RunningMeans:
+    """Sums of the first keys and values of each sequence of a batch; tokens that nobody sees, its padding, are left
+    out.
+
+    It is told the same keys and values again at each call and reads those that are new. Sums are float64.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self.length = 0
+        """Tokens summed so far, padding included."""
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._seen: Tensor | None = None
+
+    def rows(self, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the means that the rows of tokens first..last-1 see, each its own token and those before it.
+
+        Args:
+            k, v: all keys [B, Hkv, N, D] and values [B, Hkv, N, Dv]; seen: bool [B, N], False for padding, or None.
+        Returns: float32 mean keys [B, Hkv, R, D] and values [B, Hkv, R, Dv], and how many tokens [B, R].
+        """
+        self._advance(k, v, seen, first)
+        counted = torch.ones(k.shape[0], last, dtype=torch.bool, device=k.device) if seen is None else seen[:, :last]
+        counts = counted.sum(-1, keepdim=True) - counted[:, first:].sum(-1, keepdim=True)
+        counts = counts + counted[:, first:].cumsum(-1)
+        means = []
+        for before, rows in ((self._keys, k), (self._values, v)):
+            sums = _shown(rows, seen, first, last).double().cumsum(2)
+            sums = sums if before is None else sums + before[:, :, None].to(sums.device)
+            means.append((sums / counts.clamp(min=1)[:, None, :, None]).float())
+        self._advance(k, v, seen, last)
+        return means[0], means[1], counts
+
+    def drop(self, k: Tensor, v: Tensor, length: int) -> None:
+        """Take the tokens from `length` on out of the sums; k and v still hold them."""
+        if length >= self.length:
+            return
+        if not length:
+            return self._forget()
+        assert self._keys is not None
+        assert self._values is not None
+        self._keys = self._keys - _shown(k, self._seen, length, self.length).double().sum(2)
+        self._values = self._values - _shown(v, self._seen, length, self.length).double().sum(2)
+        self._seen = None if self._seen is None else self._seen[:, :length]
+        self.length = length
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the sums by a change of their batch dimension."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = change(self._keys), change(self._values)
+            self._seen = None if self._seen is None else change(self._seen)
+
+    def _advance(self, k: Tensor, v: Tensor, seen: Tensor | None, length: int) -> None:
+        """Sum the tokens up to `length`, or anew if these are not the tokens that were summed."""
+        if self.length > length or not self._same(seen, k.shape[0]):
+            self._forget()
+        for first in range(self.length, length, _CHUNK):
+            last = min(first + _CHUNK, length)
+            keys, values = (_shown(x, seen, first, last).double().sum(2) for x in (k, v))
+            self._keys = keys if self._keys is None else self._keys + keys
+            self._values = values if self._values is None else self._values + values
+        self.length = length
+        self._seen = None if seen is None else seen[:, :length]
+
+    def _same(self, seen: Tensor | None, batch: int) -> bool:
+        """Say whether the tokens summed so far are those that are visible now."""
+        if self._keys is None:
+            return True
+        if self._keys.shape[0] != batch:
+            return False
+        before, now = self._seen, None if seen is None else seen[:, : self.length]
+        if before is None or now is None:  # without a mask all are visible
+            return all(x is None or bool(x.all()) for x in (before, now))
+        return torch.equal(before, now)
+
+
+def with_remainder(
+    out: Tensor,
+    facts: Tensor,
+    q: Tensor,
+    means: tuple[Tensor, Tensor],
+    coefficients: Tensor,
+    visible: Tensor,
+    selected: Tensor,
+    scaling: float,
+) -> Tensor:
+    """Add to attention over a selection what the selection leaves out.
+
+    Args:
+        out: [B, R, Hq, Dv]; facts: float32 [2, B, R, Hq], both as `attend` returns them; q: [B, Hq, R, D].
+        means: mean visible keys [B, Hkv, R, D] and values [B, Hkv, R, Dv].
+        coefficients: `LayerHasher.remainder`, [Hq, 5].
+        visible: tokens each row sees, [B, R]; selected: tokens each query head selected, [B, R, Hq].
+        scaling: the model's factor on the logits.
+    Returns: [B, R, Hq, Dv] in out's type; rows without a selected token stay as they are.
+    """
+    keys, values = (x.to(q.device).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in means)
+    mean_key = (q.float() * keys).sum(-1).transpose(1, 2) * scaling  # [B, R, Hq]
+    mean, lse = facts[0], facts[1]
+    evidence = Evidence(mean, lse, mean_key, visible[..., None], selected)
+    weight = log_weight(coefficients.to(q.device), evidence)
+    whole = add_remainder(out, lse, values.transpose(1, 2), weight)
+    return torch.where((selected > 0)[..., None], whole, out.float()).to(out.dtype)
+
+
+def _shown(x: Tensor, seen: Tensor | None, first: int, last: int) -> Tensor:
+    """Return tokens first..last-1 of [B, Hkv, N, X] as float32, zeros where they are padding."""
+    part = x[:, :, first:last].float()
+    return part if seen is None else torch.where(seen[:, None, first:last, None], part, 0.0)
