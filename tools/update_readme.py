@@ -48,7 +48,9 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "iou": _of_run("iou", _iou("kv_head")),
     "iou-query-heads": _of_run("iou", _iou("query_head")),
     "ppl": _of_run("ppl", report.ppl_grid),
-    "ppl-pairs": _of_run("ppl", report.ppl_pairs_grid),
+    "ppl-pairs": _of_run("ppl", lambda result: report.ppl_pairs_grid(result, "planes")),
+    "ppl-pairs-remainder": _of_run("ppl", lambda result: report.ppl_pairs_grid(result, "planes+remainder")),
+    "remainder": lambda results: report.to_markdown(report.remainder_grid(_stored(results / "training.json"))),
     "training": lambda results: _training(results, "kv_head"),
     "training-query-heads": lambda results: _training(results, "query_head"),
 }
@@ -107,7 +109,7 @@ def _trim_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     for name, found in metrics["hashers"].items():
         layers = {
             heads: [{k: v for k, v in layer.items() if not k.endswith("_by_head")} for layer in found[heads]["layers"]]
-            for heads in ("kv_head", "query_head")
+            for heads in ("kv_head", "query_head", "remainder")
         }
         hashers[name] = {heads: {"layers": layers[heads], "mean": found[heads]["mean"]} for heads in layers}
         hashers[name]["curve"] = _curve(found["losses"])

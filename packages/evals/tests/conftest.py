@@ -9,7 +9,9 @@ import torch
 from evals.methods import NAMES, load_methods
 from evals.plan import IouCommand, PplCommand
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.capture import capture
 from hashtrain.demo import demo_model_path
+from hashtrain.remainder import calibrate
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 CONTEXT = 128
@@ -46,9 +48,13 @@ def made(tmp_path_factory) -> SimpleNamespace:
     tokenizer.save_pretrained(root / "model")
     model.save_pretrained(root / "model")
     shape = ModelShape.of(model.config)
+    tokens = torch.randint(0, len(tokenizer), (4, CONTEXT), generator=torch.Generator().manual_seed(1))
+    data = capture(model, list(tokens), root / "capture")
     for seed, (name, variant, init) in enumerate(HASHERS):
-        config = HasherConfig(variant, shape, bits=64, hidden=64, init=init)
-        Hasher(config, seed).save_pretrained(root / "hashers" / name)
+        hasher = Hasher(HasherConfig(variant, shape, bits=64, hidden=64, init=init), seed)
+        for layer in range(shape.num_layers):
+            calibrate(hasher.layer(layer), layer, data)
+        hasher.save_pretrained(root / "hashers" / name)
     draw = random.Random(0)
     (root / "text").mkdir()
     for number in range(4):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from evals.methods import SPARSE_NAMES
+from evals.methods import SELECTION_NAMES
 from evals.tasks import iou
 from evals.tasks.iou import HEADS, METRICS, Cell, _estimates, measure
 from hashtrain.capture import capturing
@@ -24,8 +24,8 @@ def quality_of(loaded, names, budget):
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_oracle_is_perfect_and_everything_is_at_the_whole_budget(loaded, heads):
-    small, whole = quality_of(loaded, ["oracle"], 0.1), quality_of(loaded, SPARSE_NAMES, 1.0)
-    for found in (small[Cell("oracle", 0.1, heads)], *(whole[Cell(name, 1.0, heads)] for name in SPARSE_NAMES)):
+    small, whole = quality_of(loaded, ["oracle"], 0.1), quality_of(loaded, SELECTION_NAMES, 1.0)
+    for found in (small[Cell("oracle", 0.1, heads)], *(whole[Cell(name, 1.0, heads)] for name in SELECTION_NAMES)):
         for metric in METRICS:
             assert np.array(found[metric]) == pytest.approx(1.0)
 

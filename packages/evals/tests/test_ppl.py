@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 from evals import result as results
-from evals.methods import NAMES, SPARSE_NAMES
+from evals.methods import NAMES, REMAINDER, SPARSE_NAMES, load_methods
 from evals.result import read_result
 from evals.tasks import ppl
 from evals.tasks.ppl import Cell, measure
+from hashtrain import Hasher
 from rich.console import Console
 from sparse_decode import Budget, attach
 from torch.nn import functional as F
@@ -77,7 +78,9 @@ def test_density_is_counted_by_hand(loaded):
 def test_divergence_is_from_dense_to_the_method(loaded):
     with torch.inference_mode():
         p = loaded.model(loaded.ids[None]).logits[0, 63:127].double().log_softmax(-1)
-        with attach(loaded.model, loaded.methods["lsh"].selector, Budget(0.1), dense_layers=1, sparse_rows=0):
+        with attach(
+            loaded.model, loaded.methods["lsh"].selector, Budget(0.1), dense_layers=1, sparse_rows=0, remainder=False
+        ):
             q = loaded.model(loaded.ids[None]).logits[0, 63:127].double().log_softmax(-1)
     (cell,) = score(loaded, Cell("lsh", "visible", 0.1))["cells"]
     assert cell["kl"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
@@ -209,4 +212,29 @@ def test_rows_survive_their_file(ppl_command):
 
 
 def test_the_table_of_methods_is_whole():
-    assert NAMES == ("dense", "oracle", "recent", "lsh", "paper", "paper-rotation", "planes")
+    plain = ("dense", "oracle", "recent", "lsh", "paper", "paper-rotation", "planes")
+    assert (*plain, "lsh+remainder", "paper+remainder", "planes+remainder") == NAMES
+
+
+def test_the_remainder_brings_every_hasher_closer_to_dense(loaded):
+    names = ("lsh", "paper", "planes")
+    cells = [Cell(name + more, "visible", 0.1) for name in names for more in ("", REMAINDER)]
+    found = {cell["method"]: cell for cell in score(loaded, *cells)["cells"]}
+    for name in names:
+        assert found[name + REMAINDER]["kl"] < 0.8 * found[name]["kl"]
+        assert found[name + REMAINDER]["density"] == found[name]["density"]
+
+
+def test_a_hasher_without_a_remainder_is_refused(made, loaded, tmp_path):
+    hasher = Hasher(loaded.methods["lsh"].selector.hasher.config)
+    hasher.save_pretrained(tmp_path / "lsh")
+    assert load_methods(["lsh"], tmp_path, loaded.model.config)
+    with pytest.raises(ValueError, match="has no remainder"):
+        load_methods(["lsh+remainder"], tmp_path, loaded.model.config)
+
+
+def test_each_of_our_methods_is_paired_with_every_other(ppl_command):
+    found = ppl.run(ppl_command(methods=("lsh", "planes", "planes+remainder"), rules=("visible",)), QUIET)
+    pairs = {(row.method, row.against) for row in found.rows if row.against}
+    ours = {"planes", "planes+remainder"}
+    assert pairs == {(a, b) for a in ours for b in (*ours, "lsh") if a != b}

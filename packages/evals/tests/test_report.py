@@ -1,7 +1,7 @@
 """Tables and figures: what they say, for every shape of result."""
 
 import pytest
-from evals.report import Grid, grids, percent, ppl_pairs_grid, to_markdown, to_rich, training_grid
+from evals.report import Grid, grids, percent, to_markdown, to_rich, training_grid
 from evals.tasks import iou, ppl
 from rich.console import Console
 
@@ -27,8 +27,8 @@ def test_ppl_tables_name_every_method_and_budget(ppl_command, settings):
         assert f"| 10 %, {method} |" in text
     assert "| 100 %, lsh |" in text
     assert text.count("| dense |") == 1
-    assert bool(ppl_pairs_grid(found).sections) == (len(command.methods) > 1)
-    assert ("minus each other" in text) == (len(grids(found)) == 2)
+    assert (len(grids(found)) > 1) == (len(command.methods) > 1)
+    assert text.count("minus each other") == len(grids(found)) - 1
     assert (command.out / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 

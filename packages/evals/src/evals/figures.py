@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from evals.methods import DENSE, NAMES
+from evals.methods import DENSE, NAMES, REMAINDER
 from evals.report import HEADS, RULES, percent
 from evals.result import Result, Row
 
@@ -64,8 +64,10 @@ def _draw_iou(result: Result, figure: Figure) -> None:
 
 def _line(axes: Axes, method: str, x: list[float], rows: list[Row]) -> None:
     """Draw values with their intervals as a band."""
-    style = {"color": COLOURS.get(method), "label": method}
-    axes.plot(x, [row.value for row in rows], marker=_MARKERS.get(method, "o"), markersize=5, **style)
+    style = {"color": COLOURS.get(method.removesuffix(REMAINDER)), "label": method}
+    style["linestyle"] = "--" if method.endswith(REMAINDER) else "-"
+    marker = _MARKERS.get(method.removesuffix(REMAINDER), "o")
+    axes.plot(x, [row.value for row in rows], marker=marker, markersize=5, **style)
     if all(row.low is not None for row in rows):
         low, high = ([getattr(row, edge) for row in rows] for edge in ("low", "high"))
         axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)

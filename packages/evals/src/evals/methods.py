@@ -12,6 +12,8 @@ from typing import Any
 from hashtrain import Hasher
 from sparse_decode import HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, Selector
 
+REMAINDER = "+remainder"
+
 
 @dataclass(frozen=True)
 class LoadedMethod:
@@ -28,6 +30,8 @@ class LoadedMethod:
     """One set per KV head, as deployed; None is dense attention."""
     query_head_selector: Selector | None
     """One set per query head, the paper's quality protocol."""
+    remainder: bool = False
+    """Whether what a selection leaves out is added back (eq. 13, 14), as `attach` does by default."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,32 @@ def _plain(name: str, selector: Selector | None, query_head_selector: Selector |
     return LoadedMethod(name, name, None, name, selector, query_head_selector)
 
 
-def _hashed(name: str, folder: Path) -> LoadedMethod:
-    path = folder / name
+def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
+    path = folder / name.removesuffix(REMAINDER)
     if not (path / "config.json").is_file():
         raise ValueError(
-            f"no hasher `{name}` in {folder}: make it with `uv run hashtrain --out {folder}`, "
+            f"no hasher `{path.name}` in {folder}: make it with `uv run hashtrain --out {folder}`, "
             "and --model if it is for another than the demo model"
         )
     hasher = Hasher.from_pretrained(path)
+    if remainder and hasher.remainder(len(hasher.layers) - 1) is None:
+        raise ValueError(
+            f"the hasher `{path.name}` in {folder} has no remainder: train it anew with `uv run hashtrain`"
+        )
     # The config names its weight file, which is named after its content.
     identity = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:12]
     by_query_head = HashSelector(QueryHeadHasher(hasher))
-    return LoadedMethod(name, hasher.config.variant, hasher.config.bits, identity, HashSelector(hasher), by_query_head)
+    facts = hasher.config.variant, hasher.config.bits, identity
+    return LoadedMethod(name, *facts, HashSelector(hasher), by_query_head, remainder)
+
+
+def _whole(name: str) -> Method:
+    """Make the line of a hasher whose selections are completed by the remainder."""
+    return Method(
+        name + REMAINDER,
+        f"{name}, and what it leaves out as one token",
+        partial(_hashed, name + REMAINDER, remainder=True),
+    )
 
 
 DENSE = "dense"
@@ -74,9 +92,15 @@ METHODS = (
     Method("paper", "the paper's MLP, from a random start", partial(_hashed, "paper")),
     Method("paper-rotation", "the paper's MLP, started as a rotation", partial(_hashed, "paper-rotation")),
     Method("planes", "one key code per KV head, queries in bit planes", partial(_hashed, "planes")),
+    _whole("lsh"),
+    _whole("paper"),
+    _whole("planes"),
 )
 NAMES = tuple(method.name for method in METHODS)
 SPARSE_NAMES = tuple(name for name in NAMES if name != DENSE)
+SELECTION_NAMES = tuple(name for name in SPARSE_NAMES if not name.endswith(REMAINDER))
+"""Those that differ in what they select; the others differ in what they do with it."""
+OURS = ("planes", "planes" + REMAINDER)
 
 
 def load_methods(names: Sequence[str], folder: Path, model_config: Any) -> list[LoadedMethod]:

@@ -10,7 +10,7 @@ from hashtrain.demo import demo_model_path
 from hashtrain.plan import DEMO
 from hashtrain.usage import UsageError
 
-from evals.methods import NAMES, SPARSE_NAMES
+from evals.methods import NAMES, SELECTION_NAMES, SPARSE_NAMES
 from evals.result import versions
 
 Rule = Literal["visible", "fixed"]
@@ -101,6 +101,8 @@ class IouCommand(TaskCommand):
     """Overlap of each method's selection with the largest exact attention, by layer and head; rows are drawn from the
     last three quarters of each context."""
 
+    methods: tuple[str, ...] = SELECTION_NAMES
+    """What to measure; `evals list` names them. The remainder selects nothing, so methods with it are not taken."""
     rows: int = 64
     """Rows measured in each context."""
     out: Path = Path("runs/iou")
@@ -108,6 +110,8 @@ class IouCommand(TaskCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if idle := [name for name in self.methods if name in SPARSE_NAMES and name not in SELECTION_NAMES]:
+            raise UsageError(f"--methods of iou takes {', '.join(SELECTION_NAMES)}, got {', '.join(idle)}")
         if self.rows < 1:
             raise UsageError(f"--rows must be at least 1, got {self.rows}")
 

@@ -50,8 +50,8 @@ def grids(result: Result) -> list[Grid]:
 
 def ppl_grids(result: Result) -> list[Grid]:
     """Return perplexity and divergence by method and budget, and the paired differences if there are any."""
-    pairs = ppl_pairs_grid(result)
-    return [ppl_grid(result), *([pairs] if pairs.sections else [])]
+    paired = dict.fromkeys(row.method for row in result.rows if row.against)
+    return [ppl_grid(result), *(ppl_pairs_grid(result, method) for method in paired)]
 
 
 def ppl_grid(result: Result) -> Grid:
@@ -80,23 +80,21 @@ def ppl_grid(result: Result) -> Grid:
     return Grid(title, header, sections)
 
 
-def ppl_pairs_grid(result: Result) -> Grid:
-    """Lay out the paired differences of the last method to each other one; below 0 it is closer to dense."""
+def ppl_pairs_grid(result: Result, method: str) -> Grid:
+    """Lay out the paired differences of a method to each other one; below 0 it is closer to dense."""
     config = result.config
-    rows = [row for row in result.rows if row.against]
+    others = dict.fromkeys(row.against for row in result.rows if row.against and row.method == method)
     rules = config["rules"]
     header = ["budget, against", *(f"{m}, {RULES[rule]}" for rule in rules for m in ("KL", "NLL"))]
     sections = []
     for budget in config["budgets"]:
         section = []
-        for other in dict.fromkeys(row.against for row in rows):
-            at = {"budget": budget, "against": other}
+        for other in others:
+            at = {"method": method, "budget": budget, "against": other}
             found = [result.one(rule=rule, metric=metric, **at) for rule in rules for metric in ("kl", "nll")]
             section.append([f"{percent(budget)}, {other}", *map(_with_interval, found)])
-        if section:
-            sections.append(section)
-    best = rows[0].method if rows else ""
-    title = f"`{best}` minus each other method, paired over documents: mean difference in nats [95 % interval]"
+        sections.append(section)
+    title = f"`{method}` minus each other method, paired over documents: mean difference in nats [95 % interval]"
     return Grid(title, header, sections)
 
 
@@ -144,6 +142,25 @@ def training_grid(metrics: Metrics, heads: str = "kv_head") -> Grid:
     return Grid(
         title, ["layer", *names], [body, [["mean", *(pair(metrics["hashers"][n][heads]["mean"]) for n in names)]]]
     )
+
+
+def remainder_grid(metrics: Metrics) -> Grid:
+    """Lay out what each hasher's selections leave out of the softmax, and the error of its estimate, per layer."""
+    names, dense = list(metrics["hashers"]), metrics["dense_layers"]
+
+    def pair(found: dict[str, float]) -> str:
+        return f"{percent(found['share'])} / {percent(found['error'])}"
+
+    of = {name: metrics["hashers"][name]["remainder"] for name in names}
+    body = [
+        [f"{i} (dense)" if i < dense else str(i), *(pair(of[name]["layers"][i]) for name in names)]
+        for i in range(metrics["layers"])
+    ]
+    title = (
+        f"Share of the softmax that the top {percent(metrics['fraction'])} leave out / root mean square error of its "
+        f"estimate, {metrics['held_out']} held-out contexts of {metrics['context']} tokens"
+    )
+    return Grid(title, ["layer", *names], [body, [["mean", *(pair(of[name]["mean"]) for name in names)]]])
 
 
 def percent(value: float) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from evals.documents import TokenDocument
-from evals.methods import DENSE, LoadedMethod
+from evals.methods import DENSE, OURS, LoadedMethod
 from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
 from evals.plan import PplCommand, Rule
 from evals.result import Result, Row, versions
@@ -92,9 +92,8 @@ def measure(
     for cell in cells:
         began = time.monotonic()
         budget = budget_of(cell.rule, cell.budget)
-        with attach(
-            model, methods[cell.method].selector, budget, dense_layers=dense_layers, sparse_rows=0
-        ) as attachment:
+        method, rows = methods[cell.method], {"dense_layers": dense_layers, "sparse_rows": 0}
+        with attach(model, method.selector, budget, remainder=method.remainder, **rows) as attachment:
             other = log_probs(model, ids, scored)
             counts = attachment.counts().values()
         nll, kl = token_losses(other, targets).mean().item(), mean_kl(reference, other)
@@ -171,10 +170,11 @@ def _exp(estimate: Estimate) -> Estimate:
 
 
 def _pairs(cells: list[Cell]) -> Iterator[tuple[Cell, Cell]]:
-    """Pair the last method of the table with every other one, at the same rule and budget."""
-    best = cells[-1].method if cells else ""
+    """Pair each of our methods, or the last one without them, with every other one, at the same rule and budget."""
+    names = {cell.method for cell in cells}
+    ours = names & set(OURS) or {cell.method for cell in cells[-1:]}
     for cell in cells:
-        if cell.method == best:
+        if cell.method in ours:
             for other in cells:
-                if other[1:] == cell[1:] and other.method != best:
+                if other[1:] == cell[1:] and other.method != cell.method:
                     yield cell, other
