@@ -1,0 +1,232 @@
+"""The remainder in attention: running means, and what it adds to a selection (docs/algorithm.md, eq. 13 and 14)."""
+
+import copy
+
+import pytest
+import torch
+from hashtrain.remainder import Evidence, add_remainder, log_weight
+from sparse_decode import Budget, attach, attend
+from sparse_decode.remainder import RunningMeans
+from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
+
+
+class Calibrated(SignHasher):
+    """A hasher with some remainder."""
+
+    coefficients = torch.tensor([[-1.0, 0.4, 0.5, 0.05, 0.1]]).repeat(4, 1) * torch.tensor([[1.0], [0.8], [1.1], [0.9]])
+
+    def remainder(self, layer):
+        return self.coefficients
+
+
+@pytest.fixture
+def cache():
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 3, 2, 40, 8, generator=generator)
+    seen = torch.ones(3, 40, dtype=torch.bool)
+    seen[1, :7], seen[2, :20] = False, False
+    return k, v, seen
+
+
+def plain_means(k, v, seen, first, last):
+    """The definition: for each row, the mean over the tokens that it sees."""
+    found = []
+    for x in (k, v):
+        rows = [
+            [x[b, :, : r + 1][:, seen[b, : r + 1]].mean(1) if seen[b, : r + 1].any() else x.new_zeros(x.shape[1], 8)
+             for r in range(first, last)]
+            for b in range(len(x))
+        ]  # fmt: skip
+        found.append(torch.stack([torch.stack(row, 1) for row in rows]))
+    return found
+
+
+def check(means, k, v, seen, first, last):
+    keys, values, counts = means.rows(k, v, seen, first, last)
+    for found, expected in zip((keys, values), plain_means(k, v, seen, first, last), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(counts, seen[:, :last].cumsum(1)[:, first:])
+
+
+def test_means_step_by_step_are_those_of_their_definition(cache):
+    means = RunningMeans()
+    for first, last in ((0, 10), (10, 25), (25, 26), (26, 27), (38, 40)):
+        check(means, *cache, first, last)
+
+
+def test_a_step_reads_only_what_is_new(cache):
+    k, v, seen = cache
+    means = RunningMeans()
+    means.rows(k, v, seen, 29, 30)
+    expected = means.rows(k, v, seen, 30, 31)
+    again = RunningMeans()
+    again.rows(k, v, seen, 29, 30)
+    poisoned = [x.index_fill(2, torch.arange(30), torch.nan) for x in (k, v)]
+    for found, wanted in zip(again.rows(*poisoned, seen, 30, 31), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_padding_may_hold_anything(cache):
+    k, v, seen = cache
+    poisoned = (x.masked_fill(~seen[:, None, :, None], torch.nan) for x in (k, v))
+    for found, wanted in zip(
+        RunningMeans().rows(*poisoned, seen, 20, 40), RunningMeans().rows(k, v, seen, 20, 40), strict=True
+    ):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("length", [0, 5, 29, 30])
+def test_means_after_dropping_tokens(cache, length):
+    k, v, seen = cache
+    means = RunningMeans()
+    means.rows(k, v, seen, 29, 30)
+    means.drop(k, v, length)
+    other = [x.clone() for x in (k, v)]
+    for x in other:
+        x[:, :, length:] += 1  # other tokens come in their place
+    check(means, *other, seen, 31, 33)
+
+
+def test_means_of_reordered_rows(cache):
+    k, v, seen = cache
+    means = RunningMeans()
+    means.rows(k, v, seen, 29, 30)
+    order = torch.tensor([2, 0, 0])
+    means.map_batch(lambda x: x.index_select(0, order))
+    check(means, k[order], v[order], seen[order], 30, 32)
+
+
+def test_another_mask_or_batch_is_noticed(cache):
+    k, v, seen = cache
+    means = RunningMeans()
+    means.rows(k, v, seen, 29, 30)
+    check(means, k, v, ~seen | (torch.arange(40) > 20), 30, 32)
+    check(means, k[:2], v[:2], seen[:2], 32, 34)
+
+
+@pytest.mark.parametrize("budget", [0.1, 0.5])
+def test_attention_with_the_remainder_is_that_of_its_equations(budget):
+    model, hasher = tiny_model(), Calibrated()
+    ids, mask = prompts()
+    seen = {}
+
+    def look(module, args, kwargs):
+        seen[module.layer_idx] = kwargs["sparse_decode"]
+        return args, kwargs
+
+    with attach(model, hasher, Budget(budget), sparse_rows=0, dense_layers=3) as attachment:
+        assert attachment.remainder
+        handle = model.model.layers[3].self_attn.register_forward_pre_hook(look, with_kwargs=True)
+        inside = {}
+        original = seen_attend(attachment, inside)
+        model(ids, attention_mask=mask, use_cache=False)
+        handle.remove()
+        attachment._plans[3]._attend = original
+    x, q, indices, whole = (inside[name] for name in ("x", "q", "indices", "out"))
+    out, facts = attend(q, x.k, x.v, indices, x.scaling, facts=True)
+    for b, row in ((0, 39), (1, 39), (1, 20), (2, 39)):
+        tokens = torch.arange(40)[mask[b].bool() & (torch.arange(40) <= row)]
+        for head in range(4):
+            keys, values = x.k[b, head // 2, tokens], x.v[b, head // 2, tokens]
+            chosen = indices[b, head // 2, row]
+            chosen = chosen[chosen >= 0]
+            logits = x.k[b, head // 2, chosen] @ q[b, head, row] * x.scaling
+            torch.testing.assert_close(facts[0, b, row, head], logits.mean(), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(facts[1, b, row, head], logits.logsumexp(0), atol=1e-4, rtol=1e-4)
+            mean_key = keys.mean(0) @ q[b, head, row] * x.scaling
+            sizes = torch.tensor(len(tokens)), torch.tensor(len(chosen))
+            e = Evidence(logits.mean(), logits.logsumexp(0), mean_key, *sizes)
+            weight = log_weight(hasher.coefficients[head], e)
+            expected = add_remainder(out[b, row, head], e.lse, values.mean(0), weight)
+            torch.testing.assert_close(whole[b, row, head], expected, atol=1e-4, rtol=1e-4)
+
+
+def seen_attend(attachment, inside):
+    """Record what one layer's plan was given, and what it made of it."""
+    plan = attachment._plans[3]
+    attend_of_plan, work = plan._attend, plan._select_and_attend
+
+    def record(x, q, indices):
+        inside.update(x=x, q=q, indices=indices)
+        return attend_of_plan(x, q, indices)
+
+    def whole(*arguments):
+        inside["out"] = work(*arguments)
+        return inside["out"]
+
+    plan._attend, plan._select_and_attend = record, whole
+    return attend_of_plan
+
+
+def test_the_remainder_changes_attention_and_can_be_left_out():
+    model = tiny_model()
+    ids, _ = prompts((40,))
+    outs = []
+    for hasher, wanted in ((Calibrated(), True), (Calibrated(), False), (SignHasher(), True)):
+        with attach(model, hasher, Budget(0.1), sparse_rows=0, remainder=wanted) as attachment:
+            outs.append(model(ids).logits)
+            assert attachment.remainder == (wanted and isinstance(hasher, Calibrated))
+    assert torch.equal(outs[1], outs[2])
+    assert not torch.allclose(outs[0], outs[1], atol=1e-3)
+
+
+def test_a_whole_budget_is_dense():
+    model = tiny_model()
+    ids, mask = prompts()
+    dense = generate(model, ids, mask)
+    with attach(model, Calibrated(), Budget(1.0)):
+        assert torch.equal(generate(model, ids, mask), dense)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_cached_steps_equal_one_pass_over_the_text(options):
+    """Beams reorder the cache, prompt lookup crops it; a forward pass over the final text keeps no state at all."""
+    model = tiny_model()
+    ids, _ = prompts((33,))
+    with attach(model, Calibrated(), Budget(0.2), decode_rows=4):
+        text = generate(model, ids, new_tokens=12, **options)
+    with attach(model, Calibrated(), Budget(0.2), sparse_rows=33):
+        logits = model(text, use_cache=False).logits
+    if not options.get("num_beams"):
+        assert torch.equal(logits[:, 32:-1].argmax(-1), text[:, 33:])
+    with attach(model, Calibrated(), Budget(0.2)):
+        first = model(text[:, :33], use_cache=True)
+        steps = [model(text[:, [i]], past_key_values=first.past_key_values).logits for i in range(33, text.shape[1])]
+    torch.testing.assert_close(torch.cat(steps, 1), logits[:, 33:], atol=2e-4, rtol=2e-4)
+
+
+def test_a_padded_row_equals_the_row_alone():
+    model = tiny_model()
+    ids, mask = prompts((40, 27))
+    with attach(model, Calibrated(), Budget(0.2)):
+        together = generate(model, ids, mask)
+        alone = generate(model, ids[1:, 13:])
+    assert torch.equal(together[1, 40:], alone[0, 27:])
+
+
+def test_a_copied_cache_goes_its_own_way():
+    model = tiny_model()
+    ids, _ = prompts((30,))
+    with attach(model, Calibrated(), Budget(0.2)):
+        past = model(ids[:, :20], use_cache=True).past_key_values
+        model(ids[:, 20:21], past_key_values=past)
+        twin = copy.deepcopy(past)
+        one = model(ids[:, 21:22], past_key_values=past).logits
+        model(ids[:, 25:26], past_key_values=twin)
+        again = model(ids[:, 22:23], past_key_values=past).logits
+    with attach(model, Calibrated(), Budget(0.2), sparse_rows=20):
+        expected = model(ids[:, :23], use_cache=False).logits
+    torch.testing.assert_close(torch.cat([one, again], 1), expected[:, 21:], atol=2e-4, rtol=2e-4)
+
+
+def test_a_mask_that_is_not_causal_is_refused():
+    model = tiny_model()
+    ids, _ = prompts((20,))
+    mask = torch.tril(torch.ones(20, 20, dtype=torch.bool))[None, None].clone()
+    mask[..., 10:, :5] = False  # two packed texts
+    mask[..., 19, :] = True
+    with (
+        attach(model, Calibrated(), Budget(0.2), sparse_rows=0),
+        pytest.raises(ValueError, match="needs a causal mask"),
+    ):
+        model(ids, attention_mask=mask, use_cache=False)
