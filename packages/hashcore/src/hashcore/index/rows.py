@@ -59,8 +59,8 @@ class Rows:
         """Count rows whose codes and vectors have been written past the end, and give them their ids."""
         end = self.count + len(ids)
         self.ids[self.count : end] = ids
-        tail = self.ids[max(self.count - 1, 0) : end]
-        return replace(self, count=end, ascending=self.ascending and bool((tail[1:] > tail[:-1]).all()))
+        ascending = self.ascending and _ascend(self.ids[max(self.count - 1, 0) : end])
+        return replace(self, count=end, ascending=ascending)
 
     def without(self, positions: NDArray[np.int64]) -> "Rows":
         """Remove live positions; the rest keep their order, in new arrays once more than DEAD rows wait."""
@@ -75,12 +75,10 @@ class Rows:
         for new, old in zip(fresh, self.columns, strict=True):
             if isinstance(keep, slice):
                 new[:count] = old[keep]
-            else:
-                np.take(
-                    old, keep, axis=0, out=new[:count], mode="clip"
-                )  # clip: the default would copy through a buffer
+            else:  # mode="clip" writes where it should, the default into a buffer first
+                np.take(old, keep, axis=0, out=new[:count], mode="clip")
         ids, codes, *vectors = fresh
-        ascending = self.ascending or bool((ids[1:count] > ids[: count - 1]).all())
+        ascending = self.ascending or _ascend(ids[:count])
         return Rows(codes, ids, vectors[0] if vectors else None, count, dead, ascending)
 
 
@@ -120,6 +118,10 @@ class Positions:
         elif self._table is not None:
             for i in ids.tolist():
                 del self._table[i]
+
+
+def _ascend(ids: NDArray[np.int64]) -> bool:
+    return bool((ids[1:] > ids[:-1]).all())
 
 
 def _bisect(rows: Rows, ids: NDArray[np.int64]) -> NDArray[np.int64]:
