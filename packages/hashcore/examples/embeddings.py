@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import platform
 import resource
 import statistics
 import tempfile
@@ -28,7 +29,7 @@ import hashcore
 import numpy as np
 from numpy.typing import NDArray
 
-DIM = 384
+DIM = BITS = 384
 MEMBERS = 100
 K = 10
 CHUNK = 50_000
@@ -51,7 +52,7 @@ def clusters(count: int, exponent: float, seed: int) -> Iterator[Vectors]:
 
 def build(vectors: Vectors, chunks: Iterator[Vectors]) -> tuple[hashcore.BitIndex, float]:
     """Fill vectors, index them, and return the index and the seconds it took to add them."""
-    index = hashcore.BitIndex(DIM)
+    index = hashcore.BitIndex(DIM, BITS)
     spent = 0.0
     for start in range(0, len(vectors), CHUNK):
         vectors[start : start + CHUNK] = next(chunks)
@@ -75,9 +76,10 @@ def exact(vectors: Vectors, queries: Vectors) -> NDArray[np.int64]:
     return rows
 
 
-def recall(found: NDArray[np.int64], wanted: NDArray[np.int64]) -> float:
-    """Return the share of the wanted rows that were found."""
-    return float(np.mean([len(np.intersect1d(a, b)) / K for a, b in zip(found, wanted, strict=True)]))
+def recall(found: NDArray[np.int64], wanted: NDArray[np.int64]) -> dict[str, float]:
+    """Return the share of the wanted rows that were found, its mean over the queries and standard error."""
+    shares = np.array([len(np.intersect1d(a, b)) / K for a, b in zip(found, wanted, strict=True)])
+    return {"recall": float(shares.mean()), "error": float(shares.std(ddof=1) / np.sqrt(len(shares)))}
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -98,12 +100,12 @@ def alternating(works: dict[str, Callable[[], Any]], runs: int = RUNS) -> dict[s
 def recalls(index: hashcore.BitIndex, vectors: Vectors, queries: Vectors) -> list[dict[str, Any]]:
     """Measure recall by code queries, by planes, and with rerank."""
     wanted = exact(vectors, queries)
-    rows = [{"planes": 0, "rerank": None, "recall": recall(index.search(index.encode(queries), K)[1], wanted)}]
+    rows = [{"planes": 0, "rerank": None, **recall(index.search(index.encode(queries), K)[1], wanted)}]
     for rerank in (None, 4, 10):
         for planes in (1, 2, 3, 4) if rerank is None else (1, 3):
             originals = None if rerank is None else vectors
             _, ids = index.search(queries, K, planes=planes, rerank=rerank, vectors=originals)
-            rows.append({"planes": planes, "rerank": rerank, "recall": recall(ids, wanted)})
+            rows.append({"planes": planes, "rerank": rerank, **recall(ids, wanted)})
             print(f"  {planes} planes, rerank {rerank}: recall@{K} {rows[-1]['recall']:.3f}")
     return rows
 
@@ -176,6 +178,23 @@ def file_facts(index: hashcore.BitIndex) -> dict[str, float]:
         }
 
 
+def processor() -> str:
+    """Return what the machine calls its processor."""
+    facts = pathlib.Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def rounded(data: Any) -> Any:
+    """Return data with 4 digits in every float."""
+    if isinstance(data, float):
+        return float(f"{data:.4g}")
+    if isinstance(data, dict):
+        return {key: rounded(value) for key, value in data.items()}
+    return [rounded(value) for value in data] if isinstance(data, list) else data
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1_000_000, help="embeddings")
@@ -187,6 +206,7 @@ def main() -> None:
         parser.error(f"--count must be a multiple of {CHUNK} and --queries at least 64")
 
     result: dict[str, Any] = {**vars(given), "dim": DIM, "members": MEMBERS, "k": K, "date": time.strftime("%Y-%m-%d")}
+    result |= {"bits": BITS, "processor": processor()}
     del result["out"]
     vectors = np.empty((given.count, DIM), np.float32)
     for name, exponent in SETS.items():
@@ -201,10 +221,9 @@ def main() -> None:
             result["file"] = file_facts(index)
             result["times"] = times(index, vectors, queries)
     result["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    text = json.dumps(result)
     if given.out:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(text)
+        given.out.write_text(json.dumps(rounded(result), indent=1) + "\n")
+    print(json.dumps(rounded(result)))
 
 
 if __name__ == "__main__":
