@@ -7,7 +7,7 @@ The embeddings are random clusters of unit length, the size of MiniLM's: 100 to 
 alike. In the first set all directions matter equally: the members of a cluster are then almost equally far apart, the
 hardest case. In the second, direction i has standard deviation i^-1/2, closer to learned embeddings. Exact search by
 cosine says what should be found. Both indexes run on one thread; times are processor time, medians of alternating runs.
-Without faiss its columns are left out. About 5 GB of memory. The last line printed is JSON, --out stores it.
+Without faiss its columns are left out. About 3 GB of memory. The last line printed is JSON, --out stores it.
 """
 
 import argparse
