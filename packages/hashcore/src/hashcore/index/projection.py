@@ -13,20 +13,27 @@ time, so that each sum is read and written once per four additions.
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import cpu
+from hashcore.cpu import threads
 
 ROWS = 16
 COLUMNS = 512
 
 
-def project(x: NDArray[np.float32], matrix: NDArray[np.float32], threads: int | None = None) -> NDArray[np.float32]:
-    """Multiply rows [n, D] by a matrix [D, B]: float32 [n, B], the same bits for a row in any batch."""
+def project(x: NDArray[np.float32], matrix: NDArray[np.float32], workers: int | None = None) -> NDArray[np.float32]:
+    """Multiply C-contiguous rows [n, D] and matrix [D, B]: float32 [n, B], the same bits for a row in any batch."""
     out = np.zeros((len(x), matrix.shape[1]), np.float32)
     tasks = -(-len(x) // ROWS)
     if tasks:
-        work = x.size * matrix.shape[1] // 8  # in the popcounts of cpu.GRAIN: an addition takes longer than 1/8 of one
-        cpu._run(cpu._compiled(_project_tasks), tasks, work, threads, (cpu._readonly(x), cpu._readonly(matrix), out))
+        workers = workers or threads.count(x.size * matrix.shape[1] // 2)  # a popcount takes the time of 2 additions
+        threads.run(_project_tasks, tasks, workers, (_readonly(x), _readonly(matrix), out))
     return out
+
+
+def _readonly(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a read-only view: numba compiles once more for every mix of writable and read-only arguments."""
+    x = x.view()
+    x.flags.writeable = False
+    return x
 
 
 def _project_tasks(first, last, x, matrix, out):

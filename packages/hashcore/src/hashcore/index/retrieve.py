@@ -9,39 +9,29 @@ from numpy.typing import NDArray
 from hashcore import ops
 from hashcore.index.rows import Rows
 
-SCORED = 1 << 24  # scores held at a time while several queries are searched: 64 MiB
 GATHERED = 1 << 22  # numbers of original vectors gathered at a time: 16 MiB
 
 
 def live_best(
     queries: NDArray[np.int32], content: Rows, k: int, weights: Sequence[int] | None
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the k best of the rows that were not removed: scores int32 and positions int64, both [..., k]."""
+    """Find the k best rows, removed ones apart, for codes [..., W] or planes [..., P, W] with weights.
+
+    Returns: scores int32 and positions int64, both [..., k], best first, ties to the lowest position.
+    """
     keys = content.codes[: content.count]
     # As many more as are dead: then k of them are alive, and leaving out the dead leaves the order as it is.
-    scores, positions = _best(queries, keys, k + len(content.dead) if k else 0, weights)
-    if len(content.dead) == 0 or k == 0:
+    wanted = k + len(content.dead) if k else 0
+    if weights is None:
+        found = ops.search(queries.reshape(-1, queries.shape[-1]), keys, wanted)
+        scores, positions = (x.reshape(*queries.shape[:-1], wanted) for x in found)
+    else:
+        scores, positions = ops.search(queries, keys, wanted, weights)
+    if wanted == k:
         return scores, positions
     dead = np.isin(positions, content.dead)
     alive = np.argsort(dead, axis=-1, kind="stable")[..., :k]
     return np.take_along_axis(scores, alive, -1), np.take_along_axis(positions, alive, -1)
-
-
-def _best(
-    queries: NDArray[np.int32], keys: NDArray[np.int32], k: int, weights: Sequence[int] | None
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the k best keys of codes [..., W] or planes [..., P, W], best first, ties to the lowest position."""
-    lead = queries.shape[: -1 if weights is None else -2]
-    flat = queries.reshape(-1, *queries.shape[len(lead) :])
-    values, positions = np.empty((len(flat), k), np.int32), np.empty((len(flat), k), np.int64)
-    step = max(1, SCORED // max(1, len(keys)))
-    for start in range(0, len(flat), step):
-        block = slice(start, start + step)
-        scored = ops.score(flat[block], keys, weights)
-        v, p = ops.topk(scored, k)
-        order = np.argsort(-v.astype(np.int64), axis=-1, kind="stable")
-        values[block], positions[block] = np.take_along_axis(v, order, -1), np.take_along_axis(p, order, -1)
-    return values.reshape(*lead, k), positions.reshape(*lead, k)
 
 
 def rerank_best(
