@@ -33,8 +33,13 @@ def tool():
     return module
 
 
-def test_tables_are_what_the_tool_renders(tool):
-    assert tool.render(README.read_text()) == README.read_text(), "run `uv run tools/update_readme.py`"
+@readmes
+def test_tables_are_what_the_tool_renders(tool, readme):
+    assert tool.render(readme.read_text()) == readme.read_text(), "run `uv run tools/update_readme.py`"
+
+
+def test_the_tool_writes_every_readme(tool):
+    assert tool.READMES == READMES
 
 
 def test_a_table_without_its_result_is_an_error(tool, tmp_path):

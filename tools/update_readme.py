@@ -1,8 +1,9 @@
-"""Fill the tables of README.md from the results stored in docs/results.
+"""Fill the tables of README.md, and of the packages' READMEs, from the results stored in docs/results.
 
     uv run tools/update_readme.py                                   # write the tables
     uv run tools/update_readme.py --from runs/demo runs/iou runs/ppl  # first store these runs, trimmed and rounded
-    uv run tools/update_readme.py --check                           # change nothing; exit 1 if README.md is stale
+    uv run tools/update_readme.py --check                           # change nothing; exit 1 if a README is stale
+    uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --out docs/results/hashcore_index.json
 
 A table stands between `<!-- results:NAME -->` and `<!-- end -->`; BLOCKS has the names.
 """
@@ -22,7 +23,7 @@ from hashtrain.atomic import write_text
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-README = ROOT / "README.md"
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 BLOCK = re.compile(r"(<!-- results:(\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 _KEPT = {
     "ppl": ("perplexity", "perplexity_per_document", "perplexity_ratio", "kl", "nll"),
@@ -44,6 +45,42 @@ def _training(results: pathlib.Path, heads: str) -> str:
     return report.to_markdown(report.training_grid(_stored(results / "training.json"), heads))
 
 
+def _index_recall(results: pathlib.Path) -> str:
+    found = _stored(results / "hashcore_index.json")
+    sets = found["recall"]
+    title = (
+        f"Recall@{found['k']} of exact search by cosine, {found['count']:,} embeddings of {found['dim']} numbers in "
+        f"{found['bits']} bits, {found['queries']} queries, mean and standard error"
+    )
+    lines = [
+        [
+            "code against code" if row["planes"] == 0 else f"{row['planes']} plane{'s' * (row['planes'] > 1)}",
+            str(row["rerank"] or "-"),
+            *(f"{at['recall']:.3f} ± {at['error']:.3f}" for at in rows),
+        ]
+        for row, rows in ((rows[0], rows) for rows in zip(*sets.values(), strict=True))
+    ]
+    return report.to_markdown(report.Grid(title, ["query", "rerank", *(f"{name} spread" for name in sets)], [lines]))
+
+
+def _index_times(results: pathlib.Path) -> str:
+    found = _stored(results / "hashcore_index.json")
+    columns, file = found["times"], found["file"]
+    index, vectors = (f"{found[name] / 1e6:,.0f} MB" for name in ("index_bytes", "vector_bytes"))
+    verified, unverified = (1e3 * file[name] for name in ("load_seconds", "load_unverified_seconds"))
+    title = (
+        f"Milliseconds of processor time a query for the best {found['k']} of the same {found['count']:,} codes, one "
+        f"thread, {found['processor']}, {found['date']}. The index takes {index}, the float32 vectors {vectors}. Adding "
+        f"takes {found['add_microseconds']:.1f} us a vector, saving {file['save_seconds']:.2f} s, loading from a warm "
+        f"cache {verified:.0f} ms with verification and {unverified:.1f} ms without"
+    )
+    names = columns[0]["milliseconds"]
+    lines = [[name, *(f"{at['milliseconds'][name]:.2f}" for at in columns)] for name in names]
+    ratios = ["faiss / BitIndex on codes, median ratio", *(f"{at['faiss_over_codes']:.2f}" for at in columns)]
+    header = ["search", *(f"{at['queries']} quer{'y' if at['queries'] == 1 else 'ies'} a call" for at in columns)]
+    return report.to_markdown(report.Grid(title, header, [lines, [ratios]]))
+
+
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "iou": _of_run("iou", _iou("kv_head")),
     "iou-query-heads": _of_run("iou", _iou("query_head")),
@@ -53,6 +90,8 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "remainder": lambda results: report.to_markdown(report.remainder_grid(_stored(results / "training.json"))),
     "training": lambda results: _training(results, "kv_head"),
     "training-query-heads": lambda results: _training(results, "query_head"),
+    "hashcore-index-recall": _index_recall,
+    "hashcore-index-times": _index_times,
 }
 
 
@@ -98,7 +137,7 @@ def load(path: pathlib.Path) -> Result:
 def _stored(path: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
-            f"README.md has a table of {path.name}, expected it in {path.parent.name}; store a run with --from"
+            f"a README has a table of {path.name}, expected it in {path.parent.name}; store a run with --from"
         )
     return read_json(path, "store the run again with --from")
 
@@ -133,7 +172,7 @@ def _rounded(data: Any) -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if README.md is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a README is stale")
     parser.add_argument("--from", dest="runs", nargs="+", type=pathlib.Path, default=[], help="runs to store first")
     given = parser.parse_args(arguments)
     if given.check and given.runs:
@@ -141,18 +180,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for run in given.runs:
             print(f"stored {store(run).relative_to(ROOT)}")
-        before = README.read_text(encoding="utf-8")
-        after = render(before)
+        texts = {path: path.read_text(encoding="utf-8") for path in READMES}
+        fresh = {path: render(text) for path, text in texts.items()}
     except (ValueError, OSError) as error:
         print(f"update_readme: {error}", file=sys.stderr)
         return 2
-    if given.check:
-        sys.stdout.writelines(
-            difflib.unified_diff(before.splitlines(True), after.splitlines(True), "README.md", "fresh")
-        )
-        return int(before != after)
-    write_text(README, after)
-    return 0
+    stale = [path for path in READMES if texts[path] != fresh[path]]
+    for path in stale:
+        if given.check:
+            before, after = texts[path].splitlines(True), fresh[path].splitlines(True)
+            sys.stdout.writelines(difflib.unified_diff(before, after, str(path.relative_to(ROOT)), "fresh"))
+        else:
+            write_text(path, fresh[path])
+    return int(given.check and bool(stale))
 
 
 if __name__ == "__main__":

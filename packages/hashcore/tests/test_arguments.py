@@ -8,6 +8,7 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import cpu
+from hashcore.cpu import threads
 
 
 def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -103,9 +104,57 @@ REFUSED = {
     "k rows": (
         lambda: hashcore.topk(SCORES, np.array([1, 2, 3])),
         ValueError,
-        "one entry per row, shape [2], got [3];",
+        "k must be an integer or broadcast to one per row, shape [2], got [3];",
     ),
     "k floats": (lambda: hashcore.topk(SCORES, np.ones(2)), TypeError, "an array of integers, got float64;"),
+    "length beyond": (
+        lambda: hashcore.topk(SCORES, 1, lengths=6),
+        ValueError,
+        "lengths must be in 0..5, the number of scores in a row, got 6; a row cannot see more than there is",
+    ),
+    "length row negative": (
+        lambda: hashcore.topk(SCORES, 1, lengths=np.array([5, -1])),
+        ValueError,
+        "lengths must be in 0..5, the number of scores in a row, got -1;",
+    ),
+    "start negative": (lambda: hashcore.topk(SCORES, 1, starts=-1), ValueError, "starts must be in 0..5, the number"),
+    "start after the end": (
+        lambda: hashcore.search(CODES, CODES, 1, lengths=2, starts=np.array([1, 3, 2])),
+        ValueError,
+        "starts must not exceed lengths, got start 3 and length 2 in row 1; a row sees [start, length)",
+    ),
+    "starts rows": (
+        lambda: hashcore.topk(SCORES, 1, starts=np.zeros(3, int)),
+        ValueError,
+        "starts must be an integer or broadcast to one per row, shape [2], got [3]; insert",
+    ),
+    "lengths floats": (
+        lambda: hashcore.topk(SCORES, 1, lengths=np.ones(2)),
+        TypeError,
+        "lengths must be an integer or",
+    ),
+    "sink negative": (
+        lambda: hashcore.topk(SCORES, 1, sink=-1),
+        ValueError,
+        "sink must be 0 or more positions, got -1; 0 leaves none out",
+    ),
+    "recent 1.5": (lambda: hashcore.topk(SCORES, 1, recent=1.5), TypeError, "recent must be an integer, got 1.5;"),
+    "search k": (
+        lambda: hashcore.search(CODES, CODES, 4),
+        ValueError,
+        "k must be in 0..3, the number of scores in a row, got 4; clamp it",
+    ),
+    "search order": (
+        lambda: hashcore.search(CODES, CODES, 1, order="worst"),
+        ValueError,
+        'order must be "best" (highest score first) or "index" (ascending), got \'worst\'; choose one',
+    ),
+    "search range": (
+        lambda: hashcore.search(CODES, CODES, 1, (1, 2, 509)),
+        ValueError,
+        "the scores of a search must stay below 65536, got sum(weights) * 32 * W = 65536; use smaller weights or fewer",
+    ),
+    "search words": (lambda: hashcore.search(CODES, CODES[:, :3], 1), ValueError, "same number of words, got 4 and 3;"),
     "k a list": (lambda: hashcore.topk(SCORES, [1, 2]), TypeError, "k must be an integer, got [1, 2];"),
 }
 
@@ -126,13 +175,19 @@ def test_inputs_are_not_modified(rng):
         x.flags.writeable = False  # a write would raise here, and the copies catch one that numba makes
     hashcore.pack(w), hashcore.unpack(codes), hashcore.quantise(w), hashcore.planes(w), hashcore.group_planes(codes)
     hashcore.score(codes, codes), hashcore.score(codes, codes, (1, 2, 3, 4)), hashcore.topk(scores, k)
+    hashcore.search(codes, codes, k, lengths=k, starts=k - 1), hashcore.search(codes, codes, 2, (1, 2, 3, 4))
     for x, copy in zip(inputs, before, strict=True):
         np.testing.assert_array_equal(x, copy)
 
 
 def test_results_are_writable_and_share_no_memory_with_the_input(rng):
     codes = random_codes(rng, 4, 2)
-    for result in (hashcore.group_planes(codes[:1])[0], hashcore.unpack(codes), *hashcore.topk(codes % 9, 2)):
+    for result in (
+        hashcore.group_planes(codes[:1])[0],
+        hashcore.unpack(codes),
+        *hashcore.topk(codes % 9, 2),
+        *hashcore.search(codes, codes, 2),
+    ):
         assert result.flags.writeable
         assert not np.shares_memory(result, codes)
 
@@ -143,6 +198,7 @@ import sys, numpy, hashcore
 assert "numba" not in sys.modules
 planes, weights = hashcore.planes(numpy.ones((2, 64)))
 hashcore.topk(hashcore.score(planes, planes[0], weights), 1)
+hashcore.search(planes, planes[0], 1, weights)
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -152,9 +208,9 @@ def test_threads_may_call_at_the_same_time(rng):
     from concurrent.futures import ThreadPoolExecutor
 
     query, keys = random_codes(rng, 40, 3, 4), random_codes(rng, 5000, 4)
-    alone = cpu.score(query, keys, (1, 2, 4), (40,), threads=1)
+    alone = cpu.score(query, keys, (1, 2, 4), (40,), workers=1)
     with ThreadPoolExecutor(3) as pool:
-        for result in pool.map(lambda _: cpu.score(query, keys, (1, 2, 4), (40,), threads=2), range(6)):
+        for result in pool.map(lambda _: cpu.score(query, keys, (1, 2, 4), (40,), workers=2), range(6)):
             np.testing.assert_array_equal(result, alone)
 
 
@@ -164,6 +220,6 @@ def test_without_a_writable_cache_a_kernel_still_compiles(monkeypatch):
             raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
         return lambda function: function
 
-    monkeypatch.setattr(cpu.numba, "njit", njit)
+    monkeypatch.setattr(threads.numba, "njit", njit)
     function = lambda: 0  # noqa: E731
-    assert cpu._compiled(function) is function
+    assert threads.compiled(function) is function

@@ -41,6 +41,22 @@ def test_quantise_and_planes_equal_the_reference(planes, w):
 
 
 @pytest.mark.parametrize("planes", PLANES)
+@settings(deadline=None, max_examples=15)
+@given(w=arrays.arrays(np.float32, (3, 32), elements=st.floats(width=32)))
+def test_unchecked_planes_equal_the_reference_for_any_float(planes, w):
+    assert_same(hashcore.planes(w, planes, check=False)[0], reference.planes(w, planes)[0])
+
+
+def test_unchecked_nan_has_level_minus_one_and_infinities_are_the_largest_floats():
+    w = np.tile(np.array([np.nan, np.inf, -np.inf, 1.0, -1.0, -np.nan, 0.0, 3e38], np.float32), 4)
+    finite = np.clip(np.where(np.isnan(w), np.float32(-1), w), -np.finfo(np.float32).max, np.finfo(np.float32).max)
+    for planes in PLANES:
+        assert_same(hashcore.planes(w, planes, check=False)[0], hashcore.planes(finite, planes)[0])
+    assert_same(hashcore.planes(np.full(32, np.nan), 1, check=False)[0], np.zeros((1, 1), np.int32))
+    assert_same(hashcore.planes(np.full(32, 1e300), 1, check=False)[0], np.full((1, 1), -1, np.int32))
+
+
+@pytest.mark.parametrize("planes", PLANES)
 def test_levels_are_the_odd_integers_up_to_m(planes):
     levels, scale = hashcore.quantise(np.linspace(-1, 1, 2048).reshape(1, -1), planes)
     m = 2**planes - 1

@@ -4,6 +4,7 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import cpu, reference
+from hashcore.cpu import kernels, layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,9 +100,36 @@ def test_expanded_arrays_score_without_being_copied(rng):
     expanded = np.broadcast_to(keys, (7, 33, 4))
     query = np.broadcast_to(random_codes(rng, 1, 2, 4), (7, 2, 4))
     assert_same(hashcore.score(query, expanded, (1, 2)), reference.score(query, expanded, (1, 2)))
-    distinct, index = cpu._distinct(expanded, (7,))
-    assert distinct.shape == (1, 33, 4)
+    sets = layout.code_sets(expanded, (7,))
+    assert sets.owner is expanded
+    assert len(set(sets.first.tolist())) == 1
+    planes, index = layout.queries(query, (7,), np.uint64)
+    assert planes.shape == (1, 2, 2)
     assert index.tolist() == [0] * 7
+
+
+BUFFER = np.random.default_rng(3).integers(-(2**31), 2**31, (2, 3, 50, 6), np.int64).astype(np.int32)
+IN_PLACE = {
+    "the used part of a buffer": (BUFFER[:, :, :33], np.uint64),
+    "every second code": (BUFFER[:, :, ::2], np.uint64),
+    "backwards": (BUFFER[::-1, :, ::-1], np.uint64),
+    "exchanged leading dimensions": (BUFFER.swapaxes(0, 1), np.uint64),
+    "leading dimension as codes": (BUFFER.swapaxes(1, 2), np.uint64),
+    "one code many times": (np.broadcast_to(BUFFER[:, :, :1], (2, 3, 40, 6)), np.uint64),
+    "some words": (BUFFER[..., 2:4], np.uint64),
+    "an odd number of words": (BUFFER[..., :5], np.uint32),
+    "words from an odd one on": (BUFFER[..., 1:5], np.uint32),
+}
+
+
+@pytest.mark.parametrize("case", IN_PLACE)
+def test_codes_are_scored_where_they_lie(case):
+    keys, word = IN_PLACE[case]
+    query = np.ascontiguousarray(BUFFER[:1, :1, :7, : keys.shape[-1]])
+    assert_same(hashcore.score(query, keys), reference.score(query, np.ascontiguousarray(keys)))
+    sets = layout.code_sets(keys, keys.shape[:-2])
+    assert sets.owner is keys
+    assert sets.dtype is word
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 5), (0, 0)])
@@ -113,10 +141,10 @@ def test_no_queries_or_no_keys_give_no_scores(shape):
 
 @pytest.mark.parametrize("words", WORDS)
 def test_serial_equals_parallel(rng, words):
-    lead, n = (2, 21), 2 * cpu.CHUNK + 33  # several blocks and chunks, the last ones ragged
+    lead, n = (2, 21), 2 * kernels.CHUNK + 33  # several blocks and chunks, the last ones ragged
     query, keys = random_codes(rng, *lead, 4, words), random_codes(rng, 2, 1, n, words)
-    serial = cpu.score(query, keys, (1, 2, 4, 8), lead, threads=1)
-    assert_same(cpu.score(query, keys, (1, 2, 4, 8), lead, threads=3), serial)
+    serial = cpu.score(query, keys, (1, 2, 4, 8), lead, workers=1)
+    assert_same(cpu.score(query, keys, (1, 2, 4, 8), lead, workers=3), serial)
     assert_same(serial[:, ::10], reference.score(query[:, ::10], keys, (1, 2, 4, 8)))
 
 

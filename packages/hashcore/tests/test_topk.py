@@ -4,7 +4,7 @@ import hashcore
 import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
-from hashcore import cpu, reference
+from hashcore import cpu, reference, validation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,11 +128,12 @@ def test_strides_do_not_change_the_selection(rng):
     assert_selects_as_reference(scores, np.minimum(k, 66))
 
 
-def test_serial_equals_parallel(rng):
+@pytest.mark.parametrize("workers", [2, 3, 7])
+def test_serial_equals_parallel(rng, workers):
     scores = rng.integers(0, 300, (37, 333)).astype(np.int32)
-    k = rng.integers(0, 333, 37)
-    serial = cpu.topk(scores, k, int(k.max()), threads=1)
-    for actual, expected in zip(cpu.topk(scores, k, int(k.max()), threads=3), serial, strict=True):
+    wanted = validation.selection(scores.shape, rng.integers(0, 333, 37), None, None, 0, 0)
+    serial = cpu.topk(scores, *wanted, workers=1)
+    for actual, expected in zip(cpu.topk(scores, *wanted, workers=workers), serial, strict=True):
         assert_same(actual, expected)
 
 
@@ -140,4 +141,52 @@ def test_a_bad_row_is_found_by_whichever_thread_meets_it():
     scores = np.zeros((37, 3), np.int32)
     scores[30, 1] = 2**16
     with pytest.raises(ValueError, match="in row 30"):
-        cpu.topk(scores, np.ones(37, np.int64), 1, threads=3)
+        cpu.topk(scores, *validation.selection(scores.shape, 1, None, None, 0, 0), workers=3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_ragged_rows_select_as_the_reference(data):
+    rows, n = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 130))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    lengths = rng.integers(0, n + 1, rows)
+    ranges = dict(lengths=lengths, starts=rng.integers(0, lengths + 1), sink=data.draw(st.integers(0, 3)))
+    ranges["recent"] = data.draw(st.integers(0, 3))
+    scores, k = rng.integers(0, 9, (rows, n)).astype(np.int32), data.draw(st.integers(0, n))
+    for actual, expected in zip(hashcore.topk(scores, k, **ranges), reference.topk(scores, k, **ranges), strict=True):
+        assert_same(actual, expected)
+
+
+def test_only_eligible_positions_count():
+    scores = np.array([[99, 5, 4, 7, 99], [99, 5, 4, 7, 99]], np.int32)
+    values, indices = hashcore.topk(scores, 2, lengths=np.array([4, 5]), starts=1, sink=0, recent=np.int64(0))
+    assert indices.tolist() == [[1, 3], [3, 4]]
+    assert values.tolist() == [[5, 7], [7, 99]]
+    values, indices = hashcore.topk(scores, 2, sink=1, recent=3)
+    assert indices.tolist() == [[1, -1]] * 2
+    assert values.tolist() == [[5, 0]] * 2
+
+
+def test_positions_that_are_not_eligible_may_hold_anything():
+    scores = np.array([[2**31 - 1, 3, 1, 2, -(2**31)]], np.int32)
+    assert hashcore.topk(scores, 1, lengths=4, starts=1)[1].tolist() == [[1]]
+
+
+def test_k_lengths_and_starts_broadcast_to_the_rows(rng):
+    scores = rng.integers(0, 9, (2, 3, 40)).astype(np.int32)
+    k, lengths, starts = np.array([3, 5, 7]), np.array([[40], [9]]), np.uint8([[2]])
+    for actual, expected in zip(
+        hashcore.topk(scores, k, lengths=lengths, starts=starts),
+        reference.topk(scores, k, lengths=lengths, starts=starts),
+        strict=True,
+    ):
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("span", [4094, 4095, 4096, 4097, 65534, 65535])
+def test_one_and_two_level_histograms_select_alike(rng, span):
+    scores = rng.integers(0, span + 1, (2, 3000))
+    scores[:, 7], scores[:, 9] = 0, span
+    scores[1] = np.where(rng.random(3000) < 0.5, scores[1] // 256 * 256, scores[1])  # ties at the edges of the bins
+    for k in (1, 20, 1500, 3000):
+        assert_selects_as_reference(scores, k)

@@ -42,6 +42,48 @@ def test_every_function_returns_tensors_equal_to_numpy(rng):
             assert_equal(tensor, array)
 
 
+@pytest.mark.parametrize("order", ["best", "index"])
+def test_search_and_ranges_return_tensors_equal_to_numpy(rng, order):
+    query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 90, 4)
+    lengths, k = np.array([[90], [40]]), np.array([7, 0, 50])
+    arguments = [torch.from_numpy(x.copy()) for x in (query, keys, k, lengths)]
+    for weights in (None, (1, 2, 4)):
+        rows = slice(None) if weights is None else (..., 0)
+        ranges = dict(lengths=lengths[rows], starts=3, recent=2)
+        theirs = hashcore.search(query, keys, 7 if weights else k, weights, order=order, **ranges)
+        ranges["lengths"] = arguments[3][rows]
+        ours = hashcore.search(*arguments[:2], 7 if weights else arguments[2], weights, order=order, **ranges)
+        for tensor, array in zip(ours, theirs, strict=True):
+            assert_equal(tensor, array)
+
+
+def test_results_go_to_the_given_tensors(rng):
+    codes = torch.from_numpy(random_codes(rng, 3, 4))
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    packed, scores = torch.empty(3, 4, dtype=torch.int32), torch.empty(3, 9, dtype=torch.int32)[:, 2:5]
+    assert hashcore.pack(x, out=packed) is packed
+    assert torch.equal(packed, hashcore.pack(x))
+    assert hashcore.score(codes, codes, out=scores) is scores
+    assert torch.equal(scores, hashcore.score(codes, codes))
+    pair = torch.empty(3, 2, dtype=torch.int32), torch.empty(3, 2, dtype=torch.int32)
+    assert hashcore.topk(scores, 2, out=pair) is pair
+    assert torch.equal(pair[1], hashcore.topk(scores, 2)[1].int())
+    assert hashcore.search(codes, codes, 2, out=pair) is pair
+    assert torch.equal(pair[1], hashcore.search(codes, codes, 2)[1].int())
+
+
+def test_an_expanded_tensor_cannot_take_a_result(rng):
+    codes = torch.from_numpy(random_codes(rng, 3, 4))
+    with pytest.raises(ValueError, match="out must have memory of its own for every element"):
+        hashcore.score(codes, codes, out=torch.zeros(3, 1, dtype=torch.int32).expand(3, 3))
+
+
+def test_a_tensor_does_not_take_a_numpy_result(rng):
+    codes = random_codes(rng, 3, 4)
+    with pytest.raises(TypeError, match="not mixed, got query: ndarray, keys: ndarray, out: Tensor"):
+        hashcore.score(codes, codes, out=torch.zeros(3, 3, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "bool", "int8", "int64", "uint8"])
 def test_every_dtype_packs_its_signs(dtype):
     x = torch.tensor([-2.0, -0.0, 0.0, 1.0, 3.0, -1.0, 0.25, 2.0] * 8).to(getattr(torch, dtype))
@@ -105,6 +147,9 @@ def test_a_tensor_elsewhere_is_refused_with_its_device():
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(ValueError, match=message):
             hashcore.pack(torch.zeros(32, device="meta", dtype=dtype))
+    codes = torch.zeros(3, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        hashcore.search(codes, keys=codes.to("meta"), k=1)
 
 
 def test_a_sparse_tensor_is_refused():

@@ -1,4 +1,4 @@
-"""The remainder: its fit, its bound, and attention with it (docs/algorithm.md, eq. 13 and 14)."""
+"""The remainder: its fit, its bound, and attention with it (docs/algorithm.md, eq. 15 and 16)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The remainder in attention: running means, and what it adds to a selection (docs/algorithm.md, eq. 13 and 14)."""
+"""The remainder in attention: running means, and what it adds to a selection (docs/algorithm.md, eq. 15 and 16)."""
 
 import copy
 

@@ -31,7 +31,7 @@ class LoadedMethod:
     query_head_selector: Selector | None
     """One set per query head, the paper's quality protocol."""
     remainder: bool = False
-    """Whether what a selection leaves out is added back (eq. 13, 14), as `attach` does by default."""
+    """Whether what a selection leaves out is added back (eq. 15, 16), as `attach` does by default."""
 
 
 @dataclass(frozen=True)

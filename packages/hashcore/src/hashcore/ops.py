@@ -1,10 +1,13 @@
 """The public functions: what they take and return, the checks, and the dispatch to the implementation.
 
 Every function takes numpy arrays or CPU torch tensors, with any strides, never modifies them, and returns their kind.
+Results go to new arrays or to `out`, of the shape and dtype the result has, which is then what is returned. Everything
+is checked before anything is written.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,25 +18,46 @@ if TYPE_CHECKING:
     import torch
 
 Array = TypeVar("Array", NDArray[Any], "torch.Tensor")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-def pack(x: Array) -> Array:
+def _any_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Hand over calls with a tensor that is not in CPU memory; this is the only place that does."""
+
+    @functools.wraps(function)
+    def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        for argument in (*arguments, *options.values()):
+            if validation.elsewhere(argument):
+                raise validation.not_here(argument)
+        return function(*arguments, **options)
+
+    return call
+
+
+@_any_device
+def pack(x: Array, *, out: Array | None = None) -> Array:
     """Pack the signs of vectors into 32-bit words.
 
     Args:
         x: real numbers or booleans, shape [..., D], D a positive multiple of 32.
+        out: int32 [..., D / 32] to write to.
     Returns: int32 [..., D / 32]; bit j of word w is [x_{32 w + j} > 0], so -0.0 and NaN are 0.
-    Raises: ValueError if D is not a positive multiple of 32.
+    Raises: ValueError if D is not a positive multiple of 32, or out does not fit.
     Source: docs/algorithm.md, eq. 1.
     """
-    if validation.is_bfloat16(x):
-        x = x > 0  # numpy has no bfloat16: torch takes the signs
-    (array,), restore = validation.host_arrays(x=x)
+    halves = None if (integers := validation.bfloat16_bits(x)) is None else bits.BFLOAT16_INFINITY
+    (array, target), restore = validation.host_arrays({"out": out}, x=x if integers is None else integers)
     validation.real("x", array, "[..., D]")
     validation.bits("x", array)
-    return restore(bits.pack(array))
+    if out is None:
+        return restore(bits.pack(array, halves))
+    validation.output("out", target, (*array.shape[:-1], array.shape[-1] // 32), [np.int32], [array])
+    target[...] = bits.pack(array, halves)
+    return out
 
 
+@_any_device
 def unpack(codes: Array) -> Array:
     """Unpack words into booleans, the inverse of pack.
 
@@ -47,6 +71,7 @@ def unpack(codes: Array) -> Array:
     return restore(bits.unpack(array))
 
 
+@_any_device
 def quantise(w: Array, planes: int = 3) -> tuple[Array, Array]:
     """Quantise rows of real query weights to odd integer levels.
 
@@ -66,25 +91,29 @@ def quantise(w: Array, planes: int = 3) -> tuple[Array, Array]:
     return restore(levels), restore(scale)
 
 
-def planes(w: Array, planes: int = 3) -> tuple[Array, tuple[int, ...]]:
+@_any_device
+def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tuple[int, ...]]:
     """Quantise rows of real query weights to weighted bit planes.
 
     Args:
         w: one real weight per bit, shape [..., 32 W]; computed in float32.
         planes: P in 1..8.
+        check: refuse weights that are not finite. Without it NaN has level -1 and an infinity counts as the largest
+            float32 of its sign.
     Returns: int32 [..., P, W] and the weights (1, 2, ..., 2^(P-1)); plane p holds binary digit p of (level + m) / 2.
         Scored against a key (eq. 4) they give (level . sigma(key) + 32 W m) / 2, m = 2^P - 1, exactly.
-    Raises: ValueError if w is not finite, its last dimension does not fill words, or P is out of range.
+    Raises: ValueError if w is checked and not finite, its last dimension does not fill words, or P is out of range.
     Source: docs/algorithm.md, eq. 5.
     """
     (array,), restore = validation.host_arrays(w=w)
     validation.real("w", array, "[..., D]")
     validation.bits("w", array)
     count = validation.plane_count(planes)
-    levels, _ = quantiser.quantise(array, count)
+    levels, _ = quantiser.quantise(array, count, check)
     return restore(quantiser.level_planes(levels, count)), tuple(1 << p for p in range(count))
 
 
+@_any_device
 def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
     """Merge the one-bit queries of a group into weighted bit planes that score as their sum.
 
@@ -102,56 +131,139 @@ def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
     return restore(merged), weights
 
 
-def score(query: Array, keys: Array, weights: Sequence[int] | None = None) -> Array:
+@_any_device
+def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, out: Array | None = None) -> Array:
     """Count matching bits between query codes, or weighted query planes, and every key code.
 
-    Leading dimensions broadcast as in numpy; keys that are broadcast or expanded are never copied per query.
+    Leading dimensions broadcast as in numpy. Keys are read where they lie, whatever the strides of all dimensions but
+    the last: neither broadcast keys nor the used part of a larger buffer are copied.
 
     Args:
         query: int32 words, shape [..., Q, W]; with weights the planes of one query, shape [..., P, W].
         keys: int32 words, shape [..., N, W].
         weights: positive integer weight of each plane, length P.
+        out: int32, of the result's shape, to write to.
     Returns: int32 [..., Q, N], or [..., N] with weights; higher is closer, in [0, sum(weights) * 32 * W].
-    Raises: ValueError if words, weights or leading dimensions do not fit.
+    Raises: ValueError if words, weights or leading dimensions do not fit each other, or out does not fit the result.
     Source: docs/algorithm.md, eq. 2; with weights eq. 4.
     """
-    (q, k), restore = validation.host_arrays(query=query, keys=keys)
-    validation.codes("query", q, "[..., Q, W]" if weights is None else "[..., P, W]")
-    validation.codes("keys", k, "[..., N, W]")
-    validation.same_words(q, k)
-    lead = validation.broadcast(q.shape[:-2], k.shape[:-2])
-    if weights is None:  # each of the Q queries is one plane of weight 1
-        lead = (*lead, q.shape[-2])
-        q, k, weights = q[..., None, :], k[..., None, :, :], (1,)
-    checked = validation.plane_weights(weights, q.shape[-2], q.shape[-1])
+    (q, k, target), restore = validation.host_arrays({"out": out}, query=query, keys=keys)
+    q, k, checked, lead = _comparison(q, k, weights)
+    if out is not None:
+        validation.output("out", target, (*lead, k.shape[-2]), [np.int32], [q, k])
 
     from hashcore import cpu  # numba takes half a second to import; the functions above do without it
 
-    return restore(cpu.score(q, k, checked, lead))
+    if out is None:
+        return restore(cpu.score(q, k, checked, lead))
+    cpu.score(q, k, checked, lead, target)
+    return out
 
 
-def topk(scores: Array, k: int | Array) -> tuple[Array, Array]:
+@_any_device
+def topk(
+    scores: Array,
+    k: int | Array,
+    *,
+    lengths: int | Array | None = None,
+    starts: int | Array | None = None,
+    sink: int = 0,
+    recent: int = 0,
+    out: tuple[Array, Array] | None = None,
+) -> tuple[Array, Array]:
     """Select the k highest scores of each row; ties go to the lowest index.
 
     Args:
-        scores: integers, shape [..., N]; within a row the largest and the smallest differ by less than 2^16.
-        k: how many to select, 0 <= k <= N; or one integer per row, shape [...].
+        scores: integers, shape [..., N]; within the eligible part of a row the largest and the smallest differ by less
+            than 2^16.
+        k: how many to select, 0 <= k <= N; or one integer per row.
+        lengths, starts: a row sees positions [start, length), 0 <= start <= length <= N; all of them by default.
+        sink, recent: how many of the first and of the last of these are not eligible, because the caller takes them
+            anyway.
+        out: values in the dtype of scores and indices int64 or int32, both [..., K], to write to.
+    k, lengths and starts are integers, or arrays of integers that broadcast to the shape of the rows, [...].
     Returns: scores [..., K] in the input's dtype and indices int64 [..., K], in ascending index order. K is k, or the
-        largest k: a row that selects fewer ends in slots of score 0 and index -1.
-    Raises: ValueError if k is out of range, or a row's scores lie too far apart.
-    Source: docs/algorithm.md, eq. 6.
+        largest k: a row that selects fewer, or has fewer eligible positions, ends in slots of score 0 and index -1.
+    Raises: ValueError if k, a length or a start is out of range, a row's scores lie too far apart, or out does not fit.
+    Source: docs/algorithm.md, eq. 6 and 13.
     """
-    (array,), restore = validation.host_arrays(scores=scores)
+    values, indices = validation.pair(out)
+    optional = {"k": k, "lengths": lengths, "starts": starts, "out[0]": values, "out[1]": indices}
+    (array, *rows, values, indices), restore = validation.host_arrays(optional, scores=scores)
     validation.integer_scores(array)
-    if hasattr(k, "shape") and not isinstance(k, np.generic):
-        (_, sizes), _ = validation.host_arrays(scores=scores, k=k)
-        validation.selection_sizes(sizes, array.shape)
-        width = int(sizes.max(initial=0))
-    else:
-        width = validation.selection_size(k, array.shape)
-        sizes = np.full(array.shape[:-1], width, np.int64)
+    wanted = validation.selection(array.shape, *rows, sink, recent)
+    if out is not None:
+        native = array.dtype.newbyteorder("=")
+        validation.outputs(values, indices, (*array.shape[:-1], wanted.width), native, [array, *rows])
 
     from hashcore import cpu  # numba takes half a second to import
 
-    values, indices = cpu.topk(array, sizes, width)
-    return restore(values), restore(indices)
+    found = cpu.topk(array, *wanted)
+    if out is None:
+        return restore(found[0]), restore(found[1])
+    values[...], indices[...] = found
+    return out
+
+
+@_any_device
+def search(
+    query: Array,
+    keys: Array,
+    k: int | Array,
+    weights: Sequence[int] | None = None,
+    *,
+    lengths: int | Array | None = None,
+    starts: int | Array | None = None,
+    sink: int = 0,
+    recent: int = 0,
+    order: str = "best",
+    out: tuple[Array, Array] | None = None,
+) -> tuple[Array, Array]:
+    """Find the k keys that score highest against each query: topk of score in one pass, without storing the scores.
+
+    Args:
+        query: int32 words, shape [..., Q, W]; with weights the planes of one query, shape [..., P, W].
+        keys: int32 words, shape [..., N, W]; read where they lie, as in score.
+        k: how many to find, 0 <= k <= N; or one integer per row.
+        weights: positive integer weight of each plane, length P.
+        lengths, starts, sink, recent: which keys of a row are eligible, as in topk.
+        order: "best", highest score first and equal scores by ascending index; or "index", by ascending index.
+        out: scores int32 and indices int64 or int32, both of the results' shape, to write to.
+    Rows are [..., Q], or [...] with weights; k, lengths and starts are integers, or arrays of integers that broadcast
+    to that shape.
+    Returns: scores int32 and indices int64, [..., Q, K], or [..., K] with weights. K is k, or the largest k: a row that
+        finds fewer ends in slots of score 0 and index -1.
+    Raises: ValueError if the arguments do not fit each other, or sum(weights) * 32 * W is 2^16 or more.
+    Source: docs/algorithm.md, eq. 2, 4, 6, 13 and 14.
+    """
+    values, indices = validation.pair(out)
+    optional = {"k": k, "lengths": lengths, "starts": starts, "out[0]": values, "out[1]": indices}
+    (q, c, *rows, values, indices), restore = validation.host_arrays(optional, query=query, keys=keys)
+    q, c, checked, lead = _comparison(q, c, weights)
+    validation.score_bits(checked, q.shape[-1])
+    wanted = validation.selection((*lead, c.shape[-2]), *rows, sink, recent)
+    best = validation.order(order)
+    if out is not None:
+        validation.outputs(values, indices, (*lead, wanted.width), np.int32, [q, c, *rows])
+
+    from hashcore import cpu  # numba takes half a second to import
+
+    if out is None:
+        scores, found = cpu.search(q, c, checked, lead, wanted, best)
+        return restore(scores), restore(found)
+    cpu.search(q, c, checked, lead, wanted, best, (values, indices))
+    return out
+
+
+def _comparison(
+    query: NDArray[Any], keys: NDArray[Any], weights: Sequence[int] | None
+) -> tuple[NDArray[np.int32], NDArray[np.int32], tuple[int, ...], tuple[int, ...]]:
+    """Return checked planes [..., P, W], keys [..., N, W], the planes' weights, and the leading shape of the result."""
+    validation.codes("query", query, "[..., Q, W]" if weights is None else "[..., P, W]")
+    validation.codes("keys", keys, "[..., N, W]")
+    validation.same_words(query, keys)
+    lead = validation.broadcast(query.shape[:-2], keys.shape[:-2])
+    if weights is None:  # each of the Q queries is one plane of weight 1
+        lead = (*lead, query.shape[-2])
+        query, keys, weights = query[..., None, :], keys[..., None, :, :], (1,)
+    return query, keys, validation.plane_weights(weights, query.shape[-2], query.shape[-1]), lead

@@ -8,12 +8,20 @@ from numpy.typing import NDArray
 from hashcore import bits, validation
 
 TINY = np.finfo(np.float32).tiny  # the scale of a row of zeros: positive, and never subnormal
+HUGE = np.finfo(np.float32).max  # what an infinity counts as
 
 
-def quantise(w: NDArray[Any], planes: int) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Quantise rows of real weights to odd integer levels and one scale a row (eq. 5), in float32 throughout."""
-    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf, which is refused below
+def quantise(w: NDArray[Any], planes: int, check: bool = True) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Quantise rows of real weights to odd integer levels and one scale a row (eq. 5), in float32 throughout.
+
+    Non-finite weights are refused or, without the check, count as eq. 5 says.
+    """
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf
         w = w.astype(np.float32, copy=False)
+    nan = None
+    if not check:
+        nan = np.isnan(w)
+        w = np.where(nan, np.float32(0), np.clip(w, -HUGE, HUGE))
     top = np.float32(2**planes - 1)
     peak = np.abs(w).max(axis=-1, keepdims=True)
     validation.finite(peak)
@@ -24,6 +32,8 @@ def quantise(w: NDArray[Any], planes: int) -> tuple[NDArray[Any], NDArray[np.flo
     levels *= np.float32(2)
     levels += np.float32(1)
     np.clip(levels, -top, top, out=levels)
+    if nan is not None:
+        levels[nan] = -1
     return levels.astype(np.int8 if planes < 8 else np.int16), scale
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Weights = tuple[int, ...]
+Rows = int | NDArray[Any] | None
 
 
 def pack(x: NDArray[Any]) -> NDArray[np.int32]:
@@ -25,10 +26,12 @@ def unpack(codes: NDArray[np.int32]) -> NDArray[np.bool_]:
 
 def quantise(w: NDArray[Any], planes: int = 3) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """Quantise [..., D] weights to odd levels and a scale [..., 1] (eq. 5)."""
-    w, m = w.astype(np.float32), np.float32(2**planes - 1)
+    with np.errstate(over="ignore"):
+        w, m, limits = w.astype(np.float32), np.float32(2**planes - 1), np.finfo(np.float32)
+    w, nan = np.clip(np.where(np.isnan(w), np.float32(0), w), limits.min, limits.max), np.isnan(w)
     s = np.float32(0.8) * abs(w).max(-1, keepdims=True) / m
-    s = np.where(s < np.finfo(np.float32).tiny, np.finfo(np.float32).tiny, s)
-    level = np.clip(2 * np.floor(w / s / 2) + 1, -m, m)
+    s = np.where(s < limits.tiny, limits.tiny, s)
+    level = np.where(nan, -1, np.clip(2 * np.floor(w / s / 2) + 1, -m, m))
     return level.astype(np.int8 if planes <= 7 else np.int16), s
 
 
@@ -60,13 +63,40 @@ def score(query: NDArray[np.int32], keys: NDArray[np.int32], weights: Weights | 
     return (matches * np.array(weights)).sum(-1).astype(np.int32)
 
 
-def topk(scores: NDArray[Any], k: int | NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Select the k highest scores of each row, ties to the lowest index, in ascending index order (eq. 6)."""
-    sizes, n = np.broadcast_to(k, scores.shape[:-1]), scores.shape[-1]
+def eligible(
+    shape: tuple[int, ...], lengths: Rows = None, starts: Rows = 0, sink: int = 0, recent: int = 0
+) -> NDArray[np.bool_]:
+    """Mark the positions [start + sink, length - recent) of each row of scores of this shape (eq. 13)."""
+    position, n = np.arange(shape[-1]), shape[-1]
+    first = np.broadcast_to(np.asarray(starts), shape[:-1])[..., None] + sink
+    end = np.broadcast_to(np.asarray(n if lengths is None else lengths), shape[:-1])[..., None] - recent
+    return (first <= position) & (position < end)
+
+
+def topk(
+    scores: NDArray[Any], k: int | NDArray[Any], *, order: str = "index", **ranges: Any
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Select the k highest eligible scores of each row, ties to the lowest index (eq. 6), in either order (eq. 14)."""
+    sizes, seen = np.broadcast_to(k, scores.shape[:-1]), eligible(scores.shape, **ranges)
     shape = (*scores.shape[:-1], k if isinstance(k, int) else sizes.max(initial=0))
     values, indices = np.zeros(shape, scores.dtype), np.full(shape, -1, np.int64)
     for row in np.ndindex(scores.shape[:-1]):
-        best_first = n - 1 - np.argsort(scores[row][::-1], kind="stable")[::-1]
-        indices[row][: sizes[row]] = np.sort(best_first[: sizes[row]])
-        values[row][: sizes[row]] = scores[row][indices[row][: sizes[row]]]
+        worst_first = np.argsort(scores[row][::-1], kind="stable")
+        best_first = scores.shape[-1] - 1 - worst_first[::-1]
+        chosen = best_first[seen[row][best_first]][: sizes[row]]
+        chosen = chosen if order == "best" else np.sort(chosen)
+        indices[row][: len(chosen)], values[row][: len(chosen)] = chosen, scores[row][chosen]
     return values, indices
+
+
+def search(
+    query: NDArray[np.int32],
+    keys: NDArray[np.int32],
+    k: int | NDArray[Any],
+    weights: Weights | None = None,
+    *,
+    order: str = "best",
+    **ranges: Any,
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Select the k best keys of each row by their scores."""
+    return topk(score(query, keys, weights), k, order=order, **ranges)

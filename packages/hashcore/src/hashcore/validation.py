@@ -1,9 +1,10 @@
 """What the public functions accept: every message says what was expected, what came, and what to do."""
 
+import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,31 +12,52 @@ from numpy.typing import NDArray
 Restore = Callable[[NDArray[Any]], Any]
 
 
-def host_arrays(**arrays: Any) -> tuple[list[NDArray[Any]], Restore]:
+def host_arrays(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tuple[list[Any], Restore]:
     """View every argument as numpy and return the function that turns a result back into the caller's kind.
+
+    Optional arguments come after the others; those that are no arrays, such as None or a number, come back as they are.
 
     Raises: TypeError for anything but arrays of one kind; ValueError for a tensor that is not in CPU memory.
     """
+    passed = arrays | {name: x for name, x in (optional or {}).items() if is_array(x)}
     torch = sys.modules.get("torch")  # a caller who holds a tensor has imported it; nobody else pays for it
-    if all(isinstance(x, np.ndarray) for x in arrays.values()):
-        return list(arrays.values()), lambda result: result
-    if torch is not None and all(isinstance(x, torch.Tensor) for x in arrays.values()):
-        return [_tensor_view(torch, x) for x in arrays.values()], torch.from_numpy
-    got = ", ".join(f"{name}: {type(x).__name__}" for name, x in arrays.items())
-    raise TypeError(f"expected numpy arrays or torch tensors, not mixed, got {got}; convert them to one kind")
+    if all(isinstance(x, np.ndarray) for x in passed.values()):
+        views, restore = passed, lambda result: result
+    elif torch is not None and all(isinstance(x, torch.Tensor) for x in passed.values()):
+        views, restore = {name: _tensor_view(torch, x) for name, x in passed.items()}, torch.from_numpy
+    else:
+        got = ", ".join(f"{name}: {type(x).__name__}" for name, x in passed.items())
+        raise TypeError(f"expected numpy arrays or torch tensors, not mixed, got {got}; convert them to one kind")
+    return [views.get(name, x) for name, x in (arrays | (optional or {})).items()], restore
 
 
-def is_bfloat16(x: Any) -> bool:
-    """Tell whether x is a tensor of the one common dtype that numpy lacks."""
+def is_array(x: Any) -> bool:
+    """Tell an array or a tensor, of any rank, from a number or a list."""
+    return hasattr(x, "shape") and not isinstance(x, np.generic)
+
+
+def bfloat16_bits(x: Any) -> Any | None:
+    """Return a bfloat16 tensor, the one common dtype that numpy lacks, as int16 in the same memory; None for others."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16
+    if torch is None or not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16 or x.layout != torch.strided:
+        return None
+    return x.detach().view(torch.int16)
+
+
+def elsewhere(x: Any) -> bool:
+    """Tell whether x is a tensor that is not in CPU memory."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor) and x.device.type != "cpu"
+
+
+def not_here(x: Any) -> ValueError:
+    """Say that a tensor is not in CPU memory."""
+    return ValueError(f"hashcore runs on CPU tensors in this version, got a tensor on {x.device}; move it with .cpu()")
 
 
 def _tensor_view(torch: Any, x: Any) -> NDArray[Any]:
     if x.device.type != "cpu":
-        raise ValueError(
-            f"hashcore runs on CPU tensors in this version, got a tensor on {x.device}; move it with .cpu()"
-        )
+        raise not_here(x)
     if x.layout != torch.strided:
         raise ValueError(f"expected a strided tensor, got layout {x.layout}; convert it with .to_dense()")
     x = x.detach()
@@ -131,23 +153,129 @@ def integer_scores(scores: NDArray[Any]) -> None:
         raise ValueError("scores must have shape [..., N], got a scalar; add a dimension")
 
 
-def selection_size(k: Any, shape: tuple[int, ...]) -> int:
-    """Return k as an int in 0..N."""
-    size = _integer("k", k)
-    if not 0 <= size <= shape[-1]:
-        raise ValueError(f"k must be in 0..{shape[-1]}, the number of scores in a row, got {size}; clamp it")
-    return size
+class Selection(NamedTuple):
+    """What each row of a selection asks for, in int64 [rows]: its k, and the first and the end of its positions."""
+
+    k: NDArray[np.int64]
+    low: NDArray[np.int64]
+    high: NDArray[np.int64]
+    width: int
 
 
-def selection_sizes(k: NDArray[Any], shape: tuple[int, ...]) -> None:
-    """Require one k in 0..N for each row of scores."""
-    if k.dtype.kind not in "iu":
-        raise TypeError(f"k must be an integer or an array of integers, got {k.dtype}; convert it")
-    if k.shape != shape[:-1]:
-        raise ValueError(f"k must have one entry per row, shape {list(shape[:-1])}, got {list(k.shape)}; broadcast it")
-    if k.size and not 0 <= k.min() <= k.max() <= shape[-1]:
-        bad = k.min() if k.min() < 0 else k.max()
-        raise ValueError(f"k must be in 0..{shape[-1]}, the number of scores in a row, got {bad}; clamp it")
+def selection(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> Selection:
+    """Return the selection from scores of this shape, [..., N], with every value checked; all positions by default."""
+    n = shape[-1]
+    sizes = _per_row("k", k, shape, "clamp it")
+    start = _per_row("starts", 0 if starts is None else starts, shape, "a row begins where its keys do")
+    end = _per_row("lengths", n if lengths is None else lengths, shape, "a row cannot see more than there is")
+    if np.any(start > end):
+        start, end = np.broadcast_arrays(start, end)
+        at = int(np.argmax(start > end))
+        raise ValueError(
+            f"starts must not exceed lengths, got start {start.flat[at]} and length {end.flat[at]} in row {at}; "
+            "a row sees [start, length)"
+        )
+    low = np.minimum(start + _natural("sink", sink, n), n)
+    high = np.maximum(end - _natural("recent", recent, n), low)  # nothing is left where the two meet
+    width = int(sizes.max(initial=0)) if isinstance(sizes, np.ndarray) else sizes
+    rows = math.prod(shape[:-1])
+    return Selection(*(x if isinstance(x, np.ndarray) else np.full(rows, x) for x in (sizes, low, high)), width)
+
+
+def order(name: Any) -> bool:
+    """Tell whether results come best first."""
+    if name not in ("best", "index"):
+        raise ValueError(f'order must be "best" (highest score first) or "index" (ascending), got {name!r}; choose one')
+    return name == "best"
+
+
+def score_bits(weights: tuple[int, ...], words: int) -> None:
+    """Require scores that fit the 16 bits a search keeps of them."""
+    if sum(weights) * 32 * words >= 1 << 16:
+        raise ValueError(
+            f"the scores of a search must stay below {1 << 16}, got sum(weights) * 32 * W = "
+            f"{sum(weights) * 32 * words}; use smaller weights or fewer bits"
+        )
+
+
+def pair(out: Any) -> tuple[Any, Any]:
+    """Return the two arrays that take a selection, or None twice."""
+    if out is None:
+        return None, None
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise TypeError(f"out must be a pair, one array for scores and one for indices, got {type(out).__name__}")
+    return out[0], out[1]
+
+
+def outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any, inputs: Sequence[Any]) -> None:
+    """Require a pair of arrays that can take a selection."""
+    output("out[0]", values, shape, [dtype], inputs)
+    output("out[1]", indices, shape, [np.int64, np.int32], [*inputs, values])
+
+
+def output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Require an array that can take a result: its shape and dtype, writeable, each element in a place of its own."""
+    if not is_array(out):
+        raise TypeError(f"{name} must be an array of the inputs' kind, got {type(out).__name__}; make one to reuse")
+    if out.dtype not in [np.dtype(dtype) for dtype in dtypes]:
+        wanted = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)
+        raise TypeError(f"{name} must be {wanted}, got {out.dtype}; results are never converted")
+    if out.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(out.shape)}; slice or reshape it")
+    if not out.flags.writeable:
+        raise ValueError(f"{name} must be writeable, got a read-only array; pass another")
+    if _overlaps_itself(out):
+        raise ValueError(
+            f"{name} must have memory of its own for every element, got strides {list(out.strides)}; "
+            "pass an array that is not broadcast"
+        )
+    for x in inputs:
+        if isinstance(x, np.ndarray) and np.may_share_memory(out, x, max_work=10_000):
+            raise ValueError(f"{name} must not share memory with another argument, got one that does; pass another")
+
+
+def _overlaps_itself(x: NDArray[Any]) -> bool:
+    """Tell whether a dimension, from the finest stride up, steps by less than the finer ones span."""
+    span = x.itemsize
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape, strict=True)):
+        if size > 1 and stride < span:
+            return True
+        span += stride * (size - 1)
+    return False
+
+
+def _per_row(name: str, value: Any, shape: tuple[int, ...], remedy: str) -> int | NDArray[np.int64]:
+    """Return an integer in 0..N, or one for each row of [..., N], flat."""
+    n, rows = shape[-1], shape[:-1]
+    if not is_array(value):
+        return _within(name, _integer(name, value), n, remedy)
+    if value.dtype.kind not in "iu":
+        raise TypeError(f"{name} must be an integer or an array of integers, got {value.dtype}; convert it")
+    try:
+        value = np.broadcast_to(value, rows)
+    except ValueError:
+        raise ValueError(
+            f"{name} must be an integer or broadcast to one per row, shape {list(rows)}, got {list(value.shape)}; "
+            "insert dimensions of size 1"
+        ) from None
+    if value.size:
+        _within(name, int(value.min()), n, remedy)
+        _within(name, int(value.max()), n, remedy)
+    return np.ascontiguousarray(value, np.int64).reshape(-1)
+
+
+def _within(name: str, value: int, n: int, remedy: str) -> int:
+    if not 0 <= value <= n:
+        raise ValueError(f"{name} must be in 0..{n}, the number of scores in a row, got {value}; {remedy}")
+    return value
+
+
+def _natural(name: str, value: Any, most: int) -> int:
+    """Return a count >= 0, no larger than makes a difference."""
+    count = _integer(name, value)
+    if count < 0:
+        raise ValueError(f"{name} must be 0 or more positions, got {count}; 0 leaves none out")
+    return min(count, most)
 
 
 def _integer(name: str, value: Any) -> int:

@@ -59,7 +59,7 @@ class Hasher(nn.Module):
         return self.layer(layer).encode_queries(queries)
 
     def remainder(self, layer: int) -> Tensor | None:
-        """Return the coefficients of eq. 13 of one layer, float32 [Hq, 5]; None if they have not been fitted."""
+        """Return the coefficients of eq. 15 of one layer, float32 [Hq, 5]; None if they have not been fitted."""
         found = self.layer(layer)
         return found.remainder if found.calibrated else None
 

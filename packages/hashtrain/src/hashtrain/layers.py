@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from hashtrain.config import HasherConfig
 from hashtrain.surrogate import quantised, signs, softsign
 
-REMAINDER_TERMS = 5  # of eq. 13
+REMAINDER_TERMS = 5  # of eq. 15
 
 Draw = torch.Generator | None
 """Where a start comes from; None leaves memory as it is, for tensors about to be loaded."""
@@ -46,7 +46,7 @@ class LayerHasher(nn.Module):
     """Which attention the training target sums: `kv` (over the group, as deployed) or `query` (each head alone)."""
     trainable = True
     remainder: Tensor
-    """Coefficients of eq. 13, float32 [Hq, 5]; zeros until they are fitted."""
+    """Coefficients of eq. 15, float32 [Hq, 5]; zeros until they are fitted."""
 
     def __init__(self, config: HasherConfig):
         super().__init__()

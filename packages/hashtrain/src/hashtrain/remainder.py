@@ -1,4 +1,4 @@
-"""The remainder: what the tokens that were not selected would have added, as one token (docs/algorithm.md, eq. 13, 14).
+"""The remainder: what the tokens that were not selected would have added, as one token (docs/algorithm.md, eq. 15, 16).
 
 A selection drops a tenth to a half of the softmax. Its value is close to the mean value of all visible tokens, which a
 cache can keep; its weight is predicted from the selected logits and the logit of the mean key, by five numbers per
@@ -46,7 +46,7 @@ def log_weight(coefficients: Tensor, e: Evidence) -> Tensor:
         e: see `Evidence`; every row has selected at least one token.
     Returns: float32; -inf for rows that selected all they see. An unselected token is never taken to weigh more than
         the mean selected one.
-    Source: docs/algorithm.md, eq. 13.
+    Source: docs/algorithm.md, eq. 15.
     """
     selected = e.selected.float()
     typical = (_features(e) * coefficients).sum(-1)
@@ -60,14 +60,14 @@ def add_remainder(out: Tensor, lse: Tensor, mean_value: Tensor, log_weight: Tens
         out: attention over the selection, [..., D]; mean_value: mean of all visible values, broadcast against it.
         lse: log sum exp of the selected logits, [...]; log_weight: `log_weight`, [...].
     Returns: float32 [..., D].
-    Source: docs/algorithm.md, eq. 14.
+    Source: docs/algorithm.md, eq. 16.
     """
     return torch.lerp(out.float(), mean_value.float(), torch.sigmoid(log_weight - lse)[..., None])
 
 
 @torch.no_grad()
 def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> None:
-    """Fit `hasher.remainder` on captured queries and keys: weighted least squares of eq. 13, for each query head.
+    """Fit `hasher.remainder` on captured queries and keys: weighted least squares of eq. 15, for each query head.
 
     A row counts by what its estimate can change: share (1 - share), the slope of the remainder's share in the softmax.
     """

@@ -49,7 +49,7 @@ def attach(
             for assisted decoding, which checks several tokens at once. A last chunk of prefill of that size counts too.
         kv: where the sparse layers of dynamic caches keep keys and values. "host": in host memory, pinned if there is
             a GPU; codes stay on the device, and a sparse step brings over only the rows that it selected.
-        remainder: add what each selection leaves out, as one token of mean value and estimated weight (eq. 13, 14),
+        remainder: add what each selection leaves out, as one token of mean value and estimated weight (eq. 15, 16),
             if the hasher has been calibrated for it, as those of `hashtrain` are; `Attachment.remainder` says so.
     Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`.
     Raises: ValueError with one sentence if the model, its attention or the hasher cannot be used; the model is then

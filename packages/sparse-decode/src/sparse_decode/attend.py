@@ -71,7 +71,7 @@ def attend(
         scaling: factor on the logits, usually D^-0.5.
         softcap: bound on the logits' size (Gemma 2), above 0; None leaves them as they are.
         sinks: one learned logit per query head [Hq], which takes its share of the softmax and has no value (gpt-oss).
-        facts: return what the remainder needs, too (eq. 13).
+        facts: return what the remainder needs, too (eq. 15).
     Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32. With facts also
         float32 [2, B, Q, Hq]: mean and log sum exp of the selected logits, 0 and -inf for rows without one; a sink is
         part of the second.

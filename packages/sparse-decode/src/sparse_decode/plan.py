@@ -77,7 +77,7 @@ class LayerPlan:
 
     Attributes:
         tally: int64 [2], tokens selected and visible so far, over sparse rows and query heads.
-        remainder: coefficients [Hq, 5] of what a selection leaves out (eq. 13); None to leave it out.
+        remainder: coefficients [Hq, 5] of what a selection leaves out (eq. 15); None to leave it out.
         number: how a compiled graph names this plan.
     """
 

@@ -1,4 +1,4 @@
-"""What sparse attention leaves out, added back as one token (docs/algorithm.md, eq. 13 and 14).
+"""What sparse attention leaves out, added back as one token (docs/algorithm.md, eq. 15 and 16).
 
 The token's value is the mean of the visible values, its weight is estimated with the help of the mean of the visible
 keys. Both means are kept as running sums beside the cache: a decode step adds its own token to them.

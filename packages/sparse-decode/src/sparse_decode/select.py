@@ -95,7 +95,7 @@ class HashSelector:
             return self.hasher.encode_keys(layer, k)
 
     def remainder(self, layer: int) -> Tensor | None:
-        """Return the coefficients of eq. 13, [Hq, 5], if the hasher has been calibrated."""
+        """Return the coefficients of eq. 15, [Hq, 5], if the hasher has been calibrated."""
         found = getattr(self.hasher, "remainder", None)
         return None if found is None else found(layer)
 

@@ -1,0 +1,230 @@
+"""A million embeddings of 384 numbers, searched by 384 bits each: recall, time and memory.
+
+    uv run --with faiss-cpu packages/hashcore/examples/embeddings.py
+    uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --count 100000 --queries 100   # a short one
+
+The embeddings are random clusters of unit length, the size of MiniLM's: 100 to a cluster, centres and offsets drawn
+alike. In the first set all directions matter equally: the members of a cluster are then almost equally far apart, the
+hardest case. In the second, direction i has standard deviation i^-1/2, closer to learned embeddings. Exact search by
+cosine says what should be found. Both indexes run on one thread; times are processor time, medians of alternating runs.
+Without faiss its columns are left out. About 3 GB of memory. The last line printed is JSON, --out stores it.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # read when imported
+
+import hashcore
+import numpy as np
+from numpy.typing import NDArray
+
+DIM = BITS = 384
+MEMBERS = 100
+K = 10
+CHUNK = 50_000
+SETS = {"equal": 0.0, "decaying": 0.5}  # name: exponent of the directions' standard deviations
+RUNS = 15  # timed, after one that is not
+
+Vectors = NDArray[np.float32]
+
+
+def clusters(count: int, exponent: float, seed: int) -> Iterator[Vectors]:
+    """Yield chunks of unit vectors [CHUNK, DIM] without end, around count / MEMBERS centres."""
+    rng = np.random.default_rng(seed)
+    spread = (np.arange(1, DIM + 1) ** -exponent).astype(np.float32)
+    centres = rng.standard_normal((max(1, count // MEMBERS), DIM), np.float32)
+    while True:
+        chunk = centres[rng.integers(0, len(centres), CHUNK)] + rng.standard_normal((CHUNK, DIM), np.float32)
+        chunk *= spread
+        yield chunk / np.linalg.norm(chunk, axis=1, keepdims=True)
+
+
+def build(vectors: Vectors, chunks: Iterator[Vectors]) -> tuple[hashcore.BitIndex, float]:
+    """Fill vectors, index them, and return the index and the seconds it took to add them."""
+    index = hashcore.BitIndex(DIM, BITS)
+    spent = 0.0
+    for start in range(0, len(vectors), CHUNK):
+        vectors[start : start + CHUNK] = next(chunks)
+        begun = time.process_time()
+        index.add(vectors[start : start + CHUNK])
+        spent += time.process_time() - begun
+    return index, spent
+
+
+def exact(vectors: Vectors, queries: Vectors) -> NDArray[np.int64]:
+    """Return the rows of the K largest inner products of each query, [Q, K]."""
+    best = np.full((len(queries), K), -np.inf, np.float32)
+    rows = np.zeros((len(queries), K), np.int64)
+    for start in range(0, len(vectors), CHUNK):
+        products = queries @ vectors[start : start + CHUNK].T
+        top = np.argpartition(products, -K, axis=1)[:, -K:]
+        best = np.concatenate([best, np.take_along_axis(products, top, 1)], axis=1)
+        rows = np.concatenate([rows, top + start], axis=1)
+        keep = np.argpartition(best, -K, axis=1)[:, -K:]
+        best, rows = np.take_along_axis(best, keep, 1), np.take_along_axis(rows, keep, 1)
+    return rows
+
+
+def recall(found: NDArray[np.int64], wanted: NDArray[np.int64]) -> dict[str, float]:
+    """Return the share of the wanted rows that were found, its mean over the queries and standard error."""
+    shares = np.array([len(np.intersect1d(a, b)) / K for a, b in zip(found, wanted, strict=True)])
+    return {"recall": float(shares.mean()), "error": float(shares.std(ddof=1) / np.sqrt(len(shares)))}
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Return the processor time of one call."""
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def alternating(works: dict[str, Callable[[], Any]], runs: int = RUNS) -> dict[str, list[float]]:
+    """Time every work in turn, so that what disturbs one disturbs all."""
+    for work in works.values():
+        work()
+    rounds = [{name: seconds(work) for name, work in works.items()} for _ in range(runs)]
+    return {name: [times[name] for times in rounds] for name in works}
+
+
+def recalls(index: hashcore.BitIndex, vectors: Vectors, queries: Vectors) -> list[dict[str, Any]]:
+    """Measure recall by code queries, by planes, and with rerank."""
+    wanted = exact(vectors, queries)
+    rows = [{"planes": 0, "rerank": None, **recall(index.search(index.encode(queries), K)[1], wanted)}]
+    for rerank in (None, 4, 10):
+        for planes in (1, 2, 3, 4) if rerank is None else (1, 3):
+            originals = None if rerank is None else vectors
+            _, ids = index.search(queries, K, planes=planes, rerank=rerank, vectors=originals)
+            rows.append({"planes": planes, "rerank": rerank, **recall(ids, wanted)})
+            print(f"  {planes} planes, rerank {rerank}: recall@{K} {rows[-1]['recall']:.3f}")
+    return rows
+
+
+def times(index: hashcore.BitIndex, vectors: Vectors, queries: Vectors) -> list[dict[str, Any]]:
+    """Time one query and a batch against faiss on the same codes."""
+    rows = []
+    flat = faiss_flat(index)
+    for count in (1, 64):
+        batch = queries[:count]
+        codes = index.encode(batch)
+        works: dict[str, Callable[[], Any]] = {
+            "codes": lambda codes=codes: index.search(codes, K),
+            "1 plane": lambda batch=batch: index.search(batch, K, planes=1),
+            "3 planes": lambda batch=batch: index.search(batch, K, planes=3),
+            "3 planes, rerank 4": lambda batch=batch: index.search(batch, K, planes=3, rerank=4, vectors=vectors),
+            "float32 products": lambda batch=batch: [vectors @ q for q in batch[:1]],
+        }
+        if flat is not None:
+            octets = codes.view(np.uint8)
+            agree(index, flat, codes)
+            for mode in ("heap", "counting"):
+                works[f"faiss {mode}"] = lambda octets=octets, mode=mode: search_faiss(flat, octets, mode)
+        found = alternating(works, RUNS if count == 1 else 5)
+        per_query = {name: statistics.median(spent) / count for name, spent in found.items() if "float32" not in name}
+        per_query["float32 products"] = statistics.median(found["float32 products"])
+        row: dict[str, Any] = {"queries": count, "milliseconds": {name: 1e3 * s for name, s in per_query.items()}}
+        if flat is not None:
+            rival = min(("faiss heap", "faiss counting"), key=lambda name: per_query[name])
+            row["faiss_over_codes"] = statistics.median(
+                a / b for a, b in zip(found[rival], found["codes"], strict=True)
+            )
+        rows.append(row)
+        print(f"  {count} queries:", {name: f"{1e3 * s:.2f} ms" for name, s in per_query.items()})
+    return rows
+
+
+def faiss_flat(index: hashcore.BitIndex) -> Any:
+    """Return faiss's exhaustive binary index of the same codes, or None without faiss."""
+    if importlib.util.find_spec("faiss") is None:
+        return None
+    import faiss
+
+    faiss.omp_set_num_threads(1)
+    flat = faiss.IndexBinaryFlat(index.bits)
+    flat.add(index.codes.view(np.uint8))
+    return flat
+
+
+def search_faiss(flat: Any, octets: NDArray[np.uint8], mode: str) -> Any:
+    flat.use_heap = mode == "heap"
+    return flat.search(octets, K)
+
+
+def agree(index: hashcore.BitIndex, flat: Any, codes: NDArray[np.int32]) -> None:
+    """Require the two to find codes at the same distances."""
+    differing, _ = search_faiss(flat, codes.view(np.uint8), "heap")
+    np.testing.assert_array_equal(index.bits - index.search(codes, K)[0], np.sort(differing, axis=1))
+
+
+def file_facts(index: hashcore.BitIndex) -> dict[str, float]:
+    """Save and load once."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "embeddings.hcb"
+        return {
+            "save_seconds": seconds(lambda: index.save(path)),
+            "bytes": path.stat().st_size,
+            "load_seconds": seconds(lambda: hashcore.BitIndex.load(path)),
+            "load_unverified_seconds": seconds(lambda: hashcore.BitIndex.load(path, verify=False)),
+        }
+
+
+def processor() -> str:
+    """Return what the machine calls its processor."""
+    facts = pathlib.Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def rounded(data: Any) -> Any:
+    """Return data with 4 digits in every float."""
+    if isinstance(data, float):
+        return float(f"{data:.4g}")
+    if isinstance(data, dict):
+        return {key: rounded(value) for key, value in data.items()}
+    return [rounded(value) for value in data] if isinstance(data, list) else data
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1_000_000, help="embeddings")
+    parser.add_argument("--queries", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=pathlib.Path, help="store the JSON in this file")
+    given = parser.parse_args()
+    if given.count < CHUNK or given.count % CHUNK or given.queries < 64:
+        parser.error(f"--count must be a multiple of {CHUNK} and --queries at least 64")
+
+    result: dict[str, Any] = {**vars(given), "dim": DIM, "members": MEMBERS, "k": K, "date": time.strftime("%Y-%m-%d")}
+    result |= {"bits": BITS, "processor": processor()}
+    del result["out"]
+    vectors = np.empty((given.count, DIM), np.float32)
+    for name, exponent in SETS.items():
+        print(f"{name} directions")
+        chunks = clusters(given.count, exponent, given.seed)
+        index, adding = build(vectors, chunks)
+        queries = next(chunks)[: given.queries]
+        result.setdefault("recall", {})[name] = recalls(index, vectors, queries)
+        if name == "equal":
+            result["add_microseconds"] = 1e6 * adding / given.count
+            result["index_bytes"], result["vector_bytes"] = index.nbytes, vectors.nbytes
+            result["file"] = file_facts(index)
+            result["times"] = times(index, vectors, queries)
+    result["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if given.out:
+        given.out.write_text(json.dumps(rounded(result), indent=1) + "\n")
+    print(json.dumps(rounded(result)))
+
+
+if __name__ == "__main__":
+    main()

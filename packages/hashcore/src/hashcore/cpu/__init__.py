@@ -1,0 +1,149 @@
+"""Scores (eq. 2, eq. 4), selection (eq. 6) and their fusion on the CPU, in numba.
+
+Score. A task is BLOCK query rows x CHUNK keys: 64 KiB of 128-bit keys stay in L2 while the rows pass over them. Words
+are read as uint64 (uint32 where codes do not lie on even words). Two words a code, the common case, are scored where
+they lie; other codes are first turned into columns, one word of CHUNK keys each, shared by the rows of the block. Per
+key of 128 bits and 3 planes: 6 popcounts, 4 bytes written. The ceiling is the memory that the scores are written to.
+
+Selection, per row: (1) smallest and largest score, (2) histogram, in two levels if the scores span more than LEVEL,
+(3) threshold: walk the bins from the top until k are covered, (4) ordered compaction: 64 scores become a 64-bit mask of
+those at or above the threshold, its set bits are taken in order, and equals only while their quota lasts.
+
+Search. The scores of a chunk go to 16 bits in L1 and no further; most are never counted either, because counting one
+(0.42 ns) takes longer than scoring it (0.23 ns). Per row and part of the keys: (1) score one key in 64, in runs spread
+over all of them, and guess a floor that somewhat more than k keys reach; (2) score every chunk and keep what reaches
+the floor; (3) when 2k are kept, shrink to the best k by histogram and raise the floor above the lowest of them; (4)
+shrink once more at the end. Fewer than k kept means that the sample misled: then (2) again without a floor. What is
+kept is in index order, so ties fall to the lowest index, and the guess decides the time but never the result. With
+few rows and several threads the keys are parted and the parts' selections merged.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hashcore.cpu import kernels, layout, threads
+from hashcore.validation import Selection
+
+ROWS = 32  # rows of a search that pass over a chunk together
+ROOM = 1 << 20  # scores that the rows of a search block keep at most, together
+
+
+def score(
+    query: NDArray[np.int32],
+    keys: NDArray[np.int32],
+    weights: tuple[int, ...],
+    lead: tuple[int, ...],
+    out: NDArray[np.int32] | None = None,
+    workers: int | None = None,
+) -> NDArray[np.int32]:
+    """Score planes [..., P, W] against keys [..., N, W], whose leading dimensions broadcast to lead: int32 [..., N]."""
+    n = keys.shape[-2]
+    if out is None:
+        out = np.empty((*lead, n), np.int32)
+    if out.size == 0:
+        return out
+    addresses = layout.rows(out)
+    if addresses is None:
+        out[...] = score(query, keys, weights, lead, workers=workers)
+        return out
+    workers = workers or threads.count(out.size * query.shape[-1] * query.shape[-2])
+    tasks = -(-len(addresses) // kernels.BLOCK) * -(-n // kernels.CHUNK)
+    planes, sets = _operands(query, keys, lead)
+    like = np.empty(0, np.int32)
+    arguments = (*planes, np.array(weights, np.uint32), sets.first, sets.step, sets.words, n, addresses, like)
+    threads.run(kernels.score_tasks, tasks, workers, arguments)
+    return out
+
+
+def topk(
+    scores: NDArray[Any],
+    k: NDArray[np.int64],
+    low: NDArray[np.int64],
+    high: NDArray[np.int64],
+    width: int,
+    workers: int | None = None,
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Select the k[r] highest of positions [low[r], high[r]) of each row r of [..., N] into [..., width]."""
+    native = scores.dtype.newbyteorder("=")
+    values = np.zeros((*scores.shape[:-1], width), native)
+    indices = np.full(values.shape, -1, np.int64)
+    if scores.size == 0:
+        return values, indices
+    addresses = layout.rows(scores)
+    if addresses is None:
+        return topk(np.ascontiguousarray(scores, native), k, low, high, width, workers)
+    count = len(addresses)
+    workers = workers or threads.count(4 * scores.size)
+    arguments = (addresses, k, low, high, values.reshape(count, width), indices.reshape(count, width))
+    wide = max(threads.run(kernels.topk_tasks, count, workers, arguments))
+    if wide >= 0:
+        row = scores.reshape(count, -1)[wide, low[wide] : high[wide]]
+        raise ValueError(
+            f"the scores of a row must differ by less than {1 << 16}, got {int(row.max()) - int(row.min())} in row "
+            f"{wide}; use smaller weights or fewer bits"
+        )
+    return values, indices
+
+
+def search(
+    query: NDArray[np.int32],
+    keys: NDArray[np.int32],
+    weights: tuple[int, ...],
+    lead: tuple[int, ...],
+    wanted: Selection,
+    best: bool,
+    out: tuple[NDArray[np.int32], NDArray[Any]] | None = None,
+    workers: int | None = None,
+) -> tuple[NDArray[np.int32], NDArray[Any]]:
+    """Find the best keys [..., N, W] of each row of lead by planes [..., P, W]: scores and indices [..., K]."""
+    shape = (*lead, wanted.width)
+    if out is None or not (out[1].dtype == np.int64 and all(x.flags.carray for x in out)):
+        found = np.empty(shape, np.int32), np.empty(shape, np.int64)
+    else:
+        found = out
+    if found[0].size:
+        scores, indices = (x.reshape(-1, wanted.width) for x in found)
+        workers = workers or threads.count(len(scores) * keys.shape[-2] * query.shape[-1] * query.shape[-2])
+        _search(query, keys, weights, lead, wanted, best, scores, indices, workers)
+    if out is not None and found is not out:
+        out[0][...], out[1][...] = found
+    return found
+
+
+def _search(
+    query: NDArray[np.int32],
+    keys: NDArray[np.int32],
+    weights: tuple[int, ...],
+    lead: tuple[int, ...],
+    wanted: Selection,
+    best: bool,
+    scores: NDArray[np.int32],
+    indices: NDArray[np.int64],
+    workers: int,
+) -> None:
+    """Write the selections to contiguous [rows, K], not empty."""
+    count, width = scores.shape
+    n = keys.shape[-2]
+    block = max(1, min(ROWS, -(-count // workers), ROOM // (2 * width + kernels.CHUNK)))
+    blocks = -(-count // block)
+    # A part finds its own best k, not its share of them: parts shorter than 8 k would mostly repeat each other.
+    parts = max(1, min(workers // blocks, n // (8 * width)))
+    found = scores[None], indices[None]
+    if parts > 1:
+        found = np.empty((parts, count, width), np.int32), np.empty((parts, count, width), np.int64)
+    planes, sets = _operands(query, keys, lead)
+    codes = *planes, np.array(weights, np.uint32), sets.first, sets.step, sets.words, n
+    selection = wanted.k, wanted.low, wanted.high, block, parts, best and parts == 1
+    threads.run(kernels.search_tasks, blocks * parts, workers, (*codes, *selection, *found))
+    if parts > 1:
+        top = sum(weights) * 32 * query.shape[-1]
+        threads.run(kernels.merge_tasks, count, 1, (*found, wanted.k, top, best, scores, indices))
+
+
+def _operands(
+    query: NDArray[np.int32], keys: NDArray[np.int32], lead: tuple[int, ...]
+) -> tuple[tuple[NDArray[Any], NDArray[np.int64]], layout.CodeSets]:
+    sets = layout.code_sets(keys, lead)
+    return layout.queries(query, lead, sets.dtype), sets

@@ -1,0 +1,72 @@
+"""From embeddings to the real numbers whose signs are the code: centring and a random rotation, or neither."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hashcore import bits
+from hashcore.index import checks
+
+BLOCK = 4096  # vectors worked on at a time: their copies in float32 stay small beside the codes of a large batch
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """f(x) = (x - mean) @ matrix, whose signs are the code (docs/algorithm.md, eq. 1).
+
+    dim: numbers in a vector. bits: numbers in f(x). mean: float32 [dim], or None for zero. matrix: float32 [dim, bits],
+    or None for the identity. seed: what the matrix was drawn with, or None.
+    """
+
+    dim: int
+    bits: int
+    mean: NDArray[np.float32] | None = None
+    matrix: NDArray[np.float32] | None = None
+    seed: int | None = None
+
+    def project(self, x: NDArray[Any]) -> NDArray[np.float32]:
+        """Return f of rows [n, dim] as float32 [n, bits]. Raises: ValueError for a row that is not finite."""
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes inf, which is refused
+            rows = np.ascontiguousarray(x, np.float32)
+        checks.finite("vectors", rows)
+        if self.mean is not None:
+            rows = rows - self.mean
+        if self.matrix is None:
+            return rows
+
+        from hashcore.index import projection  # numba takes half a second to import
+
+        return projection.project(rows, self.matrix)
+
+    def encode(self, x: NDArray[Any], out: NDArray[np.int32]) -> None:
+        """Write the codes of rows [n, dim] to out, int32 [n, bits / 32], a block at a time."""
+        for start in range(0, len(x), BLOCK):
+            block = slice(start, start + BLOCK)
+            out[block] = bits.pack(self.project(x[block]))
+
+
+def rotation(dim: int, count: int, seed: int) -> NDArray[np.float32]:
+    """Draw count columns of random rotations in SO(dim): independent ones side by side when count > dim.
+
+    Returns: float32 [dim, count]. Source: docs/algorithm.md, Variants, `lsh`.
+    """
+    generator = np.random.default_rng(seed)
+    blocks = []
+    for _ in range(math.ceil(count / dim)):
+        q, r = np.linalg.qr(generator.standard_normal((dim, dim)))
+        q *= np.sign(np.diagonal(r))  # makes the draw uniform over O(dim), and the same for every LAPACK
+        if np.linalg.det(q) < 0:
+            q[:, 0] = -q[:, 0]
+        blocks.append(q)
+    return np.ascontiguousarray(np.concatenate(blocks, axis=1)[:, :count], np.float32)
+
+
+def mean_of(x: NDArray[Any]) -> NDArray[np.float32]:
+    """Average rows [n, dim], n >= 1, in float64, a block at a time."""
+    total = np.zeros(x.shape[1])
+    for start in range(0, len(x), BLOCK):
+        total += x[start : start + BLOCK].sum(axis=0, dtype=np.float64)
+    return (total / len(x)).astype(np.float32)

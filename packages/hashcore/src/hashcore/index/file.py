@@ -1,0 +1,222 @@
+"""The file of an index: one header, then arrays that can be used where they lie. Little-endian throughout.
+
+    0    magic "hcBitIdx", version, header length
+    16   length of the file, rows, next id, seed (-1: none)
+    48   words of a code, dimensions of a vector, kind of kept vectors, flags
+    64   SHA-256 of each section: mean, matrix, ids, codes, vectors
+    224  SHA-256 of the 224 bytes above
+    256  the sections in that order, each starting on a multiple of 64 and padded with zeros, which its digest covers
+
+    mean     float32 [D]          if flag MEAN           codes    int32 [n, 32-bit words]
+    matrix   float32 [D, 32 W]    if flag MATRIX         vectors  float16 or float32 [n, D], if kept
+    ids      int64 [n]            flag ASCENDING: they ascend
+
+Sections have no stored offsets: shapes give them, and their sum must be the file's real length before anything is
+allocated or mapped. The header, mean and matrix are verified by every load, the sections that grow with n unless the
+caller says otherwise.
+"""
+
+import contextlib
+import hashlib
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hashcore.index import checks
+from hashcore.index.encoder import Encoder
+from hashcore.index.rows import Rows
+
+MAGIC = b"hcBitIdx"
+VERSION = 1
+FIELDS = struct.Struct("<8sII QQqq IIII")
+DIGEST = 32
+HEADER = 256
+ALIGN = 64
+BLOCK = 1 << 22  # bytes gathered, hashed and written at a time
+SECTIONS = ("mean", "matrix", "ids", "codes", "vectors")
+SMALL = ("mean", "matrix")  # verified by every load: a query needs all of them anyway
+MEAN, MATRIX, ASCENDING = 1, 2, 4
+KINDS = (None, "float16", "float32")
+
+Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
+
+
+def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: int) -> None:
+    """Replace path by the rows that were not removed; on any failure it keeps its old content."""
+    flags = MEAN * (encoder.mean is not None) + MATRIX * (encoder.matrix is not None) + ASCENDING * rows.ascending
+    kept = KINDS.index(None if rows.vectors is None else rows.vectors.dtype.name)
+    words = rows.codes.shape[1]
+    shapes = _shapes(len(rows), words, encoder.dim, kept, flags)
+    seed = -1 if encoder.seed is None else encoder.seed
+    fields = FIELDS.pack(
+        *(MAGIC, VERSION, HEADER, _length(shapes), len(rows), next_id, seed, words, encoder.dim, kept, flags)
+    )
+    with _replacing(Path(path)) as file:
+        file.write(bytes(HEADER))
+        digests = [_write_section(file, shapes[name], _pieces(name, encoder, rows)) for name in SECTIONS]
+        head = fields + b"".join(digests)
+        file.seek(0)
+        file.write(head + hashlib.sha256(head).digest())
+
+
+def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Encoder, Rows, int]:
+    """Return what was written. Raises: ValueError, before any allocation, for a file that is not whole and ours."""
+    path = Path(path)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        header = file.read(HEADER)
+        count, next_id, seed, words, dim, kept, flags, digests = _header(path, header, size)
+        shapes = _shapes(count, words, dim, kept, flags)
+        if _length(shapes) != size:
+            _refuse(path, f"its header describes {_length(shapes)} bytes, got a file of {size}")
+        data = _bytes(path, file, size, mapped)
+    arrays, start = {}, HEADER
+    for name, digest in zip(SECTIONS, digests, strict=True):
+        shape, dtype = shapes[name]
+        end = start + _padded(shape, dtype)
+        if (verify or name in SMALL) and hashlib.sha256(data[start:end]).digest() != digest:
+            _refuse(path, f"the checksum of its {name} does not match")
+        arrays[name] = data[start : start + _bytes_of(shape, dtype)].view(dtype).reshape(shape)
+        start = end
+    if verify:
+        _check_ids(path, arrays["ids"], next_id, bool(flags & ASCENDING))
+    encoder = Encoder(
+        dim,
+        32 * words,
+        arrays["mean"] if flags & MEAN else None,
+        arrays["matrix"] if flags & MATRIX else None,
+        None if seed < 0 else seed,
+    )
+    vectors = arrays["vectors"] if kept else None
+    return encoder, Rows(arrays["codes"], arrays["ids"], vectors, count, ascending=bool(flags & ASCENDING)), next_id
+
+
+def _shapes(count: int, words: int, dim: int, kept: int, flags: int) -> Shapes:
+    """Return the shape and dtype of every section; one that is absent has no rows."""
+    real = np.dtype("<f4")
+    return {
+        "mean": ((dim if flags & MEAN else 0,), real),
+        "matrix": ((dim if flags & MATRIX else 0, 32 * words), real),
+        "ids": ((count,), np.dtype("<i8")),
+        "codes": ((count, words), np.dtype("<i4")),
+        "vectors": ((count if kept else 0, dim), checks.KEPT[KINDS[kept]] or real),
+    }
+
+
+def _bytes_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    size = dtype.itemsize
+    for side in shape:  # Python's integers: an absurd header must not wrap around
+        size *= side
+    return size
+
+
+def _padded(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    return -(-_bytes_of(shape, dtype) // ALIGN) * ALIGN
+
+
+def _length(shapes: Shapes) -> int:
+    return HEADER + sum(_padded(*section) for section in shapes.values())
+
+
+def _pieces(name: str, encoder: Encoder, rows: Rows) -> Iterator[NDArray[Any]]:
+    """Yield a section in pieces, without the removed rows."""
+    whole = {"mean": encoder.mean, "matrix": encoder.matrix}
+    if name in whole:
+        if (array := whole[name]) is not None:
+            yield array
+        return
+    column = {"ids": rows.ids, "codes": rows.codes, "vectors": rows.vectors}[name]
+    if column is None:
+        return
+    live = rows.live()
+    step = max(1, BLOCK // max(1, column[:1].nbytes))
+    for start in range(0, len(rows), step):
+        stop = min(start + step, len(rows))
+        yield column[start:stop] if isinstance(live, slice) else column[live[start:stop]]
+
+
+def _write_section(
+    file: IO[bytes], section: tuple[tuple[int, ...], np.dtype[Any]], pieces: Iterable[NDArray[Any]]
+) -> bytes:
+    shape, dtype = section
+    digest = hashlib.sha256()
+    for piece in pieces:
+        octets = np.ascontiguousarray(piece, dtype).reshape(-1).view(np.uint8).data
+        digest.update(octets)
+        file.write(octets)
+    padding = bytes(_padded(shape, dtype) - _bytes_of(shape, dtype))
+    digest.update(padding)
+    file.write(padding)
+    return digest.digest()
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file beside path, and move it onto path if the block succeeds."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with open(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # mkstemp's 0600 would hide the file from the owner's group
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _header(path: Path, header: bytes, size: int) -> tuple[int, int, int, int, int, int, int, list[bytes]]:
+    """Check the header by itself and against the file's length, and return its fields."""
+    if header[: len(MAGIC)] != MAGIC:
+        _refuse(path, f"expected it to start with {MAGIC!r}, got {header[: len(MAGIC)]!r}")
+    if len(header) < HEADER:
+        _refuse(path, f"expected a header of {HEADER} bytes, got {len(header)}")
+    _, version, length, stated, count, next_id, seed, words, dim, kept, flags = FIELDS.unpack_from(header)
+    if (version, length) != (VERSION, HEADER):
+        _refuse(path, f"expected format version {VERSION} with {HEADER} bytes of header, got {version} with {length}")
+    if hashlib.sha256(header[:-DIGEST]).digest() != header[-DIGEST:]:
+        _refuse(path, "the checksum of its header does not match")
+    if stated != size:
+        _refuse(path, f"expected {stated} bytes, got {size}")
+    sound = (
+        (1 <= words <= checks.LARGEST_BITS // 32 and 1 <= dim <= checks.LARGEST_DIM)
+        and (kept < len(KINDS) and flags < 8)
+        and (flags & MATRIX or dim == 32 * words)
+        and (0 <= next_id <= checks.LARGEST_ID + 1 and seed >= -1)
+    )
+    if not sound:
+        _refuse(path, f"its header holds values that no index has: {words} words, {dim} dimensions, next id {next_id}")
+    digests = [header[at : at + DIGEST] for at in range(FIELDS.size, HEADER - DIGEST, DIGEST)]
+    return count, next_id, seed, words, dim, kept, flags, digests
+
+
+def _bytes(path: Path, file: IO[bytes], size: int, mapped: bool) -> NDArray[np.uint8]:
+    """Return the file as read-only bytes, mapped or read."""
+    if mapped:
+        return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
+    file.seek(0)
+    data = np.fromfile(file, np.uint8, size)
+    if data.size != size:
+        _refuse(path, f"expected {size} bytes, got {data.size}")
+    data.flags.writeable = False
+    return data
+
+
+def _check_ids(path: Path, ids: NDArray[np.int64], next_id: int, ascending: bool) -> None:
+    ordered = ids if ascending else np.sort(ids)
+    if ids.size and not (ordered[0] >= 0 and ordered[-1] < next_id and (ordered[1:] > ordered[:-1]).all()):
+        _refuse(path, "its ids are not unique numbers below its next id")
+
+
+def _refuse(path: Path, reason: str) -> NoReturn:
+    raise ValueError(f"{path} is not a usable BitIndex file: {reason}; save the index again or restore the file")

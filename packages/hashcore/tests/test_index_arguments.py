@@ -1,0 +1,195 @@
+"""What BitIndex refuses and in which words; after a refusal it is as before."""
+
+import re
+
+import numpy as np
+import pytest
+from hashcore import BitIndex
+
+X = np.linspace(-1, 1, 5 * 40).reshape(5, 40).astype(np.float32)
+CODES = np.arange(10, dtype=np.int32).reshape(5, 2)
+
+
+def broken(value, dtype=np.float32):
+    x = X.astype(dtype)
+    x[3, 7] = value
+    return x
+
+
+def vectors():
+    return BitIndex.from_vectors(X)
+
+
+def codes():
+    return BitIndex.from_codes(CODES)
+
+
+BUILDING = {
+    "no dimensions": (lambda: BitIndex(0), ValueError, "dim must be in 1..1048576, got 0; give the number of"),
+    "half a dimension": (lambda: BitIndex(1.5), TypeError, "dim must be an integer, got 1.5; convert it"),
+    "33 bits": (lambda: BitIndex(40, 33), ValueError, "bits must be a multiple of 32 (bits to a word), got 33; choose"),
+    "0 bits": (lambda: BitIndex(40, 0), ValueError, "bits must be in 1..1048576, got 0; choose another"),
+    "sign of 40": (lambda: BitIndex(40, encoder="sign"), ValueError, "got 40; choose another, or with encoder='sign'"),
+    "fewer signs": (
+        lambda: BitIndex(64, 32, encoder="sign"),
+        ValueError,
+        "one bit per dimension, got bits = 32 for 64",
+    ),
+    "an encoder": (lambda: BitIndex(40, encoder="pca"), ValueError, "one of 'rotation', 'sign', got 'pca'; choose"),
+    "a precision": (lambda: BitIndex(40, keep="int8"), ValueError, "one of None, 'float16', 'float32', got 'int8'"),
+    "a seed": (lambda: BitIndex(40, seed=-1), ValueError, "seed must be in 0..9223372036854775807, got -1; choose"),
+    "a short mean": (lambda: BitIndex(40, mean=X[0, :9]), ValueError, "mean must have shape [40], got [9]; average"),
+    "a broken mean": (lambda: BitIndex(40, mean=broken(np.inf)[3]), ValueError, "mean must be finite in float32, got"),
+    "a list": (lambda: BitIndex.from_vectors([[1.0]]), TypeError, "expected numpy arrays or torch tensors"),
+    "one vector": (
+        lambda: BitIndex.from_vectors(X[0]),
+        ValueError,
+        "floats of shape [n, D], got float32 [40]; reshape",
+    ),
+    "codes as vectors": (lambda: BitIndex.from_vectors(CODES), ValueError, "got int32 [5, 2]; reshape them, or use"),
+    "bytes as vectors": (lambda: BitIndex.from_vectors(X.astype("i1")), TypeError, "got int8; convert vectors with"),
+    "vectors as codes": (lambda: BitIndex.from_codes(X), TypeError, "must be int32 words, got float32; make them"),
+    "no words": (lambda: BitIndex.from_codes(CODES[:, :0]), ValueError, "at least one word per code"),
+    "two means": (lambda: BitIndex.from_vectors(X, centre=True, mean=X[0]), ValueError, "centre=True takes the mean"),
+    "mean of none": (lambda: BitIndex.from_vectors(X[:0], centre=True), ValueError, "got none or mean= as well"),
+}
+
+ADDING = {
+    "other vectors": (
+        lambda i: i.add(X[:, :9]),
+        ValueError,
+        "vectors must have shape [n, 40] for this index, got [5, 9]",
+    ),
+    "one vector": (lambda i: i.add(X[0]), ValueError, "shape [n, 40] for this index, got [40]; reshape"),
+    "other codes": (
+        lambda i: i.add(CODES[:, :1]),
+        ValueError,
+        "codes must have shape [n, 2] for this index, got [5, 1]",
+    ),
+    "int64": (lambda i: i.add(CODES.astype(int)), TypeError, "floats or codes of int32 words, got int64; convert"),
+    "NaN": (lambda i: i.add(broken(np.nan)), ValueError, "finite in float32, got NaN or infinity in row 3; remove"),
+    "1e300": (lambda i: i.add(broken(1e300, float)), ValueError, "finite in float32, got NaN or infinity in row 3;"),
+    "few ids": (lambda i: i.add(X, [7, 8]), ValueError, "one id for each of the 5 rows, got shape [2]; match them"),
+    "a grid of ids": (lambda i: i.add(X, [[7] * 5]), TypeError, "integers in one dimension, got int64 [1, 5]; flatten"),
+    "float ids": (lambda i: i.add(X, np.arange(5.0)), TypeError, "integers in one dimension, got float64 [5]"),
+    "negative ids": (lambda i: i.add(X, [5, 6, 7, 8, -1]), ValueError, "got -1..8; -1 marks an empty slot"),
+    "huge ids": (lambda i: i.add(X[:1], np.array([2**63], np.uint64)), ValueError, "got 9223372036854775808..92233"),
+    "ids twice": (lambda i: i.add(X, [9, 8, 7, 8, 6]), ValueError, "ids must be unique, got 8 twice; give every row"),
+    "a known id": (lambda i: i.add(X[:2], [9, 3]), ValueError, "ids must be new, got 3, which the index has; remove"),
+    "an unknown id": (lambda i: i.remove([2, 77]), ValueError, "must be in the index, got 77, which is not; test with"),
+    "a huge id": (lambda i: i.remove(np.array([2**64 - 1], np.uint64)), ValueError, "got 18446744073709551615, which"),
+    "a name": (lambda i: i.remove("a"), TypeError, "ids must be integers in one dimension, got <U1 [1]; flatten"),
+}
+
+SEARCHING = {
+    "k beyond": (lambda i: i.search(X, 6), ValueError, "k must be in 0..5, got 6; the number of codes in the index is"),
+    "k negative": (lambda i: i.search(X, -1), ValueError, "k must be in 0..5, got -1;"),
+    "k 1.5": (lambda i: i.search(X, 1.5), TypeError, "k must be an integer, got 1.5; convert it"),
+    "other queries": (lambda i: i.search(X[:, :9], 1), ValueError, "queries must have shape [..., 40] for this index"),
+    "other codes": (lambda i: i.search(CODES[:, :1], 1), ValueError, "queries must have shape [..., 2] for this index"),
+    "integers": (lambda i: i.search(X.astype("i8"), 1), TypeError, "floats or codes of int32 words, got int64;"),
+    "a scalar": (lambda i: i.search(np.array(1.0), 1), ValueError, "shape [..., 40] for this index, got []"),
+    "NaN": (
+        lambda i: i.search(broken(np.nan), 1),
+        ValueError,
+        "must be finite in float32, got NaN or infinity in row 3",
+    ),
+    "9 planes": (lambda i: i.search(X, 1, planes=9), ValueError, "planes must be in 1..8, got 9;"),
+    "planes of codes": (lambda i: i.search(CODES, 1, planes=1), ValueError, "quantises queries that are vectors, got"),
+    "weights of vectors": (lambda i: i.search(X, 1, weights=(1,)), ValueError, "belong to ready planes of int32"),
+    "weights of one plane": (lambda i: i.search(CODES[0], 1, weights=(1,)), ValueError, "shape [..., P, W], got [2];"),
+    "3 weights": (
+        lambda i: i.search(CODES, 1, weights=(1, 2, 4)),
+        ValueError,
+        "one weight per plane, got 3 weights for",
+    ),
+    "rerank codes": (lambda i: i.search(CODES, 1, rerank=2), TypeError, "queries that are vectors, got codes; give"),
+    "rerank 0": (lambda i: i.search(X, 1, rerank=0), ValueError, "rerank must be in 1..2147483648, got 0; it times k"),
+    "rerank nothing": (lambda i: i.search(X, 1, rerank=2), ValueError, "needs the original vectors, got none; give"),
+    "rerank by": (lambda i: i.search(X, 1, rerank=2, metric="l2"), ValueError, "one of 'dot', 'cosine', got 'l2'"),
+    "vectors alone": (lambda i: i.search(X, 1, vectors=X), ValueError, "are for rerank, got no rerank=; give it"),
+    "metric alone": (lambda i: i.search(X, 1, metric="cosine"), ValueError, "are for rerank, got no rerank=;"),
+    "few vectors": (
+        lambda i: i.search(X, 1, rerank=9, vectors=X[:4]),
+        ValueError,
+        "a row for every id, got 4 rows and id 4; give them all",
+    ),
+    "short vectors": (
+        lambda i: i.search(X, 1, rerank=9, vectors=X[:, :8]),
+        ValueError,
+        "vectors= must have shape [n, 40] for this index, got [5, 8]",
+    ),
+    "codes for vectors": (
+        lambda i: i.search(X, 1, rerank=9, vectors=CODES),
+        TypeError,
+        "vectors= must be floats, got int32; give the vectors that were added",
+    ),
+    "codes to encode": (lambda i: i.encode(CODES), TypeError, "vectors of floats, got int32; these are codes already"),
+}
+
+
+@pytest.mark.parametrize("case", BUILDING)
+def test_building_refuses(case):
+    call, error, words = BUILDING[case]
+    with pytest.raises(error, match=re.escape(words)):
+        call()
+
+
+@pytest.mark.parametrize("case", [*ADDING, *SEARCHING])
+def test_a_refusal_says_what_was_expected_and_changes_nothing(case):
+    call, error, words = (ADDING | SEARCHING)[case]
+    index = vectors()
+    before = index.codes
+    with pytest.raises(error, match=re.escape(words)):
+        call(index)
+    assert list(index) == [0, 1, 2, 3, 4]
+    np.testing.assert_array_equal(index.codes, before)
+    index.add(X)
+    assert list(index) == list(range(10))
+
+
+def test_codes_for_an_index_that_keeps_vectors_are_refused():
+    index = BitIndex(64, keep="float32")
+    with pytest.raises(ValueError, match="keep='float32' takes vectors, got codes; add the vectors instead"):
+        index.add(CODES)
+    assert len(index) == 0
+
+
+def test_a_vector_beyond_float16_is_refused():
+    index = BitIndex(40, keep="float16")
+    with pytest.raises(ValueError, match="must fit float16, got larger numbers; scale them or use keep='float32'"):
+        index.add(X * 1e6)
+    index.add(X)
+    assert list(index) == [0, 1, 2, 3, 4]
+
+
+def test_when_ids_run_out_they_must_be_given():
+    index = codes()
+    index.add(CODES[:1], [2**63 - 2])
+    with pytest.raises(ValueError, match="no ids are left after 9223372036854775806, got none for 5 rows; give ids="):
+        index.add(CODES)
+    index.add(CODES[:1], [77])
+    assert index.ids.tolist() == [0, 1, 2, 3, 4, 2**63 - 2, 77]
+
+
+def test_numpy_use_of_an_index_imports_no_torch(tmp_path):
+    import subprocess
+    import sys
+
+    code = f"""
+import sys, numpy, hashcore
+assert "numba" not in sys.modules
+index = hashcore.BitIndex.from_vectors(numpy.eye(40), keep="float16")
+index.save({str(tmp_path / "index")!r})
+hashcore.BitIndex.load({str(tmp_path / "index")!r}).search(numpy.eye(40), 3, rerank=2)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_no_id_is_not_in_an_index():
+    index = codes()
+    assert 4 in index
+    assert np.int32(4) in index
+    for other in (5, -1, 2**70, "4", None, 4.0):
+        assert other not in index
