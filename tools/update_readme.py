@@ -69,10 +69,10 @@ def _index_times(results: pathlib.Path) -> str:
     index, vectors = (f"{found[name] / 1e6:,.0f} MB" for name in ("index_bytes", "vector_bytes"))
     verified, unverified = (1e3 * file[name] for name in ("load_seconds", "load_unverified_seconds"))
     title = (
-        f"Milliseconds a query for the best {found['k']} of the same {found['count']:,} codes, one thread, "
-        f"{found['processor']}, {found['date']}. The index takes {index}, the float32 vectors {vectors}. Adding takes "
-        f"{found['add_microseconds']:.1f} us a vector, saving {file['save_seconds']:.2f} s, loading {verified:.0f} ms "
-        f"with verification and {unverified:.1f} ms without"
+        f"Milliseconds of processor time a query for the best {found['k']} of the same {found['count']:,} codes, one "
+        f"thread, {found['processor']}, {found['date']}. The index takes {index}, the float32 vectors {vectors}. "
+        f"Adding takes {found['add_microseconds']:.1f} us a vector, saving {file['save_seconds']:.2f} s, "
+        f"loading from a warm cache {verified:.0f} ms with verification and {unverified:.1f} ms without"
     )
     names = columns[0]["milliseconds"]
     lines = [[name, *(f"{at['milliseconds'][name]:.2f}" for at in columns)] for name in names]
