@@ -71,8 +71,8 @@ def _index_times(results: pathlib.Path) -> str:
     title = (
         f"Milliseconds of processor time a query for the best {found['k']} of the same {found['count']:,} codes, one "
         f"thread, {found['processor']}, {found['date']}. The index takes {index}, the float32 vectors {vectors}. "
-        f"Adding takes {found['add_microseconds']:.1f} us a vector, saving {file['save_seconds']:.2f} s, loading from a "
-        f"warm cache {verified:.0f} ms with verification and {unverified:.1f} ms without"
+        f"Adding takes {found['add_microseconds']:.1f} us a vector, saving {file['save_seconds']:.2f} s, "
+        f"loading from a warm cache {verified:.0f} ms with verification and {unverified:.1f} ms without"
     )
     names = columns[0]["milliseconds"]
     lines = [[name, *(f"{at['milliseconds'][name]:.2f}" for at in columns)] for name in names]
