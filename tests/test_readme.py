@@ -67,13 +67,17 @@ def test_stored_training_is_trimmed_rounded_and_rendered(tool, tmp_path):
         "context": 4096,
         "steps": 9,
     }
-    metrics["hashers"] = {"lsh": {"losses": [[1.0, 2.0], [3.0, 5.0]], "kv_head": side, "query_head": side}}
+    left = {"share": 0.3, "error": 0.2}
+    remainder = {"layers": [{**left, "share_by_head": [0.3]}] * 2, "mean": left}
+    found = {"losses": [[1.0, 2.0], [3.0, 5.0]], "kv_head": side, "query_head": side, "remainder": remainder}
+    metrics["hashers"] = {"lsh": found}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.json").write_text(json.dumps(metrics))
     stored = json.loads(tool.store(tmp_path / "run", tmp_path).read_text())
     assert "losses" not in stored["hashers"]["lsh"]
     assert stored["hashers"]["lsh"]["curve"] == [2.0, 3.5]
     assert stored["hashers"]["lsh"]["kv_head"]["layers"][0] == {"iou": 0.12346, "recall": 0.5, "mass": 0.75}
+    assert stored["hashers"]["lsh"]["remainder"]["layers"] == [left, left]
     text = tool.render("before\n<!-- results:training -->\nold\n<!-- end -->\nafter\n", tmp_path)
     assert "| mean | 0.123 / 0.750 |" in text
     assert "old" not in text
