@@ -1,7 +1,10 @@
 """A tiny causal LM and its captured queries and keys, made here: no download, no randomness between runs."""
 
 import os
+import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # worker_jobs, which other processes import by name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest

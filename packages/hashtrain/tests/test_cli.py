@@ -29,6 +29,8 @@ SMALL = [
     "2",
     "--dense-layers",
     "1",
+    "--workers",
+    "1",
 ]
 
 
@@ -61,6 +63,19 @@ def test_a_run_stores_hashers_that_load_and_ends_with_json(folder, tiny_config, 
     assert not list((tmp_path / "run").glob(".capture-*"))
 
 
+def test_hashers_and_figures_do_not_depend_on_the_number_of_workers(folder, tmp_path):
+    found = []
+    for workers in ("1", "3"):
+        out = tmp_path / workers
+        assert main(command(folder, out, "--only", "lsh", "planes", "--workers", workers)) == 0
+        metrics = json.loads((out / "metrics.json").read_text())
+        del metrics["seconds"]
+        found.append((metrics, Hasher.from_pretrained(out / "planes").state_dict()))
+    (one, mine), (other, theirs) = found
+    assert one == other
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -75,6 +90,7 @@ def test_a_run_stores_hashers_that_load_and_ends_with_json(folder, tiny_config, 
         (["--planes", "9"], "between 1 and 8"),
         (["--only"], "--only needs one"),
         (["--dense-layers", "-1"], "0 or more"),
+        (["--workers", "-1"], "0 or more"),
         (["--dense-layers", "2"], "must leave one of 2 layers"),
         (["--model", "models/none"], "there is no folder of that name"),
     ],

@@ -25,6 +25,12 @@ from hashtrain.layers import BY_VARIANT, LayerHasher, shapes
 _MAX_CONFIG_BYTES = 1 << 20
 
 
+def make_layer(config: HasherConfig, layer: int, seed: int | None = 0) -> LayerHasher:
+    """Make one layer's hash functions, as `Hasher` does."""
+    generator = None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + layer)
+    return BY_VARIANT[config.variant](config.at(layer), generator)
+
+
 class Hasher(nn.Module):
     """Turns queries and keys of every layer into bit codes.
 
@@ -37,12 +43,7 @@ class Hasher(nn.Module):
     def __init__(self, config: HasherConfig, seed: int | None = 0):
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(
-            BY_VARIANT[config.variant](
-                config.at(layer), None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + layer)
-            )
-            for layer in range(config.shape.num_layers)
-        )
+        self.layers = nn.ModuleList(make_layer(config, layer, seed) for layer in range(config.shape.num_layers))
 
     def layer(self, index: int) -> LayerHasher:
         """Return one layer's hash functions."""

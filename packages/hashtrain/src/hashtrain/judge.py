@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hashtrain.capture import Capture
-from hashtrain.hasher import Hasher
+from hashtrain.layers import LayerHasher
 from hashtrain.metrics import hash_quality
 from hashtrain.plan import TrainCommand
 from hashtrain.remainder import measure, share_errors
 
 
-def judge(
-    command: TrainCommand, hasher: Hasher, held: Capture, on_layer: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """Mean quality of each layer and head on held-out rows, and the means over the layers that will be sparse.
+def judge_layer(command: TrainCommand, hasher: LayerHasher, layer: int, held: Capture) -> dict[str, dict[str, Any]]:
+    """Mean quality of one layer and of its heads on held-out rows.
 
     `remainder` is the share of the softmax that a selection leaves out, and the root mean square error of its estimate.
     """
-    layers: dict[str, list[dict[str, Any]]] = {"kv_head": [], "query_head": [], "remainder": []}
-    for layer in range(len(hasher.layers)):
-        generator = torch.Generator().manual_seed(command.seed)  # the same rows for every hasher and layer
-        samples: dict[str, list[list[Tensor]]] = {"kv_head": [], "query_head": []}
-        shares, errors = [], []
-        for context in range(len(held)):
-            q, k, scaling = held.read(context, layer)
-            rows = torch.randint(command.first_row, command.context, (command.held_out_rows,), generator=generator)
-            for heads, rows_of in samples.items():
-                found = hash_quality(
-                    hasher.layer(layer), q[:, :, rows], k, rows, command.fraction, scaling, heads == "query_head"
-                )
-                rows_of.append([m.double().mean(-1)[0] for m in found])  # per head, mean over rows
-            ((evidence, exact),) = measure(hasher.layer(layer), q[:, :, rows], k, rows, scaling, [command.fraction])
-            share, error = share_errors(hasher.layer(layer), evidence, exact)
-            shares.append(share.double())
-            errors.append(error.double())
+    generator = torch.Generator().manual_seed(command.seed)  # the same rows for every hasher and layer
+    samples: dict[str, list[list[Tensor]]] = {"kv_head": [], "query_head": []}
+    shares, errors = [], []
+    for context in range(len(held)):
+        q, k, scaling = held.read(context, layer)
+        rows = torch.randint(command.first_row, command.context, (command.held_out_rows,), generator=generator)
         for heads, rows_of in samples.items():
-            layers[heads].append(_summary(rows_of))
-        error = torch.stack(errors).square().mean().sqrt().item()
-        layers["remainder"].append({"share": torch.stack(shares).mean().item(), "error": error})
-        on_layer()
-    sparse = slice(command.dense_layers, None)
-    return {h: {"layers": ls, "mean": _mean(ls[sparse])} for h, ls in layers.items()}
+            found = hash_quality(hasher, q[:, :, rows], k, rows, command.fraction, scaling, heads == "query_head")
+            rows_of.append([m.double().mean(-1)[0] for m in found])  # per head, mean over rows
+        ((evidence, exact),) = measure(hasher, q[:, :, rows], k, rows, scaling, [command.fraction])
+        share, error = share_errors(hasher, evidence, exact)
+        shares.append(share.double())
+        errors.append(error.double())
+    error = torch.stack(errors).square().mean().sqrt().item()
+    remainder = {"share": torch.stack(shares).mean().item(), "error": error}
+    return {"remainder": remainder, **{heads: _summary(rows_of) for heads, rows_of in samples.items()}}
+
+
+def summarise(layers: Sequence[dict[str, dict[str, Any]]], dense_layers: int) -> dict[str, Any]:
+    """Put the figures of `judge_layer` side by side, with their means over the layers that will be sparse."""
+    by_heads = {heads: [layer[heads] for layer in layers] for heads in ("kv_head", "query_head", "remainder")}
+    return {heads: {"layers": found, "mean": _mean(found[dense_layers:])} for heads, found in by_heads.items()}
 
 
 def _summary(contexts_of: list[list[Tensor]]) -> dict[str, Any]:

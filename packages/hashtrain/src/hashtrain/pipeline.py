@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from safetensors import torch as safe
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -21,13 +22,15 @@ from hashtrain.capture import Capture, capture, capture_bytes, require_disk
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.corpus import contexts, held_out_sources, python_sources, read_texts, split
 from hashtrain.hasher import Hasher
-from hashtrain.judge import judge
+from hashtrain.job import LayerJob, LayerResult, make
+from hashtrain.judge import summarise
 from hashtrain.models import load_model
-from hashtrain.plan import DEMO, TrainCommand
+from hashtrain.plan import DEMO, Candidate, TrainCommand
 from hashtrain.progress import tracking
-from hashtrain.remainder import calibrate
 from hashtrain.report import card, draw, quality_table
-from hashtrain.trainer import TrainConfig, train_layer
+from hashtrain.workers import default_workers, run_jobs
+
+_NOT_FACTS = {"contexts", "held_out", "workers"}  # as asked for; the first two are stored as found
 
 
 def run(command: TrainCommand, console: Console) -> dict[str, Any]:
@@ -55,17 +58,8 @@ def run(command: TrainCommand, console: Console) -> dict[str, Any]:
         with tracking(console, len(train_ids) + len(held_ids)) as advance:
             data = capture(model, train_ids, Path(scratch) / "train", lambda: advance("capture q and k", 1))
             held = capture(model, held_ids, Path(scratch) / "held", lambda: advance("capture held-out q and k", 1))
-        hashers, losses = _train(command, shape, model.config, data, console)
-        with tracking(console, len(hashers) * shape.num_layers) as advance:
-            for name, hasher in hashers.items():
-                for layer in range(shape.num_layers):
-                    calibrate(hasher.layer(layer), layer, data, command.seed)
-                    advance(f"calibrate {name}, layer {layer}", 1)
-        metrics = _facts(command, shape, len(train_ids), len(held_ids))
-        with tracking(console, len(hashers) * shape.num_layers) as advance:
-            for name, hasher in hashers.items():
-                found = judge(command, hasher, held, lambda name=name: advance(f"judge {name}", 1))
-                metrics["hashers"][name] = {"losses": losses[name], **found}
+        hashers, found = _make_hashers(command, shape, model.config, data, held, console)
+    metrics = {**_facts(command, shape, len(train_ids), len(held_ids)), "hashers": found}
     metrics["seconds"] = round(time.monotonic() - began, 1)
     for name, hasher in hashers.items():
         hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
@@ -109,41 +103,43 @@ def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     )
 
 
-def _train(
-    command: TrainCommand, shape: ModelShape, model_config: Any, data: Capture, console: Console
-) -> tuple[dict[str, Hasher], dict[str, list[list[float]]]]:
-    hashers: dict[str, Hasher] = {}
-    losses: dict[str, list[list[float]]] = {}
-    for candidate in command.candidates:
-        config = HasherConfig(
-            variant=candidate.variant,
-            shape=shape,
-            bits=command.bits,
-            planes=command.planes,
-            hidden=max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128,
-            init=candidate.init,
-            base_model=_base_model(command.model),
-            base_revision=getattr(model_config, "_commit_hash", None),
-        )
-        hasher = hashers[candidate.name] = Hasher(config, command.seed)
-        losses[candidate.name] = []
-        if not hasher.layer(0).trainable:
-            continue
-        settings = TrainConfig(
-            fraction=command.fraction,
-            steps=command.steps,
-            learning_rate=candidate.learning_rate,
-            min_position=command.context // 16,
-            seed=command.seed,
-        )
-        with tracking(console, command.steps * shape.num_layers) as advance:
-            for layer in range(shape.num_layers):
+def _make_hashers(
+    command: TrainCommand, shape: ModelShape, model_config: Any, data: Capture, held: Capture, console: Console
+) -> tuple[dict[str, Hasher], dict[str, Any]]:
+    """Train and judge every layer of every candidate; return the hashers and what was found of each."""
+    hashers = {c.name: Hasher(_config(command, c, shape, model_config), command.seed) for c in command.candidates}
+    trained = [c for c in command.candidates if hashers[c.name].layer(0).trainable]
+    untrained = [c for c in command.candidates if c not in trained]
+    jobs = [
+        LayerJob(command, candidate, hashers[candidate.name].config, layer, data, held)
+        for candidate in (*trained, *untrained)  # the longest first
+        for layer in range(shape.num_layers)
+    ]
+    with tracking(console, command.steps * shape.num_layers * len(trained) + len(jobs)) as advance:
+        results = run_jobs(make, jobs, command.workers or default_workers(), advance)
+    by_name: dict[str, list[LayerResult]] = {name: [] for name in hashers}
+    for job, result in zip(jobs, results, strict=True):
+        by_name[job.candidate.name].append(result)
+        hashers[job.candidate.name].layer(job.layer).load_state_dict(safe.load(result.tensors))
+    return hashers, {name: _found(layers, command.dense_layers) for name, layers in by_name.items()}
 
-                def show(step: int, loss: float, layer: int = layer, name: str = candidate.name) -> None:
-                    advance(f"train {name}, layer {layer}, loss {loss:.3f}", 1)
 
-                losses[candidate.name].append(train_layer(hasher.layer(layer), layer, data, settings, show))
-    return hashers, losses
+def _config(command: TrainCommand, candidate: Candidate, shape: ModelShape, model_config: Any) -> HasherConfig:
+    return HasherConfig(
+        variant=candidate.variant,
+        shape=shape,
+        bits=command.bits,
+        planes=command.planes,
+        hidden=max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128,
+        init=candidate.init,
+        base_model=_base_model(command.model),
+        base_revision=getattr(model_config, "_commit_hash", None),
+    )
+
+
+def _found(layers: list[LayerResult], dense_layers: int) -> dict[str, Any]:
+    losses = [layer.losses for layer in layers if layer.losses]
+    return {"losses": losses, **summarise([layer.quality for layer in layers], dense_layers)}
 
 
 def _base_model(name: str) -> str:
@@ -160,11 +156,8 @@ def _facts(command: TrainCommand, shape: ModelShape, contexts: int, held_out: in
         "corpus": corpus,
         "contexts": contexts,
         "held_out": held_out,
-        **{
-            k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in {"contexts", "held_out"}
-        },
+        **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_FACTS},
         "learning_rates": {c.name: c.learning_rate for c in command.candidates if c.variant != "lsh"},
-        "hashers": {},
     }
 
 

@@ -60,12 +60,16 @@ class TrainCommand:
     """Optimiser steps a layer and hasher."""
     dense_layers: int = 2
     """Layers that stay dense when deployed: left out of the means, trained all the same."""
+    workers: int = 0
+    """Processes that train, each a layer at a time; 0 is one per core, up to 6. The hashers do not depend on it."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("contexts", "held_out", "held_out_rows", "steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.workers < 0:
+            raise UsageError(f"--workers must be 0 or more, got {self.workers}")
         if self.dense_layers < 0:
             raise UsageError(f"--dense-layers must be 0 or more, got {self.dense_layers}")
         if not 32 <= self.bits <= 4096 or self.bits % 32:

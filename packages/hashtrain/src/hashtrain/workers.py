@@ -1,0 +1,138 @@
+"""Independent jobs on several processes, one thread each, so that what comes out does not depend on how many there are.
+
+Two single-threaded layers side by side take a third less time than one after the other on two threads, and far less
+where the cores are shared with other work: threads of one operation wait for the slowest (docs/log.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, get_all_start_methods, get_context
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+Report = Callable[..., None]
+Function = Callable[[Any, Report], Any]
+Pipe = Any  # Connection, or PipeConnection on Windows
+_MOST = 6  # a worker takes 0.6 GB for the demo model
+
+
+def default_workers() -> int:
+    """Return one worker for each core that this process may use, up to _MOST."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MOST)
+
+
+def run_jobs(function: Function, jobs: Sequence[Any], workers: int, report: Report) -> list[Any]:
+    """Do every job and return the results in the order of the jobs.
+
+    Args:
+        function: called as `function(job, report)`; importable by its name, like what it takes and returns, because
+            other processes call it. What it reports arrives at `report` in this process.
+        jobs: taken in order, so the longest should come first.
+        workers: processes; 1 works in this one.
+    Raises: what a job raised; ChildProcessError if a worker died. The other workers are stopped.
+    """
+    if workers == 1 or len(jobs) == 1:
+        with _one_thread():
+            return [function(job, report) for job in jobs]
+    return _Pool(function, jobs, report).run(min(workers, len(jobs)))
+
+
+@dataclass
+class _Pool:
+    function: Function
+    jobs: Sequence[Any]
+    report: Report
+
+    def run(self, workers: int) -> list[Any]:
+        self.results: list[Any] = [None] * len(self.jobs)
+        self.left = iter(range(len(self.jobs)))
+        processes: list[BaseProcess] = []
+        busy: dict[Pipe, int] = {}
+        try:
+            for _ in range(workers):
+                pipe = self._start(processes)
+                self._give(pipe, busy)
+            while busy:
+                for pipe in connection.wait(list(busy)):
+                    self._hear(pipe, busy)
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.join()
+        return self.results
+
+    def _start(self, processes: list[BaseProcess]) -> Pipe:
+        context = _context()
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(self.function, theirs), daemon=True)
+        process.start()
+        theirs.close()  # so that a worker's death ends the pipe
+        processes.append(process)
+        return mine
+
+    def _give(self, pipe: Pipe, busy: dict[Pipe, int]) -> None:
+        number = next(self.left, None)
+        if number is None:
+            busy.pop(pipe, None)
+            pipe.close()  # an idle worker ends with its pipe
+            return
+        busy[pipe] = number
+        pipe.send(self.jobs[number])
+
+    def _hear(self, pipe: Pipe, busy: dict[Pipe, int]) -> None:
+        try:
+            kind, *rest = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise ChildProcessError(
+                f"a worker was killed in job {busy[pipe] + 1} of {len(self.jobs)}, perhaps for lack of memory; "
+                "run again with fewer --workers"
+            ) from None
+        if kind == "report":
+            self.report(*rest)
+        elif kind == "failed":
+            raise rest[0]
+        else:
+            self.results[busy[pipe]] = rest[0]
+            self._give(pipe, busy)
+
+
+def _context() -> Any:
+    """A fork of this process, which has threads, may hang; one of a small server that has imported torch is quick."""
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain"])
+    return context
+
+
+def _work(function: Function, pipe: Pipe) -> None:
+    """Do jobs until the parent closes the pipe, or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the parent says what there is to say
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            job = pipe.recv()
+            try:
+                answer = ("done", function(job, lambda *message: pipe.send(("report", *message))))
+            except Exception as error:
+                answer = ("failed", error)
+            pipe.send(answer)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

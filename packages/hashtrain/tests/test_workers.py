@@ -1,0 +1,64 @@
+"""Jobs on several processes: in order, alike for any number of them, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from hashtrain.workers import default_workers, run_jobs
+from worker_jobs import die, fail, square
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread(workers):
+    said = []
+    before = torch.get_num_threads()
+    assert run_jobs(square, [1, 2, 3, 4], workers, lambda *message: said.append(message)) == [1, 4, 9, 16]
+    assert sorted(said) == [(f"{job} on 1", 1) for job in (1, 2, 3, 4)]
+    assert torch.get_num_threads() == before
+
+
+def test_an_error_of_one_job_stops_the_others():
+    began = time.monotonic()
+    with pytest.raises(FloatingPointError, match="job 2 diverged"):
+        run_jobs(fail, [1, 2], 2, print)
+    assert time.monotonic() - began < 50
+
+
+def test_a_killed_worker_is_one_sentence():
+    with pytest.raises(ChildProcessError, match="killed in job . of 2, perhaps for lack of memory; run again with"):
+        run_jobs(die, [1, 2], 2, print)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_the_process_that_started_them(how):
+    code = "from hashtrain.workers import run_jobs; from worker_jobs import linger\nif __name__ == '__main__':\n"
+    code += "    run_jobs(linger, [1, 2], 2, lambda pid: print(pid, flush=True))"
+    here = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    pids = set()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=here) as process:
+        while len(pids) < 2:
+            pids.add(int(process.stdout.readline()))
+        process.send_signal(how)
+    deadline = time.monotonic() + 30
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().split()[2] != "Z"
+
+
+def test_there_is_a_worker_a_core_up_to_six(monkeypatch):
+    for cores, expected in ((1, 1), (2, 2), (64, 6)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        assert default_workers() == expected

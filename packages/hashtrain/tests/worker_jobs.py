@@ -1,0 +1,29 @@
+"""Jobs for test_workers.py; in a module of their own, because workers import them by name."""
+
+import os
+import signal
+import time
+
+import torch
+
+
+def square(job, report):
+    time.sleep(0.2 / job)  # the first takes longest
+    report(f"{job} on {torch.get_num_threads()}", 1)
+    return job * job
+
+
+def fail(job, report):
+    if job == 2:
+        raise FloatingPointError("job 2 diverged")
+    time.sleep(60)
+
+
+def die(job, report):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def linger(job, report):
+    for _ in range(600):
+        report(os.getpid())
+        time.sleep(0.1)
