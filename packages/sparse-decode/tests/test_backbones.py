@@ -9,6 +9,8 @@ from sparse_decode_doubles import Auditor, SignHasher, generate, prompts, tiny_m
 from torch import nn
 
 TENTH = Budget(0.1, min_tokens=2)
+# peft asks transformers by a name that transformers is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
 class EightBitLinear(nn.Module):

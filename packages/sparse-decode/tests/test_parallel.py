@@ -26,8 +26,11 @@ def folder(tmp_path_factory):
     for family in tensor_parallel.FAMILIES:
         model = tiny_model(family)
         model.save_pretrained(folder / family)
-        config = HasherConfig("planes", ModelShape.of(model.config), hidden=16)
-        Hasher(config).save_pretrained(folder / f"{model.config.model_type}-hasher")
+        hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config), hidden=16))
+        for layer in range(4):  # some remainder, another one in each head: a rank must take its own
+            shares = torch.linspace(0.3, 1.4, 4)[:, None]
+            hasher.layer(layer).remainder.copy_(shares * torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1]))
+        hasher.save_pretrained(folder / f"{model.config.model_type}-hasher")
     yield folder
     logging.enable_progress_bar()
 
@@ -62,6 +65,14 @@ def test_a_slice_of_a_hasher_hashes_its_heads(variant, per_query_head):
             part = shard(wrap(whole), rank, 2)
             assert torch.equal(part.encode_keys(layer, k.tensor_split(2, dim=1)[rank]), codes[rank])
             assert torch.equal(part.encode_queries(layer, q.tensor_split(2, dim=1)[rank])[0], planes[rank])
+
+
+def test_a_slice_of_a_hasher_has_the_remainder_of_its_query_heads():
+    whole = Hasher(HasherConfig("planes", ModelShape(1, 8, 4, 16)))
+    assert shard(HashSelector(whole), 1, 2).remainder(0) is None
+    whole.layer(0).remainder.copy_(torch.arange(40.0).view(8, 5))
+    for rank, heads in ((0, slice(4)), (1, slice(4, 8))):
+        assert torch.equal(shard(HashSelector(whole), rank, 2).remainder(0), whole.remainder(0)[heads])
 
 
 def test_a_slice_of_a_hasher_whose_layers_differ():
@@ -118,4 +129,5 @@ def test_layers_placed_by_a_device_map_and_read_from_disk(folder, tmp_path, monk
         assert torch.equal(generate(placed, ids, mask, new_tokens=8), expected)
         assert auditor.steps == 2 * 7
         assert attachment.layers == (2, 3)
+        assert attachment.remainder
     assert torch.equal(generate(placed, ids, mask, new_tokens=8), generate(whole, ids, mask, new_tokens=8))
