@@ -4,13 +4,22 @@ from sparse_decode.attach import Attachment, attach
 from sparse_decode.attend import attend, attend_reference
 from sparse_decode.budget import Budget
 from sparse_decode.oracle import OracleSelector
-from sparse_decode.select import HashSelector, KeyQueryHasher, QueryHeadHasher, RecentSelector, Rows, Selector
+from sparse_decode.select import (
+    HashSelector,
+    KeyQueryHasher,
+    LshSelector,
+    QueryHeadHasher,
+    RecentSelector,
+    Rows,
+    Selector,
+)
 
 __all__ = [
     "Attachment",
     "Budget",
     "HashSelector",
     "KeyQueryHasher",
+    "LshSelector",
     "OracleSelector",
     "QueryHeadHasher",
     "RecentSelector",

@@ -17,6 +17,7 @@ from sparse_decode.cache import CODED, carry_codes, coded_type
 from sparse_decode.interface import KEYWORD, NAMES, Call, register
 from sparse_decode.model import require_attachable, set_attention, sparse_modules
 from sparse_decode.offload import HostLayer
+from sparse_decode.parallel import head_shard, shard, shard_shape
 from sparse_decode.plan import LayerPlan, RowRule
 from sparse_decode.select import HashSelector, KeyQueryHasher, Selector
 
@@ -101,12 +102,15 @@ class Attachment:
                     f'{type(chosen).__name__}; use kv="device"'
                 )
             modules = sparse_modules(model, dense_layers)
+            shape = ModelShape.of(model.get_decoder().config)
+            rank, size = head_shard(next(iter(modules.values())), shape.at(min(modules)))
+            chosen = chosen if size == 1 else shard(chosen, rank, size)
             if strangers := sorted(set(layer_budgets) - set(modules)):
                 raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
             budgets = {layer: layer_budgets.get(layer, budget) for layer in modules}
             if any(found.dense_below == "measured" for found in budgets.values()):
                 layer = next(layer for layer, found in budgets.items() if found.dense_below == "measured")
-                heads = ModelShape.of(model.get_decoder().config).at(layer)
+                heads = shape.at(layer) if size == 1 else shard_shape(shape.at(layer), size)
                 facts = chosen, budgets[layer], model.dtype, model.device
                 self.break_even = break_even(modules[layer], layer, heads, *facts)
             coefficients = getattr(chosen, "remainder", None) if remainder else None

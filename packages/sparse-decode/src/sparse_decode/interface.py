@@ -96,8 +96,9 @@ def attention(
     plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
     if compiling:
+        codes = None if call.cache is None else call.codes(key)  # without a cache they are hashed inside
         rest = (sinks, plan.tally, plan.number, factor, softcap)
-        return attend_step(query, key, value, call.codes(key), attention_mask, length, *rest), None
+        return attend_step(query, key, value, codes, attention_mask, length, *rest), None
     host = call.cache if isinstance(call.cache, HostLayer) else None
     small = plan.all_dense(end)
     k, v, codes = trim(key, value, None if small else call.codes(key), length)

@@ -122,6 +122,8 @@ class LayerPlan:
     ) -> Tensor:
         """Do a whole step of a compiled graph: rows that are not sparse attend to all they see. [B, Q, Hq, Dv]"""
         k, v, codes = trim(k, v, codes, length)
+        if codes is None and self.selector.needs_codes:
+            codes = self.encoder(k)
         x = Inputs(q, k, v, mask, codes, None, scaling, softcap, sinks)
         visible, sparse = self._rows(x)
         if self.all_dense(k.shape[2]) and softcap is None and sinks is None:

@@ -7,8 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import hashcore
 import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
 from torch import Tensor
 
+from sparse_decode.parallel import PlacedHasher, shard
 from sparse_decode.positions import last_visible
 
 
@@ -43,7 +45,8 @@ class Selector(Protocol):
     """Chooses tokens.
 
     The result of `select` is int64 [B, H, Q, K], H = Hkv or Hq: in each row `counts` visible tokens in ascending order,
-    then -1. Equal scores go to the lowest index.
+    then -1. Equal scores go to the lowest index. For a model split over tensor-parallel ranks it needs a further
+    method, `shard(rank, size)`, which returns the selector of one rank's heads.
     """
 
     needs_codes: bool
@@ -80,19 +83,28 @@ class KeyQueryHasher(Protocol):
 
 
 class HashSelector:
-    """Selects by plane score between query planes and key codes (eq. 4 and 6): learned hashes, LSH, the paper's."""
+    """Selects by plane score between query planes and key codes (eq. 4 and 6): learned hashes, LSH, the paper's.
+
+    Args:
+        hasher: a `hashtrain.Hasher`, whose weights follow the keys to their device, or another `KeyQueryHasher`.
+    """
 
     needs_codes = True
 
     def __init__(self, hasher: KeyQueryHasher):
         self.hasher = hasher
+        self._encoder: KeyQueryHasher = PerHead(hasher) if isinstance(hasher, Hasher) else hasher
 
     def require_match(self, model_config: Any) -> None:
         self.hasher.require_match(model_config)
 
+    def shard(self, rank: int, size: int) -> HashSelector:
+        """Return the selector of one tensor-parallel rank, sliced by KV head."""
+        return HashSelector(shard(self.hasher, rank, size))
+
     def encode_keys(self, layer: int, k: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.hasher.encode_keys(layer, k)
+            return self._encoder.encode_keys(layer, k)
 
     def remainder(self, layer: int) -> Tensor | None:
         """Return the coefficients of eq. 15, [Hq, 5], if the hasher has been calibrated."""
@@ -103,7 +115,7 @@ class HashSelector:
         if rows.codes is None:
             raise ValueError("a hash selector needs the codes of the keys, got None")
         with torch.no_grad():
-            planes, weights = self.hasher.encode_queries(rows.layer, rows.q)
+            planes, weights = self._encoder.encode_queries(rows.layer, rows.q)
         scores = hashcore.score(planes, rows.codes[:, :, None], weights=weights)
         if rows.visible is not None:
             scores = scores.masked_fill_(~rows.visible, -1)  # below every score; counts never reach them
@@ -111,22 +123,49 @@ class HashSelector:
         return hashcore.topk(scores, counts)[1]
 
 
-class QueryHeadHasher:
-    """A `hashtrain.Hasher` with codes and selections per query head, not per KV head: the paper's protocol."""
+class LshSelector(HashSelector):
+    """Selects by untrained locality-sensitive hashes: signs of a random rotation per KV head.
 
-    def __init__(self, hasher: Any):
-        self.hasher = hasher
+    Args:
+        model_config: the Hugging Face config of the model.
+        bits: bits of a code, a multiple of 32.
+        seed: draws the rotations.
+        per_query_head: one set per query head instead of one per KV head.
+    """
+
+    def __init__(self, model_config: Any, bits: int = 128, seed: int = 0, per_query_head: bool = False):
+        hasher = Hasher(HasherConfig("lsh", ModelShape.of(model_config), bits=bits), seed)
+        super().__init__(QueryHeadHasher(hasher) if per_query_head else hasher)
+
+
+class PerHead:
+    """A `hashtrain.Hasher` as it is deployed: codes per KV head, weights on the device of the keys."""
+
+    per_query_head = False
+
+    def __init__(self, hasher: Hasher):
+        self.hasher, self._placed = hasher, PlacedHasher(hasher)
 
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
-        """Hash keys [B, Hkv, T, D] to int32 codes [B, Hq, T, W]."""
-        return self.hasher.layer(layer).encode_keys(k, per_query_head=True)
+        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
+        return self._placed.layer(layer, k.device).encode_keys(k, per_query_head=self.per_query_head)
 
     def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
-        """Hash queries [B, Hq, T, D] to int32 planes [B, Hq, T, P, W] and the planes' weights."""
-        return self.hasher.layer(layer).encode_queries(q, per_query_head=True)
+        """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights."""
+        return self._placed.layer(layer, q.device).encode_queries(q, per_query_head=self.per_query_head)
 
     def require_match(self, model_config: Any) -> None:
         self.hasher.require_match(model_config)
+
+    def shard(self, rank: int, size: int) -> PerHead:
+        """Return the hasher of one tensor-parallel rank, sliced by KV head."""
+        return type(self)(shard(self.hasher, rank, size))
+
+
+class QueryHeadHasher(PerHead):
+    """A `hashtrain.Hasher` with codes and selections per query head, not per KV head: the paper's protocol."""
+
+    per_query_head = True
 
 
 class NoCodes:
@@ -136,6 +175,10 @@ class NoCodes:
 
     def require_match(self, model_config: Any) -> None:
         """Accept every model."""
+
+    def shard(self, rank: int, size: int) -> Any:
+        """Return the selector of one tensor-parallel rank: itself, because it knows of no heads."""
+        return self
 
     def encode_keys(self, layer: int, k: Tensor) -> Tensor:
         raise ValueError(f"{type(self).__name__} keeps no codes")

@@ -1,0 +1,101 @@
+"""Backbones that people change: LoRA adapters, quantised weights, other dtypes, compiled models."""
+
+import pytest
+import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
+from peft import LoraConfig, get_peft_model
+from sparse_decode import Budget, attach
+from sparse_decode_doubles import Auditor, SignHasher, generate, prompts, tiny_model
+from torch import nn
+
+TENTH = Budget(0.1, min_tokens=2)
+# peft asks transformers by a name that transformers is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+class EightBitLinear(nn.Module):
+    """A linear layer as weight-only quantisers make them: whole numbers and scales, no floating-point `weight`."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("weight", (linear.weight / scale).round().to(torch.int8))
+        self.bias = linear.bias
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias)
+
+
+def quantised(model):
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, EightBitLinear(child))
+    return model
+
+
+def adapted(model):
+    """Add LoRA to the attention, with weights that matter."""
+    torch.manual_seed(0)
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], task_type="CAUSAL_LM"))
+    for name, parameter in peft.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_(0, 0.3)
+    return peft.eval()
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}])
+@pytest.mark.parametrize("change", [quantised, adapted])
+def test_changed_backbones_are_dense_at_a_full_budget_and_keep_the_laws(change, way, monkeypatch):
+    model, (ids, mask) = change(tiny_model()), prompts()
+    dense = generate(model, ids, mask, **way)
+    assert not torch.equal(dense, generate(tiny_model(), ids, mask, **way)), "the change changes something"
+    with attach(model, SignHasher(), Budget(1.0)):
+        assert torch.equal(generate(model, ids, mask, **way), dense)
+    auditor = Auditor(monkeypatch)
+    with attach(model, SignHasher(), TENTH):
+        generate(model, ids, mask, new_tokens=6, **way)
+    assert auditor.steps == 2 * 5
+
+
+def test_the_break_even_is_measured_on_quantised_weights(monkeypatch):
+    monkeypatch.setattr("sparse_decode.break_even.LENGTHS", (256,))
+    with attach(quantised(tiny_model()), SignHasher(), Budget(dense_below="measured")) as attachment:
+        assert attachment.break_even in (256, 512)
+
+
+def test_adapters_may_be_switched_while_attached():
+    model, (ids, mask) = adapted(tiny_model()), prompts()
+    with attach(model, SignHasher(), TENTH):
+        with_adapter = generate(model, ids, mask)
+        with model.disable_adapter():
+            without = generate(model, ids, mask)
+    with attach(tiny_model(), SignHasher(), TENTH) as attachment:
+        assert torch.equal(generate(attachment.model, ids, mask), without)
+    assert not torch.equal(with_adapter, without)
+
+
+def test_attaching_to_the_adapted_model_and_to_its_base_is_attaching_twice():
+    model = adapted(tiny_model())
+    with attach(model, SignHasher()), pytest.raises(ValueError, match="already attached"):
+        attach(model.base_model.model, SignHasher())
+    attach(model.base_model.model, SignHasher()).detach()
+
+
+def test_a_model_compiled_by_its_owner_works():
+    """Not `generate`'s own compilation, but torch.compile around the model, graph breaks allowed."""
+    model, (ids, _) = tiny_model(num_hidden_layers=1), prompts((20,))
+    with attach(model, SignHasher(), Budget(0.3, min_tokens=2), dense_layers=0, sparse_rows=5):
+        plain = model(ids, use_cache=False).logits
+        found = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
+    torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_generation_is_dense_at_a_full_budget(dtype):
+    model, (ids, mask) = tiny_model(attn_implementation="eager").to(dtype), prompts()
+    hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config), hidden=16))
+    dense = generate(model, ids, mask, new_tokens=4)
+    with attach(model, hasher, Budget(1.0)):
+        assert torch.equal(generate(model, ids, mask, new_tokens=4), dense)
