@@ -29,7 +29,7 @@ def test_an_error_of_one_job_stops_the_others():
 
 
 def test_a_killed_worker_is_one_sentence():
-    with pytest.raises(ChildProcessError, match="killed in job . of 2, perhaps for lack of memory; run again with"):
+    with pytest.raises(ChildProcessError, match=r"killed in job \d of 2, perhaps for lack of memory; run again with"):
         run_jobs(die, [1, 2], 2, print)
 
 
