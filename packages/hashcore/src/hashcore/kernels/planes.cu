@@ -1,0 +1,83 @@
+// Queries as weighted bit planes: real weights quantised (docs/algorithm.md, eq. 5), one-bit groups merged (eq. 3).
+//
+// One warp a row; lane j of word w is dimension 32 w + j. A row of weights is read twice, first for its largest
+// magnitude; the second read comes from the L1 cache. A decode step has a few rows: latency is what this costs, not
+// bandwidth. Arithmetic is float32 in the order of hashcore.reference: the division is correctly rounded, and twice a
+// floor plus one is exact whether it is fused or not.
+#include "common.cuh"
+
+constexpr int PLANES_THREADS = 128;
+constexpr float TINY = 0x1p-126f;  // the smallest normal float32: the scale of a row of zeros
+
+// max |w| over the row; a NaN anywhere makes it NaN, as numpy's maximum does.
+template <class T>
+__device__ __forceinline__ float row_peak(const T* __restrict__ w, int words, int lane) {
+  u32 peak = 0;  // magnitudes order like their bits, and NaN lies above infinity
+  for (int i = 0; i < words; i++) {
+    const u32 magnitude = __float_as_uint(real(w[32 * i + lane])) & 0x7fffffffu;
+    peak = peak > magnitude ? peak : magnitude;
+  }
+#pragma unroll
+  for (int step = 16; step; step >>= 1) {
+    const u32 other = __shfl_xor_sync(FULL_WARP, peak, step);
+    peak = peak > other ? peak : other;
+  }
+  return __uint_as_float(peak);
+}
+
+// (level + m) / 2, the number whose binary digits the planes hold. A level that is not a number counts as the lowest.
+__device__ __forceinline__ int plane_digits(float w, float scale, float top) {
+  const float level = 2.0f * floorf(w / scale * 0.5f) + 1.0f;
+  if (!(level > -top)) return 0;
+  return (int(level < top ? level : top) + int(top)) >> 1;
+}
+
+template <class T>
+__device__ __forceinline__ void quantise_row(const T* __restrict__ w, u32* __restrict__ planes, i32 rows, i32 words,
+                                             i32 count) {
+  const int row = blockIdx.x * (PLANES_THREADS / 32) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (row >= rows) return;  // the whole warp
+  w += i64(row) * words * 32;
+  planes += i64(row) * count * words;
+  const float top = float((1 << count) - 1);
+  const float fitting = 0.8f * row_peak(w, words, lane) / top;
+  const float scale = fitting < TINY ? TINY : fitting;  // a NaN stays
+  for (int i = 0; i < words; i++) {
+    const int digits = plane_digits(real(w[32 * i + lane]), scale, top);
+    for (int p = 0; p < count; p++) {
+      const u32 word = __ballot_sync(FULL_WARP, digits >> p & 1);
+      if (lane == p) planes[p * words + i] = word;
+    }
+  }
+}
+
+#define PLANES_KERNEL(name, T)                                                                              \
+  extern "C" __global__ void __launch_bounds__(PLANES_THREADS)                                              \
+      name(const T* __restrict__ w, u32* __restrict__ planes, i32 rows, i32 words, i32 count) {             \
+    quantise_row(w, planes, rows, words, count);                                                            \
+  }
+
+PLANES_KERNEL(planes_f32, float)
+PLANES_KERNEL(planes_f16, Float16)
+PLANES_KERNEL(planes_bf16, BFloat16)
+
+// Lane j counts bit j over the codes of the group. The last weight is irregular, group - (2^(count - 1) - 1), so its
+// bit is set only where the lighter planes cannot hold the count; what is left then fits them.
+extern "C" __global__ void __launch_bounds__(PLANES_THREADS)
+    group_planes(const u32* __restrict__ codes, u32* __restrict__ planes, i32 rows, i32 group, i32 words, i32 count) {
+  const int row = blockIdx.x * (PLANES_THREADS / 32) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (row >= rows) return;
+  codes += i64(row) * group * words;
+  planes += i64(row) * count * words;
+  const int small = (1 << (count - 1)) - 1, last = group - small;
+  for (int i = 0; i < words; i++) {
+    int set = 0;
+    for (int g = 0; g < group; g++) set += codes[i64(g) * words + i] >> lane & 1;
+    const bool carry = set > small;
+    if (carry) set -= last;
+    for (int p = 0; p < count; p++) {
+      const u32 word = __ballot_sync(FULL_WARP, p == count - 1 ? carry : set >> p & 1);
+      if (lane == p) planes[p * words + i] = word;
+    }
+  }
+}
