@@ -111,14 +111,12 @@ def guarded(array: NDArray[Any], align: int = 16) -> NDArray[Any]:
 
 
 def check_slack(array: NDArray[Any]) -> None:
-    """Raise SimulationError if a kernel wrote between a guarded array and its guard pages."""
-    memory = array
-    while isinstance(memory, np.ndarray):
-        memory = memory.base
-    page = mmap.PAGESIZE
-    whole = np.frombuffer(memory, np.uint8, len(memory) - 2 * page, page)
-    start = array.ctypes.data - whole.ctypes.data
-    if (whole[:start] != POISON).any() or (whole[start + array.nbytes :] != POISON).any():
+    """Raise SimulationError if a kernel wrote between a whole guarded array and its guard pages."""
+    page, start = mmap.PAGESIZE, array.ctypes.data
+    room = -(-max(array.nbytes, 1) // page) * page
+    first = -(-(start + max(array.nbytes, 1)) // page) * page - room
+    whole = np.ctypeslib.as_array((ctypes.c_uint8 * room).from_address(first))
+    if (whole[: start - first] != POISON).any() or (whole[start - first + array.nbytes :] != POISON).any():
         raise SimulationError("a kernel wrote just outside a buffer")
 
 

@@ -56,7 +56,8 @@ using Place = std::source_location;
 using Entry = void (*)(void** arguments);
 
 constexpr unsigned MAX_THREADS = 1024, MAX_RESIDENT = 8, MAX_WARPS = MAX_THREADS / 32, MEETINGS = 64;
-constexpr size_t PAGE = 4096, STACK = 16 * PAGE;  // one more page below each stack is a guard
+constexpr size_t STACK = 64 * 1024;
+constexpr uint64_t CANARY = 0x9E3779B97F4A7C15;  // at the far end of each stack; a guard page each would be too many maps
 constexpr unsigned char POISON = 0xA5;
 
 // A warp operation in progress: the lanes of one mask, at one place.
@@ -72,6 +73,7 @@ enum class State { runnable, barrier, warp, ended };
 struct Fiber {
   jmp_buf saved;
   ucontext_t fresh;
+  char* stack = nullptr;
   bool started = false;
   State state = State::ended;
   uint3 thread;
@@ -181,11 +183,15 @@ inline void fiber_main() {
 
 inline void resume(Fiber& fiber, unsigned slot, unsigned thread) {
   self = &fiber;
-  if (_setjmp(scheduler)) return;
+  if (_setjmp(scheduler)) {
+    if (memcmp(self->stack, &CANARY, sizeof CANARY)) fail("a thread needs more than %zu bytes of stack", STACK);
+    return;
+  }
   if (fiber.started) _longjmp(fiber.saved, 1);
   fiber.started = true;
   getcontext(&fiber.fresh);
-  fiber.fresh.uc_stack.ss_sp = stacks + (slot * MAX_THREADS + thread) * (STACK + PAGE) + PAGE;
+  fiber.fresh.uc_stack.ss_sp = fiber.stack = stacks + (slot * MAX_THREADS + thread) * STACK;
+  memcpy(fiber.stack, &CANARY, sizeof CANARY);
   fiber.fresh.uc_stack.ss_size = STACK;
   fiber.fresh.uc_link = nullptr;
   makecontext(&fiber.fresh, fiber_main, 0);
@@ -363,7 +369,7 @@ inline void run(unsigned resident) {
 }
 
 inline void prepare(unsigned resident) {
-  constexpr size_t each = STACK + PAGE, all = each * MAX_THREADS * MAX_RESIDENT;
+  constexpr size_t all = STACK * MAX_THREADS * MAX_RESIDENT;
   if (!stacks) {  // address space only: pages come with their first use
     void* space = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (space == MAP_FAILED) fail("no address space for the threads' stacks");
@@ -373,7 +379,6 @@ inline void prepare(unsigned resident) {
     if (!blocks[slot]) {
       blocks[slot] = new Block;
       blocks[slot]->shared = static_cast<char*>(malloc(shared_size));
-      for (size_t t = 0; t < MAX_THREADS; t++) mprotect(stacks + (slot * MAX_THREADS + t) * each, PAGE, PROT_NONE);
     }
     free(blocks[slot]->dynamic_shared);
     blocks[slot]->dynamic_shared = static_cast<uint64_t*>(aligned_alloc(128, (launch.dynamic_shared + 128) / 128 * 128));

@@ -9,12 +9,15 @@
 constexpr int PLANES_THREADS = 128;
 constexpr float TINY = 0x1p-126f;  // the smallest normal float32: the scale of a row of zeros
 
-// max |w| over the row; a NaN anywhere makes it NaN, as numpy's maximum does.
+constexpr u32 HUGE_BITS = 0x7f7fffffu;  // the largest float32; infinity counts as it, NaN as 0
+
+// max |w| over the row.
 template <class T>
 __device__ __forceinline__ float row_peak(const T* __restrict__ w, int words, int lane) {
   u32 peak = 0;  // magnitudes order like their bits, and NaN lies above infinity
   for (int i = 0; i < words; i++) {
-    const u32 magnitude = __float_as_uint(real(w[32 * i + lane])) & 0x7fffffffu;
+    u32 magnitude = __float_as_uint(real(w[32 * i + lane])) & 0x7fffffffu;
+    magnitude = magnitude > HUGE_BITS + 1 ? 0 : magnitude > HUGE_BITS ? HUGE_BITS : magnitude;
     peak = peak > magnitude ? peak : magnitude;
   }
 #pragma unroll
@@ -25,11 +28,13 @@ __device__ __forceinline__ float row_peak(const T* __restrict__ w, int words, in
   return __uint_as_float(peak);
 }
 
-// (level + m) / 2, the number whose binary digits the planes hold. A level that is not a number counts as the lowest.
+// (level + m) / 2, the number whose binary digits the planes hold. The level of NaN is -1.
 __device__ __forceinline__ int plane_digits(float w, float scale, float top) {
+  const float huge = __uint_as_float(HUGE_BITS);
+  w = w > huge ? huge : w < -huge ? -huge : w;
   const float level = 2.0f * floorf(w / scale * 0.5f) + 1.0f;
-  if (!(level > -top)) return 0;
-  return (int(level < top ? level : top) + int(top)) >> 1;
+  const float clamped = level < -top ? -top : level > top ? top : level;
+  return w == w ? (int(clamped) + int(top)) >> 1 : int(top) >> 1;
 }
 
 template <class T>
@@ -41,7 +46,7 @@ __device__ __forceinline__ void quantise_row(const T* __restrict__ w, u32* __res
   planes += i64(row) * count * words;
   const float top = float((1 << count) - 1);
   const float fitting = 0.8f * row_peak(w, words, lane) / top;
-  const float scale = fitting < TINY ? TINY : fitting;  // a NaN stays
+  const float scale = fitting < TINY ? TINY : fitting;
   for (int i = 0; i < words; i++) {
     const int digits = plane_digits(real(w[32 * i + lane]), scale, top);
     for (int p = 0; p < count; p++) {
