@@ -62,6 +62,13 @@ def planes(kind: str, w: int, planes: int, rows: int, words: int, count: int) ->
     return _launch("planes.cu", f"planes_{kind}", (grid, 1), PLANES_THREADS, arguments)
 
 
+def levels(kind: str, w: int, levels: int, scales: int, rows: int, size: int, count: int) -> Launch:
+    """Quantise rows of `size` weights to int16 levels and a float32 scale."""
+    grid = -(-rows // (PLANES_THREADS // 32))
+    arguments = (_address(w), _address(levels), _address(scales), _int(rows), _long(size), _int(count))
+    return _launch("planes.cu", f"levels_{kind}", (grid, 1), PLANES_THREADS, arguments)
+
+
 def group_planes(codes: int, planes: int, rows: int, group: int, words: int) -> Launch:
     """Merge groups of codes into planes."""
     grid = -(-rows // (PLANES_THREADS // 32))

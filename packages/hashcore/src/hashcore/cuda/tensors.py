@@ -1,7 +1,7 @@
 """hashcore's operations on torch tensors in device memory: shapes and strides in, launches out.
 
 Nothing is checked here that hashcore.ops checks. Values in device memory are never read by the host, except where a
-docstring says so. `run` executes launches; the tests pass the host simulator and tensors in CPU memory.
+docstring says so. `run` executes launches, by default on the device; the tests pass the host simulator and tensors in CPU memory.
 """
 
 import math
@@ -33,33 +33,42 @@ QUANTISED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 SIMULATED_PROCESSORS = 3  # of a device that is none: few enough that a row has several chunks, and more than one turn
 
 
-def pack(x: torch.Tensor, out: torch.Tensor, run: Run = launch.run) -> None:
+def pack(x: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
     """Pack [..., 32 W] numbers into contiguous int32 [..., W] (eq. 1)."""
     if out.numel():
         x = x.contiguous()
-        run([kernels.pack(PACKED[x.dtype], x.data_ptr(), out.data_ptr(), out.numel())], x.device)
+        _run(run, [kernels.pack(PACKED[x.dtype], x.data_ptr(), out.data_ptr(), out.numel())], x.device)
 
 
-def planes(w: torch.Tensor, out: torch.Tensor, run: Run = launch.run) -> None:
+def planes(w: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
     """Quantise [..., 32 W] weights into contiguous int32 [..., P, W] (eq. 5)."""
     count, words = out.shape[-2:]
     if out.numel():
         w = (w if w.dtype in QUANTISED else w.float()).contiguous()
         rows = out.numel() // (count * words)
-        run([kernels.planes(QUANTISED[w.dtype], w.data_ptr(), out.data_ptr(), rows, words, count)], w.device)
+        _run(run, [kernels.planes(QUANTISED[w.dtype], w.data_ptr(), out.data_ptr(), rows, words, count)], w.device)
 
 
-def group_planes(codes: torch.Tensor, out: torch.Tensor, run: Run = launch.run) -> None:
+def quantise(w: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, planes: int, run: Run | None = None) -> None:
+    """Quantise [..., D] weights into contiguous int16 levels [..., D] and float32 scales [..., 1] (eq. 5)."""
+    if levels.numel():
+        w = (w if w.dtype in QUANTISED else w.float()).contiguous()
+        size = w.shape[-1]
+        addresses = w.data_ptr(), levels.data_ptr(), scales.data_ptr()
+        _run(run, [kernels.levels(QUANTISED[w.dtype], *addresses, w.numel() // size, size, planes)], w.device)
+
+
+def group_planes(codes: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
     """Merge [..., G, W] codes into contiguous int32 [..., P, W] (eq. 3)."""
     group, words = codes.shape[-2:]
     if out.numel():
         codes = codes.contiguous()
         rows = codes.numel() // (group * words)
-        run([kernels.group_planes(codes.data_ptr(), out.data_ptr(), rows, group, words)], codes.device)
+        _run(run, [kernels.group_planes(codes.data_ptr(), out.data_ptr(), rows, group, words)], codes.device)
 
 
 def score(
-    query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, out: torch.Tensor, run: Run = launch.run
+    query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, out: torch.Tensor, run: Run | None = None
 ) -> None:
     """Write int32 [..., Q, N], or [..., N] with weights, into contiguous memory (eq. 2, eq. 4)."""
     if not out.numel():
@@ -72,14 +81,14 @@ def score(
         pairs = kernels.score_pairs(
             at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr(), batch, queries, n, words, at.map
         )
-        return run([pairs], out.device)
+        return _run(run, [pairs], out.device)
     lead = out.shape[:-1]
     at = _operands(query, keys, lead)
     rows = math.prod(lead)
     scores = kernels.score_all(
         at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr(), rows, n, words, weights, at.map
     )
-    return run([scores], out.device)
+    return _run(run, [scores], out.device)
 
 
 class Bounds(NamedTuple):
@@ -124,7 +133,7 @@ def search(
     scores: torch.Tensor,
     indices: torch.Tensor,
     scratch: torch.Tensor | None = None,
-    run: Run = launch.run,
+    run: Run | None = None,
 ) -> None:
     """Score and select in two launches, in ascending index order (eq. 4, eq. 6).
 
@@ -158,7 +167,7 @@ def search(
     launches = kernels.search(
         *addresses, at.map, words, weights, rows, window, selection, output, scratch.data_ptr(), plan
     )
-    run(launches, device)
+    _run(run, launches, device)
     del kept, counts  # the allocator may reuse them from here on: the launches are in the stream
 
 
@@ -168,7 +177,7 @@ def topk(
     bounds: Bounds,
     values: torch.Tensor,
     indices: torch.Tensor,
-    run: Run = launch.run,
+    run: Run | None = None,
 ) -> None:
     """Select from integer scores of at most 32 bits, [..., N], into int32 values and indices [..., K] (eq. 6)."""
     n, lead = scores.shape[-1], scores.shape[:-1]
@@ -185,8 +194,12 @@ def topk(
     window, kept = bounds.window(lead, n)
     selection, counts = _selection(k, lead, values.shape[-1])
     output = Output(values.data_ptr(), indices.data_ptr(), 8 * indices.element_size())
-    run(kernels.topk(aligned.data_ptr(), stride, rows, window, selection, output, scratch.data_ptr(), plan), device)
+    _run(run, kernels.topk(aligned.data_ptr(), stride, rows, window, selection, output, scratch.data_ptr(), plan), device)
     del kept, counts
+
+
+def _run(run: Run | None, launches: Iterable[Launch], device: torch.device) -> None:
+    (launch.run if run is None else run)(launches, device)
 
 
 class _Operands(NamedTuple):

@@ -11,12 +11,12 @@ constexpr float TINY = 0x1p-126f;  // the smallest normal float32: the scale of 
 
 constexpr u32 HUGE_BITS = 0x7f7fffffu;  // the largest float32; infinity counts as it, NaN as 0
 
-// max |w| over the row.
+// The scale of a row: its levels are odd multiples of it.
 template <class T>
-__device__ __forceinline__ float row_peak(const T* __restrict__ w, int words, int lane) {
+__device__ __forceinline__ float row_scale(const T* __restrict__ w, i64 size, int lane, float top) {
   u32 peak = 0;  // magnitudes order like their bits, and NaN lies above infinity
-  for (int i = 0; i < words; i++) {
-    u32 magnitude = __float_as_uint(real(w[32 * i + lane])) & 0x7fffffffu;
+  for (i64 i = lane; i < size; i += 32) {
+    u32 magnitude = __float_as_uint(real(w[i])) & 0x7fffffffu;
     magnitude = magnitude > HUGE_BITS + 1 ? 0 : magnitude > HUGE_BITS ? HUGE_BITS : magnitude;
     peak = peak > magnitude ? peak : magnitude;
   }
@@ -25,7 +25,8 @@ __device__ __forceinline__ float row_peak(const T* __restrict__ w, int words, in
     const u32 other = __shfl_xor_sync(FULL_WARP, peak, step);
     peak = peak > other ? peak : other;
   }
-  return __uint_as_float(peak);
+  const float scale = 0.8f * __uint_as_float(peak) / top;
+  return scale < TINY ? TINY : scale;
 }
 
 // (level + m) / 2, the number whose binary digits the planes hold. The level of NaN is -1.
@@ -45,8 +46,7 @@ __device__ __forceinline__ void quantise_row(const T* __restrict__ w, u32* __res
   w += i64(row) * words * 32;
   planes += i64(row) * count * words;
   const float top = float((1 << count) - 1);
-  const float fitting = 0.8f * row_peak(w, words, lane) / top;
-  const float scale = fitting < TINY ? TINY : fitting;
+  const float scale = row_scale(w, i64(words) * 32, lane, top);
   for (int i = 0; i < words; i++) {
     const int digits = plane_digits(real(w[32 * i + lane]), scale, top);
     for (int p = 0; p < count; p++) {
@@ -56,12 +56,35 @@ __device__ __forceinline__ void quantise_row(const T* __restrict__ w, u32* __res
   }
 }
 
+// Levels instead of planes: any row length, levels as i16.
+template <class T>
+__device__ __forceinline__ void quantise_levels(const T* __restrict__ w, short* __restrict__ levels,
+                                                float* __restrict__ scales, i32 rows, i64 size, i32 count) {
+  const int row = blockIdx.x * (PLANES_THREADS / 32) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (row >= rows) return;
+  w += row * size;
+  levels += row * size;
+  const float top = float((1 << count) - 1), scale = row_scale(w, size, lane, top);
+  for (i64 i = lane; i < size; i += 32) levels[i] = short(2 * plane_digits(real(w[i]), scale, top) - int(top));
+  if (lane == 0) scales[row] = scale;
+}
+
 #define PLANES_KERNEL(name, T)                                                                              \
   extern "C" __global__ void __launch_bounds__(PLANES_THREADS)                                              \
       name(const T* __restrict__ w, u32* __restrict__ planes, i32 rows, i32 words, i32 count) {             \
     quantise_row(w, planes, rows, words, count);                                                            \
   }
 
+#define LEVELS_KERNEL(name, T)                                                                              \
+  extern "C" __global__ void __launch_bounds__(PLANES_THREADS)                                              \
+      name(const T* __restrict__ w, short* __restrict__ levels, float* __restrict__ scales, i32 rows,       \
+           i64 size, i32 count) {                                                                           \
+    quantise_levels(w, levels, scales, rows, size, count);                                                  \
+  }
+
+LEVELS_KERNEL(levels_f32, float)
+LEVELS_KERNEL(levels_f16, Float16)
+LEVELS_KERNEL(levels_bf16, BFloat16)
 PLANES_KERNEL(planes_f32, float)
 PLANES_KERNEL(planes_f16, Float16)
 PLANES_KERNEL(planes_bf16, BFloat16)
