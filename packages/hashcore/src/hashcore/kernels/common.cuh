@@ -19,8 +19,22 @@ constexpr int VECTOR = 8;  // scores that one thread of the selection looks at: 
 
 // ---- Bits ----------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 xor3(u32 a, u32 b, u32 c) { return a ^ b ^ c; }  // one LOP3
-__device__ __forceinline__ u32 majority(u32 a, u32 b, u32 c) { return (a & b) | (c & (a | b)); }  // one LOP3
+__device__ constexpr u32 xor3(u32 a, u32 b, u32 c) { return a ^ b ^ c; }
+__device__ constexpr u32 majority(u32 a, u32 b, u32 c) { return (a & b) | (c & (a | b)); }
+
+// Full adder, bit by bit: a + b + c = sum + 2 carry. One LOP3 each, by the table that the functions above give; left to
+// itself the compiler reassociates the exclusive ors with those of the codes, and needs half as many again.
+__device__ __forceinline__ void add_bits(u32 a, u32 b, u32 c, u32& sum, u32& carry) {
+#ifdef HOSTSIM
+  sum = xor3(a, b, c), carry = majority(a, b, c);
+#else
+  constexpr int XOR = xor3(0xf0, 0xcc, 0xaa), MAJORITY = majority(0xf0, 0xcc, 0xaa);
+  u32 s, m;
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(s) : "r"(a), "r"(b), "r"(c), "n"(XOR));
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(m) : "r"(a), "r"(b), "r"(c), "n"(MAJORITY));
+  sum = s, carry = m;
+#endif
+}
 
 // The weights of planes that are known when a kernel is compiled.
 template <int... WEIGHTS>
@@ -63,10 +77,7 @@ __device__ __forceinline__ int weighted_popcount(const Word& word, const u32 (&c
     constexpr int ADDERS = (SIZE - 1) / 2;
     u32 twice[ADDERS ? ADDERS : 1], sum = x[0];
 #pragma unroll
-    for (int a = 0; a < ADDERS; a++) {
-      twice[a] = majority(sum, x[2 * a + 1], x[2 * a + 2]);
-      sum = xor3(sum, x[2 * a + 1], x[2 * a + 2]);
-    }
+    for (int a = 0; a < ADDERS; a++) add_bits(sum, x[2 * a + 1], x[2 * a + 2], sum, twice[a]);
     int count = __popc(sum);
     if constexpr (SIZE % 2 == 0) count += __popc(x[SIZE - 1]);
     return (count << DIGIT) + weighted_popcount<Weights, COUNT, DIGIT + 1, ADDERS>(word, twice);

@@ -11,7 +11,7 @@
 // (publish_counts), (bins + 3) * 4 bytes, from which select.cu finds every chunk's place in the output.
 //
 //     512K keys x 4 rows, G = 7 in 3 planes: 32 MiB + 4 MiB + 66 chunks x 4 rows x 3.6 KB = 38.7 MB; at 4.3 TB/s 9.0 us.
-//     Integer work: 7 POPC and about 25 LOP3 a key of 3 planes. POPC runs at 16 lanes a clock and multiprocessor:
+//     Integer work: 7 POPC and 22 LOP3 a key of 3 planes (tools/check_kernels.py). POPC runs at 16 lanes a clock and multiprocessor:
 //     2.1 M keys x 7 / (132 x 16 x 1.8 GHz) = 3.9 us. Memory is the ceiling, with room for the launch and the tail.
 //
 // score_all writes int32 scores of all N keys and counts nothing: the function `score`.
@@ -33,10 +33,12 @@ using Fixed = FixedWeights<HASHCORE_WEIGHTS>;
 static_assert(Fixed::PLANES == PLANES);
 #endif
 
-constexpr int BLOCK_WORDS = WORDS < 8 ? WORDS : 8;  // words of a key held at once
+constexpr int BLOCK_WORDS = WORDS <= 8 ? WORDS : 4;  // words of a key held at once
 constexpr int REST = WORDS % BLOCK_WORDS;
-constexpr int KEYS = WORDS <= 4 ? 4 : WORDS <= 8 ? 2 : 1;  // keys in flight per thread
 constexpr bool IN_REGISTERS = WORDS <= 8 && PLANES * WORDS <= 32;
+// Keys in flight per thread: as many as its 64 registers hold beside the planes.
+constexpr int FITTING = IN_REGISTERS ? (48 - PLANES * WORDS) / (2 * WORDS) : 1;
+constexpr int KEYS = FITTING < 1 ? 1 : FITTING > 4 ? 4 : FITTING;
 
 // The planes of a row, inverted, so that xor gives the matches: in registers if they are few, else read through L1,
 // where all lanes want the same word.
