@@ -79,7 +79,9 @@ def disassembler() -> pathlib.Path:
     try:
         files = importlib.metadata.files(DISASSEMBLER) or []
     except importlib.metadata.PackageNotFoundError:
-        raise SystemExit(f"expected the package {DISASSEMBLER}, found none; run {UPDATE.removesuffix(' --update')}") from None
+        raise SystemExit(
+            f"expected the package {DISASSEMBLER}, found none; run {UPDATE.removesuffix(' --update')}"
+        ) from None
     return next(pathlib.Path(str(file.locate())) for file in files if file.name == "nvdisasm")
 
 
@@ -94,7 +96,9 @@ def inner_loop(cubin: bytes, kernel: str) -> dict[str, float]:
     loads = [i for i, name in enumerate(names) if name.startswith("LDG.E.EF")]
     adds = [i for i, name in enumerate(names) if name.startswith("ATOMS")]
     if not loads or not adds:
-        raise SystemExit(f"expected streaming loads and shared atomics in {kernel}, found none; is it still the kernel?")
+        raise SystemExit(
+            f"expected streaming loads and shared atomics in {kernel}, found none; is it still the kernel?"
+        )
     counts = collections.Counter(name.split(".")[0] for name in names[loads[0] : adds[-1] + 1])
     return {name.lower(): counts[name] / len(adds) for name in ("POPC", "LOP3")} | {
         "all": sum(counts.values()) / len(adds)
@@ -127,7 +131,9 @@ def table() -> tuple[dict[str, Any], list[str]]:
         for arch, counts in loops[f"{budget.program} {budget.kernel}"].items():
             for name, most in (("popc", budget.popc), ("lop3", budget.lop3)):
                 if counts[name] > most:
-                    broken.append(f"{budget.kernel} of {budget.program} on {arch} has {counts[name]} {name} a key, over {most}")
+                    broken.append(
+                        f"{budget.kernel} of {budget.program} on {arch} has {counts[name]} {name} a key, over {most}"
+                    )
     return {"nvrtc": compiler(), "registers": registers, "instructions_per_key": loops}, broken
 
 

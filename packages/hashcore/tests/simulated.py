@@ -21,7 +21,9 @@ if compiler() is None and os.environ.get("CI") != "true":
 @functools.cache
 def simulator(source: str, macros: tuple[tuple[str, str], ...]) -> Simulator:
     text = read_source(HASHCORE_KERNELS, source)
-    kernels = re.findall(r"^\w*_KERNEL\((\w+), ", text, re.M) + re.findall(r"__launch_bounds__\([^)]*\)\s+(\w+)\(const", text)
+    kernels = re.findall(r"^\w*_KERNEL\((\w+), ", text, re.M) + re.findall(
+        r"__launch_bounds__\([^)]*\)\s+(\w+)\(const", text
+    )
     return Simulator(text, [name for name in kernels if name != "name"], dict(macros))
 
 
@@ -35,7 +37,12 @@ class Device:
         for launch in launches:
             self.kernels.append(launch.kernel)
             simulator(launch.source, launch.macros).launch(
-                launch.kernel, launch.grid, (launch.threads,), launch.arguments, order=self.order, resident=self.resident
+                launch.kernel,
+                launch.grid,
+                (launch.threads,),
+                launch.arguments,
+                order=self.order,
+                resident=self.resident,
             )
 
 

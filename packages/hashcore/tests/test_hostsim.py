@@ -53,7 +53,10 @@ def test_the_kernels_as_they_are_select_right():
 
 # A barrier each: before the sums of the warps are read, after the counts were cleared, after they were counted.
 BARRIERS = [
-    ("if (lane == 31) warp_sums[warp] = inclusive;\n  __syncthreads();", "if (lane == 31) warp_sums[warp] = inclusive;"),
+    (
+        "if (lane == 31) warp_sums[warp] = inclusive;\n  __syncthreads();",
+        "if (lane == 31) warp_sums[warp] = inclusive;",
+    ),
     ("counts[bin] = 0;\n  __syncthreads();", "counts[bin] = 0;"),
     ("u32* totals, u32* table) {\n  __syncthreads();", "u32* totals, u32* table) {"),
 ]
@@ -92,7 +95,9 @@ def test_a_write_beyond_a_buffer_is_caught():
 
 def small(body: str, block: int = 64, order: int = 0, size: int = 64) -> np.ndarray:
     """Run one kernel with an int array `out`."""
-    simulator = Simulator(f'extern "C" __global__ void kernel(int* out) {{ const int t = threadIdx.x; {body} }}', ["kernel"])
+    simulator = Simulator(
+        f'extern "C" __global__ void kernel(int* out) {{ const int t = threadIdx.x; {body} }}', ["kernel"]
+    )
     out = guarded(np.zeros(size, np.int32), 4)
     simulator.launch("kernel", (2,), (block,), [out], order=order)
     return out
@@ -136,7 +141,10 @@ def test_thread_orders_are_what_they_are_called():
 
 
 def test_after_a_failure_the_simulator_works_again():
-    simulator = Simulator('extern "C" __global__ void kernel(int* out, int bad) { if (bad) *(volatile int*)0 = 1; out[threadIdx.x] = 3; }', ["kernel"])
+    simulator = Simulator(
+        'extern "C" __global__ void kernel(int* out, int bad) { if (bad) *(int*)0 = 1; out[threadIdx.x] = 3; }',
+        ["kernel"],
+    )
     out = guarded(np.zeros(32, np.int32), 4)
     with pytest.raises(SimulationError):
         simulator.launch("kernel", (1,), (32,), [out, np.int32(1)])

@@ -100,8 +100,8 @@ def test_pairs_score_as_the_reference(words, queries, n, device, seed):
     assert_same(out, reference.score(query, keys))
 
 
-# Words and weights: the default, one query, an odd number of words with weights of no pattern, a second histogram level,
-# and codes longer than a thread holds at once.
+# Words and weights: the default, one query, an odd number of words with weights of no pattern, a second histogram
+# level, and codes longer than a thread holds at once.
 SCORES = [(4, (1, 2, 4)), (4, (1,)), (3, (5, 1)), (8, (1, 2, 4, 8, 16)), (9, (1, 2))]
 
 

@@ -41,7 +41,14 @@ def samples():
         "score": (query, keys, weights),
         "score_out": (codes(5, 4), codes(33, 4), None, codes(5, 33)),
         "topk": (scores, 5, None, *RANGE),
-        "topk_out": (scores, 5, None, *RANGE, torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int64)),
+        "topk_out": (
+            scores,
+            5,
+            None,
+            *RANGE,
+            torch.zeros(2, 5, dtype=torch.int32),
+            torch.zeros(2, 5, dtype=torch.int64),
+        ),
         "search": (query, keys, 9, None, weights, *RANGE, True),
         "search_out": (query, keys, 9, k, weights, bound, *RANGE[1:], False, *pair, None),
     }
@@ -65,8 +72,21 @@ def decode_step(w, keys, x, lengths):
     grouped, _ = hashcore.group_planes(keys[..., :7, :])
     levels = hashcore.quantise(w)
     packed = hashcore.pack(x)
-    out = hashcore.search(planes, keys, 4, weights, out=(torch.zeros_like(found[0][..., :4]), torch.zeros_like(found[1][..., :4])))
-    return planes, *found, *best, scores, *hashcore.topk(scores, 5, starts=3), grouped, *levels, packed, hashcore.unpack(packed), *out
+    out = hashcore.search(
+        planes, keys, 4, weights, out=(torch.zeros_like(found[0][..., :4]), torch.zeros_like(found[1][..., :4]))
+    )
+    return (
+        planes,
+        *found,
+        *best,
+        scores,
+        *hashcore.topk(scores, 5, starts=3),
+        grouped,
+        *levels,
+        packed,
+        hashcore.unpack(packed),
+        *out,
+    )
 
 
 def test_a_program_compiles_whole_and_returns_the_same():
@@ -135,7 +155,9 @@ def test_every_function_on_a_device_equals_numpy(rng, on_device):
     assert_equal(hashcore.pack(tw), hashcore.pack(w))
     assert_equal(hashcore.unpack(tkeys), hashcore.unpack(keys))
     for planes in (2, 8):
-        for ours, theirs in zip(hashcore.quantise(tw[..., :50], planes), hashcore.quantise(w[..., :50], planes), strict=True):
+        for ours, theirs in zip(
+            hashcore.quantise(tw[..., :50], planes), hashcore.quantise(w[..., :50], planes), strict=True
+        ):
             assert_equal(ours, theirs)
     planes, weights = hashcore.planes(tw)
     assert_equal(planes, hashcore.planes(w)[0])

@@ -2,8 +2,8 @@
 
 An operator takes what torch_ops has checked. Each is a writer of outputs that exist, per device, and a function that
 makes them, which is also what a compiler sees: the plain operator is the one after the other, the _out operator the
-writer alone. On the CPU the numba backend writes, on CUDA the kernels: on the current stream, with no device memory read
-from the host, save where `planes` is asked to check its weights. Nothing is registered for other devices.
+writer alone. On the CPU the numba backend writes, on CUDA the kernels: on the current stream, with no device memory
+read from the host, save where `planes` is asked to check its weights. Nothing is registered for other devices.
 """
 
 from collections.abc import Callable, Sequence
@@ -113,7 +113,9 @@ class Cpu:
 
     @staticmethod
     def search(*inputs: Any) -> None:  # as in the schema of search_out; the workspace is for CUDA
-        query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, scores, indices = inputs[:14]
+        query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, scores, indices = inputs[
+            :14
+        ]
         options = _range(lengths, starts, length, start, sink, recent)
         order = "best" if best else "index"
         found = ops.search(query, keys, count if k is None else k, weights, order=order, **options)
@@ -159,7 +161,9 @@ class Cuda:
 
     @staticmethod
     def topk(x, count, k, lengths, starts, length, start, sink, recent, scores, indices) -> None:
-        bounds = tensors.Bounds(length if lengths is None else lengths, start if starts is None else starts, sink, recent)
+        bounds = tensors.Bounds(
+            length if lengths is None else lengths, start if starts is None else starts, sink, recent
+        )
         values = scores if scores.dtype == torch.int32 else torch.empty_like(scores, dtype=torch.int32)
         tensors.topk(x, count if k is None else k, bounds, values, indices)
         if values is not scores:
@@ -167,9 +171,13 @@ class Cuda:
 
     @staticmethod
     def search(*inputs: Any) -> None:
-        query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, scores, indices = inputs[:14]
+        query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, scores, indices = inputs[
+            :14
+        ]
         workspace = inputs[14] if len(inputs) > 14 else None
-        bounds = tensors.Bounds(length if lengths is None else lengths, start if starts is None else starts, sink, recent)
+        bounds = tensors.Bounds(
+            length if lengths is None else lengths, start if starts is None else starts, sink, recent
+        )
         tensors.search(query, keys, count if k is None else k, weights, bounds, scores, indices, workspace)
         if best:  # stable: equal scores stay in index order, and empty slots, of the lowest score there is, at the end
             values, order = torch.sort(scores, dim=-1, descending=True, stable=True)

@@ -112,7 +112,9 @@ def topk(
     seen = _stand_in("scores", scores)
     validation.integer_scores(seen)
     if seen.dtype not in (np.dtype(t) for t in ("int8", "uint8", "int16", "int32")) and scores.device.type != "cpu":
-        raise TypeError(f"scores on {scores.device} must be int8, uint8, int16 or int32, got {seen.dtype}; convert them")
+        raise TypeError(
+            f"scores on {scores.device} must be int8, uint8, int16 or int32, got {seen.dtype}; convert them"
+        )
     wanted = _wanted((*scores.shape,), k, lengths, starts, sink, recent, indices)
     if values is None or indices is None:
         return OPERATORS.topk(scores, *wanted)
@@ -156,8 +158,8 @@ def search(
 def make_workspace(query: Tensor, keys: Tensor, weights: Sequence[int] | None = None) -> Tensor:
     """Allocate what a search of these shapes on CUDA needs, to be passed to torch_ops.search again and again.
 
-    Only for searches of the same shapes and weights, one at a time: it holds their scores, and histograms that each search
-    clears for the next.
+    Only for searches of the same shapes and weights, one at a time: it holds their scores, and histograms that each
+    search clears for the next.
     """
     from hashcore.cuda import tensors
 
@@ -189,7 +191,9 @@ def _wanted(
     length = n if lengths is None or isinstance(lengths, Tensor) else validation.position("lengths", lengths, n)
     start = 0 if starts is None or isinstance(starts, Tensor) else validation.position("starts", starts, n)
     if start > length and not isinstance(lengths, Tensor):
-        raise ValueError(f"starts must not exceed lengths, got start {start} and length {length}; a row sees [start, length)")
+        raise ValueError(
+            f"starts must not exceed lengths, got start {start} and length {length}; a row sees [start, length)"
+        )
     for name, value in (("k", k), ("lengths", lengths), ("starts", starts)):
         if isinstance(value, Tensor):
             _check_row_tensor(name, value, rows)
@@ -198,7 +202,9 @@ def _wanted(
     elif indices is not None:
         count = validation.position("k", indices.shape[-1] if indices.ndim else 0, n)
     elif torch.compiler.is_compiling():
-        raise ValueError("a tensor k needs out in a compiled program, got none; its last dimension says how many at most")
+        raise ValueError(
+            "a tensor k needs out in a compiled program, got none; its last dimension says how many at most"
+        )
     else:
         count = validation.position("k", int(k.max()) if k.numel() else 0, n)
     return Wanted(
@@ -283,7 +289,10 @@ def _check_outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Tell whether the memory between the first and the last element of each meets that of the other."""
     spans = [
-        (x.data_ptr(), x.data_ptr() + x.element_size() * (1 + sum(s * (n - 1) for s, n in zip(x.stride(), x.shape, strict=True))))
+        (
+            x.data_ptr(),
+            x.data_ptr() + x.element_size() * (1 + sum(s * (n - 1) for s, n in zip(x.stride(), x.shape, strict=True))),
+        )
         for x in (a, b)
         if x.numel()
     ]
@@ -292,7 +301,9 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 def _write(operator: Callable[..., None], *outputs: Tensor) -> tuple[Tensor, ...]:
     """Let an operator write to outputs of any strides; return them."""
-    dense = [out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format) for out in outputs]
+    dense = [
+        out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format) for out in outputs
+    ]
     operator(*dense)
     for out, written in zip(outputs, dense, strict=True):
         if written is not out:

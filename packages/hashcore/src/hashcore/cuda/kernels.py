@@ -135,11 +135,19 @@ def search(
     for first in range(0, rows, workspace.rows):
         grid = (min(workspace.rows, rows - first), workspace.splits)
         arguments = (
-            *(_address(query), _address(keys), _address(scores), _address(space), _address(space + 4 * workspace.table)),
+            *(
+                _address(query),
+                _address(keys),
+                _address(scores),
+                _address(space),
+                _address(space + 4 * workspace.table),
+            ),
             *(map, window, _weights(weights), levels, _long(workspace.stride), _int(first)),
         )
         yield _launch("score.cu", "score_count", grid, layout.THREADS, arguments, macros)
-        yield from _select(16, scores, workspace.stride, 1, levels, grid, first, window, selection, output, space, workspace)
+        yield from _select(
+            16, scores, workspace.stride, 1, levels, grid, first, window, selection, output, space, workspace
+        )
 
 
 def topk(
@@ -156,7 +164,9 @@ def topk(
     for first in range(0, rows, workspace.rows):
         grid = (min(workspace.rows, rows - first), workspace.splits)
         at = scores + 4 * stride * first
-        yield from _select(32, at, stride, 0, layout.INT32_LEVELS, grid, first, window, selection, output, space, workspace)
+        yield from _select(
+            32, at, stride, 0, layout.INT32_LEVELS, grid, first, window, selection, output, space, workspace
+        )
 
 
 def _select(
@@ -183,6 +193,4 @@ def _select(
         *(_address(scores), totals, table, _address(space + 4 * workspace.tickets)),
         *(_address(output.scores), _address(output.indices), *shared),
     )
-    yield _launch(
-        "select.cu", f"select_{bits}_{output.index_bits}", grid, layout.THREADS, arguments, programmatic=True
-    )
+    yield _launch("select.cu", f"select_{bits}_{output.index_bits}", grid, layout.THREADS, arguments, programmatic=True)

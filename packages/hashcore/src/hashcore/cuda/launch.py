@@ -19,8 +19,8 @@ _loading = threading.Lock()
 def run(launches: Iterable[Launch], device: "torch.device", folder: Path = HASHCORE_KERNELS) -> None:
     """Launch kernels one after the other on torch's current stream of a CUDA device.
 
-    The first launch of a kernel compiles it, or reads it from the disk cache, and loads it: 1 to 300 ms, not allowed while
-    a CUDA graph is captured. Later launches touch neither disk nor lock, and may be captured.
+    The first launch of a kernel compiles it, or reads it from the disk cache, and loads it: 1 to 300 ms, not allowed
+    while a CUDA graph is captured. Later launches touch neither disk nor lock, and may be captured.
 
     Args:
         folder: where the launches' sources lie.

@@ -1,7 +1,7 @@
 """Kernel sources: one text per file, with the headers of its folder written out where they are included.
 
-A compiler that reads files of its own has inputs that no cache key sees. These texts include nothing: what is compiled is
-exactly what is hashed. #line directives keep the names and numbers that the compiler reports.
+A compiler that reads files of its own has inputs that no cache key sees. These texts include nothing: what is compiled
+is exactly what is hashed. #line directives keep the names and numbers that the compiler reports.
 """
 
 import functools

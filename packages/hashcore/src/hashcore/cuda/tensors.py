@@ -1,7 +1,8 @@
 """hashcore's operations on torch tensors in device memory: shapes and strides in, launches out.
 
 Nothing is checked here that hashcore.ops checks. Values in device memory are never read by the host, except where a
-docstring says so. `run` executes launches, by default on the device; the tests pass the host simulator and tensors in CPU memory.
+docstring says so. `run` executes launches, by default on the device; the tests pass the host simulator and tensors in
+CPU memory.
 """
 
 import math
@@ -85,9 +86,7 @@ def score(
     lead = out.shape[:-1]
     at = _operands(query, keys, lead)
     rows = math.prod(lead)
-    scores = kernels.score_all(
-        at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr(), rows, n, words, weights, at.map
-    )
+    scores = kernels.score_all(at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr(), rows, n, words, weights, at.map)
     return _run(run, [scores], out.device)
 
 
@@ -194,7 +193,9 @@ def topk(
     window, kept = bounds.window(lead, n)
     selection, counts = _selection(k, lead, values.shape[-1])
     output = Output(values.data_ptr(), indices.data_ptr(), 8 * indices.element_size())
-    _run(run, kernels.topk(aligned.data_ptr(), stride, rows, window, selection, output, scratch.data_ptr(), plan), device)
+    _run(
+        run, kernels.topk(aligned.data_ptr(), stride, rows, window, selection, output, scratch.data_ptr(), plan), device
+    )
     del kept, counts
 
 

@@ -41,14 +41,30 @@
 // compiler proves from setjmp's declaration that no other fiber can have written the variable.)
 #define __shared__ static thread_local __attribute__((used))
 
-struct uint3 { unsigned x, y, z; };
-struct dim3 { unsigned x = 1, y = 1, z = 1; };
-struct alignas(8) uint2 { unsigned x, y; };
-struct alignas(8) int2 { int x, y; };
-struct alignas(8) float2 { float x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(16) int4 { int x, y, z, w; };
-struct alignas(16) float4 { float x, y, z, w; };
+struct uint3 {
+  unsigned x, y, z;
+};
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(8) int2 {
+  int x, y;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
 
 namespace hostsim {
 
@@ -57,7 +73,8 @@ using Entry = void (*)(void** arguments);
 
 constexpr unsigned MAX_THREADS = 1024, MAX_RESIDENT = 8, MAX_WARPS = MAX_THREADS / 32, MEETINGS = 64;
 constexpr size_t STACK = 64 * 1024;
-constexpr uint64_t CANARY = 0x9E3779B97F4A7C15;  // at the far end of each stack; a guard page each would be too many maps
+constexpr uint64_t CANARY =
+    0x9E3779B97F4A7C15;  // at the far end of each stack; a guard page each would be too many maps
 constexpr unsigned char POISON = 0xA5;
 
 // A warp operation in progress: the lanes of one mask, at one place.
@@ -381,7 +398,8 @@ inline void prepare(unsigned resident) {
       blocks[slot]->shared = static_cast<char*>(malloc(shared_size));
     }
     free(blocks[slot]->dynamic_shared);
-    blocks[slot]->dynamic_shared = static_cast<uint64_t*>(aligned_alloc(128, (launch.dynamic_shared + 128) / 128 * 128));
+    blocks[slot]->dynamic_shared =
+        static_cast<uint64_t*>(aligned_alloc(128, (launch.dynamic_shared + 128) / 128 * 128));
     blocks[slot]->live = false;
   }
 }
@@ -412,9 +430,9 @@ inline bool add(const char* name, Entry entry) {
   static const bool hostsim_##name = hostsim::add(#name, [](void** arguments) { hostsim::call(name, arguments); });
 
 // arguments[i] points at argument i, as for cuLaunchKernel. Returns null, or what went wrong.
-extern "C" __attribute__((visibility("default"))) inline const char* __attribute__((used))
-hostsim_launch(const char* name, const unsigned* grid, const unsigned* dim, unsigned dynamic_shared, void** arguments,
-               int order, unsigned resident) {
+extern "C" __attribute__((visibility("default"))) inline const char* __attribute__((used)) hostsim_launch(
+    const char* name, const unsigned* grid, const unsigned* dim, unsigned dynamic_shared, void** arguments, int order,
+    unsigned resident) {
   using namespace hostsim;
   const Kernel* kernel = nullptr;
   for (unsigned i = 0; i < kernel_count; i++)
@@ -424,7 +442,12 @@ hostsim_launch(const char* name, const unsigned* grid, const unsigned* dim, unsi
   if (!threads || threads > MAX_THREADS) return "a block has 1 to 1024 threads";
   if (!resident || resident > MAX_RESIDENT) return "1 to 8 blocks can be in flight";
   if (!(uint64_t(grid[0]) * grid[1] * grid[2])) return "an empty grid";
-  launch = {{grid[0], grid[1], grid[2]}, {dim[0], dim[1], dim[2]}, dynamic_shared, arguments, kernel->entry, order,
+  launch = {{grid[0], grid[1], grid[2]},
+            {dim[0], dim[1], dim[2]},
+            dynamic_shared,
+            arguments,
+            kernel->entry,
+            order,
             uint64_t(order) * 0x9E3779B97F4A7C15ull + 1};
   static char alternate[64 * 1024];
   const int numbers[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGFPE};
@@ -459,10 +482,18 @@ hostsim_launch(const char* name, const unsigned* grid, const unsigned* dim, unsi
 #define HOSTSIM_DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(hostsim::block->dynamic_shared)
 #define HOSTSIM_HERE hostsim::Place here = hostsim::Place::current()
 
-inline void __syncthreads(HOSTSIM_HERE) { hostsim::barrier(false, here, [](int, int) { return 0; }); }
-inline int __syncthreads_or(int x, HOSTSIM_HERE) { return hostsim::barrier(x, here, [](int y, int) { return int(y > 0); }); }
-inline int __syncthreads_and(int x, HOSTSIM_HERE) { return hostsim::barrier(x, here, [](int y, int n) { return int(y == n); }); }
-inline int __syncthreads_count(int x, HOSTSIM_HERE) { return hostsim::barrier(x, here, [](int y, int) { return y; }); }
+inline void __syncthreads(HOSTSIM_HERE) {
+  hostsim::barrier(false, here, [](int, int) { return 0; });
+}
+inline int __syncthreads_or(int x, HOSTSIM_HERE) {
+  return hostsim::barrier(x, here, [](int y, int) { return int(y > 0); });
+}
+inline int __syncthreads_and(int x, HOSTSIM_HERE) {
+  return hostsim::barrier(x, here, [](int y, int n) { return int(y == n); });
+}
+inline int __syncthreads_count(int x, HOSTSIM_HERE) {
+  return hostsim::barrier(x, here, [](int y, int) { return y; });
+}
 
 inline void __syncwarp(unsigned mask = ~0u, HOSTSIM_HERE) {
   hostsim::meet(mask, 0, here, [](const uint64_t*, unsigned, unsigned) { return 0; });
@@ -470,7 +501,8 @@ inline void __syncwarp(unsigned mask = ~0u, HOSTSIM_HERE) {
 inline unsigned __ballot_sync(unsigned mask, int x, HOSTSIM_HERE) {
   return hostsim::meet(mask, x != 0, here, [](const uint64_t* v, unsigned m, unsigned) {
     unsigned r = 0;
-    for (unsigned l = 0; l < 32; l++) if (m >> l & 1) r |= unsigned(v[l]) << l;
+    for (unsigned l = 0; l < 32; l++)
+      if (m >> l & 1) r |= unsigned(v[l]) << l;
     return r;
   });
 }
@@ -479,30 +511,36 @@ inline int __all_sync(unsigned mask, int x, HOSTSIM_HERE) { return __ballot_sync
 inline unsigned __reduce_add_sync(unsigned mask, unsigned x, HOSTSIM_HERE) {
   return hostsim::meet(mask, x, here, [](const uint64_t* v, unsigned m, unsigned) {
     unsigned r = 0;
-    for (unsigned l = 0; l < 32; l++) if (m >> l & 1) r += unsigned(v[l]);
+    for (unsigned l = 0; l < 32; l++)
+      if (m >> l & 1) r += unsigned(v[l]);
     return r;
   });
 }
 inline unsigned __match_any_sync(unsigned mask, unsigned x, HOSTSIM_HERE) {
   return hostsim::meet(mask, x, here, [](const uint64_t* v, unsigned m, unsigned lane) {
     unsigned r = 0;
-    for (unsigned l = 0; l < 32; l++) if (m >> l & 1 && v[l] == v[lane]) r |= 1u << l;
+    for (unsigned l = 0; l < 32; l++)
+      if (m >> l & 1 && v[l] == v[lane]) r |= 1u << l;
     return r;
   });
 }
-template <class T> T __shfl_sync(unsigned mask, T x, int source, int width = 32, HOSTSIM_HERE) {
+template <class T>
+T __shfl_sync(unsigned mask, T x, int source, int width = 32, HOSTSIM_HERE) {
   const int lane = int(hostsim::self->lane);
   return hostsim::shuffle(mask, x, (lane & ~(width - 1)) | (source & (width - 1)), here);
 }
-template <class T> T __shfl_xor_sync(unsigned mask, T x, int bits, int width = 32, HOSTSIM_HERE) {
+template <class T>
+T __shfl_xor_sync(unsigned mask, T x, int bits, int width = 32, HOSTSIM_HERE) {
   const int lane = int(hostsim::self->lane), source = lane ^ bits;
   return hostsim::shuffle(mask, x, (source & ~(width - 1)) <= (lane & ~(width - 1)) ? source : -1, here);
 }
-template <class T> T __shfl_up_sync(unsigned mask, T x, unsigned step, int width = 32, HOSTSIM_HERE) {
+template <class T>
+T __shfl_up_sync(unsigned mask, T x, unsigned step, int width = 32, HOSTSIM_HERE) {
   const int lane = int(hostsim::self->lane), source = lane - int(step);
   return hostsim::shuffle(mask, x, source >= (lane & ~(width - 1)) ? source : -1, here);
 }
-template <class T> T __shfl_down_sync(unsigned mask, T x, unsigned step, int width = 32, HOSTSIM_HERE) {
+template <class T>
+T __shfl_down_sync(unsigned mask, T x, unsigned step, int width = 32, HOSTSIM_HERE) {
   const int lane = int(hostsim::self->lane), source = lane + int(step);
   return hostsim::shuffle(mask, x, (source & ~(width - 1)) == (lane & ~(width - 1)) ? source : -1, here);
 }
@@ -511,31 +549,77 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-template <class T> T __ldg(const T* p) { return *p; }
-template <class T> T __ldcg(const T* p) { return *p; }
-template <class T> T __ldcs(const T* p) { return *p; }
-template <class T> void __stcs(T* p, T x) { *p = x; }
-template <class T> void __stcg(T* p, T x) { *p = x; }
+template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
+template <class T>
+T __ldcg(const T* p) {
+  return *p;
+}
+template <class T>
+T __ldcs(const T* p) {
+  return *p;
+}
+template <class T>
+void __stcs(T* p, T x) {
+  *p = x;
+}
+template <class T>
+void __stcg(T* p, T x) {
+  *p = x;
+}
 inline void __threadfence() { hostsim::maybe_yield(); }
-inline unsigned __float_as_uint(float x) { unsigned u; memcpy(&u, &x, 4); return u; }
-inline float __uint_as_float(unsigned u) { float x; memcpy(&x, &u, 4); return x; }
+inline unsigned __float_as_uint(float x) {
+  unsigned u;
+  memcpy(&u, &x, 4);
+  return u;
+}
+inline float __uint_as_float(unsigned u) {
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+}
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
-template <class T> T min(T a, T b) { return b < a ? b : a; }
-template <class T> T max(T a, T b) { return a < b ? b : a; }
+template <class T>
+T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}
 
 // One OS thread: every operation is atomic. A random order may let others run first.
-template <class T, class F> T hostsim_update(T* p, F f) {
+template <class T, class F>
+T hostsim_update(T* p, F f) {
   hostsim::maybe_yield();
   const T old = *p;
   *p = f(old);
   return old;
 }
-template <class T> T atomicAdd(T* p, std::type_identity_t<T> x) { return hostsim_update(p, [=](T o) { return T(o + x); }); }
-template <class T> T atomicMax(T* p, std::type_identity_t<T> x) { return hostsim_update(p, [=](T o) { return o < x ? x : o; }); }
-template <class T> T atomicMin(T* p, std::type_identity_t<T> x) { return hostsim_update(p, [=](T o) { return x < o ? x : o; }); }
-template <class T> T atomicOr(T* p, std::type_identity_t<T> x) { return hostsim_update(p, [=](T o) { return T(o | x); }); }
-template <class T> T atomicExch(T* p, std::type_identity_t<T> x) { return hostsim_update(p, [=](T) { return x; }); }
-template <class T> T atomicCAS(T* p, std::type_identity_t<T> c, std::type_identity_t<T> x) {
+template <class T>
+T atomicAdd(T* p, std::type_identity_t<T> x) {
+  return hostsim_update(p, [=](T o) { return T(o + x); });
+}
+template <class T>
+T atomicMax(T* p, std::type_identity_t<T> x) {
+  return hostsim_update(p, [=](T o) { return o < x ? x : o; });
+}
+template <class T>
+T atomicMin(T* p, std::type_identity_t<T> x) {
+  return hostsim_update(p, [=](T o) { return x < o ? x : o; });
+}
+template <class T>
+T atomicOr(T* p, std::type_identity_t<T> x) {
+  return hostsim_update(p, [=](T o) { return T(o | x); });
+}
+template <class T>
+T atomicExch(T* p, std::type_identity_t<T> x) {
+  return hostsim_update(p, [=](T) { return x; });
+}
+template <class T>
+T atomicCAS(T* p, std::type_identity_t<T> c, std::type_identity_t<T> x) {
   return hostsim_update(p, [=](T o) { return o == c ? x : o; });
 }

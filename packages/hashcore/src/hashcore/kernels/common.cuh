@@ -12,10 +12,10 @@ using i64 = long long;
 static_assert(sizeof(i32) == 4 && sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(i64) == 8);
 
 constexpr u32 FULL_WARP = 0xffffffffu;
-constexpr int SELECT_THREADS = 512;  // block size of every kernel that counts or selects
+constexpr int SELECT_THREADS = 512;           // block size of every kernel that counts or selects
 constexpr int MAX_BINS = 4 * SELECT_THREADS;  // four bins to a thread: one 16-byte access covers a histogram
 constexpr int MIN_CHUNK = 128;  // chunks start at multiples of it: 256 bytes of 16-bit scores, 2 KiB of 128-bit keys
-constexpr int VECTOR = 8;  // scores that one thread of the selection looks at: 16 bytes of 16-bit scores
+constexpr int VECTOR = 8;       // scores that one thread of the selection looks at: 16 bytes of 16-bit scores
 
 // ---- Bits ----------------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_words(const u32* __restrict__ from, u32 (&t
   }
 }
 
-// ---- Half types, without CUDA's headers ------------------------------------------------------------------------------
+// ---- Half types, without CUDA's headers ----------------------------------------------------------------------------
 
 struct Float16 {
   u16 bits;

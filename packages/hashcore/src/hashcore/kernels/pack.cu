@@ -39,10 +39,10 @@ __device__ __forceinline__ void pack(const T* __restrict__ x, u32* __restrict__ 
   if (first + lane < words) codes[first + lane] = mine;
 }
 
-#define PACK_KERNEL(name, T)                                                                            \
-  extern "C" __global__ void __launch_bounds__(PACK_THREADS)                                            \
-      name(const T* __restrict__ x, u32* __restrict__ codes, i64 words) {                               \
-    pack(x, codes, words);                                                                              \
+#define PACK_KERNEL(name, T)                                              \
+  extern "C" __global__ void __launch_bounds__(PACK_THREADS)              \
+      name(const T* __restrict__ x, u32* __restrict__ codes, i64 words) { \
+    pack(x, codes, words);                                                \
   }
 
 PACK_KERNEL(pack_f32, float)

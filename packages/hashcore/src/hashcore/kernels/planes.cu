@@ -69,17 +69,17 @@ __device__ __forceinline__ void quantise_levels(const T* __restrict__ w, short* 
   if (lane == 0) scales[row] = scale;
 }
 
-#define PLANES_KERNEL(name, T)                                                                              \
-  extern "C" __global__ void __launch_bounds__(PLANES_THREADS)                                              \
-      name(const T* __restrict__ w, u32* __restrict__ planes, i32 rows, i32 words, i32 count) {             \
-    quantise_row(w, planes, rows, words, count);                                                            \
+#define PLANES_KERNEL(name, T)                                                                  \
+  extern "C" __global__ void __launch_bounds__(PLANES_THREADS)                                  \
+      name(const T* __restrict__ w, u32* __restrict__ planes, i32 rows, i32 words, i32 count) { \
+    quantise_row(w, planes, rows, words, count);                                                \
   }
 
-#define LEVELS_KERNEL(name, T)                                                                              \
-  extern "C" __global__ void __launch_bounds__(PLANES_THREADS)                                              \
-      name(const T* __restrict__ w, short* __restrict__ levels, float* __restrict__ scales, i32 rows,       \
-           i64 size, i32 count) {                                                                           \
-    quantise_levels(w, levels, scales, rows, size, count);                                                  \
+#define LEVELS_KERNEL(name, T)                                                                                  \
+  extern "C" __global__ void __launch_bounds__(PLANES_THREADS)                                                  \
+      name(const T* __restrict__ w, short* __restrict__ levels, float* __restrict__ scales, i32 rows, i64 size, \
+           i32 count) {                                                                                         \
+    quantise_levels(w, levels, scales, rows, size, count);                                                      \
   }
 
 LEVELS_KERNEL(levels_f32, float)

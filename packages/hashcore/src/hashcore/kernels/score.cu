@@ -10,9 +10,9 @@
 // where lanes agree. At the end the block adds its histogram to the row's and writes its table of counts
 // (publish_counts), (bins + 3) * 4 bytes, from which select.cu finds every chunk's place in the output.
 //
-//     512K keys x 4 rows, G = 7 in 3 planes: 32 MiB + 4 MiB + 66 chunks x 4 rows x 3.6 KB = 38.7 MB; at 4.3 TB/s 9.0 us.
-//     Integer work: 7 POPC and 22 LOP3 a key of 3 planes (tools/check_kernels.py). POPC runs at 16 lanes a clock and multiprocessor:
-//     2.1 M keys x 7 / (132 x 16 x 1.8 GHz) = 3.9 us. Memory is the ceiling, with room for the launch and the tail.
+//     512K keys x 4 rows, G = 7 in 3 planes: 32 MiB + 4 MiB + 66 chunks x 4 rows x 3.6 KB = 38.7 MB, 9.0 us at 4.3 TB/s
+//     Integer work: 7 POPC and 22 LOP3 a key (tools/check_kernels.py counts them). POPC runs at 16 lanes a clock and
+//     multiprocessor: 2.1 M keys x 7 / (132 x 16 x 1.8 GHz) = 3.9 us. Memory is the ceiling, with room to spare.
 //
 // score_all writes int32 scores of all N keys and counts nothing: the function `score`.
 //
@@ -71,9 +71,8 @@ __device__ __forceinline__ int matches(const u32 (&key)[COUNT], const Query& que
   int sum = 0;
 #pragma unroll
   for (int p = 0; p < PLANES; p++)
-    sum += weights.of[p] * weighted_popcount<FixedWeights<1>, COUNT>([&](int, int w) {
-             return key[w] ^ query.inverted(p, first + w);
-           });
+    sum += weights.of[p] *
+           weighted_popcount<FixedWeights<1>, COUNT>([&](int, int w) { return key[w] ^ query.inverted(p, first + w); });
   return sum;
 #endif
 }
@@ -136,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)
     });
   }
   let_dependents_start();
-  publish_counts(counts, bins, totals + i64(row) * levels.width, table + (i64(row) * splits + blockIdx.y) * levels.width);
+  publish_counts(counts, bins, totals + i64(row) * levels.width,
+                 table + (i64(row) * splits + blockIdx.y) * levels.width);
 }
 
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)
@@ -148,5 +148,6 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)
   const i64 tile = KEYS * SELECT_THREADS;
 #pragma unroll 1
   for (i64 i = blockIdx.y * tile + threadIdx.x; i < n; i += gridDim.y * tile)
-    score_keys(at.keys, planes, weights, int(i), n, SELECT_THREADS, [&](int position, int score) { out[position] = score; });
+    score_keys(at.keys, planes, weights, int(i), n, SELECT_THREADS,
+               [&](int position, int score) { out[position] = score; });
 }

@@ -7,8 +7,9 @@
 //   16-bit scores beyond              2 digits    score_count -> refine -> select             3 launches
 //   int32 scores of the caller        3 digits    count -> refine -> refine -> select         4 launches
 //
-// totals u32 [rows][width]: how many eligible keys of the row have each digit, per level; level l counts only keys whose
-// higher digits are the threshold's. table u32 [rows][splits][width]: how many of a chunk's have at least each digit.
+// totals u32 [rows][width]: how many eligible keys of the row have each digit, per level; level l counts only keys
+// whose higher digits are the threshold's. table u32 [rows][splits][width]: how many of a chunk's have at least each
+// digit.
 //
 // select, grid rows x splits, blocks of 512, the chunks of the kernels before. A block
 //   (1) finds the threshold: scans the totals from the top until k are covered; what is missing then is the quota of
@@ -186,14 +187,15 @@ __device__ __forceinline__ Place find_place(const u32* table, const Levels& leve
   return place;
 }
 
-// One tile of the compaction: which of a thread's VECTOR scores from `first` on are above the threshold, and which equal.
+// Which of a thread's VECTOR scores from `first` on are above the threshold, and which are equal to it.
 struct Marks {
   u32 above;
   u32 equal;
 };
 
 template <class Scores>
-__device__ __forceinline__ Marks mark(const typename Scores::Loaded& loaded, int first, int low, int high, u32 threshold) {
+__device__ __forceinline__ Marks mark(const typename Scores::Loaded& loaded, int first, int low, int high,
+                                      u32 threshold) {
   Marks marks = {0, 0};
 #pragma unroll
   for (int j = 0; j < VECTOR; j++) {
@@ -212,7 +214,8 @@ __device__ __forceinline__ void compact(Scores scores, typename Scores::Loaded l
   constexpr int TILE = VECTOR * SELECT_THREADS;
   const u32 quota = prefix.wanted;
 #pragma unroll 1
-  for (int first = chunk.begin + VECTOR * int(threadIdx.x); first - VECTOR * int(threadIdx.x) < chunk.end; first += TILE) {
+  for (int first = chunk.begin + VECTOR * int(threadIdx.x); first - VECTOR * int(threadIdx.x) < chunk.end;
+       first += TILE) {
     const Marks marks = mark<Scores>(loaded, first, range.low, chunk.end, prefix.key);
     if (first + TILE < chunk.end) loaded = scores.load(first + TILE);
     u32 both;  // two counts of at most TILE in one scan
@@ -293,14 +296,14 @@ __device__ __forceinline__ void select_row(Scores scores, u32* totals, const u32
   }
 
 // scores: of the launch's first row, rows `stride` apart, 16-byte aligned. All else is of all rows, or of the launch's.
-#define SELECT_KERNEL(name, Scores, Element, Index)                                                                  \
-  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)                                                    \
-      name(const Element* __restrict__ scores, u32* __restrict__ totals, const u32* __restrict__ table,              \
-           u32* __restrict__ tickets, i32* __restrict__ values, Index* __restrict__ indices, Window window,          \
-           Selection selection, Levels levels, i64 stride, i32 first_row) {                                          \
-    wait_for_predecessor();                                                                                          \
-    select_row(Scores{scores + blockIdx.x * stride}, totals, table, tickets, values, indices, window, selection,     \
-               levels, first_row);                                                                                   \
+#define SELECT_KERNEL(name, Scores, Element, Index)                                                              \
+  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)                                                \
+      name(const Element* __restrict__ scores, u32* __restrict__ totals, const u32* __restrict__ table,          \
+           u32* __restrict__ tickets, i32* __restrict__ values, Index* __restrict__ indices, Window window,      \
+           Selection selection, Levels levels, i64 stride, i32 first_row) {                                      \
+    wait_for_predecessor();                                                                                      \
+    select_row(Scores{scores + blockIdx.x * stride}, totals, table, tickets, values, indices, window, selection, \
+               levels, first_row);                                                                               \
   }
 
 COUNT_KERNEL(count_16, Scores16, u16)
