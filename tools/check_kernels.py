@@ -150,7 +150,9 @@ def differences(old: Any, new: Any, at: str = "") -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compile every kernel for every architecture and hold it to its budget.")
+    parser = argparse.ArgumentParser(
+        description="Compile every kernel for every architecture and hold it to its budget."
+    )
     parser.add_argument("--update", action="store_true", help="write the table instead of comparing with it")
     update = parser.parse_args().update
     new, broken = table()
