@@ -50,22 +50,53 @@ def waits(node):
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
-def imports(package, deferred):
-    """Outside modules the sources import, {module: "file:line"}, in blocks that wait (deferred) or in all others."""
+@functools.cache
+def sources(package):
+    """The package's own modules: {dotted name: (path, tree, ids of the nodes inside blocks that wait)}."""
     found = {}
     for path in sorted((folder(package) / "src").rglob("*.py")):
         tree = ast.parse(path.read_text(), path)
         inside = {id(node) for block in ast.walk(tree) if waits(block) for node in ast.walk(block)}
+        parts = path.relative_to(folder(package) / "src").with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path, tree, inside
+    return found
+
+
+def imported(node):
+    """The dotted names an import statement asks for; the last part of one may be a name within a module."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.level == 0:
+        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return []
+
+
+@functools.cache
+def late(package):
+    """The package's modules that are imported, but in functions only: importing the package leaves them out."""
+    modules = sources(package)
+    plain, deferred = {name: set() for name in modules}, set()
+    for name, (_, tree, inside) in modules.items():
         for node in ast.walk(tree):
-            if (id(node) in inside) is not deferred:
-                continue
-            modules = []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                modules = [node.module]
-            for module in modules:
-                found.setdefault(module.partition(".")[0], f"{path.relative_to(ROOT)}:{node.lineno}")
+            wanted = {module for module in imported(node) if module in modules}
+            (deferred if id(node) in inside else plain[name]).update(wanted)
+    ever = deferred.union(*plain.values())
+    eager, reached = set(), {name for name in modules if name == package or name not in ever}
+    while reached:
+        eager |= reached
+        parents = {name.rpartition(".")[0] for name in reached} & set(modules)
+        reached = parents.union(*(plain[name] for name in reached)) - eager
+    return set(modules) - eager
+
+
+def imports(package, deferred):
+    """Outside modules the sources import, {module: "file:line"}: where importing the package waits, or elsewhere."""
+    found = {}
+    for name, (path, tree, inside) in sources(package).items():
+        for node in ast.walk(tree):
+            if (id(node) in inside or name in late(package)) is deferred:
+                for module in imported(node):
+                    found.setdefault(module.partition(".")[0], f"{path.relative_to(ROOT)}:{node.lineno}")
     return {module: at for module, at in found.items() if module not in {package, *sys.stdlib_module_names}}
 
 
@@ -99,7 +130,7 @@ def test_dependencies_run_one_way(package):
 
 @packages
 def test_every_import_is_declared(package):
-    """Imports at the top of a file need a plain dependency; those that wait may come with an extra."""
+    """What importing a package imports needs a plain dependency; what waits may come with an extra."""
     declared = project(package)
     needed = names(declared["dependencies"])
     optional = names(text for extra in declared.get("optional-dependencies", {}).values() for text in extra)
@@ -107,6 +138,11 @@ def test_every_import_is_declared(package):
         assert provided_by(module) & needed, f"{at}: {module} is no dependency of {package}"
     for module, at in imports(package, deferred=True).items():
         assert provided_by(module) & (needed | optional), f"{at}: {module} is in no extra of {package}"
+
+
+def test_only_what_a_device_needs_waits_in_hashcore():
+    assert {"hashcore.torch_ops", "hashcore.cuda.tensors"} <= late("hashcore")
+    assert not {"hashcore", "hashcore.ops", "hashcore.validation", "hashcore.reference"} & late("hashcore")
 
 
 @packages

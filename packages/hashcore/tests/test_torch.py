@@ -142,16 +142,6 @@ def test_mixing_kinds_is_refused(rng):
         hashcore.topk(torch.zeros(2, 5, dtype=torch.int32), np.array([1, 2]))
 
 
-def test_a_tensor_elsewhere_is_refused_with_its_device():
-    message = r"hashcore runs on CPU tensors in this version, got a tensor on meta; move it with \.cpu\(\)"
-    for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(ValueError, match=message):
-            hashcore.pack(torch.zeros(32, device="meta", dtype=dtype))
-    codes = torch.zeros(3, 4, dtype=torch.int32)
-    with pytest.raises(ValueError, match=message):
-        hashcore.search(codes, keys=codes.to("meta"), k=1)
-
-
 def test_a_sparse_tensor_is_refused():
     with pytest.raises(ValueError, match=r"expected a strided tensor, got layout torch\.sparse_coo"):
         hashcore.pack(torch.zeros(2, 32).to_sparse())

@@ -23,14 +23,16 @@ Result = TypeVar("Result")
 
 
 def _any_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Hand over calls with a tensor that is not in CPU memory; this is the only place that does."""
+    """Hand over calls with tensors that numpy cannot view; this is the only place that does."""
 
     @functools.wraps(function)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
-        for argument in (*arguments, *options.values()):
-            if validation.elsewhere(argument):
-                raise validation.not_here(argument)
-        return function(*arguments, **options)
+        if not validation.for_torch((*arguments, *options.values())):
+            return function(*arguments, **options)
+
+        from hashcore import torch_ops  # defines operators, which only these callers need
+
+        return getattr(torch_ops, function.__name__)(*arguments, **options)
 
     return call
 
@@ -85,8 +87,7 @@ def quantise(w: Array, planes: int = 3) -> tuple[Array, Array]:
     """
     (array,), restore = validation.host_arrays(w=w)
     validation.real("w", array, "[..., D]")
-    if array.shape[-1] == 0:
-        raise ValueError("the last dimension of w must not be empty, got 0; a row needs a largest weight")
+    validation.not_empty("w", array.shape)
     levels, scale = quantiser.quantise(array, validation.plane_count(planes))
     return restore(levels), restore(scale)
 
@@ -125,8 +126,7 @@ def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
     """
     (array,), restore = validation.host_arrays(codes=codes)
     validation.codes("codes", array, "[..., G, W]")
-    if array.shape[-2] == 0:
-        raise ValueError("a group must have at least one code, got shape " + str(list(array.shape)))
+    validation.group(array.shape)
     merged, weights = quantiser.group_planes(array)
     return restore(merged), weights
 

@@ -43,16 +43,20 @@ def level_planes(levels: NDArray[Any], planes: int) -> NDArray[np.int32]:
     return np.stack([bits.pack(digits & np.uint8(1 << p)) for p in range(planes)], axis=-2)
 
 
+def group_weights(group: int) -> tuple[int, ...]:
+    """Return the P = ceil(log2(G + 1)) weights 1, 2, ..., 2^(P-2) and what they lack to the sum G (eq. 3)."""
+    small = 2 ** (group.bit_length() - 1) - 1  # what the planes 1, 2, ..., 2^(P-2) hold together
+    return (*(1 << p for p in range(small.bit_length())), group - small)
+
+
 def group_planes(codes: NDArray[np.int32]) -> tuple[NDArray[np.int32], tuple[int, ...]]:
     """Turn [..., G, W] codes into the P = ceil(log2(G + 1)) planes of their per-bit counts (eq. 3)."""
-    group = codes.shape[-2]
-    small = 2 ** (group.bit_length() - 1) - 1  # what the planes 1, 2, ..., 2^(P-2) hold together
-    last = group - small
+    weights = group_weights(codes.shape[-2])
+    small, last = sum(weights[:-1]), weights[-1]
     counts = bits.unpack(codes).sum(axis=-2, dtype=np.int32)
     # The last weight is irregular, so a count may have two spellings: its bit is set only where the others cannot
     # hold the count. What is then left lies in 0..small, because last <= small + 1 and group - last = small.
     carry = counts > small
     counts -= last * carry
     digits = [(counts >> p) & 1 for p in range(small.bit_length())]
-    weights = (*(1 << p for p in range(small.bit_length())), last)
     return np.stack([bits.pack(digit) for digit in [*digits, carry]], axis=-2), weights

@@ -3,7 +3,7 @@
 import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +26,7 @@ def host_arrays(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tup
     elif torch is not None and all(isinstance(x, torch.Tensor) for x in passed.values()):
         views, restore = {name: _tensor_view(torch, x) for name, x in passed.items()}, torch.from_numpy
     else:
-        got = ", ".join(f"{name}: {type(x).__name__}" for name, x in passed.items())
-        raise TypeError(f"expected numpy arrays or torch tensors, not mixed, got {got}; convert them to one kind")
+        raise mixed_kinds(passed)
     return [views.get(name, x) for name, x in (arrays | (optional or {})).items()], restore
 
 
@@ -44,22 +43,36 @@ def bfloat16_bits(x: Any) -> Any | None:
     return x.detach().view(torch.int16)
 
 
-def elsewhere(x: Any) -> bool:
-    """Tell whether x is a tensor that is not in CPU memory."""
+def for_torch(arguments: Iterable[Any]) -> bool:
+    """Tell whether a call has a tensor that numpy cannot view: in other memory, or traced instead of computed."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor) and x.device.type != "cpu"
+    if torch is None:
+        return False
+    for x in arguments:
+        if isinstance(x, tuple | list):
+            if for_torch(x):
+                return True
+        elif isinstance(x, torch.Tensor) and (
+            torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (torch.Tensor, torch.nn.Parameter)
+        ):
+            return True
+    return False
 
 
-def not_here(x: Any) -> ValueError:
-    """Say that a tensor is not in CPU memory."""
-    return ValueError(f"hashcore runs on CPU tensors in this version, got a tensor on {x.device}; move it with .cpu()")
+def mixed_kinds(passed: dict[str, Any]) -> TypeError:
+    """Say which arguments are of which kind."""
+    got = ", ".join(f"{name}: {type(x).__name__}" for name, x in passed.items())
+    return TypeError(f"expected numpy arrays or torch tensors, not mixed, got {got}; convert them to one kind")
+
+
+def not_strided(x: Any) -> ValueError:
+    """Say that a tensor is sparse or otherwise without strides."""
+    return ValueError(f"expected a strided tensor, got layout {x.layout}; convert it with .to_dense()")
 
 
 def _tensor_view(torch: Any, x: Any) -> NDArray[Any]:
-    if x.device.type != "cpu":
-        raise not_here(x)
     if x.layout != torch.strided:
-        raise ValueError(f"expected a strided tensor, got layout {x.layout}; convert it with .to_dense()")
+        raise not_strided(x)
     x = x.detach()
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
 
@@ -90,6 +103,18 @@ def codes(name: str, x: NDArray[Any], dims: str) -> None:
         raise ValueError(f"{name} must have shape {dims}, got {list(x.shape)}; add the missing dimensions")
     if x.shape[-1] == 0:
         raise ValueError(f"{name} must have at least one word per code, got shape {list(x.shape)}")
+
+
+def not_empty(name: str, shape: Sequence[int]) -> None:
+    """Require rows of at least one number."""
+    if shape[-1] == 0:
+        raise ValueError(f"the last dimension of {name} must not be empty, got 0; a row needs a largest weight")
+
+
+def group(shape: Sequence[int]) -> None:
+    """Require at least one code in a group."""
+    if shape[-2] == 0:
+        raise ValueError(f"a group must have at least one code, got shape {list(shape)}")
 
 
 def plane_count(planes: Any) -> int:
@@ -165,9 +190,9 @@ class Selection(NamedTuple):
 def selection(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> Selection:
     """Return the selection from scores of this shape, [..., N], with every value checked; all positions by default."""
     n = shape[-1]
-    sizes = _per_row("k", k, shape, "clamp it")
-    start = _per_row("starts", 0 if starts is None else starts, shape, "a row begins where its keys do")
-    end = _per_row("lengths", n if lengths is None else lengths, shape, "a row cannot see more than there is")
+    sizes = _per_row("k", k, shape)
+    start = _per_row("starts", 0 if starts is None else starts, shape)
+    end = _per_row("lengths", n if lengths is None else lengths, shape)
     if np.any(start > end):
         start, end = np.broadcast_arrays(start, end)
         at = int(np.argmax(start > end))
@@ -175,8 +200,8 @@ def selection(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: A
             f"starts must not exceed lengths, got start {start.flat[at]} and length {end.flat[at]} in row {at}; "
             "a row sees [start, length)"
         )
-    low = np.minimum(start + _natural("sink", sink, n), n)
-    high = np.maximum(end - _natural("recent", recent, n), low)  # nothing is left where the two meet
+    low = np.minimum(start + natural("sink", sink, n), n)
+    high = np.maximum(end - natural("recent", recent, n), low)  # nothing is left where the two meet
     width = int(sizes.max(initial=0)) if isinstance(sizes, np.ndarray) else sizes
     rows = math.prod(shape[:-1])
     return Selection(*(x if isinstance(x, np.ndarray) else np.full(rows, x) for x in (sizes, low, high)), width)
@@ -231,7 +256,12 @@ def output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], i
         )
     for x in inputs:
         if isinstance(x, np.ndarray) and np.may_share_memory(out, x, max_work=10_000):
-            raise ValueError(f"{name} must not share memory with another argument, got one that does; pass another")
+            raise shared_memory(name)
+
+
+def shared_memory(name: str) -> ValueError:
+    """Say that an output lies where an input does."""
+    return ValueError(f"{name} must not share memory with another argument, got one that does; pass another")
 
 
 def _overlaps_itself(x: NDArray[Any]) -> bool:
@@ -244,33 +274,47 @@ def _overlaps_itself(x: NDArray[Any]) -> bool:
     return False
 
 
-def _per_row(name: str, value: Any, shape: tuple[int, ...], remedy: str) -> int | NDArray[np.int64]:
+def _per_row(name: str, value: Any, shape: tuple[int, ...]) -> int | NDArray[np.int64]:
     """Return an integer in 0..N, or one for each row of [..., N], flat."""
     n, rows = shape[-1], shape[:-1]
     if not is_array(value):
-        return _within(name, _integer(name, value), n, remedy)
+        return position(name, value, n)
     if value.dtype.kind not in "iu":
         raise TypeError(f"{name} must be an integer or an array of integers, got {value.dtype}; convert it")
     try:
         value = np.broadcast_to(value, rows)
     except ValueError:
-        raise ValueError(
-            f"{name} must be an integer or broadcast to one per row, shape {list(rows)}, got {list(value.shape)}; "
-            "insert dimensions of size 1"
-        ) from None
+        raise not_per_row(name, rows, value.shape) from None
     if value.size:
-        _within(name, int(value.min()), n, remedy)
-        _within(name, int(value.max()), n, remedy)
+        position(name, int(value.min()), n)
+        position(name, int(value.max()), n)
     return np.ascontiguousarray(value, np.int64).reshape(-1)
 
 
-def _within(name: str, value: int, n: int, remedy: str) -> int:
-    if not 0 <= value <= n:
-        raise ValueError(f"{name} must be in 0..{n}, the number of scores in a row, got {value}; {remedy}")
-    return value
+def not_per_row(name: str, rows: Sequence[int], shape: Sequence[int]) -> ValueError:
+    """Say that an array does not broadcast to the rows."""
+    return ValueError(
+        f"{name} must be an integer or broadcast to one per row, shape {list(rows)}, got {list(shape)}; "
+        "insert dimensions of size 1"
+    )
 
 
-def _natural(name: str, value: Any, most: int) -> int:
+REMEDIES = {
+    "k": "clamp it",
+    "starts": "a row begins where its keys do",
+    "lengths": "a row cannot see more than there is",
+}
+
+
+def position(name: str, value: Any, n: int) -> int:
+    """Return k, a start or a length as an int in 0..N."""
+    checked = _integer(name, value)
+    if not 0 <= checked <= n:
+        raise ValueError(f"{name} must be in 0..{n}, the number of scores in a row, got {checked}; {REMEDIES[name]}")
+    return checked
+
+
+def natural(name: str, value: Any, most: int) -> int:
     """Return a count >= 0, no larger than makes a difference."""
     count = _integer(name, value)
     if count < 0:

@@ -1,0 +1,196 @@
+"""Launches of hashcore's kernels: which source, which macros, which grid, which arguments.
+
+Everything here works on addresses, so the same launches run on a device (cuda.launch) and under the host simulator.
+"""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from hashcore.cuda import layout
+from hashcore.cuda.layout import Levels, RowMap, Selection, Weights, Window, Workspace
+
+PACK_THREADS = 256
+PLANES_THREADS = 128
+GEMM_THREADS = 128
+GEMM_TILE = (16, 256)  # queries, keys
+MAX_GRID_Y = 65_535
+
+
+class Launch(NamedTuple):
+    """One kernel launch, arguments packed: pointers[i] is the address of argument i, as cuLaunchKernel wants them."""
+
+    source: str
+    macros: tuple[tuple[str, str], ...]
+    kernel: str
+    grid: tuple[int, int]
+    threads: int
+    pointers: Any
+    arguments: tuple[Any, ...]  # what the pointers point at
+    programmatic: bool = False  # may be scheduled before its predecessor ends
+
+
+def _launch(
+    source: str,
+    kernel: str,
+    grid: tuple[int, int],
+    threads: int,
+    arguments: Sequence[Any],
+    macros: Sequence[tuple[str, str]] = (),
+    programmatic: bool = False,
+) -> Launch:
+    kept = tuple(arguments)
+    pointers = (ctypes.c_void_p * len(kept))(*(ctypes.addressof(argument) for argument in kept))
+    return Launch(source, tuple(macros), kernel, grid, threads, pointers, kept, programmatic)
+
+
+_address = ctypes.c_void_p
+_int = ctypes.c_int32
+_long = ctypes.c_int64
+
+
+def pack(kind: str, x: int, codes: int, words: int) -> Launch:
+    """Pack 32 * words numbers at x into words."""
+    grid = -(-words // PACK_THREADS)  # a warp makes 32 words
+    return _launch("pack.cu", f"pack_{kind}", (grid, 1), PACK_THREADS, (_address(x), _address(codes), _long(words)))
+
+
+def planes(kind: str, w: int, planes: int, rows: int, words: int, count: int) -> Launch:
+    """Quantise rows of 32 * words weights to `count` planes each."""
+    grid = -(-rows // (PLANES_THREADS // 32))
+    arguments = (_address(w), _address(planes), _int(rows), _int(words), _int(count))
+    return _launch("planes.cu", f"planes_{kind}", (grid, 1), PLANES_THREADS, arguments)
+
+
+def levels(kind: str, w: int, levels: int, scales: int, rows: int, size: int, count: int) -> Launch:
+    """Quantise rows of `size` weights to int16 levels and a float32 scale."""
+    grid = -(-rows // (PLANES_THREADS // 32))
+    arguments = (_address(w), _address(levels), _address(scales), _int(rows), _long(size), _int(count))
+    return _launch("planes.cu", f"levels_{kind}", (grid, 1), PLANES_THREADS, arguments)
+
+
+def group_planes(codes: int, planes: int, rows: int, group: int, words: int) -> Launch:
+    """Merge groups of codes into planes."""
+    grid = -(-rows // (PLANES_THREADS // 32))
+    arguments = (_address(codes), _address(planes), _int(rows), _int(group), _int(words), _int(group.bit_length()))
+    return _launch("planes.cu", "group_planes", (grid, 1), PLANES_THREADS, arguments)
+
+
+def score_macros(words: int, weights: Sequence[int]) -> list[tuple[str, str]]:
+    """Return what score.cu is compiled with: the weights too, if they are regular."""
+    macros = [("HASHCORE_WORDS", str(words)), ("HASHCORE_PLANES", str(len(weights)))]
+    if layout.are_planes(weights):
+        macros.append(("HASHCORE_WEIGHTS", ",".join(map(str, weights))))
+    return macros
+
+
+def _weights(weights: Sequence[int]) -> Weights:
+    return Weights((ctypes.c_int32 * 8)(*weights))
+
+
+def score_all(
+    query: int, keys: int, scores: int, rows: int, n: int, words: int, weights: Sequence[int], map: RowMap
+) -> Launch:
+    """Score every key of every row against the row's planes."""
+    grid = (rows, min(-(-n // layout.TILE), MAX_GRID_Y))
+    arguments = (_address(query), _address(keys), _address(scores), map, _weights(weights), _int(n))
+    return _launch("score.cu", "score_all", grid, layout.THREADS, arguments, score_macros(words, weights))
+
+
+def score_pairs(
+    query: int, keys: int, scores: int, batch: int, queries: int, n: int, words: int, map: RowMap
+) -> Launch:
+    """Score every key against every query of its batch entry."""
+    tiles = -(-queries // GEMM_TILE[0]) * -(-n // GEMM_TILE[1])
+    arguments = (_address(query), _address(keys), _address(scores), map, _int(batch), _int(queries), _int(n))
+    macros = [("HASHCORE_WORDS", str(words))]
+    return _launch("gemm.cu", "score_pairs", (tiles, min(batch, MAX_GRID_Y)), GEMM_THREADS, arguments, macros)
+
+
+class Output(NamedTuple):
+    """Where a selection goes: int32 scores and indices of 32 or 64 bits, rows of Selection.width slots."""
+
+    scores: int
+    indices: int
+    index_bits: int
+
+
+def search(
+    query: int,
+    keys: int,
+    map: RowMap,
+    words: int,
+    weights: Sequence[int],
+    rows: int,
+    window: Window,
+    selection: Selection,
+    output: Output,
+    space: int,
+    workspace: Workspace,
+) -> Iterator[Launch]:
+    """Score and select: two launches a turn, three if the scores need a second histogram level."""
+    levels = layout.score_levels(words, weights)
+    macros = score_macros(words, weights)
+    scores = space + 4 * workspace.scores
+    for first in range(0, rows, workspace.rows):
+        grid = (min(workspace.rows, rows - first), workspace.splits)
+        arguments = (
+            *(
+                _address(query),
+                _address(keys),
+                _address(scores),
+                _address(space),
+                _address(space + 4 * workspace.table),
+            ),
+            *(map, window, _weights(weights), levels, _long(workspace.stride), _int(first)),
+        )
+        yield _launch("score.cu", "score_count", grid, layout.THREADS, arguments, macros)
+        yield from _select(
+            16, scores, workspace.stride, 1, levels, grid, first, window, selection, output, space, workspace
+        )
+
+
+def topk(
+    scores: int,
+    stride: int,
+    rows: int,
+    window: Window,
+    selection: Selection,
+    output: Output,
+    space: int,
+    workspace: Workspace,
+) -> Iterator[Launch]:
+    """Select from int32 scores: rows `stride` apart, a multiple of VECTOR, from a 16-byte boundary."""
+    for first in range(0, rows, workspace.rows):
+        grid = (min(workspace.rows, rows - first), workspace.splits)
+        at = scores + 4 * stride * first
+        yield from _select(
+            32, at, stride, 0, layout.INT32_LEVELS, grid, first, window, selection, output, space, workspace
+        )
+
+
+def _select(
+    bits: int,
+    scores: int,
+    stride: int,
+    counted: int,
+    levels: Levels,
+    grid: tuple[int, int],
+    first: int,
+    window: Window,
+    selection: Selection,
+    output: Output,
+    space: int,
+    workspace: Workspace,
+) -> Iterator[Launch]:
+    """Count the digits that are not yet counted, then select."""
+    totals, table = _address(space), _address(space + 4 * workspace.table)
+    shared = (window, selection, levels, _long(stride), _int(first))
+    for level in range(counted, levels.count):
+        arguments = (_address(scores), totals, table, *shared, _int(level))
+        yield _launch("select.cu", f"count_{bits}", grid, layout.THREADS, arguments)
+    arguments = (
+        *(_address(scores), totals, table, _address(space + 4 * workspace.tickets)),
+        *(_address(output.scores), _address(output.indices), *shared),
+    )
+    yield _launch("select.cu", f"select_{bits}_{output.index_bits}", grid, layout.THREADS, arguments, programmatic=True)

@@ -1,0 +1,116 @@
+"""Kernel sources to cubins: NVRTC through cuda-core, kept on disk."""
+
+import functools
+import io
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hashcore.cuda.cache import cache_folder
+from hashcore.cuda.source import HASHCORE_KERNELS, Macros, read_source
+
+logger = logging.getLogger(__name__)
+CACHE_BYTES = 256 << 20
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message has the kernel, the architecture and the compiler's own words."""
+
+
+class Program:
+    """One kernel file with its macros.
+
+    Args:
+        name: file name of the source.
+        macros: what -D defines: shapes and types that change the code.
+        folder: where the source lies, hashcore's own kernels by default. Its quoted includes are found there and among
+            hashcore's kernels (cuda.source); a folder of another package may so include "common.cuh".
+
+    Two programs of the same arguments are equal, and hash alike.
+    """
+
+    def __init__(self, name: str, macros: Macros | None = None, folder: Path = HASHCORE_KERNELS):
+        self.name = name
+        self.macros = tuple(sorted((key, str(value)) for key, value in (macros or {}).items()))
+        self.folder = folder
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"-D{key}={value}" for key, value in self.macros)])
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.name, self.macros, self.folder
+
+    def cubin(self, arch: str) -> bytes:
+        """Return machine code for an architecture such as sm_90a, from the disk cache if it was compiled before.
+
+        The cache key covers the source with its headers, the macros and all other options, the architecture, and the
+        version of NVRTC. A cache folder that cannot be written is reported once in the log, and nothing is kept.
+
+        Raises: CompileError.
+        """
+        from cuda.core.utils import FileStreamProgramCache
+
+        key = self.cache_key(arch)
+        try:
+            with FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=CACHE_BYTES) as cache:
+                code = cache.get(key)
+                if code is None:
+                    code, _ = self.compile(arch)
+                    cache[key] = code
+                return code
+        except OSError as error:
+            _report_cache(str(error))
+            return self.compile(arch)[0]
+
+    def cache_key(self, arch: str) -> bytes:
+        """Return what the cubin is filed under."""
+        from cuda.core.utils import make_program_cache_key
+
+        return make_program_cache_key(
+            code=self.source(), code_type="c++", options=self._options(arch, ()), target_type="cubin"
+        )
+
+    def compile(self, arch: str, ptxas: Sequence[str] = ()) -> tuple[bytes, str]:
+        """Compile now; return the cubin and what the compiler said.
+
+        Args:
+            ptxas: options of the assembler, such as -v.
+        Raises: CompileError.
+        """
+        from cuda.core import Program as Compiler
+
+        log = io.StringIO()
+        try:
+            compiled = Compiler(self.source(), "c++", options=self._options(arch, ptxas)).compile("cubin", logs=log)
+        except Exception as error:  # cuda-core's own class for this has no public name
+            if type(error).__name__ != "NVRTCError":
+                raise
+            raise CompileError(f"NVRTC refused {self} for {arch}:\n{error}") from error
+        return bytes(compiled.code), log.getvalue()
+
+    def source(self) -> str:
+        """Return the text that is compiled."""
+        return read_source(self.folder, self.name)
+
+    def _options(self, arch: str, ptxas: Sequence[str]) -> Any:
+        from cuda.core import ProgramOptions
+
+        return ProgramOptions(
+            name=self.name,
+            arch=arch,
+            std="c++17",
+            define_macro=list(self.macros) or None,
+            ptxas_options=list(ptxas) or None,
+        )
+
+
+@functools.cache
+def _report_cache(error: str) -> None:
+    logger.warning("cubins are compiled anew in every process: %s; set HASHCORE_CACHE to a folder to write to", error)

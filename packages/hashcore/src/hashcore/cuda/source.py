@@ -1,0 +1,44 @@
+"""Kernel sources: one text per file, with the headers of its folder written out where they are included.
+
+A compiler that reads files of its own has inputs that no cache key sees. These texts include nothing: what is compiled
+is exactly what is hashed. #line directives keep the names and numbers that the compiler reports.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[^\n]*$', re.M)
+ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once[ \t]*$", re.M)
+HASHCORE_KERNELS = Path(__file__).parent.parent / "kernels"
+
+Macros = Mapping[str, str | int]
+
+
+@functools.cache
+def read_source(folder: Path, name: str) -> str:
+    """Return the text of a kernel file with the headers it includes in quotes, each once, in their place.
+
+    Headers are looked up in the folder of the file and then among hashcore's own, so that another package's kernels may
+    include "common.cuh". Includes in angle brackets are left alone: NVRTC has a few headers built in.
+
+    Raises: FileNotFoundError if the file or a header is missing.
+    """
+    return _expand(folder, name, set())
+
+
+def _expand(folder: Path, name: str, seen: set[Path]) -> str:
+    path = next((f / name for f in (folder, HASHCORE_KERNELS) if (f / name).is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"expected {name} in {folder} or {HASHCORE_KERNELS}, found none; is the package whole?")
+    if path in seen:
+        return ""
+    seen.add(path)
+    text = ONCE.sub("", path.read_text(encoding="utf-8"))
+
+    def header(found: re.Match[str]) -> str:
+        after = text.count("\n", 0, found.start()) + 2
+        return f'{_expand(path.parent, found[1], seen)}\n#line {after} "{path.name}"'
+
+    return f'#line 1 "{path.name}"\n{INCLUDE.sub(header, text)}'

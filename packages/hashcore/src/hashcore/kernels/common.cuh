@@ -1,0 +1,273 @@
+// What the kernels share: bit counting, rows, windows, chunks and the block-wide steps of the selection.
+//
+// The sources use no header of CUDA's and no extern variable, so that NVRTC compiles them anywhere and a C++20
+// compiler can run them on the CPU (tests/hostsim). Every kernel is extern "C"; macros fix what changes the code.
+#pragma once
+
+using i32 = int;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i64 = long long;
+
+static_assert(sizeof(i32) == 4 && sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(i64) == 8);
+
+constexpr u32 FULL_WARP = 0xffffffffu;
+constexpr int SELECT_THREADS = 512;           // block size of every kernel that counts or selects
+constexpr int MAX_BINS = 4 * SELECT_THREADS;  // four bins to a thread: one 16-byte access covers a histogram
+constexpr int MIN_CHUNK = 128;  // chunks start at multiples of it: 256 bytes of 16-bit scores, 2 KiB of 128-bit keys
+constexpr int VECTOR = 8;       // scores that one thread of the selection looks at: 16 bytes of 16-bit scores
+
+// ---- Bits ----------------------------------------------------------------------------------------------------------
+
+__device__ constexpr u32 xor3(u32 a, u32 b, u32 c) { return a ^ b ^ c; }
+__device__ constexpr u32 majority(u32 a, u32 b, u32 c) { return (a & b) | (c & (a | b)); }
+
+// Full adder, bit by bit: a + b + c = sum + 2 carry. One LOP3 each, by the table that the functions above give; left to
+// itself the compiler reassociates the exclusive ors with those of the codes, and needs half as many again.
+__device__ __forceinline__ void add_bits(u32 a, u32 b, u32 c, u32& sum, u32& carry) {
+#ifdef HOSTSIM
+  sum = xor3(a, b, c), carry = majority(a, b, c);
+#else
+  constexpr int XOR = xor3(0xf0, 0xcc, 0xaa), MAJORITY = majority(0xf0, 0xcc, 0xaa);
+  u32 s, m;
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(s) : "r"(a), "r"(b), "r"(c), "n"(XOR));
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(m) : "r"(a), "r"(b), "r"(c), "n"(MAJORITY));
+  sum = s, carry = m;
+#endif
+}
+
+// The weights of planes that are known when a kernel is compiled.
+template <int... WEIGHTS>
+struct FixedWeights {
+  static constexpr int PLANES = sizeof...(WEIGHTS);
+
+  // How many weights have this binary digit.
+  __device__ static constexpr int with_digit(int digit) { return ((WEIGHTS >> digit & 1) + ...); }
+
+  // The plane of the index-th such weight.
+  __device__ static constexpr int plane(int digit, int index) {
+    const int weights[] = {WEIGHTS...};
+    for (int p = 0; p < PLANES; p++)
+      if (weights[p] >> digit & 1 && index-- == 0) return p;
+    return 0;
+  }
+
+  __device__ static constexpr bool any_from(int digit) { return ((WEIGHTS >> digit) + ...) != 0; }
+};
+
+// sum_p weight_p popcount(word(p, 0), ..., word(p, COUNT - 1)) with few popcounts, by carry-save addition (as in Harley
+// and Seal's counter): three words of one binary weight become one of that weight and one of twice it, two LOP3 for a
+// POPC that runs at a quarter of their rate. Three planes of 4 words: 7 popcounts instead of 12. Every index is known
+// once the loops are unrolled, so the arrays live in registers; the kernel gate refuses a stack frame.
+template <class Weights, int COUNT, int DIGIT = 0, int CARRIES = 0, class Word>
+__device__ __forceinline__ int weighted_popcount(const Word& word, const u32 (&carry)[CARRIES ? CARRIES : 1]) {
+  constexpr int OWN = Weights::with_digit(DIGIT), SIZE = COUNT * OWN + CARRIES;
+  if constexpr (SIZE == 0) {
+    if constexpr (Weights::any_from(DIGIT)) {
+      return weighted_popcount<Weights, COUNT, DIGIT + 1, 0>(word, carry);
+    } else {
+      return 0;
+    }
+  } else {
+    u32 x[SIZE];
+#pragma unroll
+    for (int i = 0; i < COUNT * OWN; i++) x[i] = word(Weights::plane(DIGIT, i / COUNT), i % COUNT);
+#pragma unroll
+    for (int i = 0; i < CARRIES; i++) x[COUNT * OWN + i] = carry[i];
+    constexpr int ADDERS = (SIZE - 1) / 2;
+    u32 twice[ADDERS ? ADDERS : 1], sum = x[0];
+#pragma unroll
+    for (int a = 0; a < ADDERS; a++) add_bits(sum, x[2 * a + 1], x[2 * a + 2], sum, twice[a]);
+    int count = __popc(sum);
+    if constexpr (SIZE % 2 == 0) count += __popc(x[SIZE - 1]);
+    return (count << DIGIT) + weighted_popcount<Weights, COUNT, DIGIT + 1, ADDERS>(word, twice);
+  }
+}
+
+template <class Weights, int COUNT, class Word>
+__device__ __forceinline__ int weighted_popcount(const Word& word) {
+  const u32 none[1] = {0};
+  return weighted_popcount<Weights, COUNT, 0, 0>(word, none);
+}
+
+// Reads COUNT words; STRIDE, the words of a whole code, says how far the address is aligned.
+template <int STRIDE, int COUNT>
+__device__ __forceinline__ void load_words(const u32* __restrict__ from, u32 (&to)[COUNT]) {
+  if constexpr (STRIDE % 4 == 0 && COUNT % 4 == 0) {
+#pragma unroll
+    for (int w = 0; w < COUNT; w += 4) {
+      const uint4 x = __ldcs(reinterpret_cast<const uint4*>(from + w));  // 4 words = one 16-byte load, used once
+      to[w] = x.x, to[w + 1] = x.y, to[w + 2] = x.z, to[w + 3] = x.w;
+    }
+  } else if constexpr (STRIDE % 2 == 0 && COUNT % 2 == 0) {
+#pragma unroll
+    for (int w = 0; w < COUNT; w += 2) {
+      const uint2 x = __ldcs(reinterpret_cast<const uint2*>(from + w));
+      to[w] = x.x, to[w + 1] = x.y;
+    }
+  } else {
+#pragma unroll
+    for (int w = 0; w < COUNT; w++) to[w] = __ldcs(from + w);
+  }
+}
+
+// ---- Half types, without CUDA's headers ----------------------------------------------------------------------------
+
+struct Float16 {
+  u16 bits;
+};
+struct BFloat16 {
+  u16 bits;
+};
+
+__device__ __forceinline__ float real(float x) { return x; }
+__device__ __forceinline__ float real(BFloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
+__device__ __forceinline__ float real(Float16 x) {
+  // The product moves the exponent's bias from 15 to 127; subnormals come out exact, too.
+  const float magnitude = __uint_as_float(u32(x.bits & 0x7fffu) << 13) * 0x1p112f;
+  const u32 special = (x.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;  // inf and NaN keep a full exponent
+  return __uint_as_float(__float_as_uint(magnitude) | special | u32(x.bits & 0x8000u) << 16);
+}
+
+// ---- Rows ----------------------------------------------------------------------------------------------------------
+
+// The leading dimensions of a broadcast, slowest first, with the step of each operand in words (0 where it repeats).
+struct RowMap {
+  i32 size[4];
+  i64 query[4];
+  i64 keys[4];
+};
+
+struct Operands {
+  const u32* query;
+  const u32* keys;
+};
+
+__device__ __forceinline__ Operands operands(const u32* query, const u32* keys, const RowMap& map, int row) {
+#pragma unroll
+  for (int d = 3; d >= 0; d--) {
+    const int i = row % map.size[d];
+    row /= map.size[d];
+    query += i * map.query[d];
+    keys += i * map.keys[d];
+  }
+  return {query, keys};
+}
+
+// Which positions of a row compete: [start + sink, length - recent). Values in device memory are clamped to [0, n],
+// because nothing can be raised from here.
+struct Window {
+  const i32* lengths;  // one per row, or null: length
+  const i32* starts;   // one per row, or null: start
+  i32 length;
+  i32 start;
+  i32 sink;
+  i32 recent;
+  i32 n;  // at most 2^30, so that sums of two positions fit
+};
+
+struct Range {
+  int low;
+  int high;
+  __device__ __forceinline__ int size() const { return high - low; }
+};
+
+__device__ __forceinline__ int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
+
+__device__ __forceinline__ Range eligible(const Window& window, int row) {
+  const int length = window.lengths ? clamp(window.lengths[row], 0, window.n) : window.length;
+  const int start = window.starts ? clamp(window.starts[row], 0, window.n) : window.start;
+  const int low = start + window.sink, high = length - window.recent;
+  return {low, high > low ? high : low};
+}
+
+// Cuts a range into `splits` chunks that start at multiples of VECTOR and are as equal as whole MIN_CHUNKs allow. The
+// cut follows the range and not the capacity: a long cache that is hardly filled still occupies every block.
+struct Chunk {
+  int begin;  // may lie before the range; positions below the range are skipped
+  int end;
+  bool empty;
+};
+
+__device__ __forceinline__ Chunk chunk_of(const Range& range, int splits, int index) {
+  const int base = range.low & ~(VECTOR - 1);
+  const int length = range.size() ? range.high - base : 0;
+  const int step = (((length + splits - 1) / splits) + MIN_CHUNK - 1) & ~(MIN_CHUNK - 1);
+  const i64 begin = base + i64(step) * index;
+  if (length == 0 || begin >= range.high) return {range.high, range.high, true};
+  const i64 end = begin + step;
+  return {int(begin), end < range.high ? int(end) : range.high, false};
+}
+
+// ---- A block of SELECT_THREADS -------------------------------------------------------------------------------------
+
+// Returns the sum of x over the threads before this one, and the sum over all. Every thread must call it.
+__device__ __forceinline__ u32 scan_block(u32 x, u32& total) {
+  __shared__ u32 warp_sums[SELECT_THREADS / 32];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  u32 inclusive = x;
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) {
+    const u32 other = __shfl_up_sync(FULL_WARP, inclusive, step);
+    if (lane >= step) inclusive += other;
+  }
+  __syncthreads();  // the sums of the call before may still be read
+  if (lane == 31) warp_sums[warp] = inclusive;
+  __syncthreads();
+  u32 before = 0;
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < SELECT_THREADS / 32; w++) {
+    const u32 sum = warp_sums[w];  // one address for the warp: a broadcast
+    if (w < warp) before += sum;
+    total += sum;
+  }
+  return before + inclusive - x;
+}
+
+// A histogram level. Digit l of a sort key is its bits from shift[l] up to shift[l - 1].
+struct Levels {
+  i32 count;
+  i32 shift[3];
+  i32 bins[3];  // padded to a multiple of 4, at most MAX_BINS
+  i32 width;    // sum of bins
+};
+
+__device__ __forceinline__ void clear_counts(u32* counts, int bins) {
+  for (int bin = threadIdx.x; bin < bins; bin += SELECT_THREADS) counts[bin] = 0;
+  __syncthreads();
+}
+
+// Adds a block's histogram to the row's, and writes how many of the block's keys have at least each digit: from that
+// table a later block reads what comes before it without looking at a score.
+__device__ __forceinline__ void publish_counts(const u32* counts, int bins, u32* totals, u32* table) {
+  __syncthreads();
+  const int group = bins / 4 - 1 - int(threadIdx.x);  // the highest digits first
+  uint4 c = {0, 0, 0, 0};
+  if (group >= 0) c = reinterpret_cast<const uint4*>(counts)[group];
+  u32 ignored;
+  const u32 above = scan_block(c.x + c.y + c.z + c.w, ignored);
+  if (group < 0) return;
+  const uint4 at_least = {above + c.w + c.z + c.y + c.x, above + c.w + c.z + c.y, above + c.w + c.z, above + c.w};
+  reinterpret_cast<uint4*>(table)[group] = at_least;
+  u32* t = totals + 4 * group;
+  if (c.x) atomicAdd(t, c.x);
+  if (c.y) atomicAdd(t + 1, c.y);
+  if (c.z) atomicAdd(t + 2, c.z);
+  if (c.w) atomicAdd(t + 3, c.w);
+}
+
+// ---- Programmatic launch: a dependent kernel may be scheduled before this one ends (compute capability 9.0 on) -----
+
+__device__ __forceinline__ void let_dependents_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Returns when every kernel before this one has ended and its writes are visible. Nothing is read before it.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}

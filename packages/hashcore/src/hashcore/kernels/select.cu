@@ -1,0 +1,314 @@
+// Selection of the k best scores of each row (docs/algorithm.md, eq. 6), ties to the lowest index, indices ascending.
+//
+// Integer scores need no sort: the histogram of the row says where the k-th best lies. A score is looked at through its
+// sort key, an unsigned integer of which higher is better, digit by digit from the top (Levels):
+//
+//   16-bit scores below MAX_BINS      1 digit     score_count -> select                       2 launches
+//   16-bit scores beyond              2 digits    score_count -> refine -> select             3 launches
+//   int32 scores of the caller        3 digits    count -> refine -> refine -> select         4 launches
+//
+// totals u32 [rows][width]: how many eligible keys of the row have each digit, per level; level l counts only keys
+// whose higher digits are the threshold's. table u32 [rows][splits][width]: how many of a chunk's have at least each
+// digit.
+//
+// select, grid rows x splits, blocks of 512, the chunks of the kernels before. A block
+//   (1) finds the threshold: scans the totals from the top until k are covered; what is missing then is the quota of
+//       keys equal to the threshold;
+//   (2) finds its place: from the tables of the chunks before it, two words each, how many keys above the threshold and
+//       how many equal to it come before;
+//   (3) goes through its scores, 4096 at a time, 8 to a thread: a scan of the two counts over the block gives each
+//       selected key its slot, (keys above before it) + min(quota, keys equal before it).
+//   (4) The row's last block to come here clears totals and ticket for the next retrieval: no memset, no third launch.
+// No block waits for another, so nothing depends on the order in which they run.
+//
+// Bytes: 2 a token, once (the scores were just written: mostly from L2); per block the totals and 8 * splits of table.
+// 512K tokens x 4 rows: 4 MiB + 264 blocks x 4 KB = 5.3 MB, about 1 us at L2's rate, and three dependent
+// trips to L2, about 2 us together with the launch, which a programmatic launch overlaps with the scoring's tail.
+#include "common.cuh"
+
+struct Selection {
+  const i32* k;  // one per row, or null: count
+  i32 count;
+  i32 width;  // slots of a row in the output
+};
+
+// Where scores come from. load() reads VECTOR of them at once, a multiple of VECTOR from an aligned row; key() is the
+// sort key of one.
+struct Scores16 {
+  const u16* row;
+  struct Loaded {
+    u32 pair[VECTOR / 2];
+  };
+
+  __device__ __forceinline__ Loaded load(int i) const {
+    const uint4 x = __ldcg(reinterpret_cast<const uint4*>(row + i));
+    return {{x.x, x.y, x.z, x.w}};
+  }
+  __device__ __forceinline__ static u32 key(const Loaded& loaded, int j) {
+    return loaded.pair[j / 2] >> (j % 2 * 16) & 0xffffu;
+  }
+};
+
+struct Scores32 {
+  const i32* row;
+  struct Loaded {
+    i32 score[VECTOR];
+  };
+
+  __device__ __forceinline__ Loaded load(int i) const {
+    const int4 x = __ldcg(reinterpret_cast<const int4*>(row + i));
+    const int4 y = __ldcg(reinterpret_cast<const int4*>(row + i) + 1);
+    return {{x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w}};
+  }
+  __device__ __forceinline__ static u32 key(const Loaded& loaded, int j) {
+    return u32(loaded.score[j]) ^ 0x80000000u;  // signed order as unsigned order
+  }
+};
+
+__device__ __forceinline__ int selected(const Selection& selection, const Range& range, int row) {
+  const int k = clamp(selection.k ? selection.k[row] : selection.count, 0, selection.width);
+  return k < range.size() ? k : range.size();
+}
+
+struct Digit {
+  u32 value;
+  u32 above;  // keys of a higher digit
+};
+
+// Four totals of a thread, the highest digits to the first thread.
+__device__ __forceinline__ uint4 load_totals(const u32* totals, int bins) {
+  const int group = bins / 4 - 1 - int(threadIdx.x);
+  if (group < 0) return {0, 0, 0, 0};
+  return __ldcg(reinterpret_cast<const uint4*>(totals) + group);
+}
+
+// The digit of the `wanted`-th best key, 1 <= wanted <= the sum of the totals. Every thread must call it.
+__device__ __forceinline__ Digit find_digit(const uint4& totals, int bins, u32 wanted) {
+  __shared__ Digit found;
+  u32 ignored;
+  u32 above = scan_block(totals.x + totals.y + totals.z + totals.w, ignored);
+  const u32 count[4] = {totals.w, totals.z, totals.y, totals.x};
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    if (above < wanted && wanted <= above + count[j]) found = {u32(bins - 1 - 4 * int(threadIdx.x) - j), above};
+    above += count[j];
+  }
+  __syncthreads();
+  return found;  // written again only behind the barriers of the next scan
+}
+
+// The threshold's digits on levels [0, depth), alone and as one number, and how many keys of that prefix are wanted.
+struct Prefix {
+  u32 key;
+  u32 wanted;
+  u32 digit[3];
+};
+
+__device__ __forceinline__ Prefix find_prefix(const u32* totals, uint4 loaded, const Levels& levels, int depth,
+                                              u32 wanted) {
+  Prefix prefix = {0, wanted, {0, 0, 0}};
+#pragma unroll
+  for (int l = 0; l < 3; l++) {
+    if (l >= depth) continue;
+    if (l > 0) loaded = load_totals(totals, levels.bins[l]);
+    const Digit digit = find_digit(loaded, levels.bins[l], prefix.wanted);
+    prefix.digit[l] = digit.value;
+    prefix.key = l ? prefix.key << (levels.shift[l - 1] - levels.shift[l]) | digit.value : digit.value;
+    prefix.wanted -= digit.above;
+    totals += levels.bins[l];
+  }
+  return prefix;
+}
+
+// Counts digit `level` of the chunk's keys whose higher digits are the threshold's.
+template <class Scores>
+__device__ __forceinline__ void count_digit(Scores scores, u32* totals, u32* table, const Window& window,
+                                            const Selection& selection, const Levels& levels, int level,
+                                            int first_row) {
+  __shared__ __align__(16) u32 counts[MAX_BINS];
+  const int row = blockIdx.x, splits = gridDim.y;
+  const Range range = eligible(window, first_row + row);
+  const Chunk chunk = chunk_of(range, splits, blockIdx.y);
+  const int wanted = selected(selection, range, first_row + row);
+  if (chunk.empty || wanted == 0) return;
+  totals += i64(row) * levels.width;
+  table += (i64(row) * splits + blockIdx.y) * levels.width;
+  Prefix prefix = {};
+  int shift = levels.shift[0], above = 32, bins = levels.bins[0], offset = 0;
+  if (level > 0) {
+    prefix = find_prefix(totals, load_totals(totals, bins), levels, level, wanted);
+    above = level == 1 ? shift : levels.shift[1];
+    offset = level == 1 ? bins : bins + levels.bins[1];
+    shift = level == 1 ? levels.shift[1] : levels.shift[2];
+    bins = level == 1 ? levels.bins[1] : levels.bins[2];
+  }
+  const u32 mask = (1u << (above - shift)) - 1;  // above - shift is at most 11
+  clear_counts(counts, bins);
+#pragma unroll 1
+  for (int i = chunk.begin + VECTOR * int(threadIdx.x); i < chunk.end; i += VECTOR * SELECT_THREADS) {
+    const typename Scores::Loaded loaded = scores.load(i);
+#pragma unroll
+    for (int j = 0; j < VECTOR; j++) {
+      const u32 key = Scores::key(loaded, j);
+      const bool inside = i + j >= range.low && i + j < chunk.end;
+      if (inside && (level == 0 || key >> above == prefix.key)) atomicAdd(&counts[key >> shift & mask], 1u);
+    }
+  }
+  publish_counts(counts, bins, totals + offset, table + offset);
+}
+
+// How many keys above the threshold, and how many equal to it, lie in the chunks before this one.
+struct Place {
+  u32 above;
+  u32 equal;
+};
+
+// Every thread must call it.
+__device__ __forceinline__ Place find_place(const u32* table, const Levels& levels, const Prefix& prefix, int chunk) {
+  u32 above = 0, equal = 0;
+  for (int c = threadIdx.x; c < chunk; c += SELECT_THREADS) {
+    const u32* counts = table + i64(c) * levels.width;
+    u32 same = 0;
+#pragma unroll
+    for (int l = 0; l < 3; l++) {
+      if (l >= levels.count) continue;
+      const int digit = int(prefix.digit[l]);
+      const u32 at_least = __ldcg(counts + digit);
+      const u32 higher = digit + 1 < levels.bins[l] ? __ldcg(counts + digit + 1) : 0;
+      above += higher;
+      same = at_least - higher;  // the last level's stays
+      counts += levels.bins[l];
+    }
+    equal += same;
+  }
+  Place place;
+  scan_block(above, place.above);
+  scan_block(equal, place.equal);
+  return place;
+}
+
+// Which of a thread's VECTOR scores from `first` on are above the threshold, and which are equal to it.
+struct Marks {
+  u32 above;
+  u32 equal;
+};
+
+template <class Scores>
+__device__ __forceinline__ Marks mark(const typename Scores::Loaded& loaded, int first, int low, int high,
+                                      u32 threshold) {
+  Marks marks = {0, 0};
+#pragma unroll
+  for (int j = 0; j < VECTOR; j++) {
+    const u32 key = Scores::key(loaded, j);
+    const bool inside = first + j >= low && first + j < high;
+    marks.above |= u32(inside && key > threshold) << j;
+    marks.equal |= u32(inside && key == threshold) << j;
+  }
+  return marks;
+}
+
+template <class Scores, class Index>
+__device__ __forceinline__ void compact(Scores scores, typename Scores::Loaded loaded, const Range& range,
+                                        const Chunk& chunk, const Prefix& prefix, Place place, i32* values,
+                                        Index* indices) {
+  constexpr int TILE = VECTOR * SELECT_THREADS;
+  const u32 quota = prefix.wanted;
+#pragma unroll 1
+  for (int first = chunk.begin + VECTOR * int(threadIdx.x); first - VECTOR * int(threadIdx.x) < chunk.end;
+       first += TILE) {
+    const Marks marks = mark<Scores>(loaded, first, range.low, chunk.end, prefix.key);
+    if (first + TILE < chunk.end) loaded = scores.load(first + TILE);
+    u32 both;  // two counts of at most TILE in one scan
+    const u32 before = scan_block(u32(__popc(marks.above)) << 16 | u32(__popc(marks.equal)), both);
+    u32 above = place.above + (before >> 16), equal = place.equal + (before & 0xffffu);
+    for (u32 left = marks.above | marks.equal; left; left &= left - 1) {
+      const int j = __ffs(int(left)) - 1;
+      const bool better = marks.above >> j & 1;
+      if (better || equal < quota) {
+        const u32 slot = above + (equal < quota ? equal : quota);
+        values[slot] = scores.row[first + j];
+        indices[slot] = first + j;
+      }
+      if (better) {
+        above++;
+      } else {
+        equal++;
+      }
+    }
+    place.above += both >> 16;
+    place.equal += both & 0xffffu;
+  }
+}
+
+// Empty slots of the row: score 0, index -1, written by all its blocks.
+template <class Index>
+__device__ __forceinline__ void fill(i32* values, Index* indices, int from, int width) {
+  for (int slot = from + blockIdx.y * SELECT_THREADS + threadIdx.x; slot < width; slot += gridDim.y * SELECT_THREADS) {
+    values[slot] = 0;
+    indices[slot] = -1;
+  }
+}
+
+// Clears a row once its last block has read it. Every thread must call it.
+__device__ __forceinline__ void clear_when_last(u32* totals, u32* ticket, int width) {
+  __shared__ bool last;
+  __syncthreads();  // this block has read the totals
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(ticket, 1u) == gridDim.y - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  for (int i = threadIdx.x; i < width; i += SELECT_THREADS) totals[i] = 0;
+  if (threadIdx.x == 0) *ticket = 0;
+}
+
+template <class Scores, class Index>
+__device__ __forceinline__ void select_row(Scores scores, u32* totals, const u32* table, u32* tickets, i32* values,
+                                           Index* indices, const Window& window, const Selection& selection,
+                                           const Levels& levels, int first_row) {
+  const int row = blockIdx.x, splits = gridDim.y;
+  totals += i64(row) * levels.width;
+  table += i64(row) * splits * levels.width;
+  values += i64(first_row + row) * selection.width;
+  indices += i64(first_row + row) * selection.width;
+  const uint4 top = load_totals(totals, levels.bins[0]);  // on their way while the window arrives
+  const Range range = eligible(window, first_row + row);
+  const Chunk chunk = chunk_of(range, splits, blockIdx.y);
+  const int wanted = selected(selection, range, first_row + row);
+  if (wanted > 0 && !chunk.empty) {
+    typename Scores::Loaded loaded = {};
+    const int first = chunk.begin + VECTOR * int(threadIdx.x);
+    if (first < chunk.end) loaded = scores.load(first);  // on their way while the threshold is found
+    const Prefix prefix = find_prefix(totals, top, levels, levels.count, u32(wanted));  // (1)
+    const Place place = find_place(table, levels, prefix, blockIdx.y);                  // (2)
+    compact(scores, loaded, range, chunk, prefix, place, values, indices);              // (3)
+  }
+  fill(values, indices, wanted, selection.width);
+  clear_when_last(totals, tickets + row, levels.width);  // (4)
+}
+
+#define COUNT_KERNEL(name, Scores, Element)                                                                        \
+  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)                                                  \
+      name(const Element* __restrict__ scores, u32* __restrict__ totals, u32* __restrict__ table, Window window,   \
+           Selection selection, Levels levels, i64 stride, i32 first_row, i32 level) {                             \
+    count_digit(Scores{scores + blockIdx.x * stride}, totals, table, window, selection, levels, level, first_row); \
+  }
+
+// scores: of the launch's first row, rows `stride` apart, 16-byte aligned. All else is of all rows, or of the launch's.
+#define SELECT_KERNEL(name, Scores, Element, Index)                                                              \
+  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)                                                \
+      name(const Element* __restrict__ scores, u32* __restrict__ totals, const u32* __restrict__ table,          \
+           u32* __restrict__ tickets, i32* __restrict__ values, Index* __restrict__ indices, Window window,      \
+           Selection selection, Levels levels, i64 stride, i32 first_row) {                                      \
+    wait_for_predecessor();                                                                                      \
+    select_row(Scores{scores + blockIdx.x * stride}, totals, table, tickets, values, indices, window, selection, \
+               levels, first_row);                                                                               \
+  }
+
+COUNT_KERNEL(count_16, Scores16, u16)
+COUNT_KERNEL(count_32, Scores32, i32)
+SELECT_KERNEL(select_16_32, Scores16, u16, i32)
+SELECT_KERNEL(select_16_64, Scores16, u16, i64)
+SELECT_KERNEL(select_32_32, Scores32, i32, i32)
+SELECT_KERNEL(select_32_64, Scores32, i32, i64)

@@ -1,0 +1,231 @@
+"""hashcore's operations as torch operators: schemas, shapes of results, and what computes them where.
+
+An operator takes what torch_ops has checked. Each is a writer of outputs that exist, per device, and a function that
+makes them, which is also what a compiler sees: the plain operator is the one after the other, the _out operator the
+writer alone. On the CPU the numba backend writes, on CUDA the kernels: on the current stream, with no device memory
+read from the host, save where `planes` is asked to check its weights. Nothing is registered for other devices.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hashcore import ops
+from hashcore.cuda import tensors
+
+Outputs = tuple[torch.Tensor, ...]
+
+_RANGE = "Tensor? lengths, Tensor? starts, SymInt length, SymInt start, SymInt sink, SymInt recent"
+SCHEMAS = {
+    "pack": "(Tensor x) -> Tensor",
+    "quantise": "(Tensor w, int planes) -> (Tensor, Tensor)",
+    "planes": "(Tensor w, int planes, bool check) -> Tensor",
+    "group_planes": "(Tensor codes) -> Tensor",
+    "score": "(Tensor query, Tensor keys, int[]? weights) -> Tensor",
+    "topk": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}) -> (Tensor, Tensor)",
+    "search": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best) "
+    "-> (Tensor, Tensor)",
+    "pack_out": "(Tensor x, Tensor(a!) codes) -> ()",
+    "score_out": "(Tensor query, Tensor keys, int[]? weights, Tensor(a!) scores) -> ()",
+    "topk_out": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}, Tensor(a!) scores, Tensor(b!) indices) -> ()",
+    "search_out": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, "
+    "Tensor(a!) scores, Tensor(b!) indices, Tensor(c!)? workspace) -> ()",
+}
+
+
+# ---- Shapes and dtypes of results ----------------------------------------------------------------------------------
+
+
+def rows_of(query: torch.Tensor, keys: torch.Tensor, weighted: bool) -> tuple[int, ...]:
+    """Return the shape of the rows of scores that query and keys have."""
+    lead = torch.broadcast_shapes(query.shape[:-2], keys.shape[:-2])
+    return (*lead,) if weighted else (*lead, query.shape[-2])
+
+
+def _int32(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    return like.new_empty(shape, dtype=torch.int32)
+
+
+def _levels(w: torch.Tensor, planes: int) -> Outputs:
+    levels = w.new_empty(w.shape, dtype=torch.int8 if planes < 8 else torch.int16)
+    return levels, w.new_empty((*w.shape[:-1], 1), dtype=torch.float32)
+
+
+def _group(codes: torch.Tensor) -> Outputs:
+    *lead, group, words = codes.shape
+    return (_int32(codes, *lead, int(group).bit_length(), words),)
+
+
+def _scores(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None) -> Outputs:
+    return (_int32(query, *rows_of(query, keys, weights is not None), keys.shape[-2]),)
+
+
+def _selected(like: torch.Tensor, dtype: torch.dtype, *shape: int) -> Outputs:
+    return like.new_empty(shape, dtype=dtype), like.new_empty(shape, dtype=torch.int64)
+
+
+def _found(query: torch.Tensor, keys: torch.Tensor, count: int, k: Any, weights: Any, *_: Any) -> Outputs:
+    return _selected(query, torch.int32, *rows_of(query, keys, weights is not None), count)
+
+
+RESULTS: dict[str, Callable[..., Outputs]] = {
+    "pack": lambda x: (_int32(x, *x.shape[:-1], x.shape[-1] // 32),),
+    "quantise": _levels,
+    "planes": lambda w, planes, check: (_int32(w, *w.shape[:-1], planes, w.shape[-1] // 32),),
+    "group_planes": _group,
+    "score": _scores,
+    "topk": lambda x, count, *_: _selected(x, x.dtype, *x.shape[:-1], count),
+    "search": _found,
+}
+
+
+# ---- CPU -----------------------------------------------------------------------------------------------------------
+
+
+class Cpu:
+    """The writers of CPU tensors: the public functions, which see plain tensors and use numba."""
+
+    @staticmethod
+    def pack(x, codes) -> None:
+        ops.pack(x, out=codes)
+
+    @staticmethod
+    def quantise(w, planes, levels, scales) -> None:
+        _copy(ops.quantise(w, planes), (levels, scales))
+
+    @staticmethod
+    def planes(w, planes, check, codes) -> None:
+        codes.copy_(ops.planes(w, planes, check=check)[0])
+
+    @staticmethod
+    def group_planes(codes, planes) -> None:
+        planes.copy_(ops.group_planes(codes)[0])
+
+    @staticmethod
+    def score(query, keys, weights, scores) -> None:
+        ops.score(query, keys, weights, out=scores)
+
+    @staticmethod
+    def topk(x, count, k, lengths, starts, length, start, sink, recent, scores, indices) -> None:
+        options = _range(lengths, starts, length, start, sink, recent)
+        _copy(ops.topk(x, count if k is None else k, **options), (scores, indices))
+
+    @staticmethod
+    def search(*inputs: Any) -> None:  # as in the schema of search_out; the workspace is for CUDA
+        query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, scores, indices = inputs[
+            :14
+        ]
+        options = _range(lengths, starts, length, start, sink, recent)
+        order = "best" if best else "index"
+        found = ops.search(query, keys, count if k is None else k, weights, order=order, **options)
+        _copy(found, (scores, indices))
+
+
+def _range(lengths: Any, starts: Any, length: int, start: int, sink: int, recent: int) -> dict[str, Any]:
+    lengths, starts = length if lengths is None else lengths, start if starts is None else starts
+    return {"lengths": lengths, "starts": starts, "sink": sink, "recent": recent}
+
+
+def _copy(results: Outputs, targets: Outputs) -> None:
+    """Copy results to targets; of a selection there may be more slots than the widest row needs."""
+    for empty, result, target in zip((0, -1), results, targets, strict=True):
+        if target.shape != result.shape:
+            target.fill_(empty)
+        target[..., : result.shape[-1]] = result
+
+
+# ---- CUDA ----------------------------------------------------------------------------------------------------------
+
+
+class Cuda:
+    """The writers of CUDA tensors: the kernels."""
+
+    pack = staticmethod(tensors.pack)
+    group_planes = staticmethod(tensors.group_planes)
+    score = staticmethod(tensors.score)
+
+    @staticmethod
+    def quantise(w, planes, levels, scales) -> None:
+        _refuse_infinite(w)
+        wide = levels if levels.dtype == torch.int16 else torch.empty_like(levels, dtype=torch.int16)
+        tensors.quantise(w, wide, scales, planes)
+        if wide is not levels:
+            levels.copy_(wide)
+
+    @staticmethod
+    def planes(w, planes, check, codes) -> None:
+        if check:
+            _refuse_infinite(w)
+        tensors.planes(w, codes)
+
+    @staticmethod
+    def topk(x, count, k, lengths, starts, length, start, sink, recent, scores, indices) -> None:
+        bounds = tensors.Bounds(
+            length if lengths is None else lengths, start if starts is None else starts, sink, recent
+        )
+        values = scores if scores.dtype == torch.int32 else torch.empty_like(scores, dtype=torch.int32)
+        tensors.topk(x, count if k is None else k, bounds, values, indices)
+        if values is not scores:
+            scores.copy_(values)
+
+    @staticmethod
+    def search(*inputs: Any) -> None:
+        query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, scores, indices = inputs[
+            :14
+        ]
+        workspace = inputs[14] if len(inputs) > 14 else None
+        bounds = tensors.Bounds(
+            length if lengths is None else lengths, start if starts is None else starts, sink, recent
+        )
+        tensors.search(query, keys, count if k is None else k, weights, bounds, scores, indices, workspace)
+        if best:  # stable: equal scores stay in index order, and empty slots, of the lowest score there is, at the end
+            values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+            indices.copy_(indices.gather(-1, order))
+            scores.copy_(values)
+
+
+def _refuse_infinite(w: torch.Tensor) -> None:
+    """Raise ValueError if w is not finite in float32. The one place where the host waits for the device."""
+    if w.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("whether w is finite cannot be read while a graph is captured; use planes(..., check=False)")
+    peak = w.float().abs().amax() if w.numel() else None
+    if peak is not None and not torch.isfinite(peak):
+        raise ValueError(f"w must be finite in float32, got {peak.item()} in a row; look for an overflow upstream")
+
+
+# ---- Registration --------------------------------------------------------------------------------------------------
+
+
+def _functional(results: Callable[..., Outputs], write: Callable[..., None]) -> Callable[..., Any]:
+    def operator(*inputs: Any) -> Any:
+        outputs = results(*inputs)
+        write(*inputs, *outputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    return operator
+
+
+def _shapes(results: Callable[..., Outputs]) -> Callable[..., Any]:
+    def fake(*inputs: Any) -> Any:
+        outputs = results(*inputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    return fake
+
+
+def _register() -> torch.library.Library:
+    """Define every operator; they live as long as the library object."""
+    library = torch.library.Library("hashcore", "DEF")
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema)
+        plain = name.removesuffix("_out")
+        for key, writers in (("CPU", Cpu), ("CUDA", Cuda)):
+            write = getattr(writers, plain)
+            library.impl(name, write if name != plain else _functional(RESULTS[name], write), key)
+        fake = _shapes(RESULTS[name]) if name == plain else lambda *_: None
+        torch.library.register_fake(f"hashcore::{name}", fake, lib=library)
+    return library
+
+
+LIBRARY = _register()

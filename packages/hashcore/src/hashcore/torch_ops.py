@@ -1,0 +1,311 @@
+"""The public functions for tensors that numpy cannot see: in CUDA memory, or while a program is traced.
+
+Arguments are checked by the functions that check arrays, on stand-ins that have their dtype and shape; then comes one
+operator of torch_library. The values of integer tensors in device memory are not checked, since the host would have to
+wait for them: the kernels clamp lengths and starts to [0, N], and k to [0, K].
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hashcore import quantiser, torch_library, validation
+
+OPERATORS = torch.ops.hashcore
+DEVICES = ("cpu", "cuda", "meta")
+Tensor = torch.Tensor
+Bound = int | Tensor | None
+
+
+class Flags(NamedTuple):
+    writeable: bool = True
+
+
+class StandIn(NamedTuple):
+    """What the checks of validation look at in an array."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    flags: Flags = Flags()
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def pack(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Pack signs (ops.pack)."""
+    _check_devices(x=x, out=out)
+    seen = _stand_in("x", x)
+    validation.real("x", seen, "[..., D]")
+    validation.bits("x", seen)
+    if out is None:
+        return OPERATORS.pack(x)
+    _check_output("out", out, (*x.shape[:-1], x.shape[-1] // 32), [np.int32], [x])
+    return _write(lambda codes: OPERATORS.pack_out(x, codes), out)[0]
+
+
+def unpack(codes: Tensor) -> Tensor:
+    """Unpack words (ops.unpack)."""
+    _check_devices(codes=codes)
+    validation.codes("codes", _stand_in("codes", codes), "[..., W]")
+    bits = codes.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=codes.device)
+    return (bits & 1).to(torch.bool).flatten(-2)
+
+
+def quantise(w: Tensor, planes: int = 3) -> tuple[Tensor, Tensor]:
+    """Quantise rows to levels (ops.quantise); waits for the device to check that w is finite."""
+    _check_devices(w=w)
+    validation.real("w", _stand_in("w", w), "[..., D]")
+    validation.not_empty("w", w.shape)
+    return OPERATORS.quantise(w.detach(), validation.plane_count(planes))
+
+
+def planes(w: Tensor, planes: int = 3, *, check: bool = True) -> tuple[Tensor, tuple[int, ...]]:
+    """Quantise rows to planes (ops.planes); a check waits for the device."""
+    _check_devices(w=w)
+    seen = _stand_in("w", w)
+    validation.real("w", seen, "[..., D]")
+    validation.bits("w", seen)
+    count = validation.plane_count(planes)
+    return OPERATORS.planes(w.detach(), count, check), tuple(1 << p for p in range(count))
+
+
+def group_planes(codes: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Merge a group's codes (ops.group_planes)."""
+    _check_devices(codes=codes)
+    validation.codes("codes", _stand_in("codes", codes), "[..., G, W]")
+    validation.group(codes.shape)
+    return OPERATORS.group_planes(codes), quantiser.group_weights(codes.shape[-2])
+
+
+def score(query: Tensor, keys: Tensor, weights: Sequence[int] | None = None, *, out: Tensor | None = None) -> Tensor:
+    """Score every key (ops.score)."""
+    _check_devices(query=query, keys=keys, out=out)
+    checked, rows = _comparison(query, keys, weights)
+    if out is None:
+        return OPERATORS.score(query, keys, checked)
+    _check_output("out", out, (*rows, keys.shape[-2]), [np.int32], [query, keys])
+    return _write(lambda scores: OPERATORS.score_out(query, keys, checked, scores), out)[0]
+
+
+def topk(
+    scores: Tensor,
+    k: int | Tensor,
+    *,
+    lengths: Bound = None,
+    starts: Bound = None,
+    sink: int = 0,
+    recent: int = 0,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Select the highest scores (ops.topk): integers of at most 32 bits, however far apart.
+
+    A tensor k without `out` makes the host wait for the largest.
+    """
+    values, indices = validation.pair(out)
+    _check_devices(scores=scores, k=k, lengths=lengths, starts=starts, **{"out[0]": values, "out[1]": indices})
+    seen = _stand_in("scores", scores)
+    validation.integer_scores(seen)
+    if seen.dtype not in (np.dtype(t) for t in ("int8", "uint8", "int16", "int32")) and scores.device.type != "cpu":
+        raise TypeError(
+            f"scores on {scores.device} must be int8, uint8, int16 or int32, got {seen.dtype}; convert them"
+        )
+    wanted = _wanted((*scores.shape,), k, lengths, starts, sink, recent, indices)
+    if values is None or indices is None:
+        return OPERATORS.topk(scores, *wanted)
+    _check_outputs(values, indices, (*scores.shape[:-1], wanted.count), seen.dtype, scores, k, lengths, starts)
+    return _write(lambda *pair: OPERATORS.topk_out(scores, *wanted, *pair), values, indices)
+
+
+def search(
+    query: Tensor,
+    keys: Tensor,
+    k: int | Tensor,
+    weights: Sequence[int] | None = None,
+    *,
+    lengths: Bound = None,
+    starts: Bound = None,
+    sink: int = 0,
+    recent: int = 0,
+    order: str = "best",
+    out: tuple[Tensor, Tensor] | None = None,
+    workspace: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Find the keys that score highest (ops.search).
+
+    A tensor k without `out` makes the host wait for the largest. With `out` and a workspace (make_workspace) nothing is
+    allocated, and nothing but the two or three kernels is launched in order "index".
+    """
+    values, indices = validation.pair(out)
+    arrays = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts, "workspace": workspace}
+    _check_devices(**arrays, **{"out[0]": values, "out[1]": indices})
+    checked, rows = _comparison(query, keys, weights)
+    validation.score_bits(checked or (1,), query.shape[-1])
+    wanted = _wanted((*rows, keys.shape[-2]), k, lengths, starts, sink, recent, indices)
+    best = validation.order(order)
+    arguments = query, keys, wanted.count, wanted.k, checked, *wanted[2:], best
+    if values is None or indices is None:
+        return OPERATORS.search(*arguments)
+    _check_outputs(values, indices, (*rows, wanted.count), np.int32, query, keys, k, lengths, starts)
+    return _write(lambda *pair: OPERATORS.search_out(*arguments, *pair, workspace), values, indices)
+
+
+def make_workspace(query: Tensor, keys: Tensor, weights: Sequence[int] | None = None) -> Tensor:
+    """Allocate what a search of these shapes on CUDA needs, to be passed to torch_ops.search again and again.
+
+    Only for searches of the same shapes and weights, one at a time: it holds their scores, and histograms that each
+    search clears for the next.
+    """
+    from hashcore.cuda import tensors
+
+    _check_devices(query=query, keys=keys)
+    checked, rows = _comparison(query, keys, weights)
+    return tensors.workspace(int(np.prod(rows)), keys.shape[-2], keys.shape[-1], checked or (1,), query.device)
+
+
+# ---- Checks --------------------------------------------------------------------------------------------------------
+
+
+class Wanted(NamedTuple):
+    """Arguments of an operator that selects."""
+
+    count: int
+    k: Tensor | None
+    lengths: Tensor | None
+    starts: Tensor | None
+    length: int
+    start: int
+    sink: int
+    recent: int
+
+
+def _wanted(
+    shape: tuple[int, ...], k: Any, lengths: Bound, starts: Bound, sink: int, recent: int, indices: Tensor | None
+) -> Wanted:
+    *rows, n = shape
+    length = n if lengths is None or isinstance(lengths, Tensor) else validation.position("lengths", lengths, n)
+    start = 0 if starts is None or isinstance(starts, Tensor) else validation.position("starts", starts, n)
+    if start > length and not isinstance(lengths, Tensor):
+        raise ValueError(
+            f"starts must not exceed lengths, got start {start} and length {length}; a row sees [start, length)"
+        )
+    for name, value in (("k", k), ("lengths", lengths), ("starts", starts)):
+        if isinstance(value, Tensor):
+            _check_row_tensor(name, value, rows)
+    if not isinstance(k, Tensor):
+        count = validation.position("k", k, n)
+    elif indices is not None:
+        count = validation.position("k", indices.shape[-1] if indices.ndim else 0, n)
+    elif torch.compiler.is_compiling():
+        raise ValueError(
+            "a tensor k needs out in a compiled program, got none; its last dimension says how many at most"
+        )
+    else:
+        count = validation.position("k", int(k.max()) if k.numel() else 0, n)
+    return Wanted(
+        count,
+        k if isinstance(k, Tensor) else None,
+        lengths if isinstance(lengths, Tensor) else None,
+        starts if isinstance(starts, Tensor) else None,
+        length,
+        start,
+        validation.natural("sink", sink, n),
+        validation.natural("recent", recent, n),
+    )
+
+
+def _comparison(
+    query: Tensor, keys: Tensor, weights: Sequence[int] | None
+) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """Return the checked weights and the shape of the rows."""
+    seen, against = _stand_in("query", query), _stand_in("keys", keys)
+    validation.codes("query", seen, "[..., Q, W]" if weights is None else "[..., P, W]")
+    validation.codes("keys", against, "[..., N, W]")
+    validation.same_words(seen, against)
+    try:
+        rows = torch_library.rows_of(query, keys, weights is not None)
+    except RuntimeError:
+        validation.broadcast(query.shape[:-2], keys.shape[:-2])  # says what is wrong
+        raise
+    if weights is None:
+        return None, rows
+    return validation.plane_weights(weights, query.shape[-2], query.shape[-1]), rows
+
+
+def _check_devices(**arrays: Any) -> None:
+    passed = {name: x for name, x in arrays.items() if validation.is_array(x)}
+    if not all(isinstance(x, Tensor) for x in passed.values()):
+        raise validation.mixed_kinds(passed)
+    devices = {name: x.device for name, x in passed.items()}
+    if len(set(devices.values())) > 1:
+        got = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"expected all tensors on one device, got {got}; move them with .to()")
+    for device in devices.values():
+        if device.type not in DEVICES:
+            raise ValueError(f"hashcore runs on the CPU and on CUDA, got a tensor on {device}; move it with .cpu()")
+
+
+def _check_row_tensor(name: str, value: Tensor, rows: Sequence[int]) -> None:
+    if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
+        raise TypeError(f"{name} must be an integer or an array of integers, got {_dtype(value)}; convert it")
+    aligned = zip(reversed(value.shape), reversed(rows), strict=False)
+    if value.ndim > len(rows) or any(size not in (1, row) for size, row in aligned):
+        raise validation.not_per_row(name, rows, value.shape)
+
+
+def _stand_in(name: str, x: Tensor) -> StandIn:
+    if x.layout != torch.strided:
+        raise validation.not_strided(x)
+    itemsize = x.element_size()
+    return StandIn(_dtype(x), (*x.shape,), tuple(step * itemsize for step in x.stride()), itemsize)
+
+
+def _dtype(x: Tensor) -> np.dtype[Any]:
+    if x.dtype == torch.bfloat16:
+        return np.dtype(np.float16)  # as real as any
+    try:
+        return np.dtype(str(x.dtype).removeprefix("torch."))
+    except TypeError:
+        raise TypeError(f"expected a dtype that numpy has, or bfloat16, got {x.dtype}; convert it first") from None
+
+
+def _check_output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], inputs: Sequence[Any]) -> None:
+    stand_in = _stand_in(name, out) if isinstance(out, Tensor) else out
+    validation.output(name, stand_in, shape, dtypes, [])
+    if not torch.compiler.is_compiling() and any(_overlap(out, x) for x in inputs if isinstance(x, Tensor)):
+        raise validation.shared_memory(name)
+
+
+def _check_outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any, *inputs: Any) -> None:
+    _check_output("out[0]", values, shape, [dtype], inputs)
+    _check_output("out[1]", indices, shape, [np.int64, np.int32], [*inputs, values])
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Tell whether the memory between the first and the last element of each meets that of the other."""
+    spans = [
+        (
+            x.data_ptr(),
+            x.data_ptr() + x.element_size() * (1 + sum(s * (n - 1) for s, n in zip(x.stride(), x.shape, strict=True))),
+        )
+        for x in (a, b)
+        if x.numel()
+    ]
+    return len(spans) == 2 and spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+
+
+def _write(operator: Callable[..., None], *outputs: Tensor) -> tuple[Tensor, ...]:
+    """Let an operator write to outputs of any strides; return them."""
+    dense = [
+        out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format) for out in outputs
+    ]
+    operator(*dense)
+    for out, written in zip(outputs, dense, strict=True):
+        if written is not out:
+            out.copy_(written)
+    return outputs

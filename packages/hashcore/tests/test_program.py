@@ -1,0 +1,90 @@
+"""Sources, macros and their cubins; no GPU is needed to compile for one."""
+
+import logging
+
+import pytest
+from hashcore.cuda.source import HASHCORE_KERNELS, read_source
+
+pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
+program = pytest.importorskip("hashcore.cuda.program")
+Program, CompileError = program.Program, program.CompileError
+
+KERNEL = '#include "own.cuh"\nextern "C" __global__ void kernel(int* out) { *out = VALUE + OWN; }\n'
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of kernels of another package, and a cache of its own."""
+    monkeypatch.setenv("HASHCORE_CACHE", str(tmp_path / "cache"))
+    read_source.cache_clear()
+    path = tmp_path / "kernels"
+    path.mkdir()
+    (path / "kernel.cu").write_text(KERNEL)
+    (path / "own.cuh").write_text("#pragma once\nconstexpr int OWN = 1;\n")
+    return path
+
+
+def test_a_second_program_reads_the_cubin_from_disk(folder, monkeypatch):
+    first = Program("kernel.cu", {"VALUE": 3}, folder).cubin("sm_90a")
+    assert first.startswith(b"\x7fELF")
+    monkeypatch.setattr(Program, "compile", lambda *_: pytest.fail("compiled again"))
+    assert Program("kernel.cu", {"VALUE": "3"}, folder).cubin("sm_90a") == first
+
+
+def test_the_key_covers_all_that_makes_the_cubin(folder):
+    keys = [Program("kernel.cu", {"VALUE": 3}, folder).cache_key("sm_90a")]
+    keys.append(Program("kernel.cu", {"VALUE": 4}, folder).cache_key("sm_90a"))
+    keys.append(Program("kernel.cu", {"VALUE": 3}, folder).cache_key("sm_80"))
+    for name in ("own.cuh", "kernel.cu"):
+        path = folder / name
+        path.write_text(path.read_text() + "// changed\n")
+        read_source.cache_clear()
+        keys.append(Program("kernel.cu", {"VALUE": 3}, folder).cache_key("sm_90a"))
+    assert len(set(keys)) == 5
+
+
+def test_an_error_has_the_kernel_the_architecture_and_the_compilers_words(folder):
+    (folder / "own.cuh").write_text("\nconstexpr int OWN = undefined_name;\n")
+    with pytest.raises(CompileError) as refused:
+        Program("kernel.cu", {"VALUE": 3}, folder).cubin("sm_86")
+    for part in ("kernel.cu -DVALUE=3", "sm_86", "own.cuh(2): error", "undefined_name"):
+        assert part in str(refused.value)
+
+
+def test_lines_keep_their_numbers_after_a_header(folder):
+    (folder / "kernel.cu").write_text('\n#include "own.cuh"\n#include "own.cuh"\nundefined_name;\n')
+    with pytest.raises(CompileError, match=r"kernel\.cu\(4\): error"):
+        Program("kernel.cu", folder=folder).cubin("sm_80")
+
+
+def test_another_package_includes_our_headers(folder):
+    (folder / "kernel.cu").write_text(
+        '#include "common.cuh"\nextern "C" __global__ void kernel(u32* out) { *out = xor3(1, 2, 4); }\n'
+    )
+    assert Program("kernel.cu", folder=folder).cubin("sm_80")
+
+
+def test_a_missing_header_is_named(folder):
+    (folder / "own.cuh").unlink()
+    with pytest.raises(FileNotFoundError, match=r"expected own\.cuh in .*found none"):
+        Program("kernel.cu", folder=folder).source()
+
+
+def test_a_cache_that_cannot_be_written_is_reported_and_done_without(folder, monkeypatch, caplog):
+    (folder / "file").write_text("")
+    monkeypatch.setenv("HASHCORE_CACHE", str(folder / "file"))
+    program._report_cache.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert Program("kernel.cu", {"VALUE": 3}, folder).cubin("sm_80")
+    assert "set HASHCORE_CACHE to a folder to write to" in caplog.text
+
+
+def test_programs_of_the_same_arguments_are_equal(folder):
+    assert Program("kernel.cu", {"A": 1, "B": 2}, folder) == Program("kernel.cu", {"B": "2", "A": "1"}, folder)
+    assert Program("kernel.cu", {"A": 1}, folder) != Program("kernel.cu", {"A": 2}, folder)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in HASHCORE_KERNELS.glob("*.cu")))
+def test_sources_stay_within_120_columns(name):
+    for path in (HASHCORE_KERNELS / name, HASHCORE_KERNELS / "common.cuh"):
+        assert max(map(len, path.read_text().splitlines())) <= 120

@@ -1,0 +1,317 @@
+"""The operators of torch: schemas, traced programs, and the way to the kernels, whose device here is the simulator."""
+
+import types
+
+import hashcore
+import numpy as np
+import pytest
+from hashcore import reference
+
+torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
+torch_library = pytest.importorskip("hashcore.torch_library", reason="torch is an optional extra of hashcore")
+torch_ops = pytest.importorskip("hashcore.torch_ops", reason="torch is an optional extra of hashcore")
+
+RANGE = (None, None, 33, 0, 1, 2)  # lengths, starts, length, start, sink, recent
+
+
+def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
+
+
+def codes(*shape: int):
+    return torch.from_numpy(random_codes(np.random.default_rng(len(shape)), *shape))
+
+
+def assert_equal(tensor, array) -> None:
+    assert isinstance(tensor, torch.Tensor)
+    np.testing.assert_array_equal(tensor.numpy(), array, strict=True)
+
+
+def samples():
+    """One call of every operator."""
+    query, keys, weights = codes(2, 1, 3, 4), codes(1, 3, 33, 4), [1, 2, 4]
+    k, bound = torch.tensor([[3, 0, 9], [1, 1, 1]]), torch.tensor([[33], [20]])
+    scores, pair = codes(2, 33) % 99, (torch.zeros(2, 3, 9, dtype=torch.int32), torch.zeros(2, 3, 9, dtype=torch.int64))
+    return {
+        "pack": (torch.randn(3, 64),),
+        "pack_out": (torch.randn(3, 64), codes(3, 2)),
+        "quantise": (torch.randn(3, 40), 3),
+        "planes": (torch.randn(3, 64), 3, True),
+        "group_planes": (codes(2, 7, 4),),
+        "score": (query, keys, weights),
+        "score_out": (codes(5, 4), codes(33, 4), None, codes(5, 33)),
+        "topk": (scores, 5, None, *RANGE),
+        "topk_out": (
+            scores,
+            5,
+            None,
+            *RANGE,
+            torch.zeros(2, 5, dtype=torch.int32),
+            torch.zeros(2, 5, dtype=torch.int64),
+        ),
+        "search": (query, keys, 9, None, weights, *RANGE, True),
+        "search_out": (query, keys, 9, k, weights, bound, *RANGE[1:], False, *pair, None),
+    }
+
+
+def test_every_operator_has_a_sample():
+    assert samples().keys() == torch_library.SCHEMAS.keys()
+
+
+@pytest.mark.parametrize("name", torch_library.SCHEMAS)
+def test_operators_keep_their_schema_and_their_shapes(name):
+    torch.library.opcheck(getattr(torch.ops.hashcore, name).default, samples()[name])
+
+
+def decode_step(w, keys, x, lengths):
+    """Every public function that a compiled model may call."""
+    planes, weights = hashcore.planes(w, 3, check=False)
+    found = hashcore.search(planes, keys, 10, weights, lengths=lengths, sink=2, order="index")
+    best = hashcore.search(planes, keys, 10, weights, starts=1, recent=1)
+    scores = hashcore.score(planes, keys, weights)
+    grouped, _ = hashcore.group_planes(keys[..., :7, :])
+    levels = hashcore.quantise(w)
+    packed = hashcore.pack(x)
+    out = hashcore.search(
+        planes, keys, 4, weights, out=(torch.zeros_like(found[0][..., :4]), torch.zeros_like(found[1][..., :4]))
+    )
+    return (
+        planes,
+        *found,
+        *best,
+        scores,
+        *hashcore.topk(scores, 5, starts=3),
+        grouped,
+        *levels,
+        packed,
+        hashcore.unpack(packed),
+        *out,
+    )
+
+
+def test_a_program_compiles_whole_and_returns_the_same():
+    generator = torch.Generator().manual_seed(0)
+    w, x = torch.randn(2, 3, 128, generator=generator), torch.randn(5, 64, generator=generator)
+    keys, lengths = codes(2, 3, 300, 4), torch.tensor([[100, 300, 20], [0, 7, 9]])
+    compiled = torch.compile(decode_step, fullgraph=True, backend="aot_eager")
+    for ours, eager in zip(compiled(w, keys, x, lengths), decode_step(w, keys, x, lengths), strict=True):
+        assert torch.equal(ours, eager)
+
+
+def test_a_cache_that_fills_up_compiles_twice_at_most():
+    def step(planes, keys):
+        return hashcore.search(planes, keys, 5, (1, 2), order="index")
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    planes, keys = codes(2, 2, 4), codes(2, 60, 4)
+    for n in (40, 41, 42, 59):
+        for ours, eager in zip(compiled(planes, keys[:, :n]), step(planes, keys[:, :n]), strict=True):
+            assert torch.equal(ours, eager)
+    assert counter.frame_count <= 2
+
+
+def test_meta_tensors_have_the_shapes_of_results():
+    keys = torch.empty(2, 3, 300, 4, dtype=torch.int32, device="meta")
+    values, indices = hashcore.search(keys[..., :3, :], keys, 7, (1, 2, 4))
+    assert (values.shape, values.dtype) == ((2, 3, 7), torch.int32)
+    assert (indices.shape, indices.dtype) == ((2, 3, 7), torch.int64)
+    assert hashcore.pack(torch.empty(5, 64, device="meta", dtype=torch.bfloat16)).shape == (5, 2)
+
+
+def test_a_tensor_k_in_a_compiled_program_needs_out():
+    compiled = torch.compile(lambda scores, k: hashcore.topk(scores, k), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="a tensor k needs out in a compiled program"):
+        compiled(codes(2, 33) % 99, torch.tensor([1, 2]))
+
+
+# ---- The way to the kernels ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Sends every call with a tensor down the CUDA path, with the host simulator for a device."""
+    simulated = pytest.importorskip("simulated", reason="g++ is needed")
+    device = simulated.Device()
+    operators = types.SimpleNamespace()
+    for name in torch_library.SCHEMAS:
+        plain = name.removesuffix("_out")
+        write = getattr(torch_library.Cuda, plain)
+        call = write if name != plain else torch_library._functional(torch_library.RESULTS[name], write)
+        setattr(operators, name, call)
+    monkeypatch.setattr(torch_ops, "OPERATORS", operators)
+    monkeypatch.setattr("hashcore.cuda.launch.run", device)
+    monkeypatch.setattr("hashcore.validation.for_torch", lambda arguments: any(map(has_tensor, arguments)))
+    return device
+
+
+def has_tensor(x) -> bool:
+    return isinstance(x, torch.Tensor) or (isinstance(x, tuple) and any(map(has_tensor, x)))
+
+
+def test_every_function_on_a_device_equals_numpy(rng, on_device):
+    w, keys = rng.normal(size=(2, 3, 128)).astype(np.float32), random_codes(rng, 2, 3, 300, 4)
+    tw, tkeys = torch.from_numpy(w), torch.from_numpy(keys)
+    assert_equal(hashcore.pack(tw), hashcore.pack(w))
+    assert_equal(hashcore.unpack(tkeys), hashcore.unpack(keys))
+    for planes in (2, 8):
+        for ours, theirs in zip(
+            hashcore.quantise(tw[..., :50], planes), hashcore.quantise(w[..., :50], planes), strict=True
+        ):
+            assert_equal(ours, theirs)
+    planes, weights = hashcore.planes(tw)
+    assert_equal(planes, hashcore.planes(w)[0])
+    assert weights == (1, 2, 4)
+    grouped, weights = hashcore.group_planes(tkeys[..., :5, :])
+    assert_equal(grouped, hashcore.group_planes(keys[..., :5, :])[0])
+    assert weights == (1, 2, 2)
+    assert_equal(hashcore.score(tkeys[..., :5, :], tkeys), hashcore.score(keys[..., :5, :], keys))
+    scores = hashcore.score(planes, tkeys, (1, 2, 4))
+    assert_equal(scores, hashcore.score(planes.numpy(), keys, (1, 2, 4)))
+    assert on_device.kernels == [
+        *("pack_f32", "levels_f32", "levels_f32", "planes_f32", "group_planes", "score_pairs", "score_all")
+    ]
+
+
+RANGES = [
+    {},
+    {"lengths": 250, "starts": 7, "sink": 3, "recent": 2},
+    {"lengths": np.array([[300, 0, 20], [299, 5, 100]]), "starts": np.array([[0], [3]])},
+    {"lengths": np.array([100, 3, 300]), "sink": 1000},
+]
+
+
+def as_tensors(options):
+    return {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+
+
+@pytest.mark.parametrize("options", RANGES)
+@pytest.mark.parametrize("order", ["best", "index"])
+def test_a_search_on_a_device_equals_numpy(rng, on_device, options, order):
+    planes, keys = random_codes(rng, 2, 1, 3, 4), random_codes(rng, 2, 3, 300, 4) & 0x00F1
+    for k in (9, np.array([[9, 0, 300], [1, 2, 3]])):
+        expected = hashcore.search(planes, keys, k, (1, 2, 4), order=order, **options)
+        tensor_k = torch.from_numpy(k) if isinstance(k, np.ndarray) else k
+        inputs = torch.from_numpy(planes), torch.from_numpy(keys), tensor_k, (1, 2, 4)
+        for ours, theirs in zip(hashcore.search(*inputs, order=order, **as_tensors(options)), expected, strict=True):
+            assert_equal(ours, theirs)
+
+
+def test_a_search_of_codes_on_a_device_equals_numpy(rng, on_device):
+    query, keys = random_codes(rng, 2, 5, 2), random_codes(rng, 1, 300, 2)
+    expected = hashcore.search(query, keys, 4)
+    for ours, theirs in zip(hashcore.search(torch.from_numpy(query), torch.from_numpy(keys), 4), expected, strict=True):
+        assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32"])
+def test_topk_on_a_device_equals_numpy(rng, on_device, dtype):
+    scores = rng.integers(0, 100, (2, 3, 70)).astype(dtype)
+    for options in ({}, {"lengths": np.array([70, 3, 60]), "starts": 2, "recent": 1}):
+        expected = hashcore.topk(scores, 6, **options)
+        ours = hashcore.topk(torch.from_numpy(scores), 6, **as_tensors(options))
+        for tensor, array in zip(ours, expected, strict=True):
+            assert_equal(tensor, array)
+
+
+def test_results_on_a_device_go_to_out_of_any_strides(rng, on_device):
+    planes, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 300, 4)
+    expected = hashcore.search(planes, keys, 9, (1, 2, 4), order="index")
+    tensors = torch.from_numpy(planes), torch.from_numpy(keys)
+    workspace = torch_ops.make_workspace(*tensors, (1, 2, 4))
+    for indices in (torch.empty(2, 9, dtype=torch.int64), torch.empty(9, 2, dtype=torch.int32).T):
+        out = torch.empty(2, 18, dtype=torch.int32)[:, ::2], indices
+        found = torch_ops.search(*tensors, 9, (1, 2, 4), order="index", out=out, workspace=workspace)
+        assert found[0] is out[0]
+        assert found[1] is out[1]
+        np.testing.assert_array_equal(out[0].numpy(), expected[0])
+        np.testing.assert_array_equal(out[1].numpy(), expected[1])
+    packed = torch.empty(2, 3, dtype=torch.int32).T[:, :2]
+    x = torch.randn(3, 64)
+    assert_equal(hashcore.pack(x, out=packed).contiguous(), hashcore.pack(x.numpy()))
+    scores = torch.empty(2, 300, dtype=torch.int32)
+    assert hashcore.score(*tensors, (1, 2, 4), out=scores) is scores
+    assert_equal(scores, reference.score(planes, keys, (1, 2, 4)))
+
+
+def test_the_default_search_of_a_decode_step_launches_nothing_but_kernels(rng, on_device):
+    tensors = torch.from_numpy(random_codes(rng, 2, 3, 4)), torch.from_numpy(random_codes(rng, 2, 300, 4))
+    torch_ops.search(*tensors, 9, (1, 2, 4), order="index")
+    assert on_device.kernels == ["score_count", "select_16_64"]
+
+
+def test_empty_inputs_launch_nothing(on_device):
+    none = torch.zeros(0, 3, 4, dtype=torch.int32)
+    keys = torch.zeros(2, 0, 4, dtype=torch.int32)
+    assert hashcore.pack(torch.zeros(0, 64)).shape == (0, 2)
+    assert hashcore.score(none, none).shape == (0, 3, 3)
+    assert hashcore.search(keys[:, :0], keys, 0)[1].shape == (2, 0, 0)
+    assert hashcore.topk(torch.zeros(2, 5, dtype=torch.int32), 0)[1].shape == (2, 0)
+    assert hashcore.planes(torch.zeros(0, 64), check=False)[0].shape == (0, 3, 2)
+    assert on_device.kernels == []
+
+
+# ---- Errors: the words are those of arrays -------------------------------------------------------------------------
+
+WRONG = [
+    ("pack", (np.zeros((2, 33), np.float32),), {}),
+    ("pack", (np.zeros((2, 32), np.complex64),), {}),
+    ("pack", (np.zeros((2, 32), np.float32),), {"out": np.zeros((2, 2), np.int32)}),
+    ("pack", (np.zeros((2, 32), np.float32),), {"out": np.zeros((2, 1), np.int64)}),
+    ("unpack", (np.zeros((2, 32), np.int64),), {}),
+    ("quantise", (np.zeros((2, 0), np.float32),), {}),
+    ("quantise", (np.full((2, 32), np.inf, np.float32),), {}),
+    ("planes", (np.full((2, 32), np.nan, np.float32),), {}),
+    ("planes", (np.zeros((2, 32), np.float32), 9), {}),
+    ("group_planes", (np.zeros((2, 0, 4), np.int32),), {}),
+    ("score", (np.zeros((2, 3), np.int32), np.zeros((5, 4), np.int32)), {}),
+    ("score", (np.zeros((2, 3, 4), np.int32), np.zeros((3, 5, 4), np.int32)), {}),
+    ("score", (np.zeros((3, 4), np.int32), np.zeros((5, 4), np.int32), (1, 2)), {}),
+    ("topk", (np.zeros((2, 5), np.float32), 1), {}),
+    ("topk", (np.zeros((2, 5), np.int32), 6), {}),
+    ("topk", (np.zeros((2, 5), np.int32), 2), {"lengths": 6}),
+    ("topk", (np.zeros((2, 5), np.int32), 2), {"lengths": -1}),
+    ("topk", (np.zeros((2, 5), np.int32), 2), {"sink": -1}),
+    ("topk", (np.zeros((2, 5), np.int32), 2), {"starts": np.zeros(3, np.int64)}),
+    ("topk", (np.zeros((2, 5), np.int32), 2), {"starts": np.zeros(2, np.float32)}),
+    ("topk", (np.zeros((2, 5), np.int32), np.array([6, 1])), {}),
+    ("search", (np.zeros((2, 4), np.int32), np.zeros((5, 4), np.int32), 2), {"order": "worst"}),
+    ("search", (np.zeros((2, 4), np.int32), np.zeros((5, 4), np.int32), 6), {}),
+    ("search", (np.zeros((1, 8), np.int32), np.zeros((5, 8), np.int32), 1, (256,)), {}),
+    ("search", (np.zeros((2, 4), np.int32), np.zeros((5, 4), np.int32), 2), {"out": np.zeros((2, 2), np.int32)}),
+]
+
+
+@pytest.mark.parametrize(("name", "inputs", "options"), WRONG)
+def test_a_device_refuses_what_numpy_refuses_in_the_same_words(on_device, name, inputs, options):
+    with pytest.raises((TypeError, ValueError)) as refused:
+        getattr(hashcore, name)(*inputs, **options)
+    tensors = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in inputs]
+    with pytest.raises(type(refused.value)) as ours:
+        getattr(hashcore, name)(*tensors, **as_tensors(options))
+    assert str(ours.value).replace("Tensor", "ndarray") == str(refused.value)
+    assert on_device.kernels == []
+
+
+def test_a_start_beyond_the_length_is_refused(on_device):
+    with pytest.raises(ValueError, match="starts must not exceed lengths, got start 4 and length 3"):
+        hashcore.topk(torch.zeros(2, 5, dtype=torch.int32), 1, starts=4, lengths=3)
+
+
+def test_wide_scores_on_a_device_are_refused():
+    with pytest.raises(TypeError, match="scores on meta must be int8, uint8, int16 or int32, got int64"):
+        hashcore.topk(torch.zeros(2, 5, dtype=torch.int64, device="meta"), 1)
+
+
+def test_tensors_on_two_devices_are_refused():
+    keys = torch.zeros(5, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"one device, got query on meta, keys on cpu; move them with \.to\(\)"):
+        hashcore.score(keys.to("meta"), keys)
+    with pytest.raises(TypeError, match="not mixed, got query: Tensor, keys: ndarray"):
+        hashcore.score(keys.to("meta"), keys.numpy())
+
+
+def test_an_output_that_overlaps_an_input_is_refused(on_device):
+    codes = torch.zeros(6, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="out must not share memory with another argument"):
+        hashcore.score(codes[:2], codes[2:], out=codes.view(-1)[4:12].view(2, 4))

@@ -1,0 +1,177 @@
+"""The kernel gate: compiles every kernel for every architecture, without a GPU, and holds it to its budget.
+
+    uv run --group kernels tools/check_kernels.py            # exit 1 if anything spills, costs more, or has changed
+    uv run --group kernels tools/check_kernels.py --update   # write the table after a change that is meant
+
+A kernel may not touch local memory: no spill and no stack frame. Its registers must be those of the table
+docs/results/kernels.json, for the compiler the table was made with. The instructions that bound the scoring are counted
+in the machine code, per key: POPC runs at a quarter of the rate of the others.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any, NamedTuple
+
+from hashcore.cuda.kernels import score_macros
+from hashcore.cuda.program import Program
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TABLE = ROOT / "docs" / "results" / "kernels.json"
+UPDATE = "uv run --group kernels tools/check_kernels.py --update"
+ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
+DISASSEMBLER = "nvidia-cuda-nvdisasm"
+
+# What is compiled where it runs: by words and weights of the codes. (5, 3): weights of no pattern.
+SCORES = [
+    *((4, weights) for weights in ((1,), (1, 2), (1, 2, 1), (1, 2, 2), (1, 2, 4), (1, 2, 4, 1), (1, 2, 4, 8))),
+    *((4, (5, 3)), (4, tuple(1 << p for p in range(8)))),
+    *((1, (1, 2, 4)), (2, (1, 2, 4)), (3, (1, 2, 4)), (8, (1, 2, 4)), (12, (1, 2, 4))),
+]
+PROGRAMS = [
+    Program("pack.cu"),
+    Program("planes.cu"),
+    Program("select.cu"),
+    *(Program("score.cu", dict(score_macros(words, weights))) for words, weights in SCORES),
+    *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
+]
+
+
+class Budget(NamedTuple):
+    """Instructions of the inner loop of a kernel, at most, per key."""
+
+    program: Program
+    kernel: str
+    popc: float
+    lop3: float
+
+
+BUDGETS = [
+    Budget(Program("score.cu", dict(score_macros(4, (1, 2, 4)))), "score_count", 8, 24),  # G = 7 in 3 planes: 7 and 22
+    Budget(Program("score.cu", dict(score_macros(4, (1,)))), "score_count", 3, 8),
+]
+
+
+def resources(log: str) -> dict[str, dict[str, int]]:
+    """Read registers, stack frame and spills of each kernel from what ptxas -v says."""
+    found: dict[str, dict[str, int]] = {}
+    kernel = ""
+    for line in log.splitlines():
+        if named := re.search(r"Compiling entry function '(\w+)'", line):
+            kernel = named[1]
+            found[kernel] = {}
+        elif frame := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            found[kernel] |= {"stack": int(frame[1]), "spills": int(frame[2]) + int(frame[3])}
+        elif used := re.search(r"Used (\d+) registers", line):
+            found[kernel]["registers"] = int(used[1])
+    return found
+
+
+def disassembler() -> pathlib.Path:
+    try:
+        files = importlib.metadata.files(DISASSEMBLER) or []
+    except importlib.metadata.PackageNotFoundError:
+        raise SystemExit(
+            f"expected the package {DISASSEMBLER}, found none; run {UPDATE.removesuffix(' --update')}"
+        ) from None
+    return next(pathlib.Path(str(file.locate())) for file in files if file.name == "nvdisasm")
+
+
+def inner_loop(cubin: bytes, kernel: str) -> dict[str, float]:
+    """Count instructions per key between a kernel's first load of a key and its last count of a score."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([disassembler(), "-c", file.name], capture_output=True, text=True, check=True)
+    body = done.stdout.split(f".text.{kernel}:")[1].split(".text.")[0]
+    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", body)
+    loads = [i for i, name in enumerate(names) if name.startswith("LDG.E.EF")]
+    adds = [i for i, name in enumerate(names) if name.startswith("ATOMS")]
+    if not loads or not adds:
+        raise SystemExit(
+            f"expected streaming loads and shared atomics in {kernel}, found none; is it still the kernel?"
+        )
+    counts = collections.Counter(name.split(".")[0] for name in names[loads[0] : adds[-1] + 1])
+    return {name.lower(): counts[name] / len(adds) for name in ("POPC", "LOP3")} | {
+        "all": sum(counts.values()) / len(adds)
+    }
+
+
+def measure(job: tuple[Program, str]) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, float]]]:
+    """Compile one program for one architecture; return its kernels' resources and its inner loops."""
+    program, arch = job
+    cubin, log = program.compile(arch, ptxas=["-v"])
+    return resources(log), {b.kernel: inner_loop(cubin, b.kernel) for b in BUDGETS if b.program == program}
+
+
+def table() -> tuple[dict[str, Any], list[str]]:
+    """Measure everything; return the table, and a sentence for each kernel that breaks a rule of its own."""
+    jobs = [(program, arch) for program in PROGRAMS for arch in ARCHITECTURES]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(measure, jobs))
+    registers: dict[str, dict[str, dict[str, int]]] = {}
+    loops: dict[str, dict[str, dict[str, float]]] = {}
+    broken = []
+    for (program, arch), (used, inner) in zip(jobs, results, strict=True):
+        for kernel, found in sorted(used.items()):
+            registers.setdefault(str(program), {}).setdefault(kernel, {})[arch] = found["registers"]
+            if found["stack"] or found["spills"]:
+                broken.append(f"{kernel} of {program} on {arch} uses local memory: {found}; hold fewer values at once")
+        for kernel, counts in inner.items():
+            loops.setdefault(f"{program} {kernel}", {})[arch] = counts
+    for budget in BUDGETS:
+        for arch, counts in loops[f"{budget.program} {budget.kernel}"].items():
+            for name, most in (("popc", budget.popc), ("lop3", budget.lop3)):
+                if counts[name] > most:
+                    broken.append(
+                        f"{budget.kernel} of {budget.program} on {arch} has {counts[name]} {name} a key, over {most}"
+                    )
+    return {"nvrtc": compiler(), "registers": registers, "instructions_per_key": loops}, broken
+
+
+def compiler() -> str:
+    return importlib.metadata.version("nvidia-cuda-nvrtc")
+
+
+def differences(old: Any, new: Any, at: str = "") -> list[str]:
+    """Name every entry in which two tables differ."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return [] if old == new else [f"{at}: {old} in the table, {new} now"]
+    keys = [*old, *(key for key in new if key not in old)]
+    return [line for key in keys for line in differences(old.get(key), new.get(key), f"{at}, {key}".strip(", "))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Compile every kernel for every architecture and hold it to its budget."
+    )
+    parser.add_argument("--update", action="store_true", help="write the table instead of comparing with it")
+    update = parser.parse_args().update
+    new, broken = table()
+    if update:
+        text = json.dumps(new, indent=1) + "\n"
+        temporary = TABLE.with_suffix(".tmp")
+        temporary.write_text(text)
+        os.replace(temporary, TABLE)
+    elif not TABLE.is_file():
+        broken.append(f"expected {TABLE.relative_to(ROOT)}, found none; write it with {UPDATE}")
+    else:
+        changed = differences(json.loads(TABLE.read_text()), new)
+        broken += [f"{line}; if it is meant: {UPDATE}" for line in changed]
+    for line in broken:
+        print(line, file=sys.stderr)
+    kernels = sum(len(of) for of in new["registers"].values())
+    print(f"{kernels} kernels for {len(ARCHITECTURES)} architectures, NVRTC {new['nvrtc']}: {len(broken)} objections")
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
