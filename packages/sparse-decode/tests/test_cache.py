@@ -20,6 +20,7 @@ from sparse_decode.cache import (
     drop_codes,
 )
 from sparse_decode.offload import HostLayer
+from sparse_decode.remainder import RunningMeans, StaticMeans
 from sparse_decode_doubles import WholeNumberLayer
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Fp8QuantizedLayer, StaticLayer
 
@@ -71,12 +72,43 @@ def update(layer, tokens, seed, batch=2):
     assert torch.equal(values[:, :, before : before + tokens], v)
 
 
+def stored(layer):
+    """The keys and values the layer would attend to."""
+    length = int(layer.get_seq_length())
+    if isinstance(layer, CodedQuantisedLayer):
+        values = layer._dequantize(layer._quantized_values)
+        values = layer._apply_pending_reorder(values, values)[0]
+        return layer._all_keys(), torch.cat([values, layer.values], dim=-2)
+    return layer.keys[:, :, :length], layer.values[:, :, :length]
+
+
+def check_means(layer, padding, rows):
+    """The running means of the last rows are those of the whole cache: exactly, on whole numbers."""
+    (k, v), length = stored(layer), int(layer.get_seq_length())
+    seen = None if padding is None else torch.arange(length) >= padding[:, None]
+    first = max(0, length - rows)
+    found, expected = (means.rows(k, v, seen, first, length) for means in (layer.means, RunningMeans()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 class Machine(RuleBasedStateMachine):
     kind = "dynamic"
 
     def __init__(self):
         super().__init__()
         self.layer = make(self.kind)
+        self.padding = torch.zeros(2, dtype=torch.int64)
+
+    @precondition(lambda self: self.length)
+    @rule(rows=st.integers(1, 4), masked=st.booleans())
+    def attend(self, rows, masked):
+        check_means(self.layer, self.padding if masked or self.padding.any() else None, rows)
+
+    @rule(padding=st.lists(st.integers(0, 3), min_size=8, max_size=8))
+    def pad(self, padding):
+        """Another text: other padding."""
+        self.layer.reset()
+        self.padding = torch.tensor(padding)[: len(self.padding)]
 
     @property
     def length(self):
@@ -89,7 +121,8 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.length < ROOM - 4)
     @rule(tokens=st.integers(1, 4), seed=st.integers(0, 99))
     def update(self, tokens, seed):
-        update(self.layer, tokens, seed, self.batch if self.length else 2)
+        update(self.layer, tokens, seed, self.batch if self.length else len(self.padding))
+        assert self.batch == len(self.padding)
 
     @precondition(lambda self: self.kind in RESIZABLE and self.length)
     @rule(tokens=st.integers(0, 4))
@@ -104,19 +137,22 @@ class Machine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 99))
     def reorder(self, seed):
         draw = torch.Generator().manual_seed(seed)
-        self.layer.reorder_cache(torch.randint(0, self.batch, (self.batch,), generator=draw))
+        order = torch.randint(0, self.batch, (self.batch,), generator=draw)
+        self.layer.reorder_cache(order)
+        self.padding = self.padding[order]
 
     @precondition(lambda self: self.kind in RESIZABLE and self.length and self.batch < 8)
     @rule(repeats=st.integers(1, 3))
     def repeat(self, repeats):
         self.layer.batch_repeat_interleave(repeats)
+        self.padding = self.padding.repeat_interleave(repeats)
 
     @precondition(lambda self: self.kind in RESIZABLE and self.length)
     @rule(seed=st.integers(0, 99), most=st.integers(1, 3))
     def select(self, seed, most):
-        self.layer.batch_select_indices(
-            torch.randperm(self.batch, generator=torch.Generator().manual_seed(seed))[:most]
-        )
+        chosen = torch.randperm(self.batch, generator=torch.Generator().manual_seed(seed))[:most]
+        self.layer.batch_select_indices(chosen)
+        self.padding = self.padding[chosen]
 
     @precondition(lambda self: 0 < self.length < ROOM - 4)
     @rule(seed=st.integers(0, 99))
@@ -159,12 +195,18 @@ def tour(kind):
     """Do everything that a layer of this kind allows, looking at its codes after each."""
     layer = make(kind)
     update(layer, 5, 0)
-    check(layer)
+    check_all(layer)
     for name in ACTS if kind in RESIZABLE else ("update", "reorder_cache", "reset"):
         ACTS[name](layer)
         check(layer)
-        update(layer, 2, 7, layer.codes.shape[0] if layer.get_seq_length() else 3)
-        check(layer)
+        # More tokens than were dropped, or stale sums would look too long and be made anew.
+        update(layer, 40 if name == "reset" else 4, 7, layer.codes.shape[0] if layer.get_seq_length() else 3)
+        check_all(layer)
+
+
+def check_all(layer):
+    check(layer)
+    check_means(layer, None, 1)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OVERRIDES.items() for name in names])
@@ -189,6 +231,30 @@ def test_each_key_is_hashed_once_and_when_it_arrives(kind):
     for seed in range(4):
         update(layer, 3, seed)
     assert hashed == [1] * (kind == "static") + [3, 3, 3, 3]  # a static layer asks once for the codes' shape
+
+
+GUARDS = {"drop": RESIZABLE, "map_batch": tuple(KINDS), "reset": ("static",)}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for name, kinds in GUARDS.items() for kind in kinds])
+def test_the_means_break_without(kind, name, monkeypatch):
+    owner = StaticMeans if kind == "static" else RunningMeans
+    monkeypatch.setattr(owner, name, lambda *arguments: None)
+    with pytest.raises(AssertionError):
+        tour(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_sums_only_what_is_new(kind):
+    layer = make(kind)
+    update(layer, 9, 0)
+    check_means(layer, None, 1)
+    update(layer, 1, 1)
+    k, v = stored(layer)
+    expected = RunningMeans().rows(k, v, None, 9, 10)
+    poisoned = (x.index_fill(2, torch.arange(9), torch.nan) for x in (k, v))
+    for found, wanted in zip(layer.means.rows(*poisoned, None, 9, 10), expected, strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_a_long_prefill_is_hashed_in_pieces(monkeypatch):

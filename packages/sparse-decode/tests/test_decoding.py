@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from sparse_decode import Budget, OracleSelector, RecentSelector, attach
+from sparse_decode import Budget, OracleSelector, RecentSelector, attach, remainder
 from sparse_decode.offload import HostLayer
-from sparse_decode_doubles import Auditor, PaperLikeHasher, SignHasher, generate, prompts, tiny_model
+from sparse_decode_doubles import Auditor, Calibrated, PaperLikeHasher, SignHasher, generate, prompts, tiny_model
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer, Fp8QuantizedLayer, QuantizedLayer
@@ -66,6 +66,18 @@ def test_a_static_cache_works_with_every_selector(selector, monkeypatch):
         expected = run(model, ids, mask)
         Auditor(monkeypatch)
         assert torch.equal(run(model, ids, mask, cache_implementation="static"), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["static", "lossless"])
+def test_other_caches_keep_the_remainder(kind, way):
+    model, (ids, mask) = tiny_model(), prompts()
+    with attach(model, Calibrated(), BUDGET) as attachment:
+        assert attachment.remainder
+        expected = run(model, ids, mask, **WAYS[way])
+        assert torch.equal(run(model, ids, mask, past_key_values=make_cache(kind, model), **WAYS[way]), expected)
+    with attach(model, Calibrated(), BUDGET, remainder=False):
+        assert not torch.equal(run(model, ids, mask, **WAYS[way]), expected)
 
 
 def test_token_by_token_with_a_static_cache_and_no_mask():
@@ -142,6 +154,21 @@ def test_a_compiled_step_is_one_graph_with_the_same_tokens_and_counts(family, gr
             assert graphs() == (expected_graphs, 0)
     dense = run(model, ids, mask)
     assert torch.equal(run(model, ids, mask, cache_implementation="static", **compiling()), dense)
+
+
+def test_a_compiled_step_keeps_the_means(graphs, monkeypatch):
+    model, (ids, mask) = tiny_model(num_hidden_layers=1), prompts()
+    with attach(model, Calibrated(), BUDGET, dense_layers=0):
+        expected = run(model, ids, mask)
+        cache = StaticCache(config=model.config, max_cache_len=80)
+        summed = []
+        monkeypatch.setattr(remainder, "_shown", lambda *a, f=remainder._shown: (summed.append(a[3] - a[2]), f(*a))[1])
+        for _ in range(2):  # the second time through the graph of the first
+            assert torch.equal(run(model, ids, mask, past_key_values=cache, **compiling()), expected)
+            assert sum(summed) == 2 * (40 + 15 + 15)  # keys and values: the prefill once, then each step's own token
+            summed.clear()
+            cache.reset()
+        assert graphs() == (1, 0)
 
 
 def test_a_compiled_call_of_short_rows_is_dense(graphs):

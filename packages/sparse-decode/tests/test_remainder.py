@@ -7,16 +7,7 @@ import torch
 from hashtrain.remainder import Evidence, add_remainder, log_weight
 from sparse_decode import Budget, attach, attend
 from sparse_decode.remainder import RunningMeans
-from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
-
-
-class Calibrated(SignHasher):
-    """A hasher with some remainder."""
-
-    coefficients = torch.tensor([[-1.0, 0.4, 0.5, 0.05, 0.1]]).repeat(4, 1) * torch.tensor([[1.0], [0.8], [1.1], [0.9]])
-
-    def remainder(self, layer):
-        return self.coefficients
+from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
 
 
 @pytest.fixture

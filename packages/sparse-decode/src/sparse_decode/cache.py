@@ -18,7 +18,7 @@ from transformers.cache_utils import BaseQuantizedLayer, CacheLayerMixin, Dynami
 
 from sparse_decode.buffer import GrowingBuffer
 from sparse_decode.opaque import enrol, write_codes
-from sparse_decode.remainder import RunningMeans
+from sparse_decode.remainder import RunningMeans, StaticMeans
 
 Encode = Callable[[Tensor], Tensor]
 """Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
@@ -190,13 +190,14 @@ class CodedStaticLayer(_Coded, StaticLayer):
 
     def begin(self) -> None:
         self.codes: Tensor | None = None
+        self.means: StaticMeans | None = None
         if self.is_initialized:
             keys = cast(Tensor, self.keys)
-            codes = self._make_codes(keys)
+            codes = self._allocate()
             self.encoder.write(codes, keys[:, :, : int(self.cumulative_length)], torch.tensor(0))
 
     def end(self) -> None:
-        del self.codes
+        del self.codes, self.means
 
     def memory(self) -> tuple[int, int]:
         """Return bytes of keys and values, and of codes: all of the static buffers."""
@@ -204,20 +205,23 @@ class CodedStaticLayer(_Coded, StaticLayer):
             return 0, 0
         return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, cast(Tensor, self.codes).nbytes
 
-    def _make_codes(self, keys: Tensor) -> Tensor:
+    def _allocate(self) -> Tensor:
+        """Make room for the codes and the sums beside keys and values."""
         if torch.compiler.is_compiling():
             raise ValueError("a static cache needs its memory before it is compiled; call its early_initialization()")
+        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         # The hasher says how many code heads and words a key has.
         batch, heads, _, width = self.encoder(keys.new_zeros(*keys.shape[:2], 1, keys.shape[3])).shape
-        codes = torch.zeros(batch, heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
-        torch._dynamo.mark_static_address(codes)
-        self.codes = codes
-        return codes
+        self.codes = torch.zeros(batch, heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
+        self.means = StaticMeans.empty(keys, values)
+        for x in (self.codes, *self.means.tensors):
+            torch._dynamo.mark_static_address(x)
+        return self.codes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate keys, values and codes."""
+        """Allocate keys, values, codes and sums."""
         super().lazy_initialization(key_states, value_states)
-        self._make_codes(key_states)
+        self._allocate()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write keys and values [B, Hkv, t, D] at the present length, and the new keys' codes."""
@@ -233,26 +237,32 @@ class CodedStaticLayer(_Coded, StaticLayer):
     def reset(self) -> None:
         """Empty the layer."""
         super().reset()
-        if self.codes is not None:
+        if self.codes is not None and self.means is not None:
             self.codes.zero_()
+            self.means.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take the batch rows `beam_idx`, as beam search asks."""
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
-        if self.codes is not None and self.get_seq_length() > 0:
+        if self.codes is not None and self.means is not None and self.get_seq_length() > 0:
             self.codes = self.codes.index_select(0, beam_idx.to(self.codes.device))
+            self.means.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
 
 class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
-    """A quantised layer whose codes are those of the keys before quantisation. `_quantised` makes its subclasses."""
+    """A quantised layer whose codes are those of the keys before quantisation. `_quantised` makes its subclasses.
+
+    Its means are those of keys and values as attention first saw them.
+    """
 
     def begin(self) -> None:
+        self.means = RunningMeans()
         self._codes = GrowingBuffer()
         if self.is_initialized:
             self._codes.append(self.encoder(self._all_keys()))
 
     def end(self) -> None:
-        del self._codes
+        del self._codes, self.means
 
     @property
     def codes(self) -> Tensor:
@@ -279,11 +289,13 @@ class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
         """Empty the layer."""
         super().reset()
         self._codes.truncate(0)
+        self.means = RunningMeans()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take the batch rows `beam_idx`, as beam search asks."""
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
-        self._codes.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        for held in (self._codes, self.means):
+            held.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     # Hugging Face's own versions of these three change the unquantised rest alone.
     def crop(self, tokens_to_remove: int) -> None:

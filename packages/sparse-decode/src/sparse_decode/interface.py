@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import attend_step
 from sparse_decode.plan import Inputs, LayerPlan, trim
+from sparse_decode.remainder import StaticMeans
 
 # Hugging Face looks for "flash", "sdpa" and "flex" inside these names: keep such words out.
 NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager"}
@@ -97,7 +98,9 @@ def attention(
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
     if compiling:
         codes = None if call.cache is None else call.codes(key)  # without a cache they are hashed inside
-        rest = (sinks, plan.tally, plan.number, factor, softcap)
+        means = getattr(call.cache, "means", None)
+        sums = means.tensors if plan.remainder is not None and isinstance(means, StaticMeans) else []
+        rest = (sinks, plan.tally, sums, plan.number, factor, softcap)
         return attend_step(query, key, value, codes, attention_mask, length, *rest), None
     host = call.cache if isinstance(call.cache, HostLayer) else None
     small = plan.all_dense(end)

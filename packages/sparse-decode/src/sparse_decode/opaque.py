@@ -33,6 +33,7 @@ class Step(Protocol):
         length: Tensor | None,
         sinks: Tensor | None,
         tally: Tensor,
+        sums: list[Tensor],
         scaling: float,
         softcap: float | None,
     ) -> Tensor: ...
@@ -60,7 +61,7 @@ def _(codes: Tensor, keys: Tensor, at: Tensor, writer: int) -> None:
     pass
 
 
-@torch.library.custom_op("sparse_decode::attend_step", mutates_args=("tally",))
+@torch.library.custom_op("sparse_decode::attend_step", mutates_args=("tally", "sums"))
 def attend_step(
     q: Tensor,
     k: Tensor,
@@ -70,12 +71,16 @@ def attend_step(
     length: Tensor | None,
     sinks: Tensor | None,
     tally: Tensor,
+    sums: list[Tensor],
     step: int,
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """Attend sparsely as the plan `step` says: [B, Q, Hq, Dv]; counts into `tally`."""
-    return _registered[step].run(q, k, v, codes, mask, length, sinks, tally, scaling, softcap)
+    """Attend sparsely as the plan `step` says: [B, Q, Hq, Dv].
+
+    Counts into `tally` and brings `sums` up to date, the tensors of a `StaticMeans` or none.
+    """
+    return _registered[step].run(q, k, v, codes, mask, length, sinks, tally, sums, scaling, softcap)
 
 
 @attend_step.register_fake
@@ -88,6 +93,7 @@ def _(
     length: Tensor | None,
     sinks: Tensor | None,
     tally: Tensor,
+    sums: list[Tensor],
     step: int,
     scaling: float,
     softcap: float | None,

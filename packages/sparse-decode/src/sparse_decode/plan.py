@@ -19,7 +19,7 @@ from sparse_decode.cache import Encoder
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import enrol
 from sparse_decode.positions import count_visible, first_visible, last_visible, merge, visible_rows
-from sparse_decode.remainder import RunningMeans, with_remainder
+from sparse_decode.remainder import RunningMeans, StaticMeans, with_remainder
 from sparse_decode.select import Rows, Selector
 
 _CHUNK_SCORES = 1 << 23  # scores at once, B x Hq x rows x N: 32 MiB of int32 or float32, whatever the context
@@ -69,7 +69,7 @@ class Inputs:
     scaling: float
     softcap: float | None
     sinks: Tensor | None
-    means: RunningMeans | None = None
+    means: RunningMeans | StaticMeans | None = None
 
 
 class LayerPlan:
@@ -117,6 +117,7 @@ class LayerPlan:
         length: Tensor | None,
         sinks: Tensor | None,
         tally: Tensor,
+        sums: list[Tensor],
         scaling: float,
         softcap: float | None,
     ) -> Tensor:
@@ -124,7 +125,8 @@ class LayerPlan:
         k, v, codes = trim(k, v, codes, length)
         if codes is None and self.selector.needs_codes:
             codes = self.encoder(k)
-        x = Inputs(q, k, v, mask, codes, None, scaling, softcap, sinks)
+        means = StaticMeans(sums) if sums else None
+        x = Inputs(q, k, v, mask, codes, None, scaling, softcap, sinks, means)
         visible, sparse = self._rows(x)
         if self.all_dense(k.shape[2]) and softcap is None and sinks is None:
             self._count(visible * q.shape[1], visible * q.shape[1], sparse, tally)

@@ -6,7 +6,7 @@ keys. Both means are kept as running sums beside the cache: a decode step adds i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from hashtrain.remainder import Evidence, add_remainder, log_weight
@@ -40,9 +40,10 @@ class RunningMeans:
         Returns: float32 mean keys [B, Hkv, R, D] and values [B, Hkv, R, Dv], and how many tokens [B, R].
         """
         self._advance(k, v, seen, first)
-        counted = torch.ones(k.shape[0], last, dtype=torch.bool, device=k.device) if seen is None else seen[:, :last]
-        counts = counted.sum(-1, keepdim=True) - counted[:, first:].sum(-1, keepdim=True)
-        counts = counts + counted[:, first:].cumsum(-1)
+        if seen is None:
+            counts = torch.arange(first + 1, last + 1, device=k.device).expand(k.shape[0], -1)
+        else:
+            counts = seen[:, :first].sum(-1, keepdim=True) + seen[:, first:last].cumsum(-1)
         means = []
         for before, rows in ((self._keys, k), (self._values, v)):
             sums = _shown(rows, seen, first, last).double().cumsum(2)
@@ -63,6 +64,17 @@ class RunningMeans:
         self._values = self._values - _shown(v, self._seen, length, self.length).double().sum(2)
         self._seen = None if self._seen is None else self._seen[:, :length]
         self.length = length
+
+    def load(self, keys: Tensor, values: Tensor, seen: Tensor) -> None:
+        """Go on from sums [B, Hkv, D] and [B, Hkv, Dv] over the tokens that `seen` [B, T] names."""
+        self.length, self._keys, self._values, self._seen = seen.shape[1], keys, values, seen
+
+    def store(self, keys: Tensor, values: Tensor, seen: Tensor) -> None:
+        """Write the sums into tensors of their size, and into the first columns of `seen` which tokens they count."""
+        if self._keys is not None and self._values is not None:
+            keys.copy_(self._keys)
+            values.copy_(self._values)
+            seen[:, : self.length] = True if self._seen is None else self._seen
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the sums by a change of their batch dimension."""
@@ -92,6 +104,45 @@ class RunningMeans:
         if before is None or now is None:  # without a mask all are visible
             return all(x is None or bool(x.all()) for x in (before, now))
         return torch.equal(before, now)
+
+
+class StaticMeans:
+    """The running sums of a static cache: buffers of fixed size, so that a compiled step updates them in place.
+
+    Attributes:
+        tensors: sums of keys, float64 [B, Hkv, D], and of values, float64 [B, Hkv, Dv]; which tokens they count, bool
+            [B, N]; and of how many tokens they are, padding included, int64 [].
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.tensors = list(tensors)
+
+    @classmethod
+    def empty(cls, keys: Tensor, values: Tensor) -> StaticMeans:
+        """Make the sums for a cache of keys [B, Hkv, N, D] and values [B, Hkv, N, Dv], of no token yet."""
+        sums = [x.new_zeros(*x.shape[:2], x.shape[3], dtype=torch.float64) for x in (keys, values)]
+        seen = keys.new_zeros(keys.shape[0], keys.shape[2], dtype=torch.bool)
+        return cls([*sums, seen, keys.new_zeros((), dtype=torch.int64)])
+
+    def rows(self, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Do what `RunningMeans.rows` does."""
+        means = RunningMeans()
+        key_sums, value_sums, counted, length = self.tensors
+        if int(length):
+            means.load(key_sums, value_sums, counted[:, : int(length)])
+        found = means.rows(k, v, seen, first, last)
+        means.store(key_sums, value_sums, counted)
+        length.fill_(means.length)
+        return found
+
+    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the sums by a change of the order of their rows."""
+        for x in self.tensors[:3]:
+            x.copy_(change(x))
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.tensors[3].zero_()
 
 
 def with_remainder(
