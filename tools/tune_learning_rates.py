@@ -1,24 +1,28 @@
 """Find each hasher's own best learning rate on the demo model, and store the table.
 
-    uv run python tools/tune_learning_rates.py
+    uv run tools/tune_learning_rates.py                     # every hasher that is trained
+    uv run tools/tune_learning_rates.py linear group-xnor   # these; the table keeps the others' rows
 
 Every hasher gets the same layers, steps and contexts; they are judged on validation contexts from the training text,
 never on the held-out modules. Writes docs/results/learning_rates.json; the winners stand in hashtrain/plan.py.
 """
 
 import json
+import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from hashtrain import HasherConfig, ModelShape, TrainConfig, train_layer
 from hashtrain.atomic import write_text
-from hashtrain.capture import capture
+from hashtrain.capture import Capture, capture
 from hashtrain.corpus import contexts, python_sources
 from hashtrain.layers import BY_VARIANT
 from hashtrain.metrics import hash_quality
 from hashtrain.models import load_model
-from hashtrain.plan import CANDIDATES, TrainCommand
+from hashtrain.plan import ALL, Candidate, TrainCommand
+from hashtrain.workers import Report, default_workers, run_jobs
 from rich.progress import Progress
 
 RATES = (1e-3, 3e-3, 6e-3, 1e-2, 2e-2)
@@ -37,39 +41,67 @@ def judge(hasher, layer, data, command):
     return sum(values) / len(values)
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Trial:
+    """One training: a hasher, a rate and a layer."""
+
+    candidate: Candidate
+    config: HasherConfig
+    rate: float
+    layer: int
+
+
+def try_rate(job: tuple[Trial, TrainCommand, Capture, Capture], report: Report) -> float:
+    """Train, and return the mean IoU on the validation contexts."""
+    trial, command, train, check = job
+    hasher = BY_VARIANT[trial.config.variant](trial.config, torch.Generator().manual_seed(trial.layer))
+    settings = TrainConfig(steps=STEPS, learning_rate=trial.rate, loss=trial.candidate.loss)
+    train_layer(hasher, trial.layer, train, settings)
+    report()
+    return judge(hasher, trial.layer, check, command)
+
+
+def _row(candidate: Candidate, rate: float, trials: list[Trial], found: list[float]) -> dict:
+    of = [(t.layer, iou) for t, iou in zip(trials, found, strict=True) if t.candidate == candidate and t.rate == rate]
+    by_layer = {layer: round(iou, 4) for layer, iou in of}
+    mean = round(sum(by_layer.values()) / len(by_layer), 4)
+    return {"hasher": candidate.name, "learning_rate": rate, "iou": mean, "by_layer": by_layer}
+
+
+def _stored() -> list[dict]:
+    return json.loads(OUT.read_text())["rows"] if OUT.is_file() else []
+
+
+def main(names: list[str]) -> None:
     command = TrainCommand()
     model, tokenizer = load_model(command.model_path)
     # A seed of its own: other documents than the default run's come first.
     ids = contexts(python_sources(), tokenizer, command.context, TRAIN_CONTEXTS + VALIDATION_CONTEXTS, seed=1)
-    candidates = [c for c in CANDIDATES if c.variant != "lsh"]
-    rows = []
+    known = {c.name: c for c in ALL if c.trained}
+    if unknown := set(names) - set(known):
+        raise SystemExit(f"expected names among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    candidates = [known[name] for name in names or known]
+    kept = [row for row in _stored() if row["hasher"] not in {c.name for c in candidates}]
+    config = {
+        c.name: HasherConfig(c.variant, ModelShape.of(model.config), c.bits or 128, init=c.init) for c in candidates
+    }
     with tempfile.TemporaryDirectory() as scratch, Progress() as progress:
         task = progress.add_task("capture", total=len(ids))
         train = capture(model, ids[:TRAIN_CONTEXTS], Path(scratch) / "train", lambda: progress.advance(task))
         check = capture(model, ids[TRAIN_CONTEXTS:], Path(scratch) / "check", lambda: progress.advance(task))
-        task = progress.add_task("train", total=len(candidates) * len(RATES) * len(LAYERS))
-        for candidate in candidates:
-            shape = ModelShape.of(model.config)
-            for rate in RATES:
-                values = {}
-                for layer in LAYERS:
-                    config = HasherConfig(candidate.variant, shape, init=candidate.init)
-                    hasher = BY_VARIANT[candidate.variant](config, torch.Generator().manual_seed(layer))
-                    train_layer(hasher, layer, train, TrainConfig(steps=STEPS, learning_rate=rate))
-                    values[layer] = round(judge(hasher, layer, check, command), 4)
-                    progress.advance(task)
-                mean = round(sum(values.values()) / len(values), 4)
-                rows.append({"hasher": candidate.name, "learning_rate": rate, "iou": mean, "by_layer": values})
-                progress.console.print(json.dumps(rows[-1]))
-    best = {
-        c.name: max((r for r in rows if r["hasher"] == c.name), key=lambda r: r["iou"])["learning_rate"]
-        for c in candidates
-    }
+        trials = [Trial(c, config[c.name], rate, layer) for c in candidates for rate in RATES for layer in LAYERS]
+        task = progress.add_task("train", total=len(trials))
+        jobs = [(trial, command, train, check) for trial in trials]
+        found = run_jobs(try_rate, jobs, default_workers(), lambda: progress.advance(task))
+    rows = kept + [_row(c, rate, trials, found) for c in candidates for rate in RATES]
+    by_name: dict[str, list[dict]] = {}
+    for row in rows:
+        by_name.setdefault(row["hasher"], []).append(row)
+    best = {name: max(of, key=lambda row: row["iou"])["learning_rate"] for name, of in by_name.items()}
     facts = {"steps": STEPS, "contexts": TRAIN_CONTEXTS, "validation": VALIDATION_CONTEXTS, "rows": rows, "best": best}
     write_text(OUT, json.dumps(facts, indent=1) + "\n")
     print(json.dumps(best))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain import hasher as hasher_module
+from hashtrain.config import VARIANTS
 from hashtrain.layers import shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ def make(variant="planes", seed=0):
     return Hasher(HasherConfig(variant, SHAPE, hidden=64, base_model="tiny"), seed)
 
 
-@pytest.mark.parametrize("variant", ["lsh", "paper", "planes"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_round_trip_keeps_every_bit(tmp_path, variant):
     made = make(variant, seed=3)
     made.save_pretrained(tmp_path / "h", card="# card")
@@ -104,7 +105,7 @@ def test_a_config_that_lies_is_one_sentence(tmp_path, changes, message):
         Hasher.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("variant", ["lsh", "paper", "planes"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_shapes_are_those_of_the_modules(variant):
     made = make(variant)
     assert shapes(made.config) == {name: tuple(t.shape) for name, t in made.layer(0).state_dict().items()}

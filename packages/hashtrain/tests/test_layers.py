@@ -7,7 +7,15 @@ from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.layers import BY_VARIANT, rotation
 
 SHAPE = ModelShape(num_layers=1, num_query_heads=6, num_kv_heads=2, head_dim=64)
-CASES = [("lsh", "rotation"), ("paper", "random"), ("paper", "rotation"), ("planes", "rotation"), ("planes", "random")]
+CASES = [
+    ("lsh", "rotation"),
+    ("linear", "rotation"),
+    ("paper", "random"),
+    ("paper", "rotation"),
+    ("group-xnor", "rotation"),
+    ("planes", "rotation"),
+    ("planes", "random"),
+]
 
 
 def make(variant, init="rotation", **changes):
@@ -60,6 +68,60 @@ def test_planes_group_score_ranks_by_the_summed_query_weight():
     signs = hashcore.unpack(layer.encode_keys(k)).float() * 2 - 1
     expected = (levels.float() @ signs.transpose(-1, -2) + 128 * 7) / 2
     torch.testing.assert_close(scores(layer, q, k).float(), expected)
+
+
+@pytest.mark.parametrize("variant", ["linear", "group-xnor"])
+def test_training_scores_of_group_sums_are_the_deployed_scores(variant):
+    layer, (q, k) = make(variant), qk()
+    deployed = (2 * scores(layer, q, k) - 128 * 3) / 3
+    torch.testing.assert_close(soft_scores(layer, q, k), deployed, atol=1e-4, rtol=1e-5)
+
+
+def test_linear_starts_as_lsh():
+    layer, (q, k) = make("linear"), qk()
+    assert torch.equal(scores(layer, q, k), scores(make("lsh"), q, k))
+    assert layer.rotation.shape == (2, 64, 128)
+
+
+def test_paper_with_residuals_is_the_published_function():
+    layer, (q, _) = make("paper", "random", residual=True, hidden=64, bits=64), qk()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    x = q[0, 4, 3]
+    h = torch.nn.functional.silu(x @ layer.w1[4] + layer.b1[4, 0]) + x
+    torch.testing.assert_close(layer.values(q)[0, 4, 3], h @ layer.w2[4] + layer.b2[4, 0] + h, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("hidden", "bits"), [(64, 96), (96, 96), (96, 64)])
+def test_residuals_are_where_the_sizes_agree(hidden, bits):
+    layer, (q, _) = make("paper", "random", residual=True, hidden=hidden, bits=bits), qk()
+    for parameter in layer.parameters():
+        parameter.zero_()
+    # With all weights zero only residuals are left: x through both, x through the first alone (into zeros), or none.
+    expected = q if (hidden, bits) == (64, 64) else torch.zeros(*q.shape[:-1], bits)
+    torch.testing.assert_close(layer.values(q), expected)
+
+
+def test_down_projection_scores_inner_products_of_bfloat16_keys():
+    layer, (q, k) = make("down-proj"), qk()
+    alone = layer.scores(q, k, per_query_head=True)
+    assert alone.shape == (2, 6, 7, 40)
+    torch.testing.assert_close(layer.scores(q, k), alone.unflatten(1, (2, 3)).sum(2))
+    key = (k[1, 1, 5] @ layer.key[1]).bfloat16().float()
+    torch.testing.assert_close(alone[1, 4, 2, 5], (q[1, 4, 2] @ layer.query[4]) @ key)
+    torch.testing.assert_close(soft_scores(layer, q, k), layer.scores(q, k), atol=0.5, rtol=0.02)
+    for call in (layer.encode_keys, layer.encode_queries):
+        with pytest.raises(ValueError, match="numbers instead of bits"):
+            call(k)
+
+
+@pytest.mark.parametrize(("variant", "bits"), [("planes", 128), ("linear", 128), ("paper", 384), ("down-proj", 64)])
+def test_key_bits_are_those_of_what_is_stored(variant, bits):
+    layer, (_, k) = make(variant), qk()
+    assert layer.key_bits == bits
+    if layer.has_codes:
+        assert layer.encode_keys(k).shape[-1] * 32 == bits
 
 
 def test_paper_from_a_rotation_starts_as_that_rotation():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.layers import BY_VARIANT
-from hashtrain.loss import ranking_loss
+from hashtrain.loss import ranking_loss, reconstruction_loss
 from hashtrain.surrogate import quantised, signs, softsign
 from hashtrain.target import attention, sample_pairs, top_count
 from hashtrain.trainer import pair_scores
@@ -35,6 +35,21 @@ def test_loss_is_the_mean_over_rows_of_unequal_size():
     gaps = [4, 3, 6, 5, 2, 3]
     expected = sum(math.log1p(math.exp(3 - gap)) for gap in gaps) / 6
     assert ranking_loss(top, rest, valid).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_reconstruction_is_the_share_of_variance_that_no_line_explains():
+    scores, logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]]), torch.tensor([[1.0, 2.0, 0.0, -7.0]])
+    valid = torch.tensor([[True, True, True, False]])
+    corr = torch.corrcoef(torch.stack([scores[0, :3], logits[0, :3]]))[0, 1]
+    assert reconstruction_loss(scores, logits, valid).item() == pytest.approx(1 - corr.item() ** 2, rel=1e-5)
+    line = 3 - 2 * logits
+    assert reconstruction_loss(line, logits, valid).item() == pytest.approx(0, abs=1e-6)
+
+
+def test_reconstruction_of_a_row_without_tokens_has_a_finite_slope():
+    scores = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    reconstruction_loss(scores, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.bool)).backward()
+    assert torch.isfinite(scores.grad).all()
 
 
 def test_softsign_and_its_sign():

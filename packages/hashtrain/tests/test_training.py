@@ -1,5 +1,7 @@
 """Training a layer: it learns, it repeats itself exactly, and it stops on a loss that is no number."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape, TrainConfig, train_layer
@@ -51,6 +53,22 @@ def test_training_raises_iou_on_rows_it_never_saw(variant, init):
     assert iou(layer, data) > before + 0.05
 
 
+@pytest.mark.parametrize("variant", ["linear", "group-xnor", "down-proj"])
+def test_the_other_variants_learn(variant):
+    data, layer = Skewed(), layer_of(variant)
+    before = iou(layer, data)
+    train_layer(layer, 0, data, SETTINGS)
+    assert iou(layer, data) > before + 0.02
+
+
+@pytest.mark.parametrize("variant", ["planes", "paper"])
+def test_reconstruction_learns_too(variant):
+    data, layer = Skewed(), layer_of(variant)
+    losses = train_layer(layer, 0, data, replace(SETTINGS, loss="reconstruction"))
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+    assert 0 <= min(losses) <= max(losses) <= 1
+
+
 def test_the_same_seed_trains_the_same_bits():
     def trained(seed):
         layer = layer_of("planes")
@@ -78,7 +96,9 @@ def test_learning_rate_rises_then_falls_to_zero():
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
-@pytest.mark.parametrize("changes", [{"fraction": 0}, {"fraction": 1.1}, {"steps": 0}, {"learning_rate": 0}])
+@pytest.mark.parametrize(
+    "changes", [{"fraction": 0}, {"fraction": 1.1}, {"steps": 0}, {"learning_rate": 0}, {"loss": "mse"}]
+)
 def test_impossible_settings_are_refused(changes):
     with pytest.raises(ValueError, match="must be"):
         TrainConfig(**changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-VARIANTS = ("lsh", "paper", "planes")
+VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "down-proj")
 FORMAT_VERSION = 2
 
 
@@ -90,6 +90,8 @@ class HasherConfig:
     """Hidden width of the MLP; `paper` from a rotation needs at least twice head_dim."""
     init: str = "rotation"
     """`rotation` starts a learned variant as LSH; `random` starts it as torch starts linear layers."""
+    residual: bool = False
+    """`paper` only: the residuals and the second bias of the authors' published hashers, from a small random start."""
     base_model: str = ""
     base_revision: str | None = None
     format_version: int = FORMAT_VERSION
@@ -105,6 +107,8 @@ class HasherConfig:
             raise ValueError(f"hidden must be between 1 and 65536, got {self.hidden!r}")
         if self.init not in ("rotation", "random"):
             raise ValueError(f"init must be rotation or random, got {self.init!r}")
+        if type(self.residual) is not bool or (self.residual and (self.variant != "paper" or self.init == "rotation")):
+            raise ValueError("residual is for variant paper with init=random, got " + f"{self.variant}, {self.init}")
         if self.variant == "paper" and self.init == "rotation" and self.hidden < 2 * self.shape.head_dim:
             raise ValueError(
                 f"paper from a rotation needs hidden of at least 2 x head_dim = {2 * self.shape.head_dim}, "

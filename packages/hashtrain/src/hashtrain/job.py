@@ -34,6 +34,7 @@ class LayerJob:
         return TrainConfig(
             fraction=self.command.fraction,
             steps=self.command.steps,
+            loss=self.candidate.loss,
             learning_rate=self.candidate.learning_rate,
             min_position=self.command.context // 16,
             seed=self.command.seed,
@@ -53,7 +54,7 @@ def make(job: LayerJob, report: Callable[[str, int], None]) -> LayerResult:
     """Train, calibrate and judge one layer. `report` gets (what, steps done)."""
     hasher, name = make_layer(job.config, job.layer, job.command.seed), f"{job.candidate.name}, layer {job.layer}"
     losses: list[float] = []
-    if hasher.trainable:
+    if job.candidate.trained:
         losses = train_layer(
             hasher,
             job.layer,

@@ -1,7 +1,8 @@
-"""The Bradley-Terry ranking loss (docs/algorithm.md, eq. 10)."""
+"""What training minimises: the Bradley-Terry ranking loss (docs/algorithm.md, eq. 10), or its ablation."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,3 +19,25 @@ def ranking_loss(top: Tensor, rest: Tensor, valid: Tensor, beta: float = 1.0, al
     losses = F.softplus(alpha - beta * (top[..., :, None] - rest[..., None, :]))
     weight = valid[..., None, :].to(losses.dtype)
     return (losses * weight).sum() / (weight.sum() * top.shape[-1]).clamp(min=1)
+
+
+def reconstruction_loss(scores: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
+    """Share of the exact logits' variance that the scores do not explain: the ablation that rebuilds attention.
+
+    The paper takes the mean squared error of estimated scores. Here each row's scores are first scaled and shifted as suits
+    them best, which leaves `1 - correlation^2`: a choice of units cannot spoil the baseline.
+
+    Args:
+        scores: estimated, [..., C]; logits: exact, [..., C]; valid: bool [..., C], which of them count.
+    Returns: a scalar, the mean over rows. Source: docs/algorithm.md, eq. 17; paper, section 3.3 and its ablation.
+    """
+    weight = valid.to(scores.dtype)
+    count = weight.sum(-1, keepdim=True).clamp(min=1)
+
+    def centred(x: Tensor) -> Tensor:
+        x = torch.where(valid, x, 0.0)
+        return (x - x.sum(-1, keepdim=True) / count) * weight
+
+    s, y = centred(scores), centred(logits)
+    explained = (s * y).sum(-1).square() / ((s * s).sum(-1) * (y * y).sum(-1)).clamp(min=1e-12)
+    return (1 - explained).mean()

@@ -44,13 +44,20 @@ def hash_quality(
         per_query_head: one selection per query head against that head's attention, instead of one per KV head.
     """
     counts = top_count(positions + 1, fraction)
-    planes, weights = layer.encode_queries(q, per_query_head)
-    codes = layer.encode_keys(k, per_query_head)
-    scores = hashcore.score(planes, codes[:, :, None], weights=weights)
-    scores = scores.masked_fill(torch.arange(k.shape[2]) > positions[:, None], -1)
-    _, selected = hashcore.topk(scores, counts.expand(scores.shape[:-1]).contiguous())
+    unseen = torch.arange(k.shape[2]) > positions[:, None]
+    selected = best(layer.scores(q, k, per_query_head), unseen, counts)
     p = attention(q, k, positions, scaling, heads="query" if per_query_head else "kv")
     return quality(p, selected, counts)
+
+
+def best(scores: Tensor, unseen: Tensor, counts: Tensor) -> Tensor:
+    """Select the best `counts` [R] of each row of scores [..., R, T] (eq. 6): int64 [..., R, K], -1 in unused slots."""
+    if scores.is_floating_point():  # an ablation's: hashcore selects integers
+        most = int(counts.max())
+        chosen = scores.masked_fill(unseen, -torch.inf).topk(most, dim=-1).indices
+        return chosen.masked_fill(torch.arange(most) >= counts[:, None], -1)
+    counts = counts.expand(scores.shape[:-1]).contiguous()
+    return hashcore.topk(scores.masked_fill(unseen, -1), counts)[1]
 
 
 def quality(p: Tensor, selected: Tensor, counts: Tensor) -> Quality:

@@ -108,7 +108,7 @@ def _make_hashers(
 ) -> tuple[dict[str, Hasher], dict[str, Any]]:
     """Train and judge every layer of every candidate; return the hashers and what was found of each."""
     hashers = {c.name: Hasher(_config(command, c, shape, model_config), command.seed) for c in command.candidates}
-    trained = [c for c in command.candidates if hashers[c.name].layer(0).trainable]
+    trained = [c for c in command.candidates if c.trained]
     untrained = [c for c in command.candidates if c not in trained]
     jobs = [
         LayerJob(command, candidate, hashers[candidate.name].config, layer, data, held)
@@ -128,7 +128,7 @@ def _config(command: TrainCommand, candidate: Candidate, shape: ModelShape, mode
     return HasherConfig(
         variant=candidate.variant,
         shape=shape,
-        bits=command.bits,
+        bits=candidate.bits or command.bits,
         planes=command.planes,
         hidden=max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128,
         init=candidate.init,
@@ -157,7 +157,7 @@ def _facts(command: TrainCommand, shape: ModelShape, contexts: int, held_out: in
         "contexts": contexts,
         "held_out": held_out,
         **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_FACTS},
-        "learning_rates": {c.name: c.learning_rate for c in command.candidates if c.variant != "lsh"},
+        "learning_rates": {c.name: c.learning_rate for c in command.candidates if c.trained},
     }
 
 

@@ -13,21 +13,36 @@ DEMO = "demo"
 
 @dataclass(frozen=True)
 class Candidate:
-    """One hasher the run trains or, for `lsh`, only draws; `name` is its folder below the run's."""
+    """One hasher a run may make; `name` is its folder below the run's."""
 
     name: str
     variant: str
-    init: str
-    learning_rate: float
+    init: str = "rotation"
+    learning_rate: float = 6e-3
+    loss: str = "ranking"
+    bits: int | None = None
+    """Code length, if not the run's."""
+    trained: bool = True
 
 
 # Each hasher's own best learning rate: tools/tune_learning_rates.py, docs/results/learning_rates.json.
 CANDIDATES = (
-    Candidate("lsh", "lsh", "rotation", 1.0),
+    Candidate("lsh", "lsh", trained=False),
     Candidate("paper", "paper", "random", 3e-3),
-    Candidate("paper-rotation", "paper", "rotation", 3e-3),
-    Candidate("planes", "planes", "rotation", 6e-3),
+    Candidate("paper-rotation", "paper", learning_rate=3e-3),
+    Candidate("planes", "planes"),
 )
+# The paper's ablations and ours; `--only all` makes them too.
+ABLATIONS = (
+    Candidate("linear", "linear", learning_rate=3e-3),
+    Candidate("group-xnor", "group-xnor"),
+    Candidate("planes-64", "planes", bits=64),
+    Candidate("paper-untrained", "paper", "random", trained=False),
+    Candidate("paper-reconstruction", "paper", "random", 3e-3, loss="reconstruction"),
+    Candidate("planes-reconstruction", "planes", loss="reconstruction"),
+    Candidate("down-proj", "down-proj"),
+)
+ALL = (*CANDIDATES, *ABLATIONS)
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class TrainCommand:
     out: Path = Path("runs/demo")
     """Where the hashers, the figure and the metrics go."""
     only: tuple[str, ...] = tuple(c.name for c in CANDIDATES)
-    """Which hashers to make."""
+    """Which hashers to make; `all` adds the ablations."""
     bits: int = 128
     """Code length."""
     planes: int = 3
@@ -77,19 +92,19 @@ class TrainCommand:
         if not 1 <= self.planes <= 8:
             raise UsageError(f"--planes must be between 1 and 8, got {self.planes}")
         if not self.only:
-            raise UsageError(f"--only needs one of {', '.join(c.name for c in CANDIDATES)}")
+            raise UsageError(f"--only needs one of {', '.join(c.name for c in ALL)}, or all")
         if self.context < 512:
             raise UsageError(f"--context must be at least 512 tokens, got {self.context}")
         if not 0 < self.fraction <= 1:
             raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}")
-        known = [c.name for c in CANDIDATES]
+        known = ["all", *(c.name for c in ALL)]
         if unknown := [name for name in self.only if name not in known]:
             raise UsageError(f"--only takes {', '.join(known)}, got {', '.join(unknown)}")
 
     @property
     def candidates(self) -> list[Candidate]:
         """The hashers to make, in table order."""
-        return [c for c in CANDIDATES if c.name in self.only]
+        return [c for c in ALL if c.name in self.only or "all" in self.only]
 
     @property
     def model_path(self) -> str:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import hashcore
 import torch
 from torch import Tensor
 
 from hashtrain.capture import Capture
 from hashtrain.layers import LayerHasher
+from hashtrain.metrics import best
 from hashtrain.target import top_count
 
 FRACTIONS = (0.005, 0.01, 0.02, 0.05)
@@ -101,10 +101,8 @@ def measure(
     Returns: for each fraction the evidence, each [Hkv, G, R] or broadcast to it, and the exact `log_weight`.
     """
     hkv, t = k.shape[1], k.shape[2]
-    planes, weights = hasher.encode_queries(q)
-    scores = hashcore.score(planes, hasher.encode_keys(k)[:, :, None], weights=weights)[0]
+    scores = hasher.scores(q, k)[0]
     unseen = torch.arange(t) > positions[:, None]
-    scores = scores.masked_fill(unseen, -1)
     grouped = q[0].float().unflatten(0, (hkv, -1))  # [Hkv, G, R, D]
     keys = k[0].float()
     logits = (grouped @ keys[:, None].mT * scaling).masked_fill(unseen, -torch.inf)
@@ -114,7 +112,7 @@ def measure(
     found = []
     for fraction in fractions:
         counts = top_count(visible, fraction)
-        _, chosen = hashcore.topk(scores, counts.expand(scores.shape[:-1]).contiguous())
+        chosen = best(scores, unseen, counts)
         used = (chosen >= 0)[:, None]
         picked = logits.gather(-1, chosen.clamp(min=0)[:, None].expand(*logits.shape[:-1], -1))
         taken = torch.zeros(scores.shape, dtype=torch.bool).scatter_(-1, chosen.clamp(min=0), True)

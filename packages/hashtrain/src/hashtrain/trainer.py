@@ -1,4 +1,4 @@
-"""Train one layer's hash functions on captured queries and keys (docs/algorithm.md, eq. 9 to 11)."""
+"""Train one layer's hash functions on captured queries and keys (docs/algorithm.md, eq. 9 to 11, 17)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hashtrain.capture import Capture
 from hashtrain.layers import LayerHasher
-from hashtrain.loss import ranking_loss
+from hashtrain.loss import ranking_loss, reconstruction_loss
 from hashtrain.target import Pairs, attention, sample_pairs
 
 
@@ -31,6 +31,8 @@ class TrainConfig:
     """Other tokens drawn a step, shared by its rows."""
     min_position: int = 256
     """Rows before this position are not trained on: their target sets hold a handful of tokens."""
+    loss: str = "ranking"
+    """`ranking` (eq. 10), or `reconstruction` (eq. 17), the paper's ablation."""
     learning_rate: float = 1e-3
     warmup: float = 0.02
     """Share of the steps with a rising learning rate; after it, cosine to zero."""
@@ -46,6 +48,8 @@ class TrainConfig:
         for name in ("steps", "rows", "max_top", "max_rest"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.loss not in ("ranking", "reconstruction"):
+            raise ValueError(f"loss must be ranking or reconstruction, got {self.loss!r}")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
@@ -87,8 +91,7 @@ def train_layer(
         with torch.no_grad():
             p = attention(rows, k, positions, scaling, hasher.target_heads)
             pairs = sample_pairs(p, positions, config.fraction, config.max_top, config.max_rest, generator)
-        top, rest = pair_scores(hasher, rows, k, pairs)
-        loss = ranking_loss(top, rest, pairs.valid, config.beta, config.alpha)
+        loss = _loss(hasher, rows, k, pairs, config)
         if not torch.isfinite(loss):
             raise FloatingPointError(
                 f"layer {layer}: the loss became {loss.item()} at step {step}; lower the learning rate"
@@ -100,6 +103,18 @@ def train_layer(
         losses.append(loss.item())
         on_step(step, losses[-1])
     return losses
+
+
+def _loss(hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, config: TrainConfig) -> Tensor:
+    top, rest = pair_scores(hasher, q, k, pairs)
+    if config.loss == "ranking":
+        return ranking_loss(top, rest, pairs.valid, config.beta, config.alpha)
+    heads, valid = top.shape[1], torch.cat([torch.ones_like(top, dtype=torch.bool), pairs.valid], -1)
+    exact = (hasher.by_group(q.float()).sum(2) if heads == hasher.hkv else q.float()) @ k.float().repeat_interleave(
+        heads // hasher.hkv, 1
+    ).mT
+    at = torch.cat([pairs.top, pairs.rest.expand(*pairs.valid.shape)], -1)
+    return reconstruction_loss(torch.cat([top, rest], -1), exact.gather(-1, at), valid)
 
 
 def pair_scores(hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:

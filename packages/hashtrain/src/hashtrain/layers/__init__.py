@@ -1,0 +1,24 @@
+"""One layer's hash functions, a class per variant (docs/algorithm.md, Variants)."""
+
+from hashtrain.config import HasherConfig
+from hashtrain.layers.base import REMAINDER_TERMS, LayerHasher, rotation
+from hashtrain.layers.down import DownProjection
+from hashtrain.layers.paper import Paper
+from hashtrain.layers.planes import GroupXnor, Planes
+from hashtrain.layers.rotations import Linear, Lsh
+
+BY_VARIANT: dict[str, type[Lsh | Linear | Paper | Planes | GroupXnor | DownProjection]] = {
+    "lsh": Lsh,
+    "linear": Linear,
+    "paper": Paper,
+    "group-xnor": GroupXnor,
+    "planes": Planes,
+    "down-proj": DownProjection,
+}
+
+__all__ = ["BY_VARIANT", "REMAINDER_TERMS", "LayerHasher", "rotation", "shapes"]
+
+
+def shapes(config: HasherConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of one layer, without making any: what a file must hold to be loaded."""
+    return BY_VARIANT[config.variant].shapes(config)

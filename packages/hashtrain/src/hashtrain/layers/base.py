@@ -1,0 +1,113 @@
+"""What every variant's layer is: its calls, and how it is drawn."""
+
+from __future__ import annotations
+
+import math
+
+import hashcore
+import torch
+from torch import Tensor, nn
+
+from hashtrain.config import HasherConfig
+
+REMAINDER_TERMS = 5  # of eq. 15
+
+Draw = torch.Generator | None
+"""Where a start comes from; None leaves memory as it is, for tensors about to be loaded."""
+
+
+def rotation(head_dim: int, bits: int, generator: Draw) -> Tensor:
+    """Draw a random rotation in SO(head_dim), independent ones side by side when bits > head_dim.
+
+    Returns: float32 [head_dim, bits]. Source: docs/algorithm.md, Variants; paper, appendix (angular LSH).
+    """
+    if generator is None:
+        return torch.empty(head_dim, bits)
+    blocks = []
+    for _ in range(math.ceil(bits / head_dim)):
+        q, r = torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator))
+        q = q * r.diagonal().sign()  # makes the draw uniform over O(d)
+        if torch.linalg.det(q) < 0:
+            q[:, 0] = -q[:, 0]
+        blocks.append(q)
+    return torch.cat(blocks, dim=1)[:, :bits].contiguous()
+
+
+class LayerHasher(nn.Module):
+    """Base of the variants.
+
+    Per KV head is what is deployed: one code per key and KV head, one selection per KV head. Per query head is the
+    paper's quality protocol, kept for its tables.
+    """
+
+    target_heads = "kv"
+    """Which attention the training target sums: `kv` (over the group, as deployed) or `query` (each head alone)."""
+    has_codes = True
+    """Whether keys become bits, which is what decoding needs; an ablation may score something else."""
+    remainder: Tensor
+    """Coefficients of eq. 15, float32 [Hq, 5]; zeros until they are fitted."""
+
+    def __init__(self, config: HasherConfig):
+        super().__init__()
+        shape = config.shape
+        self.hq, self.hkv, self.d, self.bits = shape.num_query_heads, shape.num_kv_heads, shape.head_dim, config.bits
+        self.group = shape.group
+        self.register_buffer("remainder", torch.zeros(self.hq, REMAINDER_TERMS))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether `remainder` has been fitted (`hashtrain.remainder.calibrate`)."""
+        return bool(self.remainder.any())
+
+    def by_group(self, x: Tensor) -> Tensor:
+        """View [B, Hq, T, ...] as [B, Hkv, G, T, ...]."""
+        return x.unflatten(1, (self.hkv, self.group))
+
+    @classmethod
+    def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor, without making any: what a file must hold to be loaded."""
+        return {"remainder": (config.shape.num_query_heads, REMAINDER_TERMS)}
+
+    @property
+    def key_bits(self) -> int:
+        """Bits stored per token and KV head."""
+        return self.bits
+
+    def scores(self, q: Tensor, k: Tensor, per_query_head: bool = False) -> Tensor:
+        """Score queries [B, Hq, R, D] against all keys [B, Hkv, T, D]: [B, Hkv, R, T], or [B, Hq, R, T].
+
+        int32, eq. 4; an ablation without codes gives float32. Higher is better.
+        """
+        planes, weights = self.encode_queries(q, per_query_head)
+        return hashcore.score(planes, self.encode_keys(k, per_query_head)[:, :, None], weights=weights)
+
+    def encode_keys(self, k: Tensor, per_query_head: bool = False) -> Tensor:
+        """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W], or [B, Hq, T, W] per query head."""
+        raise NotImplementedError
+
+    def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
+        """Hash queries [B, Hq, T, D] to planes [B, Hkv, T, P, W] (or [B, Hq, T, P, W]) and the planes' weights."""
+        raise NotImplementedError
+
+    def soft_queries(self, q: Tensor) -> Tensor:
+        """Hash queries [B, Hq, R, D] with a slope: [B, H, R, bits], H the target's heads."""
+        raise NotImplementedError
+
+    def soft_keys(self, k: Tensor) -> Tensor:
+        """Hash keys [B, H, T, D], already those of the target's heads, with a slope: [B, H, T, bits].
+
+        The inner product of soft queries and soft keys is the deployed score in units of +-bits.
+        """
+        raise NotImplementedError
+
+
+def normal(size: tuple[int, ...], generator: Draw) -> Tensor:
+    """Draw standard normal numbers."""
+    return torch.empty(size) if generator is None else torch.randn(size, generator=generator)
+
+
+def uniform(size: tuple[int, ...], fan_in: int, generator: Draw) -> Tensor:
+    """torch's own start for linear layers: uniform within 1 / sqrt(fan_in)."""
+    if generator is None:
+        return torch.empty(size)
+    return (torch.rand(size, generator=generator) * 2 - 1) / math.sqrt(fan_in)

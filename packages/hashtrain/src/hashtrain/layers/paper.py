@@ -1,0 +1,93 @@
+"""The paper's hash function: a code per query head."""
+
+from __future__ import annotations
+
+import hashcore
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hashtrain.config import HasherConfig
+from hashtrain.layers.base import Draw, LayerHasher, normal, rotation, uniform
+from hashtrain.surrogate import softsign
+
+
+class Paper(LayerHasher):
+    """The paper's MLP, one per query head and shared by its queries and keys.
+
+    `W2 SiLU(W1 x + b1)` is the paper's formula. With `residual` it is what the authors' published hashers are:
+    `h = SiLU(W1 x + b1) + x`, `W2 h + b2 + h`, each residual where the sizes agree.
+    """
+
+    target_heads = "query"
+
+    def __init__(self, config: HasherConfig, generator: Draw):
+        super().__init__(config)
+        h, d, hidden, bits = self.hq, self.d, config.hidden, self.bits
+        self.residual = config.residual
+        if self.residual:
+            self._start_small(config, generator)
+            return
+        self.w1 = nn.Parameter(uniform((h, d, hidden), d, generator))
+        self.b1 = nn.Parameter(uniform((h, 1, hidden), d, generator))
+        self.w2 = nn.Parameter(uniform((h, hidden, bits), hidden, generator))
+        if config.init == "rotation" and generator is not None:
+            self._start_as_rotation(generator)
+
+    @classmethod
+    def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
+        h, d, hidden, bits = config.shape.num_query_heads, config.shape.head_dim, config.hidden, config.bits
+        found = {**super().shapes(config), "w1": (h, d, hidden), "b1": (h, 1, hidden), "w2": (h, hidden, bits)}
+        return {**found, "b2": (h, 1, bits)} if config.residual else found
+
+    @property
+    def key_bits(self) -> int:
+        return self.bits * self.group
+
+    def _start_small(self, config: HasherConfig, generator: Draw) -> None:
+        for name, size in type(self).shapes(config).items():
+            if name != "remainder":
+                start = normal(size, generator) * 1e-3 if name.startswith("w") else torch.zeros(size)
+                self.register_parameter(name, nn.Parameter(start))
+
+    @torch.no_grad()
+    def _start_as_rotation(self, generator: torch.Generator) -> None:
+        # SiLU(x) - SiLU(-x) = x: with W1 = [I, -I] and W2 = [R; -R] the MLP is exactly x R before it is trained.
+        d, eye = self.d, torch.eye(self.d)
+        r = torch.stack([rotation(d, self.bits, generator) for _ in range(self.hkv)]).repeat_interleave(self.group, 0)
+        self.b1.zero_()
+        self.w1[:, :, : 2 * d] = torch.cat([eye, -eye], dim=1)
+        self.w2[:, :d], self.w2[:, d : 2 * d] = r, -r
+        self.w2[:, 2 * d :] = 0
+
+    def values(self, x: Tensor) -> Tensor:
+        """Apply each query head's MLP to its own slice: [B, Hq, T, D] -> [B, Hq, T, bits]."""
+        x = x.float()
+        h = F.silu(x @ self.w1 + self.b1)
+        if not self.residual:
+            return h @ self.w2
+        if h.shape == x.shape:
+            h = h + x
+        y = h @ self.w2 + self.b2
+        return y + h if y.shape == h.shape else y
+
+    def _codes(self, x: Tensor) -> Tensor:
+        return hashcore.pack(self.values(x))
+
+    def _concatenated(self, codes: Tensor) -> Tensor:
+        """[B, Hq, T, W] -> [B, Hkv, T, G W]: XNOR of the concatenation is the sum over the group (eq. 2)."""
+        return self.by_group(codes).transpose(2, 3).flatten(-2)
+
+    def encode_keys(self, k: Tensor, per_query_head: bool = False) -> Tensor:
+        codes = self._codes(k.repeat_interleave(self.group, 1))
+        return codes if per_query_head else self._concatenated(codes)
+
+    def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
+        codes = self._codes(q)
+        return (codes if per_query_head else self._concatenated(codes)).unsqueeze(-2), (1,)
+
+    def soft_queries(self, q: Tensor) -> Tensor:
+        return softsign(self.values(q))
+
+    def soft_keys(self, k: Tensor) -> Tensor:
+        return softsign(self.values(k))

@@ -1,0 +1,52 @@
+"""Signs of one matrix per KV head, shared by its queries: a random rotation, or that rotation trained."""
+
+from __future__ import annotations
+
+import hashcore
+import torch
+from torch import Tensor, nn
+
+from hashtrain.config import HasherConfig
+from hashtrain.layers.base import Draw, LayerHasher, rotation
+from hashtrain.surrogate import signs
+
+
+class Lsh(LayerHasher):
+    """A random rotation, untrained."""
+
+    rotation: Tensor
+
+    def __init__(self, config: HasherConfig, generator: Draw):
+        super().__init__(config)
+        self._keep(torch.stack([rotation(self.d, self.bits, generator) for _ in range(self.hkv)]))
+
+    def _keep(self, rotations: Tensor) -> None:
+        self.register_buffer("rotation", rotations)
+
+    @classmethod
+    def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
+        shape = config.shape
+        return {**super().shapes(config), "rotation": (shape.num_kv_heads, shape.head_dim, config.bits)}
+
+    def encode_keys(self, k: Tensor, per_query_head: bool = False) -> Tensor:
+        codes = hashcore.pack(k.float() @ self.rotation)
+        return codes.repeat_interleave(self.group, 1) if per_query_head else codes
+
+    def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
+        codes = hashcore.pack(self.by_group(q.float()) @ self.rotation[:, None])  # [B, Hkv, G, T, W]
+        if per_query_head:
+            return codes.flatten(1, 2).unsqueeze(-2), (1,)
+        return hashcore.group_planes(codes.transpose(2, 3))
+
+
+class Linear(Lsh):
+    """The rotation as a start, trained: what a linear hash function can do (the paper's "LSH, after")."""
+
+    def _keep(self, rotations: Tensor) -> None:
+        self.rotation = nn.Parameter(rotations)
+
+    def soft_queries(self, q: Tensor) -> Tensor:
+        return signs(self.by_group(q.float()) @ self.rotation[:, None]).mean(2)
+
+    def soft_keys(self, k: Tensor) -> Tensor:
+        return signs(k.float() @ self.rotation)
