@@ -24,8 +24,8 @@ def ranking_loss(top: Tensor, rest: Tensor, valid: Tensor, beta: float = 1.0, al
 def reconstruction_loss(scores: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
     """Share of the exact logits' variance that the scores do not explain: the ablation that rebuilds attention.
 
-    The paper takes the mean squared error of estimated scores. Here each row's scores are first scaled and shifted as suits
-    them best, which leaves `1 - correlation^2`: a choice of units cannot spoil the baseline.
+    The paper takes the mean squared error of estimated scores. Here each row's scores are first scaled and shifted as
+    suits them best, which leaves `1 - correlation^2`: a choice of units cannot spoil the baseline.
 
     Args:
         scores: estimated, [..., C]; logits: exact, [..., C]; valid: bool [..., C], which of them count.

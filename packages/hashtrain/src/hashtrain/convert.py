@@ -1,0 +1,89 @@
+"""Read the hashers that the paper's authors published, and write them in this project's format.
+
+A published file is a list of tensors, four a layer from layer 0 on: P0 [1, Hq, D, D], b0 [1, Hq, 1, D], P1, b1, for
+`h = SiLU(x P0 + b0) + x` and `h P1 + b1 + h`. The format itself is a zip of a pickle; nothing but tensors is unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.hasher import Hasher
+
+_PER_LAYER = 4
+
+
+def convert(path: str | Path, model_config: Any, out: str | Path, base_model: str = "") -> Hasher:
+    """Convert a published `.pth` list to a hasher of variant `paper` with residuals, and store it in the folder `out`.
+
+    Args:
+        path: the file; model_config: the Hugging Face config of the model it was trained for.
+        base_model: the model's name, for the hasher's config.
+    Returns: the hasher.
+    Raises: ValueError with one sentence, before anything is written, if the file is damaged, holds anything but the
+        tensors of this model's layers, or stops early.
+    """
+    path, shape = Path(path), ModelShape.of(model_config)
+    config = HasherConfig(
+        "paper", shape, bits=shape.head_dim, hidden=shape.head_dim, init="random", residual=True, base_model=base_model
+    )
+    tensors = _read(path, shape)
+    state: dict[str, Tensor] = Hasher(config, seed=0).state_dict()
+    for layer in range(shape.num_layers):
+        for place, name in enumerate(("w1", "b1", "w2", "b2")):
+            key = f"layers.{layer}.{name}"
+            state[key] = _checked(tensors[_PER_LAYER * layer + place], tuple(state[key].shape), path, layer, place)
+    hasher = Hasher(config, seed=None)
+    hasher.load_state_dict(state)
+    hasher.save_pretrained(out, _card(config, path.name))
+    return hasher.eval().requires_grad_(False)
+
+
+def _read(path: Path, shape: ModelShape) -> list[Any]:
+    if not path.is_file():
+        raise ValueError(f"no file {path}; give the published .pth file")
+    d, wanted = shape.head_dim, _PER_LAYER * shape.num_layers
+    largest = 2 * 4 * shape.num_layers * shape.num_query_heads * (2 * d * d + 2 * d) + (1 << 20)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            content = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
+        raise ValueError(f"{path} is truncated or not a file of torch.save ({error}); download it again") from error
+    if content > largest:
+        raise ValueError(f"{path} holds {content} bytes, expected at most {largest} for this model")
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes make the unpickler stumble in any way
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{path} is damaged or holds more than tensors ({reason}); download it again") from error
+    if not isinstance(found, list | tuple):
+        raise ValueError(f"{path} must hold a list of tensors, got {type(found).__name__}")
+    if len(found) != wanted:
+        raise ValueError(
+            f"{path} holds {len(found)} tensors, {len(found) / _PER_LAYER:g} layers; expected {wanted}, "
+            f"{shape.num_layers} layers" + ("; the published file is cut short" if len(found) < wanted else "")
+        )
+    return list(found)
+
+
+def _checked(tensor: Any, size: tuple[int, ...], path: Path, layer: int, place: int) -> Tensor:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tuple(tensor.shape) != (1, *size):
+        got = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"{path}, tensor {place} of layer {layer}: expected floats of {(1, *size)}, got {got}")
+    if not tensor.isfinite().all():
+        raise ValueError(f"{path}, tensor {place} of layer {layer} is not finite; download the file again")
+    return tensor[0].float()
+
+
+def _card(config: HasherConfig, source: str) -> str:
+    return (
+        f"# Hasher `paper`, converted from `{source}`\n\nBase model: {config.base_model or 'unnamed'}. "
+        f"{config.bits} bits per query head, with residuals. Its remainder is not fitted.\n"
+    )
