@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import ModelHubMixin, snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.layers import BY_VARIANT, LayerHasher, shapes
 
 _MAX_CONFIG_BYTES = 1 << 20
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_FILES = ["config.json", "README.md", "hasher-*.safetensors"]
 
 
 def make_layer(config: HasherConfig, layer: int, seed: int | None = 0) -> LayerHasher:
@@ -31,8 +35,11 @@ def make_layer(config: HasherConfig, layer: int, seed: int | None = 0) -> LayerH
     return BY_VARIANT[config.variant](config.at(layer), generator)
 
 
-class Hasher(nn.Module):
+class Hasher(nn.Module, ModelHubMixin):
     """Turns queries and keys of every layer into bit codes.
+
+    `push_to_hub(repo_id)` comes from huggingface_hub's mixin. `save_pretrained` and `from_pretrained` are our own: they
+    keep an earlier hasher whole until the new one is, and check a file before they read it.
 
     Args:
         config: variant, size and base model.
@@ -43,6 +50,8 @@ class Hasher(nn.Module):
     def __init__(self, config: HasherConfig, seed: int | None = 0):
         super().__init__()
         self.config = config
+        self.card = ""
+        """Text of its README, as read or last written."""
         self.layers = nn.ModuleList(make_layer(config, layer, seed) for layer in range(config.shape.num_layers))
 
     def layer(self, index: int) -> LayerHasher:
@@ -84,14 +93,18 @@ class Hasher(nn.Module):
                     f"expected {text} {want}, got {got}; train one for this model with `hashtrain --model`"
                 )
 
-    def save_pretrained(self, folder: str | Path, card: str = "") -> None:
+    def save_pretrained(
+        self, folder: str | Path, card: str = "", *, config: Any = None, model_card_kwargs: Any = None
+    ) -> None:
         """Write the hasher as a folder; an earlier one there stays whole until the new one is.
 
         Args:
             folder: made if missing.
-            card: text of its README.
+            card: text of its README; `self.card` if there is none.
+            config, model_card_kwargs: what huggingface_hub's mixin passes; a hasher has its own of both.
         """
         folder = Path(folder)
+        self.card = card = card or self.card
         tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
         weights = _weights_name(tensors)
         save_tensors(tensors, folder / weights, metadata={"format": "pt"})
@@ -103,12 +116,34 @@ class Hasher(nn.Module):
                 stale.unlink()
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path) -> Hasher:
+    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls,
+        folder: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+    ) -> Hasher:
         """Read a hasher that `save_pretrained` wrote.
 
+        Args:
+            folder: a folder, or a hub id (`owner/name`) where no folder of that name is.
+            revision, cache_dir, force_download, local_files_only, token: of the download, as for every hub model.
         Raises: ValueError with one sentence if the folder is missing, malformed, truncated or of another format.
         """
-        folder = Path(folder)
+        if Path(folder).is_dir() or not _HUB_ID.fullmatch(str(folder)):
+            folder = Path(folder)
+        else:
+            folder = _download(
+                str(folder),
+                revision=revision,
+                cache_dir=cache_dir,
+                force_download=force_download,
+                local_files_only=local_files_only,
+                token=token,
+            )
         config, weights = _read_config(folder)
         path = folder / weights
         try:
@@ -122,7 +157,24 @@ class Hasher(nn.Module):
             ) from error
         if weights != _weights_name(tensors):
             raise ValueError(f"{path} is damaged: its content is not what its name says; train the hasher anew")
+        hasher.card = _read_card(folder / "README.md")
         return hasher.eval().requires_grad_(False)
+
+
+def _download(name: str, **settings: Any) -> Path:
+    """Bring a hasher's files from the hub, and nothing else that lies beside them."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES, **settings))
+    except (OSError, ValueError) as error:  # HfHubHTTPError and what it is offline are among them
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no hasher at {name}: no folder of that name, and none on the hub ({reason})") from error
+
+
+def _read_card(path: Path) -> str:
+    """Return the text, or none where it is no text of a card's size: it decides nothing."""
+    if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _check_header(path: Path, config: HasherConfig) -> None:

@@ -80,7 +80,13 @@ def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
         f"{metrics['context']} tokens ({metrics['corpus']}).\n"
         f"Judged on {metrics['held_out']} held-out contexts at a budget of {budget}."
     )
-    return f"""# Hasher `{name}` for `{config.base_model}`
+    base = f"base_model: {config.base_model}\n" if "/" in config.base_model else ""
+    return f"""---
+library_name: hashtrain
+license: apache-2.0
+{base}tags: [sparse-attention, kv-cache, hashing]
+---
+# Hasher `{name}` for `{config.base_model}`
 
 {made}
 
