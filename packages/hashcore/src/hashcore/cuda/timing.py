@@ -5,9 +5,10 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 REPLAYS = 40  # at most, of a graph
 CLOCKS = ["driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw"]
@@ -21,8 +22,10 @@ class Times(NamedTuple):
     high: float
 
 
-def graph_of(steps: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+def graph_of(steps: Sequence[Callable[[], Any]]) -> "torch.cuda.CUDAGraph":
     """Capture the steps, one after the other, after running each once outside."""
+    import torch
+
     for step in steps:
         step()
     torch.cuda.synchronize()
@@ -40,6 +43,8 @@ def graph_time(steps: Sequence[Callable[[], Any]], rounds: int = 1, seconds: flo
         steps: the same work on different data; together they should touch more than the L2 cache holds.
         seconds: after which no further replay begins; at least five are timed.
     """
+    import torch
+
     graph = graph_of([step for _ in range(rounds) for step in steps])
     for _ in range(3):
         graph.replay()
@@ -58,6 +63,8 @@ def graph_time(steps: Sequence[Callable[[], Any]], rounds: int = 1, seconds: flo
 
 def copy_bandwidth(size: int = 1 << 30) -> float:
     """Return bytes a microsecond, read and written, of copying `size` bytes within the device."""
+    import torch
+
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * size / graph_time([lambda: target.copy_(source)], rounds=4).median
@@ -65,6 +72,8 @@ def copy_bandwidth(size: int = 1 << 30) -> float:
 
 def environment() -> dict[str, Any]:
     """Return what the figures depend on: device, driver, versions and date. Clocks are those of an idle device."""
+    import torch
+
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -79,6 +88,8 @@ def environment() -> dict[str, Any]:
 
 def state() -> dict[str, str] | None:
     """Return driver, clocks and power of the current device as nvidia-smi says now; None without it."""
+    import torch
+
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -89,8 +100,10 @@ def state() -> dict[str, str] | None:
     return dict(zip(CLOCKS, values, strict=True)) if len(values) == len(CLOCKS) else None
 
 
-def state_under(graph: torch.cuda.CUDAGraph, step_us: float, seconds: float = 1.5) -> dict[str, str] | None:
+def state_under(graph: "torch.cuda.CUDAGraph", step_us: float, seconds: float = 1.5) -> dict[str, str] | None:
     """Return `state` while the device replays a graph of `step_us` microseconds."""
+    import torch
+
     for _ in range(max(1, int(seconds * 1e6 / step_us))):
         graph.replay()
     seen = state()
