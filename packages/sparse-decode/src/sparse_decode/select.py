@@ -66,6 +66,20 @@ class Selector(Protocol):
 
 
 @runtime_checkable
+class AttendingSelector(Selector, Protocol):
+    """A selector that also weighs what it selected, as one that samples must. It has no remainder."""
+
+    def attend(self, rows: Rows, v: Tensor, indices: Tensor) -> Tensor:
+        """Attend to the selected tokens of v [B, Hkv, N, Dv]: [B, Q, Hq, Dv] in q's type, zeros without a token.
+
+        Args:
+            rows: what `select` was given.
+            indices: what it returned, with the budget's sink and recent tokens, int64 [B, H, Q, K].
+        """
+        ...
+
+
+@runtime_checkable
 class KeyQueryHasher(Protocol):
     """What is needed of a hasher; `hashtrain.Hasher` is one."""
 
