@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from hashcore.cpu import kernels, layout, threads
 from hashcore.validation import Selection
 
-ROWS = 32  # rows of a search that pass over a chunk together
-ROOM = 1 << 20  # scores that the rows of a search block keep at most, together
+ROOM = 1 << 20  # of what all rows of a block keep: 8 MiB
 
 
 def score(
@@ -50,10 +49,9 @@ def score(
         return out
     workers = workers or threads.count(out.size * query.shape[-1] * query.shape[-2])
     tasks = -(-len(addresses) // kernels.BLOCK) * -(-n // kernels.CHUNK)
-    planes, sets = _operands(query, keys, lead)
-    like = np.empty(0, np.int32)
-    arguments = (*planes, np.array(weights, np.uint32), sets.first, sets.step, sets.words, n, addresses, like)
-    threads.run(kernels.score_tasks, tasks, workers, arguments)
+    sets = layout.code_sets(keys, lead)  # what it owns lives until the kernels are done
+    operands = *layout.queries(query, lead), np.array(weights, np.uint32), sets.first, sets.step, sets.bits
+    threads.run(kernels.score_tasks, tasks, workers, (*operands, n, addresses))
     return out
 
 
@@ -126,24 +124,18 @@ def _search(
     """Write the selections to contiguous [rows, K], not empty."""
     count, width = scores.shape
     n = keys.shape[-2]
-    block = max(1, min(ROWS, -(-count // workers), ROOM // (2 * width + kernels.CHUNK)))
+    room = min(2 * width, n) + kernels.CHUNK + kernels.MORE  # of what a row keeps
+    block = max(1, min(kernels.BLOCK, -(-count // workers), ROOM // room))
     blocks = -(-count // block)
     # A part finds its own best k, not its share of them: parts shorter than 8 k would mostly repeat each other.
     parts = max(1, min(workers // blocks, n // (8 * width)))
     found = scores[None], indices[None]
     if parts > 1:
         found = np.empty((parts, count, width), np.int32), np.empty((parts, count, width), np.int64)
-    planes, sets = _operands(query, keys, lead)
-    codes = *planes, np.array(weights, np.uint32), sets.first, sets.step, sets.words, n
-    selection = wanted.k, wanted.low, wanted.high, block, parts, best and parts == 1
-    threads.run(kernels.search_tasks, blocks * parts, workers, (*codes, *selection, *found))
+    sets = layout.code_sets(keys, lead)  # what it owns lives until the kernels are done
+    operands = *layout.queries(query, lead), np.array(weights, np.uint32), sets.first, sets.step, sets.bits
+    top = sum(weights) * 32 * query.shape[-1]
+    selection = top, wanted.k, wanted.low, wanted.high, room, block, parts, best and parts == 1
+    threads.run(kernels.search_tasks, blocks * parts, workers, (*operands, n, *selection, *found))
     if parts > 1:
-        top = sum(weights) * 32 * query.shape[-1]
         threads.run(kernels.merge_tasks, count, 1, (*found, wanted.k, top, best, scores, indices))
-
-
-def _operands(
-    query: NDArray[np.int32], keys: NDArray[np.int32], lead: tuple[int, ...]
-) -> tuple[tuple[NDArray[Any], NDArray[np.int64]], layout.CodeSets]:
-    sets = layout.code_sets(keys, lead)
-    return layout.queries(query, lead, sets.dtype), sets
