@@ -91,6 +91,27 @@ def score_columns(
 
 
 @intrinsic
+def transpose(typing_context: Any, keys: Any, step: Any, last: Any, halves: Any, tile: Any):
+    """Turn KEYS keys of so many 32-bit words, `step` bytes apart, into columns: word v of all of them at tile[v].
+
+    tile is uint64 [ceil(halves / 8) * 4, KEYS]; what a key lacks of it is 0. Keys after the last, 0 <= last < KEYS, are
+    copies of it. Nothing outside the keys is read.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        keys, step, last, halves, tile = values
+        whole = builder.icmp_unsigned("==", last, WORD(KEYS - 1))
+        with builder.if_else(whole) as (all_there, some_there):
+            with all_there:
+                _transpose(builder, keys, step, None, halves, tile)
+            with some_there:
+                _transpose(builder, keys, step, last, halves, tile)
+        return context.get_dummy_value()
+
+    return types.void(*[POSITION] * 5), emit
+
+
+@intrinsic
 def at_least(typing_context: Any, x: Any, start: Any, threshold: Any):
     """Return a mask of which of x[start : start + 64] are at or above a threshold of the same integer type.
 
@@ -140,26 +161,6 @@ def prefetch(typing_context: Any, address: Any):
 
 
 @intrinsic
-def word_at(typing_context: Any, address: Any):
-    """Read 64 bits at an address."""
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return _load(builder, values[0], WORD)
-
-    return types.uint64(POSITION), emit
-
-
-@intrinsic
-def half_word_at(typing_context: Any, address: Any):
-    """Read 32 bits at an address as the low half of a word."""
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.zext(_load(builder, values[0], HALF), WORD)
-
-    return types.uint64(POSITION), emit
-
-
-@intrinsic
 def stay_a_function(typing_context: Any):
     """Keep LLVM from copying the numba function that calls this into each of its callers: they compile much faster."""
 
@@ -192,6 +193,45 @@ def _load(builder: Any, address: Any, kind: Any) -> Any:
     value = builder.load(builder.inttoptr(address, kind.as_pointer()))
     value.align = 4
     return value
+
+
+def _transpose(builder: Any, keys: Any, step: Any, last: Any, halves: Any, tile: Any) -> None:
+    """Eight keys and four words at a time; keys after the last are the last."""
+    fours = builder.udiv(builder.add(halves, WORD(7)), WORD(8))
+    with cgutils.for_range(builder, fours) as four, cgutils.for_range(builder, WORD(KEYS // 8)) as group:
+        present = builder.trunc(builder.sub(halves, builder.mul(four.index, WORD(8))), HALF)
+        mask = builder.icmp_unsigned("<", _indices(range(8)), _splat(builder, present, 8))
+        rows = []
+        for i in range(8):
+            key = _add(builder, builder.mul(group.index, WORD(8)), i)
+            if last is not None:
+                key = builder.select(builder.icmp_unsigned("<", key, last), key, last)
+            place = builder.add(builder.mul(key, step), builder.mul(four.index, WORD(32)))
+            rows.append(_load_some(builder, builder.add(keys, place), mask))
+            _prefetch(builder, _add(builder, builder.add(keys, place), AHEAD))
+        # Each step exchanges one bit of a number's row with the same bit of its column.
+        x = [builder.shuffle_vector(rows[i], rows[i + 4], _indices(range(8))) for i in range(4)]
+        for distance, low in ((1, [0, 8, 2, 10, 4, 12, 6, 14]), (2, [0, 1, 8, 9, 4, 5, 12, 13])):
+            high = _indices([i + distance for i in low])
+            for i in (0, 2) if distance == 1 else (0, 1):
+                pair = x[i], x[i + distance]
+                x[i] = builder.shuffle_vector(*pair, _indices(low))
+                x[i + distance] = builder.shuffle_vector(*pair, high)
+        column = builder.add(tile, builder.mul(four.index, WORD(4 * 8 * KEYS)))
+        column = builder.add(column, builder.mul(group.index, WORD(64)))
+        for i, words in enumerate(x):
+            place = builder.inttoptr(_add(builder, column, 8 * KEYS * i), WORDS.as_pointer())
+            builder.store(words, place).align = 8
+
+
+def _load_some(builder: Any, address: Any, mask: Any) -> Any:
+    """Load those of eight 32-bit words that the mask has, and 0 for the others, as four 64-bit words."""
+    halves = ir.VectorType(HALF, 8)
+    pointer = halves.as_pointer()
+    function = ir.FunctionType(halves, [pointer, HALF, mask.type, halves])
+    load = cgutils.get_or_insert_function(builder.module, function, "llvm.masked.load.v8i32.p0")
+    arguments = [builder.inttoptr(address, pointer), HALF(4), mask, ir.Constant(halves, [0] * 8)]
+    return builder.bitcast(builder.call(load, arguments), ir.VectorType(WORD, 4))
 
 
 def _indices(positions: Any) -> Any:

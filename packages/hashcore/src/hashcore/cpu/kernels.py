@@ -13,7 +13,6 @@ from hashcore.cpu.intrinsics import (
     KEYS,
     LANES,
     at_least,
-    half_word_at,
     lowest_bit,
     memory,
     popcount,
@@ -21,7 +20,7 @@ from hashcore.cpu.intrinsics import (
     score_columns,
     score_pairs,
     stay_a_function,
-    word_at,
+    transpose,
 )
 
 CHUNK = 1024  # keys scored at once: 16 KiB of 128-bit keys stay in L1 while the rows of a block pass over them
@@ -38,7 +37,7 @@ def score_tasks(first, last, planes, planes_of, weights, keys, step, bits, n, ou
     """Score tasks [first, last), each BLOCK rows x CHUNK keys, to rows of int32 at addresses out."""
     rows = len(keys)
     chunks = (n + CHUNK - 1) // CHUNK
-    columns = np.empty((planes.shape[2], CHUNK), np.uint64)
+    tile = np.empty(((planes.shape[2] + 3) // 4 * 4, KEYS), np.uint64)
     own, places = np.empty((BLOCK, planes.shape[1], planes.shape[2]), np.uint64), np.empty(BLOCK, np.int64)
     rest, rests = np.empty((BLOCK, KEYS), np.int32), np.empty(BLOCK, np.int64)
     for r in range(BLOCK):
@@ -56,10 +55,10 @@ def score_tasks(first, last, planes, planes_of, weights, keys, step, bits, n, ou
                 places[same] = out[row + same] + 4 * low
                 same += 1
             place = keys[row] + low * step
-            _score(place, step, bits, whole, columns, weights, own, np.int64(0), same, places, rest)
+            _score(place, step, bits, whole, tile, weights, own, np.int64(0), same, places, rest)
             if whole < size:
                 place += whole * step
-                _score(place, step, bits, size - whole, columns, weights, own, np.int64(0), same, rests, rest)
+                _score(place, step, bits, size - whole, tile, weights, own, np.int64(0), same, rests, rest)
                 for r in range(same):
                     o = memory(out[row + r] + 4 * (low + whole), size - whole, rest)
                     o[:] = rest[r, : len(o)]
@@ -102,7 +101,7 @@ def search_tasks(
     [parts, rows, K], in ascending index order or, if best, highest score first.
     """
     histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
-    columns = np.empty((planes.shape[2], CHUNK), np.uint64)
+    tile = np.empty(((planes.shape[2] + 3) // 4 * 4, KEYS), np.uint64)
     own = np.empty((block, planes.shape[1], planes.shape[2]), np.uint64)
     buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
     kept, state = np.empty((block, room), np.uint64), np.empty((block, 6), np.int64)
@@ -117,11 +116,11 @@ def search_tasks(
             _copy(planes[planes_of[row]], own[r])
             state[r, AT], state[r, FROM], state[r, TO] = keys[row], at, end
             state[r, WANTED], state[r, KEPT] = min(k[row], max(0, end - at)), 0
-            state[r, FLOOR] = _guess(r, state, step, bits, own, weights, columns, places, buffer, histogram, top)
+            state[r, FLOOR] = _guess(r, state, step, bits, own, weights, tile, places, buffer, histogram, top)
         ends = np.int64(0), rows
         while ends[0] < ends[1]:
             _collect(
-                ends[0], ends[1], a, b, state, step, bits, own, weights, columns, places, buffer, kept, histogram, top
+                ends[0], ends[1], a, b, state, step, bits, own, weights, tile, places, buffer, kept, histogram, top
             )
             ends = _misled(state, rows)
         for r in range(rows):
@@ -153,7 +152,7 @@ def merge_tasks(first, last, part_scores, part_indices, k, top, best, scores, in
 
 
 @numba.njit
-def _collect(r0, r1, a, b, state, step, bits, planes, weights, columns, places, buffer, kept, histogram, top):
+def _collect(r0, r1, a, b, state, step, bits, planes, weights, tile, places, buffer, kept, histogram, top):
     """Pass over keys [a, b) and append, for rows [r0, r1) of the block, what reaches their floors."""
     stay_a_function()
     for low in range(a, b, CHUNK):
@@ -161,7 +160,7 @@ def _collect(r0, r1, a, b, state, step, bits, planes, weights, columns, places, 
         while r < r1:
             same, seen = _same(state, r, r1, low, low + size)
             if seen:
-                _score(state[r, AT] + low * step, step, bits, size, columns, weights, planes, r, same, places, buffer)
+                _score(state[r, AT] + low * step, step, bits, size, tile, weights, planes, r, same, places, buffer)
             for q in range(r, r + same):
                 at, end = max(low, state[q, FROM]), min(low + size, state[q, TO])
                 wanted, count = state[q, WANTED], state[q, KEPT]
@@ -195,7 +194,7 @@ def _misled(state, rows):
 
 
 @numba.njit
-def _guess(r, state, step, bits, planes, weights, columns, places, buffer, histogram, top):
+def _guess(r, state, step, bits, planes, weights, tile, places, buffer, histogram, top):
     """Return a score that about as many keys of row r reach as it wants, rather more, from runs spread over them.
 
     0, which all of them reach, where a sample would not pay. The number of the best keys that a sample meets has the
@@ -214,7 +213,7 @@ def _guess(r, state, step, bits, planes, weights, columns, places, buffer, histo
     histogram[: (top >> shift) + 1] = 0
     for run in range(runs):
         place = keys + (low + run * (n - RUN) // (runs - 1)) * step
-        _score(place, step, bits, np.int64(RUN), columns, weights, planes, r, np.int64(1), places, buffer)
+        _score(place, step, bits, np.int64(RUN), tile, weights, planes, r, np.int64(1), places, buffer)
         for i in range(RUN):
             histogram[buffer[r, i] >> shift] += 1
     expected = k * runs * RUN / n
@@ -226,36 +225,23 @@ def _guess(r, state, step, bits, planes, weights, columns, places, buffer, histo
 
 
 @numba.njit
-def _score(place, step, bits, size, columns, weights, planes, r, rows, places, like):
+def _score(place, step, bits, size, tile, weights, planes, r, rows, places, like):
     """Score the keys at an address against planes[r : r + rows]: their scores go to the addresses places[r] on.
 
     As many as size, rounded up to KEYS, are written for each row.
     """
     stay_a_function()
-    words, count = len(columns), len(weights)
-    p, w, o, c = _address(planes[r]), _address(weights), _address(places) + 8 * r, _address(columns)
+    words, count = planes.shape[2], len(weights)
+    p, w, o, t = _address(planes[r]), _address(weights), _address(places) + 8 * r, _address(tile)
     whole = size // KEYS * KEYS if words <= 2 and bits == 64 * words and step == 8 * words else 0
     for i in range(0, whole, KEYS):
         if words == 2:
             score_pairs(place + i * step, p, w, count, rows, o, i * like.itemsize, like)
         else:
             score_columns(place + i * step, 0, 1, p, w, count, rows, o, i * like.itemsize, like)
-    if whole < size:
-        _load(place + whole * step, step, bits, size - whole, columns)
-        for i in range(whole, size, KEYS):
-            score_columns(c + 8 * (i - whole), 8 * CHUNK, words, p, w, count, rows, o, i * like.itemsize, like)
-
-
-@numba.njit
-def _load(place, step, bits, size, columns):
-    """Copy the codes at an address into columns, one word of each a row; the half of a last word is filled with 0."""
-    stay_a_function()
-    for i in range(size):
-        code = place + i * step
-        for v in range(bits // 64):
-            columns[v, i] = word_at(code + 8 * v)
-        if bits % 64:
-            columns[bits // 64, i] = half_word_at(code + bits // 64 * 8)
+    for i in range(whole, size, KEYS):
+        transpose(place + i * step, step, min(KEYS, size - i) - 1, bits // 32, t)
+        score_columns(t, 8 * KEYS, words, p, w, count, rows, o, i * like.itemsize, like)
 
 
 @numba.njit
