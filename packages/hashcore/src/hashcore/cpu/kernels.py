@@ -1,6 +1,7 @@
 """The numba kernels. They check nothing: hashcore.ops has. cpu/__init__.py says how they work together.
 
-All of them are in one file because numba's cache looks at the age of the file of a kernel, not of those it calls.
+All of them are in one file because numba's cache looks at the file of a kernel only, not at those it calls. So that it
+never serves a kernel with other intrinsics than these, INTRINSICS has the digest of their file and changes with it.
 """
 
 # numba is untyped, and its decorators change what a function takes.
@@ -23,6 +24,7 @@ from hashcore.cpu.intrinsics import (
     transpose,
 )
 
+INTRINSICS = "da2ab26f304f3bf8"
 CHUNK = 1024  # keys scored at once: 16 KiB of 128-bit keys stay in L1 while the rows of a block pass over them
 BLOCK = 32  # most rows that do
 LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first of them by 256 scores
