@@ -220,9 +220,9 @@ def _read_tile(x, base, stride, tokens, j, count, kind, bits, floats):  # pragma
 # NaN and infinity keep their meaning: only the order of sums is free, so that they vectorise.
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _exp(x, top, out, bits):  # pragma: no cover - compiled
-    """Write exp(x - top), x - top <= 0, to within 2 units in the last place of 1; `out` and `bits` share memory.
+    """Write exp(x - top), x - top <= 0, to a relative error of 2e-7; `out` and `bits` share memory.
 
-    exp(y) = 2^n exp(r), n = round(y / log 2): a polynomial of degree 6 and n added to the exponent. libm takes one
+    exp(y) = 2^n exp(r), n = round(y / log 2): a polynomial of degree 7 and n added to the exponent. libm takes one
     number at a time, six times as long. NaN stays NaN; what float32 holds only as a subnormal becomes 0.
     """
     for i in range(len(x)):
@@ -230,7 +230,8 @@ def _exp(x, top, out, bits):  # pragma: no cover - compiled
         y = LEAST if y < LEAST else y
         n = np.floor(y * np.float32(1.44269504) + np.float32(0.5))
         r = y - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-        p = np.float32(1.0 / 720)
+        p = np.float32(1.0 / 5040)
+        p = p * r + np.float32(1.0 / 720)
         p = p * r + np.float32(1.0 / 120)
         p = p * r + np.float32(1.0 / 24)
         p = p * r + np.float32(1.0 / 6)
