@@ -11,7 +11,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from torch import Tensor
 
 from sparse_decode.parallel import PlacedHasher, shard
-from sparse_decode.positions import last_visible
+from sparse_decode.positions import last_visible, visible_span
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,16 @@ class HashSelector:
             raise ValueError("a hash selector needs the codes of the keys, got None")
         with torch.no_grad():
             planes, weights = self._encoder.encode_queries(rows.layer, rows.q)
-        scores = hashcore.score(planes, rows.codes[:, :, None], weights=weights)
-        if rows.visible is not None:
-            scores = scores.masked_fill_(~rows.visible, -1)  # below every score; counts never reach them
-        counts = rows.counts[:, None].expand(scores.shape[:-1])
-        return hashcore.topk(scores, counts)[1]
+        keys, counts = rows.codes[:, :, None], rows.counts[:, None]
+        span = visible_span(rows.visible, rows.k.shape[2])
+        if span is not None:  # one pass, and no scores of the full length
+            starts, lengths = (x if isinstance(x, int) else x[:, None] for x in span)
+            counts = counts.expand(planes.shape[:3])
+            return hashcore.search(planes, keys, counts, weights, starts=starts, lengths=lengths, order="index")[1]
+        assert rows.visible is not None
+        scores = hashcore.score(planes, keys, weights=weights)
+        scores = scores.masked_fill_(~rows.visible, -1)  # below every score; counts never reach them
+        return hashcore.topk(scores, counts.expand(scores.shape[:-1]))[1]
 
 
 class LshSelector(HashSelector):
