@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from evals import result as results
-from evals.methods import NAMES, REMAINDER, SPARSE_NAMES, load_methods
+from evals.methods import DEFAULT_NAMES, NAMES, REMAINDER, SPARSE_NAMES, load_methods
 from evals.result import read_result
 from evals.tasks import ppl
 from evals.tasks.ppl import Cell, measure
@@ -54,15 +54,15 @@ def test_whole_budget_equals_dense(loaded, name, rule):
     assert cell["nll"] == pytest.approx(found["dense"]["nll"], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", SPARSE_NAMES)
+@pytest.mark.parametrize("name", DEFAULT_NAMES)  # the rivals leave rows of so short a context dense
 def test_small_budget_differs_from_dense(loaded, name):
     (cell,) = score(loaded, Cell(name, "visible", 0.02))["cells"]
     assert cell["kl"] > 1e-3
 
 
 def test_methods_differ_from_each_other(loaded):
-    cells = score(loaded, *(Cell(name, "visible", 0.1) for name in SPARSE_NAMES))["cells"]
-    assert len({round(cell["kl"], 7) for cell in cells}) == len(SPARSE_NAMES)
+    cells = score(loaded, *(Cell(name, "visible", 0.1) for name in DEFAULT_NAMES))["cells"]
+    assert len({round(cell["kl"], 7) for cell in cells}) == len(DEFAULT_NAMES)
 
 
 def test_density_is_counted_by_hand(loaded):
@@ -213,7 +213,8 @@ def test_rows_survive_their_file(ppl_command):
 
 def test_the_table_of_methods_is_whole():
     plain = ("dense", "oracle", "recent", "lsh", "paper", "paper-rotation", "planes")
-    assert (*plain, "lsh+remainder", "paper+remainder", "planes+remainder") == NAMES
+    whole = ("lsh+remainder", "paper+remainder", "planes+remainder")
+    assert (*plain, *whole, "quest", "quest-heads", "magicpig", "magicpig-bare") == NAMES
 
 
 def test_the_remainder_brings_every_hasher_closer_to_dense(loaded):
@@ -238,3 +239,13 @@ def test_each_of_our_methods_is_paired_with_every_other(ppl_command):
     pairs = {(row.method, row.against) for row in found.rows if row.against}
     ours = {"planes", "planes+remainder"}
     assert pairs == {(a, b) for a in ours for b in (*ours, "lsh") if a != b}
+
+
+def test_an_empty_sample_is_counted_in_the_rows(ppl_command, monkeypatch):
+    from evals.rivals import MagicPigSelector
+
+    monkeypatch.setattr("evals.methods.MagicPigSelector", lambda **given: MagicPigSelector(31, 2, **given, prefill=96))
+    found = ppl.run(ppl_command(methods=("magicpig-bare",), rules=("visible",), documents=1), QUIET)
+    row = found.one(metric="empty", method="magicpig-bare", budget=0.1)
+    assert row.value > 0.99
+    assert found.one(metric="kl", method="magicpig-bare", budget=0.1).value > 0

@@ -1,8 +1,10 @@
 """The gathered attention against its reference, and what it must not read."""
 
+import numpy as np
 import pytest
 import torch
 from sparse_decode import attend, attend_reference, compiled
+from sparse_decode.attend import _exp
 from sparse_decode_doubles import as_sets, masked_attention
 
 # batch, query heads, KV heads, rows, N, D, Dv, most selected
@@ -114,6 +116,17 @@ def test_every_sixteen_bit_number_is_read_exactly(dtype):
     out = attend(q, torch.zeros_like(values), values, each, 1.0).view(-1)
     assert torch.equal(out[finite], values.view(-1)[finite])
     assert torch.equal(out[~finite].isnan(), values.view(-1)[~finite].isnan())
+
+
+def test_the_exponential_is_that_of_the_library():
+    x = np.concatenate([np.linspace(-87, 0, 20_001), [-88, -1e30, -np.inf, np.nan]]).astype(np.float32) + np.float32(3)
+    bits = np.empty(x.size, np.int32)
+    expected = np.exp((x - np.float32(3)).astype(np.float64))
+    _exp(x.copy(), np.float32(3), bits.view(np.float32), bits)
+    found = bits.view(np.float32)
+    assert np.abs(found[:-4] / expected[:-4] - 1).max() < 2e-7
+    assert (found[-4:-1] == 0).all()
+    assert np.isnan(found[-1])
 
 
 def test_threads_change_nothing(monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode.positions import count_visible, first_visible, last_visible, merge, visible_rows
+from sparse_decode.positions import count_visible, first_visible, last_visible, merge, visible_rows, visible_span
 from sparse_decode_doubles import as_sets
 
 CPU = torch.device("cpu")
@@ -68,3 +68,20 @@ def test_masks_with_biases_or_heads_are_refused():
         visible_rows(torch.full((1, 1, 2, 3), -0.5), 0, 2, 2, 3, CPU)
     with pytest.raises(ValueError, match="shared by all heads"):
         visible_rows(torch.ones(1, 4, 2, 3, dtype=torch.bool), 0, 2, 2, 3, CPU)
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=7, max_size=7), min_size=1, max_size=5))
+def test_a_span_is_what_a_row_sees_or_none(rows):
+    visible = torch.tensor(rows)[:, None, None]
+    whole = all("".join("01"[x] for x in row).strip("0").count("0") == 0 for row in rows)
+    span = visible_span(visible, 7)
+    assert (span is not None) == whole
+    if span is not None:
+        positions = torch.arange(7)
+        first, end = (x[..., None] for x in span)
+        assert torch.equal((positions >= first) & (positions < end), visible[:, 0])
+
+
+def test_without_a_mask_the_span_is_all():
+    assert visible_span(None, 7) == (0, 7)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sparse_decode import Budget, OracleSelector, RecentSelector, attach
+from sparse_decode import Budget, OracleSelector, RecentSelector, attach, attend_reference
 from sparse_decode import plan as plan_module
 from sparse_decode.plan import LayerPlan
 from sparse_decode_doubles import FAMILIES, TOLERANCE, Auditor, PaperLikeHasher, SignHasher, prompts, tiny_model
@@ -121,3 +121,29 @@ def test_half_precision_models(dtype):
         logits = model(ids, attention_mask=mask).logits
     assert logits.dtype == dtype
     torch.testing.assert_close(logits[:, 13:], dense[:, 13:], atol=0.1, rtol=0.1)
+
+
+class Weighing(RecentSelector):
+    """Has an attention of its own, `factor` times the ordinary one."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def attend(self, rows, v, indices):
+        return self.factor * attend_reference(rows.q, rows.k, v, indices, rows.scaling)
+
+
+@pytest.mark.parametrize("start", [0, 25])
+def test_a_selector_may_bring_its_own_attention(start):
+    model, (ids, _) = tiny_model(), prompts((LENGTH, LENGTH))
+
+    def logits(selector):
+        with attach(model, selector, Budget(0.1, sink=1), sparse_rows=start) as attachment:
+            return model(ids).logits, attachment.counts()
+
+    plain, counts = logits(RecentSelector())
+    close(logits(Weighing(1.0))[0], plain)
+    assert logits(Weighing(1.0))[1] == counts
+    halved = logits(Weighing(0.5))[0]
+    close(halved[:, :start], plain[:, :start])
+    assert (halved[:, start:] - plain[:, start:]).abs().amax((0, 2)).min() > 100 * TOLERANCE

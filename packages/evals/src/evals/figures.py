@@ -21,8 +21,13 @@ COLOURS = {
     "paper": "#e69f00",
     "paper-rotation": "#cc79a7",
     "planes": "#d55e00",
+    "quest": "#009e73",
+    "quest-heads": "#006a4e",
+    "magicpig": "#0072b2",
+    "magicpig-bare": "#7fb8d8",
 }
 _MARKERS = {"oracle": "*", "recent": "x", "lsh": "s", "paper": "^", "paper-rotation": "v", "planes": "o"}
+_MARKERS |= {"quest": "P", "quest-heads": "X", "magicpig": "D", "magicpig-bare": "d"}
 
 
 def draw(result: Result, path: Path) -> None:

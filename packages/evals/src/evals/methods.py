@@ -12,6 +12,8 @@ from typing import Any
 from hashtrain import Hasher
 from sparse_decode import HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, Selector
 
+from evals.rivals import MagicPigSelector, QuestSelector
+
 REMAINDER = "+remainder"
 
 
@@ -45,6 +47,12 @@ class Method:
 
 def _plain(name: str, selector: Selector | None, query_head_selector: Selector | None, folder: Path) -> LoadedMethod:
     return LoadedMethod(name, name, None, name, selector, query_head_selector)
+
+
+def _sampled(name: str, sink: int, local: int, folder: Path) -> LoadedMethod:
+    selector = MagicPigSelector(sink=sink, local=local)
+    identity = f"magicpig-{selector.bits}x{selector.tables}-{sink}-{local}-{selector.prefill}-{selector.seed}"
+    return LoadedMethod(name, "magicpig", selector.bits * selector.tables, identity, selector, None)
 
 
 def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
@@ -95,11 +103,34 @@ METHODS = (
     _whole("lsh"),
     _whole("paper"),
     _whole("planes"),
+    Method(
+        "quest",
+        "pages of 16 by their least and greatest keys, one set per KV head",
+        partial(_plain, "quest", QuestSelector(), QuestSelector(per_query_head=True)),
+    ),
+    Method(
+        "quest-heads",
+        "the same, one set per query head, as published",
+        partial(_plain, "quest-heads", QuestSelector(per_query_head=True), None),
+    ),
+    Method(
+        "magicpig",
+        "samples by 100 hash tables of 15 bits, 4 sink and 64 local tokens beside; heeds no budget",
+        partial(_sampled, "magicpig", 4, 64),
+    ),
+    Method(
+        "magicpig-bare",
+        "the same without sink and local tokens",
+        partial(_sampled, "magicpig-bare", 0, 0),
+    ),
 )
 NAMES = tuple(method.name for method in METHODS)
 SPARSE_NAMES = tuple(name for name in NAMES if name != DENSE)
-SELECTION_NAMES = tuple(name for name in SPARSE_NAMES if not name.endswith(REMAINDER))
-"""Those that differ in what they select; the others differ in what they do with it."""
+RIVAL_NAMES = ("quest", "quest-heads", "magicpig", "magicpig-bare")
+"""Those written from other papers: they take their own number of tokens, so compare them by measured density."""
+DEFAULT_NAMES = tuple(name for name in SPARSE_NAMES if name not in RIVAL_NAMES)
+SELECTION_NAMES = tuple(name for name in SPARSE_NAMES if not name.endswith(REMAINDER) and name not in RIVAL_NAMES[1:])
+"""Those that differ in what they select, for either kind of head; the others differ in what they do with it."""
 OURS = ("planes", "planes" + REMAINDER)
 
 

@@ -10,7 +10,7 @@ from hashtrain.demo import demo_model_path
 from hashtrain.plan import DEMO
 from hashtrain.usage import UsageError
 
-from evals.methods import NAMES, SELECTION_NAMES, SPARSE_NAMES
+from evals.methods import DEFAULT_NAMES, NAMES, SELECTION_NAMES, SPARSE_NAMES
 from evals.result import versions
 
 Rule = Literal["visible", "fixed"]
@@ -26,8 +26,8 @@ class TaskCommand:
     """The folder that `hashtrain` wrote, with one folder per hasher."""
     text: tuple[Path, ...] = ()
     """UTF-8 text files or folders that no hasher was trained on; without any, held-out standard-library modules."""
-    methods: tuple[str, ...] = SPARSE_NAMES
-    """What to measure; `evals list` names them. Dense attention is always measured."""
+    methods: tuple[str, ...] = DEFAULT_NAMES
+    """What to measure; `evals list` names them. Dense attention is always measured, the rivals' own only if named."""
     budgets: tuple[float, ...] = (0.02,)
     """Shares of the tokens that a row may select."""
     documents: int = 20

@@ -1,8 +1,8 @@
 """The public functions: what they take and return, the checks, and the dispatch to the implementation.
 
-Every function takes numpy arrays or CPU torch tensors, with any strides, never modifies them, and returns their kind.
-Results go to new arrays or to `out`, of the shape and dtype the result has, which is then what is returned. Everything
-is checked before anything is written.
+Every function takes numpy arrays or torch tensors, on the CPU or CUDA, with any strides, never modifies them, and
+returns their kind. Results go to new arrays or to `out`, of the shape and dtype the result has, which is then what is
+returned. Everything is checked before anything is written.
 """
 
 import functools

@@ -5,6 +5,7 @@ from sparse_decode.attend import attend, attend_reference
 from sparse_decode.budget import Budget
 from sparse_decode.oracle import OracleSelector
 from sparse_decode.select import (
+    AttendingSelector,
     HashSelector,
     KeyQueryHasher,
     LshSelector,
@@ -16,6 +17,7 @@ from sparse_decode.select import (
 
 __all__ = [
     "Attachment",
+    "AttendingSelector",
     "Budget",
     "HashSelector",
     "KeyQueryHasher",

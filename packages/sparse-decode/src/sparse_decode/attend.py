@@ -23,8 +23,15 @@ import torch
 from torch import Tensor
 
 from sparse_decode.compiled import run
+from sparse_decode.intrinsics import prefetch
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TILE = 4
+"""Tokens whose dot products run side by side."""
+AHEAD = 8
+"""Tokens whose rows are on their way from memory: rows of a selection lie far apart, and no processor guesses them."""
+LEAST = np.float32(-127 * math.log(2))
+"""Its exponential has the exponent bits of 0."""
 _BITS = {4: torch.int32, 2: torch.int16}
 
 
@@ -189,70 +196,127 @@ def _widen(row, kind, bits, floats):  # pragma: no cover - compiled
                 bits[i] |= np.uint32(0x7F800000)
 
 
+@numba.njit(inline="always")
+def _fetch(line, at, count):  # pragma: no cover - compiled
+    """Ask for the cache lines of a row, one for each 64 bytes."""
+    step = 64 // line.itemsize
+    for i in range(at, at + count, step):
+        prefetch(line, i)
+
+
+@numba.njit(inline="always")
+def _read_tile(x, base, stride, tokens, j, count, kind, bits, floats):  # pragma: no cover - compiled
+    """Write rows tokens[j : j + TILE] as float32, zeros behind the last; ask for those that come AHEAD tokens later."""
+    for t in range(TILE):
+        if j + t + AHEAD < len(tokens):
+            _fetch(x, base + tokens[j + t + AHEAD] * stride, count)
+        if j + t < len(tokens):
+            at = base + tokens[j + t] * stride
+            _widen(x[at : at + count], kind, bits[t], floats[t])
+        else:
+            bits[t, :count] = 0
+
+
 # NaN and infinity keep their meaning: only the order of sums is free, so that they vectorise.
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
+def _exp(x, top, out, bits):  # pragma: no cover - compiled
+    """Write exp(x - top), x - top <= 0, to a relative error of 2e-7; `out` and `bits` share memory.
+
+    exp(y) = 2^n exp(r), n = round(y / log 2): a polynomial of degree 7 and n added to the exponent. libm takes one
+    number at a time, six times as long. NaN stays NaN; what float32 holds only as a subnormal becomes 0.
+    """
+    for i in range(len(x)):
+        y = x[i] - top
+        y = LEAST if y < LEAST else y
+        n = np.floor(y * np.float32(1.44269504) + np.float32(0.5))
+        r = y - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+        p = np.float32(1.0 / 5040)
+        p = p * r + np.float32(1.0 / 720)
+        p = p * r + np.float32(1.0 / 120)
+        p = p * r + np.float32(1.0 / 24)
+        p = p * r + np.float32(1.0 / 6)
+        p = p * r + np.float32(0.5)
+        p = p * r + np.float32(1)
+        p = p * r + np.float32(1)
+        x[i] = p
+        bits[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
+    for i in range(len(x)):
+        out[i] *= x[i]
+
+
+@numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _task(task, q, k, k_at, v, v_at, indices, out, facts, scaling, softcap, sinks, kind):  # pragma: no cover - compiled
-    sets, n_rows, width = indices.shape[1:]
+    sets, n_rows = indices.shape[1:3]
     hq, dim, dim_v = q.shape[1], q.shape[3], out.shape[3]
     heads = hq // sets  # query heads that share this index set
     b, s, r = task // (sets * n_rows), task // n_rows % sets, task % n_rows
     first = s * heads
     kv = first // (hq // k_at[3])
     chosen = indices[b, s, r]
-    bits = np.empty(max(dim, dim_v), dtype=np.uint32)
-    floats = bits.view(np.float32)
-    logits = np.empty((width, heads), dtype=np.float32)
-    top = sinks[first : first + heads].copy()  # -inf without a learned sink
-
-    # 1. logits
-    used = 0
-    for j in range(width):
-        token = chosen[j]
-        if token < 0:
-            continue
-        at = b * k_at[0] + kv * k_at[1] + token * k_at[2]
-        _widen(k[at : at + dim], kind, bits, floats)
-        for g in range(heads):
-            query = q[b, first + g, r]
-            total = np.float32(0)
-            for i in range(dim):
-                total += query[i] * floats[i]
-            total *= scaling
-            if softcap > 0:
-                total = softcap * np.float32(math.tanh(total / softcap))
-            logits[used, g] = total
-            facts[0, b, r, first + g] += total
-            top[g] = max(top[g], total)
-        used += 1
+    tokens = chosen[chosen >= 0]
+    used = len(tokens)
     if used == 0:
         return
+    padded = (used + TILE - 1) // TILE * TILE
+    bits = np.empty((TILE, max(dim, dim_v)), dtype=np.uint32)
+    floats = bits.view(np.float32)
+    logits = np.empty((heads, padded), dtype=np.float32)
+
+    # 1. logits: TILE keys at once, so that a query is read once for all of them
+    base = b * k_at[0] + kv * k_at[1]
+    for j in range(min(AHEAD, used)):
+        _fetch(k, base + tokens[j] * k_at[2], dim)
+    for j in range(0, used, TILE):
+        _read_tile(k, base, k_at[2], tokens, j, dim, kind, bits, floats)
+        k0, k1, k2, k3 = floats[0, :dim], floats[1, :dim], floats[2, :dim], floats[3, :dim]
+        for g in range(heads):
+            query = q[b, first + g, r]
+            x0, x1, x2, x3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            for i in range(dim):
+                x = query[i]
+                x0 += x * k0[i]
+                x1 += x * k1[i]
+                x2 += x * k2[i]
+                x3 += x * k3[i]
+            logits[g, j], logits[g, j + 1], logits[g, j + 2], logits[g, j + 3] = x0, x1, x2, x3
 
     # 2. softmax
+    scratch = np.empty(used, dtype=np.int32)
     for g in range(heads):
-        total = np.float32(math.exp(sinks[first + g] - top[g]))
+        line = logits[g, :used]
+        total = np.float32(0)
         for j in range(used):
-            p = np.float32(math.exp(logits[j, g] - top[g]))
-            logits[j, g] = p
-            total += p
-        facts[0, b, r, first + g] /= np.float32(used)
-        facts[1, b, r, first + g] = top[g] + np.float32(math.log(total))
+            line[j] *= scaling
+        if softcap > 0:
+            for j in range(used):
+                line[j] = softcap * np.float32(math.tanh(line[j] / softcap))
+        top = sinks[first + g]  # -inf without a learned sink
         for j in range(used):
-            logits[j, g] /= total
+            top = max(top, line[j])
+            total += line[j]
+        facts[0, b, r, first + g] = total / np.float32(used)
+        _exp(line, top, scratch.view(np.float32), scratch)
+        total = np.float32(math.exp(sinks[first + g] - top))
+        for j in range(used):
+            line[j] = scratch.view(np.float32)[j]
+            total += line[j]
+        facts[1, b, r, first + g] = top + np.float32(math.log(total))
+        for j in range(used):
+            line[j] /= total
+        logits[g, used:] = 0
 
     # 3. weighted sum of values
-    used = 0
-    for j in range(width):
-        token = chosen[j]
-        if token < 0:
-            continue
-        at = b * v_at[0] + kv * v_at[1] + token * v_at[2]
-        _widen(v[at : at + dim_v], kind, bits, floats)
+    base = b * v_at[0] + kv * v_at[1]
+    for j in range(min(AHEAD, used)):
+        _fetch(v, base + tokens[j] * v_at[2], dim_v)
+    for j in range(0, used, TILE):
+        _read_tile(v, base, v_at[2], tokens, j, dim_v, kind, bits, floats)
+        v0, v1, v2, v3 = floats[0, :dim_v], floats[1, :dim_v], floats[2, :dim_v], floats[3, :dim_v]
         for g in range(heads):
-            p = logits[used, g]
+            p0, p1, p2, p3 = logits[g, j], logits[g, j + 1], logits[g, j + 2], logits[g, j + 3]
             line = out[b, r, first + g]
             for i in range(dim_v):
-                line[i] += p * floats[i]
-        used += 1
+                line[i] += p0 * v0[i] + p1 * v1[i] + p2 * v2[i] + p3 * v3[i]
 
 
 def _tasks(

@@ -78,7 +78,7 @@ class PlacedHasher:
     def layer(self, index: int, device: torch.device) -> LayerHasher:
         """Return one layer's hash functions on a device."""
         own = self.hasher.layer(index)
-        if all(x.device == device for x in own.state_dict().values()):
+        if own.remainder.device == device:
             return own
         key = (index, device)
         if key not in self._copies:

@@ -20,7 +20,7 @@ from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import enrol
 from sparse_decode.positions import count_visible, first_visible, last_visible, merge, visible_rows
 from sparse_decode.remainder import RunningMeans, StaticMeans, with_remainder
-from sparse_decode.select import Rows, Selector
+from sparse_decode.select import AttendingSelector, Rows, Selector
 
 _CHUNK_SCORES = 1 << 23  # scores at once, B x Hq x rows x N: 32 MiB of int32 or float32, whatever the context
 
@@ -83,6 +83,7 @@ class LayerPlan:
 
     def __init__(self, layer: int, selector: Selector, budget: Budget, rule: RowRule, remainder: Tensor | None = None):
         self.layer, self.selector, self.budget, self.rule = layer, selector, budget, rule
+        self._own = selector if isinstance(selector, AttendingSelector) else None
         self.remainder = remainder
         self.encoder = Encoder(lambda k: selector.encode_keys(layer, k))
         self.tally = torch.zeros(2, dtype=torch.int64)
@@ -159,7 +160,7 @@ class LayerPlan:
             indices = self._select(rows, visible[:, part], sparse[:, part])
             used = (indices >= 0).sum(-1).repeat_interleave(hq // indices.shape[1], 1).transpose(1, 2)  # [B, Q, Hq]
             self._count(used.sum(-1), visible[:, part] * hq, sparse[:, part], tally)
-            out, facts = self._attend(x, rows.q, indices)
+            out, facts = self._attend(x, rows, indices)
             if self.remainder is not None:
                 at = n - n_queries + first
                 keys, values, counts = means.rows(x.k, x.v, _unpadded(x), at, at + last - first)
@@ -193,8 +194,11 @@ class LayerPlan:
                 indices = merge(indices, listed(rows.visible, visible.clamp(max=size).masked_fill(~sparse, 0), n), n)
         return indices
 
-    def _attend(self, x: Inputs, q: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend, and return the facts of `attend` as well."""
+    def _attend(self, x: Inputs, rows: Rows, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend, and return the facts of `attend` as well; none from a selector with an attention of its own."""
+        q = rows.q
+        if self._own is not None:
+            return self._own.attend(rows, x.v[:, :, : rows.k.shape[2]], indices), q.new_empty(0)
         if x.host is None:
             return attend(q, x.k, x.v, indices, x.scaling, softcap=x.softcap, sinks=x.sinks, facts=True)
         batch, hq, n_rows, dim = q.shape

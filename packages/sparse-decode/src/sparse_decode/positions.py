@@ -31,6 +31,23 @@ def visible_rows(
     return seen
 
 
+def visible_span(visible: Tensor | None, n: int) -> tuple[Tensor | int, Tensor | int] | None:
+    """Find the stretch of tokens that each row sees, if all it sees is one stretch.
+
+    Args:
+        visible: bool [B or 1, 1, Q, N]; None if every row sees all `n` tokens.
+    Returns: first tokens and the ends behind the last ones, integers or int64 [B or 1, Q]; None if a row sees tokens
+        on both sides of one that it does not see.
+    """
+    if visible is None:
+        return 0, n
+    seen = visible[:, 0].to(torch.uint8)
+    counts = seen.sum(-1)
+    first = torch.where(counts > 0, seen.argmax(-1), 0)
+    end = torch.where(counts > 0, n - seen.flip(-1).argmax(-1), 0)
+    return (first, end) if bool((end - first == counts).all()) else None
+
+
 def count_visible(mask: Tensor | None, batch: int, n_queries: int, n: int, device: torch.device, chunk: int) -> Tensor:
     """Count the tokens each query row sees, int64 [B, n_queries], `chunk` rows at a time."""
     if mask is None:

@@ -11,7 +11,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from torch import Tensor
 
 from sparse_decode.parallel import PlacedHasher, shard
-from sparse_decode.positions import last_visible
+from sparse_decode.positions import last_visible, visible_span
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,20 @@ class Selector(Protocol):
 
 
 @runtime_checkable
+class AttendingSelector(Selector, Protocol):
+    """A selector that also weighs what it selected, as one that samples must. It has no remainder."""
+
+    def attend(self, rows: Rows, v: Tensor, indices: Tensor) -> Tensor:
+        """Attend to the selected tokens of v [B, Hkv, N, Dv]: [B, Q, Hq, Dv] in q's type, zeros without a token.
+
+        Args:
+            rows: what `select` was given.
+            indices: what it returned, with the budget's sink and recent tokens, int64 [B, H, Q, K].
+        """
+        ...
+
+
+@runtime_checkable
 class KeyQueryHasher(Protocol):
     """What is needed of a hasher; `hashtrain.Hasher` is one."""
 
@@ -116,11 +130,16 @@ class HashSelector:
             raise ValueError("a hash selector needs the codes of the keys, got None")
         with torch.no_grad():
             planes, weights = self._encoder.encode_queries(rows.layer, rows.q)
-        scores = hashcore.score(planes, rows.codes[:, :, None], weights=weights)
-        if rows.visible is not None:
-            scores = scores.masked_fill_(~rows.visible, -1)  # below every score; counts never reach them
-        counts = rows.counts[:, None].expand(scores.shape[:-1])
-        return hashcore.topk(scores, counts)[1]
+        keys, counts = rows.codes[:, :, None], rows.counts[:, None]
+        span = visible_span(rows.visible, rows.k.shape[2])
+        if span is not None:  # one pass, and no scores of the full length
+            starts, lengths = (x if isinstance(x, int) else x[:, None] for x in span)
+            counts = counts.expand(planes.shape[:3])
+            return hashcore.search(planes, keys, counts, weights, starts=starts, lengths=lengths, order="index")[1]
+        assert rows.visible is not None
+        scores = hashcore.score(planes, keys, weights=weights)
+        scores = scores.masked_fill_(~rows.visible, -1)  # below every score; counts never reach them
+        return hashcore.topk(scores, counts.expand(scores.shape[:-1]))[1]
 
 
 class LshSelector(HashSelector):

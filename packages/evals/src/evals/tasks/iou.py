@@ -23,9 +23,9 @@ from evals.documents import TokenDocument
 from evals.methods import LoadedMethod
 from evals.metrics import Estimate, bootstrap
 from evals.plan import IouCommand
-from evals.result import Result, Row, versions
+from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare
+from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
 
 PHASE = "rows"
 METRICS = Quality._fields
@@ -115,36 +115,14 @@ def _by_layer(layers: list[tuple[Quality, float]]) -> dict[str, Any]:
 
 def _rows(command: IouCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
     """Turn samples into rows: the mean over sparse layers and heads, the mean of each layer, and each head."""
-    methods = {method.name: method for method in ready.methods}
+    row = rows_of(command, ready, PHASE, len(samples))
     for i, cell in enumerate(cells):
-        method = methods[cell.method]
         density = sum(sample["cells"][i]["density"] for sample in samples) / len(samples)
+        at = {"budget": cell.budget, "rule": "visible", "density": density, "heads": cell.heads}
         for metric in METRICS:
             values = np.array([sample["cells"][i][metric] for sample in samples])  # [documents, layers, heads]
-            for (layer, head), (value, low, high) in _estimates(values, command.dense_layers, command.seed):
-                yield Row(
-                    task="iou",
-                    method=cell.method,
-                    variant=method.variant,
-                    bits=method.bits,
-                    budget=cell.budget,
-                    rule="visible",
-                    density=density,
-                    dense_layers=command.dense_layers,
-                    sink=0,
-                    recent=0,
-                    phase=PHASE,
-                    metric=metric,
-                    value=value,
-                    low=low,
-                    high=high,
-                    n=len(samples),
-                    seed=command.seed,
-                    versions=versions(),
-                    heads=cell.heads,
-                    layer=layer,
-                    head=head,
-                )
+            for (layer, head), estimate in _estimates(values, command.dense_layers, command.seed):
+                yield row(cell.method, metric, estimate, layer=layer, head=head, **at)
 
 
 def _estimates(

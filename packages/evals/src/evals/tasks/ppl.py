@@ -19,9 +19,10 @@ from evals.documents import TokenDocument
 from evals.methods import DENSE, OURS, LoadedMethod
 from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
 from evals.plan import PplCommand, Rule
-from evals.result import Result, Row, versions
+from evals.result import Result, Row
+from evals.rivals import MagicPigSelector
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare
+from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
 
 PHASE = "everywhere"
 PAPER_MIN_TOKENS = 20
@@ -60,7 +61,9 @@ def run(command: PplCommand, console: Console) -> Result:
         if [list(cell[name] for name in Cell._fields) for cell in sample["cells"]] != [list(cell) for cell in cells]:
             raise ValueError("its methods, rules or budgets are not those of the run")
         for cell in sample["cells"]:
-            for name in _MEASURED:
+            for name in _MEASURED + (
+                ("empty",) if isinstance(methods[cell["method"]].selector, MagicPigSelector) else ()
+            ):
                 finite(cell[name])
 
     samples = each_document(command, ready, console, 1 + len(cells), check, compute)
@@ -80,7 +83,8 @@ def measure(
 
     Args:
         ids: int64 [T]; tokens T // 2 ... T - 1 are scored.
-    Returns: `scored`, `dense` {nll, seconds} and `cells`, in order, with nll and kl (nats per token), density, seconds.
+    Returns: `scored`, `dense` {nll, seconds} and `cells`, in order, with nll and kl (nats per token), density, seconds;
+        from MagicPIG `empty`, too: the share of its sampled rows and heads that drew nothing.
     """
     scored = len(ids) - len(ids) // 2
     targets = ids[-scored:]
@@ -93,13 +97,17 @@ def measure(
         began = time.monotonic()
         budget = budget_of(cell.rule, cell.budget)
         method, rows = methods[cell.method], {"dense_layers": dense_layers, "sparse_rows": 0}
+        draws = method.selector if isinstance(method.selector, MagicPigSelector) else None
+        if draws is not None:
+            draws.sampled = draws.empty = 0
         with attach(model, method.selector, budget, remainder=method.remainder, **rows) as attachment:
             other = log_probs(model, ids, scored)
             counts = attachment.counts().values()
         nll, kl = token_losses(other, targets).mean().item(), mean_kl(reference, other)
         density = sum(selected for selected, _ in counts) / sum(visible for _, visible in counts)
         seconds = round(time.monotonic() - began, 2)
-        found.append({**cell._asdict(), "nll": nll, "kl": kl, "density": density, "seconds": seconds})
+        empty = {} if draws is None else {"empty": draws.empty / max(draws.sampled, 1)}
+        found.append({**cell._asdict(), "nll": nll, "kl": kl, "density": density, "seconds": seconds, **empty})
         step(f"{cell.method}, {100 * cell.budget:g} %, {cell.rule}")
     return {"scored": scored, "dense": dense, "cells": found}
 
@@ -112,36 +120,17 @@ def log_probs(model: PreTrainedModel, ids: Tensor, scored: int) -> Tensor:
 
 def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
     """Turn samples into rows: each method's own numbers, then the paired differences."""
-    methods = {method.name: method for method in ready.methods}
+    build = rows_of(command, ready, PHASE, len(samples))
     dense = [sample["dense"]["nll"] for sample in samples]
     of = {cell: [sample["cells"][i] for sample in samples] for i, cell in enumerate(cells)}
     tokens = [sample["scored"] for sample in samples]
     n, seed = len(samples), command.seed
 
-    def row(cell: Cell, metric: str, value: float, low: float | None, high: float | None, **more: Any) -> Row:
-        method = methods.get(cell.method)
-        sparse = cell in of
-        return Row(
-            task="ppl",
-            method=cell.method,
-            variant=method.variant if method else cell.method,
-            bits=method.bits if method else None,
-            budget=cell.budget if sparse else None,
-            rule=cell.rule if sparse else DENSE,
-            density=sum(s["density"] for s in of[cell]) / n if sparse else 1.0,
-            dense_layers=command.dense_layers,
-            sink=0,
-            recent=0,
-            phase=PHASE,
-            metric=metric,
-            value=value,
-            low=low,
-            high=high,
-            n=n,
-            seed=seed,
-            versions=versions(),
-            **more,
-        )
+    def row(cell: Cell, metric: str, estimate: Estimate, **more: Any) -> Row:
+        if cell in of:
+            density = sum(sample["density"] for sample in of[cell]) / n
+            more |= {"budget": cell.budget, "rule": cell.rule, "density": density}
+        return build(cell.method, metric, estimate, **more)
 
     def single(cell: Cell, nll: list[float], kl: list[float], seconds: list[float]) -> Iterator[Row]:
         excess = [a - b for a, b in zip(nll, dense, strict=True)]
@@ -149,19 +138,21 @@ def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sa
         columns = list(zip(nll, torch.tensor(nll).double().exp().tolist(), kl, seconds, excess, strict=True))
         found = dict(zip(names, bootstrap(columns, seed), strict=True))
         # Every context has as many scored tokens, so the interval of the mean loss is the token-weighted one.
-        for name, (value, low, high) in found.items():
+        for name, estimate in found.items():
             if name != "nll_excess":
-                yield row(cell, name, value, low, high)
-        yield row(cell, "perplexity", perplexity(nll, tokens), *_exp(found["nll"])[1:])
-        yield row(cell, "perplexity_ratio", *_exp(found["nll_excess"]))
+                yield row(cell, name, estimate)
+        yield row(cell, "perplexity", Estimate(perplexity(nll, tokens), *_exp(found["nll"])[1:]))
+        yield row(cell, "perplexity_ratio", _exp(found["nll_excess"]))
 
     yield from single(Cell(DENSE, "visible", 1.0), dense, [0.0] * n, [s["dense"]["seconds"] for s in samples])
     for cell, found in of.items():
         yield from single(cell, *([s[name] for s in found] for name in ("nll", "kl", "seconds")))
+        if "empty" in found[0]:
+            yield row(cell, "empty", *bootstrap([[s["empty"]] for s in found], seed))
     for cell, other in _pairs(cells):
         differences = [[a["kl"] - b["kl"], a["nll"] - b["nll"]] for a, b in zip(of[cell], of[other], strict=True)]
         for metric, estimate in zip(("kl", "nll"), bootstrap(differences, seed), strict=True):
-            yield row(cell, metric, *estimate, against=other.method)
+            yield row(cell, metric, estimate, against=other.method)
 
 
 def _exp(estimate: Estimate) -> Estimate:

@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from evals.documents import TokenDocument, load_documents
 from evals.figures import draw
-from evals.methods import LoadedMethod, load_methods
+from evals.methods import DENSE, LoadedMethod, load_methods
+from evals.metrics import Estimate
 from evals.plan import TaskCommand
 from evals.report import grids, to_markdown, to_rich
-from evals.result import Result, Row, environment, rows_to_text
+from evals.result import Result, Row, environment, rows_to_text, versions
 from evals.runner import RunFolder, model_identity
 
 Sample = dict[str, Any]
@@ -52,6 +53,29 @@ def prepare(command: TaskCommand, task: str, console: Console) -> Ready:
     identities = {method.name: method.identity for method in methods}
     settings = {**command.settings(task), "model_identity": model_identity(model), "method_identities": identities}
     return Ready(model, shape, methods, documents, settings)
+
+
+def rows_of(command: TaskCommand, ready: Ready, phase: str, n: int) -> Callable[..., Row]:
+    """Return what builds a row: `row(method, metric, estimate, budget=, rule=, density=, ...)`.
+
+    Dense attention has no budget, all its tokens, and the rule `dense`; further keywords are columns of `Row`.
+
+    Args:
+        phase: see `Row`; n: documents.
+    """
+    methods = {method.name: method for method in ready.methods}
+    shared = {"task": ready.settings["task"], "dense_layers": command.dense_layers, "sink": 0, "recent": 0}
+    shared |= {"phase": phase, "n": n, "seed": command.seed, "versions": versions()}
+
+    def row(method: str, metric: str, estimate: Estimate, **more: Any) -> Row:
+        found = methods.get(method)
+        facts = {"variant": found.variant if found else method, "bits": found.bits if found else None}
+        if method == DENSE:
+            more |= {"budget": None, "rule": DENSE, "density": 1.0}
+        value = {"value": estimate.mean, "low": estimate.low, "high": estimate.high}
+        return Row(method=method, metric=metric, **shared, **facts, **value, **more)
+
+    return row
 
 
 def each_document(

@@ -1,16 +1,17 @@
 """Scores (eq. 2, eq. 4), selection (eq. 6) and their fusion on the CPU, in numba.
 
-Score. A task is BLOCK query rows x CHUNK keys: 64 KiB of 128-bit keys stay in L2 while the rows pass over them. Words
-are read as uint64 (uint32 where codes do not lie on even words). Two words a code, the common case, are scored where
-they lie; other codes are first turned into columns, one word of CHUNK keys each, shared by the rows of the block. Per
-key of 128 bits and 3 planes: 6 popcounts, 4 bytes written. The ceiling is the memory that the scores are written to.
+Score. A task is BLOCK query rows x CHUNK keys. 32 keys go to registers, 8 keys a vector, and all rows of the block are
+scored against them before the next 32 are read. Two words of 64 bits a code, the common case, are taken apart on the
+way to the registers; other codes go, by masked loads and a transposition of 8 keys x 4 words, to a tile in L1 of one
+column a word, which costs 0.2 ns a key and word. Nothing outside the codes is read. Per key of 128 bits and 3 planes: 6
+popcounts, 4 bytes written. The ceiling is the memory that the codes are read from, or the scores written to.
 
 Selection, per row: (1) smallest and largest score, (2) histogram, in two levels if the scores span more than LEVEL,
 (3) threshold: walk the bins from the top until k are covered, (4) ordered compaction: 64 scores become a 64-bit mask of
 those at or above the threshold, its set bits are taken in order, and equals only while their quota lasts.
 
 Search. The scores of a chunk go to 16 bits in L1 and no further; most are never counted either, because counting one
-(0.42 ns) takes longer than scoring it (0.23 ns). Per row and part of the keys: (1) score one key in 64, in runs spread
+takes longer (0.42 ns) than scoring it (0.24 ns). Per row and part of the keys: (1) score one key in 64, in runs spread
 over all of them, and guess a floor that somewhat more than k keys reach; (2) score every chunk and keep what reaches
 the floor; (3) when 2k are kept, shrink to the best k by histogram and raise the floor above the lowest of them; (4)
 shrink once more at the end. Fewer than k kept means that the sample misled: then (2) again without a floor. What is
@@ -26,8 +27,7 @@ from numpy.typing import NDArray
 from hashcore.cpu import kernels, layout, threads
 from hashcore.validation import Selection
 
-ROWS = 32  # rows of a search that pass over a chunk together
-ROOM = 1 << 20  # scores that the rows of a search block keep at most, together
+ROOM = 1 << 20  # of what all rows of a block keep: 8 MiB
 
 
 def score(
@@ -50,10 +50,9 @@ def score(
         return out
     workers = workers or threads.count(out.size * query.shape[-1] * query.shape[-2])
     tasks = -(-len(addresses) // kernels.BLOCK) * -(-n // kernels.CHUNK)
-    planes, sets = _operands(query, keys, lead)
-    like = np.empty(0, np.int32)
-    arguments = (*planes, np.array(weights, np.uint32), sets.first, sets.step, sets.words, n, addresses, like)
-    threads.run(kernels.score_tasks, tasks, workers, arguments)
+    sets = layout.code_sets(keys, lead)  # what it owns lives until the kernels are done
+    operands = *layout.queries(query, lead), np.array(weights, np.uint32), sets.first, sets.step, sets.bits
+    threads.run(kernels.score_tasks, tasks, workers, (*operands, n, addresses))
     return out
 
 
@@ -126,24 +125,18 @@ def _search(
     """Write the selections to contiguous [rows, K], not empty."""
     count, width = scores.shape
     n = keys.shape[-2]
-    block = max(1, min(ROWS, -(-count // workers), ROOM // (2 * width + kernels.CHUNK)))
+    room = min(2 * width, n) + kernels.CHUNK + kernels.MORE  # of what a row keeps
+    block = max(1, min(kernels.BLOCK, -(-count // workers), ROOM // room))
     blocks = -(-count // block)
     # A part finds its own best k, not its share of them: parts shorter than 8 k would mostly repeat each other.
     parts = max(1, min(workers // blocks, n // (8 * width)))
     found = scores[None], indices[None]
     if parts > 1:
         found = np.empty((parts, count, width), np.int32), np.empty((parts, count, width), np.int64)
-    planes, sets = _operands(query, keys, lead)
-    codes = *planes, np.array(weights, np.uint32), sets.first, sets.step, sets.words, n
-    selection = wanted.k, wanted.low, wanted.high, block, parts, best and parts == 1
-    threads.run(kernels.search_tasks, blocks * parts, workers, (*codes, *selection, *found))
+    sets = layout.code_sets(keys, lead)  # what it owns lives until the kernels are done
+    operands = *layout.queries(query, lead), np.array(weights, np.uint32), sets.first, sets.step, sets.bits
+    top = sum(weights) * 32 * query.shape[-1]
+    selection = top, wanted.k, wanted.low, wanted.high, room, block, parts, best and parts == 1
+    threads.run(kernels.search_tasks, blocks * parts, workers, (*operands, n, *selection, *found))
     if parts > 1:
-        top = sum(weights) * 32 * query.shape[-1]
         threads.run(kernels.merge_tasks, count, 1, (*found, wanted.k, top, best, scores, indices))
-
-
-def _operands(
-    query: NDArray[np.int32], keys: NDArray[np.int32], lead: tuple[int, ...]
-) -> tuple[tuple[NDArray[Any], NDArray[np.int64]], layout.CodeSets]:
-    sets = layout.code_sets(keys, lead)
-    return layout.queries(query, lead, sets.dtype), sets

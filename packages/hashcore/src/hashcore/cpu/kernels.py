@@ -1,46 +1,76 @@
 """The numba kernels. They check nothing: hashcore.ops has. cpu/__init__.py says how they work together.
 
-All of them are in one file because numba's cache looks at the age of the file of a kernel, not of those it calls.
-Arrays are sliced first and indexed from 0: with a base added to the index LLVM emits gathers, 3-11 times slower.
+All of them are in one file because numba's cache looks at the file of a kernel only, not at those it calls. So that it
+never serves a kernel with other intrinsics than these, INTRINSICS has the digest of their file and changes with it.
 """
 
 # numba is untyped, and its decorators change what a function takes.
-# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 
 import numba
 import numpy as np
 
-from hashcore.cpu.intrinsics import LANES, at_least, lowest_bit, memory, popcount
+from hashcore.cpu.intrinsics import (
+    KEYS,
+    LANES,
+    at_least,
+    lowest_bit,
+    memory,
+    popcount,
+    prefetch,
+    score_columns,
+    score_pairs,
+    stay_a_function,
+    transpose,
+)
 
-CHUNK = 4096  # keys scored at once: 64 KiB of 128-bit keys stay in L2 while the rows of a block pass over them
-BLOCK = 8  # rows of scores that share a chunk
+INTRINSICS = "da2ab26f304f3bf8"
+CHUNK = 1024  # keys scored at once: 16 KiB of 128-bit keys stay in L1 while the rows of a block pass over them
+BLOCK = 32  # most rows that do
 LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first of them by 256 scores
 RUN = 64  # neighbouring keys of a sample
+MORE = 4  # of 64 scores that rarely more reach a good floor
+LAST, INDEX = np.uint64(1 << 63), np.uint64((1 << 48) - 1)
+AT, FROM, TO, WANTED, FLOOR, KEPT = range(6)  # what a search knows of a row: its keys' address, the range it sees, ...
+# Constants are passed on as np.int64(...): numba compiles a function once more for every literal it is called with.
 
 
-def score_tasks(first, last, query, query_of, weights, keys, step, words, n, out, like):
+def score_tasks(first, last, planes, planes_of, weights, keys, step, bits, n, out):
     """Score tasks [first, last), each BLOCK rows x CHUNK keys, to rows of int32 at addresses out."""
-    size_of_word = query.itemsize
     rows = len(keys)
     chunks = (n + CHUNK - 1) // CHUNK
-    columns = np.empty((words, CHUNK), query.dtype)
+    tile = np.empty(((planes.shape[2] + 3) // 4 * 4, KEYS), np.uint64)
+    own, places = np.empty((BLOCK, planes.shape[1], planes.shape[2]), np.uint64), np.empty(BLOCK, np.int64)
+    rest, rests = np.empty((BLOCK, KEYS), np.int32), np.empty(BLOCK, np.int64)
+    for r in range(BLOCK):
+        rests[r] = _address(rest[r])
     for task in range(first, last):
         low = task % chunks * CHUNK
         size = min(CHUNK, n - low)
-        loaded = 0
-        for row in range(task // chunks * BLOCK, min(task // chunks * BLOCK + BLOCK, rows)):
-            place = keys[row] + low * step * size_of_word
-            if loaded != place:
-                loaded = place
-                _load(place, step, words, size, columns)
-            o = memory(out[row] + 4 * low, size, like)
-            _score(place, step, words, columns, 0, query[query_of[row]], weights, o)
+        whole = size // KEYS * KEYS
+        row = task // chunks * BLOCK
+        end = min(row + BLOCK, rows)
+        while row < end:
+            same = np.int64(0)
+            while row + same < end and keys[row + same] == keys[row]:
+                _copy(planes[planes_of[row + same]], own[same])
+                places[same] = out[row + same] + 4 * low
+                same += 1
+            place = keys[row] + low * step
+            _score(place, step, bits, whole, tile, weights, own, np.int64(0), same, places, rest)
+            if whole < size:
+                place += whole * step
+                _score(place, step, bits, size - whole, tile, weights, own, np.int64(0), same, rests, rest)
+                for r in range(same):
+                    o = memory(out[row + r] + 4 * (low + whole), size - whole, rest)
+                    o[:] = rest[r, : len(o)]
+            row += same
     return 0
 
 
 def topk_tasks(first, last, scores, k, low, high, values, indices):
     """Select from rows [first, last) at addresses scores; return a row whose scores lie too far apart, or -1."""
-    histogram = np.empty(LEVEL, np.int32)
+    histogram = np.empty(4 * LEVEL, np.int32)
     for row in range(first, last):
         if low[row] == high[row]:
             continue
@@ -56,7 +86,7 @@ def topk_tasks(first, last, scores, k, low, high, values, indices):
         wanted = min(k[row], len(s))
         if wanted == 0:
             continue
-        step, quota = _threshold(s, np.uint64(smallest), np.int64(span), wanted, histogram)  # (2), (3)
+        step, quota = _threshold(s, np.uint64(0), np.uint64(smallest), np.int64(span), wanted, histogram)  # (2), (3)
         _compact(s, s.dtype.type(np.uint64(smallest) + step), quota, indices[row], low[row])
         for i in range(wanted):
             values[row, i] = s[indices[row, i] - low[row]]
@@ -64,242 +94,267 @@ def topk_tasks(first, last, scores, k, low, high, values, indices):
 
 
 def search_tasks(
-    first, last, query, query_of, weights, keys, step, words, n, k, low, high, block, parts, best, scores, indices,
+    first, last, planes, planes_of, weights, keys, step, bits, n, top, k, low, high, room, block, parts, best,
+    scores, indices,
 ):  # fmt: skip
     """Select from tasks [first, last), each a block of rows x a part of the keys.
 
-    Row r sees keys [low[r], high[r]). The best k[r] of each part go to scores and indices [parts, rows, K], in
-    ascending index order or, if best, highest score first.
+    Row r sees keys [low[r], high[r]), which score 0 to top. The best k[r] of each part go to scores and indices
+    [parts, rows, K], in ascending index order or, if best, highest score first.
     """
-    size_of_word = query.itemsize
-    top = np.int64(8 * size_of_word * words) * np.int64(weights.sum())
-    histogram = np.empty(max(top + 1, LEVEL), np.int32)
-    columns = np.empty((words, CHUNK), query.dtype)
-    buffer = np.empty(CHUNK, np.uint16)
-    room = min(2 * k.max(), n) + CHUNK
-    kept_scores, kept_indices = np.empty((block, room), np.uint16), np.empty((block, room), np.int64)
-    floor, kept, active = np.empty(block, np.int64), np.empty(block, np.int64), np.empty(block, np.bool_)
+    histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
+    tile = np.empty(((planes.shape[2] + 3) // 4 * 4, KEYS), np.uint64)
+    own = np.empty((block, planes.shape[1], planes.shape[2]), np.uint64)
+    buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
+    kept, state = np.empty((block, room), np.uint64), np.empty((block, 6), np.int64)
+    for r in range(block):
+        places[r] = _address(buffer[r])
     for task in range(first, last):
-        a, b = n * (task % parts) // parts, n * (task % parts + 1) // parts
-        row0 = task // parts * block
-        rows = min(block, len(keys) - row0)
+        part, row0 = task % parts, task // parts * block
+        a, b, rows = n * part // parts, n * (part + 1) // parts, min(block, len(keys) - row0)
         for r in range(rows):
             row = row0 + r
-            at, end, planes = max(a, low[row]), min(b, high[row]), query[query_of[row]]
-            kept[r], active[r] = 0, k[row] > 0
-            floor[r] = _guess(keys[row], step, words, at, end, k[row], planes, weights, columns, buffer, histogram, top)
-        while active[:rows].any():
-            for low_key in range(a, b, CHUNK):
-                size, loaded = min(CHUNK, b - low_key), 0
-                for r in range(rows):
-                    row = row0 + r
-                    at, end = max(low_key, low[row]), min(low_key + size, high[row])
-                    if at >= end or not active[r]:
-                        continue
-                    place = keys[row] + low_key * step * size_of_word
-                    if loaded != place:
-                        loaded = place
-                        _load(place, step, words, size, columns)
-                    o, planes = buffer[: end - at], query[query_of[row]]
-                    _score(place, step, words, columns, at - low_key, planes, weights, o)
-                    if kept[r] + len(o) > room:
-                        lowest = _shrink(kept_scores[r, : kept[r]], kept_indices[r], k[row], floor[r], top, histogram)
-                        floor[r], kept[r] = lowest + 1, k[row]  # later equals lose the tie
-                    kept[r] = _append(o, floor[r], at, kept_scores[r], kept_indices[r], kept[r])
-            for r in range(rows):
-                row = row0 + r
-                wanted = min(k[row], max(0, min(b, high[row]) - max(a, low[row])))
-                active[r] = active[r] and kept[r] < wanted
-                if active[r]:  # the sample misled: again, without a floor
-                    floor[r], kept[r] = 0, 0
-                elif kept[r] > wanted:
-                    _shrink(kept_scores[r, : kept[r]], kept_indices[r], wanted, floor[r], top, histogram)
-                    kept[r] = wanted
+            at, end = max(a, low[row]), max(a, min(b, high[row]))
+            _copy(planes[planes_of[row]], own[r])
+            state[r, AT], state[r, FROM], state[r, TO] = keys[row], at, end
+            state[r, WANTED], state[r, KEPT] = min(k[row], max(0, end - at)), 0
+            state[r, FLOOR] = _guess(r, state, step, bits, own, weights, tile, places, buffer, histogram, top)
+        ends = np.int64(0), rows
+        while ends[0] < ends[1]:
+            _collect(
+                ends[0], ends[1], a, b, state, step, bits, own, weights, tile, places, buffer, kept, histogram, top
+            )
+            ends = _misled(state, rows)
         for r in range(rows):
+            if state[r, KEPT] > state[r, WANTED]:
+                _shrink(kept[r], state[r, KEPT], state[r, WANTED], state[r, FLOOR], top, histogram)
             row = row0 + r
-            s, i = kept_scores[r, : kept[r]], kept_indices[r, : kept[r]]
-            _write(s, i, best, top, histogram, scores[task % parts, row], indices[task % parts, row])
+            _write(kept[r], state[r, WANTED], best, top, histogram, scores[part, row], indices[part, row])
     return 0
 
 
 def merge_tasks(first, last, part_scores, part_indices, k, top, best, scores, indices):
     """Select, for rows [first, last), the best k[row] of what search_tasks found in every part."""
     parts, _, width = part_scores.shape
-    histogram = np.empty(max(top + 1, LEVEL), np.int32)
-    kept_scores, kept_indices = np.empty(parts * width, np.int32), np.empty(parts * width, np.int64)
+    histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
+    kept = np.empty(parts * width, np.uint64)
     for row in range(first, last):
-        kept = 0
+        count = np.int64(0)
         for part in range(parts):
             for i in range(min(k[row], width)):
                 if part_indices[part, row, i] < 0:
                     break
-                kept_scores[kept], kept_indices[kept] = part_scores[part, row, i], part_indices[part, row, i]
-                kept += 1
-        if kept > k[row]:
-            _shrink(kept_scores[:kept], kept_indices, k[row], 0, top, histogram)
-            kept = k[row]
-        _write(kept_scores[:kept], kept_indices[:kept], best, top, histogram, scores[row], indices[row])
+                kept[count] = _entry(part_scores[part, row, i], part_indices[part, row, i])
+                count += 1
+        if count > k[row]:
+            _shrink(kept, count, k[row], np.int64(0), top, histogram)
+            count = k[row]
+        _write(kept, count, best, top, histogram, scores[row], indices[row])
     return 0
 
 
 @numba.njit
-def _load(place, step, words, size, columns):
-    """Copy the codes at an address into columns, one word of each a row, unless _score reads them where they lie."""
-    if step == words and words <= 2:
-        return
-    for i in range(size):
-        code = memory(place + i * step * columns.itemsize, words, columns)
-        for v in range(words):
-            columns[v, i] = code[v]
+def _collect(r0, r1, a, b, state, step, bits, planes, weights, tile, places, buffer, kept, histogram, top):
+    """Pass over keys [a, b) and append, for rows [r0, r1) of the block, what reaches their floors."""
+    stay_a_function()
+    for low in range(a, b, CHUNK):
+        size, r = min(CHUNK, b - low), r0
+        while r < r1:
+            same, seen = _same(state, r, r1, low, low + size)
+            if seen:
+                _score(state[r, AT] + low * step, step, bits, size, tile, weights, planes, r, same, places, buffer)
+            for q in range(r, r + same):
+                at, end = max(low, state[q, FROM]), min(low + size, state[q, TO])
+                wanted, count = state[q, WANTED], state[q, KEPT]
+                if wanted == 0 or at >= end:
+                    continue
+                if count + size + MORE > kept.shape[1]:
+                    state[q, FLOOR] = 1 + _shrink(kept[q], count, wanted, state[q, FLOOR], top, histogram)
+                    count = wanted  # later equals lose the tie
+                state[q, KEPT] = _append(buffer[q, at - low : end - low], state[q, FLOOR], at, kept[q], count)
+            r += same
 
 
 @numba.njit
-def _score(place, step, words, columns, skip, planes, weights, out):
-    """Write the scores of the loaded codes from the one at skip on."""
-    if step == words and words <= 2:
-        x = memory(place + skip * words * columns.itemsize, len(out) * words, columns)
-        if words == 2:
-            _score_pairs(x, planes, weights, out)
-        else:
-            _score_column(x, planes[:, 0], weights, out, False)
-    else:
-        for v in range(words):
-            _score_column(columns[v, skip : skip + len(out)], planes[:, v], weights, out, v > 0)
+def _same(state, r, end, low, high):
+    """Return how many rows from r on have its keys, and whether one of them sees some of [low, high)."""
+    same, seen = np.int64(0), False
+    while r + same < end and state[r + same, AT] == state[r, AT]:
+        seen |= state[r + same, FROM] < high and state[r + same, TO] > low
+        same += 1
+    return same, seen
 
 
 @numba.njit
-def _score_pairs(x, planes, weights, out):
-    """Write the scores of codes of two words, which lie in turn in x: three planes a pass over x, then one."""
-    kind = out.dtype.type
-    p = 0
-    while p + 3 <= len(weights):
-        a0, b0, w0 = ~planes[p, 0], ~planes[p, 1], np.uint64(weights[p])
-        a1, b1, w1 = ~planes[p + 1, 0], ~planes[p + 1, 1], np.uint64(weights[p + 1])
-        a2, b2, w2 = ~planes[p + 2, 0], ~planes[p + 2, 1], np.uint64(weights[p + 2])
-        for i in range(len(out)):
-            a, b = x[2 * i], x[2 * i + 1]
-            total = w0 * (popcount(a ^ a0) + popcount(b ^ b0))
-            total += w1 * (popcount(a ^ a1) + popcount(b ^ b1))
-            total += w2 * (popcount(a ^ a2) + popcount(b ^ b2))
-            out[i] = kind(total) + (out[i] if p else kind(0))
-        p += 3
-    while p < len(weights):
-        a0, b0, w0 = ~planes[p, 0], ~planes[p, 1], np.uint64(weights[p])
-        for i in range(len(out)):
-            total = w0 * (popcount(x[2 * i] ^ a0) + popcount(x[2 * i + 1] ^ b0))
-            out[i] = kind(total) + (out[i] if p else kind(0))
-        p += 1
+def _misled(state, rows):
+    """Find the first row that kept too little because its floor was too high, and start it again without a floor."""
+    for r in range(rows):
+        if state[r, KEPT] < state[r, WANTED]:
+            state[r, KEPT], state[r, FLOOR] = 0, 0
+            return r, r + 1
+    return np.int64(0), np.int64(0)
 
 
 @numba.njit
-def _score_column(x, plane, weights, out, add):
-    """Write, or add to out, the scores of one word of every code: three planes a pass over x, then one."""
-    kind = out.dtype.type
-    p = 0
-    while p + 3 <= len(weights):
-        a0, w0 = ~plane[p], np.uint64(weights[p])
-        a1, w1 = ~plane[p + 1], np.uint64(weights[p + 1])
-        a2, w2 = ~plane[p + 2], np.uint64(weights[p + 2])
-        for i in range(len(out)):
-            total = w0 * popcount(x[i] ^ a0) + w1 * popcount(x[i] ^ a1) + w2 * popcount(x[i] ^ a2)
-            out[i] = kind(total) + (out[i] if add else kind(0))
-        add = True
-        p += 3
-    while p < len(weights):
-        a0, w0 = ~plane[p], np.uint64(weights[p])
-        for i in range(len(out)):
-            out[i] = kind(w0 * popcount(x[i] ^ a0)) + (out[i] if add else kind(0))
-        add = True
-        p += 1
+def _guess(r, state, step, bits, planes, weights, tile, places, buffer, histogram, top):
+    """Return a score that about as many keys of row r reach as it wants, rather more, from runs spread over them.
 
-
-@numba.njit
-def _guess(keys, step, words, low, high, k, planes, weights, columns, buffer, histogram, top):
-    """Return a score that about k of the codes [low, high) reach, rather more than fewer, from runs spread over them.
-
-    0, which all of them reach, where a sample would not pay.
+    0, which all of them reach, where a sample would not pay. The number of the best keys that a sample meets has the
+    standard deviation of a Poisson count: three of them are added.
     """
-    n = high - low
+    stay_a_function()
+    keys, low, k = state[r, AT], state[r, FROM], state[r, WANTED]
+    n = state[r, TO] - low
     runs = max(n // 4096, 8)
     if n < 32 * RUN or 4 * k >= n or k == 0:
         return 0
+    for run in range(runs):
+        for i in range(0, RUN, max(64 // max(abs(step), 1), 1)):
+            prefetch(keys + (low + run * (n - RUN) // (runs - 1) + i) * step)
     shift = 0 if top < LEVEL else 8
     histogram[: (top >> shift) + 1] = 0
     for run in range(runs):
-        place = keys + (low + run * (n - RUN) // (runs - 1)) * step * columns.itemsize
-        _load(place, step, words, RUN, columns)
-        o = buffer[:RUN]
-        _score(place, step, words, columns, 0, planes, weights, o)
+        place = keys + (low + run * (n - RUN) // (runs - 1)) * step
+        _score(place, step, bits, np.int64(RUN), tile, weights, planes, r, np.int64(1), places, buffer)
         for i in range(RUN):
-            histogram[o[i] >> shift] += 1
+            histogram[buffer[r, i] >> shift] += 1
     expected = k * runs * RUN / n
-    rank = np.int64(expected + 4 * np.sqrt(expected) + 8)
-    step_down = top >> shift
-    while step_down > 0 and histogram[step_down] < rank:
-        rank -= histogram[step_down]
-        step_down -= 1
-    return step_down << shift
+    rank, bin = np.int64(expected + 3 * np.sqrt(expected) + 4), top >> shift
+    while bin > 0 and histogram[bin] < rank:
+        rank -= histogram[bin]
+        bin -= 1
+    return bin << shift
 
 
 @numba.njit
-def _append(s, floor, base, scores, indices, kept):
-    """Append the scores that reach the floor and their indices, counted from base; return how many are kept now."""
+def _score(place, step, bits, size, tile, weights, planes, r, rows, places, like):
+    """Score the keys at an address against planes[r : r + rows]: their scores go to the addresses places[r] on.
+
+    As many as size, rounded up to KEYS, are written for each row.
+    """
+    stay_a_function()
+    words, count = planes.shape[2], len(weights)
+    p, w, o, t = _address(planes[r]), _address(weights), _address(places) + 8 * r, _address(tile)
+    whole = size // KEYS * KEYS if words <= 2 and bits == 64 * words and step == 8 * words else 0
+    for i in range(0, whole, KEYS):
+        if words == 2:
+            score_pairs(place + i * step, p, w, count, rows, o, i * like.itemsize, like)
+        else:
+            score_columns(place + i * step, 0, 1, p, w, count, rows, o, i * like.itemsize, like)
+    for i in range(whole, size, KEYS):
+        transpose(place + i * step, step, min(KEYS, size - i) - 1, bits // 32, t)
+        score_columns(t, 8 * KEYS, words, p, w, count, rows, o, i * like.itemsize, like)
+
+
+@numba.njit
+def _copy(source, target):
+    for p in range(source.shape[0]):
+        for v in range(source.shape[1]):
+            target[p, v] = source[p, v]
+
+
+@numba.njit
+def _address(x):
+    return np.int64(x.ctypes.data)  # numba frees x after its last use: it must be used, or passed on, later than this
+
+
+@numba.njit
+def _append(s, floor, base, kept, count):
+    """Append the scores that reach the floor, with their indices counted from base; return how many are kept now.
+
+    MORE entries of each 64 are written without asking whether there are as many: an unexpected branch takes longer.
+    """
+    stay_a_function()
     if floor >> 16:
-        return kept  # above every 16-bit score
+        return count  # above every 16-bit score
     threshold = s.dtype.type(floor)
     whole = len(s) // LANES * LANES
     for group in range(0, whole, LANES):
         mask = at_least(s, group, threshold)
+        if mask == 0:
+            continue
+        end, place = count + np.int64(popcount(mask)), count
+        for _ in range(MORE):
+            i = group + np.int64(lowest_bit(mask | LAST))
+            kept[place] = _entry(s[i], base + i)
+            mask &= mask - np.uint64(1)
+            place += 1
         while mask:
             i = group + np.int64(lowest_bit(mask))
+            kept[place] = _entry(s[i], base + i)
             mask &= mask - np.uint64(1)
-            scores[kept], indices[kept] = s[i], base + i
-            kept += 1
+            place += 1
+        count = end
     for i in range(whole, len(s)):
         if s[i] >= threshold:
-            scores[kept], indices[kept] = s[i], base + i
-            kept += 1
-    return kept
+            kept[count] = _entry(s[i], base + i)
+            count += 1
+    return count
 
 
 @numba.njit
-def _shrink(scores, indices, k, floor, top, histogram):
-    """Keep the best k of scores and their indices, in order; return the lowest of them.
+def _entry(score, index):
+    """Put a score above its index, which has 48 bits."""
+    return np.uint64(score) << np.uint64(48) | np.uint64(index)
+
+
+@numba.njit
+def _shrink(kept, count, k, floor, top, histogram):
+    """Keep the best k of so many entries, in order; return the lowest score of them.
 
     The scores lie between floor and top, or one below the floor where an earlier shrink left them.
     """
+    stay_a_function()
     base = max(floor - 1, 0)
-    steps, quota = _threshold(scores, np.uint64(base), np.int64(top - base), k, histogram)
-    threshold = scores.dtype.type(np.uint64(base) + steps)
+    steps, quota = _threshold(kept[:count], np.uint64(48), np.uint64(base), np.int64(top - base), k, histogram)
+    threshold = np.uint64(base) + steps
     taken = 0
-    for i in range(len(scores)):
-        score, index = scores[i], indices[i]
+    for i in range(count):
+        entry = kept[i]
+        score = entry >> np.uint64(48)
         equal = (score == threshold) & (quota > 0)
-        scores[taken], indices[taken] = score, index
+        kept[taken] = entry
         taken += (score > threshold) | equal
         quota -= equal
-        if taken == k:
-            break
     return np.int64(threshold)
 
 
 @numba.njit
-def _threshold(s, smallest, span, quota, histogram):
-    """Find the quota-th best of s, scores in smallest + [0, span]: its distance from smallest, and its own quota."""
-    shift = np.uint64(0) if span < LEVEL else np.uint64(8)
+def _threshold(s, drop, smallest, span, quota, histogram):
+    """Find the quota-th best score, s >> drop, of those in smallest + [0, span]: its distance, and its own quota."""
+    stay_a_function()
+    if span < LEVEL:
+        _count(s, drop, smallest, span + 1, histogram)
+        return _walk(histogram, np.uint64(span), quota)
+    shift = np.uint64(8)
     histogram[: (np.uint64(span) >> shift) + np.uint64(1)] = 0
     for i in range(len(s)):
-        histogram[(np.uint64(s[i]) - smallest) >> shift] += 1
-    step, quota = _walk(histogram, np.uint64(span) >> shift, quota)
-    if shift == np.uint64(0):
-        return step, quota
+        histogram[((np.uint64(s[i]) >> drop) - smallest) >> shift] += 1
+    coarse, quota = _walk(histogram, np.uint64(span) >> shift, quota)
     histogram[:256] = 0
     for i in range(len(s)):
-        distance = np.uint64(s[i]) - smallest
-        if distance >> shift == step:
+        distance = (np.uint64(s[i]) >> drop) - smallest
+        if distance >> shift == coarse:
             histogram[distance & np.uint64(255)] += 1
     fine, quota = _walk(histogram, np.uint64(255), quota)
-    return step << shift | fine, quota
+    return coarse << shift | fine, quota
+
+
+@numba.njit
+def _count(s, drop, smallest, bins, histogram):
+    """Count scores in four histograms by turns, because neighbours are often equal and would wait for each other."""
+    histogram[: 4 * bins] = 0
+    a, b, c, d = histogram[:bins], histogram[bins:], histogram[2 * bins :], histogram[3 * bins :]
+    whole = len(s) // 4 * 4
+    for i in range(0, whole, 4):
+        a[(np.uint64(s[i]) >> drop) - smallest] += 1
+        b[(np.uint64(s[i + 1]) >> drop) - smallest] += 1
+        c[(np.uint64(s[i + 2]) >> drop) - smallest] += 1
+        d[(np.uint64(s[i + 3]) >> drop) - smallest] += 1
+    for i in range(whole, len(s)):
+        a[(np.uint64(s[i]) >> drop) - smallest] += 1
+    for i in range(bins):
+        a[i] += b[i] + c[i] + d[i]
 
 
 @numba.njit
@@ -314,6 +369,7 @@ def _walk(histogram, step, quota):
 @numba.njit
 def _compact(s, threshold, quota, indices, base):
     """Write, in order, the indices from base of all scores above the threshold and of the first quota equal to it."""
+    stay_a_function()
     taken = 0
     whole = len(s) // LANES * LANES
     for group in range(0, whole, LANES):
@@ -336,21 +392,22 @@ def _compact(s, threshold, quota, indices, base):
 
 
 @numba.njit
-def _write(scores, indices, best, top, histogram, out_scores, out_indices):
-    """Write a selection, in the order it has or best first, and fill the slots it leaves."""
+def _write(kept, count, best, top, histogram, scores, indices):
+    """Write so many entries, in the order they have or best first, and fill the slots they leave."""
+    stay_a_function()
     if best:
-        counts = histogram[: top + 1]
-        counts[:] = 0
-        for i in range(len(scores)):
-            counts[scores[i]] += 1
+        places = histogram[: top + 1]
+        places[:] = 0
+        for i in range(count):
+            places[kept[i] >> np.uint64(48)] += 1
         place = 0
         for score in range(top, -1, -1):
-            counts[score], place = place, place + counts[score]
-    for i in range(len(scores)):
-        place = i
+            places[score], place = place, place + places[score]
+    for i in range(count):
+        score, place = kept[i] >> np.uint64(48), i
         if best:
-            place = counts[scores[i]]
-            counts[scores[i]] += 1
-        out_scores[place], out_indices[place] = scores[i], indices[i]
-    out_scores[len(scores) :] = 0
-    out_indices[len(scores) :] = -1
+            place = places[score]
+            places[score] += 1
+        scores[place], indices[place] = score, kept[i] & INDEX
+    scores[count:] = 0
+    indices[count:] = -1

@@ -10,20 +10,16 @@ from numpy.typing import NDArray
 class CodeSets(NamedTuple):
     """Sets of codes, one for each output row, which need not lie together.
 
-    The caller keeps the arrays alive while a kernel reads them.
-
     Attributes:
-        dtype: type of a word: uint64, or uint32 if codes do not start and end on even words of 32 bits.
-        first: address of the first word of each row's set, int64 [rows].
-        step: words from a code to the next.
-        words: words in a code.
-        owner: the array that the addresses point into.
+        first: address of the first code of each row's set, int64 [rows].
+        step: bytes from a code to the next.
+        bits: bits in a code.
+        owner: the array that the addresses point into; to be kept alive while a kernel reads them.
     """
 
-    dtype: Any
     first: NDArray[np.int64]
     step: int
-    words: int
+    bits: int
     owner: NDArray[np.int32]
 
 
@@ -33,20 +29,21 @@ def code_sets(codes: NDArray[np.int32], lead: tuple[int, ...]) -> CodeSets:
         codes = np.ascontiguousarray(codes[_distinct(codes)])
     n, words = codes.shape[-2:]
     step = codes.strides[-2] if n > 1 else 4 * words
-    first = _addresses(codes, codes.shape[:-2], lead)
-    even = words % 2 == 0 and step % 8 == 0 and _address(codes) % 8 == 0
-    if even and not any(stride % 8 for stride, size in zip(codes.strides, codes.shape[:-2], strict=False) if size > 1):
-        return CodeSets(np.uint64, first, step // 8, words // 2, codes)
-    return CodeSets(np.uint32, first, step // 4, words, codes)
+    return CodeSets(_addresses(codes, codes.shape[:-2], lead), step, 32 * words, codes)
 
 
-def queries(x: NDArray[np.int32], lead: tuple[int, ...], dtype: Any) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Return planes [..., P, W] as [count, P, V] words of dtype without repeats, and which of them each row uses."""
-    once = np.ascontiguousarray(x[_distinct(x)])
-    shape = once.shape[:-2]
-    index = np.arange(math.prod(shape), dtype=np.int64)
-    planes = once.view(dtype).reshape(len(index), x.shape[-2], -1)
-    return planes, index if shape == lead else np.broadcast_to(index.reshape(shape), lead).reshape(-1)
+def queries(x: NDArray[np.int32], lead: tuple[int, ...]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """Return planes [..., P, W] without repeats, [count, P, ceil(W / 2)], and which of them each row of lead uses.
+
+    They are complemented, so that xor with a key leaves the bits that match, and filled up with 0, which matches none.
+    """
+    once = x[_distinct(x)]
+    shape, count, words = once.shape[:-2], math.prod(once.shape[:-2]), x.shape[-1]
+    planes = np.zeros((count, x.shape[-2], words + words % 2), np.int32)
+    np.invert(once.reshape(count, -1, words), out=planes[..., :words])
+    index = np.arange(count, dtype=np.int64)
+    planes_of = index if shape == lead else np.broadcast_to(index.reshape(shape), lead).flatten()
+    return planes.view(np.uint64), planes_of
 
 
 def rows(x: NDArray[Any]) -> NDArray[np.int64] | None:
@@ -66,7 +63,9 @@ def _addresses(x: NDArray[Any], shape: tuple[int, ...], lead: tuple[int, ...]) -
         if size > 1 and x.strides[axis]:
             steps = np.arange(0, size * x.strides[axis], x.strides[axis], dtype=np.int64)
             first = first + steps.reshape([size if a == axis else 1 for a in range(len(shape))])
-    return first.reshape(-1) if first.shape == lead else np.broadcast_to(first, lead).reshape(-1)
+    if first.shape != lead:
+        first = np.broadcast_to(first, lead)
+    return first.flatten()  # writeable and contiguous: numba compiles for each kind it meets
 
 
 def _distinct(x: NDArray[Any]) -> tuple[slice, ...]:

@@ -1,0 +1,151 @@
+"""MagicPIG (Chen et al. 2024, arXiv 2410.16179): attention over a sample of tokens that hash tables draw.
+
+1. L tables of K sign bits each hash the query, and the keys minus their mean: softmax does not see that shift.
+2. A key is drawn if it shares its bucket with the query in 2 tables or more. A pair at angle t shares one bit with
+   probability p = 1 - t / pi, a bucket with P = p^K, and is drawn with w = 1 - (1 - P)^L - L P (1 - P)^(L - 1).
+3. Attention is the softmax of logit - log w over the drawn tokens: the self-normalised estimate of importance
+   sampling. The first and the last tokens are always attended to, uncorrected.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from sparse_decode import Rows
+from sparse_decode.compiled import run
+from sparse_decode.select import NoCodes
+from torch import Tensor
+
+from evals.rivals.seen import listed, ranks, seen_by
+
+_CHUNK = 4096  # keys hashed at once
+_SMALL = 1e-4  # L P below which w is its first term, L (L - 1) / 2 P^2, to 4 digits: the difference would cancel
+
+
+def log_draw_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
+    """Compute log w, the log of the probability that a key at this angle is drawn; float64, the shape of `cosine`."""
+    p = 1 - cosine.double().clamp(-1, 1).acos() / math.pi
+    bucket = p**bits
+    miss = torch.log1p(-bucket.clamp(max=1 - 1e-12))
+    w = 1 - (tables * miss).exp() - tables * bucket * ((tables - 1) * miss).exp()
+    first = math.log(tables * (tables - 1) / 2) + 2 * bits * p.clamp(min=1e-12).log()
+    return torch.where(tables * bucket < _SMALL, first, w.clamp(min=1e-300).log())
+
+
+class MagicPigSelector(NoCodes):
+    """Selects, per query head, the tokens that the tables draw, and corrects their logits for how they were drawn.
+
+    Its budget is K and L: of a row's budget it only heeds none and all. Compare it by measured density.
+
+    Args:
+        bits: K, at most 31; tables: L, at least 2. The paper on Spotlight Attention runs 15 and 100.
+        sink, local: the first and the last tokens a row sees, always attended to, on top of the sample.
+        prefill: rows that see at most this many tokens attend to all of them; the keys of these first tokens, without
+            sink and local, give the mean (1,024, as in that paper's perplexity protocol).
+        seed: draws the hash functions, which the heads of a layer share.
+
+    Attributes:
+        sampled: (row, head) pairs that were sampled so far; empty: how many of them drew no token and had no sink or
+            local one either. They attend to their own token, where the rival divides zero by zero.
+    """
+
+    def __init__(
+        self, bits: int = 15, tables: int = 100, sink: int = 4, local: int = 64, prefill: int = 1024, seed: int = 0
+    ):
+        if not 1 <= bits <= 31 or tables < 2:
+            raise ValueError(f"bits must be 1 to 31 and tables 2 or more, got {bits} and {tables}")
+        if sink < 0 or local < 0 or prefill <= sink + local:
+            raise ValueError(f"prefill must be above sink + local, got {prefill}, {sink} and {local}")
+        self.bits, self.tables, self.sink, self.local = bits, tables, sink, local
+        self.prefill, self.seed = prefill, seed
+        self.sampled = self.empty = 0
+
+    def select(self, rows: Rows) -> Tensor:
+        """Choose tokens, int64 [B, Hq, Q, K]; see `Selector`."""
+        seen = seen_by(rows)
+        always, whole = self._always(rows, seen)
+        drawn = self._drawn(rows, seen) & seen[:, None]
+        tokens = drawn | always[:, None]
+        sparse = (rows.counts > 0)[:, None] & ~whole[:, None]
+        empty = sparse & ~tokens.any(-1)
+        self.sampled += int(sparse.sum()) * rows.q.shape[1]
+        self.empty += int(empty.sum())
+        own = seen & (seen.cumsum(-1) == seen.sum(-1, keepdim=True))  # each row's last token
+        tokens = tokens | (empty[..., None] & own[:, None])
+        return listed(tokens & (rows.counts > 0)[:, None, :, None])
+
+    def attend(self, rows: Rows, v: Tensor, indices: Tensor) -> Tensor:
+        """Attend to the selected tokens of v [B, Hkv, N, Dv] by corrected logits: [B, Q, Hq, Dv] in q's type."""
+        (batch, hq, n_rows, dim), (hkv, n) = rows.q.shape, rows.k.shape[1:3]
+        seen = seen_by(rows)
+        always, _ = self._always(rows, seen)
+        taken = torch.zeros(batch, hq, n_rows, n + 1, dtype=torch.bool)
+        taken = taken.scatter_(-1, indices.masked_fill(indices < 0, n), True)[..., :n]
+        q, k = rows.q.detach().float().reshape(batch, hkv, -1, dim), rows.k.detach().float()
+        logits = (q @ k.transpose(-1, -2)).view(batch, hq, n_rows, n) * rows.scaling
+        if rows.softcap is not None:
+            logits = rows.softcap * (logits / rows.softcap).tanh()
+        centred = k - self._mean(rows, seen)
+        unit_q, unit_k = torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(centred, dim=-1)
+        cosine = (unit_q @ unit_k.transpose(-1, -2)).view_as(logits)
+        sampled = taken & ~always[:, None]
+        logits[sampled] -= log_draw_probability(cosine[sampled], self.bits, self.tables).float()
+        logits = logits.masked_fill(~taken, -torch.inf)
+        p = logits.softmax(-1).nan_to_num(0)  # rows that are not sparse take nothing
+        if rows.sinks is not None:
+            p = p * (logits.logsumexp(-1, keepdim=True) - rows.sinks.float()[:, None, None]).sigmoid()
+        values = v.detach().float()
+        out = p.view(batch, hkv, -1, n) @ values
+        return out.view(batch, hq, n_rows, -1).transpose(1, 2).to(rows.q.dtype)
+
+    def buckets(self, layer: int, x: Tensor) -> Tensor:
+        """Hash vectors [B, H, T, D] of a layer to a bucket in each table, int32 [B, H, T, L]."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer)
+        planes = torch.randn(x.shape[-1], self.tables * self.bits, generator=generator)
+        powers = 2.0 ** torch.arange(self.bits, dtype=torch.float64)
+        found = []
+        for part in x.detach().float().split(_CHUNK, dim=2):
+            signs = (part @ planes > 0).unflatten(-1, (self.tables, self.bits))
+            found.append((signs.double() @ powers).to(torch.int32))
+        return torch.cat(found, dim=2)
+
+    def _always(self, rows: Rows, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Say what is attended to without a draw, bool [B, Q, N], and which rows take all they see, bool [B, Q]."""
+        total = seen.sum(-1)
+        whole = (rows.counts >= total) | (total <= self.prefill)
+        rank = seen.cumsum(-1) - 1
+        ends = (rank < self.sink) | (rank >= (total - self.local)[..., None])
+        return seen & (ends | whole[..., None]), whole
+
+    def _mean(self, rows: Rows, seen: Tensor) -> Tensor:
+        """Average the keys of the prefill without sink and local ones: float32 [B, Hkv, 1, D]."""
+        rank = ranks(seen)
+        inner = ((rank >= self.sink) & (rank < self.prefill - self.local))[:, None, :, None]
+        keys = rows.k.detach().float().masked_fill(~inner, 0)
+        return keys.sum(2, keepdim=True) / inner.sum(2, keepdim=True).clamp(min=1)
+
+    def _drawn(self, rows: Rows, seen: Tensor) -> Tensor:
+        """Say which keys share 2 buckets or more with each query: bool [B, Hq, Q, N]."""
+        queries = self.buckets(rows.layer, rows.q)
+        keys = self.buckets(rows.layer, rows.k.detach().float() - self._mean(rows, seen))
+        (batch, hq, n_rows, _), n = queries.shape, keys.shape[2]
+        out = torch.zeros(batch, hq, n_rows, n, dtype=torch.bool)
+        tasks, arrays = batch * hq * n_rows, (queries.numpy(), keys.numpy(), seen.numpy(), out.numpy())
+        run(_match, tasks, tasks * n * self.tables // 16, *arrays)
+        return out
+
+
+def _match(first, last, queries, keys, seen, out):  # pragma: no cover - compiled
+    hq, n_rows = queries.shape[1:3]
+    group, n = hq // keys.shape[1], keys.shape[2]
+    for task in range(first, last):
+        b, h, r = task // (hq * n_rows), task // n_rows % hq, task % n_rows
+        query, table = queries[b, h, r], keys[b, h // group]
+        for j in range(n):
+            if seen[b, r, j]:
+                hits = 0
+                key = table[j]
+                for i in range(len(query)):
+                    hits += query[i] == key[i]
+                out[b, h, r, j] = hits >= 2

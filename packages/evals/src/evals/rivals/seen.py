@@ -1,0 +1,26 @@
+"""Which tokens rows see, as the rivals need it: by rank, so that left padding moves no page and no window."""
+
+from __future__ import annotations
+
+import hashcore
+import torch
+from sparse_decode import Rows
+from torch import Tensor
+
+
+def seen_by(rows: Rows) -> Tensor:
+    """Return which tokens each row sees, bool [B, Q, N]."""
+    batch, _, n_rows, _ = rows.q.shape
+    if rows.visible is None:
+        return torch.ones(batch, n_rows, rows.k.shape[2], dtype=torch.bool, device=rows.q.device)
+    return rows.visible[:, 0].expand(batch, -1, -1)
+
+
+def ranks(seen: Tensor) -> Tensor:
+    """Number the tokens that any row sees from 0, int64 [B, N]; padding in front of them is -1."""
+    return seen.any(1).cumsum(-1) - 1
+
+
+def listed(wanted: Tensor) -> Tensor:
+    """List the tokens of a bool mask [B, H, Q, N]: int64 [B, H, Q, K], ascending, then -1."""
+    return hashcore.topk(wanted.to(torch.int32), wanted.sum(-1))[1]

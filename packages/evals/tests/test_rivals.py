@@ -1,0 +1,256 @@
+"""Quest and MagicPIG against slow transcriptions of their definitions, and against cases worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from evals.rivals import MagicPigSelector, QuestSelector
+from evals.rivals.magicpig import log_draw_probability
+from sparse_decode import Budget, Rows, attach
+
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def rows_of(n, counts, *, positions=None, pad=0, hq=4, hkv=2, dim=8, seed=0):
+    """Random rows of one sequence; `pad` tokens in front of it that nobody sees."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.arange(n) if positions is None else torch.tensor(positions)
+    q = torch.randn(1, hq, len(positions), dim, generator=generator)
+    k = torch.randn(1, hkv, n, dim, generator=generator)
+    v = torch.randn(1, hkv, n, dim, generator=generator)
+    k, v = (torch.cat([torch.full((1, hkv, pad, dim), 50.0), x], dim=2) for x in (k, v))
+    tokens = torch.arange(n + pad)
+    visible = (tokens <= positions[:, None] + pad) & (tokens >= pad)
+    counts = torch.as_tensor(counts).expand(len(positions)).minimum(positions + 1)
+    return Rows(0, q, k, None, visible[None, None], counts[None], dim**-0.5), v
+
+
+def quest_by_hand(rows, row, head, budget, page, min_pages, per_query_head):
+    """One row of Quest with loops: a set of tokens."""
+    n = int(rows.visible[0, 0, row].sum())
+    group = rows.q.shape[1] // rows.k.shape[1]
+    pages = [list(range(i, min(i + page, n))) for i in range(0, n, page)]
+    heads = [head] if per_query_head else range(head * group, (head + 1) * group)
+    scores = []
+    for tokens in pages[:-1]:
+        keys = rows.k[0, head // group if per_query_head else head, tokens]
+        score = 0.0
+        for h in heads:
+            for d in range(keys.shape[1]):
+                x = rows.q[0, h, row, d]
+                score += max(x * keys[:, d].min(), x * keys[:, d].max()).item()
+        scores.append(score)
+    wanted = min(max(min_pages, budget // page), len(pages)) - 1
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[:wanted]
+    return {token for i in best for token in pages[i]} | set(pages[-1])
+
+
+@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize(("budget", "page", "min_pages"), [(1, 4, 1), (9, 4, 2), (20, 4, 3), (25, 16, 1)])
+def test_quest_is_its_definition(budget, page, min_pages, per_query_head):
+    rows, _ = rows_of(50, budget)
+    selector = QuestSelector(per_query_head, page, dense_rows=0, min_pages=min_pages)
+    found = selector.select(rows)
+    assert found.shape[1] == (4 if per_query_head else 2)
+    for head in range(found.shape[1]):
+        for row in range(budget + 1, 50):
+            chosen = {int(j) for j in found[0, head, row] if j >= 0}
+            assert chosen == quest_by_hand(rows, row, head, budget, page, min_pages, per_query_head)
+
+
+def test_quest_worked_out_by_hand():
+    # Pages of 2 keys of 2 numbers; q = (1, -1): bounds are greatest of the first minus least of the second number.
+    k = torch.tensor([[0.0, 0], [1, 1], [5, 4], [0, 5], [2, -2], [0, 0], [9, 9.0]])
+    rows = Rows(0, torch.tensor([1.0, -1])[None, None, None], k[None, None], None, None, torch.tensor([[4]]), 1.0)
+    # Bounds 1 - 0, 5 - 4, 2 + 2: the third page is best, the seventh token is the page in progress.
+    assert QuestSelector(page=2, dense_rows=0, min_pages=1).select(rows).tolist() == [[[[4, 5, 6]]]]
+
+
+def test_quest_bounds_every_logit_of_a_page():
+    rows, _ = rows_of(64, 8)
+    scores = QuestSelector(True, 4)._scores(rows, torch.ones(1, 64, dtype=torch.bool), torch.arange(64)[None] // 4)
+    logits = rows.q @ rows.k.repeat_interleave(2, 1).mT
+    assert (scores.repeat_interleave(4, -1) >= logits - 1e-5).all()
+
+
+SELECTORS = {
+    "quest": lambda: QuestSelector(page=4, dense_rows=8),
+    "quest-heads": lambda: QuestSelector(True, page=4, dense_rows=8),
+    "magicpig": lambda: MagicPigSelector(2, 3, sink=1, local=2, prefill=8),
+    "magicpig-bare": lambda: MagicPigSelector(2, 3, sink=0, local=0, prefill=8),
+}
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_padding_changes_nothing(name):
+    plain, _ = rows_of(40, 5)
+    padded, _ = rows_of(40, 5, pad=7)
+    found, moved = SELECTORS[name]().select(plain), SELECTORS[name]().select(padded)
+    assert torch.equal(found, torch.where(moved < 0, moved, moved - 7))
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_first_rows_and_whole_budgets_take_all_and_idle_rows_nothing(name):
+    selector = SELECTORS[name]()
+    for rows in (rows_of(8, 1)[0], rows_of(40, 40)[0]):
+        taken = (selector.select(rows) >= 0).sum(-1)
+        assert (taken == torch.arange(1, taken.shape[-1] + 1)).all()
+    assert (selector.select(rows_of(40, 0)[0]) < 0).all()
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_selections_are_visible_ascending_and_early_rows_do_not_see_late_keys(name):
+    rows, _ = rows_of(40, 5)
+    found = SELECTORS[name]().select(rows)
+    live = found >= 0
+    assert (found[live] <= torch.arange(40)[None, None, :, None].expand_as(found)[live]).all()
+    assert (found.diff(dim=-1)[live[..., 1:]] > 0).all()
+    late = Rows(0, rows.q, rows.k.clone(), None, rows.visible, rows.counts, rows.scaling)
+    late.k[:, :, 20:] = 100.0
+    early, changed = found[:, :, :20], SELECTORS[name]().select(late)[:, :, :20]
+    width = min(early.shape[-1], changed.shape[-1])
+    assert torch.equal(early[..., :width], changed[..., :width])
+
+
+def test_a_single_row_selects_what_it_selects_among_others():
+    rows, _ = rows_of(40, 5)
+    for make in SELECTORS.values():
+        whole = make().select(rows)[:, :, -1]
+        alone = Rows(0, rows.q[:, :, -1:], rows.k, None, None, rows.counts[:, -1:], rows.scaling)
+        found = make().select(alone)[:, :, 0]
+        assert torch.equal(found, whole[..., : found.shape[-1]])
+
+
+def magicpig_by_hand(selector, rows, v, row, head):
+    """One row of MagicPIG with loops and sets: the tokens, and the output."""
+    n = int(rows.visible[0, 0, row].sum())
+    kv = head // (rows.q.shape[1] // rows.k.shape[1])
+    inner = range(selector.sink, selector.prefill - selector.local)
+    mean = sum(rows.k[0, kv, j] for j in inner) / len(inner)
+    generator = torch.Generator().manual_seed(selector.seed * 1_000_003)
+    planes = torch.randn(rows.q.shape[-1], selector.tables * selector.bits, generator=generator)
+
+    def bucket(x, table):
+        return tuple(bool(x @ planes[:, table * selector.bits + i] > 0) for i in range(selector.bits))
+
+    q = rows.q[0, head, row]
+    weights, values = [], []
+    tokens = set()
+    for j in range(n):
+        key = rows.k[0, kv, j] - mean
+        kept = j < selector.sink or j >= n - selector.local
+        hits = sum(bucket(q, t) == bucket(key, t) for t in range(selector.tables))
+        if not kept and hits < 2:
+            continue
+        tokens.add(j)
+        logit = float(q @ rows.k[0, kv, j]) * rows.scaling
+        if not kept:
+            angle = math.acos(float(q @ key / (q.norm() * key.norm())))
+            shared = (1 - angle / math.pi) ** selector.bits
+            tables = selector.tables
+            logit -= math.log(1 - (1 - shared) ** tables - tables * shared * (1 - shared) ** (tables - 1))
+        weights.append(math.exp(logit))
+        values.append(v[0, kv, j])
+    out = sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights) if weights else None
+    return tokens, out
+
+
+@pytest.mark.parametrize(("sink", "local"), [(0, 0), (1, 2), (2, 0)])
+def test_magicpig_is_its_definition(sink, local):
+    rows, v = rows_of(40, 5, positions=range(10, 40, 3))
+    selector = MagicPigSelector(3, 6, sink=sink, local=local, prefill=10, seed=4)
+    found = selector.select(rows)
+    out = selector.attend(rows, v, found)
+    checked = 0
+    for head in range(4):
+        for row in range(10):
+            tokens, expected = magicpig_by_hand(selector, rows, v, row, head)
+            if tokens:
+                assert {int(j) for j in found[0, head, row] if j >= 0} == tokens
+                torch.testing.assert_close(out[0, row, head], expected, **CLOSE)
+                checked += 1
+    assert checked > 30
+
+
+def test_draw_probability_worked_out_by_hand():
+    # At a right angle a bit is shared by chance 1/2, a bucket of 2 bits by 1/4. Two of two tables: 1/16.
+    assert log_draw_probability(torch.tensor([0.0]), 2, 2).exp().item() == pytest.approx(1 / 16)
+    # Of three tables at least two: 3 (1/4)^2 3/4 + (1/4)^3 = 10/64. The same direction is always drawn.
+    assert log_draw_probability(torch.tensor([0.0]), 2, 3).exp().item() == pytest.approx(10 / 64)
+    assert log_draw_probability(torch.tensor([1.0]), 15, 100).item() == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("cosine", [-0.9, -0.3, 0.0, 0.4, 0.9])
+def test_draw_probability_of_rare_events(cosine):
+    from fractions import Fraction
+
+    p = Fraction(1 - math.acos(cosine) / math.pi) ** 15
+    exact = 1 - (1 - p) ** 100 - 100 * p * (1 - p) ** 99
+    found = log_draw_probability(torch.tensor([cosine], dtype=torch.float64), 15, 100).item()
+    assert found == pytest.approx(math.log(exact), abs=2e-4)
+
+
+def test_draws_are_as_frequent_as_computed():
+    q, k = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 400, 8)
+    q[..., 0] = 1
+    k[..., 0], k[..., 1] = 0.6, 0.8
+    k[:, :, ::2] *= -1  # pairs that cancel in the mean
+    hits = 0
+    for seed in range(400):
+        selector = MagicPigSelector(4, 10, sink=0, local=0, prefill=2, seed=seed)
+        rows = Rows(0, q, k[:, :, :4], None, None, torch.tensor([[1]]), 1.0)
+        hits += int(selector._drawn(rows, torch.ones(1, 1, 4, dtype=torch.bool))[0, 0, 0, 1])
+    w = log_draw_probability(torch.tensor([0.6]), 4, 10).exp().item()
+    assert hits / 400 == pytest.approx(w, abs=4 * math.sqrt(w * (1 - w) / 400))
+
+
+def test_an_empty_sample_attends_to_the_own_token_and_is_counted():
+    rows, v = rows_of(40, 5)
+    selector = MagicPigSelector(31, 2, sink=0, local=0, prefill=8)
+    found = selector.select(rows)
+    assert torch.equal(found[..., 8:, 0], torch.arange(8, 40).expand(1, 4, 32))
+    assert (selector.sampled, selector.empty) == (4 * 32, 4 * 32)
+    torch.testing.assert_close(selector.attend(rows, v, found)[0, 39, 3], v[0, 1, 39], **CLOSE)
+
+
+def test_the_correction_reaches_the_model(loaded):
+    """Without the selector's own attention its sample would be weighed as a selection is."""
+
+    def logits(selector):
+        with torch.inference_mode(), attach(loaded.model, selector, Budget(0.1), dense_layers=1, sparse_rows=0):
+            return loaded.model(loaded.ids[None]).logits
+
+    arguments = {"bits": 4, "tables": 8, "prefill": 32, "sink": 1, "local": 2}
+    corrected = logits(MagicPigSelector(**arguments))
+
+    class Plain:
+        needs_codes = False
+
+        def __init__(self):
+            self.inner = MagicPigSelector(**arguments)
+
+        def require_match(self, model_config):
+            pass
+
+        def encode_keys(self, layer, k):
+            raise AssertionError
+
+        def select(self, rows):
+            return self.inner.select(rows)
+
+    assert (corrected - logits(Plain())).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: QuestSelector(page=0),
+        lambda: QuestSelector(min_pages=0),
+        lambda: MagicPigSelector(bits=32),
+        lambda: MagicPigSelector(tables=1),
+        lambda: MagicPigSelector(sink=4, local=64, prefill=68),
+    ],
+)
+def test_settings_that_cannot_be_used(make):
+    with pytest.raises(ValueError, match="got"):
+        make()

@@ -1,0 +1,279 @@
+"""The public functions on a GPU against the same functions of numpy arrays: tolerance 0. Skipped without one."""
+
+import hashcore
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
+pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
+torch_library = pytest.importorskip("hashcore.torch_library", reason="torch is an optional extra of hashcore")
+torch_ops = pytest.importorskip("hashcore.torch_ops", reason="torch is an optional extra of hashcore")
+
+DEVICE = torch.device("cuda")
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; test_kernels.py runs on the CPU"),
+]
+# Words and weights; the last two need a second level of the histogram and codes longer than a thread holds.
+SCORES = [(4, (1, 2, 4)), (4, (1,)), (3, (5, 1)), (2, (1, 2)), (8, (1, 2, 4, 8, 16)), (12, (1, 2))]
+LENGTHS = [1, 9, 33, 129, 2049, 9001, 70_001, 300_000]
+SEEDS = range(6)
+DTYPES = ["float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64"]
+
+
+def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
+
+
+def repeating(rng: np.random.Generator, rows: int, n: int, words: int) -> np.ndarray:
+    """Codes of which many are alike, so that scores tie."""
+    return np.take_along_axis(random_codes(rng, rows, 50, words), rng.integers(0, 50, (rows, n))[..., None], 1)
+
+
+def there(x):
+    """The same on the device: an array, or a range's options."""
+    if isinstance(x, dict):
+        return {name: there(value) for name, value in x.items()}
+    return torch.from_numpy(x).to(DEVICE) if isinstance(x, np.ndarray) else x
+
+
+def assert_equal(ours, expected) -> None:
+    if isinstance(expected, tuple):
+        assert len(ours) == len(expected)
+        for one, other in zip(ours, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        assert ours.device.type == DEVICE.type
+        np.testing.assert_array_equal(ours.cpu().numpy(), expected, strict=True)
+
+
+def ranges(rng: np.random.Generator, rows: int, n: int) -> list[dict]:
+    """Nothing, one range for all rows, and one for each, some of them empty."""
+    start = rng.integers(0, n + 1, rows)
+    ragged = {"starts": start, "lengths": start + rng.integers(0, n + 1 - start), "sink": 3}
+    return [{}, {"lengths": n - n // 3, "starts": n // 5, "sink": 2, "recent": 1}, ragged]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_equals_numpy(rng, dtype):
+    x = rng.normal(0, 2, (1001, 96)).astype(np.float32)
+    x[:, ::5], x[:, 1::7] = 0.0, -0.0
+    if "float" in dtype:
+        x[:, 2::11], x[:, 3::13], x[:, 4::17] = np.nan, np.inf, 2.0**-24
+    typed = torch.from_numpy(np.abs(x) if dtype == "uint8" else x).to(getattr(torch, dtype))
+    expected = hashcore.pack((typed > 0).numpy())
+    assert_equal(hashcore.pack(typed.to(DEVICE)), expected)
+    assert_equal(hashcore.unpack(hashcore.pack(typed.to(DEVICE))), hashcore.unpack(expected))
+
+
+@pytest.mark.parametrize("planes", range(1, 9))
+def test_planes_equal_numpy(rng, planes):
+    w = (rng.normal(size=(33, 160)) * 10.0 ** rng.integers(-6, 5, (33, 1))).astype(np.float32)
+    w[0], w[1, ::3] = 0.0, 0.0
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        typed = torch.from_numpy(w).to(dtype)
+        seen = typed.float().clamp(-60_000, 60_000)
+        typed = seen.to(dtype).to(DEVICE)
+        assert_equal(hashcore.planes(typed, planes)[0], hashcore.planes(seen.to(dtype).float().numpy(), planes)[0])
+        assert_equal(hashcore.quantise(typed, planes), hashcore.quantise(seen.to(dtype).float().numpy(), planes))
+
+
+def test_planes_of_what_is_not_finite_equal_numpy(rng):
+    w = rng.normal(size=(4, 64)).astype(np.float32)
+    w[0, :5], w[1, 3], w[2, 4:6], w[3] = np.nan, np.inf, (-np.inf, np.nan), np.nan
+    for planes in (1, 3, 8):
+        assert_equal(hashcore.planes(there(w), planes, check=False)[0], hashcore.planes(w, planes, check=False)[0])
+    with pytest.raises(ValueError, match="w must be finite in float32"):
+        hashcore.planes(there(w))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 12, 16])
+def test_group_planes_equal_numpy(rng, group):
+    codes = random_codes(rng, 37, group, 5)
+    ours, weights = hashcore.group_planes(there(codes))
+    expected, same = hashcore.group_planes(codes)
+    assert_equal(ours, expected)
+    assert weights == same
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_scores_equal_numpy(seed):
+    rng = np.random.default_rng(seed)
+    for words, weights in SCORES:
+        queries, n = int(rng.integers(1, 40)), int(rng.choice(LENGTHS[:6]))
+        query, keys = random_codes(rng, 2, queries, words), random_codes(rng, 2, n, words)
+        planes = random_codes(rng, 3, 1, len(weights), words)
+        assert_equal(hashcore.score(there(query), there(keys)), hashcore.score(query, keys))
+        assert_equal(hashcore.score(there(planes), there(keys), weights), hashcore.score(planes, keys, weights))
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize(("words", "weights"), SCORES)
+def test_searches_equal_numpy(words, weights, n):
+    rng = np.random.default_rng(n + words)
+    rows = 3
+    planes, keys = random_codes(rng, rows, len(weights), words), repeating(rng, rows, n, words)
+    for options in ranges(rng, rows, n):
+        for k in (min(n, 1 + n // 50), rng.integers(0, n + 1, rows)):
+            for order in ("best", "index"):
+                expected = hashcore.search(planes, keys, k, weights, order=order, **options)
+                ours = hashcore.search(there(planes), there(keys), there(k), weights, order=order, **there(options))
+                assert_equal(ours, expected)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_topk_equals_numpy(n):
+    rng = np.random.default_rng(n)
+    for dtype, spread in (("int32", 30_000), ("int16", 900), ("uint8", 200), ("int8", 3)):
+        low = 0 if dtype == "uint8" else -spread
+        scores = rng.integers(low, spread, (3, n)).astype(dtype)
+        for options in ranges(rng, 3, n):
+            for k in (1, n, rng.integers(0, n + 1, 3)):
+                ours = hashcore.topk(there(scores), there(k), **there(options))
+                assert_equal(ours, hashcore.topk(scores, k, **options))
+
+
+def test_queries_without_weights_are_rows(rng):
+    query, keys = random_codes(rng, 2, 6, 4), random_codes(rng, 1, 5000, 4)
+    assert_equal(hashcore.search(there(query), there(keys), 70), hashcore.search(query, keys, 70))
+
+
+def test_a_filled_part_of_a_cache_is_searched_where_it_lies(rng):
+    cache, planes = random_codes(rng, 2, 4, 6000, 4), random_codes(rng, 2, 4, 3, 4)
+    device_cache = there(cache)
+    for n in (1, 777, 5999):
+        expected = hashcore.search(planes, cache[:, :, :n], 1 + n // 9, (1, 2, 4), order="index")
+        ours = hashcore.search(there(planes), device_cache[:, :, :n], 1 + n // 9, (1, 2, 4), order="index")
+        assert_equal(ours, expected)
+
+
+def test_the_answer_is_the_same_every_time(rng):
+    planes, keys = there(random_codes(rng, 4, 3, 4)), there(repeating(rng, 4, 100_000, 4))
+    first = hashcore.search(planes, keys, 2000, (1, 2, 4))
+    for _ in range(50):
+        for ours, theirs in zip(hashcore.search(planes, keys, 2000, (1, 2, 4)), first, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_work_waits_for_the_current_stream(rng):
+    """On a stream of its own that first sleeps and then brings the inputs."""
+    planes, keys = random_codes(rng, 4, 3, 4), random_codes(rng, 4, 50_000, 4)
+    inputs = [torch.zeros(x.shape, dtype=torch.int32, device=DEVICE) for x in (planes, keys)]
+    sources = [torch.from_numpy(x).pin_memory() for x in (planes, keys)]
+    hashcore.search(*inputs, 99, (1, 2, 4))  # loads the kernels
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        for x, source in zip(inputs, sources, strict=True):
+            x.copy_(source, non_blocking=True)
+        found = hashcore.search(*inputs, 99, (1, 2, 4))
+        torch.cuda.current_stream().synchronize()
+    assert_equal(found, hashcore.search(planes, keys, 99, (1, 2, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_decode_step_waits_for_no_result(rng):
+    w, keys = there(rng.normal(size=(4, 128)).astype(np.float32)), there(random_codes(rng, 4, 5000, 4))
+    lengths = there(np.array([5000, 3, 4000, 0]))
+    for mode in ("default", "error"):  # the first round loads the kernels
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            planes, weights = hashcore.planes(w, 3, check=False)
+            hashcore.search(planes, keys, 100, weights, lengths=lengths, sink=1, order="index")
+            hashcore.topk(hashcore.score(planes, keys, weights), 100)
+            hashcore.pack(w)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("n", [3000, 200_000])
+def test_a_graph_replays_on_new_values(rng, n):
+    """Planes, lengths and keys change between replays; the workspace is ready for each."""
+    w, keys = rng.normal(size=(4, 128)).astype(np.float32), random_codes(rng, 4, n, 4)
+    inputs, lengths = [there(w), there(keys)], there(np.full(4, n))
+    planes, weights = hashcore.planes(inputs[0], 3, check=False)
+    out = torch.zeros(4, 50, dtype=torch.int32, device=DEVICE), torch.zeros(4, 50, dtype=torch.int32, device=DEVICE)
+    workspace = torch_ops.make_workspace(planes, inputs[1], weights)
+
+    def step():
+        planes, weights = hashcore.planes(inputs[0], 3, check=False)
+        options = {"lengths": lengths, "sink": 2, "order": "index", "out": out, "workspace": workspace}
+        torch_ops.search(planes, inputs[1], 50, weights, **options)
+        return hashcore.search(planes, inputs[1], 50, weights, lengths=lengths)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        best = step()
+    for _ in range(4):
+        w, keys = rng.normal(size=(4, 128)).astype(np.float32), repeating(rng, 4, n, 4)
+        length = rng.integers(0, n + 1, 4)
+        for x, value in zip([*inputs, lengths], (w, keys, length), strict=True):
+            x.copy_(torch.from_numpy(value))
+        graph.replay()
+        planes, weights = hashcore.planes(w, 3)
+        values, indices = hashcore.search(planes, keys, 50, weights, lengths=length, sink=2, order="index")
+        assert_equal(out, (values, indices.astype(np.int32)))
+        assert_equal(best, hashcore.search(planes, keys, 50, weights, lengths=length))
+
+
+def test_a_kernel_is_not_loaded_during_a_capture(rng):
+    codes = there(random_codes(rng, 3, 17))  # no other test has codes of this length
+    graph = torch.cuda.CUDAGraph()
+    forbidden = pytest.raises(RuntimeError, match="capturing a graph forbids it; run it once before")
+    with forbidden, torch.cuda.graph(graph):
+        hashcore.score(codes, codes)
+    torch.cuda.synchronize()
+
+
+def samples():
+    """One call of every operator."""
+    rng = np.random.default_rng(0)
+    query, keys, weights = there(random_codes(rng, 2, 1, 3, 4)), there(random_codes(rng, 1, 3, 33, 4)), [1, 2, 4]
+    k, bound = torch.tensor([[3, 0, 9], [1, 1, 1]], device=DEVICE), torch.tensor([[33], [20]], device=DEVICE)
+    options = (None, None, 33, 0, 1, 2)  # lengths, starts, length, start, sink, recent
+    scores, x = there(random_codes(rng, 2, 33) % 99), there(rng.normal(size=(3, 64)).astype(np.float32))
+
+    def pair(*shape):
+        return tuple(torch.zeros(*shape, dtype=dtype, device=DEVICE) for dtype in (torch.int32, torch.int64))
+
+    return {
+        "pack": (x,),
+        "pack_out": (x, there(random_codes(rng, 3, 2))),
+        "quantise": (x, 3),
+        "planes": (x, 3, False),
+        "group_planes": (there(random_codes(rng, 2, 7, 4)),),
+        "score": (query, keys, weights),
+        "score_out": (query[0, 0], keys[0], None, there(random_codes(rng, 3, 33))),
+        "topk": (scores, 5, None, *options),
+        "topk_out": (scores, 5, None, *options, *pair(2, 5)),
+        "search": (query, keys, 9, None, weights, *options, True),
+        "search_out": (query, keys, 9, k, weights, bound, *options[1:], False, *pair(2, 3, 9), None),
+    }
+
+
+@pytest.mark.parametrize("name", torch_library.SCHEMAS)
+def test_operators_keep_their_schema_and_their_shapes(name):
+    torch.library.opcheck(getattr(torch.ops.hashcore, name).default, samples()[name])
+
+
+def test_a_program_compiles_whole_and_returns_the_same(rng):
+    def step(w, keys, lengths):
+        planes, weights = hashcore.planes(w * 2, 3, check=False)
+        scores, indices = hashcore.search(planes, keys, 100, weights, lengths=lengths, sink=2, order="index")
+        return scores.sum(-1), indices + 1, hashcore.pack(w.sin())
+
+    inputs = there(rng.normal(size=(4, 128)).astype(np.float32)), there(random_codes(rng, 4, 5000, 4))
+    inputs = *inputs, there(np.array([5000, 99, 3, 0]))
+    for ours, eager in zip(torch.compile(step, fullgraph=True)(*inputs), step(*inputs), strict=True):
+        assert torch.equal(ours, eager)
+
+
+def test_errors_are_raised_before_a_launch(rng):
+    codes = there(random_codes(rng, 5, 4))
+    with pytest.raises(ValueError, match=r"k must be in 0\.\.5"):
+        hashcore.search(codes, codes, 6)
+    with pytest.raises(ValueError, match="expected all tensors on one device, got query on cuda:0, keys on cpu"):
+        hashcore.score(codes, codes.cpu())
+    with pytest.raises(TypeError, match="must be int8, uint8, int16 or int32, got int64"):
+        hashcore.topk(codes.long(), 1)

@@ -1,0 +1,87 @@
+"""How kernels are compiled and run: no result depends on the threads, and the cache never serves old code."""
+
+import hashlib
+import pathlib
+
+import hashcore
+import numpy as np
+import pytest
+from hashcore import cpu, reference, validation
+from hashcore.cpu import intrinsics, kernels, threads
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.data())
+def test_results_do_not_depend_on_the_number_of_threads(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    rows, n, words = (
+        data.draw(st.integers(1, 70)),
+        data.draw(st.integers(1, 5000)),
+        data.draw(st.sampled_from([1, 4, 6])),
+    )
+    workers, best = data.draw(st.integers(2, 9)), data.draw(st.booleans())
+    query, keys, lead, weights = random_codes(rng, rows, 2, words), random_codes(rng, n, words), (rows,), (1, 2)
+    lengths, k = rng.integers(0, n + 1, rows), data.draw(st.integers(0, min(n, 300)))
+    scores = cpu.score(query, keys, weights, lead, workers=workers)
+    np.testing.assert_array_equal(scores, reference.score(query, keys, weights))
+    wanted = validation.selection(scores.shape, k, lengths, None, 0, 1)
+    options = dict(lengths=lengths, recent=1)
+    selected = cpu.topk(scores, *wanted, workers=workers)
+    found = cpu.search(query, keys, weights, lead, wanted, best, workers=workers)
+    for order, pair in (("index", selected), ("best" if best else "index", found)):
+        for actual, expected in zip(pair, reference.topk(scores, k, order=order, **options), strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_every_key_finds_itself_however_the_keys_are_parted(rng, workers):
+    keys = random_codes(rng, 97, 4)
+    wanted = validation.selection((1, 97), 1, None, None, 0, 0)
+    for i in range(97):
+        found = cpu.search(keys[None, i : i + 1], keys, (1,), (1,), wanted, True, workers=workers)
+        assert [int(x.item()) for x in found] == [128, i]
+
+
+@given(tasks=st.integers(1, 50), workers=st.integers(1, 12))
+def test_every_task_runs_once(tasks, workers):
+    ran = []
+
+    def kernel(first: int, last: int) -> int:
+        ran.extend(range(first, last))
+        return last - first
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "compiled", lambda function: function)
+        assert sum(threads.run(kernel, tasks, workers, ())) == tasks
+    assert sorted(ran) == list(range(tasks))
+
+
+def test_small_work_starts_no_thread(rng, monkeypatch):
+    monkeypatch.setattr(threads, "ThreadPoolExecutor", None)
+    monkeypatch.setattr(threads.numba.config, "NUMBA_NUM_THREADS", 8)
+    query, keys = random_codes(rng, 1, 4), random_codes(rng, 60_000, 4)
+    hashcore.search(query, keys, 100)
+    hashcore.topk(hashcore.score(query, keys), 100)
+    with pytest.raises(TypeError, match="not callable"):  # large work would
+        hashcore.score(query, np.broadcast_to(keys[:1], (5_000_000, 4)))
+
+
+@given(work=st.integers(0, 2**50), most=st.integers(1, 300))
+def test_a_thread_is_used_for_each_grain_of_work_that_the_setting_allows(work, most):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads.numba.config, "NUMBA_NUM_THREADS", most)
+        count = threads.count(work)
+    assert 1 <= count <= most
+    assert count == most or count * threads.GRAIN <= max(work, threads.GRAIN) < (count + 1) * threads.GRAIN
+
+
+def test_a_change_of_the_intrinsics_changes_the_file_that_the_compiler_cache_looks_at():
+    text = pathlib.Path(intrinsics.__file__).read_text(encoding="utf-8")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert digest == kernels.INTRINSICS, "cpu/intrinsics.py has changed: write this digest to cpu/kernels.py"

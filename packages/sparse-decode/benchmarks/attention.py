@@ -1,0 +1,164 @@
+"""Time one decode step of attention, sparse and dense, on the CPU.
+
+    uv run packages/sparse-decode/benchmarks/attention.py --out docs/results/sparse_attention.json
+
+A step of one layer, batch 1, 28 query heads, 4 KV heads of 128 (Qwen2.5-7B). Sparse: append the new key and value,
+hash them, hash the query, score all codes, select 2 %, attend to them and add the remainder. Dense: the fastest of
+the ways below, none of which repeats keys and values; appending to its cache is not counted. Steps take turns over
+several caches, and a dense pass reads more than the last-level cache holds, so that no step finds its data there.
+Times are medians of processor time, so that a busy machine counts less. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import torch
+import torch.nn.functional as F
+from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.atomic import write_text
+from sparse_decode import Budget, HashSelector
+from sparse_decode.cache import CodedDynamicLayer, carry_codes
+from sparse_decode.plan import Inputs, LayerPlan, RowRule
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+HQ, HKV, D = 28, 4, 128
+FRACTION = 0.02
+BARS = {32768: 4, 131072: 6, 524288: 8}
+"""What each length is asked to reach."""
+COPIES = 3
+
+Step = Callable[[int], object]
+
+
+def dense_ways(caches: list[CodedDynamicLayer], q: Tensor) -> dict[str, Step]:
+    """Name the ways to attend to a whole cache with torch, and never repeat a key or value."""
+    grouped = q.view(1, HKV, HQ // HKV, D)
+
+    def kv(i: int) -> tuple[Tensor, Tensor]:
+        keys, values = caches[i % COPIES].keys, caches[i % COPIES].values
+        assert keys is not None
+        assert values is not None
+        return keys, values
+
+    def matmul(i: int) -> Tensor:
+        k, v = kv(i)
+        return (grouped @ k.mT).mul_(D**-0.5).softmax(-1) @ v
+
+    return {
+        "SDPA, enable_gqa": lambda i: F.scaled_dot_product_attention(q, *kv(i), enable_gqa=True),
+        "SDPA, group as rows": lambda i: F.scaled_dot_product_attention(grouped, *kv(i)),
+        "grouped matmul": matmul,
+    }
+
+
+def make_plan() -> LayerPlan:
+    """Make a layer with an untrained hasher of the default variant, and some remainder."""
+    hasher = Hasher(HasherConfig("planes", ModelShape(1, HQ, HKV, D)))
+    hasher.layer(0).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1]))
+    return LayerPlan(0, HashSelector(hasher), Budget(FRACTION), RowRule(None, 1), hasher.remainder(0))
+
+
+def make_cache(plan: LayerPlan, n: int, dtype: torch.dtype) -> CodedDynamicLayer:
+    """Make a cache of `n` random tokens. Random codes are as quick to score as those of the keys."""
+    k, v = (torch.randn(1, HKV, n, D, dtype=torch.float32).to(dtype) for _ in range(2))
+    layer = carry_codes(DynamicLayer(), plan.encoder)
+    for part in range(0, n, n // 2):  # twice, so that the buffers have room for the steps
+        layer.lazy_initialization(k, v) if not part else None
+        piece = slice(part, part + n // 2)
+        layer._keys.append(k[:, :, piece])
+        layer._values.append(v[:, :, piece])
+        layer._codes.append(torch.randint(-(1 << 31), 1 << 31, (1, HKV, n // 2, 4)).to(torch.int32))
+    layer._show()
+    return layer
+
+
+def sparse_step(plan: LayerPlan, caches: list[CodedDynamicLayer], q: Tensor) -> Step:
+    """Return the step that is measured; the token it appends stays in the cache."""
+    new = torch.randn(2, 1, HKV, 1, D).to(q.dtype)
+
+    def step(i: int) -> Tensor:
+        layer = caches[i % COPIES]
+        k, v = layer.update(new[0], new[1])
+        return plan.attend(Inputs(q, k, v, None, layer.codes, None, D**-0.5, None, None, layer.means))[0]
+
+    return step
+
+
+def measure(n: int, dtype: torch.dtype, repeats: int) -> dict[str, object]:
+    """Time all ways at one length: seconds of processor time."""
+    plan, q = make_plan(), torch.randn(1, HQ, 1, D).to(dtype)
+    caches = [make_cache(plan, n, dtype) for _ in range(COPIES)]
+    dense, sparse = dense_ways(caches, q), sparse_step(plan, caches, q)
+    for i in range(COPIES):
+        sparse(i)
+    first = {name: seconds(way, 0) for name, way in dense.items()}
+    near = {name: way for name, way in dense.items() if first[name] < 2 * min(first.values())}
+    times: dict[str, list[float]] = {name: [] for name in ("sparse", *near)}
+    for i in range(repeats):
+        for offset, (name, way) in enumerate([("sparse", sparse), *near.items()]):
+            times[name].append(seconds(way, i + offset))
+    found = {name: statistics.median(taken) for name, taken in times.items()}
+    best = min(near, key=lambda name: found[name])
+    ratios = [d / s for d, s in zip(times[best], times["sparse"], strict=True)]
+    return {
+        "n": n,
+        "dtype": str(dtype).removeprefix("torch."),
+        "sparse_ms": 1e3 * found["sparse"],
+        "dense_ms": {name: 1e3 * found.get(name, first[name]) for name in dense},
+        "fastest": best,
+        "ratio": found[best] / found["sparse"],
+        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+        "asked": BARS.get(n),
+    }
+
+
+def seconds(way: Step, i: int) -> float:
+    """Return the processor time of one step."""
+    began = time.process_time()
+    way(i)
+    return time.process_time() - began
+
+
+def processor() -> str:
+    """Name the processor."""
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(BARS))
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=pathlib.Path)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    torch.manual_seed(0)
+    shape = {"query_heads": HQ, "kv_heads": HKV, "head_dim": D, "fraction": FRACTION, "threads": given.threads}
+    facts = {"processor": processor(), "torch": torch.__version__, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    result = {**shape, **facts, "repeats": given.repeats, "rows": []}
+    with torch.no_grad():
+        for n in given.lengths:
+            for name in given.dtypes:
+                dtype = getattr(torch, name)
+                selected, whole = FRACTION * 2 * D * dtype.itemsize + 16, 2 * D * dtype.itemsize
+                print(f"{n:,} tokens, {name}: bytes read allow {whole / selected:.1f} x", flush=True)
+                row = measure(n, dtype, given.repeats)
+                result["rows"].append(row)
+                print(f"  {row['ratio']:.1f} x (asked {row['asked']}): {json.dumps(row)}", flush=True)
+    if given.out:
+        write_text(given.out, json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

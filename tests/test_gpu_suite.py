@@ -1,0 +1,92 @@
+"""The runner of everything that needs a GPU: what it does with parts that fail, hang, or lack what they need."""
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def suite():
+    spec = importlib.util.spec_from_file_location("gpu_suite", ROOT / "tools" / "gpu_suite.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_all_parts_together_take_less_than_nine_minutes(suite):
+    assert suite.SECONDS < 9 * 60
+    assert sum(part.seconds for part in suite.GPU_PARTS) <= suite.SECONDS
+    assert all(part.seconds <= suite.SECONDS for part in suite.SIMULATED_PARTS)
+
+
+def test_the_files_that_parts_run_exist(suite):
+    for path in ("tests/test_cuda.py", "tests/test_hostsim.py", "tests/test_kernels.py", "benchmarks/gpu.py"):
+        assert (ROOT / "packages" / "hashcore" / path).is_file()
+
+
+def test_what_is_not_installed_is_named_and_not_run(suite):
+    part = suite.Part("part", 9, ("json", "no_such_module", "no_such.inner"), lambda seconds: pytest.fail("ran"))
+    result = suite.run_part(part, 9)
+    assert result["status"] == "missing"
+    assert result["summary"] == "not installed: no_such_module, no_such.inner"
+
+
+def test_a_command_that_hangs_is_stopped_with_its_children(suite, tmp_path):
+    child = f"import time; time.sleep(3); open({str(tmp_path / 'alive')!r}, 'w')"
+    script = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    begun = time.perf_counter()
+    done = suite.command([sys.executable, "-c", script], 1)
+    assert (done.code, done.output) == (None, "begun\n")
+    assert time.perf_counter() - begun < 3
+    time.sleep(max(0, begun + 4.5 - time.perf_counter()))
+    assert not (tmp_path / "alive").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("def test_a(): pass", "passed"),
+        ("def test_a(): pass\ndef test_b(): assert 0", "failed"),
+        ("import pytest\n@pytest.mark.skip(reason='no')\ndef test_a(): pass", "failed"),
+    ],
+)
+def test_tests_pass_only_if_some_pass_and_none_fail(suite, tmp_path, text, status):
+    (tmp_path / "test_it.py").write_text(text)
+    files = [str(tmp_path / "test_it.py")]
+    assert suite.pytest(60, files, [], PYTEST_DISABLE_PLUGIN_AUTOLOAD="1").status == status
+
+
+def test_tests_that_take_too_long_are_late(suite):
+    assert suite.pytest(0.2, ["tests"], []).status == "late"
+
+
+def test_a_benchmark_tells_which_bars_it_missed(suite, tmp_path):
+    bars = [{"what": "a", "value": 2.0, "asked": ">= 1", "met": True}]
+    bars += [{"what": "b", "value": 0.5, "asked": ">= 1", "met": False}]
+    (tmp_path / "b.py").write_text(f"print('table')\nprint({json.dumps({'bars': bars})!r})")
+    outcome = suite.benchmark(60, str(tmp_path / "b.py"))
+    assert outcome.status == "passed"
+    assert outcome.summary == "1 of 2 bars met\nb: 0.5, asked >= 1"
+    (tmp_path / "b.py").write_text("raise SystemExit('it differs')")
+    assert suite.benchmark(60, str(tmp_path / "b.py")) == ("failed", "it differs", None)
+
+
+@pytest.mark.parametrize(("status", "code"), [("passed", 0), ("failed", 1), ("late", 1), ("missing", 1)])
+@pytest.mark.parametrize("gpu", [None, {"device": "some"}])
+def test_the_exit_code_and_the_last_line_say_what_happened(suite, monkeypatch, capsys, status, code, gpu):
+    part = suite.Part("part", 9, (), lambda seconds: suite.Outcome(status, "words"))
+    monkeypatch.setattr(suite, "environment", lambda: gpu)
+    monkeypatch.setattr(suite, "GPU_PARTS" if gpu else "SIMULATED_PARTS", [part])
+    monkeypatch.setattr(sys, "argv", ["gpu_suite.py"])
+    assert suite.main() == code
+    out = capsys.readouterr().out
+    assert ("No GPU was found" in out) is (gpu is None)
+    report = json.loads(out.splitlines()[-1])
+    assert report["gpu"] == gpu
+    assert [(p["part"], p["status"], p["summary"]) for p in report["parts"]] == [("part", status, "words")]

@@ -1,0 +1,240 @@
+"""Everything that needs a GPU, in one go: correctness, memory checks and benchmarks, in less than nine minutes.
+
+    uv run --extra cuda tools/gpu_suite.py --out gpu.json
+
+Where the packages are not installed their sources are used, with whatever Python runs this; what a part needs and does
+not find is named, and the part left out. Each part runs in a process of its own and is stopped when its time is over,
+so that one that hangs or poisons the device costs only itself. Without a GPU the kernels run under the host simulator.
+
+Prints a table, then JSON in the last line. Exit code: 1 if a part failed, or could not run on a machine with a GPU.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 530  # for all parts together
+SANITIZER_FAILED = 86
+HASHCORE = ("torch", "numpy", "numba", "cuda.core", "cuda.bindings")
+# One launch of every kernel, small: the sanitizer slows them down by a factor of 10 to 100.
+EVERY_KERNEL = (
+    "test_pack_equals_numpy or test_planes_of_what or test_group_planes or test_queries_without or "
+    "test_scores_equal_numpy and 0 or test_topk_equals_numpy and 2049 or "
+    "test_searches_equal_numpy and 9001 and weights0"
+)
+
+
+class Outcome(NamedTuple):
+    """What became of a part: status is passed, failed, missing, unsupported or late."""
+
+    status: str
+    summary: str
+    data: Any = None
+
+
+class Part(NamedTuple):
+    """A part of the suite: what it is called, how long it may take, which modules it imports, and what runs it."""
+
+    name: str
+    seconds: float
+    needs: tuple[str, ...]
+    run: Callable[[float], Outcome]
+
+
+class Done(NamedTuple):
+    """How a command ended: its exit code, None if it was stopped, and what it printed."""
+
+    code: int | None
+    output: str
+
+
+def command(arguments: list[str], seconds: float, **variables: str) -> Done:
+    """Run a command from the repository's root; stop it and its children when the time is over."""
+    sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
+    path = os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            arguments,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path} | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = None
+        log.seek(0)
+        return Done(code, log.read())
+
+
+def pytest(seconds: float, arguments: list[str], wrapper: list[str], **variables: str) -> Outcome:
+    """Run pytest; passed if a test passed and none failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        options = ["-q", "-x", "-W", "default", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        python = [sys.executable, "-m", "pytest", *options, *arguments]
+        done = command([*wrapper, *python], seconds, **variables)
+        if done.code is None:
+            return Outcome("late", f"stopped after {seconds:.0f} s: {tail(done.output, 1)}")
+        if not report.is_file():
+            return Outcome("failed", tail(done.output))
+        suite = next(xml.etree.ElementTree.parse(report).getroot().iter("testsuite"))
+    counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
+    summary = f"{passed} passed, {counts['skipped']} skipped"
+    if done.code or not passed:
+        return Outcome("failed", f"{summary}\n{tail(done.output)}", counts)
+    return Outcome("passed", summary, counts)
+
+
+def benchmark(seconds: float, script: str) -> Outcome:
+    """Run a benchmark, whose last line is JSON with the bars that were asked of it."""
+    done = command([sys.executable, script], seconds)
+    if done.code is None:
+        return Outcome("late", f"stopped after {seconds:.0f} s: {tail(done.output, 1)}")
+    if done.code:
+        return Outcome("failed", tail(done.output))
+    data = json.loads(done.output.strip().splitlines()[-1])
+    bars = data["bars"]
+    lines = [f"{bar['what']}: {bar['value']:.3g}, asked {bar['asked']}" for bar in bars if not bar["met"]]
+    return Outcome("passed", "\n".join([f"{len(bars) - len(lines)} of {len(bars)} bars met", *lines]), data)
+
+
+def sanitized(tool: str) -> Callable[[float], Outcome]:
+    """Return the part that runs every kernel once under a tool of compute-sanitizer."""
+
+    def run(seconds: float) -> Outcome:
+        sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+        if sanitizer is None:
+            return Outcome("missing", "compute-sanitizer is neither on PATH nor in CUDA's folder")
+        options = ["--tool", tool, "--error-exitcode", str(SANITIZER_FAILED), "--target-processes", "all"]
+        arguments = ["-m", "cuda", "packages/hashcore/tests/test_cuda.py", "-k", EVERY_KERNEL]
+        # Without torch's pool every tensor is an allocation of its own, so that a step beyond it is seen.
+        outcome = pytest(seconds, arguments, [sanitizer, *options], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        if "Device not supported" in outcome.summary:
+            return Outcome("unsupported", "compute-sanitizer does not support this device")
+        return outcome
+
+    return run
+
+
+def hashcore_simulated(seconds: float) -> Outcome:
+    if shutil.which("g++") is None:
+        return Outcome("missing", "g++ is needed to build the kernels for the CPU")
+    files = [f"packages/hashcore/tests/test_{name}.py" for name in ("hostsim", "kernels", "torch_library")]
+    return pytest(seconds, files, [])
+
+
+def hashcore_tests(seconds: float) -> Outcome:
+    return pytest(seconds, ["-m", "cuda", "packages/hashcore/tests/test_cuda.py"], [])
+
+
+def hashcore_benchmark(seconds: float) -> Outcome:
+    return benchmark(seconds, "packages/hashcore/benchmarks/gpu.py")
+
+
+GPU_PARTS = [
+    Part("hashcore: equal to numpy, graphs, compile, operators", 120, (*HASHCORE, "pytest"), hashcore_tests),
+    Part("hashcore: benchmark of retrieval", 70, HASHCORE, hashcore_benchmark),
+    Part("hashcore: compute-sanitizer memcheck", 80, (*HASHCORE, "pytest"), sanitized("memcheck")),
+    Part("hashcore: compute-sanitizer racecheck", 80, (*HASHCORE, "pytest"), sanitized("racecheck")),
+]
+SIMULATED_PARTS = [
+    Part(
+        "hashcore: kernels under the host simulator",
+        400,
+        ("torch", "numba", "pytest", "hypothesis"),
+        hashcore_simulated,
+    )
+]
+
+
+def tail(output: str, lines: int = 12) -> str:
+    return "\n".join(output.strip().splitlines()[-lines:])
+
+
+def missing(modules: tuple[str, ...]) -> list[str]:
+    """Name the modules that this Python does not find."""
+
+    def found(module: str) -> bool:
+        try:
+            return importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # its parent package is missing
+            return False
+
+    return [module for module in modules if not found(module)]
+
+
+def environment() -> dict[str, Any] | None:
+    """Describe the GPU, or return None if there is none."""
+    if missing(("torch",)):
+        print("torch is not installed, and without it no GPU can be asked for.", flush=True)
+        return None
+    script = "import json, torch\nfrom hashcore.cuda import timing\n"
+    script += "print(json.dumps(timing.environment() if torch.cuda.is_available() else None))"
+    done = command([sys.executable, "-c", script], 120)
+    if done.code != 0:
+        raise SystemExit(f"expected a description of the GPU, or none, got:\n{tail(done.output)}")
+    return json.loads(done.output.strip().splitlines()[-1])
+
+
+def run_part(part: Part, seconds: float) -> dict[str, Any]:
+    begun = time.perf_counter()
+    absent = missing(part.needs)
+    if absent:
+        outcome = Outcome("missing", f"not installed: {', '.join(absent)}")
+    elif seconds < 5:
+        outcome = Outcome("late", "no time was left")
+    else:
+        outcome = part.run(min(part.seconds, seconds))
+    return {"part": part.name, "seconds": round(time.perf_counter() - begun, 1), **outcome._asdict()}
+
+
+def run_parts(parts: list[Part], seconds: float) -> list[dict[str, Any]]:
+    """Run one part after the other; each has its own time, and all of them `seconds`."""
+    begun, results = time.perf_counter(), []
+    for part in parts:
+        results.append(run_part(part, seconds - (time.perf_counter() - begun)))
+        print(f"{results[-1]['status']:11}  {results[-1]['seconds']:6.1f} s  {part.name}", flush=True)
+        for line in results[-1]["summary"].splitlines():
+            print(f"    {line}", flush=True)
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Everything that needs a GPU, in one go.")
+    parser.add_argument("--out", type=Path, help="also write the JSON to this file")
+    parser.add_argument("--only", default="", help="run only the parts whose name contains this")
+    options = parser.parse_args()
+    found = environment()
+    print(f"GPU: {found}" if found else "No GPU was found: the kernels run under the host simulator.", flush=True)
+    parts = [part for part in (GPU_PARTS if found else SIMULATED_PARTS) if options.only in part.name]
+    results = run_parts(parts, SECONDS)
+    report = json.dumps({"gpu": found, "parts": results})
+    if options.out:
+        temporary = options.out.with_suffix(".tmp")
+        temporary.write_text(report + "\n")
+        os.replace(temporary, options.out)
+    print(report)
+    return int(any(result["status"] not in ("passed", "unsupported") for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
