@@ -59,7 +59,8 @@ def test_a_run_stores_hashers_that_load_and_ends_with_json(folder, tiny_config, 
     for name in last["mean"]:
         Hasher.from_pretrained(tmp_path / "run" / name).require_match(tiny_config())
         assert 0 < metrics["hashers"][name]["kv_head"]["mean"]["iou"] <= 1
-    assert (tmp_path / "run" / "training.png").read_bytes().startswith(b"\x89PNG")
+    for figure in ("training.png", "heads.png", "bits.png"):
+        assert (tmp_path / "run" / figure).read_bytes().startswith(b"\x89PNG")
     assert not list((tmp_path / "run").glob(".capture-*"))
 
 

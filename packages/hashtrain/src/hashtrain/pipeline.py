@@ -27,7 +27,7 @@ from hashtrain.judge import summarise
 from hashtrain.models import load_model
 from hashtrain.plan import DEMO, Candidate, TrainCommand
 from hashtrain.progress import tracking
-from hashtrain.report import card, draw, quality_table
+from hashtrain.report import card, draw, draw_bits, draw_heads, quality_table
 from hashtrain.workers import default_workers, run_jobs
 
 _NOT_FACTS = {"contexts", "held_out", "workers"}  # as asked for; the first two are stored as found
@@ -63,7 +63,8 @@ def run(command: TrainCommand, console: Console) -> dict[str, Any]:
     metrics["seconds"] = round(time.monotonic() - began, 1)
     for name, hasher in hashers.items():
         hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
-    draw(metrics, command.out / "training.png")
+    for paint, name in ((draw, "training.png"), (draw_heads, "heads.png"), (draw_bits, "bits.png")):
+        paint(metrics, command.out / name)
     write_text(command.out / "metrics.json", json.dumps(metrics, indent=1) + "\n")
     for heads in ("query_head", "kv_head"):
         console.print(quality_table(metrics, heads))

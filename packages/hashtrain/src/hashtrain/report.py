@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,57 @@ def draw(metrics: Metrics, path: Path) -> None:
     if left.lines:
         left.legend()
     right.legend()
+    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+    plt.close(figure)
+
+
+def draw_heads(metrics: Metrics, path: Path) -> None:
+    """Draw a heat map of IoU per layer and KV head for each hasher: what training does to each head."""
+    names = list(metrics["hashers"])
+    figure, axes = plt.subplots(
+        1,
+        len(names),
+        figsize=(1.5 + 2.2 * len(names), 1.5 + 0.35 * metrics["layers"]),
+        layout="constrained",
+        squeeze=False,
+    )
+    for axis, name in zip(axes[0], names, strict=True):
+        by_layer = [layer["iou_by_head"] for layer in metrics["hashers"][name]["kv_head"]["layers"]]
+        heads = max(map(len, by_layer))  # layers may differ in heads
+        shown = axis.imshow(
+            [row + [math.nan] * (heads - len(row)) for row in by_layer], vmin=0, vmax=1, cmap="viridis", aspect="auto"
+        )
+        axis.set(title=name, xlabel="KV head", xticks=range(heads))
+        for row, found in enumerate(by_layer):
+            for head, iou in enumerate(found):
+                color = "black" if iou > 0.6 else "white"
+                axis.text(head, row, f"{iou:.2f}", ha="center", va="center", fontsize=8, color=color)
+    axes[0][0].set_ylabel("layer")
+    figure.colorbar(shown, ax=axes[0].tolist(), label="IoU, held out")
+    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+    plt.close(figure)
+
+
+def draw_bits(metrics: Metrics, path: Path) -> None:
+    """Draw how the codes use their bits: the share of ones of each, and the correlation of bits by layer."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for name, result in metrics["hashers"].items():
+        layers = result["bits"]["layers"]
+        if not any(layers):
+            continue
+        ones = sorted(share for layer in layers[metrics["dense_layers"] :] for share in layer["ones"])
+        left.plot([(i + 0.5) / len(ones) for i in range(len(ones))], ones, label=name)
+        right.plot(range(metrics["layers"]), [layer["correlation"] for layer in layers], marker="o", label=name)
+    left.axhline(0.5, color="0.7", linewidth=1, zorder=0)
+    left.set(
+        xlabel="bits of the sparse layers, in order", ylabel="share of ones", ylim=(0, 1), title="Balance (0.5 is best)"
+    )
+    right.set(xlabel="layer", ylabel="mean |correlation| of two bits", title="Redundancy (0 is best)")
+    right.set_ylim(bottom=0)
+    right.xaxis.get_major_locator().set_params(integer=True)
+    if left.lines[1:]:
+        left.legend()
+        right.legend()
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
     plt.close(figure)
 

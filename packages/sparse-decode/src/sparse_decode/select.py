@@ -174,6 +174,11 @@ class PerHead:
         return self._placed.layer(layer, q.device).encode_queries(q, per_query_head=self.per_query_head)
 
     def require_match(self, model_config: Any) -> None:
+        """Raise ValueError if the hasher is another model's, or keeps no codes."""
+        if not self.hasher.layer(0).has_codes:
+            raise ValueError(
+                f"decoding needs a hasher that keeps codes, got variant {self.hasher.config.variant}; use another"
+            )
         self.hasher.require_match(model_config)
 
     def shard(self, rank: int, size: int) -> PerHead:

@@ -1,0 +1,39 @@
+"""How codes use their bits, against codes made by hand."""
+
+import hashcore
+import pytest
+import torch
+from hashtrain.judge import bit_statistics
+
+
+class Given:
+    """A hasher whose codes are these bits [1, H, T, bits]."""
+
+    def __init__(self, bits):
+        self.bits = bits
+
+    def encode_keys(self, k):
+        return hashcore.pack(self.bits.float())
+
+
+def statistics(bits):
+    return bit_statistics(Given(bits), torch.zeros(1))
+
+
+def test_ones_and_balance_of_known_shares():
+    bits = torch.zeros(1, 1, 8, 32)
+    bits[0, 0, :2, 0] = 1  # a quarter of the keys
+    bits[0, 0, :, 1] = 1
+    found = statistics(bits)
+    assert found["ones"] == [0.0] * 30 + [0.25, 1.0]
+    assert found["balance"] == pytest.approx(2 * 0.25 / 32)
+
+
+def test_correlation_of_copies_opposites_and_independent_bits():
+    independent = torch.stack([(torch.arange(32) >> bit) & 1 for bit in range(5)], -1).float()  # [32, 5]
+    assert statistics(independent.repeat(1, 7)[None, None, :, :32])["correlation"] > 0.1
+    mixed = torch.zeros(1, 1, 32, 32)
+    mixed[0, 0, :, 0] = independent[:, 0]
+    mixed[0, 0, :, 1] = 1 - independent[:, 0]  # the opposite is as redundant as a copy
+    mixed[0, 0, :, 2] = independent[:, 3]
+    assert statistics(mixed)["correlation"] == pytest.approx(2 / (32 * 31), rel=1e-4)
