@@ -52,10 +52,16 @@ def dense_ways(caches: list[CodedDynamicLayer], q: Tensor) -> dict[str, Step]:
         k, v = kv(i)
         return (grouped @ k.mT).mul_(D**-0.5).softmax(-1) @ v
 
+    def head_by_head(i: int) -> list[Tensor]:
+        """One matrix product per KV head: torch may copy keys to multiply them all at once."""
+        k, v = kv(i)
+        return [(grouped[0, h] @ k[0, h].T).mul_(D**-0.5).softmax(-1) @ v[0, h] for h in range(HKV)]
+
     return {
         "SDPA, enable_gqa": lambda i: F.scaled_dot_product_attention(q, *kv(i), enable_gqa=True),
         "SDPA, group as rows": lambda i: F.scaled_dot_product_attention(grouped, *kv(i)),
         "grouped matmul": matmul,
+        "matmul head by head": head_by_head,
     }
 
 

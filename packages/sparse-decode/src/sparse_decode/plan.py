@@ -158,13 +158,15 @@ class LayerPlan:
                 continue
             rows = self._rows_of(x, first, last, counts[:, part])
             indices = self._select(rows, visible[:, part], sparse[:, part])
-            used = (indices >= 0).sum(-1).repeat_interleave(hq // indices.shape[1], 1).transpose(1, 2)  # [B, Q, Hq]
+            used = (indices >= 0).sum(-1)[:, :, None].expand(-1, -1, hq // indices.shape[1], -1)
+            used = used.flatten(1, 2).transpose(1, 2)  # [B, Q, Hq]
             self._count(used.sum(-1), visible[:, part] * hq, sparse[:, part], tally)
             out, facts = self._attend(x, rows, indices)
             if self.remainder is not None:
                 at = n - n_queries + first
                 keys, values, counts = means.rows(x.k, x.v, _unpadded(x), at, at + last - first)
-                _require_causal(counts.to(visible.device), visible[:, part], used)
+                if x.mask is not None:
+                    _require_causal(counts.to(visible.device), visible[:, part], used)
                 known = (keys, values), self.remainder, visible[:, part], used
                 out = with_remainder(out, facts, rows.q, *known, x.scaling)
             pieces.append(out)
@@ -209,7 +211,7 @@ class LayerPlan:
 
     def _count(self, selected: Tensor, visible: Tensor, sparse: Tensor, tally: Tensor) -> None:
         """Add the tokens that the sparse rows selected and saw, [B, Q], summed over query heads."""
-        sums = torch.stack([x.masked_fill(~sparse, 0).sum() for x in (selected, visible)])
+        sums = torch.stack([(x * sparse).sum() for x in (selected, visible)])
         with self._lock:
             tally += sums.to(tally.device)
 

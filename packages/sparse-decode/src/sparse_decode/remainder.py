@@ -44,13 +44,15 @@ class RunningMeans:
             counts = torch.arange(first + 1, last + 1, device=k.device).expand(k.shape[0], -1)
         else:
             counts = seen[:, :first].sum(-1, keepdim=True) + seen[:, first:last].cumsum(-1)
-        means = []
-        for before, rows in ((self._keys, k), (self._values, v)):
-            sums = _shown(rows, seen, first, last).double().cumsum(2)
-            sums = sums if before is None else sums + before[:, :, None].to(sums.device)
-            means.append((sums / counts.clamp(min=1)[:, None, :, None]).float())
-        self._advance(k, v, seen, last)
-        return means[0], means[1], counts
+        sums = []
+        for before, x in ((self._keys, k), (self._values, v)):
+            rows = _shown(x, seen, first, last)
+            rows = rows if last == first + 1 else rows.cumsum(2)
+            sums.append(rows if before is None else rows + before[:, :, None])
+        self._keys, self._values = (x[:, :, -1].clone() for x in sums)
+        self._note(seen, last)
+        divisor = counts.clamp(min=1)[:, None, :, None]
+        return (sums[0] / divisor).float(), (sums[1] / divisor).float(), counts
 
     def drop(self, k: Tensor, v: Tensor, length: int) -> None:
         """Take the tokens from `length` on out of the sums; k and v still hold them."""
@@ -60,8 +62,8 @@ class RunningMeans:
             return self._forget()
         assert self._keys is not None
         assert self._values is not None
-        self._keys = self._keys - _shown(k, self._seen, length, self.length).double().sum(2)
-        self._values = self._values - _shown(v, self._seen, length, self.length).double().sum(2)
+        self._keys = self._keys - _shown(k, self._seen, length, self.length).sum(2)
+        self._values = self._values - _shown(v, self._seen, length, self.length).sum(2)
         self._seen = None if self._seen is None else self._seen[:, :length]
         self.length = length
 
@@ -88,11 +90,14 @@ class RunningMeans:
             self._forget()
         for first in range(self.length, length, _CHUNK):
             last = min(first + _CHUNK, length)
-            keys, values = (_shown(x, seen, first, last).double().sum(2) for x in (k, v))
+            keys, values = (_shown(x, seen, first, last).sum(2) for x in (k, v))
             self._keys = keys if self._keys is None else self._keys + keys
             self._values = values if self._values is None else self._values + values
-        self.length = length
-        self._seen = None if seen is None else seen[:, :length]
+        self._note(seen, length)
+
+    def _note(self, seen: Tensor | None, length: int) -> None:
+        """Remember of which tokens the sums now are."""
+        self.length, self._seen = length, None if seen is None else seen[:, :length]
 
     def _same(self, seen: Tensor | None, batch: int) -> bool:
         """Say whether the tokens summed so far are those that are visible now."""
@@ -165,8 +170,10 @@ def with_remainder(
         scaling: the model's factor on the logits.
     Returns: [B, R, Hq, Dv] in out's type; rows without a selected token stay as they are.
     """
-    keys, values = (x.to(q.device).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in means)
-    mean_key = (q.float() * keys).sum(-1).transpose(1, 2) * scaling  # [B, R, Hq]
+    keys, values = (x.to(q.device)[:, :, None] for x in means)  # [B, Hkv, 1, R, D]: the group shares them
+    grouped = q.float().unflatten(1, (keys.shape[1], -1))
+    mean_key = (grouped * keys).sum(-1).flatten(1, 2).transpose(1, 2) * scaling  # [B, R, Hq]
+    values = values.expand(-1, -1, grouped.shape[2], -1, -1).flatten(1, 2)
     mean, lse = facts[0], facts[1]
     evidence = Evidence(mean, lse, mean_key, visible[..., None], selected)
     weight = log_weight(coefficients.to(q.device), evidence)
@@ -175,6 +182,6 @@ def with_remainder(
 
 
 def _shown(x: Tensor, seen: Tensor | None, first: int, last: int) -> Tensor:
-    """Return tokens first..last-1 of [B, Hkv, N, X] as float32, zeros where they are padding."""
-    part = x[:, :, first:last].float()
+    """Return tokens first..last-1 of [B, Hkv, N, X] as float64, zeros where they are padding."""
+    part = x[:, :, first:last].double()
     return part if seen is None else torch.where(seen[:, None, first:last, None], part, 0.0)

@@ -1,0 +1,105 @@
+"""The command line: `sparse-decode --prompt-file FILE ...` goes on with a text and says what that cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+from hashtrain.demo import demo_model_path
+from hashtrain.usage import UsageError, guarded
+from rich.console import Console
+from rich.table import Table
+
+DEMO = "demo"
+
+
+@dataclass(frozen=True)
+class GenerateCommand:
+    """Go on with a text by sparse attention, token by token as it is made, and print its speed, density and memory."""
+
+    prompt_file: Path
+    """A UTF-8 text file: the prompt."""
+    max_new_tokens: int = 200
+    """Tokens to generate, fewer if the model ends its text."""
+    model: str = DEMO
+    """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
+    hasher: str = "runs/demo/planes"
+    """A hasher's folder, made by `uv run hashtrain`; `lsh` draws untrained codes."""
+    max_prompt_tokens: int | None = None
+    """Use only so many tokens of the prompt, the last ones."""
+    fraction: float = 0.02
+    """Share of the visible tokens that a step selects, above 0 and at most 1."""
+    min_tokens: int = 16
+    """Tokens to select at least."""
+    sink: int = 4
+    """First tokens to attend to as well."""
+    recent: int = 16
+    """Last tokens to attend to as well."""
+    dense_layers: int = 2
+    """First layers that stay dense."""
+    compare: bool = False
+    """Generate with dense attention, too."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 1), ("max_prompt_tokens", 1), ("min_tokens", 1), ("sink", 0)):
+            self._require(name, least)
+        self._require("recent", 0)
+        self._require("dense_layers", 0)
+        if not 0 < self.fraction <= 1:
+            raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}; 0.02 selects 2 %")
+
+    def _require(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if value is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
+
+    @property
+    def model_path(self) -> str:
+        """What `from_pretrained` is given."""
+        return str(demo_model_path()) if self.model == DEMO else self.model
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command. Returns 0; 2 after one sentence on stderr if the input cannot be used; 130 if interrupted."""
+    return guarded("sparse-decode", lambda: _main(arguments))
+
+
+def _main(arguments: list[str] | None) -> int:
+    command = tyro.cli(GenerateCommand, args=arguments, prog="sparse-decode")
+    from transformers.utils import logging
+
+    from sparse_decode.streaming import generate  # transformers loads here, not for --help
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # its redrawn line would fill a log file
+    found = generate(command, sys.stdout)
+    Console(stderr=not sys.stdout.isatty()).print(_table(found))
+    print(json.dumps(found), flush=True)
+    return 0
+
+
+def _table(found: dict[str, Any]) -> Table:
+    """Show sparse and dense side by side."""
+    runs = [name for name in ("sparse", "dense") if name in found]
+    table = Table("", *runs, title=f"{found['prompt_tokens']:,} tokens of prompt")
+    lines = {
+        "new tokens": lambda run: f"{run['new_tokens']:,}",
+        "tokens per second": lambda run: "-" if run["tokens_per_second"] is None else f"{run['tokens_per_second']:.1f}",
+        "prefill": lambda run: f"{run['prefill_seconds']:.2f} s",
+        "density": lambda run: "-" if run["density"] is None else f"{100 * run['density']:.2f} %",
+        "keys and values": lambda run: f"{run['kv_bytes'] / 2**20:.1f} MiB",
+        "codes": lambda run: f"{run['code_bytes'] / 2**20:.1f} MiB",
+    }
+    for title, show in lines.items():
+        table.add_row(title, *(show(found[name]) for name in runs))
+    if "same_tokens" in found:
+        table.add_row("tokens alike from the start", str(found["same_tokens"]), "")
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

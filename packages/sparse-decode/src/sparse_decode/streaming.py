@@ -1,0 +1,143 @@
+"""One generation, streamed and measured: what the command line does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from hashtrain import Hasher
+from hashtrain.models import load_model
+from hashtrain.usage import UsageError
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from sparse_decode.attach import Attachment, attach
+from sparse_decode.budget import Budget
+from sparse_decode.select import HashSelector, LshSelector
+
+if TYPE_CHECKING:
+    from sparse_decode.cli import GenerateCommand
+
+UNTRAINED = "lsh"
+_WARM_UP = 32  # tokens of prompt; the kernels are compiled or loaded by them
+
+
+class TimedStreamer(TextStreamer):
+    """Writes text as its tokens come, and notes when they came.
+
+    Attributes:
+        times: seconds since the start, one for each new token.
+        tokens: the new tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
+        super().__init__(tokenizer, skip_prompt=True)  # pyright: ignore[reportArgumentType]
+        self._write, self._began = write, time.perf_counter()
+        self.times: list[float] = []
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt first, then one token after the other."""
+        if not self.next_tokens_are_prompt:
+            self.times.append(time.perf_counter() - self._began)
+            self.tokens += value.flatten().tolist()
+        super().put(value)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Write what can no longer change."""
+        self._write(text + "\n" * stream_end)
+
+
+@torch.no_grad()
+def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
+    """Load, generate and measure.
+
+    Returns: the settings, and for `sparse` and, if asked for, `dense`: new tokens, seconds of prefill, tokens per
+        second after it, density, bytes of keys and values in all layers, bytes of codes.
+    Raises: UsageError or ValueError with one sentence if the prompt, the model or the hasher cannot be used.
+    """
+    text = _read(command)
+    model, tokenizer = load_model(command.model_path)
+    ids = _tokens(command, text, model, tokenizer)
+    selector = (
+        LshSelector(model.get_decoder().config)
+        if command.hasher == UNTRAINED
+        else HashSelector(Hasher.from_pretrained(command.hasher))
+    )
+    budget = Budget(command.fraction, command.min_tokens, sink=command.sink, recent=command.recent)
+
+    def write(text: str) -> None:
+        out.write(text)
+        out.flush()
+
+    found: dict[str, Any] = {"model": command.model, "hasher": command.hasher, "prompt_tokens": ids.shape[1]}
+    streamers: dict[str, TimedStreamer] = {}
+    for name, chosen in (("sparse", selector), ("dense", None))[: 1 + command.compare]:
+        if command.compare:
+            write(f"--- {name}\n")
+        with attach(model, chosen, budget, dense_layers=command.dense_layers) as attachment:
+            _run(model, ids[:, :_WARM_UP], 2, None)
+            attachment.reset_density()
+            streamers[name] = TimedStreamer(tokenizer, write)
+            cache = _run(model, ids, command.max_new_tokens, streamers[name])
+            found[name] = _measured(attachment, streamers[name], cache)
+    if command.compare:
+        pairs = zip(streamers["sparse"].tokens, streamers["dense"].tokens, strict=False)
+        differ = [i for i, (a, b) in enumerate(pairs) if a != b]
+        shorter = min(len(streamer.tokens) for streamer in streamers.values())
+        found["same_tokens"] = differ[0] if differ else shorter
+    return found
+
+
+def _run(model: PreTrainedModel, ids: Tensor, tokens: int, streamer: TimedStreamer | None) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "do_sample": False}
+    end = model.generation_config.eos_token_id
+    padding = end[0] if isinstance(end, list) else end
+    model.generate(ids, max_new_tokens=tokens, streamer=streamer, pad_token_id=padding, **options)  # pyright: ignore[reportCallIssue]
+    return cache
+
+
+def _measured(attachment: Attachment, streamer: TimedStreamer, cache: DynamicCache) -> dict[str, Any]:
+    first, last, count = streamer.times[0], streamer.times[-1], len(streamer.times)
+    kv, codes = attachment.memory(cache)
+    selected, visible = (sum(column) for column in zip((0, 0), *attachment.counts().values(), strict=True))
+    return {
+        "new_tokens": count,
+        "prefill_seconds": first,
+        "tokens_per_second": (count - 1) / (last - first) if count > 1 else None,
+        "density": selected / visible if visible else None,
+        "kv_bytes": kv,
+        "code_bytes": codes,
+    }
+
+
+def _read(command: GenerateCommand) -> str:
+    try:
+        text = command.prompt_file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompt-file must be UTF-8 text, got other bytes in {command.prompt_file}") from error
+    except OSError as error:
+        raise UsageError(f"cannot read --prompt-file {command.prompt_file}: {error.strerror}") from error
+    if not text.strip():
+        raise UsageError(f"--prompt-file must hold some text, got an empty {command.prompt_file}")
+    return text
+
+
+def _tokens(command: GenerateCommand, text: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    """Turn the prompt into ids [1, T], on the model's device."""
+    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+    assert isinstance(ids, Tensor)
+    if command.max_prompt_tokens is not None:
+        ids = ids[:, -command.max_prompt_tokens :]
+    room = getattr(model.get_decoder().config, "max_position_embeddings", None)
+    if room is not None and ids.shape[1] + command.max_new_tokens > room:
+        fitting = room - command.max_new_tokens
+        remedy = f"give --max-prompt-tokens {fitting}" if fitting > 0 else "give fewer --max-new-tokens"
+        raise UsageError(
+            f"prompt and new tokens must fit the model's context of {room}, got {ids.shape[1]} and "
+            f"{command.max_new_tokens}; {remedy}"
+        )
+    return ids.to(model.device)

@@ -1,0 +1,96 @@
+"""The command from end to end on a tiny model, and its complaints."""
+
+import json
+
+import pytest
+from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.demo import demo_model_path
+from sparse_decode.cli import main
+from sparse_decode_doubles import tiny_model
+from transformers import AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, a hasher and a prompt."""
+    root = tmp_path_factory.mktemp("cli")
+    model = tiny_model(vocab_size=4096)
+    model.save_pretrained(root / "model")
+    AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(root / "model")
+    Hasher(HasherConfig("planes", ModelShape.of(model.config), hidden=16)).save_pretrained(root / "hasher")
+    Hasher(HasherConfig("planes", ModelShape(1, 4, 2, 16))).save_pretrained(root / "other")
+    (root / "prompt.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(20)))
+    (root / "empty.txt").write_text(" \n")
+    (root / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    return root
+
+
+def arguments(folder, *more, prompt="prompt.txt"):
+    fixed = ["--model", str(folder / "model"), "--hasher", str(folder / "hasher"), "--max-new-tokens", "6"]
+    return ["--prompt-file", str(folder / prompt), *fixed, *more]
+
+
+def last_line(capsys):
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_it_streams_and_ends_with_json(folder, capsys):
+    assert main(arguments(folder, "--min-tokens", "1", "--sink", "1", "--recent", "2", "--fraction", "0.1")) == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out.strip().splitlines()[-1])
+    n, made = found["prompt_tokens"], found["sparse"]
+    assert "dense" not in found
+    assert captured.out.count("\n") >= 2, "the text stands before the JSON"
+    assert made["new_tokens"] == 6
+    assert made["tokens_per_second"] > 0
+    steps = range(n + 1, n + 6)
+    row = 2 * 2 * 16 * 4  # bytes of a token's key and value, of two heads of 16 float32
+    assert made["kv_bytes"] == 4 * (n + 5) * row
+    assert made["code_bytes"] == 2 * (n + 5) * 2 * 16
+    least, most = (sum(t // 10 + extra for t in steps) / sum(steps) for extra in (0, 3))
+    assert least <= made["density"] <= most
+    assert "tokens per second" in captured.err
+
+
+def test_a_whole_budget_gives_the_dense_tokens(folder, capsys):
+    assert main(arguments(folder, "--fraction", "1", "--compare")) == 0
+    found = last_line(capsys)
+    assert found["same_tokens"] == 6
+    assert found["sparse"]["density"] == 1
+    assert found["dense"]["density"] is None
+    assert found["dense"]["code_bytes"] == 0
+    assert found["dense"]["kv_bytes"] == found["sparse"]["kv_bytes"]
+
+
+def test_untrained_codes_and_a_part_of_the_prompt(folder, capsys):
+    assert main(arguments(folder, "--hasher", "lsh", "--max-prompt-tokens", "11", "--max-new-tokens", "1")) == 0
+    found = last_line(capsys)
+    assert found["prompt_tokens"] == 11
+    assert found["sparse"]["tokens_per_second"] is None
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--fraction", "0"], "--fraction must be above 0 and at most 1, got 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be 1 or more, got 0"),
+        (["--recent", "-1"], "--recent must be 0 or more, got -1"),
+        (["--dense-layers", "4"], "dense_layers must leave a full-attention layer"),
+        (["--model", "no/such/folder"], "model folder not found"),
+        (["--hasher", "no/such/folder"], "no hasher at no/such/folder"),
+        (["--hasher", "{folder}/other"], "this hasher belongs to another model"),
+        (["--max-new-tokens", "400"], "must fit the model's context of 512"),
+        (["--max-new-tokens", "600"], "give fewer --max-new-tokens"),
+        (["--prompt-file", "{folder}/none.txt"], "cannot read --prompt-file"),
+        (["--prompt-file", "{folder}"], "cannot read --prompt-file"),
+        (["--prompt-file", "{folder}/empty.txt"], "--prompt-file must hold some text"),
+        (["--prompt-file", "{folder}/binary.txt"], "--prompt-file must be UTF-8 text"),
+    ],
+)
+def test_wrong_input_is_one_sentence(folder, more, sentence, capsys):
+    assert main(arguments(folder, *(word.format(folder=folder) for word in more))) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert captured.err.startswith("sparse-decode: ")
+    assert captured.err.count("\n") == 1
+    assert not captured.out
