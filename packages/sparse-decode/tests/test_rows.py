@@ -5,7 +5,7 @@ import torch
 from sparse_decode import Budget, OracleSelector, RecentSelector, attach, attend_reference
 from sparse_decode import plan as plan_module
 from sparse_decode.plan import LayerPlan
-from sparse_decode_doubles import FAMILIES, TOLERANCE, Auditor, PaperLikeHasher, SignHasher, prompts, tiny_model
+from sparse_decode_doubles import FAMILIES, TOLERANCE, Auditor, Calibrated, PaperLikeHasher, SignHasher, prompts, tiny_model
 from transformers import DynamicCache
 
 BUDGET = Budget(0.1, min_tokens=2)
@@ -77,9 +77,9 @@ def test_a_padded_row_is_the_row_alone(start, budget):
             close(model(ids[row : row + 1, 40 - length :]).logits[0], together[row, 40 - length :])
 
 
-def test_chunks_of_rows_change_nothing(monkeypatch):
+@pytest.mark.parametrize("selector", [SignHasher(), Calibrated()])
+def test_chunks_of_rows_change_nothing(monkeypatch, selector):
     model, (ids, mask) = tiny_model(), prompts((40, 27))
-    selector = SignHasher()
     budget = Budget(0.1, sink=1, recent=2)
     with attach(model, selector, budget, sparse_rows=11) as attachment:
         whole = model(ids, attention_mask=mask).logits

@@ -164,9 +164,9 @@ class LayerPlan:
             out, facts = self._attend(x, rows, indices)
             if self.remainder is not None:
                 at = n - n_queries + first
-                keys, values, counts = means.rows(x.k, x.v, _unpadded(x), at, at + last - first)
+                keys, values, seen = means.rows(x.k, x.v, _unpadded(x), at, at + last - first)
                 if x.mask is not None:
-                    _require_causal(counts.to(visible.device), visible[:, part], used)
+                    _require_causal(seen.to(visible.device), visible[:, part], used)
                 known = (keys, values), self.remainder, visible[:, part], used
                 out = with_remainder(out, facts, rows.q, *known, x.scaling)
             pieces.append(out)
