@@ -1,7 +1,8 @@
-"""The command line: `evals list`, `evals ppl ...` and `evals iou ...`."""
+"""The command line: `evals list`, and a command for each task."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
@@ -11,12 +12,34 @@ import tyro
 from hashtrain.usage import guarded
 from rich.console import Console
 
+from evals.commands import (
+    CodelengthCommand,
+    CodesizeCommand,
+    ComplexityCommand,
+    ConesCommand,
+    FidelityCommand,
+    NeedleCommand,
+    OutputErrorCommand,
+    RulerCommand,
+)
 from evals.methods import METHODS
 from evals.plan import IouCommand, ListCommand, PplCommand
 from evals.result import Result
 
-_HEADLINE = ("perplexity", "perplexity_ratio", "kl", "iou", "mass")
-COMMANDS = {"list": ListCommand, "ppl": PplCommand, "iou": IouCommand}
+TASKS = {  # name: command, module of evals.tasks
+    "ppl": (PplCommand, "ppl"),
+    "iou": (IouCommand, "iou"),
+    "output-error": (OutputErrorCommand, "output_error"),
+    "fidelity": (FidelityCommand, "fidelity"),
+    "needle": (NeedleCommand, "needle"),
+    "ruler-synthetic": (RulerCommand, "ruler"),
+    "cones": (ConesCommand, "cones"),
+    "codelength": (CodelengthCommand, "codelength"),
+    "codesize": (CodesizeCommand, "codesize"),
+    "complexity": (ComplexityCommand, "complexity"),
+}
+COMMANDS: dict[str, Any] = {"list": ListCommand, **{name: command for name, (command, _) in TASKS.items()}}
+_HEADLINE = {"ppl": ("perplexity", "perplexity_ratio", "kl"), "iou": ("iou", "mass")}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,26 +60,29 @@ def _main(arguments: list[str] | None) -> int:
     return 0
 
 
-def _run(command: PplCommand | IouCommand, console: Console) -> dict[str, Any]:
+def _run(command: Any, console: Console) -> dict[str, Any]:
     from transformers.utils import logging
-
-    from evals.tasks import iou, ppl  # transformers' models load here, not for --help
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # its redrawn line would fill a log file
     began = time.monotonic()
-    result = ppl.run(command, console) if isinstance(command, PplCommand) else iou.run(command, console)
+    module = next(module for kind, module in TASKS.values() if type(command) is kind)
+    # transformers' models load here, not for --help
+    result: Result = importlib.import_module(f"evals.tasks.{module}").run(command, console)
     console.print(f"stored in {command.out}: report.md, figure.png, rows.json and samples", highlight=False)
     seconds = round(time.monotonic() - began, 1)
     return {"task": result.config["task"], "out": str(command.out), "seconds": seconds, "results": headline(result)}
 
 
 def headline(result: Result) -> list[dict[str, Any]]:
-    """Pick the numbers of the last stdout line: one object per method, budget and rule."""
+    """Pick the numbers of the last stdout line: one object per case, method, budget and rule."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    chosen = _HEADLINE.get(result.config["task"])
     for row in result.rows:
-        if row.metric in _HEADLINE and row.against is None and row.layer is None and row.head is None:
-            at = {"method": row.method, "budget": row.budget, "rule": row.rule, "heads": row.heads}
+        if chosen is not None and row.metric not in chosen:
+            continue
+        if row.against is None and row.layer is None and row.head is None:
+            at = {"method": row.method, "budget": row.budget, "rule": row.rule, "heads": row.heads, "where": row.where}
             at = {name: value for name, value in at.items() if value is not None}
             found.setdefault(tuple(at.values()), at)[row.metric] = float(f"{row.value:.5g}")
     return list(found.values())

@@ -33,7 +33,7 @@ _MARKERS |= {"quest": "P", "quest-heads": "X", "magicpig": "D", "magicpig-bare":
 def draw(result: Result, path: Path) -> None:
     """Draw a result, by its task, to a PNG."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    {"ppl": _draw_ppl, "iou": _draw_iou}[result.config["task"]](result, figure)
+    {"ppl": _draw_ppl, "iou": _draw_iou}.get(result.config["task"], _draw_plain)(result, figure)
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
 
 
@@ -64,6 +64,31 @@ def _draw_iou(result: Result, figure: Figure) -> None:
         axes.set(xlabel="layer", ylim=(0, 1.03), title=f"{HEADS[heads]}, top {percent(budget)}")
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.axes[0].set_ylabel("IoU with exact attention")
+    _legend(figure)
+
+
+def _draw_plain(result: Result, figure: Figure) -> None:
+    """Bars of every metric of the first budget, a panel a metric and a group of bars a case."""
+    rows = [row for row in result.rows if row.against is None and row.layer is None and row.head is None]
+    budgets = [row.budget for row in rows if row.budget is not None][:1]
+    rows = [row for row in rows if row.budget is None or row.budget in budgets]
+    metrics, cases = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("metric", "where"))
+    methods = list(dict.fromkeys(row.method for row in rows))
+    figure.set_size_inches(10, 1 + 0.28 * max(4, len(cases) * len(methods)))
+    height = 0.8 / len(methods)
+    for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False, sharey=True)[0], metrics, strict=True):
+        for i, method in enumerate(methods):
+            found = [row for row in rows if (row.metric, row.method) == (metric, method)]
+            y = [cases.index(row.where) + i * height for row in found]
+            low = [row.value - (row.value if row.low is None else row.low) for row in found]
+            high = [(row.value if row.high is None else row.high) - row.value for row in found]
+            colour = COLOURS.get(method.removesuffix(REMAINDER))
+            axes.barh(
+                y, [row.value for row in found], height, xerr=[low, high], label=method, color=colour, ecolor="#444444"
+            )
+        axes.set(xlabel=metric, yticks=[i + 0.4 - height / 2 for i in range(len(cases))])
+        axes.set_yticklabels([case or "" for case in cases])
+    figure.axes[0].invert_yaxis()
     _legend(figure)
 
 

@@ -71,7 +71,12 @@ def bootstrap(samples: ArrayLike, seed: int) -> list[Estimate]:
     means = values.mean(0)
     if n < 2:
         return [Estimate(float(mean), None, None) for mean in means]
-    drawn = _resamples(n, seed)
-    # Around the first document, so that columns that never differ give exactly that value.
-    low, high = np.percentile(drawn @ (values - values[0]), [2.5, 97.5], axis=0) + values[0]
+    low, high = np.percentile(resampled_means(values, seed), [2.5, 97.5], axis=0)
     return [Estimate(float(m), float(a), float(b)) for m, a, b in zip(means, low, high, strict=True)]
+
+
+def resampled_means(samples: ArrayLike, seed: int) -> NDArray[np.float64]:
+    """Draw the bootstrap's resamples of documents and average each column: [resamples, columns]."""
+    values = np.asarray(samples, dtype=np.float64)
+    # Around the first document, so that columns that never differ give exactly that value.
+    return _resamples(len(values), seed) @ (values - values[0]) + values[0]

@@ -17,40 +17,30 @@ Rule = Literal["visible", "fixed"]
 
 
 @dataclass(frozen=True)
-class TaskCommand:
-    """What the tasks share."""
+class MethodsCommand:
+    """What the tasks that run a model share."""
 
     model: str = DEMO
     """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
     hashers: Path = Path("runs/demo")
     """The folder that `hashtrain` wrote, with one folder per hasher."""
-    text: tuple[Path, ...] = ()
-    """UTF-8 text files or folders that no hasher was trained on; without any, held-out standard-library modules."""
     methods: tuple[str, ...] = DEFAULT_NAMES
     """What to measure; `evals list` names them. Dense attention is always measured, the rivals' own only if named."""
     budgets: tuple[float, ...] = (0.02,)
     """Shares of the tokens that a row may select."""
     documents: int = 20
-    """Contexts to measure, one per document while there are documents; a run may be continued with more."""
-    context: int = 4096
-    """Tokens a context."""
+    """Contexts or exercises to measure; a run may be continued with more."""
     dense_layers: int = 2
     """The first layers, which stay dense."""
     seed: int = 0
-    """Draws the order of documents, the sampled rows and the bootstrap."""
+    """Draws the order of documents, the exercises, the sampled rows and the bootstrap."""
     out: Path = Path("runs/evals")
     """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
 
     def __post_init__(self) -> None:
-        for name, least in (("documents", 1), ("context", 32), ("dense_layers", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+        at_least(self, documents=1, dense_layers=0)
         for name in ("methods", "budgets"):
-            given = getattr(self, name)
-            if not given or len(set(given)) < len(given):
-                raise UsageError(
-                    f"--{name} needs one value or more, each once, got {' '.join(map(str, given)) or 'none'}"
-                )
+            each_once(self, name)
         for budget in self.budgets:
             if not 0 < budget <= 1:
                 raise UsageError(f"--budgets must be above 0 and at most 1, got {budget:g}; 0.02 selects 2 %")
@@ -64,18 +54,55 @@ class TaskCommand:
         """What `from_pretrained` is given."""
         return str(demo_model_path()) if self.model == DEMO else self.model
 
+    @property
+    def longest(self) -> tuple[str, int]:
+        """The flag that says how many tokens the model must take, and the number."""
+        raise NotImplementedError
+
     def settings(self, task: str) -> dict[str, Any]:
         """Return the settings that decide the numbers, as JSON values and with no path of the machine."""
-        plain = {
-            k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if k not in ("out", "hashers")
-        }
-        return {
-            "task": task,
-            **plain,
-            "model": self.model if self.model == DEMO else Path(self.model).name,
-            "text": [path.name for path in self.text],
-            "versions": versions(),
-        }
+        given = {k: v for k, v in asdict(self).items() if k not in ("out", "hashers")}
+        given["model"] = self.model if self.model == DEMO else Path(self.model).name
+        return {"task": task, **{k: _plain(v) for k, v in given.items()}, "versions": versions()}
+
+
+@dataclass(frozen=True)
+class TaskCommand(MethodsCommand):
+    """What the tasks on text share."""
+
+    text: tuple[Path, ...] = ()
+    """UTF-8 text files or folders that no hasher was trained on; without any, held-out standard-library modules."""
+    context: int = 4096
+    """Tokens a context."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, context=32)
+
+    @property
+    def longest(self) -> tuple[str, int]:
+        """The flag that says how many tokens the model must take, and the number."""
+        return "--context", self.context
+
+
+def at_least(command: Any, **bounds: int) -> None:
+    """Raise UsageError if a field is below its bound."""
+    for name, least in bounds.items():
+        if getattr(command, name) < least:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(command, name)}")
+
+
+def each_once(command: Any, name: str) -> None:
+    """Raise UsageError if a field of several values has none, or one twice."""
+    given = getattr(command, name)
+    if not given or len(set(given)) < len(given):
+        raise UsageError(f"--{name} needs one value or more, each once, got {' '.join(map(str, given)) or 'none'}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value.name if isinstance(value, Path) else value
 
 
 @dataclass(frozen=True)
@@ -92,8 +119,7 @@ class PplCommand(TaskCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.rules or len(set(self.rules)) < len(self.rules):
-            raise UsageError(f"--rules needs one value or both, each once, got {' '.join(self.rules) or 'none'}")
+        each_once(self, "rules")
 
 
 @dataclass(frozen=True)
@@ -112,8 +138,7 @@ class IouCommand(TaskCommand):
         super().__post_init__()
         if idle := [name for name in self.methods if name in SPARSE_NAMES and name not in SELECTION_NAMES]:
             raise UsageError(f"--methods of iou takes {', '.join(SELECTION_NAMES)}, got {', '.join(idle)}")
-        if self.rows < 1:
-            raise UsageError(f"--rows must be at least 1, got {self.rows}")
+        at_least(self, rows=1)
 
 
 @dataclass(frozen=True)

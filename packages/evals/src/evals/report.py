@@ -45,7 +45,7 @@ def to_markdown(grid: Grid) -> str:
 
 def grids(result: Result) -> list[Grid]:
     """Return the tables of a result, by its task."""
-    return {"ppl": ppl_grids, "iou": iou_grids}[result.config["task"]](result)
+    return {"ppl": ppl_grids, "iou": iou_grids}.get(result.config["task"], plain_grids)(result)
 
 
 def ppl_grids(result: Result) -> list[Grid]:
@@ -161,6 +161,55 @@ def remainder_grid(metrics: Metrics) -> Grid:
         f"estimate, {metrics['held_out']} held-out contexts of {metrics['context']} tokens"
     )
     return Grid(title, ["layer", *names], [body, [["mean", *(pair(of[name]["mean"]) for name in names)]]])
+
+
+def plain_grids(result: Result) -> list[Grid]:
+    """Return the tables of any other task: a line per case and method, and a table of layers if there are any."""
+    own = [row for row in result.rows if row.against is None and row.head is None]
+    whole, layers = [row for row in own if row.layer is None], [row for row in own if row.layer is not None]
+    found = [plain_grid(result, whole)] if whole else []
+    for key in dict.fromkeys((row.metric, row.budget, row.where) for row in layers):
+        found.append(layers_grid(result, [row for row in layers if (row.metric, row.budget, row.where) == key]))
+    return found
+
+
+def plain_grid(result: Result, rows: list[Row]) -> Grid:
+    """Lay out a line per case, budget and method, a column per metric, with 95 % intervals where there are any."""
+    metrics = list(dict.fromkeys(row.metric for row in rows))
+    lines: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        lines.setdefault((row.where, row.budget, row.method), {})[row.metric] = row
+    sections: dict[Any, list[list[str]]] = {}
+    for (where, budget, method), found in lines.items():
+        label = ", ".join(part for part in (where, None if budget is None else percent(budget), method) if part)
+        cells = [_cell(found[metric]) if metric in found else "" for metric in metrics]
+        density = next((row.density for row in found.values()), None)
+        sections.setdefault((where, budget), []).append([label, *cells, "" if density is None else percent(density)])
+    return Grid(_title(result, rows), ["case", *metrics, "density"], list(sections.values()))
+
+
+def layers_grid(result: Result, rows: list[Row]) -> Grid:
+    """Lay out one metric, a line per layer and a column per method."""
+    methods = list(dict.fromkeys(row.method for row in rows))
+    at = {(row.layer, row.method): row for row in rows}
+    body = [
+        [str(i), *(_cell(at[i, m]) if (i, m) in at else "" for m in methods)]
+        for i in sorted({row.layer for row in rows if row.layer is not None})
+    ]
+    first = rows[0]
+    case = [first.metric, *([f"top {percent(first.budget)}"] if first.budget else []), *filter(None, [first.where])]
+    return Grid(f"{', '.join(case)}: {_title(result, rows)}", ["layer", *methods], [body])
+
+
+def _title(result: Result, rows: list[Row]) -> str:
+    config = result.config
+    measured = f", mean of {rows[0].n} [95 % interval]" if rows[0].n else ""
+    return f"`{config['task']}`{measured}, model `{config['model']}`"
+
+
+def _cell(row: Row) -> str:
+    interval = "" if row.low is None or row.high is None else f" [{row.low:.3g}, {row.high:.3g}]"
+    return f"{row.value:.4g}{interval}"
 
 
 def percent(value: float) -> str:

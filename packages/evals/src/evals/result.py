@@ -51,6 +51,8 @@ class Row:
     """None: the mean over the sparse layers."""
     head: int | None = None
     """None: the mean over heads."""
+    where: str | None = None
+    """What else the number depends on, in words: a kind of exercise, a length, a step of a computation."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hashtrain.atomic import write_text
@@ -11,13 +12,13 @@ from hashtrain.config import ModelShape
 from hashtrain.models import load_model
 from hashtrain.progress import tracking
 from rich.console import Console
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evals.documents import TokenDocument, load_documents
 from evals.figures import draw
 from evals.methods import DENSE, LoadedMethod, load_methods
 from evals.metrics import Estimate
-from evals.plan import TaskCommand
+from evals.plan import MethodsCommand, TaskCommand
 from evals.report import grids, to_markdown, to_rich
 from evals.result import Result, Row, environment, rows_to_text, versions
 from evals.runner import RunFolder, model_identity
@@ -30,32 +31,49 @@ class Ready:
     """Everything a task needs; nothing has been written so far."""
 
     model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     shape: ModelShape
     methods: list[LoadedMethod]
     documents: list[TokenDocument]
     settings: dict[str, Any]
 
 
-def prepare(command: TaskCommand, task: str, console: Console) -> Ready:
-    """Load and check what the command names. Raises: ValueError or OSError with one sentence."""
+def prepare(
+    command: MethodsCommand,
+    task: str,
+    console: Console,
+    make: Callable[[PreTrainedTokenizerBase], list[TokenDocument]] | None = None,
+) -> Ready:
+    """Load and check what the command names.
+
+    Args:
+        make: makes the documents; without it they are the contexts of the command's texts.
+    Raises: ValueError or OSError with one sentence.
+    """
     model, tokenizer = load_model(command.model_path)
     model.float()
     shape = ModelShape.of(model.config)
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest is not None and command.context > longest:
-        raise ValueError(f"--context must be at most the model's {longest} tokens, got {command.context}")
+    flag, length = command.longest
+    if longest is not None and length > longest:
+        raise ValueError(f"{flag} must be at most the model's {longest} tokens, got {length}")
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
     methods = load_methods(command.methods, command.hashers, model.config)
-    documents = load_documents(command.text, tokenizer, command.context, command.documents, command.seed)
+    if make is not None:
+        documents = make(tokenizer)
+    elif isinstance(command, TaskCommand):
+        documents = load_documents(command.text, tokenizer, command.context, command.documents, command.seed)
+    else:
+        raise TypeError(f"{type(command).__name__} names no text: expected a function that makes its documents")
     if len(documents) < command.documents:
-        console.print(f"{len(documents)} contexts of {command.context} tokens found, {command.documents} asked for")
+        console.print(f"{len(documents)} contexts of {length} tokens found, {command.documents} asked for")
     identities = {method.name: method.identity for method in methods}
     settings = {**command.settings(task), "model_identity": model_identity(model), "method_identities": identities}
-    return Ready(model, shape, methods, documents, settings)
+    return Ready(model, tokenizer, shape, methods, documents, settings)
 
 
-def rows_of(command: TaskCommand, ready: Ready, phase: str, n: int) -> Callable[..., Row]:
+def rows_of(command: MethodsCommand, ready: Ready, phase: str, n: int) -> Callable[..., Row]:
     """Return what builds a row: `row(method, metric, estimate, budget=, rule=, density=, ...)`.
 
     Dense attention has no budget, all its tokens, and the rule `dense`; further keywords are columns of `Row`.
@@ -79,7 +97,7 @@ def rows_of(command: TaskCommand, ready: Ready, phase: str, n: int) -> Callable[
 
 
 def each_document(
-    command: TaskCommand,
+    command: MethodsCommand,
     ready: Ready,
     console: Console,
     steps: int,
@@ -109,13 +127,17 @@ def each_document(
     return samples
 
 
-def finish(command: TaskCommand, ready: Ready, rows: list[Row], console: Console) -> Result:
+def finish(command: MethodsCommand, ready: Ready, rows: list[Row], console: Console) -> Result:
     """Store the rows, the report and the figure; show the tables."""
-    result = Result(ready.settings, environment(), rows)
+    return store(command.out, Result(ready.settings, environment(), rows), console)
+
+
+def store(out: Path, result: Result, console: Console) -> Result:
+    """Write what a finished run leaves beside its settings and samples, and show the tables."""
     tables = grids(result)
-    write_text(command.out / "report.md", "\n\n".join(map(to_markdown, tables)) + "\n")
-    draw(result, command.out / "figure.png")
-    write_text(command.out / "rows.json", rows_to_text(rows))
+    write_text(out / "report.md", "\n\n".join(map(to_markdown, tables)) + "\n")
+    draw(result, out / "figure.png")
+    write_text(out / "rows.json", rows_to_text(result.rows))
     for grid in tables:
         console.print(to_rich(grid))
     return result

@@ -1,0 +1,73 @@
+"""What one sparse decode step of one layer costs, step by step, by formula; and what each method keeps.
+
+n cached tokens, k of them attended to; Hq query and Hkv KV heads of size D, G = Hq / Hkv; codes of B bits in W = B / 32
+words; P planes; hash functions x R + SiLU(x W1) W2 of hidden width M. Keys and values are bfloat16, scores 2 bytes,
+hash weights bfloat16, codes int32 words. A multiply-add counts as two operations, a word operation (xor, not, popcount,
+add) as one. Each step reads what the one before wrote; the values gathered stay on the chip for attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hashtrain.config import ModelShape
+
+_ELEMENT = 2  # bytes of a key, value or weight component
+_SCORE = 2
+_INDEX = 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations and bytes moved."""
+
+    operations: int
+    bytes: int
+
+
+def sparse_step(shape: ModelShape, n: int, k: int, bits: int, planes: int, hidden: int) -> dict[str, Cost]:
+    """Count the steps of one decode step of one layer of `planes`, batch 1."""
+    hq, hkv, d, words = shape.num_query_heads, shape.num_kv_heads, shape.head_dim, bits // 32
+    weights = d * bits + d * hidden + hidden * bits
+    vectors = hq + hkv  # every query head has a function, and so has every KV head's new key
+    packed = hkv * (planes + 1)  # the planes of each group's query, and the new key's code
+    return {
+        "hash": Cost(
+            2 * weights * vectors + (hq - hkv) * bits, _ELEMENT * (weights + d) * vectors + 4 * 2 * hkv * bits
+        ),
+        "pack": Cost(packed * bits, 4 * 2 * hkv * bits + 4 * packed * words),
+        "score": Cost(4 * n * hkv * planes * words, n * hkv * (4 * words + _SCORE)),
+        "select": Cost(2 * n * hkv, n * hkv * _SCORE + _INDEX * k * hkv),
+        "gather": Cost(0, k * hkv * 2 * d * _ELEMENT + _INDEX * k * hkv),
+        "attend": Cost(4 * k * hq * d, 2 * hq * d * _ELEMENT),
+    }
+
+
+def dense_step(shape: ModelShape, n: int) -> Cost:
+    """Count dense attention of one decode step of one layer, batch 1."""
+    hq, hkv, d = shape.num_query_heads, shape.num_kv_heads, shape.head_dim
+    return Cost(4 * n * hq * d, n * hkv * 2 * d * _ELEMENT + 2 * hq * d * _ELEMENT)
+
+
+def kept_bytes(shape: ModelShape, bits: int) -> dict[str, float]:
+    """Count the bytes that each method keeps per token and KV head, beside keys and values.
+
+    Quest keeps a least and a greatest key for 16 tokens. MagicPIG keeps a bucket of 15 bits in each of 100 tables; the
+    tables' own pointers are not counted. `down-proj` is the paper's ablation: 8 bfloat16 numbers.
+    """
+    code = bits / 8
+    return {
+        "oracle": 0.0,
+        "recent": 0.0,
+        "lsh": code,
+        "planes": code,
+        "paper": code * shape.group,
+        "down-proj": 16.0,
+        "quest": 2 * shape.head_dim * _ELEMENT / 16,
+        "magicpig": 15 * 100 / 8,
+    }
+
+
+def kv_bytes(shape: ModelShape) -> int:
+    """Count the bytes of one token's key and value of one KV head."""
+    return 2 * shape.head_dim * _ELEMENT

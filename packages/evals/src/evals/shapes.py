@@ -1,0 +1,68 @@
+"""Shapes of models for speed and size, where weights do not matter: public configs by name, or a folder's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hashtrain.config import ModelShape
+from hashtrain.demo import demo_model_path
+from hashtrain.plan import DEMO
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config
+
+
+def _qwen(**sizes: Any) -> Qwen2Config:
+    return Qwen2Config(**sizes, max_position_embeddings=1 << 22)
+
+
+SMALL = "small"
+PRESETS = {
+    # Qwen/Qwen2.5-7B and meta-llama/Meta-Llama-3-8B as their config.json say; positions are stretched to any length.
+    "qwen2.5-7b": lambda: _qwen(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+    ),
+    "llama3-8b": lambda: LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=1 << 22,
+    ),
+    # The groups and heads of Qwen2.5-7B, 4 layers, little beside attention: for two CPU cores.
+    SMALL: lambda: _qwen(
+        hidden_size=896,
+        intermediate_size=896,
+        num_hidden_layers=4,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=1024,
+    ),
+}
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """Return the config of a preset, of the demo model, or of a folder or hub id.
+
+    Raises: ValueError with one sentence if there is none.
+    """
+    if name in PRESETS:
+        return PRESETS[name]()
+    path = str(demo_model_path()) if name == DEMO else name
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        kind = "its config.json cannot be read" if Path(path).is_dir() else "there is no folder of that name"
+        raise ValueError(f"no shape {name}: {kind}; use {', '.join(PRESETS)}, {DEMO} or a model's folder") from error
+
+
+def shape_of(config: PretrainedConfig) -> ModelShape:
+    """Return layers, heads and head size."""
+    return ModelShape.of(config)

@@ -1,0 +1,154 @@
+"""Long-context exercises made by rule, like RULER's (Hsieh et al. 2024): any length, any tokenizer, no download.
+
+They are written as Python source, which the demo model reads best. Filler lines carry no answer; what must be found
+lies at a chosen depth among them; the prompt ends where the answer begins.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+NAMES = [
+    "apple",
+    "river",
+    "stone",
+    "cloud",
+    "tiger",
+    "lemon",
+    "piano",
+    "eagle",
+    "maple",
+    "ocean",
+    "candle",
+    "mirror",
+    "garden",
+    "silver",
+    "window",
+    "basket",
+]
+_PARTS = ["size", "count", "index", "total", "width", "height", "limit", "offset", "level", "state"]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One question and its answer.
+
+    Attributes:
+        kind: how it was made; length: tokens of prompt and answer, at most; depth: where in it the answer lies, 0 to 1.
+        prompt, answer: int64 [tokens].
+        text: the answer, as text.
+    """
+
+    kind: str
+    length: int
+    depth: float
+    prompt: Tensor
+    answer: Tensor
+    text: str
+
+
+def single_key(draw: random.Random) -> tuple[list[str], str, str]:
+    """One value is set; it is asked for."""
+    name, value = draw.choice(NAMES), str(draw.randrange(1000, 10000))
+    return [f"{name}_key = {value}"], f"assert {name}_key == ", value
+
+
+def multi_key(draw: random.Random) -> tuple[list[str], str, str]:
+    """Four values are set; one of them is asked for."""
+    names = draw.sample(NAMES, 4)
+    values = [str(draw.randrange(1000, 10000)) for _ in names]
+    asked = draw.randrange(4)
+    lines = [f"{name}_key = {value}" for name, value in zip(names, values, strict=True)]
+    return lines, f"assert {names[asked]}_key == ", values[asked]
+
+
+def variable_tracking(draw: random.Random) -> tuple[list[str], str, str]:
+    """A value is handed from name to name; it is asked for by the last."""
+    names, value = draw.sample(NAMES, 4), str(draw.randrange(1000, 10000))
+    lines = [f"{names[0]}_key = {value}"]
+    lines += [f"{b}_key = {a}_key" for a, b in itertools.pairwise(names)]
+    return lines, f"assert {names[-1]}_key == ", value
+
+
+def copy(draw: random.Random) -> tuple[list[str], str, str]:
+    """A list of words is given; its beginning comes again and must be gone on with."""
+    found = [draw.choice(NAMES) for _ in range(12)]
+    return [f"original = [{', '.join(found)}]"], f"repeated = [{', '.join(found[:4])}", f", {', '.join(found[4:])}]"
+
+
+def aggregation(draw: random.Random) -> tuple[list[str], str, str]:
+    """Words are recorded again and again, one more often than any other; it is asked for."""
+    chosen = draw.sample(NAMES, 4)
+    records = [chosen[0]] * 9 + [name for name in chosen[1:] for _ in range(3)]
+    draw.shuffle(records)
+    return [f"record({name})" for name in records], "most_frequent = ", chosen[0]
+
+
+KINDS: dict[str, Callable[[random.Random], tuple[list[str], str, str]]] = {
+    "single": single_key,
+    "multi": multi_key,
+    "variables": variable_tracking,
+    "copy": copy,
+    "aggregation": aggregation,
+}
+_SPREAD = ("multi", "variables", "aggregation")
+"""Kinds whose lines are spread over the text from the given depth on; the others' lie at that depth."""
+
+
+def exercise(kind: str, tokenizer: PreTrainedTokenizerBase, length: int, depth: float | None, seed: int) -> Exercise:
+    """Make an exercise: the same arguments make the same one, on any machine.
+
+    Args:
+        kind: one of `KINDS`.
+        length: tokens of prompt and answer together, at most; they are as near as whole lines come.
+        depth: 0 is the beginning, 1 the end; None draws it.
+    Raises: ValueError if the length leaves no room for the question.
+    """
+    draw = random.Random(f"{kind} {seed}")
+    lines, question, text = KINDS[kind](draw)
+    depth = draw.random() if depth is None else depth
+    answer = _ids(tokenizer, text)
+    room = length - len(answer)
+    filler = [_filler(draw) for _ in range(room)]  # a line has a token or more
+
+    def prompt(count: int) -> str:
+        return "\n".join([*_placed(filler[:count], lines, depth, kind in _SPREAD), question])
+
+    if len(_ids(tokenizer, prompt(0), True)) > room:
+        raise ValueError(f"a length of {length} tokens leaves no room for an exercise of kind {kind}; choose a longer")
+    fits, beyond = 0, room + 1
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        if len(_ids(tokenizer, prompt(middle), True)) <= room:
+            fits = middle
+        else:
+            beyond = middle
+    ids = _ids(tokenizer, prompt(fits), True)
+    return Exercise(kind, length, depth, torch.tensor(ids), torch.tensor(answer), text)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
+    return tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]  # pyright: ignore
+
+
+def _filler(draw: random.Random) -> str:
+    """Write a line that sets something else, with a number of two digits."""
+    return f"self.{draw.choice(_PARTS)}_{draw.choice(_PARTS)} = {draw.choice(_PARTS)}({draw.randrange(10, 100)})"
+
+
+def _placed(filler: list[str], lines: list[str], depth: float, spread: bool) -> list[str]:
+    """Put lines into filler, in order: side by side at the depth, or spread evenly from there to the end."""
+    start = round(depth * len(filler))
+    places = [start + (i * (len(filler) - start)) // len(lines) if spread else start for i in range(len(lines))]
+    placed, taken = [], 0
+    for place, line in zip(places, lines, strict=True):
+        placed += [*filler[taken:place], line]
+        taken = place
+    return placed + filler[taken:]

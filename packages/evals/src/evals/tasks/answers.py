@@ -1,0 +1,105 @@
+"""Exercises with a known answer: how each method reads it after a dense prefill."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from sparse_decode import Budget, attach
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from evals.commands import SyntheticCommand
+from evals.documents import TokenDocument
+from evals.methods import DENSE, LoadedMethod
+from evals.synthetic import Exercise
+from evals.tasks.setup import Ready
+
+
+class Cell(NamedTuple):
+    """One way to attend."""
+
+    method: str
+    budget: float | None
+
+
+def cells_of(command: SyntheticCommand, ready: Ready) -> list[Cell]:
+    """List dense attention, then every method at every budget."""
+    sparse = [Cell(m.name, budget) for budget in command.budgets for m in ready.methods if m.selector]
+    return [Cell(DENSE, None), *sparse]
+
+
+def methods_of(ready: Ready) -> dict[str, LoadedMethod]:
+    """Return every method by name, dense attention among them whether it was named or not."""
+    dense = LoadedMethod(DENSE, DENSE, None, DENSE, None, None)
+    return {DENSE: dense, **{method.name: method for method in ready.methods}}
+
+
+def as_document(name: str, exercises: Sequence[Exercise]) -> TokenDocument:
+    """Name some exercises, so that a stored sample of others is noticed."""
+    return TokenDocument(name, torch.cat([part for x in exercises for part in (x.prompt, x.answer)]))
+
+
+class Answer(NamedTuple):
+    """How an answer was read."""
+
+    log_prob: float
+    """Mean log-probability of its tokens, nats."""
+    tokens: float
+    """Share of its tokens that were the likeliest."""
+    exact: float
+    """1 if all were: then a greedy decoder writes the answer; else 0."""
+    density: float
+    """Tokens attended to / visible."""
+
+
+@contextlib.contextmanager
+def attending(
+    model: PreTrainedModel, method: LoadedMethod, budget: float | None, dense_layers: int, rows: int
+) -> Iterator[list[float]]:
+    """Attend by a method inside the block; afterwards the list holds the density."""
+    density = [1.0]
+    if method.selector is None or budget is None:
+        yield density
+        return
+    options = {"dense_layers": dense_layers, "sparse_rows": rows, "remainder": method.remainder}
+    with attach(model, method.selector, Budget(budget), **options) as attachment:
+        yield density
+        counts = attachment.counts().values()
+        density[0] = sum(selected for selected, _ in counts) / max(1, sum(visible for _, visible in counts))
+
+
+@torch.inference_mode()
+def read_answer(
+    model: PreTrainedModel, exercise: Exercise, method: LoadedMethod, budget: float | None, dense_layers: int
+) -> Answer:
+    """Score an answer in one pass: rows before the prompt's last are dense, from it on they are the method's."""
+    ids, count = torch.cat([exercise.prompt, exercise.answer]), len(exercise.answer)
+    with attending(model, method, budget, dense_layers, len(exercise.prompt) - 1) as density:
+        logits = model(ids[None, :-1].to(model.device), use_cache=False, logits_to_keep=count).logits[0]
+    log_probs = logits.float().log_softmax(-1).cpu()
+    right = log_probs.argmax(-1) == exercise.answer
+    told = log_probs.gather(-1, exercise.answer[:, None]).mean().item()
+    return Answer(told, right.double().mean().item(), float(right.all()), density[0])
+
+
+@torch.inference_mode()
+def continue_greedily(
+    model: PreTrainedModel, ids: Tensor, count: int, method: LoadedMethod, budget: float | None, dense_layers: int
+) -> tuple[Tensor, float]:
+    """Generate `count` tokens after ids [T]; every one of them is the method's, the first, too: the prompt is dense but
+    for its last row. Returns: the tokens [count] and the density of these rows.
+    """
+    with attending(model, method, budget, dense_layers, len(ids) - 1) as density:
+        prompt = ids[None].to(model.device)
+        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "num_beams": 1}
+        options |= {"pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
+        found = model.generate(prompt, **options)  # pyright: ignore[reportCallIssue]
+    return found[0, len(ids) :].cpu(), density[0]
+
+
+def to_text(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> str:
+    """Decode tokens, special ones left out."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True))

@@ -1,0 +1,91 @@
+"""How long an untrained LSH must be to find as much as a learned hash: the paper's "5x shorter"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+from hashtrain import Hasher, HasherConfig
+from rich.console import Console
+from sparse_decode import HashSelector, QueryHeadHasher
+
+from evals.commands import CodelengthCommand
+from evals.documents import TokenDocument
+from evals.methods import LoadedMethod
+from evals.metrics import Estimate, bootstrap, resampled_means
+from evals.result import Result, Row
+from evals.runner import finite
+from evals.tasks.iou import HEADS, METRICS, Cell, measure
+from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+
+
+def run(command: CodelengthCommand, console: Console) -> Result:
+    """Measure what the command says and store it below `command.out`.
+
+    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
+    """
+    ready = prepare(command, "codelength", console)
+    lsh = [untrained(ready, bits, command.seed) for bits in command.bits]
+    ready = replace(ready, methods=[*lsh, *(method for method in ready.methods if method.selector)])
+    budget = command.budgets[0]
+    cells = [Cell(method.name, budget, heads) for heads in HEADS for method in ready.methods]
+
+    def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
+        generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)
+        positions = torch.randint(command.context // 4, command.context, (command.rows,), generator=generator)
+        found = measure(ready.model, document.ids, positions, ready.methods, command.budgets)
+        step("selections")
+        dense = command.dense_layers
+        means = {m: {cell: float(np.mean(found[cell][m][dense:])) for cell in cells} for m in METRICS}
+        return {"cells": [{**cell._asdict(), **{m: means[m][cell] for m in METRICS}} for cell in cells]}
+
+    def check(sample: Sample) -> None:
+        if [[cell[name] for name in Cell._fields] for cell in sample["cells"]] != [list(cell) for cell in cells]:
+            raise ValueError("its methods or budgets are not those of the run")
+        for cell in sample["cells"]:
+            for metric in METRICS:
+                finite(cell[metric])
+
+    samples = each_document(command, ready, console, 1, check, compute)
+    return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
+
+
+def untrained(ready: Ready, bits: int, seed: int) -> LoadedMethod:
+    """Make LSH of a code length for the model."""
+    hasher = Hasher(HasherConfig("lsh", ready.shape, bits=bits), seed)
+    selectors = HashSelector(hasher), HashSelector(QueryHeadHasher(hasher))
+    return LoadedMethod(f"lsh-{bits}", "lsh", bits, f"lsh-{bits}-{seed}", *selectors)
+
+
+def equal_length(bits: np.ndarray, iou: np.ndarray, target: float) -> float:
+    """Return the bits at which a curve reaches a target, straight in log bits; its ends where it lies beyond them.
+
+    Args:
+        bits, iou: [lengths], both ascending; a dip of the curve counts as level.
+    """
+    return float(2 ** np.interp(target, np.maximum.accumulate(iou), np.log2(bits)))
+
+
+def _rows(command: CodelengthCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
+    row = rows_of(command, ready, "rows", len(samples))
+    by_bits = np.array(sorted(command.bits))
+    for heads in HEADS:
+        where = {"kv_head": "one set per KV head", "query_head": "one set per query head"}[heads]
+        at = {"where": where, "budget": command.budgets[0], "rule": "visible", "density": None, "heads": heads}
+        index = {cell.method: i for i, cell in enumerate(cells) if cell.heads == heads}
+        values = {name: np.array([[s["cells"][i][m] for m in METRICS] for s in samples]) for name, i in index.items()}
+        curve = [f"lsh-{bits}" for bits in by_bits]
+        for name, found in values.items():
+            for metric, estimate in zip(METRICS, bootstrap(found, command.seed), strict=True):
+                yield row(name, metric, estimate, **at)
+            if name in curve:
+                continue
+            columns = np.stack([*(values[other][:, 0] for other in curve), found[:, 0]], axis=1)
+            value = equal_length(by_bits, columns.mean(0)[:-1], columns.mean(0)[-1])
+            low = high = None
+            if len(samples) > 1:
+                drawn = [equal_length(by_bits, line[:-1], line[-1]) for line in resampled_means(columns, command.seed)]
+                low, high = (float(edge) for edge in np.percentile(drawn, [2.5, 97.5]))
+            yield row(name, "equal_lsh_bits", Estimate(value, low, high), **at)

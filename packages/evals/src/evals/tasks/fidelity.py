@@ -1,0 +1,67 @@
+"""Greedy continuations of held-out text against those of dense attention, prefill dense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+
+from evals.commands import FidelityCommand
+from evals.documents import TokenDocument
+from evals.methods import DENSE
+from evals.metrics import bootstrap
+from evals.result import Result, Row
+from evals.runner import finite
+from evals.tasks.answers import Cell, continue_greedily, methods_of, to_text
+from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.text import common_prefix, edit_similarity, rouge_l
+
+METRICS = ("rouge_l", "edit_similarity", "prefix")
+
+
+def run(command: FidelityCommand, console: Console) -> Result:
+    """Measure what the command says and store it below `command.out`.
+
+    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
+    """
+    ready = prepare(command, "fidelity", console)
+    cells = [Cell(m.name, budget) for budget in command.budgets for m in ready.methods if m.selector]
+    methods = methods_of(ready)
+
+    def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
+        prompt = document.ids[: command.context - command.new_tokens]
+
+        def written(cell: Cell) -> tuple[list[int], str, float]:
+            how = methods[cell.method], cell.budget, command.dense_layers
+            ids, density = continue_greedily(ready.model, prompt, command.new_tokens, *how)
+            step(cell.method)
+            return ids.tolist(), to_text(ready.tokenizer, ids), density
+
+        dense_ids, dense, _ = written(Cell(DENSE, None))
+        found = []
+        for cell in cells:
+            ids, text, density = written(cell)
+            scores = rouge_l(dense, text), edit_similarity(dense, text), common_prefix(dense_ids, ids)
+            named = dict(zip(METRICS, scores, strict=True))
+            found.append({**cell._asdict(), "text": text, "density": density, **named})
+        return {"dense": dense, "cells": found}
+
+    def check(sample: Sample) -> None:
+        if [[cell[name] for name in Cell._fields] for cell in sample["cells"]] != [list(cell) for cell in cells]:
+            raise ValueError("its methods or budgets are not those of the run")
+        for cell in sample["cells"]:
+            for name in (*METRICS, "density"):
+                finite(cell[name])
+
+    samples = each_document(command, ready, console, 1 + len(cells), check, compute)
+    return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
+
+
+def _rows(command: FidelityCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
+    row = rows_of(command, ready, "decode", len(samples))
+    for i, cell in enumerate(cells):
+        found = [sample["cells"][i] for sample in samples]
+        density = sum(one["density"] for one in found) / len(found)
+        estimates = bootstrap([[one[name] for name in METRICS] for one in found], command.seed)
+        for name, estimate in zip(METRICS, estimates, strict=True):
+            yield row(cell.method, name, estimate, budget=cell.budget, rule="visible", density=density)

@@ -1,0 +1,124 @@
+"""One value in a haystack, by length and depth: what each method writes, and how likely it finds the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from hashtrain.atomic import replace
+from matplotlib.figure import Figure
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from evals.commands import NeedleCommand
+from evals.documents import TokenDocument
+from evals.methods import DENSE
+from evals.metrics import bootstrap
+from evals.result import Result, Row
+from evals.runner import finite
+from evals.synthetic import Exercise, exercise
+from evals.tasks.answers import Cell, as_document, cells_of, continue_greedily, methods_of, read_answer, to_text
+from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.text import holds, rouge_l, word_recall
+
+METRICS = ("rouge_l", "recall", "substring", "log_prob")
+_BEYOND = 4  # tokens generated beyond the answer's own number
+
+
+def run(command: NeedleCommand, console: Console) -> Result:
+    """Measure what the command says and store it below `command.out`.
+
+    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
+    """
+    made: list[list[Exercise]] = []
+
+    def make(tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
+        for trial in range(command.documents):
+            seed = command.seed * 1_000_003 + trial
+            made.append(
+                [exercise("single", tokenizer, n, depth, seed) for n in command.lengths for depth in command.depths]
+            )
+        return [as_document(f"needle {i + 1}", found) for i, found in enumerate(made)]
+
+    ready = prepare(command, "needle", console, make)
+    cells, methods = cells_of(command, ready), methods_of(ready)
+
+    def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
+        found = []
+        for cell in cells:
+            how = methods[cell.method], cell.budget, command.dense_layers
+            for x in made[number]:
+                told = read_answer(ready.model, x, *how)
+                written, density = continue_greedily(ready.model, x.prompt, len(x.answer) + _BEYOND, *how)
+                text = to_text(ready.tokenizer, written)
+                line = text.splitlines()[0] if text.strip() else ""  # the answer ends with its line
+                scores = {"rouge_l": rouge_l(x.text, line), "recall": word_recall(x.text, line)}
+                scores |= {"substring": holds(x.text, line), "log_prob": told.log_prob, "density": density}
+                where = {"length": x.length, "depth": x.depth, "written": text}
+                found.append({**cell._asdict(), **where, **scores})
+            step(cell.method)
+        return {"answers": found}
+
+    def check(sample: Sample) -> None:
+        wanted = [[*cell, x.length, x.depth] for cell in cells for x in made[0]]
+        if [[a[name] for name in (*Cell._fields, "length", "depth")] for a in sample["answers"]] != wanted:
+            raise ValueError("its methods, budgets, lengths or depths are not those of the run")
+        for answer in sample["answers"]:
+            for name in (*METRICS, "density"):
+                finite(answer[name])
+
+    samples = each_document(command, ready, console, len(cells), check, compute)
+    result = finish(command, ready, list(_rows(command, ready, samples)), console)
+    draw_heat(result, command, command.out / "figure.png")
+    return result
+
+
+def where_of(length: int, depth: float) -> str:
+    """Name a place in a haystack."""
+    return f"{length} tokens, depth {100 * depth:g} %"
+
+
+def _rows(command: NeedleCommand, ready: Ready, samples: list[Sample]) -> Iterator[Row]:
+    row = rows_of(command, ready, "decode", len(samples))
+    for i, first in enumerate(samples[0]["answers"]):
+        found = [sample["answers"][i] for sample in samples]
+        at = {"where": where_of(first["length"], first["depth"]), "budget": first["budget"], "rule": "visible"}
+        at["density"] = sum(answer["density"] for answer in found) / len(found)
+        estimates = bootstrap([[answer[name] for name in METRICS] for answer in found], command.seed)
+        for name, estimate in zip(METRICS, estimates, strict=True):
+            yield row(first["method"], name, estimate, **at)
+
+
+def draw_heat(result: Result, command: NeedleCommand, path: Path) -> None:
+    """Draw the answer's log-probability over length and depth: dense, then each method and its difference to dense."""
+
+    def grid(method: str, budget: float | None) -> np.ndarray:
+        at = {"method": method, "budget": budget, "metric": "log_prob"}
+        return np.array(
+            [[result.one(where=where_of(n, d), **at).value for n in command.lengths] for d in command.depths]
+        )
+
+    dense, budget = grid(DENSE, None), command.budgets[0]
+    names = list(dict.fromkeys(row.method for row in result.rows if row.method != DENSE))
+    figure = Figure(figsize=(8, 2.4 * (len(names) + 1)), layout="constrained")
+    axes = figure.subplots(len(names) + 1, 2, squeeze=False)
+    axes[0, 1].set_axis_off()
+    found = {name: grid(name, budget) for name in names}
+    least = min(values.min() for values in (dense, *found.values()))
+    widest = max(1e-6, *(abs(values - dense).max() for values in found.values()))
+    panels = [(axes[0, 0], dense, DENSE)]
+    for i, name in enumerate(names):
+        panels.append((axes[i + 1, 0], found[name], name))
+        panels.append((axes[i + 1, 1], found[name] - dense, f"{name} - dense"))
+    for panel, values, title in panels:
+        signed = title.endswith("- dense")
+        limits = {"cmap": "RdBu", "vmin": -widest, "vmax": widest} if signed else {"vmin": least, "vmax": 0}
+        image = panel.imshow(values, aspect="auto", **limits)
+        panel.set(title=title, xticks=range(len(command.lengths)), yticks=range(len(command.depths)))
+        panel.set_xticklabels([str(n) for n in command.lengths])
+        panel.set_yticklabels([f"{100 * d:g} %" for d in command.depths])
+        figure.colorbar(image, ax=panel)
+    figure.supxlabel("length, tokens")
+    figure.supylabel("depth")
+    replace(path, lambda temporary: figure.savefig(temporary, dpi=100, format="png"))

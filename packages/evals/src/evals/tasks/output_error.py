@@ -1,0 +1,155 @@
+"""Relative error of each layer's attention output, when every layer is given what dense attention gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from hashtrain.target import top_count
+from rich.console import Console
+from sparse_decode import AttendingSelector, Budget, Rows, attach, attend
+from sparse_decode.remainder import with_remainder
+from sparse_decode.select import NoCodes
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from evals.commands import OutputErrorCommand
+from evals.documents import TokenDocument
+from evals.methods import LoadedMethod
+from evals.metrics import bootstrap
+from evals.result import Result, Row
+from evals.runner import finite
+from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+
+METRIC = "error"
+
+
+class Cell(NamedTuple):
+    """One way to attend."""
+
+    method: str
+    budget: float
+
+
+def run(command: OutputErrorCommand, console: Console) -> Result:
+    """Measure what the command says and store it below `command.out`.
+
+    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
+    """
+    ready = prepare(command, "output-error", console)
+    methods = [method for method in ready.methods if method.selector]
+    cells = [Cell(m.name, budget) for budget in command.budgets for m in methods]
+
+    def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
+        generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)
+        positions = torch.randint(command.context // 4, command.context, (command.rows,), generator=generator)
+        found = measure(ready.model, document.ids, positions, methods, command.budgets)
+        step("layers")
+        return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
+
+    def check(sample: Sample) -> None:
+        if [[cell[name] for name in Cell._fields] for cell in sample["cells"]] != [list(cell) for cell in cells]:
+            raise ValueError("its methods or budgets are not those of the run")
+        for cell in sample["cells"]:
+            if len(cell[METRIC]) != ready.shape.num_layers:
+                raise ValueError(f"{METRIC} is not a number for each of {ready.shape.num_layers} layers")
+            for value in (*cell[METRIC], cell["density"]):
+                finite(value)
+
+    samples = each_document(command, ready, console, 1, check, compute)
+    return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
+
+
+@torch.inference_mode()
+def measure(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, methods: list[LoadedMethod], budgets: tuple[float, ...]
+) -> dict[Cell, dict[str, Any]]:
+    """Compare each method's attention output with dense attention's, on some rows of one context.
+
+    Args:
+        ids: int64 [T]; positions: the rows, int64 [R].
+    Returns: for each cell `error`, by layer the mean over rows of |out - dense| / |dense|, norms over all heads; and
+        its `density`.
+    """
+    probe = _Probe(positions, methods, budgets)
+    with attach(model, probe, Budget(1.0), dense_layers=0, sparse_rows=0):
+        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+    return {
+        cell: {
+            METRIC: [torch.cat(layers[layer]).mean().item() for layer in sorted(layers)],
+            "density": probe.selected[cell] / probe.visible[cell],
+        }
+        for cell, layers in probe.errors.items()
+    }
+
+
+class _Probe(NoCodes):
+    """Attends densely, and on the way measures what each method would have given."""
+
+    def __init__(self, positions: Tensor, methods: list[LoadedMethod], budgets: tuple[float, ...]):
+        self.positions, self.methods, self.budgets = positions, methods, budgets
+        cells = [Cell(method.name, budget) for budget in budgets for method in methods]
+        self.errors: dict[Cell, dict[int, list[Tensor]]] = {cell: {} for cell in cells}
+        self.selected, self.visible = dict.fromkeys(cells, 0), dict.fromkeys(cells, 0)
+
+    def select(self, rows: Rows) -> Tensor:
+        return rows.counts.new_empty(rows.q.shape[0], rows.k.shape[1], rows.q.shape[2], 0)
+
+    def attend(self, rows: Rows, v: Tensor, indices: Tensor) -> Tensor:
+        dense = F.scaled_dot_product_attention(
+            rows.q, rows.k, v, rows.visible, scale=rows.scaling, enable_gqa=True
+        ).transpose(1, 2)
+        assert rows.visible is not None  # a whole context, with its causal mask
+        total = rows.visible[0, 0].sum(-1)
+        at = torch.isin(total - 1, self.positions).nonzero()[:, 0]
+        if len(at):
+            self._measure(rows, v, dense[:, at], at, total[at])
+        return dense.contiguous()
+
+    def _measure(self, rows: Rows, v: Tensor, dense: Tensor, at: Tensor, total: Tensor) -> None:
+        assert rows.visible is not None
+        q, visible = rows.q[:, :, at], rows.visible[:, :, at]
+        for method in self.methods:
+            selector = method.selector
+            assert selector is not None
+            codes = selector.encode_keys(rows.layer, rows.k) if selector.needs_codes else None
+            for budget in self.budgets:
+                counts = top_count(total, budget)[None]
+                part = Rows(rows.layer, q, rows.k, codes, visible, counts, rows.scaling, rows.softcap, rows.sinks)
+                indices = selector.select(part)
+                out = _attend(method, part, v, indices, total)
+                cell = Cell(method.name, budget)
+                gap = (out - dense).flatten(2).norm(dim=-1) / dense.flatten(2).norm(dim=-1)
+                self.errors[cell].setdefault(rows.layer, []).append(gap[0].double())
+                self.selected[cell] += int((indices >= 0).sum())
+                self.visible[cell] += int(total.sum()) * indices.shape[1]
+
+
+def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total: Tensor) -> Tensor:
+    """Attend as an attachment would: [1, R, Hq, Dv]."""
+    if isinstance(method.selector, AttendingSelector):
+        return method.selector.attend(rows, v, indices)
+    options = {"softcap": rows.softcap, "sinks": rows.sinks}
+    out, facts = attend(rows.q, rows.k, v, indices, rows.scaling, **options, facts=True)
+    if not method.remainder:
+        return out
+    coefficients = method.selector.remainder(rows.layer)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    divisor = total[None, None, :, None]
+    means = tuple(x.double().cumsum(2)[:, :, total - 1].div(divisor).float() for x in (rows.k, v))
+    selected = (indices >= 0).sum(-1).repeat_interleave(rows.q.shape[1] // indices.shape[1], 1).transpose(1, 2)
+    return with_remainder(out, facts, rows.q, means, coefficients, total[None], selected, rows.scaling)
+
+
+def _rows(command: OutputErrorCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
+    """The mean over sparse layers, and each layer."""
+    row = rows_of(command, ready, "rows", len(samples))
+    for i, cell in enumerate(cells):
+        values = np.array([sample["cells"][i][METRIC] for sample in samples])  # [documents, layers]
+        density = sum(sample["cells"][i]["density"] for sample in samples) / len(samples)
+        at = {"budget": cell.budget, "rule": "visible", "density": density}
+        columns = np.concatenate([values[:, command.dense_layers :].mean(1, keepdims=True), values], axis=1)
+        for layer, estimate in zip((None, *range(values.shape[1])), bootstrap(columns, command.seed), strict=True):
+            yield row(cell.method, METRIC, estimate, layer=layer, **at)

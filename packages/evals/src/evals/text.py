@@ -1,0 +1,65 @@
+"""How alike two texts are: Rouge-L, edit similarity, common prefix. Hand-made because `rouge_score` drops non-ASCII."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+# Scripts written without spaces: each character is a word. Anything else that is neither word nor space is one, too.
+_UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[^\w\s]")
+
+
+def words(text: str) -> list[str]:
+    """Split a text of any script into words and punctuation marks, without case."""
+    return _WORD.findall(text.casefold())
+
+
+def common_subsequence(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the length of the longest common subsequence."""
+    line = [0] * (len(b) + 1)
+    for x in a:
+        before = 0  # of the line above, one to the left
+        for j, y in enumerate(b):
+            above = line[j + 1]
+            line[j + 1] = before + 1 if x == y else max(above, line[j])
+            before = above
+    return line[-1]
+
+
+def rouge_l(reference: str, other: str) -> float:
+    """Return Rouge-L, the F1 of the longest common subsequence of words; two empty texts are alike: 1."""
+    a, b = words(reference), words(other)
+    return 2 * common_subsequence(a, b) / (len(a) + len(b)) if a or b else 1.0
+
+
+def edit_similarity(reference: str, other: str) -> float:
+    """Return 1 - d / n: d the fewest insertions, deletions and changes of a character, n the longer length."""
+    longest = max(len(reference), len(other))
+    line = list(range(len(other) + 1))
+    for i, x in enumerate(reference):
+        before, line[0] = i, i + 1
+        for j, y in enumerate(other):
+            above = line[j + 1]
+            line[j + 1] = min(before + (x != y), above + 1, line[j] + 1)
+            before = above
+    return 1 - line[-1] / longest if longest else 1.0
+
+
+def common_prefix(reference: Sequence[object], other: Sequence[object]) -> float:
+    """Return the share of the reference that comes before the first difference; an empty one is shared: 1."""
+    pairs = zip(reference, other, strict=False)
+    alike = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(reference), len(other)))
+    return alike / len(reference) if reference else 1.0
+
+
+def word_recall(reference: str, other: str) -> float:
+    """Return the share of the reference's distinct words that the other text has."""
+    wanted = set(words(reference))
+    return len(wanted & set(words(other))) / len(wanted) if wanted else 1.0
+
+
+def holds(reference: str, other: str) -> float:
+    """Return 1 if the other text has the reference's words side by side, else 0; nothing is held by any text."""
+    a, b = words(reference), words(other)
+    return float(any(b[i : i + len(a)] == a for i in range(len(b) - len(a) + 1)))

@@ -1,0 +1,84 @@
+"""Formulae against numbers worked out by hand, and the two tasks that print them."""
+
+import pytest
+from evals.commands import CodesizeCommand, ComplexityCommand
+from evals.costs import Cost, dense_step, kept_bytes, kv_bytes, sparse_step
+from evals.shapes import PRESETS, load_config, shape_of
+from evals.tasks import codesize, complexity
+from hashtrain.config import ModelShape
+from hashtrain.usage import UsageError
+from rich.console import Console
+
+QUIET = Console(quiet=True)
+SHAPE = ModelShape(1, 4, 2, 8)
+
+
+def test_every_step_worked_out_by_hand():
+    steps = sparse_step(SHAPE, n=100, k=10, bits=32, planes=3, hidden=16)
+    # A function has 8 x 32 + 8 x 16 + 16 x 32 = 896 weights; four query heads and two keys use one each; the group's
+    # two queries are added to each other, 2 x 32 sums.
+    assert steps["hash"] == Cost(2 * 896 * 6 + 64, 2 * (896 + 8) * 6 + 2 * 4 * 2 * 32)
+    assert steps["pack"] == Cost(8 * 32, 4 * 2 * 64 + 4 * 8)
+    # Per key, KV head and plane one word of xor, not, popcount, add; a code of 4 bytes is read, a score written.
+    assert steps["score"] == Cost(100 * 2 * 3 * 4, 100 * 2 * (4 + 2))
+    assert steps["select"] == Cost(400, 100 * 2 * 2 + 10 * 2 * 4)
+    assert steps["gather"] == Cost(0, 10 * 2 * 2 * 8 * 2 + 10 * 2 * 4)
+    assert steps["attend"] == Cost(4 * 10 * 4 * 8, 2 * 4 * 8 * 2)
+    assert dense_step(SHAPE, 100) == Cost(4 * 100 * 4 * 8, 100 * 2 * 16 * 2 + 2 * 4 * 8 * 2)
+
+
+def test_kept_bytes_worked_out_by_hand():
+    shape = shape_of(load_config("qwen2.5-7b"))
+    kept = kept_bytes(shape, 128)
+    assert (shape.num_query_heads, shape.num_kv_heads, shape.head_dim) == (28, 4, 128)
+    assert kv_bytes(shape) == 512
+    assert kept["planes"] == 16
+    assert kept["paper"] == 7 * 16  # 21.9 % of the key-value pair
+    assert kept["quest"] == 32
+    assert kept["magicpig"] == 187.5
+    assert kept["oracle"] == 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_shapes(name):
+    shape = shape_of(load_config(name))
+    assert shape.head_dim == 128
+
+
+def test_an_unknown_shape_is_one_sentence():
+    with pytest.raises(ValueError, match="no shape nothing: there is no folder"):
+        load_config("nothing")
+
+
+def test_complexity_stores_all_steps_and_their_sum(tmp_path):
+    command = ComplexityCommand(contexts=(1000, 2000), out=tmp_path / "run")
+    found = complexity.run(command, QUIET)
+    steps = ("hash", "pack", "score", "select", "gather", "attend")
+    total = sum(found.one(where=f"1000 tokens, {step}", metric="bytes").value for step in steps)
+    assert found.one(where="1000 tokens, all steps", metric="bytes").value == total
+    assert found.one(where="1000 tokens, attention", metric="bytes_of_dense").value == 1
+    assert "1000 tokens, score" in (tmp_path / "run" / "report.md").read_text()
+    assert complexity.run(command, QUIET) == found
+    with pytest.raises(ValueError, match="other settings"):
+        complexity.run(ComplexityCommand(contexts=(1000,), out=tmp_path / "run"), QUIET)
+
+
+def test_codesize_stores_every_method(tmp_path):
+    found = codesize.run(CodesizeCommand(shape="demo", out=tmp_path / "run"), QUIET)
+    assert found.one(method="planes", metric="share_of_kv").value == 16 / 256
+    assert (tmp_path / "run" / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ComplexityCommand(bits=100),
+        lambda: ComplexityCommand(budget=0.0),
+        lambda: ComplexityCommand(contexts=(0,)),
+        lambda: ComplexityCommand(contexts=(5, 5)),
+        lambda: CodesizeCommand(planes=0),
+    ],
+)
+def test_settings_that_cannot_be_used(make):
+    with pytest.raises(UsageError, match="got"):
+        make()

@@ -1,0 +1,71 @@
+"""Exercises made by rule: deterministic, of the asked length, and with the answer that the text gives."""
+
+import re
+
+import pytest
+from evals.synthetic import KINDS, exercise
+from hashtrain.demo import demo_model_path
+from transformers import AutoTokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(demo_model_path())
+
+
+def text_of(tokenizer, x):
+    return tokenizer.decode(x.prompt)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [400, 1000])
+def test_length_is_reached_and_never_exceeded(tokenizer, kind, length):
+    x = exercise(kind, tokenizer, length, None, 3)
+    assert length - 40 <= len(x.prompt) + len(x.answer) <= length
+    assert tokenizer.decode(x.answer) == x.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_seed_makes_the_same_exercise(tokenizer, kind):
+    a, b, c = (exercise(kind, tokenizer, 400, None, seed) for seed in (1, 1, 2))
+    assert a.prompt.tolist() == b.prompt.tolist()
+    assert a.answer.tolist() == b.answer.tolist()
+    assert a.prompt.tolist() != c.prompt.tolist()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_gives_the_answer(tokenizer, kind, seed):
+    """A reader that follows the rules finds the answer in the prompt."""
+    x = exercise(kind, tokenizer, 500, None, seed)
+    text = text_of(tokenizer, x)
+    last = text.splitlines()[-1]
+    if kind in ("single", "multi", "variables"):
+        values = dict(re.findall(r"^(\w+_key) = (\w+)$", text, re.MULTILINE))
+        found = re.fullmatch(r"assert (\w+_key) == ", last).group(1)
+        while found in values:
+            found = values[found]
+        assert len(values) == {"single": 1, "multi": 4, "variables": 4}[kind]
+    elif kind == "copy":
+        whole = re.search(r"^original = \[(.*\])$", text, re.MULTILINE).group(1)
+        begun = last.removeprefix("repeated = [")
+        assert whole.startswith(begun)
+        found = whole.removeprefix(begun)
+    else:
+        names = re.findall(r"^record\((\w+)\)$", text, re.MULTILINE)
+        counts = sorted((names.count(name) for name in set(names)), reverse=True)
+        assert counts[0] > counts[1]
+        found = max(set(names), key=names.count)
+    assert found == x.text
+
+
+def test_depth_is_where_the_answer_lies(tokenizer):
+    for depth in (0.0, 0.5, 1.0):
+        lines = text_of(tokenizer, exercise("single", tokenizer, 1000, depth, 0)).splitlines()
+        at = next(i for i, line in enumerate(lines) if "_key = " in line)
+        assert at == pytest.approx(depth * (len(lines) - 2), abs=1)
+
+
+def test_too_short_a_length_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="choose a longer"):
+        exercise("copy", tokenizer, 30, None, 0)

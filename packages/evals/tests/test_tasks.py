@@ -1,0 +1,226 @@
+"""The tasks on models: each number against one got another way, and runs that go on where they stopped."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from evals.commands import (
+    CodelengthCommand,
+    ConesCommand,
+    FidelityCommand,
+    NeedleCommand,
+    OutputErrorCommand,
+    RulerCommand,
+)
+from evals.methods import DENSE, load_methods
+from evals.plan import MethodsCommand
+from evals.synthetic import Exercise
+from evals.tasks import codelength, cones, fidelity, needle, output_error, ruler
+from evals.tasks.answers import continue_greedily, read_answer
+from hashtrain.usage import UsageError
+from rich.console import Console
+from sparse_decode import Budget, attach
+
+QUIET = Console(quiet=True)
+POSITIONS = torch.tensor([40, 64, 100, 127])
+PNG = b"\x89PNG"
+
+
+@pytest.fixture
+def dense():
+    return load_methods([DENSE], None, None)[0]  # needs neither hashers nor model
+
+
+@pytest.fixture
+def question(loaded):
+    return Exercise("made", 60, 0.0, loaded.ids[:50], loaded.ids[50:60], "")
+
+
+# Output error
+
+
+def test_whole_budget_has_no_error_and_half_of_it_has(loaded):
+    names = ("oracle", "recent", "lsh", "planes", "planes+remainder", "quest", "quest-heads", "magicpig")
+    methods = [loaded.methods[name] for name in names]
+    found = output_error.measure(loaded.model, loaded.ids, POSITIONS, methods, (1.0, 0.1))
+    for (name, budget), cell in found.items():
+        assert len(cell["error"]) == 3
+        if budget == 1.0:
+            assert cell["density"] == 1
+            assert max(cell["error"]) < 1e-5
+        elif name in ("oracle", "recent", "lsh", "planes", "planes+remainder"):
+            assert min(cell["error"]) > 1e-3
+            assert cell["density"] < 0.12
+    oracle, recent = (np.mean(found[output_error.Cell(name, 0.1)]["error"]) for name in ("oracle", "recent"))
+    assert oracle < recent
+
+
+@pytest.mark.parametrize("name", ["lsh", "planes+remainder"])
+def test_error_is_that_of_an_attachment_in_the_first_layer(loaded, name):
+    """The first layer's input is the same whatever the attention, so a sparse model gives the same output there."""
+    method, seen = loaded.methods[name], []
+    hook = loaded.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda m, x: seen.append(x[0][0]))
+    loaded.model(loaded.ids[None])
+    with attach(loaded.model, method.selector, Budget(0.1), dense_layers=0, sparse_rows=0, remainder=method.remainder):
+        loaded.model(loaded.ids[None])
+    hook.remove()
+    dense, sparse = (x[POSITIONS] for x in seen)
+    expected = ((sparse - dense).norm(dim=-1) / dense.norm(dim=-1)).mean().item()
+    found = output_error.measure(loaded.model, loaded.ids, POSITIONS, [method], (0.1,))
+    assert found[output_error.Cell(name, 0.1)]["error"][0] == pytest.approx(expected, rel=1e-4)
+
+
+# Answers
+
+
+def test_dense_answer_is_the_models_own(loaded, dense, question):
+    logits = loaded.model(loaded.ids[None, :59]).logits[0, 49:].log_softmax(-1)
+    picked = logits.gather(-1, question.answer[:, None])
+    right = logits.argmax(-1) == question.answer
+    found = read_answer(loaded.model, question, dense, None, 1)
+    assert found.log_prob == pytest.approx(picked.mean().item(), rel=1e-5)
+    assert (found.tokens, found.exact) == (right.float().mean().item(), 0.0)
+
+
+def test_a_greedy_answer_is_exact(loaded, dense, question):
+    for method, budget in ((dense, None), (loaded.methods["lsh"], 0.1)):
+        written, density = continue_greedily(loaded.model, question.prompt, 6, method, budget, 1)
+        own = Exercise("made", 56, 0.0, question.prompt, written, "")
+        found = read_answer(loaded.model, own, method, budget, 1)
+        assert found.exact == found.tokens == 1
+        assert (density == 1) == (budget is None)
+        changed = Exercise("made", 56, 0.0, question.prompt, written.roll(1), "")
+        assert read_answer(loaded.model, changed, method, budget, 1).tokens < 1
+
+
+def test_whole_budget_answers_as_dense(loaded, dense, question):
+    whole = read_answer(loaded.model, question, loaded.methods["planes"], 1.0, 1)
+    assert whole.log_prob == pytest.approx(read_answer(loaded.model, question, dense, None, 1).log_prob, abs=1e-5)
+    some = read_answer(loaded.model, question, loaded.methods["planes"], 0.05, 1)
+    assert abs(some.log_prob - whole.log_prob) > 1e-3
+    assert some.density < 0.06
+
+
+# Cones
+
+
+def test_geometry_worked_out_by_hand():
+    # Queries all along the first axis, keys all along the second: 0, 0 and 90 degrees, one component each.
+    q, k = torch.zeros(2, 16, 4), torch.zeros(1, 16, 4)
+    q[..., 0], k[..., 1] = 2.0, 3.0
+    found = cones.geometry(q, k, torch.Generator().manual_seed(0))
+    assert found["angle_qq"] == pytest.approx(0, abs=0.05)
+    assert found["angle_kk"] == pytest.approx(0, abs=0.05)
+    assert found["angle_qk"] == pytest.approx(90, abs=1e-3)
+    assert found["pc1_q"] == found["pc1_k"] == pytest.approx(1)
+    assert found["pc2_k"] == pytest.approx(0, abs=1e-12)
+
+
+def test_occupancy_worked_out_by_hand():
+    # Bit 0 of four codes is 0, 1, 1, 1; all other bits never differ; two of four codes are distinct.
+    found = cones.occupancy(torch.tensor([[[0], [1], [1], [1]]], dtype=torch.int32))
+    entropy = -(0.25 * math.log2(0.25) + 0.75 * math.log2(0.75))
+    assert found["bit_entropy"] == pytest.approx(entropy / 32)
+    assert found["distinct_codes"] == 0.5
+
+
+# Code length
+
+
+def test_equal_length_worked_out_by_hand():
+    bits, iou = np.array([32, 64, 128]), np.array([0.2, 0.3, 0.5])
+    assert codelength.equal_length(bits, iou, 0.3) == pytest.approx(64)
+    assert codelength.equal_length(bits, iou, 0.4) == pytest.approx(64 * math.sqrt(2))
+    assert codelength.equal_length(bits, iou, 0.9) == pytest.approx(128)
+
+
+# Runs
+
+COMMANDS = {
+    "output-error": (output_error, OutputErrorCommand, {"methods": ("lsh", "planes"), "rows": 8}),
+    "fidelity": (fidelity, FidelityCommand, {"methods": ("lsh",), "new_tokens": 6}),
+    "ruler": (ruler, RulerCommand, {"methods": ("lsh",), "lengths": (250,), "kinds": ("single", "copy")}),
+    "needle": (needle, NeedleCommand, {"methods": ("lsh",), "lengths": (100, 200), "depths": (0.0, 1.0)}),
+    "cones": (cones, ConesCommand, {"methods": ("lsh", "planes")}),
+    "codelength": (codelength, CodelengthCommand, {"methods": ("planes",), "bits": (32, 64), "rows": 8}),
+}
+SYNTHETIC = ("ruler", "needle")
+
+
+@pytest.fixture
+def build(made, tmp_path):
+    def command(name, **changed):
+        _, kind, settings = COMMANDS[name]
+        common = {"model": str(made.model), "hashers": made.hashers, "dense_layers": 1, "documents": 2}
+        common |= {"budgets": (0.1,), "out": tmp_path / "run"}
+        if name not in SYNTHETIC:
+            common |= {"text": (made.text,), "context": 128}
+        return kind(**{**common, **settings, **changed})
+
+    return command
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_run_is_whole_and_a_second_one_computes_nothing(build, name, monkeypatch):
+    module, command = COMMANDS[name][0], build(name)
+    found = module.run(command, QUIET)
+    assert found.rows
+    assert {row.task for row in found.rows} == {found.config["task"]}
+    assert {row.n for row in found.rows} == {2}
+    assert (command.out / "figure.png").read_bytes().startswith(PNG)
+    text = (command.out / "report.md").read_text()
+    for method in command.methods:
+        assert method in text
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", None)
+    assert module.run(command, QUIET) == found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_damaged_sample_is_named(build, name):
+    module, command = COMMANDS[name][0], build(name, documents=1)
+    module.run(command, QUIET)
+    path = command.out / "samples" / "0000.json"
+    sample = json.loads(path.read_text())
+    key = next(key for key in ("cells", "answers", "layers") if key in sample)
+    path.write_text(json.dumps({**sample, key: type(sample[key])()}))
+    with pytest.raises(ValueError, match=r"0000\.json is corrupt"):
+        module.run(command, QUIET)
+
+
+def test_rows_of_fidelity_follow_from_the_texts(build):
+    from evals.text import edit_similarity, rouge_l
+
+    command = build("fidelity")
+    found = fidelity.run(command, QUIET)
+    samples = [json.loads((command.out / "samples" / f"000{i}.json").read_text()) for i in range(2)]
+    pairs = [(sample["dense"], sample["cells"][0]["text"]) for sample in samples]
+    for metric, likeness in (("rouge_l", rouge_l), ("edit_similarity", edit_similarity)):
+        expected = np.mean([likeness(*pair) for pair in pairs])
+        assert found.one(metric=metric, method="lsh").value == pytest.approx(expected)
+
+
+def test_fidelity_at_the_whole_budget_is_dense(build):
+    found = fidelity.run(build("fidelity", budgets=(1.0,), documents=1), QUIET)
+    assert {row.value for row in found.rows} == {1.0}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FidelityCommand(context=64, new_tokens=64),
+        lambda: RulerCommand(kinds=("guess",)),
+        lambda: RulerCommand(lengths=()),
+        lambda: NeedleCommand(depths=(1.5,)),
+        lambda: ConesCommand(methods=("oracle",)),
+        lambda: CodelengthCommand(bits=(48,)),
+        lambda: CodelengthCommand(budgets=(0.1, 0.2)),
+        lambda: MethodsCommand(documents=0),
+    ],
+)
+def test_settings_that_cannot_be_used(make):
+    with pytest.raises(UsageError, match="got"):
+        make()
