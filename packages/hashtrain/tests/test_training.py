@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape, TrainConfig, train_layer
+from hashtrain.checkpoint import Checkpoint
 from hashtrain.layers import BY_VARIANT
 from hashtrain.metrics import hash_quality
+from hashtrain.trainer import Training
 
 SHAPE = ModelShape(2, 4, 2, 32)
 
@@ -80,11 +82,68 @@ def test_the_same_seed_trains_the_same_bits():
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-def test_a_loss_that_is_no_number_stops_the_layer():
+def poisoned(at):
+    """Contexts of which one, first read at that step, holds no numbers."""
     data = Skewed()
-    data.contexts[1] = (data.contexts[1][0] * torch.nan, *data.contexts[1][1:])
-    with pytest.raises((FloatingPointError, ValueError), match=r"finite|nan"):
-        train_layer(layer_of("paper"), 0, data, SETTINGS)
+    q, k, scaling = data.contexts[at]
+    data.contexts[at] = (q * torch.nan, k, scaling)
+    return data
+
+
+@pytest.mark.parametrize("variant", ["paper", "planes"])
+def test_a_loss_that_is_no_number_stops_the_layer_with_a_sentence_and_the_start_is_kept(variant, caplog):
+    layer, start = layer_of(variant), layer_of(variant).state_dict()
+    losses = train_layer(layer, 0, poisoned(2), SETTINGS)
+    assert len(losses) == 2
+    assert "layer 0 stopped at step 2 of 60" in caplog.text
+    assert all(torch.equal(start[name], tensor) for name, tensor in layer.state_dict().items())
+
+
+def test_a_loss_that_never_was_a_number_is_one_sentence():
+    with pytest.raises(FloatingPointError, match="layer 0: expected a finite loss at the first step, got nan"):
+        train_layer(layer_of("paper"), 0, poisoned(0), SETTINGS)
+
+
+def test_a_diverging_loss_stops_the_layer_and_the_best_interval_is_kept():
+    layer, kept = layer_of("paper"), {}
+    training = Training(layer, 0, Skewed(), SETTINGS)
+
+    def pretend(step, loss):
+        training.losses[-1] = 1.0 if step < 10 else 0.5 if step < 20 else 3.9 if step < 30 else 4.1
+        if step == 19:  # the end of the second interval of ten
+            kept.update({name: tensor.clone() for name, tensor in layer.state_dict().items()})
+
+    training.run(pretend)
+    assert training.stopped == ("stopped at step 39 of 60: its mean loss rose from 1 to 4.1; its best weights are kept")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in layer.state_dict().items())
+
+
+@pytest.mark.parametrize(("variant", "at"), [("planes", 1), ("planes", 37), ("paper", 20)])
+def test_a_training_cut_off_at_any_step_ends_with_the_same_bits(variant, at, tmp_path):
+    data, whole = Skewed(), layer_of(variant)
+    losses = train_layer(whole, 0, data, SETTINGS)
+    file = Checkpoint(tmp_path / "layer.checkpoint", seconds=0)
+    cut = layer_of(variant)
+
+    def kill(step, loss):
+        if step == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_layer(cut, 0, data, SETTINGS, kill, file)
+    resumed = Training(layer_of(variant), 0, data, SETTINGS, file)
+    assert len(resumed.losses) == at
+    resumed.run()
+    assert resumed.losses == losses
+    assert all(torch.equal(t, resumed.hasher.state_dict()[name]) for name, t in whole.state_dict().items())
+
+
+def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
+    file = Checkpoint(tmp_path / "layer.checkpoint", seconds=0)
+    train_layer(layer_of("planes"), 0, Skewed(), TrainConfig(steps=1, rows=4, min_position=50), checkpoint=file)
+    file.path.write_bytes(file.path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"is damaged .* delete it and run the same command again"):
+        file.load()
 
 
 def test_learning_rate_rises_then_falls_to_zero():

@@ -27,3 +27,10 @@ def linger(job, report):
     for _ in range(600):
         report(os.getpid())
         time.sleep(0.1)
+
+
+def command_line(arguments):
+    """Run `hashtrain` as a process of its own does."""
+    from hashtrain.cli import main
+
+    raise SystemExit(main(arguments))

@@ -1,12 +1,13 @@
 """q and k out: run a causal LM over token contexts and store each layer's post-RoPE queries and keys.
 
-One safetensors file per context, written atomically, so that a killed run leaves only whole files. Reading is lazy: a
-layer's training maps just that layer's bytes.
+One safetensors file per context, written atomically, so that a killed run leaves only whole files, which the next one
+keeps (`hashtrain.manifest`). Reading is lazy: a layer's training maps just that layer's bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from hashtrain.atomic import save_tensors
+from hashtrain.atomic import save_tensors, write_text
 from hashtrain.config import ModelShape
+from hashtrain.manifest import begin, checksum, finish, identity, missing
 
 Sink = Callable[[int, Tensor, Tensor, float], None]
 # By the attention that computes the output. Hugging Face looks for "sdpa" and "flash" inside names: keep them out.
@@ -79,9 +81,13 @@ class Capture:
     def __len__(self) -> int:
         return self.count
 
+    def file(self, context: int) -> Path:
+        """Return where one context is stored."""
+        return self.folder / f"{context:05d}.safetensors"
+
     def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
         """Read q [1, Hq, T, D], k [1, Hkv, T, D] in the stored dtype, and the logits' scaling."""
-        with safe_open(self.folder / f"{context:05d}.safetensors", framework="pt") as file:
+        with safe_open(self.file(context), framework="pt") as file:
             scaling = float(file.metadata()[f"scaling.{layer}"])
             return file.get_tensor(f"q.{layer}"), file.get_tensor(f"k.{layer}"), scaling
 
@@ -95,15 +101,28 @@ def capture(
 ) -> Capture:
     """Run the model over token contexts (int64 [T] each) and store q and k of every layer below `folder` as `dtype`.
 
+    What an interrupted capture of the same model and contexts left there is kept, anything else replaced.
+
     Raises: OSError before anything is written if the disk cannot hold it.
     """
-    require_disk(folder, capture_bytes(model, contexts, dtype))
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, ids in enumerate(contexts):
-        tensors, scalings = _run(model, ids, dtype)
-        save_tensors(tensors, folder / f"{number:05d}.safetensors", metadata=scalings)
+    stored = Capture(folder, len(contexts))
+    what = identity(model, contexts, dtype)
+    lacking = missing(stored, what)
+    require_disk(folder, capture_bytes(model, [contexts[number] for number in lacking], dtype))
+    begin(stored, what)
+    for number in range(len(contexts)):
+        if number in lacking:
+            capture_one(model, contexts[number], stored.file(number), dtype)
         on_context()
-    return Capture(folder, len(contexts))
+    finish(stored)
+    return stored
+
+
+def capture_one(model: PreTrainedModel, ids: Tensor, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Store q and k of one context, int64 [T], and then its size and checksum beside it."""
+    tensors, scalings = _run(model, ids, dtype)
+    save_tensors(tensors, path, metadata=scalings)
+    write_text(path.with_suffix(".json"), json.dumps(checksum(path)))
 
 
 def _run(model: PreTrainedModel, ids: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -112,8 +131,8 @@ def _run(model: PreTrainedModel, ids: Tensor, dtype: torch.dtype) -> tuple[dict[
     scalings: dict[str, str] = {}
 
     def sink(layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
-        tensors[f"q.{layer}"] = q.to(dtype).contiguous()
-        tensors[f"k.{layer}"] = k.to(dtype).contiguous()
+        tensors[f"q.{layer}"] = q.to("cpu", dtype).contiguous()
+        tensors[f"k.{layer}"] = k.to("cpu", dtype).contiguous()
         scalings[f"scaling.{layer}"] = repr(scaling)
 
     with torch.inference_mode(), capturing(model, sink):

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
-from safetensors import torch as safe
+import torch
+from torch import Tensor
 
+import hashtrain
 from hashtrain.capture import Capture
+from hashtrain.checkpoint import Checkpoint, load_stored, save_stored
 from hashtrain.config import HasherConfig
 from hashtrain.hasher import make_layer
 from hashtrain.judge import judge_layer
 from hashtrain.plan import Candidate, TrainCommand
 from hashtrain.remainder import calibrate
-from hashtrain.trainer import TrainConfig, train_layer
+from hashtrain.trainer import TrainConfig, Training
+
+
+class Report(Protocol):
+    """Hears (what is being done, steps done since the last report, and now and then a line for metrics.jsonl)."""
+
+    def __call__(self, what: str, steps: int, line: dict[str, Any] | None = None, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,10 @@ class LayerJob:
     layer: int
     data: Capture
     held: Capture
+    source: str
+    """What the captures are of, as text: it decides the bits, and so the key."""
+    folder: Path
+    """Where checkpoints and finished layers go."""
 
     @property
     def training(self) -> TrainConfig:
@@ -40,29 +55,95 @@ class LayerJob:
             seed=self.command.seed,
         )
 
+    @property
+    def key(self) -> str:
+        """A name for everything that decides the bits of this layer."""
+        judged = {name: getattr(self.command, name) for name in ("fraction", "context", "held_out_rows", "seed")}
+        facts = {
+            "candidate": asdict(self.candidate),
+            "config": asdict(self.config),
+            "training": asdict(self.training),
+            "judged": judged,
+            "layer": self.layer,
+            "source": self.source,
+            "versions": [hashtrain.__version__, torch.__version__],
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def finished(self) -> Path:
+        """Where the result goes."""
+        return self.folder / f"{self.candidate.name}-{self.layer}-{self.key}.safetensors"
+
+    @property
+    def unfinished(self) -> Path:
+        """Where the checkpoint goes."""
+        return self.finished.with_suffix(".checkpoint")
+
 
 @dataclass(frozen=True)
 class LayerResult:
-    """The layer's tensors as safetensors bytes, the loss of every step, and `judge_layer`'s figures."""
+    """The layer's tensors, the loss of every step, why it was stopped, if it was, and `judge_layer`'s figures."""
 
-    tensors: bytes
+    tensors: dict[str, Tensor]
     losses: list[float]
+    stopped: str
     quality: dict[str, dict[str, Any]]
 
 
-def make(job: LayerJob, report: Callable[[str, int], None]) -> LayerResult:
-    """Train, calibrate and judge one layer. `report` gets (what, steps done)."""
-    hasher, name = make_layer(job.config, job.layer, job.command.seed), f"{job.candidate.name}, layer {job.layer}"
-    losses: list[float] = []
-    if job.candidate.trained:
-        losses = train_layer(
-            hasher,
-            job.layer,
-            job.data,
-            job.training,
-            lambda step, loss: report(f"train {name}, loss {loss:.3f}", 1),
-        )
+def make(job: LayerJob, report: Report) -> None:
+    """Train, calibrate and judge one layer, and store it as `job.finished`, unless that is there already.
+
+    Raises: OSError if it cannot be written; FloatingPointError if its loss never was finite.
+    """
+    name = f"{job.candidate.name}, layer {job.layer}"
+    if job.finished.exists():
+        report(f"kept {name}", 1 + job.command.steps * job.candidate.trained)
+        return
+    hasher = make_layer(job.config, job.layer, job.command.seed)
+    checkpoint = Checkpoint(job.unfinished, job.command.checkpoint_seconds)
+    losses, stopped = _train(job, hasher, checkpoint, report) if job.candidate.trained else ([], "")
     calibrate(hasher, job.layer, job.data, job.command.seed)
     quality = judge_layer(job.command, hasher, job.layer, job.held)
-    report(f"judged {name}", 1)
-    return LayerResult(safe.save(hasher.state_dict()), losses, quality)
+    tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}
+    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+    save_stored(job.finished, tensors, {"stopped": stopped, "quality": quality})
+    checkpoint.remove()
+    found = {heads: quality[heads]["iou"] for heads in ("kv_head", "query_head")}
+    report(f"judged {name}", 1, {"hasher": job.candidate.name, "layer": job.layer, "iou": found})
+
+
+def result(job: LayerJob) -> LayerResult:
+    """Read what `make` stored. Raises: ValueError if it is missing or damaged."""
+    stored = load_stored(job.finished)
+    if stored is None:
+        raise ValueError(f"{job.finished} is missing: expected a finished layer; run the same command again")
+    tensors, state = stored
+    losses = tensors.pop("losses").tolist()
+    plain = {name.removeprefix("hasher."): tensor for name, tensor in tensors.items()}
+    return LayerResult(plain, losses, state["stopped"], state["quality"])
+
+
+def _train(job: LayerJob, hasher: Any, checkpoint: Checkpoint, report: Report) -> tuple[list[float], str]:
+    name = f"{job.candidate.name}, layer {job.layer}"
+    training = Training(hasher, job.layer, job.data, job.training, checkpoint)
+    if training.losses:
+        report(f"resumed {name}", len(training.losses))
+    interval = training.snapshots.interval
+
+    def on_step(step: int, loss: float) -> None:
+        line = None
+        if (step + 1) % interval == 0:
+            mean = sum(training.losses[-interval:]) / interval
+            line = {"hasher": job.candidate.name, "layer": job.layer, "step": step + 1, "loss": mean}
+        report(f"train {name}, loss {loss:.3f}", 1, line)
+
+    training.run(on_step)
+    if training.stopped:
+        skipped = job.command.steps - len(training.losses)
+        report(
+            f"{name} {training.stopped}",
+            skipped,
+            {"hasher": job.candidate.name, "layer": job.layer, "stopped": training.stopped},
+        )
+    return training.losses, training.stopped

@@ -77,6 +77,8 @@ class TrainCommand:
     """Layers that stay dense when deployed: left out of the means, trained all the same."""
     workers: int = 0
     """Processes that train, each a layer at a time; 0 is one per core, up to 6. The hashers do not depend on it."""
+    checkpoint_seconds: float = 30.0
+    """Seconds between two checkpoints of a layer: the most work that a kill can cost; 0 is after every step."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -85,6 +87,8 @@ class TrainCommand:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         if self.workers < 0:
             raise UsageError(f"--workers must be 0 or more, got {self.workers}")
+        if not 0 <= self.checkpoint_seconds < float("inf"):
+            raise UsageError(f"--checkpoint-seconds must be 0 or more, got {self.checkpoint_seconds}")
         if self.dense_layers < 0:
             raise UsageError(f"--dense-layers must be 0 or more, got {self.dense_layers}")
         if not 32 <= self.bits <= 4096 or self.bits % 32:

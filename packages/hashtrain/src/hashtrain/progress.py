@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -33,3 +36,15 @@ def tracking(console: Console, total: int) -> Iterator[Advance]:
             console.print(f"{done}/{total} {description}, {now - began:.0f} s", highlight=False)
 
     yield advance
+
+
+def live(path: Path, advance: Advance) -> Callable[..., None]:
+    """Return a report for `hashtrain.job.make`: progress goes to `advance`, lines of JSON to the end of `path`."""
+
+    def report(description: str, steps: int, line: dict[str, Any] | None = None) -> None:
+        advance(description, steps)
+        if line is not None:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    return report

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hashtrain.capture import Capture
+from hashtrain.checkpoint import Checkpoint
 from hashtrain.layers import LayerHasher
 from hashtrain.loss import ranking_loss, reconstruction_loss
+from hashtrain.snapshots import Snapshots
 from hashtrain.target import Pairs, attention, sample_pairs
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,42 +73,125 @@ def train_layer(
     data: Capture,
     config: TrainConfig,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
+    checkpoint: Checkpoint | None = None,
 ) -> list[float]:
-    """Train one layer's hash functions in place.
+    """Train one layer's hash functions in place. See `Training`, which also tells whether it had to stop.
+
+    Returns: the loss of every step.
+    """
+    training = Training(hasher, layer, data, config, checkpoint)
+    training.run(on_step)
+    if training.stopped:
+        _log.warning("layer %d %s", layer, training.stopped)
+    return training.losses
+
+
+class Training:
+    """The training of one layer's hash functions, which a kill at any moment does not change.
 
     Args:
-        hasher: the layer's modules; `hasher.target_heads` says which attention they are held against.
+        hasher: the layer's modules, trained in place; `hasher.target_heads` says which attention they are held against.
         layer: its index in the model, to read from `data`.
-        on_step: called with (step, loss) after each step, for progress.
-    Returns: the loss of every step.
-    Raises: FloatingPointError if the loss stops being finite.
+        checkpoint: where the state is kept now and then; what is there already is gone on from, to the same bits.
+    Attributes:
+        losses: the loss of every step so far.
+        stopped: a sentence if the loss diverged: the hasher then holds the weights of its best interval.
+    Raises: ValueError if the checkpoint is damaged.
     """
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + layer)
-    optimizer = torch.optim.AdamW(
-        hasher.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=config.weight_decay
-    )
-    losses: list[float] = []
-    for step in range(config.steps):
-        for group in optimizer.param_groups:
+
+    def __init__(
+        self,
+        hasher: LayerHasher,
+        layer: int,
+        data: Capture,
+        config: TrainConfig,
+        checkpoint: Checkpoint | None = None,
+    ):
+        self.hasher, self.layer, self.data, self.config, self.checkpoint = hasher, layer, data, config, checkpoint
+        self.generator = torch.Generator().manual_seed(config.seed * 1_000_003 + layer)
+        self.optimizer = torch.optim.AdamW(
+            hasher.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=config.weight_decay
+        )
+        self.snapshots = Snapshots(hasher, config.steps)
+        self.losses: list[float] = []
+        self.stopped = ""
+        if checkpoint and (found := checkpoint.load()):
+            self._restore(*found)
+
+    def run(self, on_step: Callable[[int, float], None] = lambda step, loss: None) -> None:
+        """Do the steps that are left, or as many as go well. `on_step` gets (step, loss) after each.
+
+        Raises: FloatingPointError if not even the first loss is a finite number.
+        """
+        while not self.stopped and len(self.losses) < self.config.steps:
+            step = len(self.losses)
+            loss = self._step(step)
+            if math.isfinite(loss):
+                self.losses.append(loss)
+                on_step(step, loss)
+                self.stopped = self.snapshots.after(self.losses)
+            elif step == 0:
+                raise FloatingPointError(
+                    f"layer {self.layer}: expected a finite loss at the first step, got {loss}; look at the model's "
+                    "queries and keys"
+                )
+            else:
+                self.stopped = "its loss or its gradient became infinite or no number"
+            if self.stopped:
+                self.snapshots.restore()
+                self.stopped = (
+                    f"stopped at step {step} of {self.config.steps}: {self.stopped}; its best weights are kept"
+                )
+            if self.checkpoint and (self.checkpoint.due or self.stopped):
+                self.checkpoint.save(*self._state())
+
+    def _step(self, step: int) -> float:
+        """Do one step and return its loss; nothing is changed if that or the gradient is not finite."""
+        config = self.config
+        for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(step)
-        q, k, scaling = data.read(step % len(data), layer)
-        positions = torch.randint(config.min_position, k.shape[2], (config.rows,), generator=generator)
+        q, k, scaling = self.data.read(step % len(self.data), self.layer)
+        positions = torch.randint(config.min_position, k.shape[2], (config.rows,), generator=self.generator)
         rows = q[:, :, positions]
+        if not (rows.isfinite().all() and k.isfinite().all()):
+            return math.nan
         with torch.no_grad():
-            p = attention(rows, k, positions, scaling, hasher.target_heads)
-            pairs = sample_pairs(p, positions, config.fraction, config.max_top, config.max_rest, generator)
-        loss = _loss(hasher, rows, k, pairs, config)
-        if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"layer {layer}: the loss became {loss.item()} at step {step}; lower the learning rate"
-            )
-        optimizer.zero_grad()
+            p = attention(rows, k, positions, scaling, self.hasher.target_heads)
+            pairs = sample_pairs(p, positions, config.fraction, config.max_top, config.max_rest, self.generator)
+        loss = _loss(self.hasher, rows, k, pairs, config)
+        self.optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(hasher.parameters(), config.clip)
-        optimizer.step()
-        losses.append(loss.item())
-        on_step(step, losses[-1])
-    return losses
+        norm = torch.nn.utils.clip_grad_norm_(self.hasher.parameters(), config.clip)
+        if not (loss.isfinite() and norm.isfinite()):
+            return math.nan
+        self.optimizer.step()
+        return loss.item()
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {f"hasher.{name}": tensor for name, tensor in self.hasher.state_dict().items()}
+        tensors |= {f"best.{name}": tensor for name, tensor in self.snapshots.tensors.items()}
+        for number, moments in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in moments.items()}
+        tensors["generator"] = self.generator.get_state()
+        tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
+        best = self.snapshots.mean if math.isfinite(self.snapshots.mean) else None
+        return tensors, {"best": best, "stopped": self.stopped}
+
+    def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self.hasher.load_state_dict(_part(tensors, "hasher"))
+        self.snapshots.tensors = _part(tensors, "best")
+        self.snapshots.mean = math.inf if state["best"] is None else state["best"]
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in _part(tensors, "optimizer").items():
+            number, _, what = name.partition(".")
+            moments.setdefault(int(number), {})[what] = tensor
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        self.generator.set_state(tensors["generator"])
+        self.losses, self.stopped = tensors["losses"].tolist(), state["stopped"]
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{prefix}."): t for name, t in tensors.items() if name.startswith(f"{prefix}.")}
 
 
 def _loss(hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, config: TrainConfig) -> Tensor:

@@ -1,0 +1,136 @@
+"""What a capture's folder holds: `manifest.json` says of what, and the size and SHA-256 of each file.
+
+1. `begin` writes the manifest before the first file; `missing` knows what an interrupted capture of the same left.
+2. Each file is followed by a small JSON file with its size and checksum, so that several processes can write.
+3. `finish` moves those into the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hashtrain.atomic import write_text
+
+_NAME, _FORMAT = "manifest.json", 1
+_OURS = re.compile(r"\d{5}\.(safetensors|json)|manifest\.json|\.(\d{5}\.\w+|manifest\.json)\.\w{8}")
+"""Names that a capture writes, the last ones if it is killed while it does."""
+
+
+class Stored(Protocol):
+    """A folder of numbered files (`hashtrain.capture.Capture`)."""
+
+    folder: Path
+
+    def __len__(self) -> int: ...
+    def file(self, context: int) -> Path:
+        """Return where one of them is."""
+        ...
+
+
+def identity(
+    model: PreTrainedModel, contexts: Sequence[Tensor], dtype: torch.dtype, seed: int | None = None
+) -> dict[str, Any]:
+    """Say of what a capture is: two of equal identity hold the same bits.
+
+    The model counts by its weights as they are in memory, so that no name or revision need be trusted; `seed` is the
+    one that drew the contexts, if any.
+    """
+    return {
+        "format": _FORMAT,
+        "model": _weights_hash(model),
+        "revision": getattr(model.config, "_commit_hash", None),
+        "corpus": _hash(contexts),
+        "contexts": len(contexts),
+        "context": max(map(len, contexts), default=0),
+        "seed": seed,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def missing(stored: Stored, wanted: dict[str, Any]) -> list[int]:
+    """Return the numbers of the files that a capture of this identity still lacks; nothing is written.
+
+    A file counts as there if its size and checksum are as recorded.
+    """
+    manifest = _read(stored.folder / _NAME)
+    if not _same(manifest, wanted):
+        return list(range(len(stored)))
+    return [number for number in range(len(stored)) if not _whole(stored.file(number), manifest["files"])]
+
+
+def begin(stored: Stored, wanted: dict[str, Any]) -> None:
+    """Make the folder ready for a capture of this identity: what a capture of another one left is removed."""
+    if _same(_read(stored.folder / _NAME), wanted):
+        return
+    if stored.folder.is_dir():
+        for path in stored.folder.iterdir():
+            if _OURS.fullmatch(path.name):
+                path.unlink()
+    write_text(stored.folder / _NAME, json.dumps({**wanted, "files": {}}, indent=1) + "\n")
+
+
+def finish(stored: Stored) -> None:
+    """Gather every file's size and checksum in the manifest."""
+    path = stored.folder / _NAME
+    manifest = _read(path)
+    found = {p.name: manifest["files"].get(p.name) or _read(p.with_suffix(".json")) for p in _files(stored)}
+    write_text(path, json.dumps({**manifest, "files": found}, indent=1) + "\n")
+    for file in _files(stored):
+        file.with_suffix(".json").unlink(missing_ok=True)
+
+
+def checksum(path: Path) -> dict[str, Any]:
+    """Return the size in bytes and the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _files(stored: Stored) -> list[Path]:
+    return [stored.file(number) for number in range(len(stored))]
+
+
+def _whole(path: Path, recorded: dict[str, Any]) -> bool:
+    wanted = recorded.get(path.name) or _read(path.with_suffix(".json"))
+    return bool(wanted) and path.is_file() and checksum(path) == wanted
+
+
+def _same(manifest: dict[str, Any], wanted: dict[str, Any]) -> bool:
+    return "files" in manifest and {key: manifest.get(key) for key in wanted} == wanted
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a JSON file; empty if there is none, or it is not one of ours: then what it speaks of is made anew."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _weights_hash(model: PreTrainedModel) -> str:
+    facts = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    sha = hashlib.sha256(repr(sorted(facts.items(), key=lambda item: item[0])).encode())
+    for name, tensor in model.state_dict().items():
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
+def _hash(contexts: Sequence[Tensor]) -> str:
+    sha = hashlib.sha256()
+    for ids in contexts:
+        sha.update(len(ids).to_bytes(8, "little"))
+        sha.update(ids.contiguous().numpy().tobytes())
+    return sha.hexdigest()

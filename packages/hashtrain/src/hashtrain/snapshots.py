@@ -1,0 +1,47 @@
+"""The weights of a training's best interval, for the day that its loss diverges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+DIVERGED = 4.0
+"""An interval whose mean loss is this many times that of the first one has unlearned what it started with."""
+_INTERVALS, _SHORTEST = 40, 10
+
+
+class Snapshots:
+    """Keeps the weights of the interval with the lowest mean loss; before the first, those of the start.
+
+    Args:
+        module: whose weights.
+        steps: of the whole training: an interval is a fortieth of them, at least 10.
+    """
+
+    def __init__(self, module: nn.Module, steps: int):
+        self.module, self.interval = module, max(_SHORTEST, steps // _INTERVALS)
+        self.mean, self.tensors = math.inf, _copy(module)
+
+    def after(self, losses: Sequence[float]) -> str:
+        """Look at the losses so far, at the end of each interval. Returns why to stop, or an empty string."""
+        if not losses or len(losses) % self.interval:
+            return ""
+        first, last = self._mean(losses[: self.interval]), self._mean(losses[-self.interval :])
+        if last < self.mean:
+            self.mean, self.tensors = last, _copy(self.module)
+        if last > DIVERGED * first:
+            return f"its mean loss rose from {first:.3g} to {last:.3g}"
+        return ""
+
+    def restore(self) -> None:
+        """Put the kept weights back into the module."""
+        self.module.load_state_dict(self.tensors)
+
+    def _mean(self, losses: Sequence[float]) -> float:
+        return math.fsum(losses) / len(losses)
+
+
+def _copy(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}

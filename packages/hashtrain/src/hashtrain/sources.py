@@ -1,0 +1,88 @@
+"""The contexts of a run and their captures: which are there, and the making of those that are not."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hashtrain.capture import Capture, capture_one
+from hashtrain.manifest import begin, finish, missing
+from hashtrain.models import load_model
+from hashtrain.workers import run_jobs
+
+
+@dataclass(frozen=True)
+class Source:
+    """Token contexts and where their queries and keys are, or will be."""
+
+    name: str
+    folder: Path
+    contexts: Sequence[Tensor]
+    identity: dict[str, Any]
+    """`hashtrain.manifest.identity` of what is to be there."""
+
+    @property
+    def stored(self) -> Capture:
+        """The capture, once it is made."""
+        return Capture(self.folder, len(self.contexts))
+
+    @functools.cached_property
+    def lacking(self) -> list[int]:
+        """Numbers of the contexts that an earlier run did not leave whole."""
+        return missing(self.stored, self.identity)
+
+
+@dataclass(frozen=True)
+class _Job:
+    model: str
+    ids: Tensor
+    path: Path
+    name: str
+
+
+@functools.lru_cache(maxsize=1)
+def loaded(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer once in each process, ready to capture."""
+    model, tokenizer = load_model(path)
+    if model.device.type == "cpu":
+        model = model.float()  # many CPUs have no bfloat16 arithmetic and would take ten times as long
+    return model, tokenizer
+
+
+def make_all(model: str, sources: Sequence[Source], workers: int, advance: Callable[[str, int], None]) -> None:
+    """Capture every context that is not there yet.
+
+    Each is run by one thread, several side by side, so that the bits do not depend on how many processes share them.
+
+    Args:
+        model: what `load_model` is given.
+        workers: processes, each with a model of its own; fewer if memory does not hold so many.
+    """
+    jobs = []
+    for source in sources:
+        begin(source.stored, source.identity)
+        jobs += [_Job(model, source.contexts[n], source.stored.file(n), source.name) for n in source.lacking]
+    if jobs:
+        run_jobs(_make, jobs, max(1, min(workers, _fitting(model))), advance)
+    for source in sources:
+        finish(source.stored)
+
+
+def _make(job: _Job, report: Callable[[str, int], None]) -> None:
+    capture_one(loaded(job.model)[0], job.ids, job.path)
+    report(f"capture {job.name} q and k", 1)
+
+
+def _fitting(model: str) -> int:
+    """Count the models that half of the free memory holds."""
+    size = sum(p.numel() * p.element_size() for p in loaded(model)[0].parameters())
+    if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return 1
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * size)

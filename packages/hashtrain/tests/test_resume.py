@@ -1,0 +1,131 @@
+"""A run that is killed at any moment goes on where it was, and ends with the same bits as one that was not."""
+
+import json
+import multiprocessing
+import random
+import time
+
+import pytest
+import torch
+from hashtrain import Hasher
+from hashtrain.cli import main
+from hashtrain.demo import demo_model_path
+from hashtrain.workfolder import locked
+from transformers import AutoTokenizer, LlamaForCausalLM
+from worker_jobs import command_line
+
+KILLS = 10
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory, tiny_config):
+    """A command whose training takes a few seconds, but for its --out."""
+    root = tmp_path_factory.mktemp("resume")
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny_config(vocab_size=4096)).save_pretrained(root / "model")
+    AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(root / "model")
+    (root / "text.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(3000)))
+    sizes = "--context 512 --contexts 3 --held-out 2 --held-out-rows 4 --steps 40 --dense-layers 1 --workers 1"
+    only = "--only planes --bits 32 --checkpoint-seconds 0.05"
+    return ["--model", str(root / "model"), "--text", str(root / "text.txt"), *f"{sizes} {only}".split()]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(arguments, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    began = time.monotonic()
+    assert main([*arguments, "--out", str(out)]) == 0
+    return stored(out), time.monotonic() - began
+
+
+def stored(out):
+    """Every byte of a run's hashers, and its figures."""
+    metrics = json.loads((out / "metrics.json").read_text())
+    del metrics["seconds"]
+    files = {(path.parent.name, path.name): path.read_bytes() for path in out.glob("*/*") if path.parent.name[0] != "."}
+    return metrics, files
+
+
+def started(arguments, out):
+    """The command in a process of its own, forked from one that has imported everything already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain", "hashtrain.pipeline"])
+    process = context.Process(target=command_line, args=([*arguments, "--out", str(out)],))
+    process.start()
+    return process
+
+
+def test_ten_kills_at_random_moments_change_no_bit(arguments, uninterrupted, tmp_path):
+    wanted, seconds = uninterrupted
+    out, moments, hit = tmp_path / "run", random.Random(0), []
+    for _ in range(KILLS):
+        process = started(arguments, out)
+        process.join(moments.uniform(0.05, 0.35) * seconds)
+        process.kill()
+        process.join()
+        layers = list((out / ".work" / "layers").glob("*")) if out.is_dir() else []
+        hit.append((process.exitcode, len(layers)))
+    assert [code for code, _ in hit].count(-9) >= KILLS // 2, "most runs were over before they were killed"
+    assert any(layers for _, layers in hit), "no run was killed while it trained"
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert stored(out) == wanted
+    assert not list(out.glob(".work*"))
+
+
+def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, uninterrupted, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("hashtrain.pipeline.draw", fail)
+    assert main([*arguments, "--out", str(out)]) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr("hashtrain.sources.capture_one", fail)
+    monkeypatch.setattr("hashtrain.job.judge_layer", fail)
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert stored(out) == uninterrupted[0]
+
+
+def test_leavings_of_other_settings_are_not_taken_for_this_run(arguments, uninterrupted, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("hashtrain.pipeline.draw", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+        assert main([*arguments, "--out", str(out), "--seed", "1"]) == 2
+        assert list((out / ".work" / "layers").iterdir())
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert stored(out) == uninterrupted[0]
+
+
+def test_a_damaged_capture_file_is_made_anew(arguments, uninterrupted, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("hashtrain.pipeline._make_hashers", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+        assert main([*arguments, "--out", str(out)]) == 2
+    victim = out / ".work" / "train" / "00001.safetensors"
+    content = bytearray(victim.read_bytes())
+    content[-1] ^= 1
+    victim.write_bytes(content)
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert stored(out) == uninterrupted[0]
+
+
+def test_a_second_run_in_the_same_folder_is_one_sentence(arguments, tmp_path, capsys):
+    with locked(tmp_path / "run"):
+        assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
+    assert "another run is at work in" in capsys.readouterr().err
+
+
+def test_a_killed_run_leaves_the_old_hasher(arguments, tmp_path):
+    out = tmp_path / "run"
+    assert main([*arguments, "--out", str(out), "--steps", "2"]) == 0
+    before = Hasher.from_pretrained(out / "planes").state_dict()
+    process = started([*arguments, "--steps", "100000"], out)
+    deadline = time.monotonic() + 60
+    while not list(out.glob(".work/layers/*.checkpoint")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.kill()
+    process.join()
+    assert list(out.glob(".work/layers/*.checkpoint")), "the run was not killed while it trained"
+    after = Hasher.from_pretrained(out / "planes").state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
