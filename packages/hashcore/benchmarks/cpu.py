@@ -1,0 +1,249 @@
+"""Search and scores on one CPU thread, against faiss, torch.topk and the memory that the codes are read from.
+
+    uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --cpu 1 --out docs/results/hashcore_cpu.json
+    uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --sizes 131072 --rounds 1   # a short one
+
+Works are timed in turn on one set of random codes, so that what disturbs one disturbs all, and a ratio is the median of
+the ratios of such turns. The sets together are FLUSH times the last-level cache, so that each is read from memory; the
+cache-hot figures repeat one set. faiss copies the codes to sets of its own. The ceilings are printed first. Times are
+processor time, which a busy machine disturbs less, ratios are given of both. The last line is JSON, --out stores it.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # read when imported
+
+import faiss
+import hashcore
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+WORDS = 4  # 128 bits
+SIZES = (1 << 17, 1 << 20)
+QUERIES = (1, 28)
+SHARE = 50  # top 2 %
+GROUP = 7
+FLUSH = 4
+HOT = 15  # timed repetitions of the cache-hot figures, after one that is not
+
+Codes = NDArray[np.int32]
+Works = dict[str, Callable[[int], Any]]  # from the number of a set
+
+
+class Spent(NamedTuple):
+    """Seconds of one call."""
+
+    processor: float
+    wall: float
+
+
+@numba.njit(nogil=True)
+def read(words: NDArray[np.uint64]) -> np.uint64:
+    """Read codes and do as little as can be with them."""
+    together = np.uint64(0)
+    for i in range(len(words)):
+        together ^= words[i]
+    return together
+
+
+def random_codes(rng: np.random.Generator, *shape: int) -> Codes:
+    return rng.integers(-(2**31), 2**31, (*shape, WORDS), np.int32)
+
+
+def timed(work: Callable[[], Any]) -> Spent:
+    processor, wall = time.process_time(), time.perf_counter()
+    work()
+    return Spent(time.process_time() - processor, time.perf_counter() - wall)
+
+
+def in_turn(works: Works, sets: list[int]) -> dict[str, list[Spent]]:
+    """Time every work on each of the sets in turn, after one that is not timed."""
+    for work in works.values():
+        work(sets[-1])
+    rounds = [{name: timed(lambda work=work, i=i: work(i)) for name, work in works.items()} for i in sets]
+    return {name: [spent[name] for spent in rounds] for name in works}
+
+
+def microseconds(spent: list[Spent]) -> float:
+    return 1e6 * statistics.median(at.processor for at in spent)
+
+
+def ratio(slow: list[Spent], fast: list[Spent]) -> dict[str, float]:
+    """Return the medians of the ratios of two works' times."""
+    pairs = list(zip(slow, fast, strict=True))
+    return {
+        clock: statistics.median(getattr(a, clock) / getattr(b, clock) for a, b in pairs) for clock in Spent._fields
+    }
+
+
+def cold_and_hot(works: Works, count: int, rounds: int) -> dict[str, dict[str, list[Spent]]]:
+    """Time the works on all sets, and on one of them again and again."""
+    return {"memory": in_turn(works, rounds * list(range(count))), "cache": in_turn(works, [0] * HOT)}
+
+
+class Bench:
+    """Sets of n keys, the same in faiss, and buffers for results."""
+
+    def __init__(self, n: int, cache: int, rng: np.random.Generator) -> None:
+        self.n, self.k, self.rng = n, n // SHARE, rng
+        self.keys = [random_codes(rng, n) for _ in range(-(-FLUSH * cache // (4 * WORDS * n)))]
+        self.flat = []
+
+    def add_faiss(self) -> None:
+        for keys in self.keys:
+            self.flat.append(faiss.IndexBinaryFlat(32 * WORDS))
+            self.flat[-1].add(keys.view(np.uint8))
+
+    def search_faiss(self, i: int, octets: NDArray[np.uint8], mode: str) -> tuple[Any, Any]:
+        self.flat[i].use_heap = mode == "heap"
+        return self.flat[i].search(octets, self.k)
+
+    def search(self, queries: int, rounds: int) -> dict[str, Any]:
+        """Compare searches for the best 2 % of the keys."""
+        query, scores = random_codes(self.rng, queries), np.empty((queries, self.n), np.int32)
+        octets, k = query.view(np.uint8), self.k
+        works: Works = {
+            "search": lambda i: hashcore.search(query, self.keys[i], k),
+            "faiss heap": lambda i: self.search_faiss(i, octets, "heap"),
+            "faiss counting": lambda i: self.search_faiss(i, octets, "counting"),
+            "torch.topk": lambda i: torch.topk(torch.from_numpy(hashcore.score(query, self.keys[i], out=scores)), k),
+        }
+        self.agree(works)
+        row: dict[str, Any] = {"n": self.n, "queries": queries, "k": k}
+        for place, spent in cold_and_hot(works, len(self.keys), rounds).items():
+            rival = min(("faiss heap", "faiss counting"), key=lambda name: microseconds(spent[name]))
+            row[place] = {"microseconds": {name: microseconds(times) for name, times in spent.items()}}
+            row[place] |= {"faiss": rival, "over_faiss": ratio(spent[rival], spent["search"])}
+            row[place]["over_torch"] = ratio(spent["torch.topk"], spent["search"])
+        return row
+
+    def agree(self, works: Works) -> None:
+        """Require the same scores of all, before they are timed."""
+        for i in (0, len(self.keys) - 1):
+            scores = works["search"](i)[0]
+            np.testing.assert_array_equal(scores, works["torch.topk"](i).values)
+            for mode in ("heap", "counting"):
+                differing = np.sort(works[f"faiss {mode}"](i)[0], axis=1)
+                np.testing.assert_array_equal(32 * WORDS - scores, differing)
+
+    def score(self, rounds: int) -> dict[str, Any]:
+        """Compare the scores of one query with reading the codes, and grouped queries with as many single ones."""
+        group = random_codes(self.rng, GROUP)
+        planes, weights = hashcore.group_planes(group)
+        one, seven, total = (np.empty(shape, np.int32) for shape in ((1, self.n), (GROUP, self.n), self.n))
+        works: Works = {
+            "read": lambda i: read(self.keys[i].reshape(-1).view(np.uint64)),
+            "score": lambda i: hashcore.score(group[:1], self.keys[i], out=one),
+            "grouped": lambda i: hashcore.score(planes, self.keys[i], weights, out=total),
+            "one call": lambda i: hashcore.score(group, self.keys[i], out=seven),
+            "calls": lambda i: [hashcore.score(group[g : g + 1], self.keys[i], out=one) for g in range(GROUP)],
+        }
+        works["grouped"](0), works["one call"](0)
+        np.testing.assert_array_equal(total, seven.sum(0))
+        row: dict[str, Any] = {"n": self.n, "group": GROUP}
+        for place, spent in cold_and_hot(works, len(self.keys), rounds).items():
+            row[place] = {"microseconds": {name: microseconds(times) for name, times in spent.items()}}
+            row[place] |= {"over_read": ratio(spent["score"], spent["read"])}
+            row[place] |= {
+                f"{name}_over_grouped": ratio(spent[name], spent["grouped"]) for name in ("one call", "calls")
+            }
+        return row
+
+
+def ceilings(bench: Bench) -> dict[str, float]:
+    """Measure how fast codes come from memory, and how fast they are scored in cache; print what follows from both."""
+    few, planes, weights = random_codes(bench.rng, 1024), random_codes(bench.rng, 32, 8), (1,) * 8
+    out = np.empty((len(planes), len(few)), np.int32)
+    works: Works = {
+        "read": lambda i: read(bench.keys[i].reshape(-1).view(np.uint64)),
+        "score": lambda i: hashcore.score(planes, few, weights, out=out),
+    }
+    spent = in_turn(works, list(range(len(bench.keys))))
+    octets = 4 * WORDS * bench.n / (microseconds(spent["read"]) * 1e-6)
+    each = microseconds(spent["score"]) * 1e-6 / (len(weights) * out.size)
+    print(f"memory gives {octets / 1e9:.1f} GB/s; comparing a key in cache with a query takes {1e9 * each:.3f} ns")
+    for n in SIZES:
+        for queries in QUERIES:
+            reading, scoring = 4e6 * WORDS * n / octets, 1e6 * queries * n * each
+            print(f"  {n} keys, {queries} queries: reading {reading:.0f} us, comparing {scoring:.0f} us at least")
+    return {"bytes_per_second": octets, "seconds_per_score": each}
+
+
+def last_level_cache() -> int:
+    """Return its size in bytes, 32 MiB where the system does not say."""
+    sizes = pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((1024 * int(path.read_text().strip().removesuffix("K")) for path in sizes), default=1 << 25)
+
+
+def processor() -> str:
+    """Return what the machine calls its processor."""
+    facts = pathlib.Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def rounded(data: Any) -> Any:
+    """Return data with 4 digits in every float."""
+    if isinstance(data, float):
+        return float(f"{data:.4g}")
+    if isinstance(data, dict):
+        return {key: rounded(value) for key, value in data.items()}
+    return [rounded(value) for value in data] if isinstance(data, list) else data
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print what was measured of a size."""
+    print(f"{row['n']} keys" + (f", {row['queries']} queries" if "queries" in row else ""))
+    for place in ("memory", "cache"):
+        times = ", ".join(f"{name} {us:.0f} us" for name, us in row[place]["microseconds"].items())
+        ratios = {name: at for name, at in row[place].items() if "over" in name}
+        shown = ", ".join(f"{name} {at['processor']:.2f} ({at['wall']:.2f} wall)" for name, at in ratios.items())
+        print(f"  from {place}: {times}; {shown}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="keys in a set")
+    parser.add_argument("--rounds", type=int, default=3, help="passes over all sets")
+    parser.add_argument("--cpu", type=int, help="pin to this processor")
+    parser.add_argument("--out", type=pathlib.Path, help="store the JSON in this file")
+    given = parser.parse_args()
+    if min(given.sizes) < SHARE or given.rounds < 1:
+        parser.error(f"--sizes must be at least {SHARE} and --rounds at least 1")
+    if given.cpu is not None:
+        os.sched_setaffinity(0, {given.cpu})
+    faiss.omp_set_num_threads(1)
+    torch.set_num_threads(1)
+
+    cache, rng = last_level_cache(), np.random.default_rng(0)
+    versions = {module.__name__: module.__version__ for module in (hashcore, numba, np, torch, faiss)}
+    result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "processor": processor(), "versions": versions}
+    result |= {"last_level_cache": cache, "bits": 32 * WORDS, "search": [], "score": []}
+    for n in given.sizes:
+        bench = Bench(n, cache, rng)
+        if "ceilings" not in result:
+            result["ceilings"] = ceilings(bench)
+        result["score"].append(bench.score(given.rounds))
+        show(result["score"][-1])
+        bench.add_faiss()
+        for queries in QUERIES:
+            result["search"].append(bench.search(queries, given.rounds if queries == 1 else 1))
+            show(result["search"][-1])
+    if given.out:
+        given.out.write_text(json.dumps(rounded(result), indent=1) + "\n")
+    print(json.dumps(rounded(result)))
+
+
+if __name__ == "__main__":
+    main()
