@@ -4,6 +4,7 @@
     uv run tools/update_readme.py --from runs/demo runs/iou runs/ppl  # first store these runs, trimmed and rounded
     uv run tools/update_readme.py --check                           # change nothing; exit 1 if a README is stale
     uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --out docs/results/hashcore_index.json
+    uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --cpu 1 --out docs/results/hashcore_cpu.json
 
 A table stands between `<!-- results:NAME -->` and `<!-- end -->`; BLOCKS has the names.
 """
@@ -81,6 +82,64 @@ def _index_times(results: pathlib.Path) -> str:
     return report.to_markdown(report.Grid(title, header, [lines, [ratios]]))
 
 
+_PLACES = {"memory": "from memory", "cache": "from cache"}
+
+
+def _cpu_search(results: pathlib.Path) -> str:
+    found = _stored(results / "hashcore_cpu.json")
+    title = (
+        f"Microseconds of processor time to search {found['bits']}-bit codes for the best 2 % of the keys, one thread, "
+        f"{found['processor']}, {found['date']}. Ratios are medians, of processor and (elapsed) time"
+    )
+    header = ["keys", "queries", "codes", "search", "faiss", "faiss / search", "score, torch.topk", "its / search"]
+    bodies = [
+        [
+            [
+                f"{row['n']:,}",
+                str(row["queries"]),
+                words,
+                *(f"{at['microseconds'][name]:,.0f}" for name in ("search", at["faiss"])),
+                _two_clocks(at["over_faiss"]),
+                f"{at['microseconds']['torch.topk']:,.0f}",
+                _two_clocks(at["over_torch"]),
+            ]
+            for row in found["search"]
+            for at in [row[place]]
+        ]
+        for place, words in _PLACES.items()
+    ]
+    return report.to_markdown(report.Grid(title, header, bodies))
+
+
+def _cpu_score(results: pathlib.Path) -> str:
+    found = _stored(results / "hashcore_cpu.json")
+    group = found["score"][0]["group"]
+    title = f"Microseconds of processor time to score the same keys, and ratios as above. The group has {group} queries"
+    ratios = {
+        "score / read": "over_read",
+        "group in one call / planes": "one call_over_grouped",
+        f"{group} calls / planes": "calls_over_grouped",
+    }
+    works = {"read": "read only", "score": "score, 1 query", "grouped": "score, group in 3 planes"}
+    bodies = [
+        [
+            [
+                f"{row['n']:,}",
+                words,
+                *(f"{row[place]['microseconds'][name]:,.0f}" for name in works),
+                *(_two_clocks(row[place][name]) for name in ratios.values()),
+            ]
+            for row in found["score"]
+        ]
+        for place, words in _PLACES.items()
+    ]
+    return report.to_markdown(report.Grid(title, ["keys", "codes", *works.values(), *ratios], bodies))
+
+
+def _two_clocks(ratio: dict[str, float]) -> str:
+    return f"{ratio['processor']:.2f} ({ratio['wall']:.2f})"
+
+
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "iou": _of_run("iou", _iou("kv_head")),
     "iou-query-heads": _of_run("iou", _iou("query_head")),
@@ -90,6 +149,8 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "remainder": lambda results: report.to_markdown(report.remainder_grid(_stored(results / "training.json"))),
     "training": lambda results: _training(results, "kv_head"),
     "training-query-heads": lambda results: _training(results, "query_head"),
+    "hashcore-cpu-search": _cpu_search,
+    "hashcore-cpu-score": _cpu_score,
     "hashcore-index-recall": _index_recall,
     "hashcore-index-times": _index_times,
 }

@@ -5,7 +5,16 @@ import torch
 from sparse_decode import Budget, OracleSelector, RecentSelector, attach, attend_reference
 from sparse_decode import plan as plan_module
 from sparse_decode.plan import LayerPlan
-from sparse_decode_doubles import FAMILIES, TOLERANCE, Auditor, Calibrated, PaperLikeHasher, SignHasher, prompts, tiny_model
+from sparse_decode_doubles import (
+    FAMILIES,
+    TOLERANCE,
+    Auditor,
+    Calibrated,
+    PaperLikeHasher,
+    SignHasher,
+    prompts,
+    tiny_model,
+)
 from transformers import DynamicCache
 
 BUDGET = Budget(0.1, min_tokens=2)
