@@ -3,6 +3,7 @@
     uv run tools/update_readme.py                                   # write the tables
     uv run tools/update_readme.py --from runs/demo runs/iou runs/ppl  # first store these runs, trimmed and rounded
     uv run tools/update_readme.py --check                           # change nothing; exit 1 if a README is stale
+    uv run packages/sparse-decode/benchmarks/attention.py --out docs/results/sparse_attention.json
     uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --out docs/results/hashcore_index.json
 
 A table stands between `<!-- results:NAME -->` and `<!-- end -->`; BLOCKS has the names.
@@ -81,6 +82,27 @@ def _index_times(results: pathlib.Path) -> str:
     return report.to_markdown(report.Grid(title, header, [lines, [ratios]]))
 
 
+def _sparse_attention(results: pathlib.Path) -> str:
+    found = _stored(results / "sparse_attention.json")
+    title = (
+        f"Milliseconds of processor time of a step of one layer, {found['query_heads']} query heads, "
+        f"{found['kv_heads']} KV heads of {found['head_dim']}, {100 * found['fraction']:g} % selected, "
+        f"{found['threads']} thread, {found['processor']}, {found['date']}, median of {found['repeats']}"
+    )
+    lines = [
+        [
+            f"{row['n']:,}",
+            row["dtype"],
+            f"{row['sparse_ms']:.1f}",
+            *(f"{taken:.1f}" for taken in row["dense_ms"].values()),
+            f"{row['ratio']:.1f}",
+        ]
+        for row in found["rows"]
+    ]
+    header = ["tokens", "type", "sparse", *found["rows"][0]["dense_ms"], "fastest dense / sparse"]
+    return report.to_markdown(report.Grid(title, header, [lines]))
+
+
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "iou": _of_run("iou", _iou("kv_head")),
     "iou-query-heads": _of_run("iou", _iou("query_head")),
@@ -90,6 +112,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "remainder": lambda results: report.to_markdown(report.remainder_grid(_stored(results / "training.json"))),
     "training": lambda results: _training(results, "kv_head"),
     "training-query-heads": lambda results: _training(results, "query_head"),
+    "sparse-attention": _sparse_attention,
     "hashcore-index-recall": _index_recall,
     "hashcore-index-times": _index_times,
 }
