@@ -3,6 +3,7 @@
     uv run tools/update_readme.py                                   # write the tables
     uv run tools/update_readme.py --from runs/demo runs/iou runs/ppl  # first store these runs, trimmed and rounded
     uv run tools/update_readme.py --check                           # change nothing; exit 1 if a README is stale
+    uv run packages/sparse-decode/benchmarks/attention.py --out docs/results/sparse_attention.json
     uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --out docs/results/hashcore_index.json
     uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --cpu 1 --out docs/results/hashcore_cpu.json
 
@@ -140,6 +141,27 @@ def _two_clocks(ratio: dict[str, float]) -> str:
     return f"{ratio['processor']:.2f} ({ratio['wall']:.2f})"
 
 
+def _sparse_attention(results: pathlib.Path) -> str:
+    found = _stored(results / "sparse_attention.json")
+    title = (
+        f"Milliseconds of processor time of a step of one layer, {found['query_heads']} query heads, "
+        f"{found['kv_heads']} KV heads of {found['head_dim']}, {100 * found['fraction']:g} % selected, "
+        f"{found['threads']} thread, {found['processor']}, {found['date']}, median of {found['repeats']}"
+    )
+    lines = [
+        [
+            f"{row['n']:,}",
+            row["dtype"],
+            f"{row['sparse_ms']:.1f}",
+            *(f"{taken:.1f}" for taken in row["dense_ms"].values()),
+            f"{row['ratio']:.1f}",
+        ]
+        for row in found["rows"]
+    ]
+    header = ["tokens", "type", "sparse", *found["rows"][0]["dense_ms"], "fastest dense / sparse"]
+    return report.to_markdown(report.Grid(title, header, [lines]))
+
+
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "iou": _of_run("iou", _iou("kv_head")),
     "iou-query-heads": _of_run("iou", _iou("query_head")),
@@ -151,6 +173,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "training-query-heads": lambda results: _training(results, "query_head"),
     "hashcore-cpu-search": _cpu_search,
     "hashcore-cpu-score": _cpu_score,
+    "sparse-attention": _sparse_attention,
     "hashcore-index-recall": _index_recall,
     "hashcore-index-times": _index_times,
 }
