@@ -26,8 +26,11 @@ def test_all_parts_together_take_less_than_nine_minutes(suite):
 
 
 def test_the_files_that_parts_run_exist(suite):
-    for path in ("tests/test_cuda.py", "tests/test_hostsim.py", "tests/test_kernels.py", "benchmarks/gpu.py"):
+    assert all((ROOT / path).is_file() for path in suite.GPU_TESTS)
+    for path in ("tests/test_hostsim.py", "tests/test_kernels.py", "benchmarks/gpu.py"):
         assert (ROOT / "packages" / "hashcore" / path).is_file()
+    for path in ("tests/test_gather.py", "benchmarks/attention_gpu.py"):
+        assert (ROOT / "packages" / "sparse-decode" / path).is_file()
 
 
 def test_what_is_not_installed_is_named_and_not_run(suite):

@@ -11,6 +11,7 @@ in the machine code, per key: POPC runs at a quarter of the rate of the others.
 import argparse
 import collections
 import concurrent.futures
+import importlib
 import importlib.metadata
 import json
 import os
@@ -21,8 +22,10 @@ import sys
 import tempfile
 from typing import Any, NamedTuple
 
+import torch
 from hashcore.cuda.kernels import score_macros
 from hashcore.cuda.program import Program
+from sparse_decode import gather
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "results" / "kernels.json"
@@ -36,12 +39,21 @@ SCORES = [
     *((4, (5, 3)), (4, tuple(1 << p for p in range(8)))),
     *((1, (1, 2, 4)), (2, (1, 2, 4)), (3, (1, 2, 4)), (8, (1, 2, 4)), (12, (1, 2, 4))),
 ]
+# Sizes of keys and values: of common models, with reads of every width, and the largest.
+GATHERS = [
+    *((size, size, torch.bfloat16) for size in (64, 80, 96, 128, 192, 256)),
+    *((128, 128, torch.float16), (192, 128, torch.bfloat16), (256, 256, torch.float16)),
+]
 PROGRAMS = [
     Program("pack.cu"),
     Program("planes.cu"),
     Program("select.cu"),
     *(Program("score.cu", dict(score_macros(words, weights))) for words, weights in SCORES),
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
+    *(
+        Program("gather.cu", dict(gather.macros(dim, value_dim, dtype)), gather.KERNELS)
+        for dim, value_dim, dtype in GATHERS
+    ),
 ]
 
 
@@ -114,6 +126,7 @@ def measure(job: tuple[Program, str]) -> tuple[dict[str, dict[str, int]], dict[s
 
 def table() -> tuple[dict[str, Any], list[str]]:
     """Measure everything; return the table, and a sentence for each kernel that breaks a rule of its own."""
+    importlib.import_module("cuda.core")  # its first import fails if two threads begin it at once
     jobs = [(program, arch) for program in PROGRAMS for arch in ARCHITECTURES]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(measure, jobs))

@@ -28,12 +28,16 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 530  # for all parts together
 SANITIZER_FAILED = 86
 HASHCORE = ("torch", "numpy", "numba", "cuda.core", "cuda.bindings")
+SPARSE = (*HASHCORE, "transformers", "safetensors")
 # One launch of every kernel, small: the sanitizer slows them down by a factor of 10 to 100.
 EVERY_KERNEL = (
     "test_pack_equals_numpy or test_planes_of_what or test_group_planes or test_queries_without or "
     "test_scores_equal_numpy and 0 or test_topk_equals_numpy and 2049 or "
-    "test_searches_equal_numpy and 9001 and weights0"
+    "test_searches_equal_numpy and 9001 and weights0 or "
+    "test_equals_the_cpu and 600 and 7"
 )
+
+GPU_TESTS = ["packages/hashcore/tests/test_cuda.py", "packages/sparse-decode/tests/test_gather_cuda.py"]
 
 
 class Outcome(NamedTuple):
@@ -125,7 +129,7 @@ def sanitized(tool: str) -> Callable[[float], Outcome]:
         if sanitizer is None:
             return Outcome("missing", "compute-sanitizer is neither on PATH nor in CUDA's folder")
         options = ["--tool", tool, "--error-exitcode", str(SANITIZER_FAILED), "--target-processes", "all"]
-        arguments = ["-m", "cuda", "packages/hashcore/tests/test_cuda.py", "-k", EVERY_KERNEL]
+        arguments = ["-m", "cuda", *GPU_TESTS, "-k", EVERY_KERNEL]
         # Without torch's pool every tensor is an allocation of its own, so that a step beyond it is seen.
         outcome = pytest(seconds, arguments, [sanitizer, *options], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         if "Device not supported" in outcome.summary:
@@ -143,26 +147,38 @@ def hashcore_simulated(seconds: float) -> Outcome:
 
 
 def hashcore_tests(seconds: float) -> Outcome:
-    return pytest(seconds, ["-m", "cuda", "packages/hashcore/tests/test_cuda.py"], [])
+    return pytest(seconds, ["-m", "cuda", GPU_TESTS[0]], [])
 
 
 def hashcore_benchmark(seconds: float) -> Outcome:
     return benchmark(seconds, "packages/hashcore/benchmarks/gpu.py")
 
 
+def sparse_tests(seconds: float) -> Outcome:
+    return pytest(seconds, ["-m", "cuda", GPU_TESTS[1]], [])
+
+
+def sparse_simulated(seconds: float) -> Outcome:
+    if shutil.which("g++") is None:
+        return Outcome("missing", "g++ is needed to build the kernels for the CPU")
+    return pytest(seconds, ["packages/sparse-decode/tests/test_gather.py"], [])
+
+
+def sparse_benchmark(seconds: float) -> Outcome:
+    return benchmark(seconds, "packages/sparse-decode/benchmarks/attention_gpu.py")
+
+
 GPU_PARTS = [
     Part("hashcore: equal to numpy, graphs, compile, operators", 120, (*HASHCORE, "pytest"), hashcore_tests),
+    Part("sparse_decode: attention equal to the CPU's", 60, (*SPARSE, "pytest"), sparse_tests),
     Part("hashcore: benchmark of retrieval", 70, HASHCORE, hashcore_benchmark),
-    Part("hashcore: compute-sanitizer memcheck", 80, (*HASHCORE, "pytest"), sanitized("memcheck")),
-    Part("hashcore: compute-sanitizer racecheck", 80, (*HASHCORE, "pytest"), sanitized("racecheck")),
+    Part("sparse_decode: benchmark of a step's attention", 100, SPARSE, sparse_benchmark),
+    Part("kernels: compute-sanitizer memcheck", 90, (*SPARSE, "pytest"), sanitized("memcheck")),
+    Part("kernels: compute-sanitizer racecheck", 90, (*SPARSE, "pytest"), sanitized("racecheck")),
 ]
 SIMULATED_PARTS = [
-    Part(
-        "hashcore: kernels under the host simulator",
-        400,
-        ("torch", "numba", "pytest", "hypothesis"),
-        hashcore_simulated,
-    )
+    Part("hashcore: simulated kernels", 400, ("torch", "numba", "pytest", "hypothesis"), hashcore_simulated),
+    Part("sparse_decode: simulated kernels", 200, ("torch", "numba", "pytest", "hypothesis"), sparse_simulated),
 ]
 
 

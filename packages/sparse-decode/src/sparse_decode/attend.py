@@ -73,7 +73,8 @@ def attend(
     """Attend to the selected tokens only.
 
     Args:
-        q: [B, Hq, Q, D]; k: [B, Hkv, N, D]; v: [B, Hkv, N, Dv]; float32, bfloat16 or float16 of one type, on the CPU.
+        q: [B, Hq, Q, D]; k: [B, Hkv, N, D]; v: [B, Hkv, N, Dv]; float32, bfloat16 or float16 of one type, on the CPU
+            or, for 16-bit types and up to 16 query heads an index set, on CUDA (kernels/gather.cu).
         indices: int64 [B, H, Q, K], H = Hkv or Hq; -1 in unused slots, anywhere.
         scaling: factor on the logits, usually D^-0.5.
         softcap: bound on the logits' size (Gemma 2), above 0; None leaves them as they are.
@@ -82,10 +83,28 @@ def attend(
     Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32. With facts also
         float32 [2, B, Q, Hq]: mean and log sum exp of the selected logits, 0 and -inf for rows without one; a sink is
         part of the second.
-    Raises: ValueError on other shapes, types or devices, and on an index beyond N.
+    Raises: ValueError on other shapes, types or devices, and on an index beyond N; on CUDA, where its value cannot be
+        read without waiting, such an index counts as unused.
     Source: docs/algorithm.md, eq. 8.
     """
     _check(q, k, v, indices, softcap, sinks)
+    result, logits = (_on_device if k.is_cuda else _on_host)(q, k, v, indices, scaling, softcap, sinks)
+    result = _NoBackward.apply(result, q)  # pyright: ignore[reportAssignmentType]
+    return (result, logits) if facts else result
+
+
+def _on_device(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    from sparse_decode import gather
+
+    gather.check(q, k, v, indices)
+    return gather.attend(q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks)
+
+
+def _on_host(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     batch, hq, n_rows, dim = q.shape
     out = np.zeros((batch, n_rows, hq, v.shape[3]), dtype=np.float32)
     logits = np.zeros((2, batch, n_rows, hq), dtype=np.float32)
@@ -99,8 +118,7 @@ def attend(
         sink = np.full(hq, -np.inf, np.float32) if sinks is None else sinks.detach().float().contiguous().numpy()
         factors, kind = (np.float32(scaling), np.float32(softcap or 0)), _KINDS[k.dtype]
         run(_tasks, tasks, work, queries, *_flat(k), *_flat(v), chosen, out, logits, *factors, sink, kind)
-    result: Tensor = _NoBackward.apply(torch.from_numpy(out).to(q.dtype), q)  # pyright: ignore[reportAssignmentType]
-    return (result, torch.from_numpy(logits)) if facts else result
+    return torch.from_numpy(out).to(q.dtype), torch.from_numpy(logits)
 
 
 def attend_reference(
@@ -144,8 +162,12 @@ class _NoBackward(torch.autograd.Function):
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, softcap: float | None, sinks: Tensor | None) -> None:
-    if any(t.device.type != "cpu" for t in (q, k, v, indices)):
-        raise ValueError(f"sparse attention runs on the CPU, got tensors on {k.device}; move the model with .to('cpu')")
+    devices = {x.device for x in (q, k, v, indices, *([] if sinks is None else [sinks]))}
+    if len(devices) > 1 or k.device.type not in ("cpu", "cuda"):
+        got = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"sparse attention runs on the CPU or on one CUDA device, got tensors on {got}; move the model"
+        )
     if k.dtype not in _KINDS or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must all be float32, bfloat16 or float16, got {q.dtype}, {k.dtype} and {v.dtype}")
     hq, hkv, sets = q.shape[1], k.shape[1], indices.shape[1]
@@ -165,7 +187,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, softcap: float | No
         raise ValueError(f"sinks must be one logit per query head, shape ({hq},), got {tuple(sinks.shape)}")
     if k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("the components of each key and value must lie side by side (stride 1); call .contiguous()")
-    if indices.numel() and int(indices.max()) >= k.shape[2]:
+    if not k.is_cuda and indices.numel() and int(indices.max()) >= k.shape[2]:  # a device would have to be waited for
         raise ValueError(f"indices must be below N = {k.shape[2]}, got {int(indices.max())}")
 
 

@@ -30,7 +30,7 @@ class Launch(NamedTuple):
     programmatic: bool = False  # may be scheduled before its predecessor ends
 
 
-def _launch(
+def make_launch(
     source: str,
     kernel: str,
     grid: tuple[int, int],
@@ -39,6 +39,7 @@ def _launch(
     macros: Sequence[tuple[str, str]] = (),
     programmatic: bool = False,
 ) -> Launch:
+    """Describe a launch whose arguments are values and structures of ctypes."""
     kept = tuple(arguments)
     pointers = (ctypes.c_void_p * len(kept))(*(ctypes.addressof(argument) for argument in kept))
     return Launch(source, tuple(macros), kernel, grid, threads, pointers, kept, programmatic)
@@ -52,28 +53,28 @@ _long = ctypes.c_int64
 def pack(kind: str, x: int, codes: int, words: int) -> Launch:
     """Pack 32 * words numbers at x into words."""
     grid = -(-words // PACK_THREADS)  # a warp makes 32 words
-    return _launch("pack.cu", f"pack_{kind}", (grid, 1), PACK_THREADS, (_address(x), _address(codes), _long(words)))
+    return make_launch("pack.cu", f"pack_{kind}", (grid, 1), PACK_THREADS, (_address(x), _address(codes), _long(words)))
 
 
 def planes(kind: str, w: int, planes: int, rows: int, words: int, count: int) -> Launch:
     """Quantise rows of 32 * words weights to `count` planes each."""
     grid = -(-rows // (PLANES_THREADS // 32))
     arguments = (_address(w), _address(planes), _int(rows), _int(words), _int(count))
-    return _launch("planes.cu", f"planes_{kind}", (grid, 1), PLANES_THREADS, arguments)
+    return make_launch("planes.cu", f"planes_{kind}", (grid, 1), PLANES_THREADS, arguments)
 
 
 def levels(kind: str, w: int, levels: int, scales: int, rows: int, size: int, count: int) -> Launch:
     """Quantise rows of `size` weights to int16 levels and a float32 scale."""
     grid = -(-rows // (PLANES_THREADS // 32))
     arguments = (_address(w), _address(levels), _address(scales), _int(rows), _long(size), _int(count))
-    return _launch("planes.cu", f"levels_{kind}", (grid, 1), PLANES_THREADS, arguments)
+    return make_launch("planes.cu", f"levels_{kind}", (grid, 1), PLANES_THREADS, arguments)
 
 
 def group_planes(codes: int, planes: int, rows: int, group: int, words: int) -> Launch:
     """Merge groups of codes into planes."""
     grid = -(-rows // (PLANES_THREADS // 32))
     arguments = (_address(codes), _address(planes), _int(rows), _int(group), _int(words), _int(group.bit_length()))
-    return _launch("planes.cu", "group_planes", (grid, 1), PLANES_THREADS, arguments)
+    return make_launch("planes.cu", "group_planes", (grid, 1), PLANES_THREADS, arguments)
 
 
 def score_macros(words: int, weights: Sequence[int]) -> list[tuple[str, str]]:
@@ -94,7 +95,7 @@ def score_all(
     """Score every key of every row against the row's planes."""
     grid = (rows, min(-(-n // layout.TILE), MAX_GRID_Y))
     arguments = (_address(query), _address(keys), _address(scores), map, _weights(weights), _int(n))
-    return _launch("score.cu", "score_all", grid, layout.THREADS, arguments, score_macros(words, weights))
+    return make_launch("score.cu", "score_all", grid, layout.THREADS, arguments, score_macros(words, weights))
 
 
 def score_pairs(
@@ -104,7 +105,7 @@ def score_pairs(
     tiles = -(-queries // GEMM_TILE[0]) * -(-n // GEMM_TILE[1])
     arguments = (_address(query), _address(keys), _address(scores), map, _int(batch), _int(queries), _int(n))
     macros = [("HASHCORE_WORDS", str(words))]
-    return _launch("gemm.cu", "score_pairs", (tiles, min(batch, MAX_GRID_Y)), GEMM_THREADS, arguments, macros)
+    return make_launch("gemm.cu", "score_pairs", (tiles, min(batch, MAX_GRID_Y)), GEMM_THREADS, arguments, macros)
 
 
 class Output(NamedTuple):
@@ -144,7 +145,7 @@ def search(
             ),
             *(map, window, _weights(weights), levels, _long(workspace.stride), _int(first)),
         )
-        yield _launch("score.cu", "score_count", grid, layout.THREADS, arguments, macros)
+        yield make_launch("score.cu", "score_count", grid, layout.THREADS, arguments, macros)
         yield from _select(
             16, scores, workspace.stride, 1, levels, grid, first, window, selection, output, space, workspace
         )
@@ -188,9 +189,11 @@ def _select(
     shared = (window, selection, levels, _long(stride), _int(first))
     for level in range(counted, levels.count):
         arguments = (_address(scores), totals, table, *shared, _int(level))
-        yield _launch("select.cu", f"count_{bits}", grid, layout.THREADS, arguments)
+        yield make_launch("select.cu", f"count_{bits}", grid, layout.THREADS, arguments)
     arguments = (
         *(_address(scores), totals, table, _address(space + 4 * workspace.tickets)),
         *(_address(output.scores), _address(output.indices), *shared),
     )
-    yield _launch("select.cu", f"select_{bits}_{output.index_bits}", grid, layout.THREADS, arguments, programmatic=True)
+    yield make_launch(
+        "select.cu", f"select_{bits}_{output.index_bits}", grid, layout.THREADS, arguments, programmatic=True
+    )

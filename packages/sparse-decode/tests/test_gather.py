@@ -1,0 +1,233 @@
+"""The CUDA kernels of attention over a selection, run on the CPU under the host simulator, against `attend`."""
+
+import functools
+import os
+
+import numpy as np
+import pytest
+import torch
+from hashcore.cuda.source import read_source
+from hashcore.hostsim import SimulationError, Simulator, check_slack, compiler, guarded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_decode import gather
+from sparse_decode.attend import attend
+
+if compiler() is None and os.environ.get("CI") != "true":
+    pytest.skip("g++ is needed to run the kernels on the CPU", allow_module_level=True)
+
+# D, Dv, type. Head sizes of all three widths of reads, for keys and for values.
+KINDS = [(128, 128, torch.bfloat16), (64, 64, torch.float16), (80, 48, torch.bfloat16), (32, 256, torch.float16)]
+# Weights are rounded to the type before they multiply values of a few units; facts are float32 throughout.
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
+FACTS = 2e-5
+ORDERS = [0, 1, 7]
+
+
+@functools.cache
+def simulator(macros):
+    return Simulator(read_source(gather.KERNELS, "gather.cu"), ["gather", "combine"], dict(macros))
+
+
+def device(order=0, broken=None):
+    """What runs launches in one thread order; `broken` is a simulator of changed sources."""
+
+    def run(launches, device, folder):
+        assert folder == gather.KERNELS
+        for one in launches:
+            kernels = broken or simulator(one.macros)
+            kernels.launch(one.kernel, one.grid, (one.threads,), one.arguments, order=order)
+
+    return run
+
+
+def inside(x):
+    """The same tensor between guard pages."""
+    bits = x.contiguous().view(torch.int16).numpy() if x.element_size() == 2 else x.contiguous().numpy()
+    return torch.from_numpy(guarded(bits)).view(x.dtype)
+
+
+def make(kind=KINDS[0], group=2, sets=2, tokens=90, width=40, batch=1, queries=1, seed=0, dead=0.1):
+    dim, value_dim, dtype = kind
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, sets * group, queries, dim), (batch, sets, tokens, dim), (batch, sets, tokens, value_dim)]
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    indices = torch.randint(0, tokens, (batch, sets, queries, width), generator=generator)
+    indices[torch.rand(indices.shape, generator=generator) < dead] = -1
+    return q, k, v, indices
+
+
+def assert_close(ours, expected):
+    torch.testing.assert_close(ours[0], expected[0], rtol=1e-2, atol=TOLERANCES[ours[0].dtype])
+    torch.testing.assert_close(ours[1], expected[1], rtol=FACTS, atol=FACTS)
+
+
+def both(inputs, scaling=0.1, softcap=None, sinks=None, order=0):
+    gather.check(*inputs)
+    ours = gather.attend(*(inside(x) for x in inputs), scaling, softcap, sinks, device(order))
+    expected = attend(*inputs, scaling, softcap=softcap, sinks=sinks, facts=True)
+    assert ours[0].shape == expected[0].shape
+    assert_close(ours, expected)
+    return ours
+
+
+@settings(deadline=None, max_examples=16)
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 16),
+    st.sampled_from([(1, 1, 1), (2, 1, 2), (1, 2, 3)]),
+    st.integers(1, 200),
+    st.sampled_from([1, 15, 16, 17, 64, 65, 300]),
+    st.sampled_from([None, 2.0, 30.0]),
+    st.booleans(),
+    st.sampled_from(ORDERS),
+    st.integers(0, 99),
+)
+def test_equals_attention_on_the_cpu(kind, group, sizes, tokens, width, softcap, sink, order, seed):
+    batch, queries, sets = sizes
+    inputs = make(kind, group, sets, tokens, width, batch, queries, seed)
+    sinks = torch.linspace(-3, 3, sets * group) if sink else None
+    both(inputs, kind[0] ** -0.5, softcap, sinks, order)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_attention_on_the_cpu_for_every_type(kind):
+    both(make(kind, group=7, width=150))
+
+
+def test_large_logits_do_not_overflow():
+    out, facts = both(make(width=130), scaling=30.0)
+    assert out.isfinite().all()
+    assert facts.isfinite().all()
+    assert facts[1].max() > 300
+
+
+def test_what_is_not_selected_is_not_read():
+    q, k, v, indices = make(width=70)
+    expected = attend(q, k, v, indices, 0.1, facts=True)
+    chosen = torch.zeros(k.shape[:3], dtype=torch.bool)
+    for s in range(2):
+        chosen[0, s, indices[0, s, 0][indices[0, s, 0] >= 0]] = True
+    k[~chosen], v[~chosen] = torch.nan, torch.nan
+    assert_close(gather.attend(q, k, v, indices, 0.1, None, None, device()), expected)
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_a_row_that_selects_nothing_is_zero(sink):
+    q, k, v, indices = make(queries=3, width=20)
+    indices[:, :, 1] = -1
+    out, facts = both((q, k, v, indices), sinks=torch.ones(4) if sink else None)
+    assert (out[:, 1] == 0).all()
+    assert (facts[0, :, 1] == 0).all()
+    assert (facts[1, :, 1] == -torch.inf).all()
+
+
+def test_nothing_to_attend_to_launches_nothing():
+    q, k, v, indices = make()
+    for inputs in ((q, k, v, indices[..., :0]), (q[:0], k[:0], v[:0], indices[:0])):
+        out, facts = gather.attend(*inputs, 0.1, None, None, lambda *_: pytest.fail("launched"))
+        assert out.shape == (inputs[0].shape[0], 1, 4, 128)
+        assert (facts[1] == -torch.inf).all()
+
+
+def test_indices_beyond_the_keys_are_unused():
+    q, k, v, indices = make(dead=0)
+    beyond = indices.clone()
+    beyond[..., ::3] = torch.tensor([90, -5, 2**40, -(2**62)]).repeat(10)[: beyond[..., ::3].shape[-1]]
+    unused = indices.clone()
+    unused[..., ::3] = -1
+    ours = gather.attend(q, k, v, beyond, 0.1, None, None, device())
+    assert_close(ours, attend(q, k, v, unused, 0.1, facts=True))
+
+
+@pytest.mark.parametrize("processors", [1, 3, 40])
+def test_the_split_changes_nothing_but_rounding(monkeypatch, processors):
+    monkeypatch.setattr(gather, "LEAST_SLOTS", 16)
+    monkeypatch.setattr(gather, "SIMULATED_PROCESSORS", processors)
+    both(make(width=333), order=7)
+
+
+@given(st.integers(1, 500), st.integers(1, 100_000), st.integers(1, 200))
+def test_splits_cover_the_slots_once(tasks, width, processors):
+    slots, splits = gather.split(tasks, width, processors)
+    assert slots % gather.SLOTS == 0
+    assert (splits - 1) * slots < width <= splits * slots
+    assert splits == 1 or tasks * splits <= gather.BLOCKS_PER_PROCESSOR * processors
+
+
+def test_the_order_of_threads_changes_nothing():
+    inputs = make(width=200)
+    first, *others = (gather.attend(*inputs, 0.1, None, None, device(order)) for order in (0, 1, 5, 9))
+    for other in others:
+        assert torch.equal(other[0], first[0])
+        assert torch.equal(other[1], first[1])
+
+
+def test_keys_and_values_are_read_where_they_lie():
+    q, k, v, indices = make(tokens=60)
+    room = torch.full((1, 100, 2, 128), torch.nan).to(k.dtype)  # a cache with room, tokens before heads
+    room[:, :60] = k.transpose(1, 2)
+    view = room[:, :60].transpose(1, 2)
+    gather.check(q, view, v, indices)
+    ours = gather.attend(q, view, v, indices, 0.1, None, None, device())
+    assert_close(ours, attend(q, k, v, indices, 0.1, facts=True))
+
+
+def test_results_lie_within_their_memory(monkeypatch):
+    """Everything the kernels write lies between guard pages, and nothing beside it changes."""
+    kept = []
+
+    def guarded_empty(self, *shape, dtype=None):
+        held = torch.from_numpy(guarded(np.zeros(shape, {torch.int32: np.int32}.get(dtype, np.float32)), 4))
+        kept.append(held)
+        return held
+
+    inputs = make(width=150, group=3)
+    monkeypatch.setattr(torch.Tensor, "new_empty", guarded_empty)
+    ours = gather.attend(*inputs, 0.1, None, None, device())
+    monkeypatch.undo()
+    assert len(kept) == 3
+    for held in kept:
+        check_slack(held.numpy())
+    assert_close(ours, attend(*inputs, 0.1, facts=True))
+
+
+def test_a_missing_barrier_is_found():
+    """The barrier between the turns of the warps: without it their sums meet in no order."""
+    text = read_source(gather.KERNELS, "gather.cu")
+    turns = "    __syncthreads();\n  }\n  let_dependents_start();"
+    assert turns in text
+    inputs = make(width=150)
+    macros = gather.macros(128, 128, torch.bfloat16)
+    broken = Simulator(text.replace(turns, "  }\n  let_dependents_start();"), ["gather", "combine"], dict(macros))
+    wrong = False
+    for order in (0, 1, 5):
+        try:
+            ours = gather.attend(*inputs, 0.1, None, None, device(order, broken))
+            assert_close(ours, attend(*inputs, 0.1, facts=True))
+        except (AssertionError, SimulationError):
+            wrong = True
+    assert wrong
+
+
+REFUSED = [
+    ({"kind": (128, 128, torch.float32)}, "takes bfloat16 or float16, got torch.float32; convert the model"),
+    ({"group": 17}, "takes up to 16 query heads an index set, got 17"),
+    ({"kind": (72, 64, torch.float16)}, "keys on CUDA must have a multiple of 16 components, at most 256, got 72"),
+    ({"kind": (64, 272, torch.float16)}, "values on CUDA must have a multiple of 16 components, at most 256, got 272"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_the_kernel_is_not_made_for_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        gather.check(*make(**options))
+
+
+def test_rows_that_are_not_aligned_are_refused():
+    q, k, v, indices = make()
+    wide = torch.zeros(1, 2, 90, 132, dtype=k.dtype)
+    with pytest.raises(ValueError, match=r"keys on CUDA must begin at multiples of 16 bytes.*call \.clone\(\)"):
+        gather.check(q, wide[..., :128], v, indices)
+    with pytest.raises(ValueError, match="values on CUDA must begin at multiples of 16 bytes"):
+        gather.check(q, k, torch.zeros(1, 2, 90, 136, dtype=k.dtype)[..., 4:132], indices)
