@@ -6,6 +6,8 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import tyro
@@ -22,9 +24,14 @@ from evals.commands import (
     OutputErrorCommand,
     RulerCommand,
 )
+from evals.compare import compare
 from evals.methods import METHODS
+from evals.page import section_of, write_page
+from evals.paper import ITEMS, chosen
 from evals.plan import IouCommand, ListCommand, PplCommand
+from evals.report import to_rich
 from evals.result import Result
+from evals.study import CompareCommand, PaperCommand, ReportCommand, SuggestCommand
 
 TASKS = {  # name: command, module of evals.tasks
     "ppl": (PplCommand, "ppl"),
@@ -37,8 +44,10 @@ TASKS = {  # name: command, module of evals.tasks
     "codelength": (CodelengthCommand, "codelength"),
     "codesize": (CodesizeCommand, "codesize"),
     "complexity": (ComplexityCommand, "complexity"),
+    "suggest": (SuggestCommand, "suggest"),
 }
-COMMANDS: dict[str, Any] = {"list": ListCommand, **{name: command for name, (command, _) in TASKS.items()}}
+STUDIES = {"report": ReportCommand, "compare": CompareCommand, "paper": PaperCommand}
+COMMANDS: dict[str, Any] = {"list": ListCommand, **{name: kind for name, (kind, _) in TASKS.items()}, **STUDIES}
 _HEADLINE = {"ppl": ("perplexity", "perplexity_ratio", "kl"), "iou": ("iou", "mass")}
 
 
@@ -55,7 +64,7 @@ def _main(arguments: list[str] | None) -> int:
     # Tables share stdout with the JSON line only where a person reads them.
     console = Console(stderr=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160)
     command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="evals")
-    last = _list(console) if isinstance(command, ListCommand) else _run(command, console)
+    last = _SPECIAL.get(type(command), _run)(command, console)
     print(json.dumps(last), flush=True)
     return 0
 
@@ -88,7 +97,7 @@ def headline(result: Result) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _list(console: Console) -> dict[str, Any]:
+def _list(command: ListCommand, console: Console) -> dict[str, Any]:
     tasks = {name: " ".join((kind.__doc__ or "").split()) for name, kind in COMMANDS.items() if name != "list"}
     methods = {method.name: method.summary for method in METHODS}
     for title, entries in (("tasks", tasks), ("methods", methods)):
@@ -96,6 +105,49 @@ def _list(console: Console) -> dict[str, Any]:
         for name, summary in entries.items():
             console.print(f"  {name:15} {summary}", highlight=False)
     return {"tasks": list(tasks), "methods": list(methods)}
+
+
+def _report(command: ReportCommand, console: Console) -> dict[str, Any]:
+    sections = [section_of(folder) for folder in command.runs]
+    write_page(command.out, command.title, sections)
+    console.print(f"written: {command.out / 'report.html'} and report.md", highlight=False)
+    return {"out": str(command.out), "sections": [section.title for section in sections]}
+
+
+def _compare(command: CompareCommand, console: Console) -> dict[str, Any]:
+    methods, budgets = (command.method_a, command.method_b), (command.budget_a, command.budget_b)
+    entries, grid = compare(command.first, command.second, methods, budgets)
+    console.print(to_rich(grid))
+    return {"differences": entries}
+
+
+def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
+    items = chosen(command)
+    if not items:
+        for item in ITEMS:
+            words = " ".join(item.command(command)) if item.task else item.differs[0]
+            console.print(f"{item.name}: {item.title}\n  {words}", highlight=False)
+        return {"items": [item.name for item in ITEMS]}
+    sections = []
+    for item in items:
+        words = item.command(command)
+        console.rule(f"{item.name}: {item.title}")
+        console.print("evals " + " ".join(words), highlight=False)
+        _run(tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="evals"), console)
+        section = section_of(item.folder(command), f"{item.name}: {item.title}", item.differs)
+        own = (item.paper,) if item.paper else ()
+        sections.append(replace(section, tables=(*section.tables, *own)))
+    write_page(command.out, "The paper's tables and figures, measured here", sections)
+    console.print(f"written: {command.out / 'report.html'} and report.md", highlight=False)
+    return {"out": str(command.out), "items": [item.name for item in items]}
+
+
+_SPECIAL: dict[type, Callable[[Any, Console], dict[str, Any]]] = {
+    ListCommand: _list,
+    ReportCommand: _report,
+    CompareCommand: _compare,
+    PaperCommand: _paper,
+}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,125 @@
+"""Two runs, or two methods of runs, paired over the same documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evals.metrics import Estimate, bootstrap
+from evals.report import Grid, percent
+from evals.result import Result, read_json, read_result
+
+_METRICS = {
+    "ppl": ("kl", "nll"),
+    "iou": ("iou", "recall", "mass"),
+    "output-error": ("error",),
+    "fidelity": ("rouge_l", "edit_similarity", "prefix"),
+    "needle": ("rouge_l", "recall", "substring", "log_prob"),
+    "ruler-synthetic": ("exact", "tokens", "log_prob"),
+}
+_PLACES = ("rule", "heads", "kind", "length", "depth")
+_FREE = ("methods", "budgets", "documents", "method_identities", "versions")
+"""Settings in which runs of one protocol may differ."""
+
+Place = tuple[tuple[str, Any], ...]
+Values = dict[tuple[str, float | None, Place], dict[str, list[float]]]
+
+
+def compare(
+    first: Path, second: Path, methods: tuple[str | None, str | None], budgets: tuple[float | None, float | None]
+) -> tuple[list[dict[str, Any]], Grid]:
+    """Subtract the second run from the first, document by document.
+
+    Args:
+        methods, budgets: of the first and of the second run; None keeps all of it. Two that are named are compared with
+            each other, the rest with the one of the same name.
+    Returns: one entry per pair and metric, with the mean difference and its 95 % interval; and its table.
+    Raises: ValueError if the runs are of different protocols or documents, or nothing pairs.
+    """
+    results = [read_result(folder) for folder in (first, second)]
+    _require_one_protocol(first, second, *results)
+    samples = [_samples(folder) for folder in (first, second)]
+    n = min(map(len, samples))
+    for i in range(n):
+        names = [(s[i]["document"], s[i]["tokens"]) for s in samples]
+        if names[0] != names[1]:
+            raise ValueError(f"the runs must be of the same documents, got {names[0]} and {names[1]} as number {i}")
+    values = [_values(result, found[:n]) for result, found in zip(results, samples, strict=True)]
+    entries = list(_differences(*values, methods, budgets, results[0].config["seed"]))
+    if not entries:
+        raise ValueError(f"no method and budget of {first} pairs with one of {second}; name them with --method-a, ...")
+    return entries, _grid(entries, n, results[0])
+
+
+def _require_one_protocol(first: Path, second: Path, a: Result, b: Result) -> None:
+    if a.config["task"] not in _METRICS:
+        raise ValueError(f"runs of {', '.join(_METRICS)} can be compared, got one of {a.config['task']}")
+    for name in sorted((a.config.keys() | b.config.keys()) - set(_FREE)):
+        if a.config.get(name) != b.config.get(name):
+            raise ValueError(
+                f"{first} and {second} are of different protocols: {name} is {a.config.get(name)} and "
+                f"{b.config.get(name)}; run one of them again with the other's settings"
+            )
+
+
+def _samples(folder: Path) -> list[dict[str, Any]]:
+    remedy = "delete that file and run the command again"
+    found = [read_json(path, remedy) for path in sorted((folder / "samples").glob("*.json"))]
+    if not found:
+        raise ValueError(f"{folder} has no samples; run the command again")
+    return found
+
+
+def _values(result: Result, samples: list[dict[str, Any]]) -> Values:
+    """Collect each metric's number of each document."""
+    found: Values = {}
+    dense = result.config["dense_layers"]
+    for sample in samples:
+        for cell in sample.get("cells", sample.get("answers", [])):
+            place = tuple((name, cell[name]) for name in _PLACES if name in cell)
+            held = found.setdefault((cell["method"], cell["budget"], place), {})
+            for metric in _METRICS[result.config["task"]]:
+                value = cell[metric]  # a list is one of layers: its mean over the sparse ones
+                held.setdefault(metric, []).append(float(np.mean(value[dense:] if isinstance(value, list) else value)))
+    return found
+
+
+def _differences(
+    a: Values,
+    b: Values,
+    methods: tuple[str | None, str | None],
+    budgets: tuple[float | None, float | None],
+    seed: int,
+) -> Iterator[dict[str, Any]]:
+    for (method, budget, place), found in a.items():
+        if methods[0] not in (None, method) or budgets[0] not in (None, budget):
+            continue
+        other_method = methods[1] or method
+        other_budget = budget if budgets[1] is None else budgets[1]
+        other = b.get((other_method, other_budget, place))
+        if other is None or (found is other):
+            continue
+        for metric, mine in found.items():
+            pairs = [[x - y] for x, y in zip(mine, other[metric], strict=True)]
+            (estimate,) = bootstrap(pairs, seed)
+            label = {"a": [method, budget], "b": [other_method, other_budget], "metric": metric, **dict(place)}
+            yield {**label, **estimate._asdict()}
+
+
+def _grid(entries: list[dict[str, Any]], n: int, result: Result) -> Grid:
+    metrics = list(dict.fromkeys(entry["metric"] for entry in entries))
+    lines: dict[str, list[str]] = {}
+    for entry in entries:
+        names = [f"{m}" + ("" if budget is None else f" {percent(budget)}") for m, budget in (entry["a"], entry["b"])]
+        place = "".join(f", {name} {entry[name]}" for name in _PLACES if name in entry)
+        line = lines.setdefault(f"{names[0]} - {names[1]}{place}", [""] * len(metrics))
+        line[metrics.index(entry["metric"])] = _cell(Estimate(entry["mean"], entry["low"], entry["high"]))
+    title = f"`{result.config['task']}`: mean difference over {n} shared documents [95 % paired bootstrap interval]"
+    return Grid(title, ["first - second", *metrics], [[[label, *cells] for label, cells in lines.items()]])
+
+
+def _cell(x: Estimate) -> str:
+    return f"{x.mean:+.4g}" + ("" if x.low is None or x.high is None else f" [{x.low:+.3g}, {x.high:+.3g}]")

@@ -1,0 +1,109 @@
+"""Commands on results, and the one that chooses a budget: their settings, checked before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from hashtrain.usage import UsageError
+
+from evals.methods import SELECTION_NAMES, SPARSE_NAMES
+from evals.plan import TaskCommand, at_least
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Render finished runs as Markdown and as one self-contained HTML page with tables and figures."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Folders of runs."""
+    title: str = "Sparse attention, measured"
+    """The page's headline."""
+    out: Path = Path("runs/report")
+    """Where report.md and report.html go."""
+
+
+@dataclass(frozen=True)
+class CompareCommand:
+    """Subtract one run from another, paired over documents, with 95 % bootstrap intervals. Different protocols are
+    refused."""
+
+    first: Annotated[Path, tyro.conf.Positional]
+    """Folder of a run."""
+    second: Annotated[Path, tyro.conf.Positional]
+    """Folder of another, or the same to compare two of its methods."""
+    method_a: str | None = None
+    """Only this method of the first run."""
+    method_b: str | None = None
+    """Compare it with this method of the second run; otherwise with the one of the same name."""
+    budget_a: float | None = None
+    """Only this budget of the first run."""
+    budget_b: float | None = None
+    """Compare it with this budget of the second run; otherwise with the same."""
+
+
+@dataclass(frozen=True)
+class SuggestCommand(TaskCommand):
+    """Find the smallest budget that meets a target on your text and model: a bound on the KL from dense, or a share of
+    the attention mass that the best selection holds."""
+
+    methods: tuple[str, ...] = ("planes",)
+    """The method to find a budget for, one."""
+    budgets: tyro.conf.Suppress[tuple[float, ...]] = (1.0,)
+    """Nothing to give: the budget is what is looked for."""
+    documents: int = 8
+    """Contexts to measure on."""
+    kl: float | None = None
+    """Mean KL from dense to stay below, nats per token."""
+    mass: float | None = None
+    """Attention mass to reach, of that of the largest exact attention, 0 to 1."""
+    rows: int = 64
+    """Rows measured in each context for the mass."""
+    out: Path = Path("runs/suggest")
+    """Where what was measured goes; the same command again goes on where it stopped."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, rows=1)
+        if (self.kl is None) == (self.mass is None):
+            raise UsageError(f"give one target, --kl or --mass, got {'neither' if self.kl is None else 'both'}")
+        if self.kl is not None and not self.kl > 0:
+            raise UsageError(f"--kl must be above 0, got {self.kl:g}")
+        if self.mass is not None and not 0 < self.mass <= 1:
+            raise UsageError(f"--mass must be above 0 and at most 1, got {self.mass:g}")
+        names = SPARSE_NAMES if self.mass is None else SELECTION_NAMES
+        if len(self.methods) != 1 or self.methods[0] not in names:
+            raise UsageError(f"--methods of suggest takes one of {', '.join(names)}, got {' '.join(self.methods)}")
+
+    @property
+    def metric(self) -> str:
+        """What the target is of."""
+        return "kl" if self.mass is None else "mass"
+
+
+@dataclass(frozen=True)
+class PaperCommand:
+    """Every table and figure of the paper as a command, on the demo model by default, and what differs."""
+
+    table: int | None = None
+    """Run the command of this table."""
+    figure: int | None = None
+    """Run the command of this figure."""
+    all: bool = False
+    """Run them all and write one report."""
+    model: str = "demo"
+    """As for the tasks."""
+    hashers: Path = Path("runs/demo")
+    """As for the tasks."""
+    documents: int | None = None
+    """Contexts or exercises of each task; without it, few enough for half an hour on two cores."""
+    out: Path = Path("runs/paper")
+    """A folder for each task goes here, and report.html."""
+
+    def __post_init__(self) -> None:
+        if sum([self.table is not None, self.figure is not None, self.all]) > 1:
+            raise UsageError("give one of --table, --figure and --all, got several")
+        if self.documents is not None:
+            at_least(self, documents=1)

@@ -1,0 +1,99 @@
+"""The smallest budget that meets a target on one's own text and model, by bisection over a grid of budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from evals.documents import TokenDocument
+from evals.methods import LoadedMethod
+from evals.metrics import Estimate, bootstrap
+from evals.result import Result, Row, environment
+from evals.runner import RunFolder, finite
+from evals.study import SuggestCommand
+from evals.tasks import iou, ppl
+from evals.tasks.setup import Ready, Sample, prepare, rows_of, store
+
+GRID = (*(round(0.0025 * 2 ** (i / 4), 5) for i in range(35)), 1.0)
+"""Budgets from a quarter of a percent, each 19 % above the one before."""
+
+
+def run(command: SuggestCommand, console: Console) -> Result:
+    """Find the budget and store what was measured on the way below `command.out`.
+
+    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
+    """
+    ready = prepare(command, "suggest", console)
+    (method,) = [found for found in ready.methods if found.selector]
+    folder = RunFolder(command.out, ready.settings)
+    everything = TokenDocument("all documents", torch.cat([document.ids for document in ready.documents]))
+    probed: dict[float, Estimate] = {}
+
+    def meets(index: int) -> bool:
+        budget = GRID[index]
+
+        def check(sample: Sample) -> None:
+            if sample["budget"] != budget or len(sample["values"]) != len(ready.documents):
+                raise ValueError("it is of another budget or other documents")
+            for value in sample["values"]:
+                finite(value)
+
+        def compute() -> Sample:
+            return {"budget": budget, "values": [_value(command, ready, method, budget, i) for i in _numbers(ready)]}
+
+        sample, _ = folder.sample(index, everything, check, compute)
+        (probed[budget],) = bootstrap([[value] for value in sample["values"]], command.seed)
+        found, good = probed[budget], satisfied(probed[budget], command)
+        said = "meets" if good else "misses"
+        console.print(f"budget {100 * budget:.3g} %: {command.metric} {found.mean:.4g}, {said} the target")
+        return good
+
+    chosen = GRID[smallest(meets, len(GRID))]
+    row = rows_of(command, ready, "rows" if command.metric == "mass" else "everywhere", len(ready.documents))
+    rows: list[Row] = []
+    for budget, found in sorted(probed.items()):
+        where = "suggested" if budget == chosen else "tried"
+        rows.append(row(method.name, command.metric, found, budget=budget, rule="visible", density=None, where=where))
+    return store(command.out, Result(ready.settings, environment(), rows), console)
+
+
+def smallest(meets: Callable[[int], bool], count: int) -> int:
+    """Return the first index that meets, taking it that every later one does; the last, untried, if no other does."""
+    low, high = 0, count - 1
+    while low < high:
+        middle = (low + high) // 2
+        if meets(middle):
+            high = middle
+        else:
+            low = middle + 1
+    if high == count - 1:
+        meets(high)  # so that what it gives is measured, too
+    return high
+
+
+def satisfied(found: Estimate, command: SuggestCommand) -> bool:
+    """Say whether the whole 95 % interval is on the right side of the target; without an interval, the mean."""
+    if command.mass is not None:
+        return (found.mean if found.low is None else found.low) >= command.mass
+    assert command.kl is not None
+    return (found.mean if found.high is None else found.high) <= command.kl
+
+
+def _numbers(ready: Ready) -> range:
+    return range(len(ready.documents))
+
+
+def _value(command: SuggestCommand, ready: Ready, method: LoadedMethod, budget: float, number: int) -> float:
+    """Measure one document: its KL from dense, or the mass its selections hold of the best ones'."""
+    ids = ready.documents[number].ids
+    if command.metric == "kl":
+        cell = ppl.Cell(method.name, "visible", budget)
+        return ppl.measure(ready.model, ids, [cell], {method.name: method}, command.dense_layers)["cells"][0]["kl"]
+    generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)
+    positions = torch.randint(command.context // 4, command.context, (command.rows,), generator=generator)
+    found: Any = iou.measure(ready.model, ids, positions, [method], (budget,))[iou.Cell(method.name, budget, "kv_head")]
+    sparse = found["mass"][command.dense_layers :]
+    return sum(map(sum, sparse)) / sum(map(len, sparse))

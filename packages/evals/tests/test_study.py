@@ -1,0 +1,235 @@
+"""Reports, comparisons, suggested budgets and the paper's tables."""
+
+import json
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from evals import cli, paper
+from evals.compare import compare
+from evals.metrics import Estimate
+from evals.page import section_of, to_html, write_page
+from evals.plan import IouCommand, PplCommand
+from evals.report import Grid
+from evals.study import PaperCommand, SuggestCommand
+from evals.tasks import iou, ppl, suggest
+from hashtrain.usage import UsageError
+from rich.console import Console
+
+QUIET = Console(quiet=True)
+ALL, NONE = (None, None), (None, None)
+
+
+@pytest.fixture(scope="module")
+def runs(made, tmp_path_factory):
+    """Two runs of one protocol, one of another, one of another task."""
+    root = tmp_path_factory.mktemp("runs")
+    common = {"model": str(made.model), "hashers": made.hashers, "text": (made.text,), "context": 128}
+    common |= {"dense_layers": 1, "documents": 3}
+    made_by = {
+        "first": PplCommand(
+            **common, methods=("lsh", "planes"), budgets=(0.1, 0.2), rules=("visible",), out=root / "first"
+        ),
+        "second": PplCommand(**common, methods=("planes",), budgets=(0.2,), rules=("visible",), out=root / "second"),
+        "other": PplCommand(**common, methods=("lsh",), budgets=(0.1,), rules=("visible",), seed=1, out=root / "other"),
+    }
+    for command in made_by.values():
+        ppl.run(command, QUIET)
+    iou.run(IouCommand(**common, methods=("lsh",), budgets=(0.1,), rows=4, out=root / "iou"), QUIET)
+    return root
+
+
+# Pages
+
+
+class Reader(HTMLParser):
+    """Collects what a browser would load, and which tags are left open."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loads, self.cells = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.loads += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "td":
+            self.cells.append(data)
+
+
+def test_a_page_is_whole_and_loads_nothing(runs, tmp_path):
+    write_page(tmp_path, "A <title>", [section_of(runs / "first"), section_of(runs / "iou", "Overlap & more", ["So."])])
+    reader = Reader()
+    reader.feed((tmp_path / "report.html").read_text())
+    assert reader.open == []
+    assert all(x.startswith(("#", "data:image/png;base64,")) for x in reader.loads)
+    assert sum(x.startswith("data:") for x in reader.loads) == 2
+    assert "10 %, lsh" in reader.cells
+    text = (tmp_path / "report.md").read_text()
+    assert text.startswith("# A <title>\n")
+    assert "## Overlap & more\n\nSo.\n" in text
+    assert "| 10 %, lsh |" in text
+
+
+def test_what_is_no_html_is_written_as_text():
+    from evals.page import Section
+
+    grid = Grid("<i>", ["a"], [[["<script>"]]])
+    text = to_html("t", [Section("<b>", ("&",), (grid,), None, "")])
+    assert "<script>" not in text
+    assert "&lt;script&gt;" in text
+
+
+# Comparisons
+
+
+def kl(folder, method, budget):
+    samples = [json.loads(path.read_text()) for path in sorted((folder / "samples").glob("*.json"))]
+    return np.array([c["kl"] for s in samples for c in s["cells"] if (c["method"], c["budget"]) == (method, budget)])
+
+
+def test_runs_are_compared_where_they_have_the_same(runs):
+    entries, grid = compare(runs / "first", runs / "second", ALL, NONE)
+    assert {tuple(entry["a"]) for entry in entries} == {("planes", 0.2)}
+    assert [entry["mean"] for entry in entries] == pytest.approx([0, 0], abs=1e-7)
+    assert len(grid.sections[0]) == 1
+
+
+def test_two_methods_at_two_budgets_are_compared_document_by_document(runs):
+    entries, _ = compare(runs / "first", runs / "first", ("planes", "lsh"), (0.1, 0.2))
+    (found,) = [entry for entry in entries if entry["metric"] == "kl"]
+    gaps = kl(runs / "first", "planes", 0.1) - kl(runs / "first", "lsh", 0.2)
+    assert found["mean"] == pytest.approx(gaps.mean())
+    assert gaps.min() <= found["low"] <= found["high"] <= gaps.max()
+    assert len(gaps) == 3
+
+
+def test_other_protocols_are_refused(runs):
+    with pytest.raises(ValueError, match="different protocols: seed is 0 and 1"):
+        compare(runs / "first", runs / "other", ALL, NONE)
+    with pytest.raises(ValueError, match="different protocols"):
+        compare(runs / "first", runs / "iou", ALL, NONE)
+
+
+def test_other_documents_are_refused(runs, tmp_path):
+    shutil.copytree(runs / "second", tmp_path / "moved")
+    path = tmp_path / "moved" / "samples" / "0001.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokens": "0"}))
+    with pytest.raises(ValueError, match="same documents"):
+        compare(runs / "second", tmp_path / "moved", ALL, NONE)
+
+
+def test_nothing_in_common_is_refused(runs):
+    with pytest.raises(ValueError, match="pairs with"):
+        compare(runs / "first", runs / "second", ("lsh", None), NONE)
+
+
+# Suggested budgets
+
+
+@pytest.mark.parametrize("first", range(12))
+def test_bisection_finds_the_first_that_meets(first):
+    tried = []
+
+    def meets(index):
+        tried.append(index)
+        return index >= first
+
+    assert suggest.smallest(meets, 12) == first
+    assert first in tried
+    assert len(tried) <= 5
+
+
+def test_a_target_needs_the_whole_interval():
+    command = SuggestCommand(kl=0.5)
+    assert suggest.satisfied(Estimate(0.4, 0.3, 0.5), command)
+    assert not suggest.satisfied(Estimate(0.4, 0.3, 0.51), command)
+    assert suggest.satisfied(Estimate(0.4, None, None), command)
+    assert not suggest.satisfied(Estimate(0.95, 0.89, 0.97), SuggestCommand(mass=0.9))
+
+
+@pytest.mark.parametrize("target", ["kl", "mass"])
+def test_the_suggestion_meets_the_target_and_the_budget_before_it_does_not(command, target, monkeypatch):
+    monkeypatch.setattr(suggest, "GRID", (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.0))
+    value = {"kl": 0.2, "mass": 0.9}[target]
+    asked = command(SuggestCommand, methods=("planes",), budgets=(1.0,), rows=8, **{target: value})
+    found = suggest.run(asked, QUIET)
+    (best,) = found.select(where="suggested")
+    others = found.select(where="tried")
+    good = [suggest.satisfied(Estimate(row.value, row.low, row.high), asked) for row in others]
+    assert suggest.satisfied(Estimate(best.value, best.low, best.high), asked)
+    assert all(ok == (row.budget > best.budget) for row, ok in zip(others, good, strict=True))
+    assert suggest.GRID[suggest.GRID.index(best.budget) - 1] in [row.budget for row in others]
+    monkeypatch.setattr(suggest, "_value", None)
+    assert suggest.run(asked, QUIET) == found
+
+
+@pytest.mark.parametrize("given", [{}, {"kl": 0.1, "mass": 0.9}, {"kl": 0.0}, {"mass": 1.5}], ids=str)
+def test_targets_that_cannot_be_used(given):
+    with pytest.raises(UsageError, match="got"):
+        SuggestCommand(**given)
+
+
+def test_a_suggestion_takes_one_method():
+    with pytest.raises(UsageError, match="takes one of"):
+        SuggestCommand(kl=0.1, methods=("lsh", "planes"))
+
+
+# The paper
+
+
+def test_every_command_of_the_paper_is_one_of_ours(tmp_path):
+    import tyro
+
+    settings = PaperCommand(out=tmp_path)
+    for item in paper.ITEMS:
+        assert item.differs
+        if item.task is None:
+            with pytest.raises(ValueError, match="has no command"):
+                item.command(settings)
+        else:
+            command = tyro.extras.subcommand_cli_from_dict(cli.COMMANDS, args=item.command(settings), prog="evals")
+            assert type(command) is cli.TASKS[item.task][0]
+            assert command.out == item.folder(settings)
+
+
+def test_tables_and_figures_are_numbered_as_in_the_paper():
+    for kind, last in (("table", 10), ("figure", 11)):
+        assert [i.name for i in paper.ITEMS if i.name.startswith(kind)] == [f"{kind} {n + 1}" for n in range(last)]
+        with pytest.raises(ValueError, match=f"1 to {last}, got 99"):
+            paper.chosen(PaperCommand(**{kind: 99}))
+    with pytest.raises(UsageError, match="one of"):
+        PaperCommand(table=1, all=True)
+
+
+def last_line(capsys):
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_the_paper_lists_and_runs_its_commands(tmp_path, capsys):
+    assert cli.main(["paper"]) == 0
+    assert len(last_line(capsys)["items"]) == len(paper.ITEMS)
+    assert cli.main(["paper", "--figure", "6", "--out", str(tmp_path)]) == 0
+    assert last_line(capsys)["items"] == ["figure 6"]
+    assert "figure 6: Efficiency" in (tmp_path / "report.md").read_text()
+    assert cli.main(["paper", "--table", "5", "--out", str(tmp_path)]) == 2
+    assert "needs models of several sizes" in capsys.readouterr().err
+
+
+def test_report_and_compare_as_typed(runs, tmp_path, capsys):
+    assert cli.main(["report", str(runs / "first"), str(runs / "iou"), "--out", str(tmp_path)]) == 0
+    assert len(last_line(capsys)["sections"]) == 2
+    assert cli.main(["compare", str(runs / "first"), str(runs / "second")]) == 0
+    assert last_line(capsys)["differences"][0]["mean"] == pytest.approx(0, abs=1e-7)
+    assert cli.main(["compare", str(runs / "first"), str(runs / "other")]) == 2
+    assert "different protocols" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path / "nothing")]) == 2
+    assert "no finished run" in capsys.readouterr().err
