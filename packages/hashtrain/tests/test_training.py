@@ -8,7 +8,7 @@ from hashtrain import HasherConfig, ModelShape, TrainConfig, train_layer
 from hashtrain.checkpoint import Checkpoint
 from hashtrain.layers import BY_VARIANT
 from hashtrain.metrics import hash_quality
-from hashtrain.trainer import Training
+from hashtrain.trainer import Training, _loss
 
 SHAPE = ModelShape(2, 4, 2, 32)
 
@@ -116,6 +116,38 @@ def test_a_diverging_loss_stops_the_layer_and_the_best_interval_is_kept():
     training.run(pretend)
     assert training.stopped == ("stopped at step 39 of 60: its mean loss rose from 1 to 4.1; its best weights are kept")
     assert all(torch.equal(kept[name], tensor) for name, tensor in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("loss", ["ranking", "reconstruction"])
+def test_chunks_add_up_to_the_gradient_of_the_mean_over_all_rows(loss):
+    """One row a chunk, and each row's pairs as that chunk drew them, against one loss over all of them."""
+    config = TrainConfig(fraction=0.05, steps=1, rows=4, chunk=1, max_top=4, max_rest=16, min_position=50, loss=loss)
+    layer = layer_of("planes")
+    training = Training(layer, 0, Skewed(), config)
+    drawn = []
+    pairs_of = training._pairs
+    training._pairs = lambda *args: drawn.append(pairs_of(*args)) or drawn[-1]
+    q, k, scaling = training.data.read(0, 0)
+    at = torch.tensor([60, 200, 333, 399])
+    got = training._gradients(q[:, :, at], k, at, scaling, 0)
+    gradients = [p.grad.clone() for p in layer.parameters()]
+    means = torch.stack([_loss(layer, rows, k, pairs, config) for rows, pairs, _ in drawn[0]])
+    weights = torch.tensor([float(weight) for *_, weight in drawn[0]])
+    wanted = (means * weights).sum() / weights.sum()
+    for found, expected in zip(gradients, torch.autograd.grad(wanted, list(layer.parameters())), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+    assert got == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_bf16_trains_as_well_and_keeps_its_weights_in_float32():
+    data, found = Skewed(), {}
+    for precision in ("fp32", "bf16"):
+        layer = layer_of("planes")
+        train_layer(layer, 0, data, replace(SETTINGS, precision=precision))
+        assert {p.dtype for p in layer.parameters()} == {torch.float32}
+        found[precision] = iou(layer, data)
+    assert found["bf16"] == pytest.approx(found["fp32"], abs=0.03)
+    assert found["bf16"] != found["fp32"], "autocast was not on"
 
 
 @pytest.mark.parametrize(("variant", "at"), [("planes", 1), ("planes", 37), ("paper", 20)])

@@ -7,12 +7,12 @@ import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Union, cast
 
 import tyro
 from rich.console import Console
 
-from hashtrain.plan import TrainCommand
+from hashtrain.plan import DEMO, TrainCommand
 from hashtrain.usage import guarded
 
 
@@ -33,10 +33,20 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"train": TrainCommand, "inspect": InspectCommand}, args=arguments, prog="hashtrain"
-    )
+    command = _parse(arguments, TrainCommand())
+    if isinstance(command, TrainCommand) and command.model != DEMO:  # whose defaults are others
+        command = _parse(arguments, TrainCommand.for_model(command.model))
     return _train(command) if isinstance(command, TrainCommand) else _inspect(command)
+
+
+def _parse(arguments: list[str], defaults: TrainCommand) -> TrainCommand | InspectCommand:
+    kinds = (
+        Annotated[TrainCommand, tyro.conf.subcommand("train", default=defaults)],
+        Annotated[InspectCommand, tyro.conf.subcommand("inspect")],
+    )
+    return tyro.cli(
+        cast(Any, Union)[kinds], args=arguments, prog="hashtrain", config=(tyro.conf.OmitSubcommandPrefixes,)
+    )
 
 
 def _train(command: TrainCommand) -> int:
@@ -48,6 +58,8 @@ def _train(command: TrainCommand) -> int:
         logging.disable_progress_bar()  # its redrawn line would fill a log file
     console = Console(stderr=not sys.stdout.isatty(), width=None if sys.stderr.isatty() else 120)
     metrics = run(command, console)
+    if not metrics:  # one of torchrun's other processes
+        return 0
     best = command.candidates[-1].name
     console.print(f"stored in {command.out}; next:\n{next_command(command)}", highlight=False, soft_wrap=True)
     last = {
@@ -66,8 +78,8 @@ def _train(command: TrainCommand) -> int:
 def next_command(command: TrainCommand) -> str:
     """Return the command that measures what this run made."""
     words = ["uv", "run", "evals", "ppl", "--documents", "4", "--hashers", str(command.out)]
-    default = TrainCommand()
-    if command.model != default.model:
+    default = TrainCommand.for_model(command.model)
+    if command.model != DEMO:
         words += ["--model", command.model]
     if command.text:
         words += ["--text", "TEXT-NOT-TRAINED-ON"]

@@ -15,8 +15,10 @@ import hashtrain
 from hashtrain.capture import Capture
 from hashtrain.checkpoint import Checkpoint, load_stored, save_stored
 from hashtrain.config import HasherConfig
+from hashtrain.distribute import ALONE, Ranks
 from hashtrain.hasher import make_layer
 from hashtrain.judge import judge_layer
+from hashtrain.layers import LayerHasher
 from hashtrain.plan import Candidate, TrainCommand
 from hashtrain.remainder import calibrate
 from hashtrain.trainer import TrainConfig, Training
@@ -42,6 +44,11 @@ class LayerJob:
     """What the captures are of, as text: it decides the bits, and so the key."""
     folder: Path
     """Where checkpoints and finished layers go."""
+    device: str = "cpu"
+    ranks: Ranks = ALONE
+    """Processes that share the rows of each step; all of them do all jobs in the same order."""
+    judge: int = 0
+    """Which of them judges the layer and stores it."""
 
     @property
     def training(self) -> TrainConfig:
@@ -50,7 +57,10 @@ class LayerJob:
             fraction=self.command.fraction,
             steps=self.command.steps,
             loss=self.candidate.loss,
-            learning_rate=self.candidate.learning_rate,
+            learning_rate=self.command.learning_rate or self.candidate.learning_rate,
+            warmup=self.command.warmup,
+            rows=self.command.rows,
+            precision="bf16" if self.device.startswith("cuda") else "fp32",
             min_position=self.command.context // 16,
             seed=self.command.seed,
         )
@@ -65,6 +75,8 @@ class LayerJob:
             "training": asdict(self.training),
             "judged": judged,
             "layer": self.layer,
+            "device": torch.device(self.device).type,
+            "sharing": self.ranks.world,
             "source": self.source,
             "versions": [hashtrain.__version__, torch.__version__],
         }
@@ -100,17 +112,24 @@ def make(job: LayerJob, report: Report) -> None:
     if job.finished.exists():
         report(f"kept {name}", 1 + job.command.steps * job.candidate.trained)
         return
-    hasher = make_layer(job.config, job.layer, job.command.seed)
+    hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
     checkpoint = Checkpoint(job.unfinished, job.command.checkpoint_seconds)
     losses, stopped = _train(job, hasher, checkpoint, report) if job.candidate.trained else ([], "")
-    calibrate(hasher, job.layer, job.data, job.command.seed)
-    quality = judge_layer(job.command, hasher, job.layer, job.held)
-    tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}
-    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-    save_stored(job.finished, tensors, {"stopped": stopped, "quality": quality})
+    if job.ranks.rank != job.judge:
+        return
+    with torch.device(job.device):
+        calibrate(hasher, job.layer, job.data, job.command.seed)
+        quality = judge_layer(job.command, hasher, job.layer, job.held)
+    _store(job, hasher, losses, stopped, quality)
     checkpoint.remove()
     found = {heads: quality[heads]["iou"] for heads in ("kv_head", "query_head")}
     report(f"judged {name}", 1, {"hasher": job.candidate.name, "layer": job.layer, "iou": found})
+
+
+def _store(job: LayerJob, hasher: LayerHasher, losses: list[float], stopped: str, quality: dict[str, Any]) -> None:
+    tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}
+    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+    save_stored(job.finished, tensors, {"stopped": stopped, "quality": quality})
 
 
 def result(job: LayerJob) -> LayerResult:
@@ -124,9 +143,9 @@ def result(job: LayerJob) -> LayerResult:
     return LayerResult(plain, losses, state["stopped"], state["quality"])
 
 
-def _train(job: LayerJob, hasher: Any, checkpoint: Checkpoint, report: Report) -> tuple[list[float], str]:
+def _train(job: LayerJob, hasher: LayerHasher, checkpoint: Checkpoint, report: Report) -> tuple[list[float], str]:
     name = f"{job.candidate.name}, layer {job.layer}"
-    training = Training(hasher, job.layer, job.data, job.training, checkpoint)
+    training = Training(hasher, job.layer, job.data, job.training, checkpoint, job.ranks)
     if training.losses:
         report(f"resumed {name}", len(training.losses))
     interval = training.snapshots.interval

@@ -23,11 +23,15 @@ def judge_layer(command: TrainCommand, hasher: LayerHasher, layer: int, held: Ca
     `bits` is `bit_statistics` of the first context's keys.
     """
     generator = torch.Generator().manual_seed(command.seed)  # the same rows for every hasher and layer
+    device = hasher.remainder.device
     samples: dict[str, list[list[Tensor]]] = {"kv_head": [], "query_head": []}
     shares, errors = [], []
     for context in range(len(held)):
         q, k, scaling = held.read(context, layer)
-        rows = torch.randint(command.first_row, command.context, (command.held_out_rows,), generator=generator)
+        rows = torch.randint(
+            command.first_row, command.context, (command.held_out_rows,), generator=generator, device="cpu"
+        )
+        q, k, rows = q.to(device), k.to(device), rows.to(device)
         for heads, rows_of in samples.items():
             found = hash_quality(hasher, q[:, :, rows], k, rows, command.fraction, scaling, heads == "query_head")
             rows_of.append([m.double().mean(-1)[0] for m in found])  # per head, mean over rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -9,67 +10,68 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 import hashtrain
 from hashtrain.atomic import write_text
-from hashtrain.capture import capture_bytes, require_disk
 from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.corpus import contexts, held_out_sources, python_sources, read_texts, split
+from hashtrain.distribute import ALONE, Ranks, joined
 from hashtrain.hasher import Hasher
 from hashtrain.job import LayerJob, LayerResult, make, result
 from hashtrain.judge import summarise
-from hashtrain.manifest import identity
 from hashtrain.plan import DEMO, Candidate, TrainCommand
+from hashtrain.prepare import Prepared, prepare
 from hashtrain.progress import live, tracking
 from hashtrain.report import card, draw, draw_bits, draw_heads, quality_table
-from hashtrain.sources import Source, loaded, make_all
+from hashtrain.sources import loaded, make_all
 from hashtrain.workers import default_workers, run_jobs
 from hashtrain.workfolder import begin, end, locked
 
-# As asked for; the first two are stored as found.
-_NOT_FACTS = {"contexts", "held_out", "workers", "checkpoint_seconds"}
+# As asked for; the first two are stored as found, the others change no bit or are told by hasher.
+_NOT_FACTS = {"contexts", "held_out", "workers", "checkpoint_seconds", "learning_rate"}
 
 
 def run(command: TrainCommand, console: Console) -> dict[str, Any]:
     """Do what the command says and return its metrics; everything is stored below `command.out`.
 
+    Under torchrun all processes do so together, and the first one stores and returns; the others return nothing.
+
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
-    try:
-        return _run(command, console)
-    finally:
-        loaded.cache_clear()
+    with joined(command.device) as ranks:
+        try:
+            return _run(command, console if ranks.first else Console(quiet=True), ranks)
+        finally:
+            loaded.cache_clear()
 
 
-def _run(command: TrainCommand, console: Console) -> dict[str, Any]:
+def _run(command: TrainCommand, console: Console, ranks: Ranks) -> dict[str, Any]:
     began = time.monotonic()
-    model, tokenizer = loaded(command.model_path)
-    shape = ModelShape.of(model.config)
-    _check_model(command, model.config, shape)
-    train_ids, held_ids = _texts(command, tokenizer)
-    sources = [
-        Source(name, command.out / ".work" / name, ids, identity(model, ids, torch.bfloat16, command.seed))
-        for name, ids in (("train", train_ids), ("held", held_ids))
-    ]
-    needed = sum(capture_bytes(model, [source.contexts[n] for n in source.lacking]) for source in sources)
-    require_disk(command.out, needed)
+    prepared = prepare(command, ranks)
+    shape, train, held = prepared.shape, prepared.train, prepared.held
     console.print(
         f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim}; {len(train_ids)} contexts of {command.context} tokens to train on, {len(held_ids)} held "
-        f"out; {needed / 1e9:.1f} GB of disk while it runs"
+        f"{shape.head_dim}; {len(train.contexts)} contexts of {command.context} tokens to train on, "
+        f"{len(held.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
     )
-    with locked(command.out):
-        hashers = {c.name: Hasher(_config(command, c, shape, model.config), command.seed) for c in command.candidates}
-        jobs = _jobs(command, hashers, *sources)
-        begin(command.out, _settings(command), {path.name for job in jobs for path in (job.finished, job.unfinished)})
-        with tracking(console, sum(len(source.lacking) for source in sources)) as advance:
-            make_all(command.model_path, sources, command.workers or default_workers(), advance)
-        found = _make_hashers(command, hashers, jobs, console)
-        metrics = {**_facts(command, shape, len(train_ids), len(held_ids)), "hashers": found}
+    with locked(command.out) if ranks.first else contextlib.nullcontext():
+        hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.candidates}
+        jobs = _jobs(prepared, hashers)
+        if ranks.first:
+            names = {path.name for job in jobs for path in (job.finished, job.unfinished)}
+            begin(command.out, _settings(command), names)
+        ranks.wait()
+        if not (command.out / ".work" / "run.json").is_file():
+            raise ValueError(f"{command.out} is not the same folder for all processes: expected one that all can see")
+        with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
+            make_all(command.model_path, prepared.device, prepared.sources, _workers(prepared), advance, ranks)
+        loaded.cache_clear()  # its memory is wanted for training
+        _make_layers(prepared, jobs, console)
+        ranks.wait()
+        if not ranks.first:
+            return {}
+        found = _collect(command, hashers, jobs, console)
+        metrics = {**_facts(command, shape, len(train.contexts), len(held.contexts)), "hashers": found}
         metrics["seconds"] = round(time.monotonic() - began, 1)
         for name, hasher in hashers.items():
             hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
@@ -82,58 +84,53 @@ def _run(command: TrainCommand, console: Console) -> dict[str, Any]:
     return metrics
 
 
-def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
-    """Refuse what this version cannot train, or would train wrongly."""
-    config = config.get_text_config(decoder=True)
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest and command.context > longest:
-        raise ValueError(f"--context must be at most the model's {longest} tokens, got {command.context}")
-    if command.dense_layers >= shape.num_layers:
-        raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ValueError(f"a model with full attention in every layer is needed, got {', '.join(sorted(kinds))}")
-    if getattr(config, "attn_logit_softcapping", None):
-        raise ValueError(f"a model with plain attention logits is needed, got {config.model_type}, which caps them")
+def _workers(prepared: Prepared) -> int:
+    """Count the processes that work side by side on this machine for one of torchrun's."""
+    if prepared.command.workers:
+        return prepared.command.workers
+    return max(1, default_workers() // prepared.ranks.local_world) if prepared.device == "cpu" else 1
 
 
-def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Tensor], list[Tensor]]:
-    if command.text:
-        train, held = split(read_texts(list(command.text)))
-    else:
-        train, held = python_sources(), held_out_sources()
-    return (
-        contexts(train, tokenizer, command.context, command.contexts, command.seed),
-        contexts(held, tokenizer, command.context, command.held_out, command.seed),
-    )
-
-
-def _jobs(command: TrainCommand, hashers: dict[str, Hasher], train: Source, held: Source) -> list[LayerJob]:
+def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
     """List every layer of every hasher, the longest jobs first."""
-    source = json.dumps([train.identity, held.identity], sort_keys=True)
+    command = prepared.command
+    alike = [
+        (c, n)
+        for c in sorted(command.candidates, key=lambda c: not c.trained)
+        for n in range(prepared.shape.num_layers)
+    ]
     return [
         LayerJob(
-            command,
-            candidate,
-            hashers[candidate.name].config,
-            layer,
-            train.stored,
-            held.stored,
-            source,
-            command.out / ".work" / "layers",
+            command=command,
+            candidate=candidate,
+            config=hashers[candidate.name].config,
+            layer=layer,
+            data=prepared.train.stored,
+            held=prepared.held.stored,
+            source=json.dumps([source.identity for source in prepared.sources], sort_keys=True),
+            folder=command.out / ".work" / "layers",
+            device=prepared.device,
+            ranks=prepared.ranks if command.spread == "data" else ALONE,
+            judge=number % prepared.ranks.world if command.spread == "data" else 0,
         )
-        for candidate in sorted(command.candidates, key=lambda c: not c.trained)
-        for layer in range(hashers[candidate.name].config.shape.num_layers)
+        for number, (candidate, layer) in enumerate(alike)
     ]
 
 
-def _make_hashers(
+def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console) -> None:
+    """Train and judge what is left to do, of this process's share."""
+    command, ranks = prepared.command, prepared.ranks
+    together = command.spread == "data" and ranks.world > 1
+    mine, workers = (jobs, 1) if together else (ranks.mine(jobs), _workers(prepared))
+    with tracking(console, sum(1 + command.steps * job.candidate.trained for job in mine)) as advance:
+        if mine:
+            run_jobs(make, mine, workers, live(command.out / "metrics.jsonl", advance))
+
+
+def _collect(
     command: TrainCommand, hashers: dict[str, Hasher], jobs: Sequence[LayerJob], console: Console
 ) -> dict[str, Any]:
-    """Train and judge what is left to do, put all layers into their hashers, and return what was found of each."""
-    total = sum(1 + command.steps * job.candidate.trained for job in jobs)
-    with tracking(console, total) as advance:
-        run_jobs(make, jobs, command.workers or default_workers(), live(command.out / "metrics.jsonl", advance))
+    """Put all layers into their hashers and return what was found of each."""
     by_name: dict[str, list[LayerResult]] = {name: [] for name in hashers}
     for job in jobs:
         found = result(job)
@@ -144,7 +141,8 @@ def _make_hashers(
     return {name: _found(layers, command.dense_layers) for name, layers in by_name.items()}
 
 
-def _config(command: TrainCommand, candidate: Candidate, shape: ModelShape, model_config: Any) -> HasherConfig:
+def _config(prepared: Prepared, candidate: Candidate) -> HasherConfig:
+    command, shape = prepared.command, prepared.shape
     return HasherConfig(
         variant=candidate.variant,
         shape=shape,
@@ -153,7 +151,7 @@ def _config(command: TrainCommand, candidate: Candidate, shape: ModelShape, mode
         hidden=max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128,
         init=candidate.init,
         base_model=_base_model(command.model),
-        base_revision=getattr(model_config, "_commit_hash", None),
+        base_revision=getattr(prepared.model_config, "_commit_hash", None),
     )
 
 
@@ -183,5 +181,5 @@ def _facts(command: TrainCommand, shape: ModelShape, contexts: int, held_out: in
         "contexts": contexts,
         "held_out": held_out,
         **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_FACTS},
-        "learning_rates": {c.name: c.learning_rate for c in command.candidates if c.trained},
+        "learning_rates": {c.name: command.learning_rate or c.learning_rate for c in command.candidates if c.trained},
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from hashtrain.demo import demo_model_path
 from hashtrain.usage import UsageError
@@ -45,6 +47,10 @@ ABLATIONS = (
 ALL = (*CANDIDATES, *ABLATIONS)
 
 
+PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
+"""The paper's schedule, where it differs from the demo's; the optimiser is the same (`hashtrain.trainer`)."""
+
+
 @dataclass(frozen=True)
 class TrainCommand:
     """Train every layer's hashers, compare them on held-out text, and store them."""
@@ -75,16 +81,33 @@ class TrainCommand:
     """Optimiser steps a layer and hasher."""
     dense_layers: int = 2
     """Layers that stay dense when deployed: left out of the means, trained all the same."""
+    rows: int = 64
+    """Query rows a step."""
+    learning_rate: float | None = None
+    """The highest learning rate, of every hasher; without it, each hasher's own, tuned on the demo model."""
+    warmup: float = 0.02
+    """Share of the steps with a rising learning rate; after it, cosine to zero."""
+    device: str = "auto"
+    """Where to capture and train: cpu, cuda, cuda:N, or auto: CUDA if there is one."""
+    spread: Literal["layers", "data"] = "layers"
+    """What torchrun's processes share: the layers (the same bits as one process), or the rows of each step."""
     workers: int = 0
-    """Processes that train, each a layer at a time; 0 is one per core, up to 6. The hashers do not depend on it."""
+    """Processes that train, each a layer at a time; 0 is one per core, up to 6, or one on CUDA. The hashers do not
+    depend on it."""
     checkpoint_seconds: float = 30.0
     """Seconds between two checkpoints of a layer: the most work that a kill can cost; 0 is after every step."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("contexts", "held_out", "held_out_rows", "steps"):
+        for name in ("contexts", "held_out", "held_out_rows", "steps", "rows"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device}")
+        if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
+            raise UsageError(f"--learning-rate must be above 0, got {self.learning_rate}")
+        if not 0 <= self.warmup <= 1:
+            raise UsageError(f"--warmup must be between 0 and 1, got {self.warmup}")
         if self.workers < 0:
             raise UsageError(f"--workers must be 0 or more, got {self.workers}")
         if not 0 <= self.checkpoint_seconds < float("inf"):
@@ -104,6 +127,14 @@ class TrainCommand:
         known = ["all", *(c.name for c in ALL)]
         if unknown := [name for name in self.only if name not in known]:
             raise UsageError(f"--only takes {', '.join(known)}, got {', '.join(unknown)}")
+
+    @classmethod
+    def for_model(cls, model: str, **settings: Any) -> TrainCommand:
+        """Make a command with the defaults that suit the model: the demo's own, or the paper's for any other.
+
+        Source: paper, section 4: 8,192 samples of 8,192 tokens, batch 1, learning rate 1e-3 to 0, 1 % warm-up.
+        """
+        return cls(model=model, **({} if model == DEMO else PAPER) | settings)
 
     @property
     def candidates(self) -> list[Candidate]:

@@ -71,17 +71,18 @@ def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> 
 
     A row counts by what its estimate can change: share (1 - share), the slope of the remainder's share in the softmax.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
+    generator, device = torch.Generator().manual_seed(seed * 1_000_003 + layer), hasher.remainder.device
     features, logs, weights = [], [], []
     for context in range(min(len(data), _MAX_CONTEXTS)):
         q, k, scaling = data.read(context, layer)
-        rows = torch.randint(min(_FIRST_ROW, k.shape[2] - 1), k.shape[2], (_ROWS,), generator=generator)
+        rows = torch.randint(min(_FIRST_ROW, k.shape[2] - 1), k.shape[2], (_ROWS,), generator=generator, device="cpu")
+        q, k, rows = q.to(device), k.to(device), rows.to(device)
         for e, exact in measure(hasher, q[:, :, rows], k, rows, scaling, FRACTIONS):
             share = torch.sigmoid(exact - e.lse)
             features.append(_features(e).flatten(0, 1))
             logs.append((exact - (e.visible - e.selected).log()).flatten(0, 1))
             weights.append((share * (1 - share)).flatten(0, 1))
-    x, y, w = (torch.cat(found, dim=1).double() for found in (features, logs, weights))
+    x, y, w = (torch.cat(found, dim=1).double().cpu() for found in (features, logs, weights))
     known = y.isfinite()  # not where nothing was left unselected
     root = torch.where(known, w, 0.0).sqrt()[..., None]
     y = torch.where(known, y, 0.0)[..., None]
@@ -102,7 +103,7 @@ def measure(
     """
     hkv, t = k.shape[1], k.shape[2]
     scores = hasher.scores(q, k)[0]
-    unseen = torch.arange(t) > positions[:, None]
+    unseen = torch.arange(t, device=positions.device) > positions[:, None]
     grouped = q[0].float().unflatten(0, (hkv, -1))  # [Hkv, G, R, D]
     keys = k[0].float()
     logits = (grouped @ keys[:, None].mT * scaling).masked_fill(unseen, -torch.inf)
@@ -115,7 +116,9 @@ def measure(
         chosen = best(scores, unseen, counts)
         used = (chosen >= 0)[:, None]
         picked = logits.gather(-1, chosen.clamp(min=0)[:, None].expand(*logits.shape[:-1], -1))
-        taken = torch.zeros(scores.shape, dtype=torch.bool).scatter_(-1, chosen.clamp(min=0), True)
+        taken = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device).scatter_(
+            -1, chosen.clamp(min=0), True
+        )
         taken[..., 0] = (chosen == 0).any(-1)  # unused slots have marked it too
         mean = picked.masked_fill(~used, 0).sum(-1) / counts
         lse = picked.masked_fill(~used, -torch.inf).logsumexp(-1)

@@ -7,12 +7,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hashtrain.capture import Capture, capture_one
+from hashtrain.distribute import ALONE, Ranks
 from hashtrain.manifest import begin, finish, missing
 from hashtrain.models import load_model
 from hashtrain.workers import run_jobs
@@ -42,47 +44,70 @@ class Source:
 @dataclass(frozen=True)
 class _Job:
     model: str
+    device: str
     ids: Tensor
     path: Path
     name: str
 
 
 @functools.lru_cache(maxsize=1)
-def loaded(path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def loaded(path: str, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer once in each process, ready to capture."""
     model, tokenizer = load_model(path)
-    if model.device.type == "cpu":
-        model = model.float()  # many CPUs have no bfloat16 arithmetic and would take ten times as long
-    return model, tokenizer
+    if device == "cpu":
+        return model.float(), tokenizer  # many CPUs have no bfloat16 arithmetic and would take ten times as long
+    try:
+        return cast(Any, model).to(device), tokenizer
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{path} does not fit on {device}: {error}; use --device cpu") from error
 
 
-def make_all(model: str, sources: Sequence[Source], workers: int, advance: Callable[[str, int], None]) -> None:
+def make_all(
+    model: str,
+    device: str,
+    sources: Sequence[Source],
+    workers: int,
+    advance: Callable[[str, int], None],
+    ranks: Ranks = ALONE,
+) -> None:
     """Capture every context that is not there yet.
 
-    Each is run by one thread, several side by side, so that the bits do not depend on how many processes share them.
+    On the CPU each is run by one thread, several side by side, so that the bits do not depend on how many processes
+    share them.
 
     Args:
-        model: what `load_model` is given.
+        model: what `load_model` is given; device: where it runs.
         workers: processes, each with a model of its own; fewer if memory does not hold so many.
+        ranks: torchrun's processes, which share the contexts.
     """
-    jobs = []
-    for source in sources:
-        begin(source.stored, source.identity)
-        jobs += [_Job(model, source.contexts[n], source.stored.file(n), source.name) for n in source.lacking]
-    if jobs:
-        run_jobs(_make, jobs, max(1, min(workers, _fitting(model))), advance)
-    for source in sources:
-        finish(source.stored)
+    jobs = [
+        _Job(model, device, source.contexts[number], source.stored.file(number), source.name)
+        for source in sources
+        for number in source.lacking
+    ]
+    if ranks.first:
+        for source in sources:
+            begin(source.stored, source.identity)
+    ranks.wait()
+    if mine := ranks.mine(jobs):
+        run_jobs(_make, mine, max(1, min(workers, _fitting(model, device))), advance)
+    ranks.wait()
+    if ranks.first:
+        for source in sources:
+            finish(source.stored)
+    ranks.wait()
 
 
 def _make(job: _Job, report: Callable[[str, int], None]) -> None:
-    capture_one(loaded(job.model)[0], job.ids, job.path)
+    capture_one(loaded(job.model, job.device)[0], job.ids, job.path)
     report(f"capture {job.name} q and k", 1)
 
 
-def _fitting(model: str) -> int:
-    """Count the models that half of the free memory holds."""
-    size = sum(p.numel() * p.element_size() for p in loaded(model)[0].parameters())
+def _fitting(model: str, device: str) -> int:
+    """Count the models that half of the free memory holds; one where the device is not the CPU."""
+    if device != "cpu":
+        return 1
+    size = sum(p.numel() * p.element_size() for p in loaded(model, device)[0].parameters())
     if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
         return 1
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from hashtrain.capture import Capture
 from hashtrain.checkpoint import Checkpoint
+from hashtrain.distribute import ALONE, Ranks
 from hashtrain.layers import LayerHasher
 from hashtrain.loss import ranking_loss, reconstruction_loss
 from hashtrain.snapshots import Snapshots
@@ -31,6 +33,11 @@ class TrainConfig:
     """Optimiser steps a layer; each reads one context."""
     rows: int = 64
     """Query rows a step."""
+    chunk: int = 64
+    """Rows whose attention and pairs are in memory at once (`hashtrain.memory.step_bytes`); the gradients of a step's
+    chunks add up to that of its mean loss."""
+    precision: str = "fp32"
+    """`bf16` computes the hash functions under autocast; weights, scores and moments stay float32."""
     max_top: int = 8
     """Target tokens drawn a row."""
     max_rest: int = 512
@@ -51,11 +58,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
             raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction}")
-        for name in ("steps", "rows", "max_top", "max_rest"):
+        for name in ("steps", "rows", "chunk", "max_top", "max_rest"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.loss not in ("ranking", "reconstruction"):
             raise ValueError(f"loss must be ranking or reconstruction, got {self.loss!r}")
+        if self.precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision must be fp32 or bf16, got {self.precision!r}")
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
@@ -93,6 +102,7 @@ class Training:
         hasher: the layer's modules, trained in place; `hasher.target_heads` says which attention they are held against.
         layer: its index in the model, to read from `data`.
         checkpoint: where the state is kept now and then; what is there already is gone on from, to the same bits.
+        ranks: processes that share the rows of each step; each of them must do the same trainings in the same order.
     Attributes:
         losses: the loss of every step so far.
         stopped: a sentence if the loss diverged: the hasher then holds the weights of its best interval.
@@ -106,9 +116,13 @@ class Training:
         data: Capture,
         config: TrainConfig,
         checkpoint: Checkpoint | None = None,
+        ranks: Ranks = ALONE,
     ):
+        if config.rows % ranks.world:
+            raise ValueError(f"{config.rows} rows a step cannot be shared evenly by {ranks.world} processes")
         self.hasher, self.layer, self.data, self.config, self.checkpoint = hasher, layer, data, config, checkpoint
-        self.generator = torch.Generator().manual_seed(config.seed * 1_000_003 + layer)
+        self.ranks, self.device = ranks, next(hasher.parameters()).device
+        self.generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + layer)
         self.optimizer = torch.optim.AdamW(
             hasher.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=config.weight_decay
         )
@@ -117,6 +131,7 @@ class Training:
         self.stopped = ""
         if checkpoint and (found := checkpoint.load()):
             self._restore(*found)
+        ranks.wait()  # before the first of them may write the next checkpoint
 
     def run(self, on_step: Callable[[int, float], None] = lambda step, loss: None) -> None:
         """Do the steps that are left, or as many as go well. `on_step` gets (step, loss) after each.
@@ -142,7 +157,7 @@ class Training:
                 self.stopped = (
                     f"stopped at step {step} of {self.config.steps}: {self.stopped}; its best weights are kept"
                 )
-            if self.checkpoint and (self.checkpoint.due or self.stopped):
+            if self.ranks.first and self.checkpoint and (self.checkpoint.due or self.stopped):
                 self.checkpoint.save(*self._state())
 
     def _step(self, step: int) -> float:
@@ -151,21 +166,51 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(step)
         q, k, scaling = self.data.read(step % len(self.data), self.layer)
-        positions = torch.randint(config.min_position, k.shape[2], (config.rows,), generator=self.generator)
-        rows = q[:, :, positions]
-        if not (rows.isfinite().all() and k.isfinite().all()):
-            return math.nan
-        with torch.no_grad():
-            p = attention(rows, k, positions, scaling, self.hasher.target_heads)
-            pairs = sample_pairs(p, positions, config.fraction, config.max_top, config.max_rest, self.generator)
-        loss = _loss(self.hasher, rows, k, pairs, config)
-        self.optimizer.zero_grad()
-        loss.backward()
+        with torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext():
+            positions = torch.randint(config.min_position, k.shape[2], (config.rows,), generator=self.generator)
+            positions = positions[self.ranks.rank :: self.ranks.world]
+            loss = self._gradients(q[:, :, positions.to(q.device)], k.to(self.device), positions, scaling, step)
         norm = torch.nn.utils.clip_grad_norm_(self.hasher.parameters(), config.clip)
-        if not (loss.isfinite() and norm.isfinite()):
+        if not (math.isfinite(loss) and norm.isfinite()):
             return math.nan
         self.optimizer.step()
+        return loss
+
+    def _gradients(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int) -> float:
+        """Set every parameter's gradient of the mean loss of all rows, of all processes, and return that loss."""
+        self.optimizer.zero_grad()
+        q = q.to(self.device)
+        finite = q.isfinite().all() & k.isfinite().all()
+        parts = self._pairs(q, k, positions, scaling, step) if finite else []
+        total = torch.tensor([float(not finite), *(weight for *_, weight in parts)], device=self.device).double()
+        flags = torch.stack([total[0], total[1:].sum()])
+        self.ranks.add(flags)
+        if flags[0]:  # in any of the processes
+            return math.nan
+        loss = torch.zeros((), device=self.device)
+        for rows, pairs, weight in parts:
+            part = _loss(self.hasher, rows, k, pairs, self.config) * (weight / flags[1].item() if weight else 0.0)
+            part.backward()
+            loss += part.detach()
+        self.ranks.add(loss, *(p.grad for p in self.hasher.parameters() if p.grad is not None))
         return loss.item()
+
+    def _pairs(
+        self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int
+    ) -> list[tuple[Tensor, Pairs, int]]:
+        """Draw each chunk's pairs. Returns (the chunk's queries, its pairs, what its mean loss weighs)."""
+        config, generator, parts = self.config, self.generator, []
+        if self.ranks.world > 1:  # the one above draws the same rows everywhere; this one differs
+            seed = ((config.seed * 1_000_003 + self.layer) * 1_000_003 + step) * self.ranks.world + self.ranks.rank
+            generator = torch.Generator(self.device).manual_seed(seed % 2**63)
+        with torch.no_grad():
+            for chosen in torch.arange(len(positions)).split(config.chunk):
+                rows, at = q[:, :, chosen], positions[chosen]
+                p = attention(rows, k, at, scaling, self.hasher.target_heads)
+                pairs = sample_pairs(p, at, config.fraction, config.max_top, config.max_rest, generator)
+                weight = int(pairs.valid.sum()) if config.loss == "ranking" else len(chosen)
+                parts.append((rows, pairs, weight))
+        return parts
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"hasher.{name}": tensor for name, tensor in self.hasher.state_dict().items()}
@@ -195,7 +240,7 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _loss(hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, config: TrainConfig) -> Tensor:
-    top, rest = pair_scores(hasher, q, k, pairs)
+    top, rest = pair_scores(hasher, q, k, pairs, config.precision)
     if config.loss == "ranking":
         return ranking_loss(top, rest, pairs.valid, config.beta, config.alpha)
     heads, valid = top.shape[1], torch.cat([torch.ones_like(top, dtype=torch.bool), pairs.valid], -1)
@@ -206,17 +251,21 @@ def _loss(hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, config: Train
     return reconstruction_loss(torch.cat([top, rest], -1), exact.gather(-1, at), valid)
 
 
-def pair_scores(hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+def pair_scores(
+    hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, precision: str = "fp32"
+) -> tuple[Tensor, Tensor]:
     """Score the sampled tokens only: their keys are hashed, not the whole context's.
 
     Args:
         q: queries of the rows, [B, Hq, R, D]; k: all keys, [B, Hkv, T, D].
+        precision: see `TrainConfig`.
     Returns: scores of `pairs.top` [B, H, R, A] and of `pairs.rest` [B, H, R, C], with a slope, in units of +-bits.
     """
     batch, heads, rows, drawn = pairs.top.shape
     k = k.repeat_interleave(heads // k.shape[1], 1)  # the target's heads share keys within a group
     index = pairs.top.reshape(batch, heads, -1, 1).expand(-1, -1, -1, k.shape[-1])
-    queries = hasher.soft_queries(q)
-    top = hasher.soft_keys(k.gather(2, index)).view(batch, heads, rows, drawn, -1)
-    rest = hasher.soft_keys(k[:, :, pairs.rest])
+    with torch.autocast(q.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        found = (hasher.soft_queries(q), hasher.soft_keys(k.gather(2, index)), hasher.soft_keys(k[:, :, pairs.rest]))
+    queries, top, rest = (x.float() for x in found)  # bfloat16 cannot count 257 bits
+    top = top.view(batch, heads, rows, drawn, -1)
     return (top @ queries[..., None]).squeeze(-1), queries @ rest.transpose(-1, -2)

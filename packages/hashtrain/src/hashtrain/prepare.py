@@ -1,0 +1,83 @@
+"""What a run will work on, looked at before anything is written: the model, the texts, the disk they need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hashtrain.capture import capture_bytes, require_disk
+from hashtrain.config import ModelShape
+from hashtrain.corpus import contexts, held_out_sources, python_sources, read_texts, split
+from hashtrain.distribute import ALONE, Ranks, device_for
+from hashtrain.manifest import identity
+from hashtrain.plan import TrainCommand
+from hashtrain.sources import Source, loaded
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A command whose input can be used."""
+
+    command: TrainCommand
+    model_config: Any
+    shape: ModelShape
+    train: Source
+    held: Source
+    disk: int
+    """Bytes that captures will still take."""
+    device: str
+    ranks: Ranks
+
+    @property
+    def sources(self) -> list[Source]:
+        """Both."""
+        return [self.train, self.held]
+
+
+def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
+    """Load the model and the texts, and look at what an earlier run has left; nothing is written.
+
+    Raises: ValueError or OSError with one sentence if the command cannot be done.
+    """
+    device = str(device_for(command.device, ranks.local))
+    model, tokenizer = loaded(command.model_path, device)
+    shape = ModelShape.of(model.config)
+    _check_model(command, model.config, shape)
+    train, held = (
+        Source(name, command.out / ".work" / name, ids, identity(model, ids, torch.bfloat16, command.seed))
+        for name, ids in zip(("train", "held"), _texts(command, tokenizer), strict=True)
+    )
+    disk = sum(capture_bytes(model, [source.contexts[n] for n in source.lacking]) for source in (train, held))
+    require_disk(command.out, disk)
+    ranks.wait()  # before the first may write what the others look at
+    return Prepared(command, model.config, shape, train, held, disk, device, ranks)
+
+
+def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
+    """Refuse what this version cannot train, or would train wrongly."""
+    config = config.get_text_config(decoder=True)
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and command.context > longest:
+        raise ValueError(f"--context must be at most the model's {longest} tokens, got {command.context}")
+    if command.dense_layers >= shape.num_layers:
+        raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ValueError(f"a model with full attention in every layer is needed, got {', '.join(sorted(kinds))}")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise ValueError(f"a model with plain attention logits is needed, got {config.model_type}, which caps them")
+
+
+def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Tensor], list[Tensor]]:
+    if command.text:
+        train, held = split(read_texts(list(command.text)))
+    else:
+        train, held = python_sources(), held_out_sources()
+    return (
+        contexts(train, tokenizer, command.context, command.contexts, command.seed),
+        contexts(held, tokenizer, command.context, command.held_out, command.seed),
+    )
