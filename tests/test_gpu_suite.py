@@ -40,6 +40,12 @@ def test_what_is_not_installed_is_named_and_not_run(suite):
     assert result["summary"] == "not installed: no_such_module, no_such.inner"
 
 
+def test_a_version_that_is_too_old_is_named(suite, monkeypatch):
+    assert suite.missing(("torch",)) == []
+    monkeypatch.setattr("importlib.metadata.version", {"torch": "2.9.1+cu130"}.__getitem__)
+    assert suite.missing(("torch",)) == ["torch 2.11 (here is 2.9.1+cu130)"]
+
+
 def test_a_command_that_hangs_is_stopped_with_its_children(suite, tmp_path):
     child = f"import time; time.sleep(3); open({str(tmp_path / 'alive')!r}, 'w')"
     script = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"

@@ -10,6 +10,7 @@ Prints a table, then JSON in the last line. Exit code: 1 if a part failed, or co
 """
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 530  # for all parts together
 SANITIZER_FAILED = 86
 HASHCORE = ("torch", "numpy", "numba", "cuda.core", "cuda.bindings")
+LEAST = {"torch": (2, 11), "cuda.core": (1, 0), "cuda.bindings": (13, 0), "transformers": (5, 15)}
 SPARSE = (*HASHCORE, "transformers", "safetensors")
 # One launch of every kernel, small: the sanitizer slows them down by a factor of 10 to 100.
 EVERY_KERNEL = (
@@ -187,7 +189,7 @@ def tail(output: str, lines: int = 12) -> str:
 
 
 def missing(modules: tuple[str, ...]) -> list[str]:
-    """Name the modules that this Python does not find."""
+    """Name the modules that this Python does not find, or only in a version that is too old."""
 
     def found(module: str) -> bool:
         try:
@@ -195,7 +197,13 @@ def missing(modules: tuple[str, ...]) -> list[str]:
         except ModuleNotFoundError:  # its parent package is missing
             return False
 
-    return [module for module in modules if not found(module)]
+    absent = [module for module in modules if not found(module)]
+    for module, least in LEAST.items():
+        if module in modules and module not in absent:
+            version = importlib.metadata.version(module.replace(".", "-"))
+            if tuple(map(int, version.split(".")[:2])) < least:
+                absent.append(f"{module} {'.'.join(map(str, least))} (here is {version})")
+    return absent
 
 
 def environment() -> dict[str, Any] | None:

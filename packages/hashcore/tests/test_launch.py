@@ -74,6 +74,10 @@ torch.cuda.get_device_capability = lambda index: (9, 0)
 torch.cuda.is_current_stream_capturing = lambda: capturing
 one, device = kernels.pack("f32", 0x1000, 0x2000, 12345), torch.device("cuda:0")
 launch.run([one, one._replace(programmatic=True)], device)
+launch._starts_early.cache_clear()
+torch.cuda.get_device_capability = lambda index: (8, 0)
+launch.run([one._replace(programmatic=True)], device)
+torch.cuda.get_device_capability = lambda index: (9, 0)
 for broken in (one._replace(grid=(1, 99)), one._replace(source="planes.cu")):
     capturing = broken.source == "planes.cu"
     try:
@@ -88,6 +92,9 @@ kernel pack_f32
 launch 0x33 49 1 1, 256 1 1, 0 0x5555 (nil)
 arguments 0x1000 0x2000 12345
 launch 0x33 49 1 1, 256 1 1, 0 0x5555 with 1: 6 = 1
+arguments 0x1000 0x2000 12345
+context 0x77
+launch 0x33 49 1 1, 256 1 1, 0 0x5555 (nil)
 arguments 0x1000 0x2000 12345
 context 0x77
 launch 0x33 1 99 1, 256 1 1, 0 0x5555 (nil)

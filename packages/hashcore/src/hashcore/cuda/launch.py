@@ -34,7 +34,8 @@ def run(launches: Iterable[Launch], device: "torch.device", folder: Path = HASHC
         _bind(index)
         stream = torch.cuda.current_stream(index).cuda_stream
         for launch in launches:
-            _launch(_function(index, folder, launch.source, launch.macros, launch.kernel), launch, stream)
+            function = _function(index, folder, launch.source, launch.macros, launch.kernel)
+            _launch(function, launch, stream, launch.programmatic and _starts_early(index))
 
 
 def processors(device: "torch.device") -> int:
@@ -52,11 +53,19 @@ def architecture(index: int) -> str:
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def _launch(function: Any, launch: Launch, stream: int) -> None:
+@functools.cache
+def _starts_early(index: int) -> bool:
+    """Tell whether a device can schedule a kernel before its predecessor ends; older ones may refuse the attribute."""
+    import torch
+
+    return torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def _launch(function: Any, launch: Launch, stream: int, early: bool) -> None:
     from cuda.bindings import driver
 
     (x, y), pointers = launch.grid, _address_of(launch.pointers)
-    if not launch.programmatic:
+    if not early:
         _check(driver.cuLaunchKernel(function, x, y, 1, launch.threads, 1, 1, 0, stream, pointers, 0))
         return
     config = driver.CUlaunchConfig()
