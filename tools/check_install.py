@@ -57,6 +57,8 @@ def tests(python: pathlib.Path, folder: pathlib.Path) -> list[str]:
         f"--rootdir={ROOT}",
         "-c",
         ROOT / "pyproject.toml",
+        "-o",
+        "addopts=--import-mode=importlib",  # the workspace's own needs pytest-xdist
     ]
     where = subprocess.run(
         [python, "-c", "import hashcore; print(hashcore.__file__)"],

@@ -94,7 +94,9 @@ def pytest(seconds: float, arguments: list[str], wrapper: list[str], **variables
     """Run pytest; passed if a test passed and none failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "-x", "-W", "default", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        # Without pytest-xdist, which a machine with a GPU need not have, and which would share the GPU.
+        alone = ["-o", "addopts=--import-mode=importlib"]
+        options = ["-q", "-x", "-W", "default", "-p", "no:cacheprovider", f"--junitxml={report}", *alone]
         python = [sys.executable, "-m", "pytest", *options, *arguments]
         done = command([*wrapper, *python], seconds, **variables)
         if done.code is None:
