@@ -45,9 +45,12 @@ def test_presets_are_shapes(name):
     assert shape.head_dim == 128
 
 
-def test_an_unknown_shape_is_one_sentence():
-    with pytest.raises(ValueError, match="no shape nothing: there is no folder"):
-        load_config("nothing")
+def test_an_unknown_shape_is_one_sentence(tmp_path):
+    for name in ("nothing", "./nothing"):
+        with pytest.raises(ValueError, match="there is no folder of that name; use qwen"):
+            load_config(name)
+    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+        load_config(str(tmp_path))
 
 
 def test_complexity_stores_all_steps_and_their_sum(tmp_path):

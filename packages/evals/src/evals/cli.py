@@ -31,6 +31,7 @@ from evals.paper import ITEMS, chosen
 from evals.plan import IouCommand, ListCommand, PplCommand
 from evals.report import to_rich
 from evals.result import Result
+from evals.speed import KernelsCommand, ThroughputCommand
 from evals.study import CompareCommand, PaperCommand, ReportCommand, SuggestCommand
 
 TASKS = {  # name: command, module of evals.tasks
@@ -45,6 +46,8 @@ TASKS = {  # name: command, module of evals.tasks
     "codesize": (CodesizeCommand, "codesize"),
     "complexity": (ComplexityCommand, "complexity"),
     "suggest": (SuggestCommand, "suggest"),
+    "throughput": (ThroughputCommand, "throughput"),
+    "kernels": (KernelsCommand, "kernels"),
 }
 STUDIES = {"report": ReportCommand, "compare": CompareCommand, "paper": PaperCommand}
 COMMANDS: dict[str, Any] = {"list": ListCommand, **{name: kind for name, (kind, _) in TASKS.items()}, **STUDIES}

@@ -15,6 +15,7 @@ from evals.result import Result, Row
 
 # One colour a method in every figure (Okabe and Ito's, told apart by colour-blind readers).
 COLOURS = {
+    "dense": "#4d4d4d",
     "oracle": "#000000",
     "recent": "#999999",
     "lsh": "#56b4e9",
@@ -74,7 +75,7 @@ def _draw_plain(result: Result, figure: Figure) -> None:
     rows = [row for row in rows if row.budget is None or row.budget in budgets]
     metrics, cases = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("metric", "where"))
     methods = list(dict.fromkeys(row.method for row in rows))
-    figure.set_size_inches(10, 1 + 0.28 * max(4, len(cases) * len(methods)))
+    figure.set_size_inches(10, 1 + 0.16 * max(8, len(cases) * (len(methods) + 1)))
     height = 0.8 / len(methods)
     for axes, metric in zip(figure.subplots(1, len(metrics), squeeze=False, sharey=True)[0], metrics, strict=True):
         for i, method in enumerate(methods):
@@ -83,9 +84,11 @@ def _draw_plain(result: Result, figure: Figure) -> None:
             low = [row.value - (row.value if row.low is None else row.low) for row in found]
             high = [(row.value if row.high is None else row.high) - row.value for row in found]
             colour = COLOURS.get(method.removesuffix(REMAINDER))
-            axes.barh(
-                y, [row.value for row in found], height, xerr=[low, high], label=method, color=colour, ecolor="#444444"
-            )
+            bars = {"label": method, "color": colour, "hatch": "///" if method.endswith(REMAINDER) else None}
+            axes.barh(y, [row.value for row in found], height, xerr=[low, high], ecolor="#777777", **bars)
+        sizes = [row.value for row in rows if row.metric == metric and row.value > 0]
+        if len(sizes) == sum(row.metric == metric for row in rows) and max(sizes) > 100 * min(sizes):
+            axes.set_xscale("log")
         axes.set(xlabel=metric, yticks=[i + 0.4 - height / 2 for i in range(len(cases))])
         axes.set_yticklabels([case or "" for case in cases])
     figure.axes[0].invert_yaxis()

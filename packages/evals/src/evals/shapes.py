@@ -56,11 +56,13 @@ def load_config(name: str) -> PretrainedConfig:
     if name in PRESETS:
         return PRESETS[name]()
     path = str(demo_model_path()) if name == DEMO else name
+    remedy = f"use {', '.join(PRESETS)}, {DEMO} or a model's folder"
+    if not Path(path).is_dir() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):  # no hub id either
+        raise ValueError(f"no shape {name}: there is no folder of that name; {remedy}")
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        kind = "its config.json cannot be read" if Path(path).is_dir() else "there is no folder of that name"
-        raise ValueError(f"no shape {name}: {kind}; use {', '.join(PRESETS)}, {DEMO} or a model's folder") from error
+        raise ValueError(f"no shape {name}: its config.json cannot be read; {remedy}") from error
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:

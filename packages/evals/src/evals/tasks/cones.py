@@ -157,7 +157,7 @@ def draw_cones(result: Result, points: dict[str, list[list[float]]], path: Path)
         second.plot([row.layer or 0 for row in rows], [row.value for row in rows], marker="o", label=label)
     second.set(xlabel="layer", ylabel="mean angle, degrees", title="random pairs")
     second.axhline(90, color="#999999", linewidth=1)
-    second.legend()
+    second.legend(framealpha=0.6, fontsize="small")
     for name in dict.fromkeys(row.method for row in result.select(metric="bit_entropy")):
         rows = [row for row in result.select(metric="bit_entropy", method=name) if row.layer is not None]
         third.plot([r.layer or 0 for r in rows], [r.value for r in rows], marker="o", label=name, color=COLOURS[name])

@@ -1,0 +1,38 @@
+"""What the measurements of time share: their rows, and how they are stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from evals.metrics import Estimate
+from evals.result import Result, Row, environment
+from evals.runner import RunFolder
+from evals.speed import SpeedCommand
+from evals.tasks.formula import formula_row
+from evals.tasks.setup import store
+from evals.timing import read_bandwidth
+
+
+def open_run(command: SpeedCommand, task: str) -> dict[str, Any]:
+    """Make the run's folder and return its settings. Raises: ValueError if it holds something else."""
+    settings = command.settings(task)
+    RunFolder(command.out, settings)
+    return settings
+
+
+def bandwidth_of(command: SpeedCommand) -> float:
+    """Return bytes per second, as given or measured now."""
+    return command.bandwidth * 1e9 if command.bandwidth is not None else read_bandwidth(command.device)
+
+
+def timed_row(command: SpeedCommand, task: str, method: str, metric: str, found: Estimate, **more: Any) -> Row:
+    """Build a row of a measured time: n is the number of repeats."""
+    interval = {"low": found.low, "high": found.high, "phase": "decode", "n": command.repeats, "seed": command.seed}
+    return formula_row(task, method, metric, found.mean, **interval | more)
+
+
+def store_times(command: SpeedCommand, settings: dict[str, Any], rows: list[Row], console: Console) -> Result:
+    """Write a measured result. A second run measures anew: times are not resumed."""
+    return store(command.out, Result(settings, environment(), rows), console)

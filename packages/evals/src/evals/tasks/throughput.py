@@ -1,0 +1,171 @@
+"""Decode steps of a whole model, dense and sparse, random weights over synthetic caches."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
+from rich.console import Console
+from sparse_decode import Attachment, Budget, HashSelector, RecentSelector, Selector, attach
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from evals.costs import dense_step, sparse_step
+from evals.metrics import Estimate
+from evals.result import Result, Row
+from evals.shapes import load_config, shape_of
+from evals.speed import ThroughputCommand
+from evals.tasks.clocked import bandwidth_of, open_run, store_times, timed_row
+from evals.timing import Turn, in_turns, quantiles
+
+
+@torch.inference_mode()
+def run(command: ThroughputCommand, console: Console) -> Result:
+    """Measure what the command says and store it below `command.out`.
+
+    Raises: ValueError or OSError with one sentence, before anything is measured, if the input cannot be used.
+    """
+    config = load_config(command.shape)
+    shape = shape_of(config)
+    if command.dense_layers >= shape.num_layers:
+        raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
+    settings = open_run(command, "throughput")
+    torch.manual_seed(command.seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, command.dtype)).eval().to(command.device)
+    hasher = Hasher(
+        HasherConfig("planes", shape, bits=command.bits, planes=command.planes, hidden=command.hidden), command.seed
+    )
+    speed = bandwidth_of(command)
+    console.print(f"roofline: {speed / 1e9:.1f} GB/s of memory", highlight=False)
+    rows: list[Row] = []
+    for n in command.contexts:
+        for batch in command.batches:
+            sizes = {method: step_bytes(model, shape, method, n, batch, command) for method in command.methods}
+            for method, size in sizes.items():
+                console.print(f"  {n} tokens x {batch}, {method}: at least {1e3 * size / speed:.3f} ms a step")
+            rows += _measure(command, model, hasher, n, batch, sizes, speed)
+    return store_times(command, settings, rows, console)
+
+
+def step_bytes(
+    model: PreTrainedModel, shape: ModelShape, method: str, n: int, batch: int, command: ThroughputCommand
+) -> int:
+    """Count the bytes that a decode step cannot but read: every weight once, and each sequence's attention."""
+    weights = sum(p.nbytes for p in model.parameters())
+    embeddings = model.get_input_embeddings()
+    if model.get_output_embeddings().weight is not embeddings.weight:  # of which a step reads one row a sequence
+        weights -= sum(p.nbytes for p in embeddings.parameters())
+    element = 1 if command.dtype == "bfloat16" else 2  # the formulae count 2 bytes
+    total = weights
+    for layer in range(shape.num_layers):
+        own, budget = shape.at(layer), Budget(command.budget)
+        k = int(budget.count(torch.tensor(n)))
+        costs = sparse_step(own, n, k, command.bits, command.planes, command.hidden)
+        sparse = element * (costs["gather"].bytes + costs["attend"].bytes)
+        if method == "planes":
+            sparse += costs["hash"].bytes + costs["score"].bytes + costs["select"].bytes
+        is_dense = method in ("sdpa", "eager") or layer < command.dense_layers
+        total += batch * (element * dense_step(own, n).bytes if is_dense else sparse)
+    return total
+
+
+def fill(
+    cache: DynamicCache, config: Any, shape: ModelShape, n: int, batch: int, dtype: torch.dtype, seed: int
+) -> None:
+    """Put n random keys and values into every layer of a cache."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(shape.num_layers):
+        own = shape.at(layer)
+        size = (batch, own.num_kv_heads, n, own.head_dim)
+        cache.update(*(torch.randn(size, generator=generator).to(dtype) for _ in range(2)), layer)
+
+
+@contextlib.contextmanager
+def attending(
+    model: PreTrainedModel, selector: Selector | None, command: ThroughputCommand
+) -> Iterator[Attachment | None]:
+    """Attend by a selector inside the block."""
+    if selector is None:
+        yield None
+        return
+    with attach(model, selector, Budget(command.budget), dense_layers=command.dense_layers) as attachment:
+        yield attachment
+
+
+def _measure(
+    command: ThroughputCommand,
+    model: PreTrainedModel,
+    hasher: Hasher,
+    n: int,
+    batch: int,
+    sizes: dict[str, int],
+    speed: float,
+) -> list[Row]:
+    selectors: dict[str, Selector | None] = {"planes": HashSelector(hasher), "recent": RecentSelector()}
+    shape, dtype = hasher.config.shape, getattr(torch, command.dtype)
+    cache = DynamicCache(config=model.config)  # the methods share it: a turn takes its tokens off again
+    fill(cache, model.config, shape, n, batch, dtype, command.seed)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.to(command.device), layer.values.to(command.device)
+    token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
+    memory: dict[str, tuple[int, int]] = {}
+    density: dict[str, float] = {}
+
+    def turn(method: str) -> Turn:
+        stack = contextlib.ExitStack()
+        held: list[Attachment | None] = [None]
+
+        def prepare() -> None:
+            model.set_attn_implementation("eager" if method == "eager" else "sdpa")
+            held[0] = stack.enter_context(attending(model, selectors.get(method), command))
+
+        def step(i: int) -> object:
+            return model(token, past_key_values=cache, use_cache=True).logits
+
+        def finish() -> None:
+            attachment = held[0]
+            if attachment is not None:
+                memory[method] = attachment.memory(cache)
+                counts = attachment.counts().values()
+                density[method] = sum(a for a, _ in counts) / sum(b for _, b in counts)
+            else:
+                memory[method] = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers), 0
+            cache.crop(-(command.warmup + command.steps))
+            stack.close()
+
+        return Turn(prepare, step, finish)
+
+    sync = torch.cuda.synchronize if command.device.startswith("cuda") else _nothing
+    turns = {method: turn(method) for method in command.methods}
+    times = in_turns(turns, command.steps, command.warmup, command.repeats, sync)
+    rows = []
+    for method, found in times.items():
+        named = quantiles(found, command.seed)
+        p50 = named["p50_ms"].mean / 1e3
+        facts = {
+            "tokens_per_s": batch / p50,
+            "share_of_bandwidth": sizes[method] / speed / p50,
+            "kv_bytes": memory[method][0],
+            "code_bytes": memory[method][1],
+            "peak_bytes": _peak(command.device),
+        }
+        named |= {name: Estimate(float(value), None, None) for name, value in facts.items()}
+        is_dense = method in ("sdpa", "eager")
+        at = {"where": f"{n} tokens x {batch}", "budget": None if is_dense else command.budget}
+        at |= {"density": density.get(method, 1.0), "dense_layers": command.dense_layers}
+        rows += [timed_row(command, "throughput", method, name, found, **at) for name, found in named.items()]
+    return rows
+
+
+def _nothing() -> None:
+    """Wait for nothing: the CPU has done what it was asked."""
+
+
+def _peak(device: str) -> int:
+    """Return the most memory in use so far, bytes: of the device, or of this process."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts kilobytes

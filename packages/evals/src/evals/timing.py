@@ -1,0 +1,75 @@
+"""Times that can be compared: taken in turns, after a warm-up, several times, and beside a bound."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from evals.metrics import Estimate, bootstrap
+
+_PROBE_BYTES = 1 << 28  # beyond any last-level cache of two cores
+QUANTILES = {"p50_ms": 50, "p90_ms": 90, "p99_ms": 99}
+
+
+class Turn(NamedTuple):
+    """What one method does: `prepare` is not timed, `step` is, `steps` times in a row."""
+
+    prepare: Callable[[], None]
+    step: Callable[[int], object]
+    finish: Callable[[], None]
+
+
+def in_turns(
+    turns: Mapping[str, Turn],
+    steps: int,
+    warmup: int,
+    repeats: int,
+    sync: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[list[float]]]:
+    """Time each method's steps, the methods taking turns, so that a busy moment hits all of them.
+
+    Args:
+        steps: timed steps of a turn; warmup: steps before them, not timed; repeats: turns of each method.
+        sync: waits for the device.
+    Returns: seconds of each step, [repeats][steps] by method.
+    """
+    found: dict[str, list[list[float]]] = {name: [] for name in turns}
+    for _ in range(repeats):
+        for name, turn in turns.items():
+            turn.prepare()
+            times = []
+            for i in range(warmup + steps):
+                sync()
+                began = clock()
+                turn.step(i)
+                sync()
+                times.append(clock() - began)
+            turn.finish()
+            found[name].append(times[warmup:])
+    return found
+
+
+def quantiles(times: list[list[float]], seed: int) -> dict[str, Estimate]:
+    """Estimate the 50, 90 and 99 % quantile of a step's milliseconds: the mean of the repeats' own, and its interval.
+
+    A repeat of few steps has no 99 % quantile to speak of: it is close to its slowest step.
+    """
+    milliseconds = 1000 * np.array(times)
+    columns = np.stack([np.percentile(milliseconds, share, axis=1) for share in QUANTILES.values()], axis=1)
+    return dict(zip(QUANTILES, bootstrap(columns, seed), strict=True))
+
+
+def read_bandwidth(device: str = "cpu") -> float:
+    """Measure how fast memory is read, bytes per second: the best of five sums of 256 MiB."""
+    x = torch.ones(_PROBE_BYTES // 4, device=device)
+    best = float("inf")
+    for _ in range(6):
+        began = time.perf_counter()
+        x.sum().item()
+        best = min(best, time.perf_counter() - began)
+    return _PROBE_BYTES / best

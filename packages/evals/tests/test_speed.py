@@ -1,0 +1,129 @@
+"""Measurements of time: their protocol with a clock of our own, and that they run and leave the cache as it was."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from evals.costs import dense_step
+from evals.speed import KernelsCommand, ThroughputCommand
+from evals.tasks import kernels, throughput
+from evals.timing import Turn, in_turns, quantiles, read_bandwidth
+from hashtrain.config import ModelShape
+from hashtrain.usage import UsageError
+from rich.console import Console
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+
+QUIET = Console(quiet=True)
+TINY = {"contexts": (96,), "repeats": 2, "steps": 2, "warmup": 1, "hidden": 16, "bits": 32, "bandwidth": 10.0}
+
+
+@pytest.fixture
+def shape_folder(tmp_path):
+    """A folder with nothing but a tiny config."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    LlamaConfig(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=64).save_pretrained(tmp_path / "shape")
+    return str(tmp_path / "shape")
+
+
+def test_methods_take_turns_and_warm_up_is_left_out():
+    said, ticks = [], itertools.count()
+
+    def turn(name):
+        return Turn(
+            lambda: said.append(f"{name} begins"),
+            lambda i: said.append(f"{name}{i}"),
+            lambda: said.append(f"{name} ends"),
+        )
+
+    times = in_turns({"a": turn("a"), "b": turn("b")}, 2, 1, 2, clock=lambda: float(next(ticks)))
+    one = ["a begins", "a0", "a1", "a2", "a ends", "b begins", "b0", "b1", "b2", "b ends"]
+    assert said == one * 2
+    assert times == {"a": [[1.0, 1.0]] * 2, "b": [[1.0, 1.0]] * 2}
+
+
+def test_the_device_is_waited_for_before_and_after_each_step():
+    waits = itertools.count()
+    in_turns({"a": Turn(lambda: None, lambda i: None, lambda: None)}, 3, 1, 2, sync=lambda: next(waits))
+    assert next(waits) == 2 * (1 + 3) * 2
+
+
+def test_quantiles_worked_out_by_hand():
+    # Two repeats of 1, 2, 3 and 3, 4, 5 seconds: the medians of the repeats are 2 and 4.
+    found = quantiles([[1.0, 2.0, 3.0], [3.0, 4.0, 5.0]], seed=0)
+    assert tuple(found["p50_ms"]) == (3000.0, 2000.0, 4000.0)
+    assert found["p99_ms"].mean == pytest.approx(500 * (np.percentile([1, 2, 3], 99) + np.percentile([3, 4, 5], 99)))
+    assert found["p50_ms"].mean < found["p90_ms"].mean < found["p99_ms"].mean
+
+
+def test_bandwidth_is_a_plausible_number():
+    assert 1e8 < read_bandwidth() < 1e13
+
+
+def test_throughput_measures_every_method(shape_folder, tmp_path, capsys):
+    command = ThroughputCommand(
+        **TINY, shape=shape_folder, batches=(1, 2), dtype="float32", budget=0.1, out=tmp_path / "run"
+    )
+    found = throughput.run(command, Console(width=200))
+    said = capsys.readouterr().out
+    assert said.index("roofline: 10.0 GB/s") < said.index("96 tokens x 2, planes: at least") < said.index("p50_ms")
+    for batch in (1, 2):
+        at = {"where": f"96 tokens x {batch}"}
+        for method in command.methods:
+            p50 = found.one(method=method, metric="p50_ms", **at)
+            assert 0 < p50.value <= found.one(method=method, metric="p99_ms", **at).value
+            assert p50.n == 2
+            tokens = found.one(method=method, metric="tokens_per_s", **at)
+            assert tokens.value == pytest.approx(1000 * batch / p50.value)
+        # Three layers of 2 KV heads, 16 numbers of 4 bytes for a key and for a value; 99 tokens while it is measured.
+        sizes = [found.one(method=m, metric="kv_bytes", **at).value for m in ("sdpa", "eager", "recent")]
+        assert sizes == [batch * 3 * 2 * 99 * 2 * 16 * 4] * 3
+        assert found.one(method="sdpa", metric="code_bytes", **at).value == 0
+        assert found.one(method="planes", metric="code_bytes", **at).value >= batch * 1 * 2 * 99 * 4
+        sparse = found.one(method="planes", metric="p50_ms", **at).density
+        assert 0.08 < sparse < 0.12
+
+
+def test_bytes_of_a_step_worked_out_by_hand(shape_folder):
+    command = ThroughputCommand(**TINY, shape=shape_folder, dtype="float32")
+    model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(shape_folder), dtype=torch.float32)
+    shape = ModelShape.of(model.config)
+    weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    dense = throughput.step_bytes(model, shape, "sdpa", 1000, 2, command)
+    assert dense == weights + 2 * 3 * 2 * dense_step(shape, 1000).bytes
+    assert throughput.step_bytes(model, shape, "recent", 1000, 2, command) < dense
+
+
+def test_a_filled_cache_is_of_the_asked_length(shape_folder):
+    config = LlamaConfig.from_pretrained(shape_folder)
+    cache = DynamicCache(config=config)
+    throughput.fill(cache, config, ModelShape.of(config), 50, 2, torch.bfloat16, 0)
+    assert cache.get_seq_length() == 50
+    assert [tuple(layer.keys.shape) for layer in cache.layers] == [(2, 2, 50, 16)] * 3
+    assert cache.layers[0].keys.dtype == torch.bfloat16
+
+
+def test_kernels_measures_every_step(shape_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "_MOST_COPIES", 2)
+    found = kernels.run(KernelsCommand(**TINY, shape=shape_folder, out=tmp_path / "run"), QUIET)
+    for step in ("hash", "score", "select", "search", "attend", "dense"):
+        assert found.one(where=f"96 tokens, {step}", metric="p50_ms").value > 0
+    share = found.one(where="96 tokens, score", metric="share_of_roofline").value
+    p50 = found.one(where="96 tokens, score", metric="p50_ms").value
+    assert share == pytest.approx(1000 * (96 * 2 * (4 + 4)) / 10e9 / p50)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ThroughputCommand(methods=("fast",)),
+        lambda: ThroughputCommand(batches=(0,)),
+        lambda: ThroughputCommand(repeats=0),
+        lambda: ThroughputCommand(bandwidth=0.0),
+        lambda: KernelsCommand(device="cuda"),
+        lambda: KernelsCommand(bits=33),
+    ],
+)
+def test_settings_that_cannot_be_used(make):
+    with pytest.raises(UsageError, match="got"):
+        make()
