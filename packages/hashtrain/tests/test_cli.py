@@ -100,6 +100,26 @@ def test_bad_input_is_one_sentence_and_exit_code_2(folder, tmp_path, capsys, cha
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "held", "message"),
+    [
+        ("text.txt", "text.txt", "text.txt holds most of the held-out text text.txt"),
+        ("short.txt", "text.txt", "expected at least 512 tokens in one document, got at most"),
+        ("empty.txt", "text.txt", "no text found"),
+        ("binary.txt", "text.txt", "is binary"),
+    ],
+)
+def test_corpora_that_cannot_be_used_are_one_sentence(folder, tmp_path, capsys, text, held, message):
+    (tmp_path / "short.txt").write_text("one short line")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(b"\0\1")
+    (tmp_path / "text.txt").write_text((folder / "text.txt").read_text())
+    texts = ["--text", str(tmp_path / text), "--held-out-text", str(tmp_path / held)]
+    assert main(command(folder, tmp_path / "run", *texts)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_full_disk_is_one_sentence_and_nothing_is_written(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert main(command(folder, tmp_path / "run")) == 2

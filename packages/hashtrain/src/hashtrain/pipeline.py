@@ -172,7 +172,9 @@ def _base_model(name: str) -> str:
 
 
 def _facts(command: TrainCommand, shape: ModelShape, contexts: int, held_out: int) -> dict[str, Any]:
-    corpus = ", ".join(p.name for p in command.text) or "this machine's Python standard library"
+    corpus = (
+        ", ".join(p.name if p.exists() else str(p) for p in command.text) or "this machine's Python standard library"
+    )
     return {
         "version": hashtrain.__version__,
         "model": command.model if command.model == DEMO else Path(command.model).name,
