@@ -148,11 +148,12 @@ def _builder(file: Path) -> str:
 def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iterable[dict[str, Any]]:
     try:
         import datasets
+        from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise ValueError(f"reading {shown} needs the extra `datasets`: uv pip install 'hashtrain[datasets]'") from error
     try:
         return datasets.load_dataset(path, split=split, streaming=True, **options)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, DatasetsError) as error:
         raise ValueError(f"{shown} cannot be read: {_first_line(error)}") from error
 
 
