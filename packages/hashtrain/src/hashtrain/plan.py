@@ -99,6 +99,10 @@ class TrainCommand:
     depend on it."""
     checkpoint_seconds: float = 30.0
     """Seconds between two checkpoints of a layer: the most work that a kill can cost; 0 is after every step."""
+    config: Path | None = None
+    """A TOML file of these settings, such as the config.toml that a run stores; the command line wins."""
+    dry_run: bool = False
+    """Say what would be done, the disk and memory it takes, and about how long; write nothing."""
     seed: int = 0
 
     def __post_init__(self) -> None:
