@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hashtrain import Hasher
-from hashtrain.cli import main
+from hashtrain.cli import _parse, main
 from hashtrain.demo import demo_model_path
+from hashtrain.plan import PAPER, TrainCommand
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 SMALL = [
@@ -100,6 +101,26 @@ def test_bad_input_is_one_sentence_and_exit_code_2(folder, tmp_path, capsys, cha
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "held", "message"),
+    [
+        ("text.txt", "text.txt", "text.txt holds most of the held-out text text.txt"),
+        ("short.txt", "text.txt", "expected at least 512 tokens in one document, got at most"),
+        ("empty.txt", "text.txt", "no text found"),
+        ("binary.txt", "text.txt", "is binary"),
+    ],
+)
+def test_corpora_that_cannot_be_used_are_one_sentence(folder, tmp_path, capsys, text, held, message):
+    (tmp_path / "short.txt").write_text("one short line")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(b"\0\1")
+    (tmp_path / "text.txt").write_text((folder / "text.txt").read_text())
+    texts = ["--text", str(tmp_path / text), "--held-out-text", str(tmp_path / held)]
+    assert main(command(folder, tmp_path / "run", *texts)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_full_disk_is_one_sentence_and_nothing_is_written(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     assert main(command(folder, tmp_path / "run")) == 2
@@ -124,3 +145,88 @@ def test_inspect_prints_the_config(folder, tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "run" / "lsh")]) == 0
     assert json.loads(capsys.readouterr().out)["variant"] == "lsh"
     assert main(["inspect", str(tmp_path)]) == 2
+
+
+def test_a_stored_config_repeats_the_run_and_the_command_line_wins(folder, tmp_path):
+    assert main(command(folder, tmp_path / "one", "--only", "lsh", "--bits", "64", "--fraction", "0.1")) == 0
+    stored = tmp_path / "one" / "config.toml"
+    assert main(["train", "--config", str(stored), "--out", str(tmp_path / "two")]) == 0
+    assert main([f"--config={stored}", "--out", str(tmp_path / "three"), "--bits", "32"]) == 0
+    one, two, three = (Hasher.from_pretrained(tmp_path / name / "lsh") for name in ("one", "two", "three"))
+    assert all(torch.equal(tensor, two.state_dict()[name]) for name, tensor in one.state_dict().items())
+    assert (one.config.bits, three.config.bits) == (64, 32)
+    assert json.loads((tmp_path / "two" / "metrics.json").read_text())["fraction"] == 0.1
+    assert json.loads((tmp_path / "two" / "environment.json").read_text())["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("steps = ", "is not a TOML file"),
+        ("step = 5", "sets step, expected one of bits"),
+        ("steps = true", "sets steps to True, expected a text, a number or a list"),
+        ("steps = 0", "--steps must be at least 1"),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_one_sentence(folder, tmp_path, capsys, content, message):
+    (tmp_path / "run.toml").write_text(content)
+    words = ["--model", str(folder / "model"), "--out", str(tmp_path / "run"), "--config", str(tmp_path / "run.toml")]
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_says_what_it_would_take_and_writes_nothing(folder, tmp_path, capsys):
+    assert main(command(folder, tmp_path / "run", "--only", "lsh", "planes", "--dry-run")) == 0
+    found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]
+    assert found["disk"] == 3 * 512 * 2 * (4 + 2) * 32 * 2  # contexts, tokens, layers, heads, head_dim, bytes
+    assert found["train_seconds"] > 0
+    assert found["capture_seconds"] > 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_capture_alone_is_gone_on_from_by_train(folder, tmp_path, monkeypatch):
+    words = command(folder, tmp_path / "run", "--only", "lsh")
+    assert main(["capture", *words]) == 0
+    assert len(list((tmp_path / "run" / ".work").glob("*/*.safetensors"))) == 3
+    monkeypatch.delattr("hashtrain.sources.capture_one")
+    assert main(["train", *words]) == 0
+
+
+def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():
+    demo, other = (_parse(["train", "--model", name], defaults) for name, defaults in (("demo", {}), ("x/y", PAPER)))
+    assert (demo.context, demo.contexts, demo.steps, demo.learning_rate, demo.warmup) == (4096, 40, 800, None, 0.02)
+    assert (other.context, other.contexts, other.steps, other.learning_rate, other.warmup) == (
+        8192,
+        8192,
+        8192,
+        1e-3,
+        0.01,
+    )
+    assert other == TrainCommand.for_model("x/y")
+
+
+def test_a_published_list_is_converted(folder, tiny_config, tmp_path, capsys):
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(1, 4, 32, 32), (1, 4, 1, 32)] * 4
+    torch.save([torch.randn(size, generator=draw).bfloat16() for size in sizes], tmp_path / "list.pth")
+    words = ["convert", str(tmp_path / "list.pth"), "--model", str(folder / "model"), "--out", str(tmp_path / "made")]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["variant"] == "paper"
+    Hasher.from_pretrained(tmp_path / "made").require_match(tiny_config())
+    words[1] = str(tmp_path / "none.pth")
+    assert main(words) == 2
+    assert "no file" in capsys.readouterr().err
+
+
+def test_push_hands_the_hasher_to_the_hub(folder, tmp_path, capsys, monkeypatch):
+    assert main(command(folder, tmp_path / "run", "--only", "lsh")) == 0
+    pushed = []
+    monkeypatch.setattr(
+        Hasher, "push_to_hub", lambda self, name, **more: pushed.append((self, name, more)) or "address"
+    )
+    assert main(["push", str(tmp_path / "run" / "lsh"), "owner/name", "--private"]) == 0
+    ((hasher, name, more),) = pushed
+    assert (hasher.config.variant, name, more) == ("lsh", "owner/name", {"private": True})
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1]) == {"published": "address"}
+    assert main(["push", str(tmp_path), "owner/name"]) == 2

@@ -9,7 +9,6 @@ from hashtrain.corpus import (
     HELD_OUT,
     HELD_OUT_TABLES,
     Document,
-    _long_lines,
     _mostly_in,
     contexts,
     held_out_sources,
@@ -17,6 +16,7 @@ from hashtrain.corpus import (
     read_texts,
     split,
 )
+from hashtrain.texts import HubText, long_lines, require_apart
 
 
 def letters(text, **kwargs):
@@ -35,7 +35,7 @@ def test_no_held_out_module_is_ever_trained_on():
 
 def test_a_vendored_copy_of_a_held_out_module_counts_as_held_out():
     document = held_out_sources()[0]
-    lines = set(_long_lines(document.text))
+    lines = set(long_lines(document.text))
     assert _mostly_in("# another licence header above it all\n" + document.text, lines)
     assert not _mostly_in(held_out_sources()[1].text, lines)
 
@@ -93,3 +93,23 @@ def test_a_readers_text_is_split_without_overlap():
     assert len(train) + len(held) == 7
     (train,), (held,) = split([Document("one", "0123456789")])
     assert train.text + held.text == "0123456789"
+
+
+def test_training_text_that_holds_the_held_out_text_is_refused():
+    lines = [f"a long enough line of prose, the number {number}" for number in range(20)]
+    held = [Document("held", "\n".join(lines)), Document("short", "one line")]
+    require_apart([Document("other", "\n".join(line.upper() for line in lines))], held)
+    require_apart([Document("quotes", "\n".join(lines[:9]))], held)
+    for copy in ("# a header\n" + "\n".join(lines), "\n".join(lines[:11]), " one line\n"):
+        with pytest.raises(ValueError, match="copy holds most of the held-out text"):
+            require_apart([Document("fine", "x"), Document("copy", copy)], held)
+
+
+def test_hub_ids_are_read_as_they_are_written():
+    assert HubText.parse("hub:emozilla/pg19") == HubText("emozilla/pg19", None, None, "train", None)
+    assert HubText.parse("hub:allenai/c4@en:validation:text") == HubText("allenai/c4", None, "en", "validation", "text")
+    assert HubText.parse("hub:namespace-Pt/long-llm-data/slimpajama/book.json") == HubText(
+        "namespace-Pt/long-llm-data", "slimpajama/book.json", None, "train", None
+    )
+    with pytest.raises(ValueError, match="expected hub:OWNER/NAME"):
+        HubText.parse("hub:pg19")

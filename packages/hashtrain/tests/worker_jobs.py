@@ -34,3 +34,10 @@ def command_line(arguments):
     from hashtrain.cli import main
 
     raise SystemExit(main(arguments))
+
+
+def rank(number, world, port, arguments):
+    """Run `hashtrain` as torchrun's process `number` of `world` does."""
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command_line(arguments)

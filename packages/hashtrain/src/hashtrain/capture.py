@@ -120,12 +120,14 @@ def capture(
 
 def capture_one(model: PreTrainedModel, ids: Tensor, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Store q and k of one context, int64 [T], and then its size and checksum beside it."""
-    tensors, scalings = _run(model, ids, dtype)
+    tensors, scalings = queries_and_keys(model, ids, dtype)
     save_tensors(tensors, path, metadata=scalings)
     write_text(path.with_suffix(".json"), json.dumps(checksum(path)))
 
 
-def _run(model: PreTrainedModel, ids: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, str]]:
+def queries_and_keys(
+    model: PreTrainedModel, ids: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Run one context; return its tensors and scalings by their names in the file."""
     tensors: dict[str, Tensor] = {}
     scalings: dict[str, str] = {}

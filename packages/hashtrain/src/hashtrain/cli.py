@@ -1,4 +1,4 @@
-"""The command line: `hashtrain [train] ...` and `hashtrain inspect FOLDER`."""
+"""The command line: `hashtrain [train|capture|convert|inspect|push] ...`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,37 @@ from typing import Annotated, Any, Union, cast
 import tyro
 from rich.console import Console
 
-from hashtrain.plan import DEMO, TrainCommand
+from hashtrain.plan import DEMO, PAPER, TrainCommand
 from hashtrain.usage import guarded
+
+
+@dataclass(frozen=True)
+class CaptureCommand(TrainCommand):
+    """Only capture queries and keys; `train` with the same settings goes on from there."""
+
+
+@dataclass(frozen=True)
+class ConvertCommand:
+    """Write a published `.pth` list of hashers in this project's format."""
+
+    file: Annotated[Path, tyro.conf.Positional]
+    """The published file."""
+    model: str
+    """A folder or hub id of the model that it was trained for."""
+    out: Path
+    """The folder to write."""
+
+
+@dataclass(frozen=True)
+class PushCommand:
+    """Publish a hasher on the Hub."""
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    """The hasher's folder."""
+    repo_id: Annotated[str, tyro.conf.Positional]
+    """OWNER/NAME; made if there is none of that name."""
+    private: bool = False
+    """Whether a new repository is private."""
 
 
 @dataclass(frozen=True)
@@ -32,32 +61,86 @@ def main(arguments: list[str] | None = None) -> int:
     return guarded("hashtrain", lambda: _run(given))
 
 
+Command = TrainCommand | CaptureCommand | ConvertCommand | InspectCommand | PushCommand
+
+
 def _run(arguments: list[str]) -> int:
-    command = _parse(arguments, TrainCommand())
+    from hashtrain.settings import with_config
+
+    arguments = with_config(arguments)
+    command = _parse(arguments, {})
     if isinstance(command, TrainCommand) and command.model != DEMO:  # whose defaults are others
-        command = _parse(arguments, TrainCommand.for_model(command.model))
-    return _train(command) if isinstance(command, TrainCommand) else _inspect(command)
+        command = _parse(arguments, PAPER)
+    match command:
+        case CaptureCommand():
+            return _capture(command)
+        case TrainCommand():
+            return _train(command)
+        case ConvertCommand():
+            return _convert(command)
+        case PushCommand():
+            return _push(command)
+        case InspectCommand():
+            return _inspect(command)
 
 
-def _parse(arguments: list[str], defaults: TrainCommand) -> TrainCommand | InspectCommand:
+def _parse(arguments: list[str], defaults: dict[str, Any]) -> Command:
     kinds = (
-        Annotated[TrainCommand, tyro.conf.subcommand("train", default=defaults)],
+        Annotated[TrainCommand, tyro.conf.subcommand("train", default=TrainCommand(**defaults))],
+        Annotated[CaptureCommand, tyro.conf.subcommand("capture", default=CaptureCommand(**defaults))],
+        Annotated[ConvertCommand, tyro.conf.subcommand("convert")],
         Annotated[InspectCommand, tyro.conf.subcommand("inspect")],
+        Annotated[PushCommand, tyro.conf.subcommand("push")],
     )
     return tyro.cli(
         cast(Any, Union)[kinds], args=arguments, prog="hashtrain", config=(tyro.conf.OmitSubcommandPrefixes,)
     )
 
 
-def _train(command: TrainCommand) -> int:
+def _console() -> Console:
     from transformers.utils import logging
-
-    from hashtrain.pipeline import run
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # its redrawn line would fill a log file
-    console = Console(stderr=not sys.stdout.isatty(), width=None if sys.stderr.isatty() else 120)
+    return Console(stderr=not sys.stdout.isatty(), width=None if sys.stderr.isatty() else 120)
+
+
+def _capture(command: CaptureCommand) -> int:
+    from hashtrain.pipeline import run
+
+    print(json.dumps({"out": str(command.out), **run(command, _console(), capture_only=True)}), flush=True)
+    return 0
+
+
+def _convert(command: ConvertCommand) -> int:
+    from transformers import AutoConfig
+
+    from hashtrain.convert import convert
+
+    try:
+        config = AutoConfig.from_pretrained(command.model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no config of the model {command.model}: {str(error).splitlines()[0]}") from error
+    convert(command.file, config, command.out, command.model)
+    return _inspect(InspectCommand(command.out))
+
+
+def _push(command: PushCommand) -> int:
+    from hashtrain.hasher import Hasher
+
+    address = Hasher.from_pretrained(command.folder).push_to_hub(command.repo_id, private=command.private)
+    print(json.dumps({"published": str(address)}), flush=True)
+    return 0
+
+
+def _train(command: TrainCommand) -> int:
+    from hashtrain.pipeline import run
+
+    console = _console()
     metrics = run(command, console)
+    if "dry_run" in metrics:
+        print(json.dumps(metrics), flush=True)
+        return 0
     if not metrics:  # one of torchrun's other processes
         return 0
     best = command.candidates[-1].name

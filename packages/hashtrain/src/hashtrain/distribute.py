@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 _PATIENCE = datetime.timedelta(days=7)  # torchrun notices a death at once; a rank may wait for another's last layer
+
+_POLL = 0.02  # seconds
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,41 @@ def joined(device: str) -> Iterator[Ranks]:
     if world == 1:
         yield ALONE
         return
+    store, rank, world = next(rendezvous("env://", timeout=_PATIENCE))
     local, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo", timeout=_PATIENCE)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
+        timeout=_PATIENCE,
+        store=_agreed(store, rank, world),
+        rank=rank,
+        world_size=world,
+    )
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), local, local_world)
+        yield Ranks(rank, world, local, local_world)
     finally:
         dist.destroy_process_group()
+
+
+def _agreed(store: Store, rank: int, world: int) -> Store:
+    """Return a corner of the store that no earlier start of these processes has used.
+
+    torchrun keeps one store over restarts, with the dead processes' addresses in it, and its count of restarts may
+    differ between machines. So the first process names a corner, and tells each other one that has said hello; stale
+    hellos are answered in vain.
+    """
+    name = uuid.uuid4().hex
+    if rank == 0:
+        while waiting := [r for r in range(1, world) if not store.check([f"ready/{name}/{r}"])]:
+            for other in (r for r in waiting if store.check([f"hello/{r}"])):
+                store.set(f"corner/{store.get(f'hello/{other}').decode()}", name)
+            time.sleep(_POLL)
+        return PrefixStore(name, store)
+    store.set(f"hello/{rank}", name)
+    while not store.check([f"corner/{name}"]):
+        time.sleep(_POLL)
+    corner = store.get(f"corner/{name}").decode()
+    store.set(f"ready/{corner}/{rank}", "")
+    return PrefixStore(corner, store)
 
 
 def device_for(asked: str, local: int) -> torch.device:

@@ -16,6 +16,7 @@ import hashtrain
 from hashtrain.atomic import write_text
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.distribute import ALONE, Ranks, joined
+from hashtrain.estimate import estimate
 from hashtrain.hasher import Hasher
 from hashtrain.job import LayerJob, LayerResult, make, result
 from hashtrain.judge import summarise
@@ -23,29 +24,32 @@ from hashtrain.plan import DEMO, Candidate, TrainCommand
 from hashtrain.prepare import Prepared, prepare
 from hashtrain.progress import live, tracking
 from hashtrain.report import card, draw, draw_bits, draw_heads, quality_table
+from hashtrain.settings import as_toml, environment
 from hashtrain.sources import loaded, make_all
 from hashtrain.workers import default_workers, run_jobs
 from hashtrain.workfolder import begin, end, locked
 
 # As asked for; the first two are stored as found, the others change no bit or are told by hasher.
-_NOT_FACTS = {"contexts", "held_out", "workers", "checkpoint_seconds", "learning_rate"}
+_NOT_FACTS = {"contexts", "held_out", "workers", "checkpoint_seconds", "learning_rate", "dry_run"}
 
 
-def run(command: TrainCommand, console: Console) -> dict[str, Any]:
+def run(command: TrainCommand, console: Console, capture_only: bool = False) -> dict[str, Any]:
     """Do what the command says and return its metrics; everything is stored below `command.out`.
 
     Under torchrun all processes do so together, and the first one stores and returns; the others return nothing.
 
+    Args:
+        capture_only: stop after the captures, which wait in the working folder for the run that goes on.
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
     with joined(command.device) as ranks:
         try:
-            return _run(command, console if ranks.first else Console(quiet=True), ranks)
+            return _run(command, console if ranks.first else Console(quiet=True), ranks, capture_only)
         finally:
             loaded.cache_clear()
 
 
-def _run(command: TrainCommand, console: Console, ranks: Ranks) -> dict[str, Any]:
+def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bool) -> dict[str, Any]:
     began = time.monotonic()
     prepared = prepare(command, ranks)
     shape, train, held = prepared.shape, prepared.train, prepared.held
@@ -54,17 +58,23 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks) -> dict[str, Any
         f"{shape.head_dim}; {len(train.contexts)} contexts of {command.context} tokens to train on, "
         f"{len(held.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
     )
+    hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.candidates}
+    jobs = _jobs(prepared, hashers)
+    if command.dry_run:
+        found = estimate(prepared, jobs, _workers(prepared) * ranks.world)
+        console.print("\n".join([f"hashers: {', '.join(hashers)}", *found.lines()]), highlight=False)
+        return {"dry_run": asdict(found)}
     with locked(command.out) if ranks.first else contextlib.nullcontext():
-        hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.candidates}
-        jobs = _jobs(prepared, hashers)
         if ranks.first:
             names = {path.name for job in jobs for path in (job.finished, job.unfinished)}
-            begin(command.out, _settings(command), names)
+            begin(command.out, as_toml(command), names)
         ranks.wait()
-        if not (command.out / ".work" / "run.json").is_file():
+        if not (command.out / ".work" / "run.toml").is_file():
             raise ValueError(f"{command.out} is not the same folder for all processes: expected one that all can see")
         with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
             make_all(command.model_path, prepared.device, prepared.sources, _workers(prepared), advance, ranks)
+        if capture_only:
+            return {"captured": len(train.contexts) + len(held.contexts)}
         loaded.cache_clear()  # its memory is wanted for training
         _make_layers(prepared, jobs, console)
         ranks.wait()
@@ -77,6 +87,8 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks) -> dict[str, Any
             hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
         for paint, name in ((draw, "training.png"), (draw_heads, "heads.png"), (draw_bits, "bits.png")):
             paint(metrics, command.out / name)
+        write_text(command.out / "config.toml", as_toml(command))
+        write_text(command.out / "environment.json", json.dumps(environment(prepared.device), indent=1) + "\n")
         write_text(command.out / "metrics.json", json.dumps(metrics, indent=1) + "\n")
         end(command.out)
     for heads in ("query_head", "kv_head"):
@@ -162,17 +174,15 @@ def _found(layers: list[LayerResult], dense_layers: int) -> dict[str, Any]:
     return {**found, **summarise([layer.quality for layer in layers], dense_layers)}
 
 
-def _settings(command: TrainCommand) -> str:
-    return json.dumps(asdict(command), indent=1, default=str) + "\n"
-
-
 def _base_model(name: str) -> str:
     """Name the base model in an artefact: a hub id whole, a local folder without its path."""
     return "hashtrain demo" if name == DEMO else Path(name).name if Path(name).is_dir() else name
 
 
 def _facts(command: TrainCommand, shape: ModelShape, contexts: int, held_out: int) -> dict[str, Any]:
-    corpus = ", ".join(p.name for p in command.text) or "this machine's Python standard library"
+    corpus = (
+        ", ".join(p.name if p.exists() else str(p) for p in command.text) or "this machine's Python standard library"
+    )
     return {
         "version": hashtrain.__version__,
         "model": command.model if command.model == DEMO else Path(command.model).name,

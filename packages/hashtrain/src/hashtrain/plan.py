@@ -58,7 +58,10 @@ class TrainCommand:
     model: str = DEMO
     """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
     text: tuple[Path, ...] = ()
-    """UTF-8 text files or folders to train on; without any, this machine's own Python sources."""
+    """What to train on: text files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME (README); without any, this
+    machine's own Python sources."""
+    held_out_text: tuple[Path, ...] = ()
+    """What to judge on, of the same kinds; without any, a fifth of --text."""
     out: Path = Path("runs/demo")
     """Where the hashers, the figure and the metrics go."""
     only: tuple[str, ...] = tuple(c.name for c in CANDIDATES)
@@ -96,6 +99,10 @@ class TrainCommand:
     depend on it."""
     checkpoint_seconds: float = 30.0
     """Seconds between two checkpoints of a layer: the most work that a kill can cost; 0 is after every step."""
+    config: Path | None = None
+    """A TOML file of these settings, such as the config.toml that a run stores; the command line wins."""
+    dry_run: bool = False
+    """Say what would be done, the disk and memory it takes, and about how long; write nothing."""
     seed: int = 0
 
     def __post_init__(self) -> None:

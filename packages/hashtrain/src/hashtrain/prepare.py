@@ -11,11 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hashtrain.capture import capture_bytes, require_disk
 from hashtrain.config import ModelShape
-from hashtrain.corpus import contexts, held_out_sources, python_sources, read_texts, split
+from hashtrain.corpus import contexts, held_out_sources, python_sources, split
 from hashtrain.distribute import ALONE, Ranks, device_for
 from hashtrain.manifest import identity
 from hashtrain.plan import TrainCommand
 from hashtrain.sources import Source, loaded
+from hashtrain.texts import read_texts, require_apart
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
 
     Raises: ValueError or OSError with one sentence if the command cannot be done.
     """
+    if command.spread == "data" and command.rows % ranks.world:
+        raise ValueError(
+            f"--rows must be a multiple of the {ranks.world} processes that share them, got {command.rows}"
+        )
     device = str(device_for(command.device, ranks.local))
     model, tokenizer = loaded(command.model_path, device)
     shape = ModelShape.of(model.config)
@@ -73,10 +78,15 @@ def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
 
 
 def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Tensor], list[Tensor]]:
-    if command.text:
-        train, held = split(read_texts(list(command.text)))
+    most = 4 * (command.contexts + command.held_out)
+    train = read_texts(list(command.text), most) if command.text else python_sources()
+    if command.held_out_text:
+        held = read_texts(list(command.held_out_text), most)
+    elif command.text:
+        train, held = split(train)
     else:
-        train, held = python_sources(), held_out_sources()
+        held = held_out_sources()
+    require_apart(train, held)
     return (
         contexts(train, tokenizer, command.context, command.contexts, command.seed),
         contexts(held, tokenizer, command.context, command.held_out, command.seed),

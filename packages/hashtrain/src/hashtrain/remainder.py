@@ -20,7 +20,7 @@ from hashtrain.target import top_count
 
 FRACTIONS = (0.005, 0.01, 0.02, 0.05)
 """Budgets of the rows that the fit sees: what is fitted holds between them."""
-_MAX_CONTEXTS, _ROWS, _FIRST_ROW = 32, 32, 64
+MAX_CONTEXTS, _ROWS, _FIRST_ROW = 32, 32, 64
 
 
 class Evidence(NamedTuple):
@@ -73,7 +73,7 @@ def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> 
     """
     generator, device = torch.Generator().manual_seed(seed * 1_000_003 + layer), hasher.remainder.device
     features, logs, weights = [], [], []
-    for context in range(min(len(data), _MAX_CONTEXTS)):
+    for context in range(min(len(data), MAX_CONTEXTS)):
         q, k, scaling = data.read(context, layer)
         rows = torch.randint(min(_FIRST_ROW, k.shape[2] - 1), k.shape[2], (_ROWS,), generator=generator, device="cpu")
         q, k, rows = q.to(device), k.to(device), rows.to(device)

@@ -133,12 +133,13 @@ class Training:
             self._restore(*found)
         ranks.wait()  # before the first of them may write the next checkpoint
 
-    def run(self, on_step: Callable[[int, float], None] = lambda step, loss: None) -> None:
-        """Do the steps that are left, or as many as go well. `on_step` gets (step, loss) after each.
+    def run(self, on_step: Callable[[int, float], None] = lambda step, loss: None, until: int | None = None) -> None:
+        """Do the steps that are left, or as many as go well, or up to `until`. `on_step` gets (step, loss) after each.
 
         Raises: FloatingPointError if not even the first loss is a finite number.
         """
-        while not self.stopped and len(self.losses) < self.config.steps:
+        last = self.config.steps if until is None else min(until, self.config.steps)
+        while not self.stopped and len(self.losses) < last:
             step = len(self.losses)
             loss = self._step(step)
             if math.isfinite(loss):

@@ -40,7 +40,7 @@ def run_jobs(function: Function, jobs: Sequence[Any], workers: int, report: Repo
     Raises: what a job raised; ChildProcessError if a worker died. The other workers are stopped.
     """
     if workers == 1 or len(jobs) == 1:
-        with _one_thread():
+        with one_thread():
             return [function(job, report) for job in jobs]
     return _Pool(function, jobs, report).run(min(workers, len(jobs)))
 
@@ -129,7 +129,8 @@ def _work(function: Function, pipe: Pipe) -> None:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread inside the block, as a worker does."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

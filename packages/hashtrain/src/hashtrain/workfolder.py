@@ -1,7 +1,7 @@
 """A run's working folder, `.work` below its --out: what an interrupted run leaves for the next one.
 
     .lock                         held by the run that works here
-    .work/run.json                the settings, for a reader
+    .work/run.toml                the settings, for a reader
     .work/train, .work/held       captures (`hashtrain.manifest`)
     .work/layers/NAME-LAYER-KEY   checkpoints and finished layers; the key stands for all that decides their bits
 
@@ -56,7 +56,9 @@ def begin(out: Path, settings: str, layer_files: set[str]) -> Path:
     for path in (work / "layers").iterdir():
         if path.name not in layer_files:
             path.unlink()
-    write_text(work / "run.json", settings)
+    if not (work / "run.toml").exists():  # nothing to go on from
+        (out / "metrics.jsonl").unlink(missing_ok=True)
+    write_text(work / "run.toml", settings)
     return work
 
 

@@ -1,0 +1,108 @@
+"""What a run would take: disk and memory by arithmetic, time by a first piece of each kind of work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hashtrain.capture import Capture, queries_and_keys
+from hashtrain.hasher import make_layer
+from hashtrain.job import LayerJob
+from hashtrain.judge import judge_layer
+from hashtrain.memory import step_bytes
+from hashtrain.prepare import Prepared
+from hashtrain.remainder import MAX_CONTEXTS, calibrate
+from hashtrain.sources import loaded
+from hashtrain.trainer import Training
+from hashtrain.workers import one_thread
+
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes and seconds of a whole run."""
+
+    disk: int
+    step_memory: int
+    """Of the largest layer in training, on its device."""
+    model_memory: int
+    """Of the model while queries and keys are captured."""
+    capture_seconds: float
+    train_seconds: float
+
+    def lines(self) -> list[str]:
+        """Say it."""
+        return [
+            f"disk while it runs   {self.disk / 1e9:.2f} GB",
+            f"memory to capture    {self.model_memory / 1e9:.2f} GB a process for the weights alone",
+            f"memory to train      {self.step_memory / 1e9:.2f} GB a layer",
+            f"time to capture      {_clock(self.capture_seconds)}",
+            f"time to train        {_clock(self.train_seconds)}",
+        ]
+
+
+class _Sample:
+    """The queries and keys of one context, in memory."""
+
+    def __init__(self, tensors: dict[str, Tensor], scalings: dict[str, str]):
+        self.tensors, self.scalings = tensors, scalings
+
+    def __len__(self) -> int:
+        return 1
+
+    def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
+        scaling = float(self.scalings[f"scaling.{layer}"])
+        return self.tensors[f"q.{layer}"], self.tensors[f"k.{layer}"], scaling
+
+
+def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Estimate:
+    """Run one context, a few steps of each hasher and one judgement, and multiply. Nothing is written.
+
+    Args:
+        jobs: every layer of every hasher; workers: processes at work side by side, over all machines.
+    """
+    command = prepared.command
+    model, _ = loaded(command.model_path, prepared.device)
+    with one_thread():
+        began = time.perf_counter()
+        tensors, scalings = queries_and_keys(model, prepared.train.contexts[0])
+        once = time.perf_counter() - began
+        sample = cast(Capture, _Sample(tensors, scalings))
+        seconds = {job.candidate.name: _layer_seconds(prepared, job, sample) for job in jobs if job.layer == 0}
+    lacking = sum(len(source.lacking) for source in prepared.sources)
+    return Estimate(
+        disk=prepared.disk,
+        step_memory=max(step_bytes(job.config.at(job.layer), job.training, command.context) for job in jobs),
+        model_memory=sum(p.numel() * p.element_size() for p in model.parameters()),
+        capture_seconds=once * lacking / workers,
+        train_seconds=sum(seconds[job.candidate.name] for job in jobs) / workers,
+    )
+
+
+def _layer_seconds(prepared: Prepared, job: LayerJob, sample: Capture) -> float:
+    hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
+    total = 0.0
+    if job.candidate.trained:
+        times: list[float] = []
+        training = Training(hasher, job.layer, sample, job.training)
+        training.run(lambda step, loss: times.append(time.perf_counter()), until=_STEPS)
+        if len(times) > 1:  # the first step also warms up
+            total += (times[-1] - times[0]) / (len(times) - 1) * job.command.steps
+    with torch.device(job.device):
+        began = time.perf_counter()
+        calibrate(hasher, job.layer, sample, job.command.seed)
+        total += (time.perf_counter() - began) * min(MAX_CONTEXTS, len(prepared.train.contexts))
+        began = time.perf_counter()
+        judge_layer(job.command, hasher, job.layer, sample)
+    return total + (time.perf_counter() - began) * len(prepared.held.contexts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{hours:.1f} h" if hours >= 1 else f"{minutes:.1f} min" if minutes >= 1 else f"{seconds:.0f} s"

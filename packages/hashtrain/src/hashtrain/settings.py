@@ -1,0 +1,80 @@
+"""A command's settings as a file: read from TOML into command-line words, and written beside the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tomllib
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import hashtrain
+from hashtrain.plan import TrainCommand
+from hashtrain.usage import UsageError
+
+_NOT_STORED = {"config", "dry_run"}
+
+
+def with_config(arguments: list[str]) -> list[str]:
+    """Put the settings of `--config FILE` before the words that follow the command's name, which therefore win.
+
+    Raises: UsageError if the file is missing, not TOML, or sets what the command does not know.
+    """
+    words = [
+        word for given in arguments for word in (given.split("=", 1) if given.startswith("--config=") else [given])
+    ]
+    if "--config" not in words:
+        return arguments
+    at = words.index("--config")
+    if at + 1 == len(words):
+        raise UsageError("--config needs a TOML file")
+    path = Path(words[at + 1])
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"--config {path} is not a TOML file that can be read: {error}") from error
+    return [words[0], *_words(path, found), *words[1:at], *words[at + 2 :]]
+
+
+def _words(path: Path, found: dict[str, Any]) -> list[str]:
+    known = {f.name for f in fields(TrainCommand)} - _NOT_STORED
+    words = []
+    for key, value in found.items():
+        if key.replace("-", "_") not in known:
+            raise UsageError(f"--config {path} sets {key}, expected one of {', '.join(sorted(known))}")
+        if not isinstance(value, str | int | float | list) or isinstance(value, bool):
+            raise UsageError(f"--config {path} sets {key} to {value!r}, expected a text, a number or a list")
+        values = value if isinstance(value, list) else [value]
+        words += [f"--{key.replace('_', '-')}", *map(str, values)] if values else []
+    return words
+
+
+def as_toml(command: TrainCommand) -> str:
+    """Return the settings in a form that `--config` reads."""
+    lines = []
+    for key, value in asdict(command).items():
+        if key in _NOT_STORED or value is None:
+            continue
+        plain = (
+            [str(v) for v in value] if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+        )
+        lines.append(f"{key} = {json.dumps(plain, ensure_ascii=False)}\n")
+    return "".join(lines)
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Say what the run ran on."""
+    return {
+        "hashtrain": hashtrain.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+    }

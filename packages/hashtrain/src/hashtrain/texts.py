@@ -1,0 +1,175 @@
+"""Texts from files and from the Hub, or a sentence saying why they cannot be trained on.
+
+    my.txt, folder/                       UTF-8 text
+    my.jsonl, my.parquet                  a text in the field `text`; `content` or `code` also serve
+    hub:emozilla/pg19:train               a data set of the Hub: id, split (train by default), field
+    hub:namespace-Pt/long-llm-data/lm/proof-pile.json     one file of such a set
+    hub:allenai/c4@en:validation:text     one of its configurations
+
+Everything else than plain text goes through `datasets` (the extra of that name), streamed: what is not read is not
+downloaded.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HUB = "hub:"
+_PLAIN = {".txt", ".md", ".py"}
+_TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_FIELDS = ("text", "content", "code")
+_LONG_LINE, _FEW_LINES = 30, 5  # characters, and lines, below which a likeness may be chance
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text with the name a report may print (never an absolute path)."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class HubText:
+    """A data set of the Hub: `hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]]`."""
+
+    repository: str
+    file: str | None
+    config: str | None
+    split: str
+    field: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> HubText:
+        """Read the form above. Raises: ValueError if it is another."""
+        place, _, rest = text.removeprefix(HUB).partition(":")
+        split, _, field = rest.partition(":")
+        place, _, config = place.partition("@")
+        parts = place.split("/")
+        if len(parts) < 2 or not all(parts):
+            raise ValueError(f"expected hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]], got {text}")
+        file = "/".join(parts[2:]) or None
+        return cls("/".join(parts[:2]), file, config or None, split or "train", field or None)
+
+    def rows(self) -> Iterable[dict[str, Any]]:
+        """Stream its rows."""
+        if self.file:
+            return _stream(
+                _builder(Path(self.file)),
+                shown=f"{HUB}{self.repository}/{self.file}",
+                data_files=f"hf://datasets/{self.repository}/{self.file}",
+            )
+        return _stream(
+            self.repository, f"the data set {self.repository}, split {self.split}", self.split, name=self.config
+        )
+
+
+def read_texts(paths: list[Path], at_most: int = 200_000) -> list[Document]:
+    """Read documents from files, folders (every file below them that has a known ending) and Hub ids.
+
+    Args:
+        at_most: documents of one table or data set, the first ones.
+    Raises: ValueError if a path is missing, holds no text, is binary or not UTF-8; or a table is asked for without the
+        extra `datasets`.
+    """
+    documents: list[Document] = []
+    for path in paths:
+        if str(path).startswith(HUB):
+            source = HubText.parse(str(path))
+            documents += _of_rows(source.rows(), source.field, str(path), at_most)
+            continue
+        if not path.exists():
+            raise ValueError(f"text file not found: expected a file or folder at {path}")
+        known = _PLAIN | set(_TABLES)
+        for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known):
+            documents += _read_file(file, at_most)
+    documents = [document for document in documents if document.text.strip()]
+    if not documents:
+        found = ", ".join(map(str, paths))
+        raise ValueError(f"no text found: expected non-empty .txt, .md, .py, .jsonl or .parquet files in {found}")
+    return documents
+
+
+def require_apart(train: list[Document], held: list[Document]) -> None:
+    """Refuse a training document that equals a held-out one or holds most of its long lines.
+
+    Raises: ValueError naming the first such pair: figures on text that was trained on would say nothing.
+    """
+    texts = {document.text.strip(): document for document in held}
+    lines: dict[str, set[int]] = {}
+    wanted = [set(long_lines(document.text)) for document in held]
+    for number, own in enumerate(wanted):
+        for line in own if len(own) >= _FEW_LINES else ():
+            lines.setdefault(line, set()).add(number)
+    for document in train:
+        shared = collections.Counter(n for line in set(long_lines(document.text)) for n in lines.get(line, ()))
+        copies = [held[number] for number, count in shared.items() if count > len(wanted[number]) / 2]
+        if same := texts.get(document.text.strip()) or next(iter(copies), None):
+            raise ValueError(
+                f"{document.name} holds most of the held-out text {same.name}: expected texts that share no document; "
+                "remove the duplicate, or give another --held-out-text"
+            )
+
+
+def long_lines(text: str) -> list[str]:
+    """Return the lines long enough to be nobody else's by chance; of a text in one line, its sentences."""
+    lines = text.splitlines()
+    pieces = lines if len(lines) > 1 else text.split(". ")
+    return [stripped for line in pieces if len(stripped := line.strip()) >= _LONG_LINE]
+
+
+def _read_file(file: Path, at_most: int) -> list[Document]:
+    if file.suffix in _TABLES:
+        if not file.stat().st_size:
+            raise ValueError(f"{file} is empty: expected rows with a text")
+        return _of_rows(_stream(_builder(file), file.name, data_files=str(file)), None, file.name, at_most)
+    content = file.read_bytes()
+    if b"\0" in content:
+        raise ValueError(f"{file} is binary: expected UTF-8 text, got a zero byte at {content.index(0)}")
+    try:
+        return [Document(file.name, content.decode("utf-8"))]
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file} is not UTF-8 text: byte {error.start} cannot be read; convert it with iconv first"
+        ) from error
+
+
+def _builder(file: Path) -> str:
+    if file.suffix not in _TABLES:
+        raise ValueError(f"expected a file ending in {', '.join(_TABLES)}, got {file.name}")
+    return _TABLES[file.suffix]
+
+
+def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iterable[dict[str, Any]]:
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ImportError as error:
+        raise ValueError(f"reading {shown} needs the extra `datasets`: uv pip install 'hashtrain[datasets]'") from error
+    try:
+        return datasets.load_dataset(path, split=split, streaming=True, **options)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise ValueError(f"{shown} cannot be read: {_first_line(error)}") from error
+
+
+def _of_rows(rows: Iterable[dict[str, Any]], field: str | None, name: str, at_most: int) -> list[Document]:
+    documents = []
+    try:
+        for number, row in enumerate(itertools.islice(rows, at_most)):
+            text = row.get(field or next((f for f in _FIELDS if f in row), ""))
+            if not isinstance(text, str):
+                wanted = field or " or ".join(_FIELDS)
+                raise ValueError(f"expected a text in the field {wanted}, got the fields {', '.join(row)}")
+            documents.append(Document(f"{name}, row {number + 1}", text))
+    except Exception as error:  # each reader below `datasets` raises its own kind
+        raise ValueError(f"{name} cannot be read: {_first_line(error)}") from error
+    return documents
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

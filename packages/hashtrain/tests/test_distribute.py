@@ -1,0 +1,114 @@
+"""Several processes make what one makes: to the bit when they share layers, closely when they share rows."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hashtrain.cli import main
+from hashtrain.demo import demo_model_path
+from hashtrain.distribute import ALONE, Ranks, device_for
+from transformers import AutoTokenizer, LlamaForCausalLM
+from worker_jobs import rank
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory, tiny_config):
+    root = tmp_path_factory.mktemp("distribute")
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny_config(vocab_size=4096, num_hidden_layers=3)).save_pretrained(root / "model")
+    AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(root / "model")
+    (root / "text.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(3000)))
+    sizes = "--context 512 --contexts 3 --held-out 2 --held-out-rows 64 --steps 30 --dense-layers 1 --workers 1"
+    rest = "--only lsh planes --bits 32 --device cpu --checkpoint-seconds 0.05"
+    return ["--model", str(root / "model"), "--text", str(root / "text.txt"), *f"{sizes} {rest}".split()]
+
+
+@pytest.fixture(scope="module")
+def alone(arguments, tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone") / "run"
+    assert main([*arguments, "--out", str(out)]) == 0
+    return stored(out)
+
+
+def stored(out):
+    """A run's hashers, byte for byte, and its figures."""
+    metrics = json.loads((out / "metrics.json").read_text())
+    del metrics["seconds"]
+    return metrics, {(p.parent.name, p.name): p.read_bytes() for p in out.glob("[a-z]*/*")}
+
+
+def run_two(arguments):
+    """Two gloo ranks, forked from a process that has imported everything already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain", "hashtrain.pipeline"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [context.Process(target=rank, args=(number, 2, port, arguments)) for number in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    return [process.exitcode for process in ranks]
+
+
+def test_two_ranks_that_share_layers_make_the_bits_of_one_process(arguments, alone, tmp_path):
+    assert run_two([*arguments, "--out", str(tmp_path / "run")]) == [0, 0]
+    assert stored(tmp_path / "run") == alone
+
+
+def test_two_ranks_that_share_rows_come_within_0_005_of_one_process(arguments, alone, tmp_path):
+    assert run_two([*arguments, "--out", str(tmp_path / "run"), "--spread", "data"]) == [0, 0]
+    metrics, files = stored(tmp_path / "run")
+    one, two = (m["hashers"]["planes"]["kv_head"]["mean"]["iou"] for m in (alone[0], metrics))
+    assert two == pytest.approx(one, abs=0.005)
+    assert files != alone[1], "the second process had no part in it"
+
+
+def test_rows_that_cannot_be_shared_evenly_are_one_sentence(arguments, tmp_path):
+    assert run_two([*arguments, "--out", str(tmp_path / "run"), "--spread", "data", "--rows", "63"]) == [2, 2]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds torchrun's processes in /proc")
+def test_torchrun_restarts_a_killed_rank_which_goes_on_to_the_same_bits(arguments, alone, tmp_path):
+    out = tmp_path / "run"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        [*launcher, "--max-restarts", "2", "-m", "hashtrain", *arguments, "--out", str(out)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not list(out.glob(".work/layers/*.checkpoint")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = [int(pid) for pid in children if b"hashtrain" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(ranks[-1], signal.SIGKILL)
+        assert process.wait(180) == 0
+    assert len(ranks) == 2
+    assert stored(out) == alone
+
+
+def test_jobs_are_dealt_out_whole():
+    jobs = list(range(7))
+    dealt = [Ranks(number, 3).mine(jobs) for number in range(3)]
+    assert sorted(job for mine in dealt for job in mine) == jobs
+    assert ALONE.mine(jobs) == jobs
+
+
+def test_a_device_that_is_not_there_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(device_for("cuda", local)) for local in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert str(device_for("cpu", 1)) == "cpu"
+    with pytest.raises(ValueError, match="--device cuda:2 is not there: expected one of 2 CUDA devices"):
+        device_for("cuda:2", 0)
