@@ -245,7 +245,8 @@ def test_an_empty_sample_is_counted_in_the_rows(ppl_command, monkeypatch):
     from evals.rivals import MagicPigSelector
 
     monkeypatch.setattr("evals.methods.MagicPigSelector", lambda **given: MagicPigSelector(31, 2, **given, prefill=96))
-    found = ppl.run(ppl_command(methods=("magicpig-bare",), rules=("visible",), documents=1), QUIET)
+    found = ppl.run(ppl_command(methods=("magicpig", "magicpig-bare"), rules=("visible",), documents=1), QUIET)
+    assert {(row.sink, row.recent) for row in found.select(method="magicpig")} == {(4, 64)}
     row = found.one(metric="empty", method="magicpig-bare", budget=0.1)
     assert row.value > 0.99
-    assert found.one(metric="kl", method="magicpig-bare", budget=0.1).value > 0
+    assert found.one(metric="kl", method="magicpig-bare", budget=0.1, against=None).value > 0

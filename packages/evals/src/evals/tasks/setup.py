@@ -82,12 +82,14 @@ def rows_of(command: MethodsCommand, ready: Ready, phase: str, n: int) -> Callab
         phase: see `Row`; n: documents.
     """
     methods = {method.name: method for method in ready.methods}
-    shared = {"task": ready.settings["task"], "dense_layers": command.dense_layers, "sink": 0, "recent": 0}
+    shared = {"task": ready.settings["task"], "dense_layers": command.dense_layers}
     shared |= {"phase": phase, "n": n, "seed": command.seed, "versions": versions()}
 
     def row(method: str, metric: str, estimate: Estimate, **more: Any) -> Row:
         found = methods.get(method)
         facts = {"variant": found.variant if found else method, "bits": found.bits if found else None}
+        selector = found.selector if found else None  # only MagicPIG brings sink and local tokens of its own
+        facts |= {"sink": getattr(selector, "sink", 0), "recent": getattr(selector, "local", 0)}
         if method == DENSE:
             more |= {"budget": None, "rule": DENSE, "density": 1.0}
         value = {"value": estimate.mean, "low": estimate.low, "high": estimate.high}
