@@ -129,3 +129,14 @@ def test_a_killed_run_leaves_the_old_hasher(arguments, tmp_path):
     assert list(out.glob(".work/layers/*.checkpoint")), "the run was not killed while it trained"
     after = Hasher.from_pretrained(out / "planes").state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_half_written_files_of_killed_runs_are_swept_away(tmp_path):
+    ours = [".metrics.json.abcd1234", "planes/.config.json.abcd_234", ".work/train/.00001.safetensors.abcd1234"]
+    theirs = ["notes.txt", ".hidden", "planes/config.json", ".work/train/00000.safetensors"]
+    for name in (*ours, *theirs):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    with locked(tmp_path):
+        assert not any((tmp_path / name).exists() for name in ours)
+        assert all((tmp_path / name).exists() for name in theirs)
