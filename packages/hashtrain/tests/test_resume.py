@@ -1,5 +1,6 @@
 """A run that is killed at any moment goes on where it was, and ends with the same bits as one that was not."""
 
+import contextlib
 import json
 import multiprocessing
 import random
@@ -55,18 +56,29 @@ def started(arguments, out):
     return process
 
 
+def checkpoint_since(moment, out):
+    """Whether a layer's checkpoint has been written after that moment; a file may go while it is looked at."""
+    for path in out.glob(".work/layers/*.checkpoint"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_mtime > moment:
+                return True
+    return False
+
+
 def test_ten_kills_at_random_moments_change_no_bit(arguments, uninterrupted, tmp_path):
     wanted, seconds = uninterrupted
     out, moments, hit = tmp_path / "run", random.Random(0), []
-    for _ in range(KILLS):
-        process = started(arguments, out)
-        process.join(moments.uniform(0.05, 0.35) * seconds)
+    for number in range(KILLS):
+        began, process = time.time(), started(arguments, out)
+        while number % 2 and process.is_alive() and not checkpoint_since(began, out):  # half of them while they train
+            time.sleep(0.01)
+        process.join(moments.uniform(0, 0.3) * seconds)
         process.kill()
         process.join()
         layers = list((out / ".work" / "layers").glob("*")) if out.is_dir() else []
         hit.append((process.exitcode, len(layers)))
-    assert [code for code, _ in hit].count(-9) >= KILLS // 2, "most runs were over before they were killed"
-    assert any(layers for _, layers in hit), "no run was killed while it trained"
+    assert [code for code, _ in hit].count(-9) >= KILLS // 2, f"most runs were over before they were killed: {hit}"
+    assert any(layers for _, layers in hit), f"no run was killed while it trained: {hit}"
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == wanted
     assert not list(out.glob(".work*"))
@@ -97,11 +109,9 @@ def test_leavings_of_other_settings_are_not_taken_for_this_run(arguments, uninte
     assert stored(out) == uninterrupted[0]
 
 
-def test_a_damaged_capture_file_is_made_anew(arguments, uninterrupted, tmp_path, monkeypatch):
+def test_a_damaged_capture_file_is_made_anew(arguments, uninterrupted, tmp_path):
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr("hashtrain.pipeline._make_hashers", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
-        assert main([*arguments, "--out", str(out)]) == 2
+    assert main(["capture", *arguments, "--out", str(out)]) == 0
     victim = out / ".work" / "train" / "00001.safetensors"
     content = bytearray(victim.read_bytes())
     content[-1] ^= 1
@@ -129,3 +139,14 @@ def test_a_killed_run_leaves_the_old_hasher(arguments, tmp_path):
     assert list(out.glob(".work/layers/*.checkpoint")), "the run was not killed while it trained"
     after = Hasher.from_pretrained(out / "planes").state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_half_written_files_of_killed_runs_are_swept_away(tmp_path):
+    ours = [".metrics.json.abcd1234", "planes/.config.json.abcd_234", ".work/train/.00001.safetensors.abcd1234"]
+    theirs = ["notes.txt", ".hidden", "planes/config.json", ".work/train/00000.safetensors"]
+    for name in (*ours, *theirs):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    with locked(tmp_path):
+        assert not any((tmp_path / name).exists() for name in ours)
+        assert all((tmp_path / name).exists() for name in theirs)

@@ -71,9 +71,10 @@ def end(out: Path) -> None:
 
 
 def _sweep(out: Path) -> None:
-    """Remove what kills have left half written or half removed, here and in the hashers' folders."""
+    """Remove what kills have left half written or half removed, here, in the hashers' folders and in the captures."""
     shutil.rmtree(out / ".work-done", ignore_errors=True)
-    for folder in (out, *(path for path in out.iterdir() if path.is_dir())):
+    folders = [path for pattern in ("*", ".work/*") for path in out.glob(pattern) if path.is_dir()]
+    for folder in (out, *folders):
         for path in folder.iterdir():
             if _HALF_WRITTEN.fullmatch(path.name):
                 path.unlink()
