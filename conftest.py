@@ -2,4 +2,5 @@
 
 import os
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hashtrain import Hasher
-from hashtrain.cli import _parse, main
+from hashtrain import Hasher, ModelShape
+from hashtrain.cli import _best, _parse, main, next_command
 from hashtrain.demo import demo_model_path
 from hashtrain.plan import PAPER, TrainCommand
-from transformers import AutoTokenizer, LlamaForCausalLM
+from hashtrain.prepare import _check_model
+from transformers import AutoTokenizer, Gemma2Config, LlamaForCausalLM, MistralConfig
 
 SMALL = [
     "--context",
@@ -230,3 +231,36 @@ def test_push_hands_the_hasher_to_the_hub(folder, tmp_path, capsys, monkeypatch)
     assert (hasher.config.variant, name, more) == ("lsh", "owner/name", {"private": True})
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1]) == {"published": "address"}
     assert main(["push", str(tmp_path), "owner/name"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"only": ("all",)}, ""),
+        ({"only": ("linear", "planes")}, "--methods planes"),
+        ({"context": 8192, "dense_layers": 1}, "--context 8192 --dense-layers 1"),
+    ],
+)
+def test_the_next_command_names_what_evals_knows(changes, words):
+    assert (
+        next_command(TrainCommand(**changes)) == f"uv run evals ppl --documents 4 --hashers runs/demo {words}".strip()
+    )
+
+
+def test_the_best_hasher_has_the_highest_overlap_and_can_decode():
+    found = {"lsh": 0.4, "planes": 0.6, "linear": 0.45, "down-proj": 0.9}
+    metrics = {"hashers": {name: {"kv_head": {"mean": {"iou": iou}}} for name, iou in found.items()}}
+    assert _best(TrainCommand(only=tuple(found)), metrics) == "planes"
+
+
+def test_models_that_no_hasher_could_serve_are_refused_before_the_training():
+    heads = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
+    for config, words in (
+        (MistralConfig(**heads, sliding_window=128), "whose tokens see 128 others"),
+        (Gemma2Config(**heads, head_dim=16), "full attention in every layer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            _check_model(TrainCommand(context=512, dense_layers=1), config, ModelShape.of(config))
+    full = MistralConfig(**heads, sliding_window=None)
+    _check_model(TrainCommand(context=512, dense_layers=1), full, ModelShape.of(full))

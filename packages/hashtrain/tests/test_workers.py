@@ -1,6 +1,7 @@
 """Jobs on several processes: in order, alike for any number of them, and nothing left behind."""
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -8,8 +9,10 @@ import time
 
 import pytest
 import torch
+from hashtrain import allocator
+from hashtrain.allocator import keep_freed_memory
 from hashtrain.workers import default_workers, run_jobs
-from worker_jobs import die, fail, square
+from worker_jobs import break_stubbornly, die, fail, square
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -56,6 +59,34 @@ def alive(pid):
         return False
     with open(f"/proc/{pid}/stat") as file:
         return file.read().split()[2] != "Z"
+
+
+def test_an_error_that_cannot_travel_arrives_in_words():
+    with pytest.raises(RuntimeError, match="Stubborn: it broke"):
+        run_jobs(break_stubbornly, [1, 2], 2, print)
+
+
+def faults(keep):
+    """Return the page faults of a new process that frees 64 MB again and again."""
+    # By its path: importing the package would take the test's time.
+    code = f"import resource, runpy, numpy\nkeep = runpy.run_path({allocator.__file__!r})['keep_freed_memory']\n"
+    code += f"{keep} and print(keep())\n"
+    code += "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+    code += "began = faults()\nfor _ in range(50): numpy.ones(1 << 23)\nprint(faults() - began)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has this setting")
+def test_freed_memory_is_kept():
+    said, kept = faults(keep=True)
+    assert said == "True"
+    assert int(kept) < int(faults(keep=False)[0]) / 2
+
+
+def test_other_c_libraries_have_no_such_setting(monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert not keep_freed_memory()
 
 
 def test_there_is_a_worker_a_core_up_to_six(monkeypatch):

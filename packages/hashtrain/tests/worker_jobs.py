@@ -41,3 +41,12 @@ def rank(number, world, port, arguments):
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command_line(arguments)
+
+
+class Stubborn(Exception):
+    def __reduce__(self):
+        raise TypeError("this error stays where it is")
+
+
+def break_stubbornly(job, report):
+    raise Stubborn("it broke")

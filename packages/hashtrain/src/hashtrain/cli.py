@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, cast
 import tyro
 from rich.console import Console
 
-from hashtrain.plan import DEMO, PAPER, TrainCommand
+from hashtrain.plan import CANDIDATES, DEMO, PAPER, TrainCommand, base_model
 from hashtrain.usage import guarded
 
 
@@ -121,7 +121,7 @@ def _convert(command: ConvertCommand) -> int:
         config = AutoConfig.from_pretrained(command.model)
     except (OSError, ValueError) as error:
         raise ValueError(f"no config of the model {command.model}: {str(error).splitlines()[0]}") from error
-    convert(command.file, config, command.out, command.model)
+    convert(command.file, config, command.out, base_model(command.model))
     return _inspect(InspectCommand(command.out))
 
 
@@ -143,7 +143,7 @@ def _train(command: TrainCommand) -> int:
         return 0
     if not metrics:  # one of torchrun's other processes
         return 0
-    best = command.candidates[-1].name
+    best = _best(command, metrics)
     console.print(f"stored in {command.out}; next:\n{next_command(command)}", highlight=False, soft_wrap=True)
     last = {
         "out": str(command.out),
@@ -158,18 +158,27 @@ def _train(command: TrainCommand) -> int:
     return 0
 
 
+def _best(command: TrainCommand, metrics: dict[str, Any]) -> str:
+    """Name the hasher with the highest IoU as deployed, of those that can decode."""
+    decoding = [c.name for c in command.candidates if c.variant != "down-proj"] or [c.name for c in command.candidates]
+    return max(decoding, key=lambda name: metrics["hashers"][name]["kv_head"]["mean"]["iou"])
+
+
 def next_command(command: TrainCommand) -> str:
     """Return the command that measures what this run made."""
     words = ["uv", "run", "evals", "ppl", "--documents", "4", "--hashers", str(command.out)]
-    default = TrainCommand.for_model(command.model)
     if command.model != DEMO:
         words += ["--model", command.model]
     if command.text:
         words += ["--text", "TEXT-NOT-TRAINED-ON"]
+    default = TrainCommand()  # evals knows nothing of a model's own defaults
     if command.context != default.context:
         words += ["--context", str(command.context)]
-    if command.only != default.only:
-        words += ["--methods", *command.only]
+    if command.dense_layers != default.dense_layers:
+        words += ["--dense-layers", str(command.dense_layers)]
+    compared = [c.name for c in CANDIDATES if c in command.candidates]  # evals compares no ablations
+    if len(compared) < len(CANDIDATES):
+        words += ["--methods", *(compared or ["oracle"])]
     return shlex.join(words)
 
 

@@ -85,7 +85,8 @@ def finish(stored: Stored) -> None:
     """Gather every file's size and checksum in the manifest."""
     path = stored.folder / _NAME
     manifest = _read(path)
-    found = {p.name: manifest["files"].get(p.name) or _read(p.with_suffix(".json")) for p in _files(stored)}
+    # A file that was made anew has its own record beside it, which counts.
+    found = {p.name: _read(p.with_suffix(".json")) or manifest["files"].get(p.name) for p in _files(stored)}
     write_text(path, json.dumps({**manifest, "files": found}, indent=1) + "\n")
     for file in _files(stored):
         file.with_suffix(".json").unlink(missing_ok=True)
@@ -102,7 +103,7 @@ def _files(stored: Stored) -> list[Path]:
 
 
 def _whole(path: Path, recorded: dict[str, Any]) -> bool:
-    wanted = recorded.get(path.name) or _read(path.with_suffix(".json"))
+    wanted = _read(path.with_suffix(".json")) or recorded.get(path.name)
     return bool(wanted) and path.is_file() and checksum(path) == wanted
 
 

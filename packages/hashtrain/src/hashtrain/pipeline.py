@@ -20,7 +20,7 @@ from hashtrain.estimate import estimate
 from hashtrain.hasher import Hasher
 from hashtrain.job import LayerJob, LayerResult, make, result
 from hashtrain.judge import summarise
-from hashtrain.plan import DEMO, Candidate, TrainCommand
+from hashtrain.plan import DEMO, Candidate, TrainCommand, base_model
 from hashtrain.prepare import Prepared, prepare
 from hashtrain.progress import live, tracking
 from hashtrain.report import card, draw, draw_bits, draw_heads, quality_table
@@ -162,7 +162,7 @@ def _config(prepared: Prepared, candidate: Candidate) -> HasherConfig:
         planes=command.planes,
         hidden=max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128,
         init=candidate.init,
-        base_model=_base_model(command.model),
+        base_model=base_model(command.model),
         base_revision=getattr(prepared.model_config, "_commit_hash", None),
     )
 
@@ -172,11 +172,6 @@ def _found(layers: list[LayerResult], dense_layers: int) -> dict[str, Any]:
     stopped = {str(number): layer.stopped for number, layer in enumerate(layers) if layer.stopped}
     found = {"losses": whole, **({"stopped": stopped} if stopped else {})}
     return {**found, **summarise([layer.quality for layer in layers], dense_layers)}
-
-
-def _base_model(name: str) -> str:
-    """Name the base model in an artefact: a hub id whole, a local folder without its path."""
-    return "hashtrain demo" if name == DEMO else Path(name).name if Path(name).is_dir() else name
 
 
 def _facts(command: TrainCommand, shape: ModelShape, contexts: int, held_out: int) -> dict[str, Any]:

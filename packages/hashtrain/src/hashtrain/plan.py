@@ -157,3 +157,8 @@ class TrainCommand:
     def first_row(self) -> int:
         """Rows before this one are not judged (1,024 of 4,096)."""
         return self.context // 4
+
+
+def base_model(name: str) -> str:
+    """Name the base model in an artefact: a hub id whole, a local folder without its path."""
+    return "hashtrain demo" if name == DEMO else Path(name).name if Path(name).is_dir() else name

@@ -73,6 +73,11 @@ def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(f"a model with full attention in every layer is needed, got {', '.join(sorted(kinds))}")
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    if window and not getattr(config, "layer_types", None):
+        raise ValueError(
+            f"a model with full attention is needed, got {config.model_type}, whose tokens see {window} others"
+        )
     if getattr(config, "attn_logit_softcapping", None):
         raise ValueError(f"a model with plain attention logits is needed, got {config.model_type}, which caps them")
 

@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 
+from hashtrain.allocator import keep_freed_memory
+
 Report = Callable[..., None]
 Function = Callable[[Any, Report], Any]
 Pipe = Any  # Connection, or PipeConnection on Windows
+_PATIENCE = 10.0  # seconds
 _MOST = 6  # a worker takes 0.6 GB for the demo model
 
 
@@ -63,6 +66,8 @@ class _Pool:
             while busy:
                 for pipe in connection.wait(list(busy)):
                     self._hear(pipe, busy)
+            for process in processes:  # their pipes are closed: they end by themselves, and release what they hold
+                process.join(_PATIENCE)
         finally:
             for process in processes:
                 process.terminate()
@@ -105,6 +110,16 @@ class _Pool:
             self._give(pipe, busy)
 
 
+def _answer(pipe: Pipe, answer: tuple[str, Any]) -> None:
+    """Send a result or an error; of an error that cannot travel, its words."""
+    try:
+        pipe.send(answer)
+    except OSError:
+        raise
+    except Exception:
+        pipe.send(("failed", RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}")))
+
+
 def _context() -> Any:
     """A fork of this process, which has threads, may hang; one of a small server that has imported torch is quick."""
     if "forkserver" not in get_all_start_methods():
@@ -117,6 +132,7 @@ def _context() -> Any:
 def _work(function: Function, pipe: Pipe) -> None:
     """Do jobs until the parent closes the pipe, or dies."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the parent says what there is to say
+    keep_freed_memory()
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -125,7 +141,7 @@ def _work(function: Function, pipe: Pipe) -> None:
                 answer = ("done", function(job, lambda *message: pipe.send(("report", *message))))
             except Exception as error:
                 answer = ("failed", error)
-            pipe.send(answer)
+            _answer(pipe, answer)
 
 
 @contextlib.contextmanager

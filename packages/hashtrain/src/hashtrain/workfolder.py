@@ -56,7 +56,8 @@ def begin(out: Path, settings: str, layer_files: set[str]) -> Path:
     for path in (work / "layers").iterdir():
         if path.name not in layer_files:
             path.unlink()
-    if not (work / "run.toml").exists():  # nothing to go on from
+    before = work / "run.toml"
+    if not before.exists() or before.read_text(encoding="utf-8") != settings:  # nothing to go on from
         (out / "metrics.jsonl").unlink(missing_ok=True)
     write_text(work / "run.toml", settings)
     return work

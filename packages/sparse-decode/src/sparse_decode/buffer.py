@@ -19,6 +19,7 @@ class GrowingBuffer:
 
     def __init__(self, host: bool = False) -> None:
         self._data: Tensor | None = None
+        self._own = True
         self._length = 0
         self._host = host
 
@@ -37,21 +38,24 @@ class GrowingBuffer:
         return self._data[:, :, : self._length]
 
     def adopt(self, rows: Tensor) -> None:
-        """Hold these rows [B, H, T, X] instead; those on the same device are not copied until the next append."""
+        """Hold these rows [B, H, T, X] instead; those on the same device are not copied until the next append.
+
+        They are never written to, even where a crop has left room in them: others may hold them, too.
+        """
         self._data, self._length = None, 0
         if self._host and rows.device.type != "cpu":
             self.append(rows)
         else:
-            self._data, self._length = rows, rows.shape[2]
+            self._data, self._length, self._own = rows, rows.shape[2], False
 
     def append(self, rows: Tensor) -> None:
         """Write the rows of the next tokens, [B, H, t, X]."""
         end = self._length + rows.shape[2]
-        if self._data is None or end > self._data.shape[2]:
+        if self._data is None or not self._own or end > self._data.shape[2]:
             grown = self._room(rows, end + max(_SLACK, end // 8))
             if self._data is not None:
                 grown[:, :, : self._length] = self.view()
-            self._data = grown
+            self._data, self._own = grown, True
         self._data[:, :, self._length : end] = rows
         self._length = end
 
