@@ -9,6 +9,8 @@ import re
 import subprocess
 
 import pytest
+from hashtrain.demo import demo_model_path
+from hashtrain.models import load_model
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -126,3 +128,10 @@ def test_the_example_generates_dense_and_sparse():
     densities = ast.literal_eval(done.stdout.rsplit("layer:", 1)[1].strip())
     assert densities
     assert all(0.019 < density <= 0.02 for density in densities.values())
+
+
+def test_the_size_of_the_demo_model_is_the_committed_ones():
+    model, _ = load_model(str(demo_model_path()))
+    count, context = sum(x.numel() for x in model.parameters()), model.config.max_position_embeddings
+    said = f"a {count / 1e6:.1f} M-parameter code model with a context of {context:,} tokens"
+    assert said in " ".join((ROOT / "README.md").read_text().split())
