@@ -318,13 +318,14 @@ def _task(task, q, k, k_at, v, v_at, indices, out, facts, scaling, softcap, sink
             total += line[j]
         facts[0, b, r, first + g] = total / np.float32(used)
         _exp(line, top, scratch.view(np.float32), scratch)
-        total = np.float32(math.exp(sinks[first + g] - top))
-        for j in range(used):
-            line[j] = scratch.view(np.float32)[j]
-            total += line[j]
+        total = np.float32(0)
+        weights = scratch.view(np.float32)
+        for j in range(used):  # nothing is written here: a loop that writes runs in this order or in another, as the
+            total += weights[j]  # addresses of its arrays allow, and the sum would differ from thread to thread
+        total += np.float32(math.exp(sinks[first + g] - top))
         facts[1, b, r, first + g] = top + np.float32(math.log(total))
         for j in range(used):
-            line[j] /= total
+            line[j] = weights[j] / total
         logits[g, used:] = 0
 
     # 3. weighted sum of values
