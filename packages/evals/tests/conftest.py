@@ -11,16 +11,11 @@ from evals.plan import IouCommand, PplCommand
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.capture import capture
 from hashtrain.demo import demo_model_path
+from hashtrain.plan import ALL
 from hashtrain.remainder import calibrate
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 CONTEXT = 128
-HASHERS = (  # name, variant, start
-    ("lsh", "lsh", "rotation"),
-    ("paper", "paper", "random"),
-    ("paper-rotation", "paper", "rotation"),
-    ("planes", "planes", "rotation"),
-)
 
 
 def tiny_model(vocabulary: int, kv_heads: int = 2) -> LlamaForCausalLM:
@@ -50,11 +45,11 @@ def made(tmp_path_factory) -> SimpleNamespace:
     shape = ModelShape.of(model.config)
     tokens = torch.randint(0, len(tokenizer), (4, CONTEXT), generator=torch.Generator().manual_seed(1))
     data = capture(model, list(tokens), root / "capture")
-    for seed, (name, variant, init) in enumerate(HASHERS):
-        hasher = Hasher(HasherConfig(variant, shape, bits=64, hidden=64, init=init), seed)
+    for seed, candidate in enumerate(ALL):
+        hasher = Hasher(HasherConfig(candidate.variant, shape, bits=64, hidden=64, init=candidate.init), seed)
         for layer in range(shape.num_layers):
             calibrate(hasher.layer(layer), layer, data)
-        hasher.save_pretrained(root / "hashers" / name)
+        hasher.save_pretrained(root / "hashers" / candidate.name)
     draw = random.Random(0)
     (root / "text").mkdir()
     for number in range(4):

@@ -11,6 +11,7 @@ from evals.result import read_result
 from evals.tasks import ppl
 from evals.tasks.ppl import Cell, measure
 from hashtrain import Hasher
+from hashtrain.usage import UsageError
 from rich.console import Console
 from sparse_decode import Budget, attach
 from torch.nn import functional as F
@@ -73,6 +74,37 @@ def test_density_is_counted_by_hand(loaded):
     # 5 % of 128 is 6, so the paper's minimum of 20 decides.
     assert least["density"] == pytest.approx(sum(min(n, 20) for n in seen) / sum(seen))
     assert fixed["density"] == pytest.approx(sum(min(n, 32) for n in seen) / sum(seen))
+
+
+def test_ours_take_what_a_rival_took_on_the_same_context(ppl_command):
+    """A window of 10 % stands for a rival: it is measured first, and its density is what ours get, not 2 %."""
+    command = ppl_command(methods=("recent", "planes"), budgets=(0.1,), rules=("fixed",), match=("recent",))
+    result = ppl.run(command, QUIET)
+    theirs, ours = (
+        result.one(method=m, rule=rule, metric="kl", against=None)
+        for m, rule in (("recent", "fixed"), ("planes", "as recent"))
+    )
+    assert theirs.density is not None
+    assert theirs.density > 0.2  # at least 20 tokens
+    assert ours.density == pytest.approx(theirs.density, abs=0.01)
+    difference = result.one(method="planes", rule="as recent", against="recent", metric="kl")
+    assert difference.value == pytest.approx(ours.value - theirs.value)
+    report = (command.out / "report.md").read_text()
+    assert "At the density that `recent` takes" in report
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"match": ("recent",)}, "not ours, got recent"),
+        ({"methods": ("planes", "lsh"), "match": ("planes",)}, "not ours, got planes"),
+        ({"methods": ("lsh",), "match": ("lsh",)}, "needs one of planes"),
+        ({"methods": ("planes", "lsh"), "match": ("lsh", "lsh")}, "each method once"),
+    ],
+)
+def test_a_match_that_cannot_be_is_refused(ppl_command, settings, message):
+    with pytest.raises(UsageError, match=message):
+        ppl_command(**{"methods": ("planes",), **settings})
 
 
 def test_divergence_is_from_dense_to_the_method(loaded):
@@ -213,8 +245,10 @@ def test_rows_survive_their_file(ppl_command):
 
 def test_the_table_of_methods_is_whole():
     plain = ("dense", "oracle", "recent", "lsh", "paper", "paper-rotation", "planes")
-    whole = ("lsh+remainder", "paper+remainder", "planes+remainder")
-    assert (*plain, *whole, "quest", "quest-heads", "magicpig", "magicpig-bare") == NAMES
+    whole = ("lsh+remainder", "paper+remainder", "paper-rotation+remainder", "planes+remainder")
+    losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction", "down-proj")
+    ablations = ("linear", "group-xnor", "planes-64", *losses)
+    assert (*plain, *whole, *ablations, "quest", "quest-heads", "magicpig", "magicpig-bare") == NAMES
 
 
 def test_the_remainder_brings_every_hasher_closer_to_dense(loaded):

@@ -9,7 +9,7 @@ from typing import Any
 from hashtrain.plan import DEMO
 from hashtrain.usage import UsageError
 
-from evals.methods import SELECTION_NAMES, SPARSE_NAMES
+from evals.methods import CODED_NAMES, DEFAULT_NAMES
 from evals.plan import MethodsCommand, TaskCommand, at_least, each_once
 from evals.result import versions
 from evals.synthetic import KINDS
@@ -19,7 +19,7 @@ from evals.synthetic import KINDS
 class OutputErrorCommand(TaskCommand):
     """Relative error of each layer's attention output, by method, on the inputs that dense attention gives it."""
 
-    methods: tuple[str, ...] = tuple(name for name in SPARSE_NAMES if not name.startswith("magicpig"))
+    methods: tuple[str, ...] = (*DEFAULT_NAMES, "quest", "quest-heads")
     """What to measure; `evals list` names them."""
     documents: int = 8
     """Contexts to measure; a run may be continued with more."""
@@ -114,7 +114,7 @@ class ConesCommand(TaskCommand):
     """Where queries and keys lie (the paper's figure 2): angles, principal components, and how evenly hash bits and
     codes are used."""
 
-    methods: tuple[str, ...] = tuple(n for n in ("lsh", "paper", "paper-rotation", "planes") if n in SELECTION_NAMES)
+    methods: tuple[str, ...] = ("lsh", "paper", "paper-rotation", "planes")
     """Hashers whose codes to look at."""
     documents: int = 4
     """Contexts to look at; a run may be continued with more."""
@@ -123,9 +123,8 @@ class ConesCommand(TaskCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        hashed = ("lsh", "paper", "paper-rotation", "planes")
-        if strange := [name for name in self.methods if name not in hashed]:
-            raise UsageError(f"--methods of cones takes {', '.join(hashed)}, got {', '.join(strange)}")
+        if strange := [name for name in self.methods if name not in CODED_NAMES]:
+            raise UsageError(f"--methods of cones takes {', '.join(CODED_NAMES)}, got {', '.join(strange)}")
 
 
 @dataclass(frozen=True)
@@ -151,9 +150,8 @@ class CodelengthCommand(TaskCommand):
             raise UsageError(f"--bits must be multiples of 32, got {odd[0]}")
         if len(self.budgets) > 1:
             raise UsageError(f"--budgets of codelength takes one, got {len(self.budgets)}")
-        learned = ("lsh", "paper", "paper-rotation", "planes")
-        if strange := [name for name in self.methods if name not in learned]:
-            raise UsageError(f"--methods of codelength takes {', '.join(learned)}, got {', '.join(strange)}")
+        if strange := [name for name in self.methods if name not in CODED_NAMES]:
+            raise UsageError(f"--methods of codelength takes {', '.join(CODED_NAMES)}, got {', '.join(strange)}")
 
 
 @dataclass(frozen=True)

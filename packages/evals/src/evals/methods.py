@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hashtrain import Hasher
+from hashtrain.plan import ABLATIONS, CANDIDATES
 from sparse_decode import HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, Selector
 
 from evals.rivals import MagicPigSelector, QuestSelector
+from evals.scored import ScoreSelector
 
 REMAINDER = "+remainder"
 
@@ -59,7 +61,7 @@ def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
     path = folder / name.removesuffix(REMAINDER)
     if not (path / "config.json").is_file():
         raise ValueError(
-            f"no hasher `{path.name}` in {folder}: make it with `uv run hashtrain --out {folder}`, "
+            f"no hasher `{path.name}` in {folder}: make it with `uv run hashtrain --only {path.name} --out {folder}`, "
             "and --model if it is for another than the demo model"
         )
     hasher = Hasher.from_pretrained(path)
@@ -69,9 +71,11 @@ def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
         )
     # The config names its weight file, which is named after its content.
     identity = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:12]
-    by_query_head = HashSelector(QueryHeadHasher(hasher))
-    facts = hasher.config.variant, hasher.config.bits, identity
-    return LoadedMethod(name, *facts, HashSelector(hasher), by_query_head, remainder)
+    first = hasher.layer(0)
+    facts = name, hasher.config.variant, first.key_bits, identity
+    if not first.has_codes:
+        return LoadedMethod(*facts, ScoreSelector(hasher), ScoreSelector(hasher, per_query_head=True))
+    return LoadedMethod(*facts, HashSelector(hasher), HashSelector(QueryHeadHasher(hasher)), remainder)
 
 
 def _whole(name: str) -> Method:
@@ -102,7 +106,9 @@ METHODS = (
     Method("planes", "one key code per KV head, queries in bit planes", partial(_hashed, "planes")),
     _whole("lsh"),
     _whole("paper"),
+    _whole("paper-rotation"),
     _whole("planes"),
+    *(Method(c.name, f"ablation: {c.summary}", partial(_hashed, c.name)) for c in ABLATIONS),
     Method(
         "quest",
         "pages of 16 by their least and greatest keys, one set per KV head",
@@ -128,9 +134,14 @@ NAMES = tuple(method.name for method in METHODS)
 SPARSE_NAMES = tuple(name for name in NAMES if name != DENSE)
 RIVAL_NAMES = ("quest", "quest-heads", "magicpig", "magicpig-bare")
 """Those written from other papers: they take their own number of tokens, so compare them by measured density."""
-DEFAULT_NAMES = tuple(name for name in SPARSE_NAMES if name not in RIVAL_NAMES)
+ABLATION_NAMES = tuple(candidate.name for candidate in ABLATIONS)
+"""Hashers that `hashtrain --only all` makes beside the usual ones."""
+CODED_NAMES = tuple(c.name for c in CANDIDATES + ABLATIONS if c.variant != "down-proj")
+"""Hashers that make codes."""
+DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n not in (*RIVAL_NAMES, *ABLATION_NAMES, "paper-rotation" + REMAINDER))
 SELECTION_NAMES = tuple(name for name in SPARSE_NAMES if not name.endswith(REMAINDER) and name not in RIVAL_NAMES[1:])
 """Those that differ in what they select, for either kind of head; the others differ in what they do with it."""
+SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in ABLATION_NAMES)
 OURS = ("planes", "planes" + REMAINDER)
 
 

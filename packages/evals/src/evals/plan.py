@@ -10,7 +10,7 @@ from hashtrain.demo import demo_model_path
 from hashtrain.plan import DEMO
 from hashtrain.usage import UsageError
 
-from evals.methods import DEFAULT_NAMES, NAMES, SELECTION_NAMES, SPARSE_NAMES
+from evals.methods import DEFAULT_NAMES, DENSE, NAMES, OURS, SELECTION_DEFAULTS, SELECTION_NAMES, SPARSE_NAMES
 from evals.result import versions
 
 Rule = Literal["visible", "fixed"]
@@ -114,12 +114,21 @@ class PplCommand(TaskCommand):
     """Shares of the tokens that a row may select."""
     rules: tuple[Rule, ...] = ("visible", "fixed")
     """Share of what: `visible` to the row, at least 1 token; `fixed`, the paper's: the whole context, at least 20."""
+    match: tuple[str, ...] = ()
+    """Methods, such as magicpig, at whose measured density on each context ours are measured, too: a fair comparison
+    with those that heed no budget."""
     out: Path = Path("runs/ppl")
     """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         each_once(self, "rules")
+        if len(set(self.match)) < len(self.match):
+            raise UsageError(f"--match takes each method once, got {' '.join(self.match)}")
+        if strange := [name for name in self.match if name not in self.methods or name in (DENSE, *OURS)]:
+            raise UsageError(f"--match takes methods of --methods that are not ours, got {', '.join(strange)}")
+        if self.match and not set(OURS) & set(self.methods):
+            raise UsageError(f"--match needs one of {', '.join(OURS)} in --methods")
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,7 @@ class IouCommand(TaskCommand):
     """Overlap of each method's selection with the largest exact attention, by layer and head; rows are drawn from the
     last three quarters of each context."""
 
-    methods: tuple[str, ...] = SELECTION_NAMES
+    methods: tuple[str, ...] = SELECTION_DEFAULTS
     """What to measure; `evals list` names them. The remainder selects nothing, so methods with it are not taken."""
     rows: int = 64
     """Rows measured in each context."""

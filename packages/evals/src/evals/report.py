@@ -51,7 +51,8 @@ def grids(result: Result) -> list[Grid]:
 def ppl_grids(result: Result) -> list[Grid]:
     """Return perplexity and divergence by method and budget, and the paired differences if there are any."""
     paired = dict.fromkeys(row.method for row in result.rows if row.against)
-    return [ppl_grid(result), *(ppl_pairs_grid(result, method) for method in paired)]
+    pairs = [ppl_pairs_grid(result, method) for method in paired]
+    return [ppl_grid(result), *pairs, *(matched_grid(result, rival) for rival in result.config.get("match", []))]
 
 
 def ppl_grid(result: Result) -> Grid:
@@ -83,8 +84,9 @@ def ppl_grid(result: Result) -> Grid:
 def ppl_pairs_grid(result: Result, method: str) -> Grid:
     """Lay out the paired differences of a method to each other one; below 0 it is closer to dense."""
     config = result.config
-    others = dict.fromkeys(row.against for row in result.rows if row.against and row.method == method)
     rules = config["rules"]
+    own = [row for row in result.rows if row.method == method and row.rule in rules]
+    others = dict.fromkeys(row.against for row in own if row.against)
     header = ["budget, against", *(f"{m}, {RULES[rule]}" for rule in rules for m in ("KL", "NLL"))]
     sections = []
     for budget in config["budgets"]:
@@ -95,6 +97,28 @@ def ppl_pairs_grid(result: Result, method: str) -> Grid:
             section.append([f"{percent(budget)}, {other}", *map(_with_interval, found)])
         sections.append(section)
     title = f"`{method}` minus each other method, paired over documents: mean difference in nats [95 % interval]"
+    return Grid(title, header, sections)
+
+
+def matched_grid(result: Result, rival: str) -> Grid:
+    """Lay out ours at the density that a rival took on each document, with the paired differences."""
+    rule, sections = f"as {rival}", []
+    for budget in result.config["budgets"]:
+        at = {"budget": budget, "against": None}
+        lines = []
+        ours = dict.fromkeys(row.method for row in result.rows if row.rule == rule)
+        for method, of in ((rival, result.config["rules"][0]), *((method, rule) for method in ours)):
+            at |= {"method": method, "rule": of}
+            ppl, ratio, kl = (result.one(metric=m, **at) for m in ("perplexity", "perplexity_ratio", "kl"))
+            less = [
+                _with_interval(result.one(**at | {"against": rival}, metric=m)) if method in ours else ""
+                for m in ("kl", "nll")
+            ]
+            cells = [f"{ppl.value:.3f} ({_signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(ppl.density or 0)]
+            lines.append([f"{percent(budget)}, {method}", *cells, *less])
+        sections.append(lines)
+    header = ["budget, method", "perplexity", "KL", "density", f"KL, less {rival}'s", f"NLL, less {rival}'s"]
+    title = f"At the density that `{rival}` takes on each context, {_where(result, ppl.n)}; differences [95 % interval]"
     return Grid(title, header, sections)
 
 

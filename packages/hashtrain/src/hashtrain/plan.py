@@ -25,6 +25,8 @@ class Candidate:
     bits: int | None = None
     """Code length, if not the run's."""
     trained: bool = True
+    summary: str = ""
+    """What an ablation changes."""
 
 
 # Each hasher's own best learning rate: tools/tune_learning_rates.py, docs/results/learning_rates.json.
@@ -36,13 +38,13 @@ CANDIDATES = (
 )
 # The paper's ablations and ours; `--only all` makes them too.
 ABLATIONS = (
-    Candidate("linear", "linear", learning_rate=3e-3),
-    Candidate("group-xnor", "group-xnor"),
-    Candidate("planes-64", "planes", bits=64),
-    Candidate("paper-untrained", "paper", "random", trained=False),
-    Candidate("paper-reconstruction", "paper", "random", 3e-3, loss="reconstruction"),
-    Candidate("planes-reconstruction", "planes", loss="reconstruction"),
-    Candidate("down-proj", "down-proj"),
+    Candidate("linear", "linear", learning_rate=3e-3, summary="a rotation, trained"),
+    Candidate("group-xnor", "group-xnor", summary="planes with one bit a query head"),
+    Candidate("planes-64", "planes", bits=64, summary="planes with half the bits"),
+    Candidate("paper-untrained", "paper", "random", trained=False, summary="the paper's MLP as it starts"),
+    Candidate("paper-reconstruction", "paper", "random", 3e-3, "reconstruction", summary="paper, other loss"),
+    Candidate("planes-reconstruction", "planes", loss="reconstruction", summary="planes, other loss"),
+    Candidate("down-proj", "down-proj", summary="numbers in place of bits, compared by inner product"),
 )
 ALL = (*CANDIDATES, *ABLATIONS)
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from evals.documents import TokenDocument
 from evals.methods import DENSE, OURS, LoadedMethod
 from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
-from evals.plan import PplCommand, Rule
+from evals.plan import PplCommand
 from evals.result import Result, Row
 from evals.rivals import MagicPigSelector
 from evals.runner import finite
@@ -29,15 +29,33 @@ PAPER_MIN_TOKENS = 20
 _MEASURED = ("nll", "kl", "density", "seconds")
 
 
+AS = "as "
+
+
 class Cell(NamedTuple):
-    """One forward pass to compare with dense attention."""
+    """One forward pass to compare with dense attention.
+
+    A rule `as NAME` takes as many tokens as that method took on the same context, at the same budget and first rule.
+    """
 
     method: str
-    rule: Rule
+    rule: str
     budget: float
 
+    @property
+    def rival(self) -> str | None:
+        """The method whose density is matched, if any."""
+        return self.rule.removeprefix(AS) if self.rule.startswith(AS) else None
 
-def budget_of(rule: Rule, fraction: float) -> Budget:
+
+def cells_of(command: PplCommand, names: list[str]) -> list[Cell]:
+    """Return every forward pass of a command; what is matched comes before what matches it."""
+    asked = [Cell(name, rule, budget) for budget in command.budgets for rule in command.rules for name in names]
+    ours = [name for name in names if name in OURS]
+    return asked + [Cell(n, AS + rival, b) for b in command.budgets for rival in command.match for n in ours]
+
+
+def budget_of(rule: str, fraction: float) -> Budget:
     """Build the budget of a rule (eq. 7)."""
     if rule == "fixed":
         return Budget(fraction, min_tokens=PAPER_MIN_TOKENS, of="length")
@@ -50,7 +68,7 @@ def run(command: PplCommand, console: Console) -> Result:
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
     ready = prepare(command, "ppl", console)
-    cells = [Cell(m.name, r, b) for b in command.budgets for r in command.rules for m in ready.methods if m.selector]
+    cells = cells_of(command, [method.name for method in ready.methods if method.selector])
     methods = {method.name: method for method in ready.methods}
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
@@ -95,7 +113,8 @@ def measure(
     found = []
     for cell in cells:
         began = time.monotonic()
-        budget = budget_of(cell.rule, cell.budget)
+        fraction = _density_of(cell.rival, cell.budget, found) if cell.rival else cell.budget
+        budget = budget_of(cell.rule, fraction)
         method, rows = methods[cell.method], {"dense_layers": dense_layers, "sparse_rows": 0}
         draws = method.selector if isinstance(method.selector, MagicPigSelector) else None
         if draws is not None:
@@ -110,6 +129,11 @@ def measure(
         found.append({**cell._asdict(), "nll": nll, "kl": kl, "density": density, "seconds": seconds, **empty})
         step(f"{cell.method}, {100 * cell.budget:g} %, {cell.rule}")
     return {"scored": scored, "dense": dense, "cells": found}
+
+
+def _density_of(rival: str, budget: float, found: list[dict[str, Any]]) -> float:
+    """Return the share of the visible tokens that a method selected on this context."""
+    return next(cell["density"] for cell in found if cell["method"] == rival and cell["budget"] == budget)
 
 
 def log_probs(model: PreTrainedModel, ids: Tensor, scored: int) -> Tensor:
@@ -167,5 +191,12 @@ def _pairs(cells: list[Cell]) -> Iterator[tuple[Cell, Cell]]:
     for cell in cells:
         if cell.method in ours:
             for other in cells:
-                if other[1:] == cell[1:] and other.method != cell.method:
+                if other.method != cell.method and _comparable(cell, other, cells):
                     yield cell, other
+
+
+def _comparable(cell: Cell, other: Cell, cells: list[Cell]) -> bool:
+    """Say whether two cells are of one rule and budget, or the second is what the first one matches."""
+    if cell.rival == other.method:
+        return other == next(c for c in cells if c.method == other.method and c.budget == cell.budget)
+    return other[1:] == cell[1:]
