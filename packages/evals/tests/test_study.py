@@ -12,6 +12,7 @@ from evals.metrics import Estimate
 from evals.page import section_of, to_html, write_page
 from evals.plan import IouCommand, PplCommand
 from evals.report import Grid
+from evals.result import read_result
 from evals.study import PaperCommand, SuggestCommand
 from evals.tasks import iou, ppl, suggest
 from hashtrain.usage import UsageError
@@ -189,16 +190,20 @@ def test_a_suggestion_takes_one_method():
 def test_every_command_of_the_paper_is_one_of_ours(tmp_path):
     import tyro
 
-    settings = PaperCommand(out=tmp_path)
+    settings = PaperCommand(out=tmp_path, other_hashers=tmp_path)
     for item in paper.ITEMS:
         assert item.differs
         if item.task is None:
             with pytest.raises(ValueError, match="has no command"):
-                item.command(settings)
-        else:
-            command = tyro.extras.subcommand_cli_from_dict(cli.COMMANDS, args=item.command(settings), prog="evals")
+                item.commands(settings)
+            continue
+        for words, folder in zip(item.commands(settings), item.folders(settings), strict=True):
+            command = tyro.extras.subcommand_cli_from_dict(cli.COMMANDS, args=words, prog="evals")
             assert type(command) is cli.TASKS[item.task][0]
-            assert command.out == item.folder(settings)
+            assert command.out == folder
+            for mine, budget, theirs, other in item.against:
+                assert {mine, theirs} <= set(command.methods)
+                assert {budget, other} <= set(command.budgets)
 
 
 def test_tables_and_figures_are_numbered_as_in_the_paper():
@@ -222,6 +227,32 @@ def test_the_paper_lists_and_runs_its_commands(tmp_path, capsys):
     assert "figure 6: Efficiency" in (tmp_path / "report.md").read_text()
     assert cli.main(["paper", "--table", "5", "--out", str(tmp_path)]) == 2
     assert "needs models of several sizes" in capsys.readouterr().err
+    assert cli.main(["paper", "--table", "6", "--out", str(tmp_path)]) == 2
+    assert "give --other-hashers" in capsys.readouterr().err
+    everything = paper.chosen(PaperCommand(all=True))
+    assert "table 6" not in [item.name for item in everything]
+    assert len(paper.chosen(PaperCommand(all=True, other_hashers=tmp_path))) == len(everything) + 1
+
+
+def test_an_item_shows_the_differences_it_names(made, tmp_path, monkeypatch, capsys):
+    """Two sets of hashers, of which the second's `planes` is the first's `lsh`; and two methods of one set."""
+    other = tmp_path / "other"
+    shutil.copytree(made.hashers / "lsh", other / "planes")
+    words = ("--methods", "planes", "--context", "128", "--text", str(made.text), "--dense-layers", "1", "--rows", "8")
+    budgets = ("--budgets", "0.1", "0.2")
+    items = (
+        paper.Item("table 6", "Two", "iou", (*words, *budgets), 2, ("So.",), twice=True),
+        paper.Item("table 9", "One", "iou", (*words, *budgets), 2, ("So.",), against=(("planes", 0.1, "planes", 0.2),)),
+    )
+    monkeypatch.setattr(paper, "ITEMS", items)
+    common = ["--model", str(made.model), "--hashers", str(made.hashers), "--out", str(tmp_path / "paper")]
+    assert cli.main(["paper", "--all", "--other-hashers", str(other), *common]) == 0
+    text = (tmp_path / "paper" / "report.md").read_text()
+    assert "planes 10 % - planes 10 %" in text
+    assert "planes 10 % - planes 20 %" in text
+    runs = [read_result(tmp_path / "paper" / name) for name in ("table-6", "table-6-other")]
+    at = {"method": "planes", "budget": 0.1, "metric": "iou", "heads": "kv_head", "layer": None, "head": None}
+    assert runs[0].one(**at).value != runs[1].one(**at).value
 
 
 def test_report_and_compare_as_typed(runs, tmp_path, capsys):

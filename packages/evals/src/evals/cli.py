@@ -27,7 +27,7 @@ from evals.commands import (
 from evals.compare import compare
 from evals.methods import METHODS
 from evals.page import section_of, write_page
-from evals.paper import ITEMS, chosen
+from evals.paper import ITEMS, Item, chosen
 from evals.plan import IouCommand, ListCommand, PplCommand
 from evals.report import to_rich
 from evals.result import Result
@@ -128,21 +128,30 @@ def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
     items = chosen(command)
     if not items:
         for item in ITEMS:
-            words = " ".join(item.command(command)) if item.task else item.differs[0]
-            console.print(f"{item.name}: {item.title}\n  {words}", highlight=False)
+            console.print(f"{item.name}: {item.title}\n  {_how(item, command)}", highlight=False)
         return {"items": [item.name for item in ITEMS]}
+    commands = [item.commands(command) for item in items]  # what is missing is said before anything is measured
     sections = []
-    for item in items:
-        words = item.command(command)
+    for item, runs in zip(items, commands, strict=True):
         console.rule(f"{item.name}: {item.title}")
-        console.print("evals " + " ".join(words), highlight=False)
-        _run(tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="evals"), console)
-        section = section_of(item.folder(command), f"{item.name}: {item.title}", item.differs)
-        own = (item.paper,) if item.paper else ()
-        sections.append(replace(section, tables=(*section.tables, *own)))
+        for words in runs:
+            console.print("evals " + " ".join(words), highlight=False)
+            _run(tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="evals"), console)
+        first, *others = (section_of(folder, f"{item.name}: {item.title}") for folder in item.folders(command))
+        tables = [*first.tables, *(grid for other in others for grid in other.tables), *item.differences(command)]
+        own = [item.paper] if item.paper else []
+        sections.append(replace(first, notes=item.differs, tables=(*tables, *own)))
     write_page(command.out, "The paper's tables and figures, measured here", sections)
     console.print(f"written: {command.out / 'report.html'} and report.md", highlight=False)
     return {"out": str(command.out), "items": [item.name for item in items]}
+
+
+def _how(item: Item, command: PaperCommand) -> str:
+    """Write an item's commands, or why it has none."""
+    try:
+        return "\n  ".join(" ".join(words) for words in item.commands(command))
+    except ValueError as error:
+        return str(error)
 
 
 _SPECIAL: dict[type, Callable[[Any, Console], dict[str, Any]]] = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from evals.compare import compare
+from evals.methods import OURS
 from evals.report import Grid
 from evals.study import PaperCommand
 
@@ -23,6 +25,8 @@ class Item:
         documents: how many by default.
         differs: what is not as in the paper, and why.
         paper: the paper's own numbers, where the source has them.
+        against: (method, budget, other, its budget): differences to show, paired over documents.
+        twice: run it with --other-hashers, too, and show the difference.
     """
 
     name: str
@@ -32,20 +36,38 @@ class Item:
     documents: int
     differs: tuple[str, ...]
     paper: Grid | None = None
+    against: tuple[tuple[str, float, str, float], ...] = ()
+    twice: bool = False
 
-    def command(self, settings: PaperCommand) -> list[str]:
-        """Write the command out."""
+    def commands(self, settings: PaperCommand) -> list[list[str]]:
+        """Write the commands out. Raises: ValueError if there are none, or something for them is not given."""
         if self.task is None:
             raise ValueError(f"{self.name} has no command: {self.differs[0]}")
-        words = [self.task, *self.arguments, "--out", str(self.folder(settings))]
-        if self.task in ("codesize", "complexity"):
-            return words
+        if self.twice and settings.other_hashers is None:
+            raise ValueError(
+                f"{self.name} compares two sets of hashers: make one with `uv run hashtrain --text FOLDER --out OTHER` "
+                "and give --other-hashers OTHER"
+            )
+        hashers = [settings.hashers, settings.other_hashers] if self.twice else [settings.hashers]
         count = str(settings.documents or self.documents)
-        return [*words, "--model", settings.model, "--hashers", str(settings.hashers), "--documents", count]
+        found = []
+        for folder, made in zip(self.folders(settings), hashers, strict=True):
+            words = [self.task, *self.arguments, "--out", str(folder)]
+            if self.task not in ("codesize", "complexity"):
+                words += ["--model", settings.model, "--hashers", str(made), "--documents", count]
+            found.append(words)
+        return found
 
-    def folder(self, settings: PaperCommand) -> Path:
-        """Say where its run goes."""
-        return settings.out / self.name.replace(" ", "-")
+    def folders(self, settings: PaperCommand) -> list[Path]:
+        """Say where its runs go."""
+        name = self.name.replace(" ", "-")
+        return [settings.out / name, *([settings.out / f"{name}-other"] if self.twice else [])]
+
+    def differences(self, settings: PaperCommand) -> list[Grid]:
+        """Return the paired differences that it shows, from finished runs."""
+        first, last = self.folders(settings)[0], self.folders(settings)[-1]
+        found = [compare(first, first, (a, b), (x, y))[1] for a, x, b, y in self.against]
+        return [*found, compare(first, last, (None, None), (None, None))[1]] if self.twice else found
 
 
 def _numbers(title: str, header: str, *lines: str) -> Grid:
@@ -57,12 +79,13 @@ ITEMS = (
         "table 1",
         "IoU and perplexity before and after training",
         "iou",
-        ("--methods", "oracle", "lsh", "paper", "planes", "--rows", "32"),
+        ("--methods", "oracle", "lsh", "linear", "paper-untrained", "paper", "planes", "--rows", "32"),
         6,
         (
             _MODEL,
             "IoU is a mean over rows, documents, heads and sparse layers; the paper's is of one row of one "
-            "document. Before training is `lsh`; the paper's own start scores 0.05 to 0.09. Perplexity is in table 2.",
+            "document. LSH before and after training: `lsh`, `linear`; the MLP: `paper-untrained`, `paper`. Perplexity "
+            "is in table 2.",
         ),
         _numbers(
             "IoU / perplexity, top 2 %",
@@ -97,6 +120,7 @@ ITEMS = (
             "Spotlight, 5 %|8.734|3.552|5.285",
             "Spotlight, 2 %|8.977|3.621|5.434",
         ),
+        against=tuple((ours, 0.02, rival, 0.08) for ours in OURS for rival in ("quest", "quest-heads")),
     ),
     Item(
         "table 3",
@@ -104,7 +128,7 @@ ITEMS = (
         "ppl",
         (
             *("--methods", "oracle", "planes", "planes+remainder", "magicpig", "magicpig-bare"),
-            *("--budgets", "0.02", "--rules", "visible"),
+            *("--budgets", "0.02", "--rules", "visible", "--match", "magicpig"),
         ),
         2,
         (
@@ -113,6 +137,7 @@ ITEMS = (
             _LAYERS,
             "MagicPIG's first 1,024 rows are dense, as in the paper, and count in its density. Where it draws nothing "
             "the paper reports NaN; here such a row attends to its own token, and `empty` in rows.json says how often.",
+            "MagicPIG takes its own number of tokens: the last table gives ours as many on each context.",
         ),
         _numbers(
             "perplexity of LLaMA3-8B",
@@ -156,10 +181,14 @@ ITEMS = (
     Item(
         "table 6",
         "Training corpora",
-        None,
-        (),
-        0,
-        ("it needs hashers trained on several texts: `hashtrain --text`, `evals ppl --hashers`, `evals compare`.",),
+        "ppl",
+        ("--methods", "planes", "planes+remainder", "--budgets", "0.02", "--rules", "visible"),
+        3,
+        (
+            _MODEL,
+            "The second set of hashers, --other-hashers, was trained on another text; both are judged on the same.",
+        ),
+        twice=True,
     ),
     Item("table 7", "Training settings", None, (), 0, ("it lists settings: `hashtrain --help` shows ours.",)),
     Item(
@@ -176,22 +205,32 @@ ITEMS = (
     Item(
         "table 9",
         "Ranking against reconstruction loss",
-        None,
-        (),
-        0,
-        ("it needs hashers trained with another loss, which `hashtrain` does not offer.",),
+        "iou",
+        ("--methods", "paper", "paper-reconstruction", "planes", "planes-reconstruction", "--rows", "32"),
+        6,
+        (_MODEL, "The loss is one minus the squared correlation with exact logits: docs/algorithm.md, eq. 17."),
+        against=tuple((name, 0.02, f"{name}-reconstruction", 0.02) for name in ("paper", "planes")),
     ),
     Item(
         "table 10",
         "Hashing against down-projection",
-        "codelength",
-        ("--methods", "paper", "planes", "--rows", "32"),
-        3,
+        "iou",
+        ("--methods", "paper", "planes", "planes-64", "down-proj", "--rows", "32"),
+        6,
         (
             _MODEL,
-            "Down-projection is not trained here; this shows instead which length of untrained LSH equals each learned "
-            "hash: the paper's claim of 5 times shorter codes.",
+            "Down-projection keeps head_dim / 16 numbers of 16 bits: as many bits as head_dim, so `planes-64` is the "
+            "fair rival where head_dim is 64.",
         ),
+        against=(("planes-64", 0.02, "down-proj", 0.02), ("paper", 0.02, "down-proj", 0.02)),
+    ),
+    Item(
+        "code length",
+        "Which length of untrained LSH finds as much as a learned hash",
+        "codelength",
+        ("--methods", "paper", "linear", "group-xnor", "planes-64", "planes", "--rows", "32"),
+        3,
+        (_MODEL, "The paper's claim of codes 5 times shorter."),
     ),
     Item("figure 1", "Overview", None, (), 0, ("it is a drawing: docs/algorithm.md describes the same.",)),
     Item(
@@ -245,7 +284,7 @@ ITEMS = (
 def chosen(settings: PaperCommand) -> list[Item]:
     """Return the items that a command names. Raises: ValueError if the paper has no such table or figure."""
     if settings.all:
-        return [item for item in ITEMS if item.task is not None]
+        return [item for item in ITEMS if item.task and not (item.twice and settings.other_hashers is None)]
     for kind, number in (("table", settings.table), ("figure", settings.figure)):
         if number is not None:
             found = [item for item in ITEMS if item.name == f"{kind} {number}"]

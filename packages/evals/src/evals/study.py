@@ -96,7 +96,9 @@ class PaperCommand:
     model: str = "demo"
     """As for the tasks."""
     hashers: Path = Path("runs/demo")
-    """As for the tasks."""
+    """As for the tasks; table 1, 9 and 10 need those of `hashtrain --only all`."""
+    other_hashers: Path | None = None
+    """Hashers trained on another text, for table 6; without them --all leaves that table out."""
     documents: int | None = None
     """Contexts or exercises of each task; without it, few enough for half an hour on two cores."""
     out: Path = Path("runs/paper")
