@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -44,7 +45,8 @@ def section_of(folder: Path, title: str | None = None, notes: Sequence[str] = ()
     """Read a finished run as a section. Raises: ValueError if the folder holds none."""
     result = read_result(folder)
     figure = folder / "figure.png"
-    named = title or f"{result.config['task']} ({folder.name})"
+    task = result.config["task"]
+    named = title or (task if folder.name == task else f"{task} ({folder.name})")
     return Section(named, tuple(notes), tuple(grids(result)), figure if figure.is_file() else None, facts_of(result))
 
 
@@ -66,7 +68,7 @@ def to_html(title: str, sections: Sequence[Section]) -> str:
     ]
     for i, section in enumerate(sections):
         parts.append(f'<h2 id="s{i}">{escape(section.title)}</h2>')
-        parts += [f"<p>{escape(note)}</p>" for note in section.notes]
+        parts += [f"<p>{_marked(note)}</p>" for note in section.notes]
         parts += [f'<div class="wide">{_table(grid)}</div>' for grid in section.tables]
         if section.figure is not None:
             data = base64.b64encode(section.figure.read_bytes()).decode()
@@ -75,12 +77,17 @@ def to_html(title: str, sections: Sequence[Section]) -> str:
     return "\n".join([*parts, "</body></html>\n"])
 
 
+def _marked(text: str) -> str:
+    """Escape a text, and set what stands between backticks as code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
+
+
 def _table(grid: Grid) -> str:
     def line(cells: list[str], kind: str) -> str:
         return "<tr>" + "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in cells) + "</tr>"
 
     bodies = "".join(f"<tbody>{''.join(line(x, 'td') for x in body)}</tbody>" for body in grid.sections)
-    return f"<table><caption>{escape(grid.title)}</caption><thead>{line(grid.header, 'th')}</thead>{bodies}</table>"
+    return f"<table><caption>{_marked(grid.title)}</caption><thead>{line(grid.header, 'th')}</thead>{bodies}</table>"
 
 
 def to_page_markdown(title: str, sections: Sequence[Section]) -> str:
