@@ -25,7 +25,7 @@ from hashtrain.plan import ALL, Candidate, TrainCommand
 from hashtrain.workers import Report, default_workers, run_jobs
 from rich.progress import Progress
 
-RATES = (1e-3, 3e-3, 6e-3, 1e-2, 2e-2)
+RATES = (1e-3, 3e-3, 6e-3, 1e-2, 2e-2, 4e-2, 8e-2)
 LAYERS = (2, 4)
 STEPS, TRAIN_CONTEXTS, VALIDATION_CONTEXTS, ROWS = 300, 32, 8, 64
 OUT = Path(__file__).parent.parent / "docs" / "results" / "learning_rates.json"
@@ -82,8 +82,9 @@ def main(names: list[str]) -> None:
         raise SystemExit(f"expected names among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     candidates = [known[name] for name in names or known]
     kept = [row for row in _stored() if row["hasher"] not in {c.name for c in candidates}]
+    shape = ModelShape.of(model.config)
     config = {
-        c.name: HasherConfig(c.variant, ModelShape.of(model.config), c.bits or 128, init=c.init) for c in candidates
+        c.name: HasherConfig(c.variant, shape, c.bits or 128, init=c.init, estimator=c.estimator) for c in candidates
     }
     with tempfile.TemporaryDirectory() as scratch, Progress() as progress:
         task = progress.add_task("capture", total=len(ids))

@@ -247,7 +247,8 @@ def test_the_table_of_methods_is_whole():
     plain = ("dense", "oracle", "recent", "lsh", "paper", "paper-rotation", "planes")
     whole = ("lsh+remainder", "paper+remainder", "paper-rotation+remainder", "planes+remainder")
     losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction", "down-proj")
-    ablations = ("linear", "group-xnor", "planes-64", *losses)
+    estimators = ("linear", "linear-straight", "paper-straight", "planes-softsign")
+    ablations = (*estimators, "group-xnor", "planes-64", *losses)
     assert (*plain, *whole, *ablations, "quest", "quest-heads", "magicpig", "magicpig-bare") == NAMES
 
 

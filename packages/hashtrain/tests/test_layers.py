@@ -72,9 +72,24 @@ def test_planes_group_score_ranks_by_the_summed_query_weight():
 
 @pytest.mark.parametrize("variant", ["linear", "group-xnor"])
 def test_training_scores_of_group_sums_are_the_deployed_scores(variant):
-    layer, (q, k) = make(variant), qk()
+    layer, (q, k) = make(variant, estimator="straight-through"), qk()
     deployed = (2 * scores(layer, q, k) - 128 * 3) / 3
     torch.testing.assert_close(soft_scores(layer, q, k), deployed, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["linear", "paper", "planes", "group-xnor"])
+def test_the_estimator_changes_training_and_nothing_that_is_deployed(variant):
+    init = "random" if variant == "paper" else "rotation"
+    straight, soft = (make(variant, init, estimator=name) for name in ("straight-through", "softsign"))
+    q, k = qk()
+    assert torch.equal(scores(straight, q, k), scores(soft, q, k))
+    keys = k.repeat_interleave(3, 1) if variant == "paper" else k
+    assert straight.soft_keys(keys).abs().eq(1).all()
+    values = soft.soft_keys(keys)
+    assert values.abs().lt(1).all()
+    assert torch.equal(values > 0, straight.soft_keys(keys) > 0)
+    own = make(variant, init).soft_keys(keys)
+    assert torch.equal(own, values if variant in ("linear", "paper") else straight.soft_keys(keys))
 
 
 def test_linear_starts_as_lsh():

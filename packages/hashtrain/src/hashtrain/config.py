@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+ESTIMATORS = ("straight-through", "softsign")
 VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "down-proj")
 FORMAT_VERSION = 2
 
@@ -92,6 +93,8 @@ class HasherConfig:
     """`rotation` starts a learned variant as LSH; `random` starts it as torch starts linear layers."""
     residual: bool = False
     """`paper` only: the residuals and the second bias of the authors' published hashers, from a small random start."""
+    estimator: str = ""
+    """What stands for the sign in training: `straight-through`, `softsign`, or the variant's own."""
     base_model: str = ""
     base_revision: str | None = None
     format_version: int = FORMAT_VERSION
@@ -107,6 +110,8 @@ class HasherConfig:
             raise ValueError(f"hidden must be between 1 and 65536, got {self.hidden!r}")
         if self.init not in ("rotation", "random"):
             raise ValueError(f"init must be rotation or random, got {self.init!r}")
+        if self.estimator not in ("", *ESTIMATORS):
+            raise ValueError(f"estimator must be {' or '.join(ESTIMATORS)}, or empty, got {self.estimator!r}")
         if type(self.residual) is not bool or (self.residual and (self.variant != "paper" or self.init == "rotation")):
             raise ValueError("residual is for variant paper with init=random, got " + f"{self.variant}, {self.init}")
         if self.variant == "paper" and self.init == "rotation" and self.hidden < 2 * self.shape.head_dim:

@@ -162,6 +162,7 @@ def _config(prepared: Prepared, candidate: Candidate) -> HasherConfig:
         planes=command.planes,
         hidden=max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128,
         init=candidate.init,
+        estimator=candidate.estimator,
         base_model=base_model(command.model),
         base_revision=getattr(prepared.model_config, "_commit_hash", None),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import hashcore
 import torch
 from torch import Tensor
@@ -30,6 +32,11 @@ def quantised(w: Tensor, planes: int) -> Tensor:
     bound = scale * top
     smooth = torch.minimum(torch.maximum(w, -bound), bound) / bound
     return smooth + (levels.to(w.dtype) / top - smooth).detach()
+
+
+def estimator(name: str) -> Callable[[Tensor], Tensor]:
+    """Return the function that stands for the sign in training. Raises: KeyError for another name."""
+    return {"straight-through": signs, "softsign": softsign}[name]
 
 
 class _StraightThroughSign(torch.autograd.Function):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hashtrain.config import HasherConfig
+from hashtrain.surrogate import estimator
 
 REMAINDER_TERMS = 5  # of eq. 15
 
@@ -42,6 +43,8 @@ class LayerHasher(nn.Module):
 
     target_heads = "kv"
     """Which attention the training target sums: `kv` (over the group, as deployed) or `query` (each head alone)."""
+    estimator = "straight-through"
+    """What stands for the sign in training, if the config does not say (`hashtrain.surrogate`)."""
     has_codes = True
     """Whether keys become bits, which is what decoding needs; an ablation may score something else."""
     remainder: Tensor
@@ -52,6 +55,7 @@ class LayerHasher(nn.Module):
         shape = config.shape
         self.hq, self.hkv, self.d, self.bits = shape.num_query_heads, shape.num_kv_heads, shape.head_dim, config.bits
         self.group = shape.group
+        self.sign = estimator(config.estimator or self.estimator)
         self.register_buffer("remainder", torch.zeros(self.hq, REMAINDER_TERMS))
 
     @property

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from hashtrain.config import HasherConfig
 from hashtrain.layers.base import Draw, LayerHasher, normal, rotation, uniform
-from hashtrain.surrogate import softsign
 
 
 class Paper(LayerHasher):
@@ -20,6 +19,7 @@ class Paper(LayerHasher):
     """
 
     target_heads = "query"
+    estimator = "softsign"
 
     def __init__(self, config: HasherConfig, generator: Draw):
         super().__init__(config)
@@ -87,7 +87,7 @@ class Paper(LayerHasher):
         return (codes if per_query_head else self._concatenated(codes)).unsqueeze(-2), (1,)
 
     def soft_queries(self, q: Tensor) -> Tensor:
-        return softsign(self.values(q))
+        return self.sign(self.values(q))
 
     def soft_keys(self, k: Tensor) -> Tensor:
-        return softsign(self.values(k))
+        return self.sign(self.values(k))

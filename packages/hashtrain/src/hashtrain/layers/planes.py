@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from hashtrain.config import HasherConfig
 from hashtrain.layers.base import Draw, LayerHasher, normal, rotation, uniform
-from hashtrain.surrogate import quantised, signs
+from hashtrain.surrogate import quantised
 
 
 class Planes(LayerHasher):
@@ -47,7 +47,7 @@ class Planes(LayerHasher):
         return quantised(self.query_weight(q), self.planes)
 
     def soft_keys(self, k: Tensor) -> Tensor:
-        return signs(self.key(k))
+        return self.sign(self.key(k))
 
 
 class GroupXnor(Planes):
@@ -60,7 +60,7 @@ class GroupXnor(Planes):
         return hashcore.group_planes(self.by_group(codes).transpose(2, 3))
 
     def soft_queries(self, q: Tensor) -> Tensor:
-        return self.by_group(signs(self.query(q))).mean(2)
+        return self.by_group(self.sign(self.query(q))).mean(2)
 
 
 class _SkipMlp(nn.Module):

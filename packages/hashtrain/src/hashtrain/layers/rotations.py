@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from hashtrain.config import HasherConfig
 from hashtrain.layers.base import Draw, LayerHasher, rotation
-from hashtrain.surrogate import signs
 
 
 class Lsh(LayerHasher):
@@ -42,11 +41,13 @@ class Lsh(LayerHasher):
 class Linear(Lsh):
     """The rotation as a start, trained: what a linear hash function can do (the paper's "LSH, after")."""
 
+    estimator = "softsign"  # as in the paper
+
     def _keep(self, rotations: Tensor) -> None:
         self.rotation = nn.Parameter(rotations)
 
     def soft_queries(self, q: Tensor) -> Tensor:
-        return signs(self.by_group(q.float()) @ self.rotation[:, None]).mean(2)
+        return self.sign(self.by_group(q.float()) @ self.rotation[:, None]).mean(2)
 
     def soft_keys(self, k: Tensor) -> Tensor:
-        return signs(k.float() @ self.rotation)
+        return self.sign(k.float() @ self.rotation)
