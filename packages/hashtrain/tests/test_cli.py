@@ -1,5 +1,6 @@
 """The command from end to end on a tiny model, and its complaints."""
 
+import importlib.util
 import json
 import shutil
 from types import SimpleNamespace
@@ -61,6 +62,28 @@ def test_a_run_stores_hashers_that_load_and_ends_with_json(folder, tiny_config, 
     assert not list((tmp_path / "run").glob(".work*"))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {(line["hasher"], line["layer"]) for line in lines} == {(name, n) for name in last["mean"] for n in (0, 1)}
+
+
+def test_without_tensorboard_its_option_is_refused_before_anything_is_written(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(command(folder, tmp_path / "run", "--tensorboard")) == 2
+    assert "install hashtrain[tensorboard]" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensorboard_gets_what_the_metrics_get(folder, tmp_path):
+    pytest.importorskip("tensorboard", reason="hashtrain[tensorboard] is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert main(command(folder, tmp_path / "run", "--only", "planes", "--steps", "25", "--tensorboard")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    steps = [(line["step"], line["loss"]) for line in lines if "loss" in line and line["layer"] == 1]
+    events = [(event.step, event.value) for event in found.Scalars("planes/loss/1")]
+    assert events == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in steps]
+    assert steps
+    judged = {line["layer"]: line["iou"]["kv_head"] for line in lines if "iou" in line}
+    assert {event.step: event.value for event in found.Scalars("planes/iou/kv_head")} == pytest.approx(judged, rel=1e-5)
 
 
 def test_hashers_and_figures_do_not_depend_on_the_number_of_workers(folder, tmp_path):

@@ -14,6 +14,7 @@ from rich.console import Console
 
 import hashtrain
 from hashtrain.atomic import write_text
+from hashtrain.board import open_board, require_board
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.distribute import ALONE, Ranks, joined
 from hashtrain.estimate import estimate
@@ -30,7 +31,7 @@ from hashtrain.workers import default_workers, run_jobs
 from hashtrain.workfolder import begin, end, locked
 
 # As asked for; the first two are stored as found, the others change no bit or are told by hasher.
-_NOT_FACTS = {"contexts", "held_out", "workers", "checkpoint_seconds", "learning_rate", "dry_run"}
+_NOT_FACTS = {"contexts", "held_out", "workers", "checkpoint_seconds", "learning_rate", "dry_run", "tensorboard"}
 
 
 def run(command: TrainCommand, console: Console, capture_only: bool = False) -> dict[str, Any]:
@@ -58,6 +59,8 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         f"{shape.head_dim}; {len(train.contexts)} contexts of {command.context} tokens to train on, "
         f"{len(held.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
     )
+    if command.tensorboard:
+        require_board()
     hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.candidates}
     jobs = _jobs(prepared, hashers)
     if command.dry_run:
@@ -136,7 +139,8 @@ def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console)
     mine, workers = (jobs, 1) if together else (ranks.mine(jobs), _workers(prepared))
     with tracking(console, sum(1 + command.steps * job.candidate.trained for job in mine)) as advance:
         if mine:
-            run_jobs(make, mine, workers, live(command.out / "metrics.jsonl", advance))
+            board = open_board(command.out / "tensorboard") if command.tensorboard else None
+            run_jobs(make, mine, workers, live(command.out / "metrics.jsonl", advance, board))
 
 
 def _collect(

@@ -111,6 +111,8 @@ class TrainCommand:
     depend on it."""
     checkpoint_seconds: float = 30.0
     """Seconds between two checkpoints of a layer: the most work that a kill can cost; 0 is after every step."""
+    tensorboard: bool = False
+    """Write losses and judgements for TensorBoard, too, below --out/tensorboard (extra `hashtrain[tensorboard]`)."""
     config: Path | None = None
     """A TOML file of these settings, such as the config.toml that a run stores; the command line wins."""
     dry_run: bool = False

@@ -38,13 +38,19 @@ def tracking(console: Console, total: int) -> Iterator[Advance]:
     yield advance
 
 
-def live(path: Path, advance: Advance) -> Callable[..., None]:
-    """Return a report for `hashtrain.job.make`: progress goes to `advance`, lines of JSON to the end of `path`."""
+def live(path: Path, advance: Advance, board: Callable[[dict[str, Any]], None] | None = None) -> Callable[..., None]:
+    """Return a report for `hashtrain.job.make`: progress goes to `advance`, lines of JSON to the end of `path`.
+
+    Args:
+        board: gets each line as well.
+    """
 
     def report(description: str, steps: int, line: dict[str, Any] | None = None) -> None:
         advance(description, steps)
         if line is not None:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+            if board is not None:
+                board(line)
 
     return report
