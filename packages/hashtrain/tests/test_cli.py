@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hashtrain import Hasher, ModelShape
+from hashtrain import Hasher, ModelShape, models, remainder, stream
+from hashtrain import prepare as prepare_module
 from hashtrain.cli import _best, _parse, main, next_command
 from hashtrain.demo import demo_model_path
 from hashtrain.plan import PAPER, TrainCommand
@@ -84,6 +85,71 @@ def test_tensorboard_gets_what_the_metrics_get(folder, tmp_path):
     assert steps
     judged = {line["layer"]: line["iou"]["kv_head"] for line in lines if "iou" in line}
     assert {event.step: event.value for event in found.Scalars("planes/iou/kv_head")} == pytest.approx(judged, rel=1e-5)
+
+
+def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on(folder, tmp_path, monkeypatch, capsys):
+    """Three contexts, of which the remainder may see one: the others are never on the disk."""
+    monkeypatch.setattr(prepare_module, "MAX_CONTEXTS", 1)
+    monkeypatch.setattr(remainder, "MAX_CONTEXTS", 1)
+    found, kinds = [], ("--only", "lsh", "planes", "linear", "--contexts", "3", "--steps", "5")
+    for more in ((), ("--stream",)):
+        out = tmp_path / f"run{len(found)}"
+        assert main(command(folder, out, *kinds, *more)) == 0
+        metrics = json.loads((out / "metrics.json").read_text())
+        del metrics["seconds"]
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        states = [Hasher.from_pretrained(out / name).state_dict() for name in ("lsh", "planes", "linear")]
+        found.append((metrics, sorted(lines), states))
+    (one, lines, mine), (other, others, theirs) = found
+    assert one == other
+    assert lines == others
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(mine, theirs, strict=True) for name in a)
+    capsys.readouterr()
+    for more in ((), ("--stream",)):
+        assert main(command(folder, tmp_path / "dry", *kinds, *more, "--dry-run")) == 0
+        found.append(json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]["disk"])
+    assert found[3] == found[2] // 2  # one context of three to train on, one to judge on
+    assert main(command(folder, tmp_path / "no", *kinds, "--stream", "--spread", "data")) == 2
+    assert "use --spread layers" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_run_layer_by_layer_to_the_same_bits(folder, tmp_path, monkeypatch, capsys):
+    placed, original = [], models._placement
+
+    def noted(*given):
+        placed.append(given)
+        return original(*given)
+
+    monkeypatch.setattr(models, "_placement", noted)
+    found = []
+    for more in ((), ("--backbone-memory", "0.002")):
+        out = tmp_path / f"run{len(found)}"
+        assert main(command(folder, out, "--only", "planes", *more)) == 0
+        found.append(Hasher.from_pretrained(out / "planes").state_dict())
+    assert placed == [("cpu", 0.002)]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(command(folder, tmp_path / "no", "--backbone-memory", "0.003")) == 2
+    assert "install hashtrain[offload]" in capsys.readouterr().err
+
+
+def test_a_streamed_run_goes_on_where_it_was_stopped(folder, tmp_path, monkeypatch):
+    kinds = ("--only", "planes", "--contexts", "3", "--steps", "6", "--stream", "--checkpoint-seconds", "0")
+    assert main(command(folder, tmp_path / "whole", *kinds)) == 0
+    original, runs = stream.queries_and_keys, []
+
+    def dies(model, ids):
+        runs.append(len(ids))
+        if len(runs) == 4:
+            raise OSError("the power went")
+        return original(model, ids)
+
+    monkeypatch.setattr(stream, "queries_and_keys", dies)
+    assert main(command(folder, tmp_path / "cut", *kinds)) == 2
+    assert main(command(folder, tmp_path / "cut", *kinds)) == 0
+    assert len(runs) == 4 + 3  # three steps were done, three are left
+    whole, cut = (Hasher.from_pretrained(tmp_path / name / "planes").state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
 def test_hashers_and_figures_do_not_depend_on_the_number_of_workers(folder, tmp_path):

@@ -25,6 +25,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from hashtrain.atomic import save_tensors, write_text
 from hashtrain.config import ModelShape
 from hashtrain.manifest import begin, checksum, finish, identity, missing
+from hashtrain.models import device_of
 
 Sink = Callable[[int, Tensor, Tensor, float], None]
 # By the attention that computes the output. Hugging Face looks for "sdpa" and "flash" inside names: keep them out.
@@ -138,7 +139,7 @@ def queries_and_keys(
         scalings[f"scaling.{layer}"] = repr(scaling)
 
     with torch.inference_mode(), capturing(model, sink):
-        model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+        model(ids[None].to(device_of(model)), use_cache=False, logits_to_keep=1)
     return tensors, scalings
 
 
@@ -150,12 +151,16 @@ def capture_bytes(model: PreTrainedModel, contexts: Sequence[Tensor], dtype: tor
     return sum(len(ids) for ids in contexts) * per_token * dtype.itemsize
 
 
-def require_disk(folder: Path, needed: int) -> None:
-    """Raise OSError if the file system of `folder` lacks `needed` bytes and a tenth on top."""
+def require_disk(folder: Path, needed: int, remedy: str = "") -> None:
+    """Raise OSError if the file system of `folder` lacks `needed` bytes and a tenth on top.
+
+    Args:
+        remedy: what else would help, to end the sentence with.
+    """
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < needed * 1.1:
         raise OSError(
             f"not enough free disk at {folder}: expected {needed * 1.1 / 1e9:.2f} GB, got {free / 1e9:.2f} GB; "
-            "free some, or use fewer or shorter contexts"
+            f"free some, or use fewer or shorter contexts{remedy}"
         )

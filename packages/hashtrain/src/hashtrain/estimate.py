@@ -68,7 +68,7 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
         jobs: every layer of every hasher; workers: processes at work side by side, over all machines.
     """
     command = prepared.command
-    model, _ = loaded(command.model_path, prepared.device)
+    model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
     with one_thread():
         began = time.perf_counter()
         tensors, scalings = queries_and_keys(model, prepared.train.contexts[0])
@@ -79,8 +79,9 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
     return Estimate(
         disk=prepared.disk,
         step_memory=max(step_bytes(job.config.at(job.layer), job.training, command.context) for job in jobs),
-        model_memory=sum(p.numel() * p.element_size() for p in model.parameters()),
-        capture_seconds=once * lacking / workers,
+        model_memory=int(1e9 * (command.backbone_memory or 0))
+        or sum(p.numel() * p.element_size() for p in model.parameters()),
+        capture_seconds=once * (lacking / workers + command.steps * command.stream),
         train_seconds=sum(seconds[job.candidate.name] for job in jobs) / workers,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -146,6 +147,20 @@ def result(job: LayerJob) -> LayerResult:
 def _train(job: LayerJob, hasher: LayerHasher, checkpoint: Checkpoint, report: Report) -> tuple[list[float], str]:
     name = f"{job.candidate.name}, layer {job.layer}"
     training = Training(hasher, job.layer, job.data, job.training, checkpoint, job.ranks)
+    training.run(following(job, training, report))
+    if training.stopped:
+        skipped = job.command.steps - len(training.losses)
+        report(
+            f"{name} {training.stopped}",
+            skipped,
+            {"hasher": job.candidate.name, "layer": job.layer, "stopped": training.stopped},
+        )
+    return training.losses, training.stopped
+
+
+def following(job: LayerJob, training: Training, report: Report) -> Callable[[int, float], None]:
+    """Report what is resumed, and return what reports every step and, now and then, a line of mean losses."""
+    name = f"{job.candidate.name}, layer {job.layer}"
     if training.losses:
         report(f"resumed {name}", len(training.losses))
     interval = training.snapshots.interval
@@ -157,12 +172,4 @@ def _train(job: LayerJob, hasher: LayerHasher, checkpoint: Checkpoint, report: R
             line = {"hasher": job.candidate.name, "layer": job.layer, "step": step + 1, "loss": mean}
         report(f"train {name}, loss {loss:.3f}", 1, line)
 
-    training.run(on_step)
-    if training.stopped:
-        skipped = job.command.steps - len(training.losses)
-        report(
-            f"{name} {training.stopped}",
-            skipped,
-            {"hasher": job.candidate.name, "layer": job.layer, "stopped": training.stopped},
-        )
-    return training.losses, training.stopped
+    return on_step

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hashtrain.atomic import write_text
+from hashtrain.models import device_of
 
 _NAME, _FORMAT = "manifest.json", 1
 _OURS = re.compile(r"\d{5}\.(safetensors|json)|manifest\.json|\.(\d{5}\.\w+|manifest\.json)\.\w{8}")
@@ -38,23 +40,27 @@ class Stored(Protocol):
 
 
 def identity(
-    model: PreTrainedModel, contexts: Sequence[Tensor], dtype: torch.dtype, seed: int | None = None
+    model: PreTrainedModel,
+    contexts: Sequence[Tensor],
+    dtype: torch.dtype,
+    seed: int | None = None,
+    weights: str | None = None,
 ) -> dict[str, Any]:
     """Say of what a capture is: two of equal identity hold the same bits.
 
     The model counts by its weights as they are in memory, so that no name or revision need be trusted; `seed` is the
-    one that drew the contexts, if any.
+    one that drew the contexts, if any; `weights` is `weights_hash(model)`, if known.
     """
     return {
         "format": _FORMAT,
-        "model": _weights_hash(model),
+        "model": weights or weights_hash(model),
         "revision": getattr(model.config, "_commit_hash", None),
         "corpus": _hash(contexts),
         "contexts": len(contexts),
         "context": max(map(len, contexts), default=0),
         "seed": seed,
         "dtype": str(dtype).removeprefix("torch."),
-        "device": model.device.type,
+        "device": device_of(model).type,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
@@ -120,13 +126,26 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _weights_hash(model: PreTrainedModel) -> str:
+def weights_hash(model: PreTrainedModel) -> str:
+    """Identify a model by its config and every bit of its weights."""
     facts = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
     sha = hashlib.sha256(repr(sorted(facts.items(), key=lambda item: item[0])).encode())
-    for name, tensor in model.state_dict().items():
-        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for module_name, module in model.named_modules():
+        with _at_hand(module):
+            for name, tensor in module.state_dict().items():
+                if "." not in name:  # its own; those of modules inside it come with them
+                    sha.update(f"{module_name}.{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                    sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return sha.hexdigest()
+
+
+def _at_hand(module: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Bring the weights of a module that accelerate keeps elsewhere."""
+    if not hasattr(module, "_hf_hook"):
+        return contextlib.nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module, torch.device("cpu"))
 
 
 def _hash(contexts: Sequence[Tensor]) -> str:

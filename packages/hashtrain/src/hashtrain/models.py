@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 
-def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model in its own dtype, ready for inference.
+def load_model(
+    name: str, dtype: torch.dtype | None = None, device: str | None = None, memory: float | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model, ready for inference.
 
     Args:
         name: a local folder, or a hub id.
-    Raises: ValueError if there is no loadable model of that name.
+        dtype: of its weights; None keeps their own.
+        device, memory: keep at most so many GB of weights on the device; the other layers wait in host memory, or where
+            the device is the CPU in their files, and are brought in one at a time as they are run (accelerate's work).
+    Raises: ValueError if there is no loadable model of that name, or accelerate is missing.
     """
+    placed = {} if memory is None else _placement(device or "cpu", memory)
     if ("/" in name or name.startswith(".")) and not _is_hub_id(name) and not Path(name).is_dir():
         raise ValueError(f"model folder not found: expected a Hugging Face model at {name}")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"{name} holds no config.json: expected a folder written by save_pretrained")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **placed)
     except SafetensorError as error:
         raise ValueError(f"the weights of {name} are truncated or damaged ({error}); fetch them again") from error
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -29,6 +38,22 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         local = "" if Path(name).is_dir() else " (there is no folder of that name)"
         raise ValueError(f"cannot load the model {name}{local}: {first}") from error
     return model.eval().requires_grad_(False), tokenizer
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Return where a model runs, which for one that accelerate has spread is not where its weights are."""
+    device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
+    return model.device if device is None else torch.device(device)
+
+
+def _placement(device: str, memory: float) -> dict[str, Any]:
+    if importlib.util.find_spec("accelerate") is None:
+        raise ValueError("a limit on the model's memory needs the package accelerate: install hashtrain[offload]")
+    most = f"{int(memory * 1000)}MB"
+    if device == "cpu":
+        return {"device_map": "auto", "max_memory": {"cpu": most}}
+    number = torch.device(device).index or 0
+    return {"device_map": "auto", "max_memory": {number: most, "cpu": "100000GB"}}
 
 
 def _is_hub_id(name: str) -> bool:

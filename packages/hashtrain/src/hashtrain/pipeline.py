@@ -27,11 +27,22 @@ from hashtrain.progress import live, tracking
 from hashtrain.report import card, draw, draw_bits, draw_heads, quality_table
 from hashtrain.settings import as_toml, environment
 from hashtrain.sources import loaded, make_all
+from hashtrain.stream import train_all
 from hashtrain.workers import default_workers, run_jobs
 from hashtrain.workfolder import begin, end, locked
 
 # As asked for; the first two are stored as found, the others change no bit or are told by hasher.
-_NOT_FACTS = {"contexts", "held_out", "workers", "checkpoint_seconds", "learning_rate", "dry_run", "tensorboard"}
+_NOT_FACTS = {
+    "contexts",
+    "held_out",
+    "workers",
+    "checkpoint_seconds",
+    "learning_rate",
+    "dry_run",
+    "tensorboard",
+    "stream",
+    "backbone_memory",
+}
 
 
 def run(command: TrainCommand, console: Console, capture_only: bool = False) -> dict[str, Any]:
@@ -56,7 +67,7 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
     shape, train, held = prepared.shape, prepared.train, prepared.held
     console.print(
         f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim}; {len(train.contexts)} contexts of {command.context} tokens to train on, "
+        f"{shape.head_dim}; {len(prepared.contexts)} contexts of {command.context} tokens to train on, "
         f"{len(held.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
     )
     if command.tensorboard:
@@ -75,16 +86,18 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         if not (command.out / ".work" / "run.toml").is_file():
             raise ValueError(f"{command.out} is not the same folder for all processes: expected one that all can see")
         with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
-            make_all(command.model_path, prepared.device, prepared.sources, _workers(prepared), advance, ranks)
+            work = (command.model_path, prepared.device, prepared.sources, _workers(prepared))
+            make_all(*work, advance, ranks, command.backbone_memory)
         if capture_only:
             return {"captured": len(train.contexts) + len(held.contexts)}
-        loaded.cache_clear()  # its memory is wanted for training
+        if not command.stream:
+            loaded.cache_clear()  # its memory is wanted for training
         _make_layers(prepared, jobs, console)
         ranks.wait()
         if not ranks.first:
             return {}
         found = _collect(command, hashers, jobs, console)
-        metrics = {**_facts(command, shape, len(train.contexts), len(held.contexts)), "hashers": found}
+        metrics = {**_facts(command, shape, len(prepared.contexts), len(held.contexts)), "hashers": found}
         metrics["seconds"] = round(time.monotonic() - began, 1)
         for name, hasher in hashers.items():
             hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
@@ -122,7 +135,7 @@ def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
             layer=layer,
             data=prepared.train.stored,
             held=prepared.held.stored,
-            source=json.dumps([source.identity for source in prepared.sources], sort_keys=True),
+            source=json.dumps(prepared.identities, sort_keys=True),
             folder=command.out / ".work" / "layers",
             device=prepared.device,
             ranks=prepared.ranks if command.spread == "data" else ALONE,
@@ -137,9 +150,16 @@ def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console)
     command, ranks = prepared.command, prepared.ranks
     together = command.spread == "data" and ranks.world > 1
     mine, workers = (jobs, 1) if together else (ranks.mine(jobs), _workers(prepared))
-    with tracking(console, sum(1 + command.steps * job.candidate.trained for job in mine)) as advance:
+    board = open_board(command.out / "tensorboard") if command.tensorboard else None
+    steps = sum(command.steps * job.candidate.trained for job in mine)
+    if command.stream:
+        with tracking(console, steps) as advance:
+            report = live(command.out / "metrics.jsonl", advance, board)
+            model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
+            train_all(model, prepared.contexts, mine, report)
+        loaded.cache_clear()
+    with tracking(console, steps + len(mine)) as advance:
         if mine:
-            board = open_board(command.out / "tensorboard") if command.tensorboard else None
             run_jobs(make, mine, workers, live(command.out / "metrics.jsonl", advance, board))
 
 

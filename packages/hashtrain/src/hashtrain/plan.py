@@ -111,6 +111,12 @@ class TrainCommand:
     depend on it."""
     checkpoint_seconds: float = 30.0
     """Seconds between two checkpoints of a layer: the most work that a kill can cost; 0 is after every step."""
+    backbone_memory: float | None = None
+    """GB of the model's weights on the device while it runs; its other layers are brought in one at a time (extra
+    `hashtrain[offload]`). Without it the whole model must fit."""
+    stream: bool = False
+    """Train all layers side by side and run the model for every step, in place of storing its queries and keys: next to
+    no disk, the same hashers. For schedules that use each context once."""
     tensorboard: bool = False
     """Write losses and judgements for TensorBoard, too, below --out/tensorboard (extra `hashtrain[tensorboard]`)."""
     config: Path | None = None
@@ -127,6 +133,8 @@ class TrainCommand:
             raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device}")
         if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
             raise UsageError(f"--learning-rate must be above 0, got {self.learning_rate}")
+        if self.backbone_memory is not None and not 0 < self.backbone_memory < float("inf"):
+            raise UsageError(f"--backbone-memory must be above 0, got {self.backbone_memory}")
         if not 0 <= self.warmup <= 1:
             raise UsageError(f"--warmup must be between 0 and 1, got {self.warmup}")
         if self.workers < 0:

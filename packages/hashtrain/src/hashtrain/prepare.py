@@ -13,8 +13,9 @@ from hashtrain.capture import capture_bytes, require_disk
 from hashtrain.config import ModelShape
 from hashtrain.corpus import contexts, held_out_sources, python_sources, split
 from hashtrain.distribute import ALONE, Ranks, device_for
-from hashtrain.manifest import identity
+from hashtrain.manifest import identity, weights_hash
 from hashtrain.plan import TrainCommand
+from hashtrain.remainder import MAX_CONTEXTS
 from hashtrain.sources import Source, loaded
 from hashtrain.texts import read_texts, require_apart
 
@@ -32,6 +33,10 @@ class Prepared:
     """Bytes that captures will still take."""
     device: str
     ranks: Ranks
+    contexts: list[Tensor]
+    """To train on: those of `train`, which has no more than the remainder is fitted on if the others are streamed."""
+    identities: list[dict[str, Any]]
+    """Of all contexts to train on, and of those held out: what decides the bits."""
 
     @property
     def sources(self) -> list[Source]:
@@ -44,22 +49,31 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
 
     Raises: ValueError or OSError with one sentence if the command cannot be done.
     """
+    if command.stream and command.spread == "data":
+        raise ValueError("--stream shares layers among processes, not data: use --spread layers")
     if command.spread == "data" and command.rows % ranks.world:
         raise ValueError(
             f"--rows must be a multiple of the {ranks.world} processes that share them, got {command.rows}"
         )
     device = str(device_for(command.device, ranks.local))
-    model, tokenizer = loaded(command.model_path, device)
+    model, tokenizer = loaded(command.model_path, device, command.backbone_memory)
     shape = ModelShape.of(model.config)
     _check_model(command, model.config, shape)
-    train, held = (
-        Source(name, command.out / ".work" / name, ids, identity(model, ids, torch.bfloat16, command.seed))
-        for name, ids in zip(("train", "held"), _texts(command, tokenizer), strict=True)
-    )
+    texts = dict(zip(("train", "held"), _texts(command, tokenizer), strict=True))
+    every = texts["train"]
+    weights = weights_hash(model)
+
+    def of(ids: list[Tensor]) -> dict[str, Any]:
+        return identity(model, ids, torch.bfloat16, command.seed, weights)
+
+    identities = [of(ids) for ids in texts.values()]
+    if command.stream:
+        texts["train"] = every[:MAX_CONTEXTS]
+    train, held = (Source(name, command.out / ".work" / name, ids, of(ids)) for name, ids in texts.items())
     disk = sum(capture_bytes(model, [source.contexts[n] for n in source.lacking]) for source in (train, held))
-    require_disk(command.out, disk)
+    require_disk(command.out, disk, "" if command.stream else ", or --stream")
     ranks.wait()  # before the first may write what the others look at
-    return Prepared(command, model.config, shape, train, held, disk, device, ranks)
+    return Prepared(command, model.config, shape, train, held, disk, device, ranks, every, identities)
 
 
 def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:

@@ -48,11 +48,20 @@ class _Job:
     ids: Tensor
     path: Path
     name: str
+    memory: float | None = None
 
 
 @functools.lru_cache(maxsize=1)
-def loaded(path: str, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer once in each process, ready to capture."""
+def loaded(
+    path: str, device: str = "cpu", memory: float | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer once in each process, ready to capture.
+
+    Args:
+        memory: see `load_model`.
+    """
+    if memory is not None:
+        return load_model(path, torch.float32 if device == "cpu" else None, device, memory)
     model, tokenizer = load_model(path)
     if device == "cpu":
         return model.float(), tokenizer  # many CPUs have no bfloat16 arithmetic and would take ten times as long
@@ -69,6 +78,7 @@ def make_all(
     workers: int,
     advance: Callable[[str, int], None],
     ranks: Ranks = ALONE,
+    memory: float | None = None,
 ) -> None:
     """Capture every context that is not there yet.
 
@@ -79,9 +89,10 @@ def make_all(
         model: what `load_model` is given; device: where it runs.
         workers: processes, each with a model of its own; fewer if memory does not hold so many.
         ranks: torchrun's processes, which share the contexts.
+        memory: GB of weights that the device may hold; None is no limit.
     """
     jobs = [
-        _Job(model, device, source.contexts[number], source.stored.file(number), source.name)
+        _Job(model, device, source.contexts[number], source.stored.file(number), source.name, memory)
         for source in sources
         for number in source.lacking
     ]
@@ -90,7 +101,7 @@ def make_all(
             begin(source.stored, source.identity)
     ranks.wait()
     if mine := ranks.mine(jobs):
-        run_jobs(_make, mine, max(1, min(workers, _fitting(model, device))), advance)
+        run_jobs(_make, mine, max(1, min(workers, _fitting(model, device, memory))), advance)
     ranks.wait()
     if ranks.first:
         for source in sources:
@@ -99,15 +110,16 @@ def make_all(
 
 
 def _make(job: _Job, report: Callable[[str, int], None]) -> None:
-    capture_one(loaded(job.model, job.device)[0], job.ids, job.path)
+    capture_one(loaded(job.model, job.device, job.memory)[0], job.ids, job.path)
     report(f"capture {job.name} q and k", 1)
 
 
-def _fitting(model: str, device: str) -> int:
+def _fitting(model: str, device: str, memory: float | None) -> int:
     """Count the models that half of the free memory holds; one where the device is not the CPU."""
     if device != "cpu":
         return 1
-    size = sum(p.numel() * p.element_size() for p in loaded(model, device)[0].parameters())
+    parameters = loaded(model, device, memory)[0].parameters()
+    size = int(memory * 1e9) if memory else sum(p.numel() * p.element_size() for p in parameters)
     if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
         return 1
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * size)

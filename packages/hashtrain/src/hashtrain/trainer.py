@@ -161,6 +161,16 @@ class Training:
             if self.ranks.first and self.checkpoint and (self.checkpoint.due or self.stopped):
                 self.checkpoint.save(*self._state())
 
+    @property
+    def next_step(self) -> int | None:
+        """The step to be done next; None if there is none."""
+        return None if self.stopped or len(self.losses) >= self.config.steps else len(self.losses)
+
+    def save(self) -> None:
+        """Write the checkpoint now."""
+        if self.ranks.first and self.checkpoint:
+            self.checkpoint.save(*self._state())
+
     def _step(self, step: int) -> float:
         """Do one step and return its loss; nothing is changed if that or the gradient is not finite."""
         config = self.config

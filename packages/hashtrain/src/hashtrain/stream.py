@@ -1,0 +1,78 @@
+"""Training without captures on disk: the model runs one context, every layer takes one step on it, and it is dropped.
+
+For schedules that use each context once, such as the paper's: storing what is read once costs terabytes and saves
+nothing. Ends with what a training on stored captures ends with, to the bit: whole checkpoints, which
+`hashtrain.job.make` goes on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hashtrain.capture import Capture, queries_and_keys
+from hashtrain.checkpoint import Checkpoint
+from hashtrain.hasher import make_layer
+from hashtrain.job import LayerJob, Report, following
+from hashtrain.trainer import Training
+from hashtrain.workers import one_thread
+
+
+class LiveCapture:
+    """The queries and keys of one context at a time, in memory; reads like a `Capture` of all of them."""
+
+    def __init__(self, model: PreTrainedModel, contexts: Sequence[Tensor]):
+        self.model, self.contexts, self.current = model, contexts, -1
+        self._tensors: dict[str, Tensor] = {}
+        self._scalings: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    def load(self, context: int) -> None:
+        """Run a context, unless it is the current one."""
+        if context != self.current:
+            self._tensors, self._scalings = queries_and_keys(self.model, self.contexts[context])
+            self.current = context
+
+    def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
+        """Return q, k and the logits' scaling of a layer, as `Capture.read` does. Raises: LookupError for another."""
+        if context != self.current:
+            raise LookupError(f"context {context} is not in memory, but {self.current}")
+        return self._tensors[f"q.{layer}"], self._tensors[f"k.{layer}"], float(self._scalings[f"scaling.{layer}"])
+
+
+def train_all(model: PreTrainedModel, contexts: Sequence[Tensor], jobs: Sequence[LayerJob], report: Report) -> None:
+    """Train the layers of `jobs` side by side and leave each one's last state as its checkpoint.
+
+    Layers that are finished are left alone, checkpoints are gone on from. One thread, as every capture and every
+    training has, so that the bits are the same.
+
+    Args:
+        model: on the device that trains. contexts: int64 [T] each, read in turn.
+    """
+    live = LiveCapture(model, contexts)
+    with one_thread():
+        trainings = [
+            _training(job, live, report) for job in jobs if job.candidate.trained and not job.finished.exists()
+        ]
+        for step in range(min((len(t.losses) for t, _ in trainings), default=0), jobs[0].command.steps if jobs else 0):
+            due = [(training, hear) for training, hear in trainings if training.next_step == step]
+            if not due:
+                continue
+            live.load(step % len(contexts))
+            for training, hear in due:
+                training.run(hear, until=step + 1)
+        for training, _ in trainings:
+            training.save()
+
+
+def _training(job: LayerJob, live: LiveCapture, report: Report) -> tuple[Training, Callable[[int, float], None]]:
+    """Return a layer's training where it stands, and what hears of its steps."""
+    hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
+    checkpoint = Checkpoint(job.unfinished, job.command.checkpoint_seconds)
+    training = Training(hasher, job.layer, cast(Capture, live), job.training, checkpoint)
+    return training, following(job, training, report)
