@@ -2,6 +2,7 @@
 
     uv run tools/update_readme.py                                   # write the tables
     uv run tools/update_readme.py --from runs/demo runs/iou runs/ppl  # first store these runs, trimmed and rounded
+    uv run tools/update_readme.py --from runs/all=ablations runs/long=recipe  # under names of their own
     uv run tools/update_readme.py --check                           # change nothing; exit 1 if a README is stale
     uv run packages/sparse-decode/benchmarks/attention.py --out docs/results/sparse_attention.json
     uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --out docs/results/hashcore_index.json
@@ -43,8 +44,27 @@ def _iou(heads: str) -> Callable[[Result], report.Grid]:
     return lambda result: report.iou_grid(result, result.config["budgets"][0], heads)
 
 
-def _training(results: pathlib.Path, heads: str) -> str:
-    return report.to_markdown(report.training_grid(_stored(results / "training.json"), heads))
+def _training(results: pathlib.Path, heads: str, name: str = "training") -> str:
+    return report.to_markdown(report.training_grid(_stored(results / f"{name}.json"), heads))
+
+
+def _rivals(results: pathlib.Path) -> str:
+    result = load(results / "rivals.json")
+    found = [report.ppl_grid(result), *(report.matched_grid(result, rival) for rival in result.config["match"])]
+    return "\n\n".join(map(report.to_markdown, found))
+
+
+def _training_step(results: pathlib.Path) -> str:
+    found = _stored(results / "training_step.json")
+    title = (
+        f"Milliseconds of processor time of a step of `{found['hasher']}`, one layer of the demo model, one thread, "
+        f"{found['date']}: {found['operations'] / 1e9:.2f} G operations in matrix products, "
+        f"{found['share_of_peak']:.0%} of the measured peak of {found['peak'] / 1e9:.0f} G a second"
+    )
+    parts = sorted(found["parts"].items(), key=lambda item: -item[1])
+    lines = [[name, f"{ms:.1f}", f"{ms / found['milliseconds']:.0%}"] for name, ms in parts]
+    whole = ["a step", f"{found['milliseconds']:.1f}", "100%"]
+    return report.to_markdown(report.Grid(title, ["part", "ms", "share"], [lines, [whole]]))
 
 
 def _index_recall(results: pathlib.Path) -> str:
@@ -169,6 +189,10 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "ppl-pairs": _of_run("ppl", lambda result: report.ppl_pairs_grid(result, "planes")),
     "ppl-pairs-remainder": _of_run("ppl", lambda result: report.ppl_pairs_grid(result, "planes+remainder")),
     "remainder": lambda results: report.to_markdown(report.remainder_grid(_stored(results / "training.json"))),
+    "ablations": lambda results: report.to_markdown(report.hashers_grid(_stored(results / "ablations.json"))),
+    "recipe": lambda results: _training(results, "kv_head", "recipe"),
+    "rivals": _rivals,
+    "training-step": _training_step,
     "training": lambda results: _training(results, "kv_head"),
     "training-query-heads": lambda results: _training(results, "query_head"),
     "hashcore-cpu-search": _cpu_search,
@@ -193,11 +217,14 @@ def render(text: str, results: pathlib.Path = RESULTS) -> str:
     return BLOCK.sub(fill, text)
 
 
-def store(run: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:
-    """Copy what a table needs of a run, rounded. Returns: the file. Raises: ValueError if there is no finished run."""
+def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") -> pathlib.Path:
+    """Copy what a table needs of a run, rounded, as `name` or the run's kind.
+
+    Returns: the file. Raises: ValueError if there is no finished run.
+    """
     if (run / "metrics.json").is_file():
         target, text = (
-            results / "training.json",
+            results / f"{name or 'training'}.json",
             json.dumps(_trim_metrics(read_json(run / "metrics.json", "run again")), indent=1),
         )
     else:
@@ -207,7 +234,7 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS) -> pathlib.Path:
         table = json.loads(rows_to_text(rows))
         lines = ",\n".join(json.dumps(_rounded(line)) for line in table["rows"])
         head = {"config": result.config, "environment": result.environment, "columns": table["columns"]}
-        target, text = results / f"{task}.json", f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n]}}'
+        target, text = results / f"{name or task}.json", f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n]}}'
     write_text(target, text + "\n")
     return target
 
@@ -257,13 +284,13 @@ def _rounded(data: Any) -> Any:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if a README is stale")
-    parser.add_argument("--from", dest="runs", nargs="+", type=pathlib.Path, default=[], help="runs to store first")
+    parser.add_argument("--from", dest="runs", nargs="+", default=[], help="RUN or RUN=NAME to store first")
     given = parser.parse_args(arguments)
     if given.check and given.runs:
         parser.error("--check changes nothing, --from stores runs: give one of them")
     try:
-        for run in given.runs:
-            print(f"stored {store(run).relative_to(ROOT)}")
+        for run, _, name in (given_run.partition("=") for given_run in given.runs):
+            print(f"stored {store(pathlib.Path(run), name=name).relative_to(ROOT)}")
         texts = {path: path.read_text(encoding="utf-8") for path in READMES}
         fresh = {path: render(text) for path, text in texts.items()}
     except (ValueError, OSError) as error:

@@ -168,6 +168,24 @@ def training_grid(metrics: Metrics, heads: str = "kv_head") -> Grid:
     )
 
 
+def hashers_grid(metrics: Metrics) -> Grid:
+    """Lay out the means of every hasher of a run of `hashtrain`, a line each, the best IoU first."""
+    found = metrics["hashers"]
+
+    def line(name: str) -> list[str]:
+        pairs = [found[name][heads]["mean"] for heads in HEADS]
+        rate = metrics["learning_rates"].get(name)
+        return [name, *(f"{p['iou']:.3f} / {p['mass']:.3f}" for p in pairs), "" if rate is None else f"{rate:g}"]
+
+    names = sorted(found, key=lambda name: -found[name]["kv_head"]["mean"]["iou"])
+    title = (
+        f"IoU / attention mass, mean over the layers that run sparse, top {percent(metrics['fraction'])}, "
+        f"{metrics['bits']} bits unless named, {metrics['held_out']} held-out contexts of {metrics['context']} tokens, "
+        f"{metrics['steps']} steps a layer"
+    )
+    return Grid(title, ["hasher", *HEADS.values(), "learning rate"], [[line(name) for name in names]])
+
+
 def remainder_grid(metrics: Metrics) -> Grid:
     """Lay out what each hasher's selections leave out of the softmax, and the error of its estimate, per layer."""
     names, dense = list(metrics["hashers"]), metrics["dense_layers"]
