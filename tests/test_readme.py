@@ -11,6 +11,7 @@ import subprocess
 import pytest
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
+from hashtrain.plan import ALL
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -135,3 +136,8 @@ def test_the_size_of_the_demo_model_is_the_committed_ones():
     count, context = sum(x.numel() for x in model.parameters()), model.config.max_position_embeddings
     said = f"a {count / 1e6:.1f} M-parameter code model with a context of {context:,} tokens"
     assert said in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_every_hasher_has_the_learning_rate_that_was_found_best():
+    best = json.loads((ROOT / "docs" / "results" / "learning_rates.json").read_text())["best"]
+    assert best == {c.name: c.learning_rate for c in ALL if c.trained}

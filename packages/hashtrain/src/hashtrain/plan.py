@@ -41,19 +41,25 @@ CANDIDATES = (
 # The paper's ablations and ours; `--only all` makes them too.
 _STRAIGHT = "straight-through"
 ABLATIONS = (
-    Candidate("linear", "linear", learning_rate=1e-2, summary="a rotation, trained as in the paper"),
+    Candidate("linear", "linear", summary="a rotation, trained as in the paper"),
     Candidate("linear-straight", "linear", learning_rate=2e-2, estimator=_STRAIGHT, summary="linear, our estimator"),
-    Candidate("paper-straight", "paper", "random", 3e-3, estimator=_STRAIGHT, summary="paper, our estimator"),
-    Candidate("planes-softsign", "planes", estimator="softsign", summary="planes, the paper's estimator for keys"),
+    Candidate("paper-straight", "paper", "random", 1e-2, estimator=_STRAIGHT, summary="paper, our estimator"),
+    Candidate(
+        "planes-softsign",
+        "planes",
+        learning_rate=3e-3,
+        estimator="softsign",
+        summary="planes, the paper's estimator for keys",
+    ),
     Candidate("group-xnor", "group-xnor", summary="planes with one bit a query head"),
     Candidate("planes-64", "planes", bits=64, learning_rate=1e-2, summary="planes with half the bits"),
     Candidate("paper-untrained", "paper", "random", trained=False, summary="the paper's MLP as it starts"),
     Candidate("paper-reconstruction", "paper", "random", 3e-3, "reconstruction", summary="paper, other loss"),
     Candidate(
-        "planes-reconstruction", "planes", learning_rate=4e-2, loss="reconstruction", summary="planes, other loss"
+        "planes-reconstruction", "planes", learning_rate=8e-2, loss="reconstruction", summary="planes, other loss"
     ),
     Candidate(
-        "down-proj", "down-proj", learning_rate=4e-2, summary="numbers in place of bits, compared by inner product"
+        "down-proj", "down-proj", learning_rate=8e-2, summary="numbers in place of bits, compared by inner product"
     ),
 )
 ALL = (*CANDIDATES, *ABLATIONS)
