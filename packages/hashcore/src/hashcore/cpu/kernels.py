@@ -24,7 +24,7 @@ from hashcore.cpu.intrinsics import (
     transpose,
 )
 
-INTRINSICS = "da2ab26f304f3bf8"
+INTRINSICS = "5025d7663a286ffa"
 CHUNK = 1024  # keys scored at once: 16 KiB of 128-bit keys stay in L1 while the rows of a block pass over them
 BLOCK = 32  # most rows that do
 LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first of them by 256 scores
@@ -39,6 +39,7 @@ def score_tasks(first, last, planes, planes_of, weights, keys, step, bits, n, ou
     """Score tasks [first, last), each BLOCK rows x CHUNK keys, to rows of int32 at addresses out."""
     rows = len(keys)
     chunks = (n + CHUNK - 1) // CHUNK
+    codes = step, bits, _are_pairs(step, bits, planes.shape[2], weights)
     tile = np.empty(((planes.shape[2] + 3) // 4 * 4, KEYS), np.uint64)
     own, places = np.empty((BLOCK, planes.shape[1], planes.shape[2]), np.uint64), np.empty(BLOCK, np.int64)
     rest, rests = np.empty((BLOCK, KEYS), np.int32), np.empty(BLOCK, np.int64)
@@ -57,10 +58,10 @@ def score_tasks(first, last, planes, planes_of, weights, keys, step, bits, n, ou
                 places[same] = out[row + same] + 4 * low
                 same += 1
             place = keys[row] + low * step
-            _score(place, step, bits, whole, tile, weights, own, np.int64(0), same, places, rest)
+            _score(place, codes, whole, tile, weights, own, np.int64(0), same, places, rest)
             if whole < size:
                 place += whole * step
-                _score(place, step, bits, size - whole, tile, weights, own, np.int64(0), same, rests, rest)
+                _score(place, codes, size - whole, tile, weights, own, np.int64(0), same, rests, rest)
                 for r in range(same):
                     o = memory(out[row + r] + 4 * (low + whole), size - whole, rest)
                     o[:] = rest[r, : len(o)]
@@ -102,6 +103,7 @@ def search_tasks(
     Row r sees keys [low[r], high[r]), which score 0 to top. The best k[r] of each part go to scores and indices
     [parts, rows, K], in ascending index order or, if best, highest score first.
     """
+    codes = step, bits, _are_pairs(step, bits, planes.shape[2], weights)
     histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
     tile = np.empty(((planes.shape[2] + 3) // 4 * 4, KEYS), np.uint64)
     own = np.empty((block, planes.shape[1], planes.shape[2]), np.uint64)
@@ -118,12 +120,10 @@ def search_tasks(
             _copy(planes[planes_of[row]], own[r])
             state[r, AT], state[r, FROM], state[r, TO] = keys[row], at, end
             state[r, WANTED], state[r, KEPT] = min(k[row], max(0, end - at)), 0
-            state[r, FLOOR] = _guess(r, state, step, bits, own, weights, tile, places, buffer, histogram, top)
+            state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top)
         ends = np.int64(0), rows
         while ends[0] < ends[1]:
-            _collect(
-                ends[0], ends[1], a, b, state, step, bits, own, weights, tile, places, buffer, kept, histogram, top
-            )
+            _collect(ends[0], ends[1], a, b, state, codes, own, weights, tile, places, buffer, kept, histogram, top)
             ends = _misled(state, rows)
         for r in range(rows):
             if state[r, KEPT] > state[r, WANTED]:
@@ -154,15 +154,25 @@ def merge_tasks(first, last, part_scores, part_indices, k, top, best, scores, in
 
 
 @numba.njit
-def _collect(r0, r1, a, b, state, step, bits, planes, weights, tile, places, buffer, kept, histogram, top):
+def _are_pairs(step, bits, words, weights):
+    """Tell whether codes are two 64-bit words in turn in memory, and their scores fit 16 bits."""
+    total = np.int64(0)
+    for weight in weights:
+        total += weight
+    return words == 2 and bits == 128 and step == 16 and total * bits < 1 << 16
+
+
+@numba.njit
+def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, kept, histogram, top):
     """Pass over keys [a, b) and append, for rows [r0, r1) of the block, what reaches their floors."""
     stay_a_function()
+    step, _, pairs = codes
     for low in range(a, b, CHUNK):
         size, r = min(CHUNK, b - low), r0
         while r < r1:
             same, seen = _same(state, r, r1, low, low + size)
-            if seen:
-                _score(state[r, AT] + low * step, step, bits, size, tile, weights, planes, r, same, places, buffer)
+            if seen and not pairs:
+                _score(state[r, AT] + low * step, codes, size, tile, weights, planes, r, same, places, buffer)
             for q in range(r, r + same):
                 at, end = max(low, state[q, FROM]), min(low + size, state[q, TO])
                 wanted, count = state[q, WANTED], state[q, KEPT]
@@ -171,7 +181,17 @@ def _collect(r0, r1, a, b, state, step, bits, planes, weights, tile, places, buf
                 if count + size + MORE > kept.shape[1]:
                     state[q, FLOOR] = 1 + _shrink(kept[q], count, wanted, state[q, FLOOR], top, histogram)
                     count = wanted  # later equals lose the tie
-                state[q, KEPT] = _append(buffer[q, at - low : end - low], state[q, FLOOR], at, kept[q], count)
+                if pairs:
+                    keys = state[q, AT] + at * step
+                    count = _append_pairs(keys, planes[q], weights, buffer[q], state[q, FLOOR], at, end, kept[q], count)
+                    at += (end - at) // LANES * LANES
+                    if at < end:
+                        keys = state[q, AT] + at * step
+                        _score(keys, codes, end - at, tile, weights, planes, q, np.int64(1), places, buffer)
+                        count = _append(buffer[q, : end - at], state[q, FLOOR], at, kept[q], count)
+                    state[q, KEPT] = count
+                else:
+                    state[q, KEPT] = _append(buffer[q, at - low : end - low], state[q, FLOOR], at, kept[q], count)
             r += same
 
 
@@ -196,14 +216,14 @@ def _misled(state, rows):
 
 
 @numba.njit
-def _guess(r, state, step, bits, planes, weights, tile, places, buffer, histogram, top):
+def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, top):
     """Return a score that about as many keys of row r reach as it wants, rather more, from runs spread over them.
 
     0, which all of them reach, where a sample would not pay. The number of the best keys that a sample meets has the
     standard deviation of a Poisson count: three of them are added.
     """
     stay_a_function()
-    keys, low, k = state[r, AT], state[r, FROM], state[r, WANTED]
+    step, keys, low, k = codes[0], state[r, AT], state[r, FROM], state[r, WANTED]
     n = state[r, TO] - low
     runs = max(n // 4096, 8)
     if n < 32 * RUN or 4 * k >= n or k == 0:
@@ -215,7 +235,7 @@ def _guess(r, state, step, bits, planes, weights, tile, places, buffer, histogra
     histogram[: (top >> shift) + 1] = 0
     for run in range(runs):
         place = keys + (low + run * (n - RUN) // (runs - 1)) * step
-        _score(place, step, bits, np.int64(RUN), tile, weights, planes, r, np.int64(1), places, buffer)
+        _score(place, codes, np.int64(RUN), tile, weights, planes, r, np.int64(1), places, buffer)
         for i in range(RUN):
             histogram[buffer[r, i] >> shift] += 1
     expected = k * runs * RUN / n
@@ -227,19 +247,25 @@ def _guess(r, state, step, bits, planes, weights, tile, places, buffer, histogra
 
 
 @numba.njit
-def _score(place, step, bits, size, tile, weights, planes, r, rows, places, like):
+def _score(place, codes, size, tile, weights, planes, r, rows, places, like):
     """Score the keys at an address against planes[r : r + rows]: their scores go to the addresses places[r] on.
 
     As many as size, rounded up to KEYS, are written for each row.
     """
     stay_a_function()
+    step, bits, pairs = codes
     words, count = planes.shape[2], len(weights)
     p, w, o, t = _address(planes[r]), _address(weights), _address(places) + 8 * r, _address(tile)
-    whole = size // KEYS * KEYS if words <= 2 and bits == 64 * words and step == 8 * words else 0
-    for i in range(0, whole, KEYS):
-        if words == 2:
-            score_pairs(place + i * step, p, w, count, rows, o, i * like.itemsize, like)
-        else:
+    whole = np.int64(0)
+    if pairs:
+        whole = size // LANES * LANES
+        for q in range(rows):
+            for i in range(0, whole, LANES):
+                out = places[r + q] + i * like.itemsize
+                score_pairs(place + 16 * i, p + 16 * count * q, w, count, np.uint16(0), out, like)
+    elif words == 1 and bits == 64 and step == 8:
+        whole = size // KEYS * KEYS
+        for i in range(0, whole, KEYS):
             score_columns(place + i * step, 0, 1, p, w, count, rows, o, i * like.itemsize, like)
     for i in range(whole, size, KEYS):
         transpose(place + i * step, step, min(KEYS, size - i) - 1, bits // 32, t)
@@ -259,11 +285,24 @@ def _address(x):
 
 
 @numba.njit
-def _append(s, floor, base, kept, count):
-    """Append the scores that reach the floor, with their indices counted from base; return how many are kept now.
+def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count):
+    """Score keys [low, high), all but the last that fill no LANES, and append those that reach the floor as _append."""
+    stay_a_function()
+    if floor >> 16:
+        return count
+    threshold = np.uint16(floor)
+    p, w, out = _address(planes), _address(weights), _address(buffer)
+    for i in range(low, high - LANES + 1, LANES):
+        mask = score_pairs(keys, p, w, len(weights), threshold, out, buffer)
+        keys += 16 * LANES
+        if mask:
+            count = _take(mask, buffer, np.int64(0), i, kept, count)
+    return count
 
-    MORE entries of each 64 are written without asking whether there are as many: an unexpected branch takes longer.
-    """
+
+@numba.njit
+def _append(s, floor, base, kept, count):
+    """Append the scores that reach the floor, with their indices counted from base; return how many are kept now."""
     stay_a_function()
     if floor >> 16:
         return count  # above every 16-bit score
@@ -271,25 +310,33 @@ def _append(s, floor, base, kept, count):
     whole = len(s) // LANES * LANES
     for group in range(0, whole, LANES):
         mask = at_least(s, group, threshold)
-        if mask == 0:
-            continue
-        end, place = count + np.int64(popcount(mask)), count
-        for _ in range(MORE):
-            i = group + np.int64(lowest_bit(mask | LAST))
-            kept[place] = _entry(s[i], base + i)
-            mask &= mask - np.uint64(1)
-            place += 1
-        while mask:
-            i = group + np.int64(lowest_bit(mask))
-            kept[place] = _entry(s[i], base + i)
-            mask &= mask - np.uint64(1)
-            place += 1
-        count = end
+        if mask:
+            count = _take(mask, s, group, base + group, kept, count)
     for i in range(whole, len(s)):
         if s[i] >= threshold:
             kept[count] = _entry(s[i], base + i)
             count += 1
     return count
+
+
+@numba.njit
+def _take(mask, s, first, base, kept, count):
+    """Append those of s[first : first + LANES] that the mask has, with their indices counted from base.
+
+    MORE entries are written without asking whether there are as many: an unexpected branch takes longer.
+    """
+    end, place = count + np.int64(popcount(mask)), count
+    for _ in range(MORE):
+        i = np.int64(lowest_bit(mask | LAST))
+        kept[place] = _entry(s[first + i], base + i)
+        mask &= mask - np.uint64(1)
+        place += 1
+    while mask:
+        i = np.int64(lowest_bit(mask))
+        kept[place] = _entry(s[first + i], base + i)
+        mask &= mask - np.uint64(1)
+        place += 1
+    return end
 
 
 @numba.njit
