@@ -139,6 +139,12 @@ def at_least(typing_context: Any, x: Any, start: Any, threshold: Any):
 
 
 @intrinsic
+def word_at(typing_context: Any, address: Any):
+    """Return the 32-bit word at an address."""
+    return types.uint32(POSITION), lambda context, builder, signature, values: _load(builder, values[0], HALF)
+
+
+@intrinsic
 def popcount(typing_context: Any, x: Any):
     """Count the set bits of an unsigned integer."""
     return x(x), lambda context, builder, signature, values: builder.ctpop(values[0])
@@ -204,11 +210,11 @@ def _matching_bytes(builder: Any, keys: Any, pair: Any) -> Any:
     """Count the matches of LANES keys of two words with the same two words of a plane: a vector of bytes."""
     halves = []
     for half in (0, 512):
-        merged = None
+        merged = ir.Constant(WORDS, [0] * 8)
         for i in range(8):
             words = _load(builder, _add(builder, keys, half + 64 * i), WORDS)
-            counts = builder.shl(_popcount(builder, builder.xor(words, pair)), ir.Constant(WORDS, [8 * i] * 8))
-            merged = counts if merged is None else builder.or_(merged, counts)
+            counts = _popcount(builder, builder.xor(words, pair))
+            merged = _shift_in(builder, counts, merged)
         halves.append(merged)
     # Words 2 j and 2 j + 1 of a half belong to key j of each of its eight vectors, whose place is the byte.
     first = builder.shuffle_vector(*halves, _indices([0, 8, 2, 10, 4, 12, 6, 14]))
@@ -216,6 +222,13 @@ def _matching_bytes(builder: Any, keys: Any, pair: Any) -> Any:
     matches = builder.bitcast(builder.add(first, second), ir.VectorType(BYTE, LANES))
     places = [16 * (i % 4) + 8 * (i // 32) + i % 32 // 4 for i in range(LANES)]
     return builder.shuffle_vector(matches, matches, _indices(places))
+
+
+def _shift_in(builder: Any, x: Any, merged: Any) -> Any:
+    """Move the bytes of merged one down and put the lowest byte of x on top: one vpshrdq with AVX-512."""
+    function = ir.FunctionType(WORDS, [WORDS] * 3)
+    funnel = cgutils.get_or_insert_function(builder.module, function, "llvm.fshr.v8i64")
+    return builder.call(funnel, [x, merged, ir.Constant(WORDS, [8] * 8)])
 
 
 def _transpose(builder: Any, keys: Any, step: Any, last: Any, halves: Any, tile: Any) -> None:

@@ -10,6 +10,7 @@ never serves a kernel with other intrinsics than these, INTRINSICS has the diges
 import numba
 import numpy as np
 
+from hashcore.cpu import plan
 from hashcore.cpu.intrinsics import (
     KEYS,
     LANES,
@@ -22,49 +23,52 @@ from hashcore.cpu.intrinsics import (
     score_pairs,
     stay_a_function,
     transpose,
+    word_at,
 )
 
-INTRINSICS = "5025d7663a286ffa"
-CHUNK = 1024  # keys scored at once: 16 KiB of 128-bit keys stay in L1 while the rows of a block pass over them
-BLOCK = 32  # most rows that do
+INTRINSICS = "aa5eb251c3985607"
+CHUNK, BLOCK, MORE = plan.CHUNK, plan.BLOCK, plan.MORE
+N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS = plan.HEADER
+QUERY, KEYS_AT, OUT, K, LOW, HIGH = plan.COLUMNS
+FIRST_WEIGHT = plan.FIRST_WEIGHT
 LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first of them by 256 scores
 RUN = 64  # neighbouring keys of a sample
-MORE = 4  # of 64 scores that rarely more reach a good floor
 LAST, INDEX = np.uint64(1 << 63), np.uint64((1 << 48) - 1)
 AT, FROM, TO, WANTED, FLOOR, KEPT = range(6)  # what a search knows of a row: its keys' address, the range it sees, ...
 # Constants are passed on as np.int64(...): numba compiles a function once more for every literal it is called with.
 
 
-def score_tasks(first, last, planes, planes_of, weights, keys, step, bits, n, out):
-    """Score tasks [first, last), each BLOCK rows x CHUNK keys, to rows of int32 at addresses out."""
-    rows = len(keys)
-    chunks = (n + CHUNK - 1) // CHUNK
-    codes = step, bits, _are_pairs(step, bits, planes.shape[2], weights)
-    tile = np.empty(((planes.shape[2] + 3) // 4 * 4, KEYS), np.uint64)
-    own, places = np.empty((BLOCK, planes.shape[1], planes.shape[2]), np.uint64), np.empty(BLOCK, np.int64)
-    rest, rests = np.empty((BLOCK, KEYS), np.int32), np.empty(BLOCK, np.int64)
+def score_tasks(first, last, header, rows, query, keys, out):
+    """Score tasks [first, last), each BLOCK rows x CHUNK keys, to rows of int32.
+
+    header and rows are a plan's; query, keys and out are the addresses that the offsets in it count from.
+    """
+    n, step = header[N], header[STEP]
+    weights, own, tile, codes = _operands(header, BLOCK)
+    places, buffer, buffers = np.empty(BLOCK, np.int64), np.empty((BLOCK, KEYS), np.int32), np.empty(BLOCK, np.int64)
     for r in range(BLOCK):
-        rests[r] = _address(rest[r])
+        buffers[r] = _address(buffer[r])
+    chunks = (n + CHUNK - 1) // CHUNK
     for task in range(first, last):
         low = task % chunks * CHUNK
         size = min(CHUNK, n - low)
         whole = size // KEYS * KEYS
         row = task // chunks * BLOCK
-        end = min(row + BLOCK, rows)
+        end = min(row + BLOCK, len(rows))
         while row < end:
             same = np.int64(0)
-            while row + same < end and keys[row + same] == keys[row]:
-                _copy(planes[planes_of[row + same]], own[same])
-                places[same] = out[row + same] + 4 * low
+            while row + same < end and rows[row + same, KEYS_AT] == rows[row, KEYS_AT]:
+                _copy_planes(query + rows[row + same, QUERY], header, own[same])
+                places[same] = out + rows[row + same, OUT] + 4 * low
                 same += 1
-            place = keys[row] + low * step
-            _score(place, codes, whole, tile, weights, own, np.int64(0), same, places, rest)
+            place = keys + rows[row, KEYS_AT] + low * step
+            _score(place, codes, whole, tile, weights, own, np.int64(0), same, places, buffer)
             if whole < size:
                 place += whole * step
-                _score(place, codes, size - whole, tile, weights, own, np.int64(0), same, rests, rest)
+                _score(place, codes, size - whole, tile, weights, own, np.int64(0), same, buffers, buffer)
                 for r in range(same):
-                    o = memory(out[row + r] + 4 * (low + whole), size - whole, rest)
-                    o[:] = rest[r, : len(o)]
+                    o = memory(places[r] + 4 * whole, size - whole, buffer)
+                    o[:] = buffer[r, : len(o)]
             row += same
     return 0
 
@@ -94,42 +98,41 @@ def topk_tasks(first, last, scores, k, low, high, values, indices):
     return -1
 
 
-def search_tasks(
-    first, last, planes, planes_of, weights, keys, step, bits, n, top, k, low, high, room, block, parts, best,
-    scores, indices,
-):  # fmt: skip
+def search_tasks(first, last, header, rows, query, keys, scores, indices):
     """Select from tasks [first, last), each a block of rows x a part of the keys.
 
-    Row r sees keys [low[r], high[r]), which score 0 to top. The best k[r] of each part go to scores and indices
-    [parts, rows, K], in ascending index order or, if best, highest score first.
+    header and rows are a plan's; query and keys are the addresses that the offsets in it count from. Row r sees keys
+    [low, high), which score 0 to top. The best k of each part go to int32 and int64 [parts, rows, WIDTH] at scores and
+    indices, in ascending index order or, if best, highest score first.
     """
-    codes = step, bits, _are_pairs(step, bits, planes.shape[2], weights)
+    n, top, width = header[N], header[TOP], header[WIDTH]
+    room, block, parts = header[ROOMY], header[ROWS], header[PARTS]
+    best = header[BEST] and parts == 1  # otherwise they are merged first
+    weights, own, tile, codes = _operands(header, block)
     histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
-    tile = np.empty(((planes.shape[2] + 3) // 4 * 4, KEYS), np.uint64)
-    own = np.empty((block, planes.shape[1], planes.shape[2]), np.uint64)
     buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
     kept, state = np.empty((block, room), np.uint64), np.empty((block, 6), np.int64)
     for r in range(block):
         places[r] = _address(buffer[r])
     for task in range(first, last):
         part, row0 = task % parts, task // parts * block
-        a, b, rows = n * part // parts, n * (part + 1) // parts, min(block, len(keys) - row0)
-        for r in range(rows):
-            row = row0 + r
-            at, end = max(a, low[row]), max(a, min(b, high[row]))
-            _copy(planes[planes_of[row]], own[r])
-            state[r, AT], state[r, FROM], state[r, TO] = keys[row], at, end
-            state[r, WANTED], state[r, KEPT] = min(k[row], max(0, end - at)), 0
+        a, b, count = n * part // parts, n * (part + 1) // parts, min(block, len(rows) - row0)
+        for r in range(count):
+            row = rows[row0 + r]
+            at, end = max(a, row[LOW]), max(a, min(b, row[HIGH]))
+            _copy_planes(query + row[QUERY], header, own[r])
+            state[r, AT], state[r, FROM], state[r, TO] = keys + row[KEYS_AT], at, end
+            state[r, WANTED], state[r, KEPT] = min(row[K], max(0, end - at)), 0
             state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top)
-        ends = np.int64(0), rows
+        ends = np.int64(0), count
         while ends[0] < ends[1]:
             _collect(ends[0], ends[1], a, b, state, codes, own, weights, tile, places, buffer, kept, histogram, top)
-            ends = _misled(state, rows)
-        for r in range(rows):
-            if state[r, KEPT] > state[r, WANTED]:
-                _shrink(kept[r], state[r, KEPT], state[r, WANTED], state[r, FLOOR], top, histogram)
-            row = row0 + r
-            _write(kept[r], state[r, WANTED], best, top, histogram, scores[part, row], indices[part, row])
+            ends = _misled(state, count)
+        for r in range(count):
+            found, wanted, floor = state[r, KEPT], state[r, WANTED], state[r, FLOOR]
+            place = (part * len(rows) + row0 + r) * width
+            out = memory(scores + 4 * place, width, histogram), memory(indices + 8 * place, width, places)
+            _write(kept[r], found, wanted, floor, best, top, histogram, out[0], out[1])
     return 0
 
 
@@ -146,20 +149,38 @@ def merge_tasks(first, last, part_scores, part_indices, k, top, best, scores, in
                     break
                 kept[count] = _entry(part_scores[part, row, i], part_indices[part, row, i])
                 count += 1
-        if count > k[row]:
-            _shrink(kept, count, k[row], np.int64(0), top, histogram)
-            count = k[row]
-        _write(kept, count, best, top, histogram, scores[row], indices[row])
+        _write(kept, count, min(count, k[row]), np.int64(0), best, top, histogram, scores[row], indices[row])
     return 0
 
 
 @numba.njit
-def _are_pairs(step, bits, words, weights):
-    """Tell whether codes are two 64-bit words in turn in memory, and their scores fit 16 bits."""
-    total = np.int64(0)
-    for weight in weights:
-        total += weight
-    return words == 2 and bits == 128 and step == 16 and total * bits < 1 << 16
+def _operands(header, block):
+    """Return the weights, room for the planes of a block and for a tile, and how codes lie: step, bits, are they pairs.
+
+    Pairs are two 64-bit words in turn in memory, whose scores fit 16 bits.
+    """
+    halves, planes, step = header[WORDS], header[PLANES], header[STEP]
+    words = (halves + 1) // 2
+    weights = np.empty(planes, np.uint32)
+    for p in range(planes):
+        weights[p] = header[FIRST_WEIGHT + p]
+    pairs = halves == 4 and step == 16 and header[TOP] < 1 << 16
+    own, tile = np.empty((block, planes, words), np.uint64), np.empty(((words + 3) // 4 * 4, KEYS), np.uint64)
+    return weights, own, tile, (step, 32 * halves, pairs)
+
+
+@numba.njit
+def _copy_planes(address, header, own):
+    """Copy planes of 32-bit words from an address to 64-bit words [P, ceil(W / 2)].
+
+    They are complemented, so that xor with a key leaves the bits that match, and filled up with 0, which matches none.
+    """
+    for p in range(own.shape[0]):
+        for v in range(own.shape[1]):
+            place = address + p * header[PLANE_STEP] + 2 * v * header[WORD_STEP]
+            own[p, v] = np.uint32(~word_at(place))
+            if 2 * v + 1 < header[WORDS]:
+                own[p, v] |= np.uint64(np.uint32(~word_at(place + header[WORD_STEP]))) << np.uint64(32)
 
 
 @numba.njit
@@ -225,7 +246,7 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
     stay_a_function()
     step, keys, low, k = codes[0], state[r, AT], state[r, FROM], state[r, WANTED]
     n = state[r, TO] - low
-    runs = max(n // 4096, 8)
+    runs = min(max(n // 4096, 8), 128)
     if n < 32 * RUN or 4 * k >= n or k == 0:
         return 0
     for run in range(runs):
@@ -259,8 +280,8 @@ def _score(place, codes, size, tile, weights, planes, r, rows, places, like):
     whole = np.int64(0)
     if pairs:
         whole = size // LANES * LANES
-        for q in range(rows):
-            for i in range(0, whole, LANES):
+        for i in range(0, whole, LANES):
+            for q in range(rows):
                 out = places[r + q] + i * like.itemsize
                 score_pairs(place + 16 * i, p + 16 * count * q, w, count, np.uint16(0), out, like)
     elif words == 1 and bits == 64 and step == 8:
@@ -270,13 +291,6 @@ def _score(place, codes, size, tile, weights, planes, r, rows, places, like):
     for i in range(whole, size, KEYS):
         transpose(place + i * step, step, min(KEYS, size - i) - 1, bits // 32, t)
         score_columns(t, 8 * KEYS, words, p, w, count, rows, o, i * like.itemsize, like)
-
-
-@numba.njit
-def _copy(source, target):
-    for p in range(source.shape[0]):
-        for v in range(source.shape[1]):
-            target[p, v] = source[p, v]
 
 
 @numba.njit
@@ -439,22 +453,41 @@ def _compact(s, threshold, quota, indices, base):
 
 
 @numba.njit
-def _write(kept, count, best, top, histogram, scores, indices):
-    """Write so many entries, in the order they have or best first, and fill the slots they leave."""
+def _write(kept, count, wanted, floor, best, top, histogram, scores, indices):
+    """Write the best of so many entries, in the order they have or best first, and fill the slots they leave."""
     stay_a_function()
-    if best:
-        places = histogram[: top + 1]
-        places[:] = 0
-        for i in range(count):
-            places[kept[i] >> np.uint64(48)] += 1
-        place = 0
-        for score in range(top, -1, -1):
-            places[score], place = place, place + places[score]
-    for i in range(count):
-        score, place = kept[i] >> np.uint64(48), i
-        if best:
-            place = places[score]
-            places[score] += 1
-        scores[place], indices[place] = score, kept[i] & INDEX
-    scores[count:] = 0
-    indices[count:] = -1
+    if best and wanted > 0:
+        _sort(kept[:count], wanted, max(floor - 1, 0), top, histogram, scores, indices)
+    else:
+        if count > wanted:
+            _shrink(kept, count, wanted, floor, top, histogram)
+        for i in range(wanted):
+            scores[i], indices[i] = kept[i] >> np.uint64(48), kept[i] & INDEX
+    scores[wanted:] = 0
+    indices[wanted:] = -1
+
+
+@numba.njit
+def _sort(kept, wanted, base, top, histogram, scores, indices):
+    """Write the best entries, which score from base to top, highest score first and equals in the order they have.
+
+    Every entry is written, because an unexpected branch takes longer: those that are not wanted to the last slot, which
+    is mended in the end.
+    """
+    if top - base < LEVEL:
+        _count(kept, np.uint64(48), np.uint64(base), top - base + 1, histogram)
+    else:
+        histogram[: top - base + 1] = 0
+        for i in range(len(kept)):
+            histogram[(kept[i] >> np.uint64(48)) - np.uint64(base)] += 1
+    place, end, last = np.int64(0), wanted - 1, np.uint64(0)
+    for step in range(top - base, -1, -1):  # from how many there are of a score to where the first of them goes
+        histogram[step], place = place, place + histogram[step]
+    for i in range(len(kept)):
+        step = (kept[i] >> np.uint64(48)) - np.uint64(base)
+        place = np.int64(histogram[step])
+        histogram[step] += 1
+        last = kept[i] if place == end else last
+        place = min(place, end)
+        scores[place], indices[place] = kept[i] >> np.uint64(48), kept[i] & INDEX
+    scores[end], indices[end] = last >> np.uint64(48), last & INDEX
