@@ -23,6 +23,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_T
 
 import faiss
 import hashcore
+import hashcore.torch_library
 import numba
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ QUERIES = (1, 28)
 SHARE = 50  # top 2 %
 GROUP = 7
 FLUSH = 4
+SHORT = 1024  # keys of a search that is over before what happens around its kernel
 HOT = 15  # timed repetitions of the cache-hot figures, after one that is not
 
 Codes = NDArray[np.int32]
@@ -118,6 +120,8 @@ class Bench:
             "faiss counting": lambda i: self.search_faiss(i, octets, "counting"),
             "torch.topk": lambda i: torch.topk(torch.from_numpy(hashcore.score(query, self.keys[i], out=scores)), k),
         }
+        if queries == 1:
+            works["read"] = lambda i: read(self.keys[i].reshape(-1).view(np.uint64))
         self.agree(works)
         row: dict[str, Any] = {"n": self.n, "queries": queries, "k": k}
         for place, spent in cold_and_hot(works, len(self.keys), rounds).items():
@@ -125,6 +129,8 @@ class Bench:
             row[place] = {"microseconds": {name: microseconds(times) for name, times in spent.items()}}
             row[place] |= {"faiss": rival, "over_faiss": ratio(spent[rival], spent["search"])}
             row[place]["over_torch"] = ratio(spent["torch.topk"], spent["search"])
+            if "read" in spent:
+                row[place]["over_read"] = ratio(spent["search"], spent["read"])
         return row
 
     def agree(self, works: Works) -> None:
@@ -158,6 +164,25 @@ class Bench:
                 f"{name}_over_grouped": ratio(spent[name], spent["grouped"]) for name in ("one call", "calls")
             }
         return row
+
+
+def calls(rng: np.random.Generator) -> dict[str, float]:
+    """Measure the microseconds of short searches, from cache, by arrays, tensors and the operator of torch."""
+    query, keys, k = random_codes(rng, 1), random_codes(rng, SHORT), SHORT // SHARE
+    tensors, sizes = (torch.from_numpy(query), torch.from_numpy(keys)), torch.tensor([k])
+    flat = faiss.IndexBinaryFlat(32 * WORDS)
+    flat.add(keys.view(np.uint8))
+    every = None, None, None, None, SHORT, 0, 0, 0, True  # no k, weights, lengths or starts of a row's own; best first
+    works: Works = {
+        "arrays": lambda i: hashcore.search(query, keys, k),
+        "tensors": lambda i: hashcore.search(*tensors, k),
+        "a k for each row": lambda i: hashcore.search(*tensors, sizes),
+        "operator": lambda i: torch.ops.hashcore.search(*tensors, k, *every),
+        "faiss": lambda i: flat.search(query.view(np.uint8), k),
+    }
+    spent = {name: microseconds(times) for name, times in in_turn(works, [0] * 20 * HOT).items()}
+    print(f"a search of {SHORT} keys: " + ", ".join(f"{name} {us:.0f} us" for name, us in spent.items()))
+    return spent
 
 
 def ceilings(bench: Bench) -> dict[str, float]:
@@ -229,7 +254,7 @@ def main() -> None:
     cache, rng = last_level_cache(), np.random.default_rng(0)
     versions = {module.__name__: module.__version__ for module in (hashcore, numba, np, torch, faiss)}
     result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "processor": processor(), "versions": versions}
-    result |= {"last_level_cache": cache, "bits": 32 * WORDS, "search": [], "score": []}
+    result |= {"last_level_cache": cache, "bits": 32 * WORDS, "calls": calls(rng), "search": [], "score": []}
     for n in given.sizes:
         bench = Bench(n, cache, rng)
         if "ceilings" not in result:

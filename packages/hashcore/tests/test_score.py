@@ -4,7 +4,7 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import cpu, reference
-from hashcore.cpu import kernels, layout
+from hashcore.cpu import kernels, layout, plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,12 +100,10 @@ def test_expanded_arrays_score_without_being_copied(rng):
     expanded = np.broadcast_to(keys, (7, 33, 4))
     query = np.broadcast_to(random_codes(rng, 1, 2, 4), (7, 2, 4))
     assert_same(hashcore.score(query, expanded, (1, 2)), reference.score(query, expanded, (1, 2)))
-    sets = layout.code_sets(expanded, (7,))
-    assert sets.owner is expanded
-    assert len(set(sets.first.tolist())) == 1
-    planes, index = layout.queries(query, (7,))
-    assert planes.shape == (1, 2, 2)
-    assert index.tolist() == [0] * 7
+    assert layout.aligned(query) is query
+    assert layout.readable(expanded) is expanded
+    rows = plan.score(layout.of(query), layout.of(expanded), (1, 2), (7,)).rows
+    assert rows[:, [plan.QUERY, plan.KEYS]].tolist() == [[0, 0]] * 7
 
 
 BUFFER = np.random.default_rng(3).integers(-(2**31), 2**31, (2, 3, 50, 6), np.int64).astype(np.int32)
@@ -127,8 +125,7 @@ def test_codes_are_scored_where_they_lie(case):
     keys = IN_PLACE[case]
     query = np.ascontiguousarray(BUFFER[:1, :1, :7, : keys.shape[-1]])
     assert_same(hashcore.score(query, keys), reference.score(query, np.ascontiguousarray(keys)))
-    sets = layout.code_sets(keys, keys.shape[:-2])
-    assert sets.owner is keys
+    assert layout.readable(keys) is keys
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 5), (0, 0)])

@@ -146,10 +146,11 @@ def test_any_number_of_threads_searches_as_one(rng, workers, best):
 
 @pytest.mark.parametrize("room", [1, 3 * (2 * 60 + kernels.CHUNK)])
 def test_blocks_of_any_size_search_alike(rng, monkeypatch, room):
-    query, keys = random_codes(rng, 40, 4), random_codes(rng, 3000, 4)
-    usual = hashcore.search(query, keys, 60)
-    monkeypatch.setattr(cpu, "ROOM", room)
-    assert_pairs(hashcore.search(query, keys, 60), usual)
+    query, keys, lead = random_codes(rng, 40, 1, 4), random_codes(rng, 3000, 4), (40,)
+    wanted = validation.selection((40, 3000), 60, None, None, 0, 0)
+    usual = cpu.search(query, keys, (1,), lead, wanted, True)
+    monkeypatch.setattr(cpu.plan, "ROOM", room)
+    assert_pairs(cpu.search(query, keys, (1,), lead, wanted, True), usual)
 
 
 @settings(deadline=None, max_examples=30)

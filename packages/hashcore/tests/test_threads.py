@@ -72,11 +72,13 @@ def test_small_work_starts_no_thread(rng, monkeypatch):
         hashcore.score(query, np.broadcast_to(keys[:1], (5_000_000, 4)))
 
 
-@given(work=st.integers(0, 2**50), most=st.integers(1, 300))
-def test_a_thread_is_used_for_each_grain_of_work_that_the_setting_allows(work, most):
+@given(work=st.integers(0, 2**50), setting=st.integers(1, 300))
+def test_a_thread_is_used_for_each_grain_of_work_that_the_setting_allows(work, setting):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threads.numba.config, "NUMBA_NUM_THREADS", most)
-        count = threads.count(work)
+        patch.setattr(threads.numba.config, "NUMBA_NUM_THREADS", setting)
+        most, count = threads.most(), threads.count(work)
+    assert most == setting
+    assert threads.count(work, setting) == count
     assert 1 <= count <= most
     assert count == most or count * threads.GRAIN <= max(work, threads.GRAIN) < (count + 1) * threads.GRAIN
 

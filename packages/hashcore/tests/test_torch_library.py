@@ -119,6 +119,16 @@ def test_meta_tensors_have_the_shapes_of_results():
     assert hashcore.pack(torch.empty(5, 64, device="meta", dtype=torch.bfloat16)).shape == (5, 2)
 
 
+@pytest.mark.parametrize("most", [4, 9])
+def test_slots_beyond_the_widest_row_stay_empty(most):
+    query, keys, k = codes(2, 3, 4), codes(1, 33, 4), torch.tensor([[3, 0, 4], [1, 1, 1]])
+    found = torch.ops.hashcore.search(query, keys, most, k, None, *RANGE[:2], 33, 0, 0, 0, True)
+    expected = reference.search(query.numpy(), keys.numpy(), k.numpy())
+    for actual, array, empty in zip(found, expected, (0, -1), strict=True):
+        assert_equal(actual[..., :4], array)
+        assert (actual[..., 4:] == empty).all()
+
+
 def test_a_tensor_k_in_a_compiled_program_needs_out():
     compiled = torch.compile(lambda scores, k: hashcore.topk(scores, k), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="a tensor k needs out in a compiled program"):

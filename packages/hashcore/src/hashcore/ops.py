@@ -32,9 +32,20 @@ def _any_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
         from hashcore import torch_ops  # defines operators, which only these callers need
 
-        return getattr(torch_ops, function.__name__)(*arguments, **options)
+        return getattr(torch_ops, function.__name__.lstrip("_"))(*arguments, **options)
 
     return call
+
+
+@functools.cache
+def _numba_backend():
+    """Import what needs numba, which takes half a second that the other functions do without.
+
+    Kept, because even the repeated import takes 3 us when the caches are cold.
+    """
+    from hashcore import cpu
+
+    return cpu
 
 
 @_any_device
@@ -147,16 +158,17 @@ def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, ou
     Raises: ValueError if words, weights or leading dimensions do not fit each other, or out does not fit the result.
     Source: docs/algorithm.md, eq. 2; with weights eq. 4.
     """
-    (q, k, target), restore = validation.host_arrays({"out": out}, query=query, keys=keys)
-    q, k, checked, lead = _comparison(q, k, weights)
-    if out is not None:
-        validation.output("out", target, (*lead, k.shape[-2]), [np.int32], [q, k])
+    (q, c, target), restore = validation.host_arrays({"out": out}, query=query, keys=keys)
 
-    from hashcore import cpu  # numba takes half a second to import; the functions above do without it
-
+    cpu = _numba_backend()
+    q, c = cpu.layout.aligned(q), cpu.layout.readable(c)
+    plan = cpu.prepared.score(
+        cpu.layout.of(q), cpu.layout.of(c), validation.integers("weights", weights), cpu.threads.most()
+    )
     if out is None:
-        return restore(cpu.score(q, k, checked, lead))
-    cpu.score(q, k, checked, lead, target)
+        return restore(cpu.run_score(plan, *cpu.layout.addresses(q, c)))
+    validation.output("out", target, plan.shape, [np.int32], [q, c])
+    cpu.run_score(plan, *cpu.layout.addresses(q, c), target)
     return out
 
 
@@ -196,16 +208,13 @@ def topk(
         native = array.dtype.newbyteorder("=")
         validation.outputs(values, indices, (*array.shape[:-1], wanted.width), native, [array, *rows])
 
-    from hashcore import cpu  # numba takes half a second to import
-
-    found = cpu.topk(array, *wanted)
+    found = _numba_backend().topk(array, *wanted)
     if out is None:
         return restore(found[0]), restore(found[1])
     values[...], indices[...] = found
     return out
 
 
-@_any_device
 def search(
     query: Array,
     keys: Array,
@@ -236,34 +245,66 @@ def search(
     Raises: ValueError if the arguments do not fit each other, or sum(weights) * 32 * W is 2^16 or more.
     Source: docs/algorithm.md, eq. 2, 4, 6, 13 and 14.
     """
+    plain = type(query) is type(keys) is np.ndarray and type(k) is type(sink) is type(recent) is int
+    if plain and lengths is starts is out is None and validation.are_plain_weights(weights):
+        found = _plain_search(query, keys, weights, (k, None, None, sink, recent), validation.order(order))
+        if found is not None:
+            return found
+    ranges = {"lengths": lengths, "starts": starts, "sink": sink, "recent": recent}
+    return _search(query, keys, k, weights, **ranges, order=order, out=out)
+
+
+def _plain_search(
+    query: NDArray[Any], keys: NDArray[Any], weights: tuple[int, ...] | None, rows: tuple[Any, ...], best: bool
+) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
+    """Search arrays that lie as the kernels read them; None if they do not.
+
+    After a rival or a layer of a model has emptied the caches each step in Python takes microseconds, as long as the
+    scores of a thousand keys: these are as few as there can be.
+    """
+    cpu = _numba_backend()
+    layouts = (query.dtype, query.shape, query.strides), (keys.dtype, keys.shape, keys.strides)
+    plan = cpu.prepared.search(*layouts, weights, rows, best, cpu.threads.most())
+    addresses = cpu.layout.address(query), cpu.layout.address(keys)
+    if not plan.readable or (addresses[0] | addresses[1]) % 4:
+        return None
+    return cpu.run_search(plan, *addresses)
+
+
+@_any_device
+def _search(
+    query: Array,
+    keys: Array,
+    k: int | Array,
+    weights: Sequence[int] | None = None,
+    *,
+    lengths: int | Array | None = None,
+    starts: int | Array | None = None,
+    sink: int = 0,
+    recent: int = 0,
+    order: str = "best",
+    out: tuple[Array, Array] | None = None,
+) -> tuple[Array, Array]:
+    """Search arrays or tensors of any kind."""
     values, indices = validation.pair(out)
     optional = {"k": k, "lengths": lengths, "starts": starts, "out[0]": values, "out[1]": indices}
     (q, c, *rows, values, indices), restore = validation.host_arrays(optional, query=query, keys=keys)
-    q, c, checked, lead = _comparison(q, c, weights)
-    validation.score_bits(checked, q.shape[-1])
-    wanted = validation.selection((*lead, c.shape[-2]), *rows, sink, recent)
-    best = validation.order(order)
-    if out is not None:
-        validation.outputs(values, indices, (*lead, wanted.width), np.int32, [q, c, *rows])
+    best, weights = validation.order(order), validation.integers("weights", weights)
 
-    from hashcore import cpu  # numba takes half a second to import
-
+    cpu = _numba_backend()
+    q, c = cpu.layout.aligned(q), cpu.layout.readable(c)
+    layouts, most = (cpu.layout.of(q), cpu.layout.of(c)), cpu.threads.most()
+    if any(validation.is_array(x) for x in rows):
+        compared = cpu.prepared.comparison(*layouts, weights)
+        validation.score_bits(compared.weights, q.shape[-1])
+        wanted = validation.asked((*compared.lead, c.shape[-2]), *rows, sink, recent)
+        plan = cpu.plan.filled(cpu.prepared.ragged_search(compared, wanted.width, best, most), wanted)
+    else:
+        asked = validation.row_integers(*rows, sink, recent)
+        plan = cpu.prepared.search(*layouts, weights, asked, best, most)
     if out is None:
-        scores, found = cpu.search(q, c, checked, lead, wanted, best)
+        scores, found = cpu.run_search(plan, *cpu.layout.addresses(q, c))
         return restore(scores), restore(found)
-    cpu.search(q, c, checked, lead, wanted, best, (values, indices))
+    validation.outputs(values, indices, plan.shape, np.int32, [q, c, *rows])
+    cpu.run_search(plan, *cpu.layout.addresses(q, c), (values, indices))
     return out
-
-
-def _comparison(
-    query: NDArray[Any], keys: NDArray[Any], weights: Sequence[int] | None
-) -> tuple[NDArray[np.int32], NDArray[np.int32], tuple[int, ...], tuple[int, ...]]:
-    """Return checked planes [..., P, W], keys [..., N, W], the planes' weights, and the leading shape of the result."""
-    validation.codes("query", query, "[..., Q, W]" if weights is None else "[..., P, W]")
-    validation.codes("keys", keys, "[..., N, W]")
-    validation.same_words(query, keys)
-    lead = validation.broadcast(query.shape[:-2], keys.shape[:-2])
-    if weights is None:  # each of the Q queries is one plane of weight 1
-        lead = (*lead, query.shape[-2])
-        query, keys, weights = query[..., None, :], keys[..., None, :, :], (1,)
-    return query, keys, validation.plane_weights(weights, query.shape[-2], query.shape[-1]), lead

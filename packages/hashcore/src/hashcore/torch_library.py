@@ -113,13 +113,31 @@ class Cpu:
 
     @staticmethod
     def search(*inputs: Any) -> None:  # as in the schema of search_out; the workspace is for CUDA
-        query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, scores, indices = inputs[
-            :14
-        ]
-        options = _range(lengths, starts, length, start, sink, recent)
-        order = "best" if best else "index"
-        found = ops.search(query, keys, count if k is None else k, weights, order=order, **options)
-        _copy(found, (scores, indices))
+        query, keys, count, k, weights = inputs[:5]
+        scores, indices = inputs[12:14]
+        _copy(_search(query, keys, count if k is None else k, weights, *inputs[5:12]), (scores, indices))
+
+
+def _search(
+    query: Any, keys: Any, k: Any, weights: Any, lengths: Any, starts: Any, length: int, start: int, sink: int,
+    recent: int, best: bool,
+) -> Outputs:  # fmt: skip
+    options = _range(lengths, starts, length, start, sink, recent)
+    return ops.search(query, keys, k, weights, order="best" if best else "index", **options)
+
+
+def _found_on_cpu(query: Any, keys: Any, count: int, k: Any, weights: Any, *options: Any) -> Outputs:
+    """Search as the operator does, but without a copy of what is as wide as it should be."""
+    found = _search(query, keys, count if k is None else k, weights, *options)
+    if found[0].shape[-1] == count:
+        return found
+    outputs = _found(query, keys, count, k, weights)
+    _copy(found, outputs)
+    return outputs
+
+
+# Operators that make their results on the CPU instead of writing them to outputs made before.
+MADE_ON_CPU: dict[str, Callable[..., Any]] = {"score": ops.score, "search": _found_on_cpu}
 
 
 def _range(lengths: Any, starts: Any, length: int, start: int, sink: int, recent: int) -> dict[str, Any]:
@@ -222,7 +240,8 @@ def _register() -> torch.library.Library:
         plain = name.removesuffix("_out")
         for key, writers in (("CPU", Cpu), ("CUDA", Cuda)):
             write = getattr(writers, plain)
-            library.impl(name, write if name != plain else _functional(RESULTS[name], write), key)
+            made = MADE_ON_CPU.get(name) if key == "CPU" else None
+            library.impl(name, write if name != plain else made or _functional(RESULTS[name], write), key)
         fake = _shapes(RESULTS[name]) if name == plain else lambda *_: None
         torch.library.register_fake(f"hashcore::{name}", fake, lib=library)
     return library

@@ -43,17 +43,23 @@ def bfloat16_bits(x: Any) -> Any | None:
     return x.detach().view(torch.int16)
 
 
+PLAIN = {np.ndarray, type(None), int, bool, float, str}  # kinds of arguments that hold no tensor
+
+
 def for_torch(arguments: Iterable[Any]) -> bool:
     """Tell whether a call has a tensor that numpy cannot view: in other memory, or traced instead of computed."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
     for x in arguments:
-        if isinstance(x, tuple | list):
+        kind = type(x)
+        if kind in PLAIN:
+            continue
+        if kind is tuple or kind is list:
             if for_torch(x):
                 return True
         elif isinstance(x, torch.Tensor) and (
-            torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (torch.Tensor, torch.nn.Parameter)
+            torch.compiler.is_compiling() or not x.is_cpu or kind not in (torch.Tensor, torch.nn.Parameter)
         ):
             return True
     return False
@@ -73,7 +79,8 @@ def not_strided(x: Any) -> ValueError:
 def _tensor_view(torch: Any, x: Any) -> NDArray[Any]:
     if x.layout != torch.strided:
         raise not_strided(x)
-    x = x.detach()
+    if x.requires_grad:
+        x = x.detach()
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
 
 
@@ -94,7 +101,7 @@ def bits(name: str, x: NDArray[Any]) -> None:
         )
 
 
-def codes(name: str, x: NDArray[Any], dims: str) -> None:
+def codes(name: str, x: "NDArray[Any] | Layout", dims: str) -> None:
     """Require int32 words of the shape named by dims, such as '[..., N, W]'."""
     if x.dtype != np.int32:
         raise TypeError(f"{name} must be int32 words, got {x.dtype}; make them with hashcore.pack")
@@ -150,7 +157,7 @@ def plane_weights(weights: Sequence[int], planes: int, words: int) -> tuple[int,
     return checked
 
 
-def same_words(query: NDArray[Any], keys: NDArray[Any]) -> None:
+def same_words(query: "NDArray[Any] | Layout", keys: "NDArray[Any] | Layout") -> None:
     """Require codes of one length."""
     if query.shape[-1] != keys.shape[-1]:
         raise ValueError(
@@ -178,6 +185,49 @@ def integer_scores(scores: NDArray[Any]) -> None:
         raise ValueError("scores must have shape [..., N], got a scalar; add a dimension")
 
 
+class Layout(NamedTuple):
+    """What of an array can be checked without its elements."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def with_axis(self, axis: int) -> "Layout":
+        """Return the layout with one more axis, of size 1, before an axis counted from the end."""
+        at = self.ndim + axis
+        return Layout(self.dtype, (*self.shape[:at], 1, *self.shape[at:]), (*self.strides[:at], 0, *self.strides[at:]))
+
+
+class Comparison(NamedTuple):
+    """Planes [..., P, W] and keys [..., N, W], which fit each other.
+
+    Attributes:
+        weights: of the planes.
+        lead: the leading dimensions that both broadcast to.
+    """
+
+    query: Layout
+    keys: Layout
+    weights: tuple[int, ...]
+    lead: tuple[int, ...]
+
+
+def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> Comparison:
+    """Require what can be scored: queries [..., Q, W], or with weights planes [..., P, W], and keys [..., N, W]."""
+    codes("query", query, "[..., Q, W]" if weights is None else "[..., P, W]")
+    codes("keys", keys, "[..., N, W]")
+    same_words(query, keys)
+    lead = broadcast(query.shape[:-2], keys.shape[:-2])
+    if weights is None:  # each of the Q queries is one plane of weight 1
+        lead = (*lead, query.shape[-2])
+        query, keys, weights = query.with_axis(-1), keys.with_axis(-2), (1,)
+    return Comparison(query, keys, plane_weights(weights, query.shape[-2], query.shape[-1]), lead)
+
+
 class Selection(NamedTuple):
     """What each row of a selection asks for, in int64 [rows]: its k, and the first and the end of its positions."""
 
@@ -187,27 +237,50 @@ class Selection(NamedTuple):
     width: int
 
 
+class Asked(NamedTuple):
+    """A Selection in which one int stands for all rows that ask for the same."""
+
+    k: int | NDArray[np.int64]
+    low: int | NDArray[np.int64]
+    high: int | NDArray[np.int64]
+    width: int
+
+
 def selection(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> Selection:
     """Return the selection from scores of this shape, [..., N], with every value checked; all positions by default."""
+    rows, found = math.prod(shape[:-1]), asked(shape, k, lengths, starts, sink, recent)
+    return Selection(*(x if isinstance(x, np.ndarray) else np.full(rows, x) for x in found[:3]), found.width)
+
+
+def asked(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> Asked:
+    """Return what the rows of scores of this shape, [..., N], ask for, with every value checked."""
     n = shape[-1]
-    sizes = _per_row("k", k, shape)
-    start = _per_row("starts", 0 if starts is None else starts, shape)
-    end = _per_row("lengths", n if lengths is None else lengths, shape)
+    sizes, width = _per_row("k", k, shape)
+    start, _ = _per_row("starts", 0 if starts is None else starts, shape)
+    end, _ = _per_row("lengths", n if lengths is None else lengths, shape)
     sink, recent = natural("sink", sink, n), natural("recent", recent, n)
     if isinstance(start, int) and isinstance(end, int):  # numpy takes ten times as long for one number
-        _ordered(start, end, 0)
-        low = min(start + sink, n)
-        high = max(end - recent, low)
-    else:
-        start, end = np.broadcast_arrays(start, end)
-        if start.size:
-            at = int(np.argmax(start > end))
-            _ordered(start.flat[at], end.flat[at], at)
-        low = np.minimum(start + sink, n)
-        high = np.maximum(end - recent, low)  # nothing is left where the two meet
-    width = int(sizes.max(initial=0)) if isinstance(sizes, np.ndarray) else sizes
-    rows = math.prod(shape[:-1])
-    return Selection(*(x if isinstance(x, np.ndarray) else np.full(rows, x) for x in (sizes, low, high)), width)
+        return Asked(sizes, *_eligible(start, end, sink, recent, n), width)
+    start, end = np.broadcast_arrays(start, end)
+    if start.size:
+        at = int(np.argmax(start > end))
+        _ordered(start.flat[at], end.flat[at], at)
+    low = np.minimum(start + sink, n)
+    return Asked(sizes, low, np.maximum(end - recent, low), width)  # nothing is left where the two meet
+
+
+def bounds(n: int, k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> tuple[int, int, int]:
+    """Return k, and the first and the end of the eligible ones of n positions, for rows that ask for the same."""
+    size = position("k", k, n)
+    start = position("starts", 0 if starts is None else starts, n)
+    end = position("lengths", n if lengths is None else lengths, n)
+    return size, *_eligible(start, end, natural("sink", sink, n), natural("recent", recent, n), n)
+
+
+def _eligible(start: int, end: int, sink: int, recent: int, n: int) -> tuple[int, int]:
+    _ordered(start, end, 0)
+    low = min(start + sink, n)
+    return low, max(end - recent, low)
 
 
 def order(name: Any) -> bool:
@@ -277,21 +350,27 @@ def _overlaps_itself(x: NDArray[Any]) -> bool:
     return False
 
 
-def _per_row(name: str, value: Any, shape: tuple[int, ...]) -> int | NDArray[np.int64]:
-    """Return an integer in 0..N, or one for each row of [..., N], flat."""
+FEW = 64  # of so many numbers Python finds the extremes sooner than numpy
+
+
+def _per_row(name: str, value: Any, shape: tuple[int, ...]) -> tuple[int | NDArray[np.int64], int]:
+    """Return an integer in 0..N, or one for each row of [..., N], flat; and the largest of them, 0 for no rows."""
     n, rows = shape[-1], shape[:-1]
     if not is_array(value):
-        return position(name, value, n)
+        return (checked := position(name, value, n)), checked
     if value.dtype.kind not in "iu":
         raise TypeError(f"{name} must be an integer or an array of integers, got {value.dtype}; convert it")
-    try:
-        value = np.broadcast_to(value, rows)
-    except ValueError:
-        raise not_per_row(name, rows, value.shape) from None
-    if value.size:
-        position(name, int(value.min()), n)
-        position(name, int(value.max()), n)
-    return value.astype(np.int64).reshape(-1)
+    if value.shape != rows:
+        try:
+            value = np.broadcast_to(value, rows)
+        except ValueError:
+            raise not_per_row(name, rows, value.shape) from None
+    if value.size == 0:
+        return np.empty(0, np.int64), 0
+    numbers = value.ravel()
+    low, high = (f(numbers.tolist()) for f in (min, max)) if value.size <= FEW else (value.min(), value.max())
+    position(name, int(low), n)
+    return numbers.astype(np.int64), position(name, int(high), n)
 
 
 def _ordered(start: int, end: int, row: int) -> None:
@@ -331,6 +410,24 @@ def natural(name: str, value: Any, most: int) -> int:
     if count < 0:
         raise ValueError(f"{name} must be 0 or more positions, got {count}; 0 leaves none out")
     return min(count, most)
+
+
+def integers(name: str, values: Any) -> tuple[int, ...] | None:
+    """Return several integers as ints, or None for None."""
+    return None if values is None else tuple(x if type(x) is int else _integer(name, x) for x in values)
+
+
+def are_plain_weights(weights: Any) -> bool:
+    """Tell whether weights are None or a tuple of ints, which equals no tuple of another kind that is a mistake."""
+    return weights is None or (type(weights) is tuple and all(type(weight) is int for weight in weights))
+
+
+def row_integers(k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> tuple[int | None, ...]:
+    """Return what the rows of a selection ask for as ints; lengths and starts may be None."""
+    named = (("k", k), ("lengths", lengths), ("starts", starts), ("sink", sink), ("recent", recent))
+    return tuple(
+        x if type(x) is int or (x is None and name in ("lengths", "starts")) else _integer(name, x) for name, x in named
+    )
 
 
 def _integer(name: str, value: Any) -> int:

@@ -1,22 +1,27 @@
 """Scores (eq. 2, eq. 4), selection (eq. 6) and their fusion on the CPU, in numba.
 
-Score. A task is BLOCK query rows x CHUNK keys. 32 keys go to registers, 8 keys a vector, and all rows of the block are
-scored against them before the next 32 are read. Two words of 64 bits a code, the common case, are taken apart on the
-way to the registers; other codes go, by masked loads and a transposition of 8 keys x 4 words, to a tile in L1 of one
-column a word, which costs 0.2 ns a key and word. Nothing outside the codes is read. Per key of 128 bits and 3 planes: 6
-popcounts, 4 bytes written. The ceiling is the memory that the codes are read from, or the scores written to.
+Score. A task is BLOCK query rows x CHUNK keys, which stay in L1 while all rows of the block are scored against them.
+The common codes, two words of 64 bits each in turn in memory, are read as they lie, 64 keys at a time: the matches of a
+word fill a byte, so eight vectors of them merge into one (score_pairs). Other codes go, by masked loads and a
+transposition of 8 keys x 4 words, to a tile in L1 of one column a word, 32 keys at a time, which costs 0.2 ns a key and
+word. Nothing outside the codes is read. The ceiling is the memory that the codes are read from, or the scores written
+to.
 
 Selection, per row: (1) smallest and largest score, (2) histogram, in two levels if the scores span more than LEVEL,
 (3) threshold: walk the bins from the top until k are covered, (4) ordered compaction: 64 scores become a 64-bit mask of
 those at or above the threshold, its set bits are taken in order, and equals only while their quota lasts.
 
-Search. The scores of a chunk go to 16 bits in L1 and no further; most are never counted either, because counting one
-takes longer (0.42 ns) than scoring it (0.24 ns). Per row and part of the keys: (1) score one key in 64, in runs spread
-over all of them, and guess a floor that somewhat more than k keys reach; (2) score every chunk and keep what reaches
-the floor; (3) when 2k are kept, shrink to the best k by histogram and raise the floor above the lowest of them; (4)
-shrink once more at the end. Fewer than k kept means that the sample misled: then (2) again without a floor. What is
-kept is in index order, so ties fall to the lowest index, and the guess decides the time but never the result. With
-few rows and several threads the keys are parted and the parts' selections merged.
+Search. The scores of pairs are compared with a floor in registers; those of other codes go to 16 bits in L1 and no
+further. Most are never counted, because counting one takes longer (0.42 ns) than scoring it. Per row and part of the
+keys: (1) score one key in 64, 8,192 at most, in runs spread over all of them, and guess a floor that somewhat more than
+k keys reach; (2) score every chunk and keep what reaches the floor; (3) when 2k are kept, shrink to the best k by
+histogram and raise the floor above the lowest of them; (4) shrink or sort once more at the end. Fewer than k kept means
+that the sample misled: then (2) again without a floor. What is kept is in index order, so ties fall to the lowest
+index, and the guess decides the time but never the result. With few rows and several threads the keys are parted and
+the parts' selections merged.
+
+Call. What follows from shapes and numbers is worked out once (plan) and kept (prepared): after other work has emptied
+the caches, the steps in Python took as long as the kernel.
 """
 
 from typing import Any
@@ -24,10 +29,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.cpu import kernels, layout, threads
-from hashcore.validation import Selection
+from hashcore.cpu import kernels, layout, plan, prepared, threads
+from hashcore.cpu.plan import Plan
+from hashcore.validation import Comparison, Selection
 
-ROOM = 1 << 20  # of what all rows of a block keep: 8 MiB
+__all__ = ["layout", "plan", "prepared", "run_score", "run_search", "score", "search", "threads", "topk"]
 
 
 def score(
@@ -35,24 +41,29 @@ def score(
     keys: NDArray[np.int32],
     weights: tuple[int, ...],
     lead: tuple[int, ...],
-    out: NDArray[np.int32] | None = None,
     workers: int | None = None,
 ) -> NDArray[np.int32]:
     """Score planes [..., P, W] against keys [..., N, W], whose leading dimensions broadcast to lead: int32 [..., N]."""
-    n = keys.shape[-2]
+    query, keys = layout.aligned(query), layout.readable(keys)
+    made = plan.score(layout.of(query), layout.of(keys), weights, lead, workers, threads.most())
+    return run_score(made, *layout.addresses(query, keys))
+
+
+def run_score(made: Plan, query: int, keys: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
+    """Run a plan on the addresses of what it was made for; out is of its shape, with any strides."""
+    rows = made.rows
     if out is None:
-        out = np.empty((*lead, n), np.int32)
-    if out.size == 0:
+        out = np.empty(made.shape, np.int32)
+    if not all(made.shape):
         return out
-    addresses = layout.rows(out)
-    if addresses is None:
-        out[...] = score(query, keys, weights, lead, workers=workers)
-        return out
-    workers = workers or threads.count(out.size * query.shape[-1] * query.shape[-2])
-    tasks = -(-len(addresses) // kernels.BLOCK) * -(-n // kernels.CHUNK)
-    sets = layout.code_sets(keys, lead)  # what it owns lives until the kernels are done
-    operands = *layout.queries(query, lead), np.array(weights, np.uint32), sets.first, sets.step, sets.bits
-    threads.run(kernels.score_tasks, tasks, workers, (*operands, n, addresses))
+    if not out.flags.c_contiguous:
+        if not layout.are_plain(out):
+            out[...] = run_score(made, query, keys)
+            return out
+        rows = rows.copy()
+        rows[:, plan.OUT] = layout.offsets(out.shape[:-1], out.strides[:-1], out.shape[:-1])
+    arguments = made.header, rows, query, keys, layout.address(out)
+    threads.run(kernels.score_tasks, made.tasks, made.workers, arguments)
     return out
 
 
@@ -93,50 +104,44 @@ def search(
     lead: tuple[int, ...],
     wanted: Selection,
     best: bool,
-    out: tuple[NDArray[np.int32], NDArray[Any]] | None = None,
     workers: int | None = None,
-) -> tuple[NDArray[np.int32], NDArray[Any]]:
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Find the best keys [..., N, W] of each row of lead by planes [..., P, W]: scores and indices [..., K]."""
-    shape = (*lead, wanted.width)
+    query, keys = layout.aligned(query), layout.readable(keys)
+    compared = Comparison(layout.of(query), layout.of(keys), weights, lead)
+    made = plan.search(*compared, wanted.width, best, None, workers, threads.most())
+    return run_search(plan.filled(made, wanted), *layout.addresses(query, keys))
+
+
+def run_search(
+    made: Plan, query: int, keys: int, out: tuple[NDArray[np.int32], NDArray[Any]] | None = None
+) -> tuple[NDArray[np.int32], NDArray[Any]]:
+    """Run a plan on the addresses of what it was made for; out is a pair of its shape."""
     if out is None or not (out[1].dtype == np.int64 and all(x.flags.carray for x in out)):
-        found = np.empty(shape, np.int32), np.empty(shape, np.int64)
+        found = np.empty(made.shape, np.int32), np.empty(made.shape, np.int64)
     else:
         found = out
-    if found[0].size:
-        scores, indices = (x.reshape(-1, wanted.width) for x in found)
-        workers = workers or threads.count(len(scores) * keys.shape[-2] * query.shape[-1] * query.shape[-2])
-        _search(query, keys, weights, lead, wanted, best, scores, indices, workers)
+    if all(made.shape):
+        if made.parts == 1:
+            _search_whole(made, query, keys, *found)
+        else:
+            _search_parts(made, query, keys, *(x.reshape(-1, made.shape[-1]) for x in found))
     if out is not None and found is not out:
         out[0][...], out[1][...] = found
     return found
 
 
-def _search(
-    query: NDArray[np.int32],
-    keys: NDArray[np.int32],
-    weights: tuple[int, ...],
-    lead: tuple[int, ...],
-    wanted: Selection,
-    best: bool,
-    scores: NDArray[np.int32],
-    indices: NDArray[np.int64],
-    workers: int,
-) -> None:
-    """Write the selections to contiguous [rows, K], not empty."""
-    count, width = scores.shape
-    n = keys.shape[-2]
-    room = min(2 * width, n) + kernels.CHUNK + kernels.MORE  # of what a row keeps
-    block = max(1, min(kernels.BLOCK, -(-count // workers), ROOM // room))
-    blocks = -(-count // block)
-    # A part finds its own best k, not its share of them: parts shorter than 8 k would mostly repeat each other.
-    parts = max(1, min(workers // blocks, n // (8 * width)))
-    found = scores[None], indices[None]
-    if parts > 1:
-        found = np.empty((parts, count, width), np.int32), np.empty((parts, count, width), np.int64)
-    sets = layout.code_sets(keys, lead)  # what it owns lives until the kernels are done
-    operands = *layout.queries(query, lead), np.array(weights, np.uint32), sets.first, sets.step, sets.bits
-    top = sum(weights) * 32 * query.shape[-1]
-    selection = top, wanted.k, wanted.low, wanted.high, room, block, parts, best and parts == 1
-    threads.run(kernels.search_tasks, blocks * parts, workers, (*operands, n, *selection, *found))
-    if parts > 1:
-        threads.run(kernels.merge_tasks, count, 1, (*found, wanted.k, top, best, scores, indices))
+def _search_whole(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
+    """Search all keys at once, or in parts of their own if scores and indices have them: contiguous."""
+    arguments = made.header, made.rows, query, keys, layout.address(scores), layout.address(indices)
+    threads.run(kernels.search_tasks, made.tasks, made.workers, arguments)
+
+
+def _search_parts(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
+    """Search the parts of the keys, and merge what they found to contiguous [rows, K]."""
+    shape = made.parts, *scores.shape
+    found = np.empty(shape, np.int32), np.empty(shape, np.int64)
+    _search_whole(made, query, keys, *found)
+    top, best = made.header[[plan.TOP, plan.BEST]].tolist()
+    k = np.ascontiguousarray(made.rows[:, plan.K])
+    threads.run(kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))

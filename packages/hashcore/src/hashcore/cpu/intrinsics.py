@@ -20,45 +20,46 @@ LANES = 64  # scores compared at once: their mask is one 64-bit word
 KEYS = 32  # keys scored at once: their two words each fill eight AVX-512 registers
 AHEAD = 8192  # bytes: the memory of the next two pages is asked for while this page is scored
 
-WORD, HALF, BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(8)
-WORDS = ir.VectorType(WORD, 8)
+WORD, HALF, SHORT, BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+WORDS, SCORES = ir.VectorType(WORD, 8), ir.VectorType(SHORT, LANES // 2)
 POSITION = types.int64
 
 
 @intrinsic
 def score_pairs(
-    typing_context: Any, keys: Any, planes: Any, weights: Any, count: Any, rows: Any, out: Any, offset: Any, like: Any
+    typing_context: Any, keys: Any, planes: Any, weights: Any, count: Any, threshold: Any, out: Any, like: Any
 ):
-    """Score KEYS keys of two words each, in turn in memory, against `count` planes of each of some rows.
+    """Score LANES keys of two words each, in turn in memory, against the `count` planes of one row.
 
-    planes holds, row by row, the complements of the planes, two words each; weights are uint32; out is an array of
-    addresses, one a row: KEYS scores of like's dtype go to offset bytes from there. A key is loaded once for all rows.
+    planes are the complements, two words each; weights are uint32 that sum to at most (2^16 - 1) / 128. The scores, of
+    like's dtype, go to the address out. Returns a mask of those at or above the threshold, an uint16.
+
+    The matches of a word, at most 64, fill a byte: eight vectors of them become one by shifts, before the two words of
+    a key are added and its byte is moved to its place. So 64 keys take some 70 operations a plane.
     """
     bits = like.dtype.bitwidth
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        keys, planes, weights, count, rows, out, offset, _ = values
-        first, second = [], []
-        for place in range(0, 16 * KEYS, 128):
-            low, high = (_load(builder, _add(builder, keys, place + part), WORDS) for part in (0, 64))
-            first.append(builder.shuffle_vector(low, high, _indices(range(0, 16, 2))))
-            second.append(builder.shuffle_vector(low, high, _indices(range(1, 16, 2))))
-        for place in range(0, 16 * KEYS, 64):
-            _prefetch(builder, _add(builder, keys, AHEAD + place))
-        totals = [cgutils.alloca_once(builder, WORDS) for _ in first]
-        with cgutils.for_range(builder, rows) as row:
-            _clear(builder, totals)
-            with cgutils.for_range(builder, count) as plane:
-                index = builder.add(builder.mul(row.index, count), plane.index)
-                a, b = (_plane(builder, planes, builder.add(builder.shl(index, WORD(1)), WORD(v))) for v in (0, 1))
-                weight = _weight(builder, weights, plane.index)
-                for total, x, y in zip(totals, first, second, strict=True):
-                    matches = builder.add(_popcount(builder, builder.xor(x, a)), _popcount(builder, builder.xor(y, b)))
-                    builder.store(builder.add(builder.load(total), builder.mul(matches, weight)), total)
-            _write(builder, totals, out, row.index, offset, bits)
-        return context.get_dummy_value()
+        keys, planes, weights, count, threshold, out, _ = values
+        low, high = totals = [cgutils.alloca_once(builder, SCORES) for _ in range(2)]
+        for total in totals:
+            builder.store(ir.Constant(SCORES, None), total)
+        with cgutils.for_range(builder, count) as plane:
+            pair = _load(builder, builder.add(planes, builder.shl(plane.index, WORD(4))), ir.VectorType(WORD, 2))
+            matches = _matching_bytes(builder, keys, builder.shuffle_vector(pair, pair, _indices([0, 1] * 4)))
+            weight = _load(builder, builder.add(weights, builder.shl(plane.index, WORD(2))), HALF)
+            weight = _splat(builder, builder.trunc(weight, SHORT), LANES // 2)
+            for total, places in ((low, range(LANES // 2)), (high, range(LANES // 2, LANES))):
+                some = builder.zext(builder.shuffle_vector(matches, matches, _indices(places)), SCORES)
+                builder.store(builder.add(builder.load(total), builder.mul(some, weight)), total)
+        scores = builder.shuffle_vector(builder.load(low), builder.load(high), _indices(range(LANES)))
+        limit = _splat(builder, threshold, LANES)
+        wide = ir.VectorType(ir.IntType(bits), LANES)
+        place = builder.inttoptr(out, wide.as_pointer())
+        builder.store(builder.zext(scores, wide) if bits > 16 else scores, place).align = bits // 8
+        return builder.bitcast(builder.icmp_unsigned(">=", scores, limit), WORD)
 
-    return types.void(*[POSITION] * 7, like), emit
+    return types.uint64(*[POSITION] * 4, types.uint16, POSITION, like), emit
 
 
 @intrinsic
@@ -66,7 +67,11 @@ def score_columns(
     typing_context: Any, keys: Any, step: Any, words: Any, planes: Any, weights: Any, count: Any, rows: Any, out: Any,
     offset: Any, like: Any,
 ):  # fmt: skip
-    """Score KEYS keys of any number of words, the words of which lie `step` bytes apart, otherwise as score_pairs."""
+    """Score KEYS keys of any number of words, the words of which lie `step` bytes apart, against some rows.
+
+    planes holds, row by row, the complements of the `count` planes; weights are uint32; out is an array of addresses,
+    one a row: KEYS scores of like's dtype go to offset bytes from there. A key is loaded once for all rows.
+    """
     bits = like.dtype.bitwidth
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -134,6 +139,12 @@ def at_least(typing_context: Any, x: Any, start: Any, threshold: Any):
 
 
 @intrinsic
+def word_at(typing_context: Any, address: Any):
+    """Return the 32-bit word at an address."""
+    return types.uint32(POSITION), lambda context, builder, signature, values: _load(builder, values[0], HALF)
+
+
+@intrinsic
 def popcount(typing_context: Any, x: Any):
     """Count the set bits of an unsigned integer."""
     return x(x), lambda context, builder, signature, values: builder.ctpop(values[0])
@@ -193,6 +204,31 @@ def _load(builder: Any, address: Any, kind: Any) -> Any:
     value = builder.load(builder.inttoptr(address, kind.as_pointer()))
     value.align = 4
     return value
+
+
+def _matching_bytes(builder: Any, keys: Any, pair: Any) -> Any:
+    """Count the matches of LANES keys of two words with the same two words of a plane: a vector of bytes."""
+    halves = []
+    for half in (0, 512):
+        merged = ir.Constant(WORDS, [0] * 8)
+        for i in range(8):
+            words = _load(builder, _add(builder, keys, half + 64 * i), WORDS)
+            counts = _popcount(builder, builder.xor(words, pair))
+            merged = _shift_in(builder, counts, merged)
+        halves.append(merged)
+    # Words 2 j and 2 j + 1 of a half belong to key j of each of its eight vectors, whose place is the byte.
+    first = builder.shuffle_vector(*halves, _indices([0, 8, 2, 10, 4, 12, 6, 14]))
+    second = builder.shuffle_vector(*halves, _indices([1, 9, 3, 11, 5, 13, 7, 15]))
+    matches = builder.bitcast(builder.add(first, second), ir.VectorType(BYTE, LANES))
+    places = [16 * (i % 4) + 8 * (i // 32) + i % 32 // 4 for i in range(LANES)]
+    return builder.shuffle_vector(matches, matches, _indices(places))
+
+
+def _shift_in(builder: Any, x: Any, merged: Any) -> Any:
+    """Move the bytes of merged one down and put the lowest byte of x on top: one vpshrdq with AVX-512."""
+    function = ir.FunctionType(WORDS, [WORDS] * 3)
+    funnel = cgutils.get_or_insert_function(builder.module, function, "llvm.fshr.v8i64")
+    return builder.call(funnel, [x, merged, ir.Constant(WORDS, [8] * 8)])
 
 
 def _transpose(builder: Any, keys: Any, step: Any, last: Any, halves: Any, tile: Any) -> None:

@@ -10,6 +10,7 @@ never serves a kernel with other intrinsics than these, INTRINSICS has the diges
 import numba
 import numpy as np
 
+from hashcore.cpu import plan
 from hashcore.cpu.intrinsics import (
     KEYS,
     LANES,
@@ -22,48 +23,52 @@ from hashcore.cpu.intrinsics import (
     score_pairs,
     stay_a_function,
     transpose,
+    word_at,
 )
 
-INTRINSICS = "da2ab26f304f3bf8"
-CHUNK = 1024  # keys scored at once: 16 KiB of 128-bit keys stay in L1 while the rows of a block pass over them
-BLOCK = 32  # most rows that do
+INTRINSICS = "aa5eb251c3985607"
+CHUNK, BLOCK, MORE = plan.CHUNK, plan.BLOCK, plan.MORE
+N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS = plan.HEADER
+QUERY, KEYS_AT, OUT, K, LOW, HIGH = plan.COLUMNS
+FIRST_WEIGHT = plan.FIRST_WEIGHT
 LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first of them by 256 scores
 RUN = 64  # neighbouring keys of a sample
-MORE = 4  # of 64 scores that rarely more reach a good floor
 LAST, INDEX = np.uint64(1 << 63), np.uint64((1 << 48) - 1)
 AT, FROM, TO, WANTED, FLOOR, KEPT = range(6)  # what a search knows of a row: its keys' address, the range it sees, ...
 # Constants are passed on as np.int64(...): numba compiles a function once more for every literal it is called with.
 
 
-def score_tasks(first, last, planes, planes_of, weights, keys, step, bits, n, out):
-    """Score tasks [first, last), each BLOCK rows x CHUNK keys, to rows of int32 at addresses out."""
-    rows = len(keys)
-    chunks = (n + CHUNK - 1) // CHUNK
-    tile = np.empty(((planes.shape[2] + 3) // 4 * 4, KEYS), np.uint64)
-    own, places = np.empty((BLOCK, planes.shape[1], planes.shape[2]), np.uint64), np.empty(BLOCK, np.int64)
-    rest, rests = np.empty((BLOCK, KEYS), np.int32), np.empty(BLOCK, np.int64)
+def score_tasks(first, last, header, rows, query, keys, out):
+    """Score tasks [first, last), each BLOCK rows x CHUNK keys, to rows of int32.
+
+    header and rows are a plan's; query, keys and out are the addresses that the offsets in it count from.
+    """
+    n, step = header[N], header[STEP]
+    weights, own, tile, codes = _operands(header, BLOCK)
+    places, buffer, buffers = np.empty(BLOCK, np.int64), np.empty((BLOCK, KEYS), np.int32), np.empty(BLOCK, np.int64)
     for r in range(BLOCK):
-        rests[r] = _address(rest[r])
+        buffers[r] = _address(buffer[r])
+    chunks = (n + CHUNK - 1) // CHUNK
     for task in range(first, last):
         low = task % chunks * CHUNK
         size = min(CHUNK, n - low)
         whole = size // KEYS * KEYS
         row = task // chunks * BLOCK
-        end = min(row + BLOCK, rows)
+        end = min(row + BLOCK, len(rows))
         while row < end:
             same = np.int64(0)
-            while row + same < end and keys[row + same] == keys[row]:
-                _copy(planes[planes_of[row + same]], own[same])
-                places[same] = out[row + same] + 4 * low
+            while row + same < end and rows[row + same, KEYS_AT] == rows[row, KEYS_AT]:
+                _copy_planes(query + rows[row + same, QUERY], header, own[same])
+                places[same] = out + rows[row + same, OUT] + 4 * low
                 same += 1
-            place = keys[row] + low * step
-            _score(place, step, bits, whole, tile, weights, own, np.int64(0), same, places, rest)
+            place = keys + rows[row, KEYS_AT] + low * step
+            _score(place, codes, whole, tile, weights, own, np.int64(0), same, places, buffer)
             if whole < size:
                 place += whole * step
-                _score(place, step, bits, size - whole, tile, weights, own, np.int64(0), same, rests, rest)
+                _score(place, codes, size - whole, tile, weights, own, np.int64(0), same, buffers, buffer)
                 for r in range(same):
-                    o = memory(out[row + r] + 4 * (low + whole), size - whole, rest)
-                    o[:] = rest[r, : len(o)]
+                    o = memory(places[r] + 4 * whole, size - whole, buffer)
+                    o[:] = buffer[r, : len(o)]
             row += same
     return 0
 
@@ -93,43 +98,41 @@ def topk_tasks(first, last, scores, k, low, high, values, indices):
     return -1
 
 
-def search_tasks(
-    first, last, planes, planes_of, weights, keys, step, bits, n, top, k, low, high, room, block, parts, best,
-    scores, indices,
-):  # fmt: skip
+def search_tasks(first, last, header, rows, query, keys, scores, indices):
     """Select from tasks [first, last), each a block of rows x a part of the keys.
 
-    Row r sees keys [low[r], high[r]), which score 0 to top. The best k[r] of each part go to scores and indices
-    [parts, rows, K], in ascending index order or, if best, highest score first.
+    header and rows are a plan's; query and keys are the addresses that the offsets in it count from. Row r sees keys
+    [low, high), which score 0 to top. The best k of each part go to int32 and int64 [parts, rows, WIDTH] at scores and
+    indices, in ascending index order or, if best, highest score first.
     """
+    n, top, width = header[N], header[TOP], header[WIDTH]
+    room, block, parts = header[ROOMY], header[ROWS], header[PARTS]
+    best = header[BEST] and parts == 1  # otherwise they are merged first
+    weights, own, tile, codes = _operands(header, block)
     histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
-    tile = np.empty(((planes.shape[2] + 3) // 4 * 4, KEYS), np.uint64)
-    own = np.empty((block, planes.shape[1], planes.shape[2]), np.uint64)
     buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
     kept, state = np.empty((block, room), np.uint64), np.empty((block, 6), np.int64)
     for r in range(block):
         places[r] = _address(buffer[r])
     for task in range(first, last):
         part, row0 = task % parts, task // parts * block
-        a, b, rows = n * part // parts, n * (part + 1) // parts, min(block, len(keys) - row0)
-        for r in range(rows):
-            row = row0 + r
-            at, end = max(a, low[row]), max(a, min(b, high[row]))
-            _copy(planes[planes_of[row]], own[r])
-            state[r, AT], state[r, FROM], state[r, TO] = keys[row], at, end
-            state[r, WANTED], state[r, KEPT] = min(k[row], max(0, end - at)), 0
-            state[r, FLOOR] = _guess(r, state, step, bits, own, weights, tile, places, buffer, histogram, top)
-        ends = np.int64(0), rows
+        a, b, count = n * part // parts, n * (part + 1) // parts, min(block, len(rows) - row0)
+        for r in range(count):
+            row = rows[row0 + r]
+            at, end = max(a, row[LOW]), max(a, min(b, row[HIGH]))
+            _copy_planes(query + row[QUERY], header, own[r])
+            state[r, AT], state[r, FROM], state[r, TO] = keys + row[KEYS_AT], at, end
+            state[r, WANTED], state[r, KEPT] = min(row[K], max(0, end - at)), 0
+            state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top)
+        ends = np.int64(0), count
         while ends[0] < ends[1]:
-            _collect(
-                ends[0], ends[1], a, b, state, step, bits, own, weights, tile, places, buffer, kept, histogram, top
-            )
-            ends = _misled(state, rows)
-        for r in range(rows):
-            if state[r, KEPT] > state[r, WANTED]:
-                _shrink(kept[r], state[r, KEPT], state[r, WANTED], state[r, FLOOR], top, histogram)
-            row = row0 + r
-            _write(kept[r], state[r, WANTED], best, top, histogram, scores[part, row], indices[part, row])
+            _collect(ends[0], ends[1], a, b, state, codes, own, weights, tile, places, buffer, kept, histogram, top)
+            ends = _misled(state, count)
+        for r in range(count):
+            found, wanted, floor = state[r, KEPT], state[r, WANTED], state[r, FLOOR]
+            place = (part * len(rows) + row0 + r) * width
+            out = memory(scores + 4 * place, width, histogram), memory(indices + 8 * place, width, places)
+            _write(kept[r], found, wanted, floor, best, top, histogram, out[0], out[1])
     return 0
 
 
@@ -146,23 +149,51 @@ def merge_tasks(first, last, part_scores, part_indices, k, top, best, scores, in
                     break
                 kept[count] = _entry(part_scores[part, row, i], part_indices[part, row, i])
                 count += 1
-        if count > k[row]:
-            _shrink(kept, count, k[row], np.int64(0), top, histogram)
-            count = k[row]
-        _write(kept, count, best, top, histogram, scores[row], indices[row])
+        _write(kept, count, min(count, k[row]), np.int64(0), best, top, histogram, scores[row], indices[row])
     return 0
 
 
 @numba.njit
-def _collect(r0, r1, a, b, state, step, bits, planes, weights, tile, places, buffer, kept, histogram, top):
+def _operands(header, block):
+    """Return the weights, room for the planes of a block and for a tile, and how codes lie: step, bits, are they pairs.
+
+    Pairs are two 64-bit words in turn in memory, whose scores fit 16 bits.
+    """
+    halves, planes, step = header[WORDS], header[PLANES], header[STEP]
+    words = (halves + 1) // 2
+    weights = np.empty(planes, np.uint32)
+    for p in range(planes):
+        weights[p] = header[FIRST_WEIGHT + p]
+    pairs = halves == 4 and step == 16 and header[TOP] < 1 << 16
+    own, tile = np.empty((block, planes, words), np.uint64), np.empty(((words + 3) // 4 * 4, KEYS), np.uint64)
+    return weights, own, tile, (step, 32 * halves, pairs)
+
+
+@numba.njit
+def _copy_planes(address, header, own):
+    """Copy planes of 32-bit words from an address to 64-bit words [P, ceil(W / 2)].
+
+    They are complemented, so that xor with a key leaves the bits that match, and filled up with 0, which matches none.
+    """
+    for p in range(own.shape[0]):
+        for v in range(own.shape[1]):
+            place = address + p * header[PLANE_STEP] + 2 * v * header[WORD_STEP]
+            own[p, v] = np.uint32(~word_at(place))
+            if 2 * v + 1 < header[WORDS]:
+                own[p, v] |= np.uint64(np.uint32(~word_at(place + header[WORD_STEP]))) << np.uint64(32)
+
+
+@numba.njit
+def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, kept, histogram, top):
     """Pass over keys [a, b) and append, for rows [r0, r1) of the block, what reaches their floors."""
     stay_a_function()
+    step, _, pairs = codes
     for low in range(a, b, CHUNK):
         size, r = min(CHUNK, b - low), r0
         while r < r1:
             same, seen = _same(state, r, r1, low, low + size)
-            if seen:
-                _score(state[r, AT] + low * step, step, bits, size, tile, weights, planes, r, same, places, buffer)
+            if seen and not pairs:
+                _score(state[r, AT] + low * step, codes, size, tile, weights, planes, r, same, places, buffer)
             for q in range(r, r + same):
                 at, end = max(low, state[q, FROM]), min(low + size, state[q, TO])
                 wanted, count = state[q, WANTED], state[q, KEPT]
@@ -171,7 +202,17 @@ def _collect(r0, r1, a, b, state, step, bits, planes, weights, tile, places, buf
                 if count + size + MORE > kept.shape[1]:
                     state[q, FLOOR] = 1 + _shrink(kept[q], count, wanted, state[q, FLOOR], top, histogram)
                     count = wanted  # later equals lose the tie
-                state[q, KEPT] = _append(buffer[q, at - low : end - low], state[q, FLOOR], at, kept[q], count)
+                if pairs:
+                    keys = state[q, AT] + at * step
+                    count = _append_pairs(keys, planes[q], weights, buffer[q], state[q, FLOOR], at, end, kept[q], count)
+                    at += (end - at) // LANES * LANES
+                    if at < end:
+                        keys = state[q, AT] + at * step
+                        _score(keys, codes, end - at, tile, weights, planes, q, np.int64(1), places, buffer)
+                        count = _append(buffer[q, : end - at], state[q, FLOOR], at, kept[q], count)
+                    state[q, KEPT] = count
+                else:
+                    state[q, KEPT] = _append(buffer[q, at - low : end - low], state[q, FLOOR], at, kept[q], count)
             r += same
 
 
@@ -196,16 +237,16 @@ def _misled(state, rows):
 
 
 @numba.njit
-def _guess(r, state, step, bits, planes, weights, tile, places, buffer, histogram, top):
+def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, top):
     """Return a score that about as many keys of row r reach as it wants, rather more, from runs spread over them.
 
     0, which all of them reach, where a sample would not pay. The number of the best keys that a sample meets has the
     standard deviation of a Poisson count: three of them are added.
     """
     stay_a_function()
-    keys, low, k = state[r, AT], state[r, FROM], state[r, WANTED]
+    step, keys, low, k = codes[0], state[r, AT], state[r, FROM], state[r, WANTED]
     n = state[r, TO] - low
-    runs = max(n // 4096, 8)
+    runs = min(max(n // 4096, 8), 128)
     if n < 32 * RUN or 4 * k >= n or k == 0:
         return 0
     for run in range(runs):
@@ -215,7 +256,7 @@ def _guess(r, state, step, bits, planes, weights, tile, places, buffer, histogra
     histogram[: (top >> shift) + 1] = 0
     for run in range(runs):
         place = keys + (low + run * (n - RUN) // (runs - 1)) * step
-        _score(place, step, bits, np.int64(RUN), tile, weights, planes, r, np.int64(1), places, buffer)
+        _score(place, codes, np.int64(RUN), tile, weights, planes, r, np.int64(1), places, buffer)
         for i in range(RUN):
             histogram[buffer[r, i] >> shift] += 1
     expected = k * runs * RUN / n
@@ -227,30 +268,29 @@ def _guess(r, state, step, bits, planes, weights, tile, places, buffer, histogra
 
 
 @numba.njit
-def _score(place, step, bits, size, tile, weights, planes, r, rows, places, like):
+def _score(place, codes, size, tile, weights, planes, r, rows, places, like):
     """Score the keys at an address against planes[r : r + rows]: their scores go to the addresses places[r] on.
 
     As many as size, rounded up to KEYS, are written for each row.
     """
     stay_a_function()
+    step, bits, pairs = codes
     words, count = planes.shape[2], len(weights)
     p, w, o, t = _address(planes[r]), _address(weights), _address(places) + 8 * r, _address(tile)
-    whole = size // KEYS * KEYS if words <= 2 and bits == 64 * words and step == 8 * words else 0
-    for i in range(0, whole, KEYS):
-        if words == 2:
-            score_pairs(place + i * step, p, w, count, rows, o, i * like.itemsize, like)
-        else:
+    whole = np.int64(0)
+    if pairs:
+        whole = size // LANES * LANES
+        for i in range(0, whole, LANES):
+            for q in range(rows):
+                out = places[r + q] + i * like.itemsize
+                score_pairs(place + 16 * i, p + 16 * count * q, w, count, np.uint16(0), out, like)
+    elif words == 1 and bits == 64 and step == 8:
+        whole = size // KEYS * KEYS
+        for i in range(0, whole, KEYS):
             score_columns(place + i * step, 0, 1, p, w, count, rows, o, i * like.itemsize, like)
     for i in range(whole, size, KEYS):
         transpose(place + i * step, step, min(KEYS, size - i) - 1, bits // 32, t)
         score_columns(t, 8 * KEYS, words, p, w, count, rows, o, i * like.itemsize, like)
-
-
-@numba.njit
-def _copy(source, target):
-    for p in range(source.shape[0]):
-        for v in range(source.shape[1]):
-            target[p, v] = source[p, v]
 
 
 @numba.njit
@@ -259,11 +299,24 @@ def _address(x):
 
 
 @numba.njit
-def _append(s, floor, base, kept, count):
-    """Append the scores that reach the floor, with their indices counted from base; return how many are kept now.
+def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count):
+    """Score keys [low, high), all but the last that fill no LANES, and append those that reach the floor as _append."""
+    stay_a_function()
+    if floor >> 16:
+        return count
+    threshold = np.uint16(floor)
+    p, w, out = _address(planes), _address(weights), _address(buffer)
+    for i in range(low, high - LANES + 1, LANES):
+        mask = score_pairs(keys, p, w, len(weights), threshold, out, buffer)
+        keys += 16 * LANES
+        if mask:
+            count = _take(mask, buffer, np.int64(0), i, kept, count)
+    return count
 
-    MORE entries of each 64 are written without asking whether there are as many: an unexpected branch takes longer.
-    """
+
+@numba.njit
+def _append(s, floor, base, kept, count):
+    """Append the scores that reach the floor, with their indices counted from base; return how many are kept now."""
     stay_a_function()
     if floor >> 16:
         return count  # above every 16-bit score
@@ -271,25 +324,33 @@ def _append(s, floor, base, kept, count):
     whole = len(s) // LANES * LANES
     for group in range(0, whole, LANES):
         mask = at_least(s, group, threshold)
-        if mask == 0:
-            continue
-        end, place = count + np.int64(popcount(mask)), count
-        for _ in range(MORE):
-            i = group + np.int64(lowest_bit(mask | LAST))
-            kept[place] = _entry(s[i], base + i)
-            mask &= mask - np.uint64(1)
-            place += 1
-        while mask:
-            i = group + np.int64(lowest_bit(mask))
-            kept[place] = _entry(s[i], base + i)
-            mask &= mask - np.uint64(1)
-            place += 1
-        count = end
+        if mask:
+            count = _take(mask, s, group, base + group, kept, count)
     for i in range(whole, len(s)):
         if s[i] >= threshold:
             kept[count] = _entry(s[i], base + i)
             count += 1
     return count
+
+
+@numba.njit
+def _take(mask, s, first, base, kept, count):
+    """Append those of s[first : first + LANES] that the mask has, with their indices counted from base.
+
+    MORE entries are written without asking whether there are as many: an unexpected branch takes longer.
+    """
+    end, place = count + np.int64(popcount(mask)), count
+    for _ in range(MORE):
+        i = np.int64(lowest_bit(mask | LAST))
+        kept[place] = _entry(s[first + i], base + i)
+        mask &= mask - np.uint64(1)
+        place += 1
+    while mask:
+        i = np.int64(lowest_bit(mask))
+        kept[place] = _entry(s[first + i], base + i)
+        mask &= mask - np.uint64(1)
+        place += 1
+    return end
 
 
 @numba.njit
@@ -392,22 +453,41 @@ def _compact(s, threshold, quota, indices, base):
 
 
 @numba.njit
-def _write(kept, count, best, top, histogram, scores, indices):
-    """Write so many entries, in the order they have or best first, and fill the slots they leave."""
+def _write(kept, count, wanted, floor, best, top, histogram, scores, indices):
+    """Write the best of so many entries, in the order they have or best first, and fill the slots they leave."""
     stay_a_function()
-    if best:
-        places = histogram[: top + 1]
-        places[:] = 0
-        for i in range(count):
-            places[kept[i] >> np.uint64(48)] += 1
-        place = 0
-        for score in range(top, -1, -1):
-            places[score], place = place, place + places[score]
-    for i in range(count):
-        score, place = kept[i] >> np.uint64(48), i
-        if best:
-            place = places[score]
-            places[score] += 1
-        scores[place], indices[place] = score, kept[i] & INDEX
-    scores[count:] = 0
-    indices[count:] = -1
+    if best and wanted > 0:
+        _sort(kept[:count], wanted, max(floor - 1, 0), top, histogram, scores, indices)
+    else:
+        if count > wanted:
+            _shrink(kept, count, wanted, floor, top, histogram)
+        for i in range(wanted):
+            scores[i], indices[i] = kept[i] >> np.uint64(48), kept[i] & INDEX
+    scores[wanted:] = 0
+    indices[wanted:] = -1
+
+
+@numba.njit
+def _sort(kept, wanted, base, top, histogram, scores, indices):
+    """Write the best entries, which score from base to top, highest score first and equals in the order they have.
+
+    Every entry is written, because an unexpected branch takes longer: those that are not wanted to the last slot, which
+    is mended in the end.
+    """
+    if top - base < LEVEL:
+        _count(kept, np.uint64(48), np.uint64(base), top - base + 1, histogram)
+    else:
+        histogram[: top - base + 1] = 0
+        for i in range(len(kept)):
+            histogram[(kept[i] >> np.uint64(48)) - np.uint64(base)] += 1
+    place, end, last = np.int64(0), wanted - 1, np.uint64(0)
+    for step in range(top - base, -1, -1):  # from how many there are of a score to where the first of them goes
+        histogram[step], place = place, place + histogram[step]
+    for i in range(len(kept)):
+        step = (kept[i] >> np.uint64(48)) - np.uint64(base)
+        place = np.int64(histogram[step])
+        histogram[step] += 1
+        last = kept[i] if place == end else last
+        place = min(place, end)
+        scores[place], indices[place] = kept[i] >> np.uint64(48), kept[i] & INDEX
+    scores[end], indices[end] = last >> np.uint64(48), last & INDEX

@@ -18,16 +18,21 @@ import numba
 GRAIN = 1 << 23  # popcounts, or 1/4 of the scores to select from, that pay for a thread: about 0.5 ms
 
 
-def count(work: int) -> int:
-    """Return how many threads this many popcounts pay for."""
-    return max(1, min(work // GRAIN, numba.config.NUMBA_NUM_THREADS))
+def most() -> int:
+    """Return how many threads the user allows."""
+    return numba.config.NUMBA_NUM_THREADS
+
+
+def count(work: int, limit: int | None = None) -> int:
+    """Return how many threads this many popcounts pay for, up to a limit, by default `most`."""
+    return max(1, min(work // GRAIN, most() if limit is None else limit))
 
 
 def run(kernel: Callable[..., int], tasks: int, threads: int, arguments: tuple[Any, ...]) -> list[int]:
     """Run tasks [0, tasks) of a kernel, in one go if threads is 1; return what each piece returns."""
-    pieces = min(tasks, 4 * threads)  # a thread that a busy machine holds up takes fewer
     if threads == 1:
         return [compiled(kernel)(0, tasks, *arguments)]
+    pieces = min(tasks, 4 * threads)  # a thread that a busy machine holds up takes fewer
     edges = [tasks * piece // pieces for piece in range(pieces + 1)]
     function = compiled(kernel)
     with ThreadPoolExecutor(threads) as pool:

@@ -1,0 +1,155 @@
+"""Laws of kept plans: they change how long a call takes, never what it returns or refuses."""
+
+import pathlib
+from concurrent.futures import ThreadPoolExecutor
+
+import hashcore
+import numpy as np
+import pytest
+from hashcore import cpu, reference
+from hashcore.cpu import layout, plan, prepared
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+# Integers: tolerance 0 everywhere.
+
+
+def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
+
+
+def assert_pairs(actual, expected) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a, b, strict=True)
+
+
+def apart(codes: np.ndarray) -> np.ndarray:
+    """Return the same codes with other words between their own."""
+    return np.repeat(codes, 2, axis=-1)[..., ::2]
+
+
+def shifted(codes: np.ndarray) -> np.ndarray:
+    """Return the same codes at an address that is no multiple of 4."""
+    octets = np.zeros(codes.nbytes + 1, np.uint8)[1:]
+    octets[:] = np.ascontiguousarray(codes).reshape(-1).view(np.uint8)
+    return octets.view(np.int32).reshape(codes.shape)
+
+
+PLACES = [np.copy, apart, shifted, np.asfortranarray, lambda x: np.repeat(x, 2, axis=-2)[..., ::2, :]]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_any_calls_in_any_order_return_what_the_reference_returns(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    for _ in range(6):  # few choices, so that plans are used again
+        n, order = data.draw(st.sampled_from([70, 3000])), data.draw(st.sampled_from(["best", "index"]))
+        weights = data.draw(st.sampled_from([None, (1, 2)]))
+        keys = data.draw(st.sampled_from(PLACES))(random_codes(rng, n, 4))
+        query = data.draw(st.sampled_from(PLACES))(random_codes(rng, 2, 4))
+        k, sink = data.draw(st.sampled_from([0, 7])), data.draw(st.sampled_from([0, 3]))
+        k = data.draw(st.sampled_from([int, np.int64]))(k)
+        expected = reference.search(query, keys, int(k), weights, order=order, sink=sink)
+        assert_pairs(hashcore.search(query, keys, k, weights, order=order, sink=sink), expected)
+        np.testing.assert_array_equal(hashcore.score(query, keys, weights), reference.score(query, keys, weights))
+
+
+CALLS = {
+    "k": lambda q, c: hashcore.search(q, c, 5.0, (1, 2)),
+    "weights": lambda q, c: hashcore.search(q, c, 5, (1.0, 2.0)),
+    "sink": lambda q, c: hashcore.search(q, c, 5, (1, 2), sink=0.0),
+    "score": lambda q, c: hashcore.score(q, c, (1.0, 2.0)),
+    "query": lambda q, c: hashcore.search(q.view(np.float32), c, 5, (1, 2)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_equals_a_kept_call_and_is_wrong_is_refused_each_time(rng, call):
+    query, keys = random_codes(rng, 2, 4), random_codes(rng, 50, 4)
+    hashcore.search(query, keys, 5, (1, 2))
+    hashcore.score(query, keys, (1, 2))
+    for _ in range(2):
+        with pytest.raises(TypeError):
+            CALLS[call](query, keys)
+
+
+def test_k_above_n_is_refused_each_time_and_after_more_keys(rng):
+    query, keys = random_codes(rng, 1, 4), random_codes(rng, 50, 4)
+    hashcore.search(query, keys, 50)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"k must be in 0\.\.49"):
+            hashcore.search(query, keys[:49], 50)
+
+
+def test_threads_share_a_plan(rng):
+    query, keys = random_codes(rng, 8, 1, 4), random_codes(rng, 8, 5000, 4)
+    expected = [reference.search(query[i], keys[i], 100) for i in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            found = pool.map(lambda i: hashcore.search(query[i], keys[i], 100), range(8))
+            for actual, wanted in zip(found, expected, strict=True):
+                assert_pairs(actual, wanted)
+
+
+@given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 6))
+def test_the_latest_plans_are_kept_and_each_is_the_one_asked_for(numbers, most):
+    made = []
+
+    def make(number: int) -> plan.Plan:
+        made.append(number)
+        return plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1, True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepared, "PLANS", most)
+        get = prepared.kept(make)
+        assert [int(get(number).header[0]) for number in numbers] == numbers
+        latest = made[::-1][:most]
+        assert all(get(number) is get(number) for number in latest)
+        assert made[len(made) - len(latest) :] == latest[::-1]  # none of them was made again
+        before = made[-1 - most] if len(made) > most else None
+        if before is not None and before not in latest:
+            get(before)
+            assert made[-1] == before  # it had made room
+
+
+def test_a_plan_of_many_rows_is_not_kept():
+    made = []
+
+    @prepared.kept
+    def make(rows: int) -> plan.Plan:
+        made.append(rows)
+        return plan.Plan(np.zeros(1, np.int64), np.zeros((rows, 6), np.int64), (), 0, 1, True)
+
+    for rows in (prepared.ROWS, prepared.ROWS + 1, prepared.ROWS, prepared.ROWS + 1):
+        make(rows)
+    assert made == [prepared.ROWS, prepared.ROWS + 1, prepared.ROWS + 1]
+
+
+def test_the_address_of_an_array_is_where_numpy_says(tmp_path: pathlib.Path):
+    x = np.arange(60, dtype=np.int32).reshape(3, 4, 5)
+    fixed = x.copy()
+    fixed.setflags(write=False)
+    x.tofile(tmp_path / "x")
+    mapped = np.memmap(tmp_path / "x", np.int32, "r", shape=(60,))
+    for y in (x, x[1:], x[::-1, 2], x.T, x[:0], x[1, 2, 3:4].reshape(()), fixed, shifted(x), mapped, mapped[7:]):
+        assert layout.address(y) == y.__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("weights", [(1,), (511,), (512,), (255, 256), (256, 256), (2**23,), (1, 2, 4, 8, 16, 32, 64)])
+def test_scores_of_all_sizes_are_exact(rng, weights):
+    keys = random_codes(rng, 199, 4)
+    for query in (np.repeat(keys[:1], len(weights), 0), random_codes(rng, len(weights), 4)):
+        np.testing.assert_array_equal(hashcore.score(query, keys, weights), reference.score(query, keys, weights))
+        if sum(weights) < 512:
+            for k in (1, 20, 199):
+                assert_pairs(hashcore.search(query, keys, k, weights), reference.search(query, keys, k, weights))
+
+
+def test_a_plan_does_not_depend_on_where_the_arrays_lie(rng):
+    made = [
+        plan.search(layout.of(x), layout.of(x), (1,), (3,), 2, True, (2, 0, 3), 1)
+        for x in (random_codes(rng, 3, 3, 4) for _ in range(2))
+    ]
+    assert made[0].rows.tolist() == made[1].rows.tolist()
+    assert made[0].header.tolist() == made[1].header.tolist()
+    assert cpu.plan is plan
