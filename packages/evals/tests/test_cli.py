@@ -52,7 +52,15 @@ def test_ppl_ends_with_json_and_leaves_the_files(typed, made, tmp_path, capsys):
     assert last["task"] == "ppl"
     assert [found["method"] for found in last["results"]] == ["dense", "lsh", "lsh"]
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"config.json", "environment.json", "samples", "rows.json", "report.md", "figure.png"}
+    assert names == {
+        "config.json",
+        "environment.json",
+        "samples",
+        "rows.json",
+        "rows.parquet",
+        "report.md",
+        "figure.png",
+    }
     written = "".join(p.read_text() for p in (tmp_path / "run").rglob("*") if p.suffix in (".json", ".md"))
     for folder in (tmp_path, made.root):
         assert str(folder) not in written

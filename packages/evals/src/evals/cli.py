@@ -14,6 +14,7 @@ import tyro
 from hashtrain.usage import guarded
 from rich.console import Console
 
+from evals.benchmarks import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 from evals.commands import (
     CodelengthCommand,
     CodesizeCommand,
@@ -41,6 +42,9 @@ TASKS = {  # name: command, module of evals.tasks
     "fidelity": (FidelityCommand, "fidelity"),
     "needle": (NeedleCommand, "needle"),
     "ruler-synthetic": (RulerCommand, "ruler"),
+    "longbench": (LongbenchCommand, "benchmark"),
+    "ruler": (RulerBenchmarkCommand, "benchmark"),
+    "fewshot": (FewshotCommand, "benchmark"),
     "cones": (ConesCommand, "cones"),
     "codelength": (CodelengthCommand, "codelength"),
     "codesize": (CodesizeCommand, "codesize"),
@@ -81,7 +85,9 @@ def _run(command: Any, console: Console) -> dict[str, Any]:
     module = next(module for kind, module in TASKS.values() if type(command) is kind)
     # transformers' models load here, not for --help
     result: Result = importlib.import_module(f"evals.tasks.{module}").run(command, console)
-    console.print(f"stored in {command.out}: report.md, figure.png, rows.json and samples", highlight=False)
+    console.print(
+        f"stored in {command.out}: report.md, figure.png, rows.json, rows.parquet and samples", highlight=False
+    )
     seconds = round(time.monotonic() - began, 1)
     return {"task": result.config["task"], "out": str(command.out), "seconds": seconds, "results": headline(result)}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from evals.metrics import Estimate, bootstrap
-from evals.report import Grid, percent
+from evals.report import Grid, amount
 from evals.result import Result, read_json, read_result
 
 _METRICS = {
@@ -20,8 +20,10 @@ _METRICS = {
     "needle": ("rouge_l", "recall", "substring", "log_prob"),
     "ruler-synthetic": ("exact", "tokens", "log_prob"),
 }
+_BENCHMARKS = ("longbench", "ruler", "fewshot")
+"""Their samples hold a number of each item, of every metric that has them."""
 _PLACES = ("rule", "heads", "kind", "length", "depth")
-_FREE = ("methods", "budgets", "documents", "method_identities", "versions")
+_FREE = ("methods", "budgets", "tokens", "documents", "method_identities", "versions")
 """Settings in which runs of one protocol may differ."""
 
 Place = tuple[tuple[str, Any], ...]
@@ -55,8 +57,14 @@ def compare(
 
 
 def _require_one_protocol(first: Path, second: Path, a: Result, b: Result) -> None:
-    if a.config["task"] not in _METRICS:
-        raise ValueError(f"runs of {', '.join(_METRICS)} can be compared, got one of {a.config['task']}")
+    comparable = (*_METRICS, *_BENCHMARKS)
+    if a.config["task"] not in comparable:
+        raise ValueError(f"runs of {', '.join(comparable)} can be compared, got one of {a.config['task']}")
+    if bool(a.config.get("tokens")) != bool(b.config.get("tokens")):
+        raise ValueError(
+            f"{first} and {second} are of different protocols: one has budgets in tokens and the other in shares; run "
+            "one of them again with the other's kind"
+        )
     for name in sorted((a.config.keys() | b.config.keys()) - set(_FREE)):
         if a.config.get(name) != b.config.get(name):
             raise ValueError(
@@ -79,8 +87,12 @@ def _values(result: Result, samples: list[dict[str, Any]]) -> Values:
     dense = result.config["dense_layers"]
     for sample in samples:
         for cell in sample.get("cells", sample.get("answers", [])):
-            place = tuple((name, cell[name]) for name in _PLACES if name in cell)
+            places = ("task",) if result.config["task"] in _BENCHMARKS else _PLACES  # a run of one has one rule
+            place = tuple((name, cell[name]) for name in places if name in cell)
             held = found.setdefault((cell["method"], cell["budget"], place), {})
+            if result.config["task"] in _BENCHMARKS:
+                held |= cell["values"]
+                continue
             for metric in _METRICS[result.config["task"]]:
                 value = cell[metric]  # a list is one of layers: its mean over the sparse ones
                 held.setdefault(metric, []).append(float(np.mean(value[dense:] if isinstance(value, list) else value)))
@@ -103,6 +115,8 @@ def _differences(
         if other is None or (found is other):
             continue
         for metric, mine in found.items():
+            if metric not in other:
+                continue
             pairs = [[x - y] for x, y in zip(mine, other[metric], strict=True)]
             (estimate,) = bootstrap(pairs, seed)
             label = {"a": [method, budget], "b": [other_method, other_budget], "metric": metric, **dict(place)}
@@ -112,12 +126,17 @@ def _differences(
 def _grid(entries: list[dict[str, Any]], n: int, result: Result) -> Grid:
     metrics = list(dict.fromkeys(entry["metric"] for entry in entries))
     lines: dict[str, list[str]] = {}
+    rule = "tokens" if result.config.get("tokens") else "visible"
     for entry in entries:
-        names = [f"{m}" + ("" if budget is None else f" {percent(budget)}") for m, budget in (entry["a"], entry["b"])]
-        place = "".join(f", {name} {entry[name]}" for name in _PLACES if name in entry)
+        budgets = ("" if budget is None else f" {amount(budget, rule)}" for _, budget in (entry["a"], entry["b"]))
+        names = [method + words for (method, _), words in zip((entry["a"], entry["b"]), budgets, strict=True)]
+        place = "".join(f", {name} {entry[name]}" for name in ("task", *_PLACES) if name in entry)
         line = lines.setdefault(f"{names[0]} - {names[1]}{place}", [""] * len(metrics))
         line[metrics.index(entry["metric"])] = _cell(Estimate(entry["mean"], entry["low"], entry["high"]))
-    title = f"`{result.config['task']}`: mean difference over {n} shared documents [95 % paired bootstrap interval]"
+    shared = "documents"
+    if result.config["task"] in _BENCHMARKS:
+        n, shared = len({entry["task"] for entry in entries}), "tasks, item by item"
+    title = f"`{result.config['task']}`: mean difference over {n} shared {shared} [95 % paired bootstrap interval]"
     return Grid(title, ["first - second", *metrics], [[[label, *cells] for label, cells in lines.items()]])
 
 

@@ -7,10 +7,25 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from hashtrain.corpus import Document, contexts, held_out_sources, read_texts
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+
+class Measured(Protocol):
+    """What one stored sample is of."""
+
+    @property
+    def name(self) -> str:
+        """As a report may print it."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Identify what it holds."""
+        ...
 
 
 @dataclass(frozen=True)

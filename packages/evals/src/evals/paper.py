@@ -200,7 +200,7 @@ ITEMS = (
             *("--lengths", "512", "1024", "--kinds", "single", "variables", "copy"),
         ),
         4,
-        ("The paper's few-shot tasks need a hub; these are exercises made by rule; the demo model can do some.",),
+        ("The paper's few-shot tasks need a hub (`evals fewshot`); these are exercises made by rule.",),
     ),
     Item(
         "table 9",
@@ -256,7 +256,10 @@ ITEMS = (
         "output-error",
         ("--context", "2048", "--rows", "32"),
         3,
-        ("LongBench needs a hub and a model that follows instructions; this shows each layer's output error instead.",),
+        (
+            "LongBench needs a hub and a model that follows instructions (`evals longbench`);"
+            " this shows each layer's output error instead.",
+        ),
     ),
     Item(
         "figure 6",

@@ -223,7 +223,8 @@ def plain_grid(result: Result, rows: list[Row]) -> Grid:
         lines.setdefault((row.where, row.budget, row.method), {})[row.metric] = row
     sections: dict[Any, list[list[str]]] = {}
     for (where, budget, method), found in lines.items():
-        label = ", ".join(part for part in (where, None if budget is None else percent(budget), method) if part)
+        rule = next(iter(found.values())).rule
+        label = ", ".join(part for part in (where, None if budget is None else amount(budget, rule), method) if part)
         cells = [_cell(found[metric]) if metric in found else "" for metric in metrics]
         density = next((row.density for row in found.values()), None)
         sections.setdefault((where, budget), []).append([label, *cells, "" if density is None else percent(density)])
@@ -245,13 +246,20 @@ def layers_grid(result: Result, rows: list[Row]) -> Grid:
 
 def _title(result: Result, rows: list[Row]) -> str:
     config = result.config
-    measured = f", mean of {rows[0].n} [95 % interval]" if rows[0].n else ""
+    counts = {row.n for row in rows}
+    measured = f", mean of {rows[0].n} [95 % interval]" if len(counts) == 1 and rows[0].n else " [95 % interval]"
+    measured = measured if any(counts) else ""
     return f"`{config['task']}`{measured}, model `{config['model']}`"
 
 
 def _cell(row: Row) -> str:
     interval = "" if row.low is None or row.high is None else f" [{row.low:.3g}, {row.high:.3g}]"
     return f"{row.value:.4g}{interval}"
+
+
+def amount(budget: float, rule: str) -> str:
+    """Write a budget: a share of tokens, or a number of them."""
+    return f"{budget:g} tokens" if rule == "tokens" else percent(budget)
 
 
 def percent(value: float) -> str:

@@ -26,14 +26,16 @@ class Row:
     budget: float | None
     """Share of the tokens to select; None for dense."""
     rule: str
-    """Of which tokens: `visible` to each row, at least 1; `fixed`: of the whole context, at least 20."""
+    """Of which tokens: `visible` to each row, at least 1; `fixed`: of the whole context, at least 20. With `tokens` the
+    budget is no share but a number of tokens."""
     density: float | None
     """Measured: tokens attended to / tokens visible, over the sparse layers."""
     dense_layers: int
     sink: int
     recent: int
     phase: str
-    """Which rows are sparse: `everywhere`, or `rows` sampled from a dense pass."""
+    """Which rows are sparse: `everywhere`; `decode`, those that predict an answer after a dense prefill; or `rows`
+    sampled from a dense pass."""
     metric: str
     value: float
     low: float | None
@@ -53,6 +55,8 @@ class Row:
     """None: the mean over heads."""
     where: str | None = None
     """What else the number depends on, in words: a kind of exercise, a length, a step of a computation."""
+    stderr: float | None = None
+    """Standard error over items, where a benchmark states it."""
 
 
 @dataclass(frozen=True)

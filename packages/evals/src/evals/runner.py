@@ -3,7 +3,7 @@
 runs/NAME/config.json        the settings; other settings are refused
           environment.json   versions
           samples/0000.json  what one document gave
-          rows.json  report.md  figure.png    when all documents are done
+          rows.json  rows.parquet  report.md  figure.png    when all documents are done
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from evals.documents import TokenDocument
+from evals.documents import Measured
 from evals.result import environment, read_json, write_json
 
 _GROWS = ("documents",)  # a run may be continued with more documents
@@ -44,7 +44,7 @@ class RunFolder:
     def sample(
         self,
         number: int,
-        document: TokenDocument,
+        document: Measured,
         check: Callable[[dict[str, Any]], None],
         compute: Callable[[], dict[str, Any]],
     ) -> tuple[dict[str, Any], bool]:

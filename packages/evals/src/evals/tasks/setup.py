@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from hashtrain.progress import tracking
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from evals.documents import TokenDocument, load_documents
+from evals.documents import Measured, TokenDocument, load_documents
 from evals.figures import draw
 from evals.methods import DENSE, LoadedMethod, load_methods
 from evals.metrics import Estimate
+from evals.parquet import write_parquet
 from evals.plan import MethodsCommand, TaskCommand
 from evals.report import grids, to_markdown, to_rich
 from evals.result import Result, Row, environment, rows_to_text, versions
@@ -34,8 +35,25 @@ class Ready:
     tokenizer: PreTrainedTokenizerBase
     shape: ModelShape
     methods: list[LoadedMethod]
-    documents: list[TokenDocument]
+    documents: Sequence[Any]
+    """`TokenDocument`s, or what else a task measures on, with a name and a digest."""
     settings: dict[str, Any]
+
+
+def load(command: MethodsCommand, task: str) -> Ready:
+    """Load and check the model and the methods that a command names; documents are for the caller to add.
+
+    Raises: ValueError or OSError with one sentence.
+    """
+    model, tokenizer = load_model(command.model_path)
+    model.float()
+    shape = ModelShape.of(model.config)
+    if command.dense_layers >= shape.num_layers:
+        raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
+    methods = load_methods(command.methods, command.hashers, model.config)
+    identities = {method.name: method.identity for method in methods}
+    settings = {**command.settings(task), "model_identity": model_identity(model), "method_identities": identities}
+    return Ready(model, tokenizer, shape, methods, [], settings)
 
 
 def prepare(
@@ -50,27 +68,20 @@ def prepare(
         make: makes the documents; without it they are the contexts of the command's texts.
     Raises: ValueError or OSError with one sentence.
     """
-    model, tokenizer = load_model(command.model_path)
-    model.float()
-    shape = ModelShape.of(model.config)
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    ready = load(command, task)
+    longest = getattr(ready.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     flag, length = command.longest
     if longest is not None and length > longest:
         raise ValueError(f"{flag} must be at most the model's {longest} tokens, got {length}")
-    if command.dense_layers >= shape.num_layers:
-        raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
-    methods = load_methods(command.methods, command.hashers, model.config)
     if make is not None:
-        documents = make(tokenizer)
+        documents = make(ready.tokenizer)
     elif isinstance(command, TaskCommand):
-        documents = load_documents(command.text, tokenizer, command.context, command.documents, command.seed)
+        documents = load_documents(command.text, ready.tokenizer, command.context, command.documents, command.seed)
     else:
         raise TypeError(f"{type(command).__name__} names no text: expected a function that makes its documents")
     if len(documents) < command.documents:
         console.print(f"{len(documents)} contexts of {length} tokens found, {command.documents} asked for")
-    identities = {method.name: method.identity for method in methods}
-    settings = {**command.settings(task), "model_identity": model_identity(model), "method_identities": identities}
-    return Ready(model, tokenizer, shape, methods, documents, settings)
+    return replace(ready, documents=documents)
 
 
 def rows_of(command: MethodsCommand, ready: Ready, phase: str, n: int) -> Callable[..., Row]:
@@ -104,7 +115,7 @@ def each_document(
     console: Console,
     steps: int,
     check: Callable[[Sample], None],
-    compute: Callable[[int, TokenDocument, Callable[[str], None]], Sample],
+    compute: Callable[[int, Any, Callable[[str], None]], Sample],
 ) -> list[Sample]:
     """Compute, or read back, one sample per document.
 
@@ -119,7 +130,7 @@ def each_document(
             def step(doing: str, name: str = document.name) -> None:
                 advance(f"{name}: {doing}", 1)
 
-            def now(number: int = number, document: TokenDocument = document) -> Sample:
+            def now(number: int = number, document: Measured = document) -> Sample:
                 return compute(number, document, step)
 
             sample, computed = folder.sample(number, document, check, now)
@@ -139,7 +150,8 @@ def store(out: Path, result: Result, console: Console) -> Result:
     tables = grids(result)
     write_text(out / "report.md", "\n\n".join(map(to_markdown, tables)) + "\n")
     draw(result, out / "figure.png")
-    write_text(out / "rows.json", rows_to_text(result.rows))
+    write_parquet(out / "rows.parquet", result.rows)
+    write_text(out / "rows.json", rows_to_text(result.rows))  # last: it says that the run is finished
     for grid in tables:
         console.print(to_rich(grid))
     return result

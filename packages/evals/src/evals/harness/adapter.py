@@ -1,0 +1,160 @@
+"""A language model for lm-evaluation-harness whose attention is one of our methods.
+
+Nothing of the harness is replaced: `SparseLM` is its own Hugging Face model, with the attention attached around each
+call. Requests of one length run together: no pass is padded, every pass has one row from which on it is sparse, and the
+measured density counts the tokens of requests alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from sparse_decode import Budget, attach
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from evals.benchmarks import SparseRows, Truncation
+from evals.methods import LoadedMethod
+
+Key = TypeVar("Key", bound=Hashable)
+TokenRequest = tuple[Any, list[int], list[int]]
+"""What the harness asks for: its own key, the context's tokens, the continuation's."""
+
+
+class SparseLM(HFLM):
+    """A causal language model that attends by a method.
+
+    Args:
+        model, tokenizer: as loaded; the model is the caller's and is dense again after every call.
+        method: dense attention if it has no selector.
+        budget: tokens per row.
+        dense_layers: the first layers, which stay dense.
+        sparse_rows: "all", or "continuation": the row that predicts the first token of a continuation or an answer,
+            and all after it; rows before it are dense.
+        batch_size: requests of one length at once.
+        truncation_side: what a prompt that is too long to generate from loses, its "middle" or its "left" part.
+    Attributes:
+        selected, visible: tokens that sparse rows attended to, and that they saw, so far, over heads and layers.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        method: LoadedMethod,
+        budget: Budget,
+        *,
+        dense_layers: int = 2,
+        sparse_rows: SparseRows = "continuation",
+        batch_size: int = 8,
+        truncation_side: Truncation = "left",
+    ):
+        with _silent(logging.getLogger(HFLM.__module__)):  # it warns that the model is loaded already
+            super().__init__(pretrained=model, tokenizer=cast(Any, tokenizer), backend="causal", batch_size=batch_size)
+        self.method, self.budget, self.dense_layers = method, budget, dense_layers
+        self.sparse_rows, self.truncation_side = sparse_rows, truncation_side
+        self.selected = self.visible = 0
+
+    @property
+    def density(self) -> float:
+        """Measured: tokens attended to / tokens visible, over the sparse rows; 1 for dense attention.
+
+        Raises: ValueError if no row was sparse.
+        """
+        if self.method.selector is None:
+            return 1.0
+        if not self.visible:
+            raise ValueError(f"`{self.method.name}` attended in no row: expected a request first")
+        return self.selected / self.visible
+
+    @contextlib.contextmanager
+    def _attending(self, start: int) -> Iterator[None]:
+        """Attend by the method inside the block, from the row that predicts the continuation on, or in all."""
+        if self.method.selector is None:
+            yield
+            return
+        rows = start if self.sparse_rows == "continuation" else 0
+        options = {"dense_layers": self.dense_layers, "sparse_rows": rows, "remainder": self.method.remainder}
+        with attach(cast(PreTrainedModel, self.model), self.method.selector, self.budget, **options) as attachment:
+            yield
+            for selected, visible in attachment.counts().values():
+                self.selected += selected
+                self.visible += visible
+
+    def _loglikelihood_tokens(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        """Score continuations: (sum of the tokens' log-probabilities in nats, whether all were the likeliest)."""
+        passes = [self._pass(len(context), len(continuation)) for _, context, continuation in requests]
+        answers: dict[int, tuple[float, bool]] = {}
+        for (_, start), members in _alike(passes).items():
+            with self._attending(start):
+                found = super()._loglikelihood_tokens([requests[i] for i in members], True, override_bs)
+            answers.update(zip(members, found, strict=True))
+        return [answers[i] for i in range(len(requests))]
+
+    def _pass(self, context: int, continuation: int) -> tuple[int, int]:
+        """Return the rows of a request's pass, and which of them predicts its first token."""
+        # The last token predicts nothing; what exceeds the model is cut from the left of the context.
+        rows = min(context + continuation, self.max_length + 1) - 1
+        return rows, rows - continuation
+
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], *, attention_mask: Tensor, **options: Any
+    ) -> Tensor:
+        """Generate from a left-padded batch [B, T]: the same tokens, what follows them, and padding on the right."""
+        room, width = max_length - context.shape[1], context.shape[1]
+        out = context.new_full((len(context), max_length), cast(int, self.tokenizer.pad_token_id))
+        out[:, :width] = context
+        for length, members in _alike(attention_mask.sum(-1).tolist()).items():
+            alone = context[members, -length:]
+            with self._attending(length - 1), torch.no_grad():
+                mask = torch.ones_like(alone)
+                found = super()._model_generate(alone, length + room, stop, attention_mask=mask, **options)
+            written = found[:, length:]
+            out[members, width : width + written.shape[1]] = written
+        return out
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Encode prompts, padded to one length [B, T], and their mask; those beyond the limit lose their middle here,
+        if that is what is asked for, and the harness cuts what is left of the excess from the left."""
+        if self.truncation_side == "middle" and left_truncate_len:
+            strings = [self._without_middle(text, left_truncate_len) for text in strings]
+        return super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+
+    def _without_middle(self, text: str, limit: int) -> str:
+        """Keep the first and the last half of the limit, as LongBench's own script does."""
+        limit -= cast(PreTrainedTokenizerBase, self.tokenizer).num_special_tokens_to_add()
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) <= limit:
+            return text
+        return "".join(str(self.tokenizer.decode(part)) for part in (ids[: limit // 2], ids[-(limit // 2) :]))
+
+
+@contextlib.contextmanager
+def _silent(logger: logging.Logger) -> Iterator[None]:
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _alike(keys: Sequence[Key]) -> dict[Key, list[int]]:
+    """Group the positions of equal keys."""
+    found: dict[Key, list[int]] = {}
+    for i, key in enumerate(keys):
+        found.setdefault(key, []).append(i)
+    return found

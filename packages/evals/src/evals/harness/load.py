@@ -1,0 +1,206 @@
+"""The tasks of a command, with their data: shipped with lm-evaluation-harness, or your own YAML.
+
+A local YAML may include a shipped task by its name, and name its data files relative to its own folder:
+
+    include: arc_easy
+    task: my_questions           # without it, the file stands for the shipped task wherever that is asked for
+    dataset_path: json
+    dataset_kwargs: {data_files: {test: questions.jsonl}}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lm_eval.tasks
+import numpy as np
+from datasets.exceptions import DatasetsError
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from evals.benchmarks import BenchmarkCommand
+
+_SHIPPED = Path(lm_eval.tasks.__file__).parent
+_UNUSABLE = (OSError, ImportError, LookupError, ValueError, DatasetsError)
+"""What loading a data set raises: no hub or no file, a missing module, a missing split or resource, a wrong format."""
+
+
+@dataclass(frozen=True)
+class BenchmarkTask:
+    """One task with its data and its requests built: a document of a run."""
+
+    name: str
+    task: ConfigurableTask
+    digest: str
+    """Identifies every prompt and target."""
+
+
+@contextlib.contextmanager
+def as_guest(seed: int) -> Iterator[None]:
+    """Run other people's code: its prints go to stderr, its warnings nowhere, and its random numbers are the seed's.
+
+    The generators of `random` and numpy are as they were afterwards.
+    """
+    python, array = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    bar = datasets.is_progress_bar_enabled()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            if not sys.stderr.isatty():
+                datasets.disable_progress_bars()
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)
+        if bar:
+            datasets.enable_progress_bars()
+
+
+def load_tasks(command: BenchmarkCommand) -> list[BenchmarkTask]:
+    """Load what `command.tasks` names, groups and tags expanded, in order.
+
+    Raises: ValueError with one sentence if a name is unknown, a YAML or a data set cannot be used.
+    """
+    with as_guest(command.seed):
+        manager = _manager(command)
+        names = list(dict.fromkeys(leaf for name in command.tasks for leaf in _leaves(manager, name)))
+        found: dict[str, ConfigurableTask] = {}
+        for name in names:
+            found |= _load(manager, name)
+        return [_built(name, task, command) for name, task in found.items()]
+
+
+def _manager(command: BenchmarkCommand) -> TaskManager:
+    """Index the folders of the default tasks, or all if that leaves a name unknown; then the local YAML."""
+    unknown: list[str] = []
+    for folders in ([_SHIPPED / folder for folder in command.folders], [_SHIPPED]):
+        given = {"include_defaults": False, "metadata": command.metadata}
+        manager = TaskManager(include_path=[*folders, *command.include_path], **given)
+        unknown = _add_local(manager, command)
+        unknown += [f"--tasks {name}" for name in command.tasks if name not in manager.task_index]
+        if not unknown:
+            return manager
+    raise ValueError(
+        f"unknown to lm-evaluation-harness and --include-path: {', '.join(unknown)}; expected names of tasks, tags or "
+        "groups"
+    )
+
+
+def _add_local(manager: TaskManager, command: BenchmarkCommand) -> list[str]:
+    """Put the local tasks that are asked for into the index, with what they include and their files found.
+
+    Returns: what they include and nobody knows.
+    """
+    wanted, unknown = _reachable(manager, command.tasks), []
+    for path in sorted(path for folder in command.include_path for path in folder.glob("**/*.yaml")):
+        brief = load_yaml(path, recursive=False, resolve_func=False)
+        listed = brief.get("include", [])
+        names = [listed] if isinstance(listed, str) else listed
+        if "group" in brief or "class" in brief or not wanted & {brief.get("task", name) for name in names or [None]}:
+            continue  # as the harness reads it, or not asked for
+        sources = [_source(manager, path.parent, name) for name in names]
+        missing = [name for name, source in zip(names, sources, strict=True) if source is None]
+        unknown += [f"`include: {name}` in {path}" for name in missing]
+        if not missing:
+            _register(manager, path, [source for source in sources if source])
+    return unknown
+
+
+def _reachable(manager: TaskManager, names: tuple[str, ...]) -> set[str]:
+    """Return these names, and those of all members of groups and tags among them."""
+    found: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        entry = manager.task_index.get(name)
+        if name not in found and entry is not None:
+            members = (entry.cfg or {}).get("task")
+            waiting += [x for x in members if isinstance(x, str)] if isinstance(members, list) else []
+            waiting += entry.tags if entry.kind.name == "TAG" else ()
+        found.add(name)
+    return found
+
+
+def _source(manager: TaskManager, folder: Path, name: str) -> Path | None:
+    """Find what a YAML includes: a file relative to its folder, or a shipped task."""
+    if (folder / name).is_file():
+        return folder / name
+    entry = manager.task_index.get(name)
+    return None if entry is None else entry.yaml_path
+
+
+def _register(manager: TaskManager, path: Path, sources: list[Path]) -> None:
+    """Put one local task into the index."""
+    own, config = load_yaml(path, recursive=False), {}
+    own.pop("include", None)
+    for source in sources:
+        config |= {key: value for key, value in load_yaml(source).items() if key not in ("tag", "task_list")}
+    config = _with_files({**config, **own}, own, path.parent)
+    any_task = next(entry for entry in manager.task_index.values() if entry.kind.name == "TASK")
+    manager.task_index[config["task"]] = replace(any_task, name=config["task"], yaml_path=None, cfg=config, tags=set())
+
+
+def _with_files(config: dict[str, Any], own: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Point a task at its local files, and at nothing else of the task that it includes."""
+    if "dataset_path" in own:
+        config |= {name: own.get(name) for name in ("dataset_name", "dataset_kwargs", "custom_dataset")}
+
+    def found(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: found(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [found(item) for item in value]
+        return str(folder / value) if (folder / value).exists() else value
+
+    given = config.get("dataset_kwargs") or {}
+    if "data_files" in given:
+        config["dataset_kwargs"] = {**given, "data_files": found(given["data_files"])}
+    return config
+
+
+def _leaves(manager: TaskManager, name: str) -> list[str]:
+    """Expand a tag, or a group that only lists names, into its tasks."""
+    entry = manager.task_index[name]
+    members = sorted(entry.tags) if entry.kind.name == "TAG" else (entry.cfg or {}).get("task")
+    if not isinstance(members, list) or not all(isinstance(x, str) and x in manager.task_index for x in members):
+        return [name]  # a task, or a group that changes its tasks: loaded whole
+    return [leaf for member in members for leaf in _leaves(manager, member)]
+
+
+def _load(manager: TaskManager, name: str) -> dict[str, ConfigurableTask]:
+    try:
+        return manager.load([name])["tasks"]  # pyright: ignore[reportReturnType]
+    except _UNUSABLE as error:
+        config = manager.task_index[name].cfg or {}
+        source = " ".join(str(config[key]) for key in ("dataset_path", "dataset_name") if config.get(key))
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"cannot load the data of {name}, data set {source or 'made by the task itself'} ({reason}); to use local "
+            f"files, put a YAML file with `include: {name}`, `dataset_path: json` and `dataset_kwargs: {{data_files: "
+            "{test: FILE}}}` into a folder and name the folder with --include-path"
+        ) from error
+
+
+def _built(name: str, task: ConfigurableTask, command: BenchmarkCommand) -> BenchmarkTask:
+    """Set the number of examples, as the harness does, and identify what will be asked and what is right."""
+    own = task.config.num_fewshot
+    if own is None or (own and command.shots is not None):
+        task.set_config("num_fewshot", command.shots or 0)
+    task.set_fewshot_seed(command.seed)
+    task.build_all_requests(limit=command.limit)
+    asked = [[x.args, str(task.doc_to_target(x.doc))] for x in task.instances]
+    text = json.dumps(asked, default=str)
+    return BenchmarkTask(name, task, hashlib.sha256(text.encode()).hexdigest()[:12])

@@ -1,0 +1,107 @@
+"""Run a task of lm-evaluation-harness by each method, and read off what it found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lm_eval.evaluator import evaluate
+from sparse_decode import Budget
+
+from evals.benchmarks import BenchmarkCommand
+from evals.harness.adapter import SparseLM
+from evals.harness.load import BenchmarkTask, as_guest
+from evals.methods import LoadedMethod
+from evals.tasks.setup import Ready, Sample
+
+Cell = tuple[str, float | None, str]
+"""Method, budget and rule."""
+
+_RESAMPLES = 1000
+"""Of the few metrics whose standard error lm-evaluation-harness draws; that of a mean is exact."""
+_NOT_ASKED = -1
+"""What RULER gives for the lengths that an item is not of."""
+
+
+def budget_of(rule: str, amount: float | None) -> Budget:
+    """Build the budget of a cell: a number of tokens, or a share of those visible (eq. 7); dense has none."""
+    if rule == "tokens":
+        return Budget(min_tokens=int(amount or 0), max_tokens=int(amount or 0))
+    return Budget(amount or 1.0, min_tokens=1)
+
+
+def measure(
+    document: BenchmarkTask,
+    command: BenchmarkCommand,
+    ready: Ready,
+    cells: list[Cell],
+    methods: dict[str, LoadedMethod],
+    step: Callable[[str], None],
+) -> Sample:
+    """Run one task by every cell.
+
+    Returns: `cells`, in order, with method, budget, rule, density, `results` {metric: [value, standard error or
+        None]}, `values` {metric: one number an item} of those that have them, and `texts`, what was generated.
+    """
+    found = []
+    for method, amount, rule in cells:
+        how = {"dense_layers": command.dense_layers, "sparse_rows": command.rows, "batch_size": command.batch_size}
+        with as_guest(command.seed):
+            lm = SparseLM(
+                ready.model,
+                ready.tokenizer,
+                methods[method],
+                budget_of(rule, amount),
+                truncation_side=command.truncation,
+                **how,
+            )
+            document.task.set_fewshot_seed(command.seed)  # the same worked examples whatever was run before
+            tasks: Any = {"tasks": {document.name: document.task}, "groups": {}, "group_map": {}}
+            output = evaluate(lm, tasks, limit=command.limit, bootstrap_iters=_RESAMPLES)
+        if output is None:
+            raise ValueError("lm-evaluation-harness returned nothing: expected a single process, not one of several")
+        items = output["samples"][document.name]  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        found.append(
+            {
+                **{"method": method, "budget": amount, "rule": rule, "task": document.name, "density": lm.density},
+                "results": _results(dict(output["results"][document.name])),
+                "values": _values(items),
+                "texts": _texts(items) if document.task.OUTPUT_TYPE == "generate_until" else [],
+            }
+        )
+        step(f"{method}{'' if amount is None else f', {amount:g}'}")
+    return {"items": len({item["doc_id"] for item in items}), "cells": found}
+
+
+def _results(found: dict[str, Any]) -> dict[str, list[float | None]]:
+    """Read `{"acc,none": 0.5, "acc_stderr,none": 0.1}` as `{"acc": [0.5, 0.1]}`."""
+    read: dict[str, list[float | None]] = {}
+    for key, value in found.items():
+        metric, comma, filtered = key.partition(",")
+        if comma and not metric.endswith("_stderr") and value != _NOT_ASKED:
+            error = found.get(f"{metric}_stderr,{filtered}")
+            read[_named(metric, filtered)] = [float(value), float(error) if _is_number(error) else None]
+    return read
+
+
+def _values(items: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Collect each metric's number of each item, in order; metrics of the whole task have none."""
+    read: dict[str, list[float]] = {}
+    for item in sorted(items, key=lambda item: item["doc_id"]):
+        for metric in item["metrics"]:
+            if _is_number(item[metric]) and item[metric] != _NOT_ASKED:
+                read.setdefault(_named(metric, item["filter"]), []).append(float(item[metric]))
+    return read
+
+
+def _texts(items: list[dict[str, Any]]) -> list[str]:
+    return [str(item["resps"][0][0]) for item in sorted(items, key=lambda item: item["doc_id"])]
+
+
+def _named(metric: str, filtered: str) -> str:
+    return metric if filtered == "none" else f"{metric} ({filtered})"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,111 @@
+"""LongBench, RULER and the few-shot tasks, through lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from evals.benchmarks import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
+from evals.methods import DENSE
+from evals.metrics import Estimate, bootstrap
+from evals.result import Result, Row
+from evals.runner import finite
+from evals.tasks.answers import methods_of
+from evals.tasks.setup import Ready, Sample, each_document, finish, load, rows_of
+
+if TYPE_CHECKING:
+    from evals.harness.load import BenchmarkTask
+    from evals.harness.measure import Cell
+
+NAMES = {LongbenchCommand: "longbench", RulerBenchmarkCommand: "ruler", FewshotCommand: "fewshot"}
+PHASES = {"all": "everywhere", "continuation": "decode"}
+_NORMAL = 1.959964  # two-sided 95 %
+_FEW = 500  # items; a mean over more is as good as normal, and its resamples would need much memory
+
+
+def run(command: BenchmarkCommand, console: Console) -> Result:
+    """Measure what the command says and store it below `command.out`.
+
+    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
+    """
+    if find_spec("lm_eval") is None:
+        raise ValueError(
+            "this task runs through lm-evaluation-harness, which is not installed: install the extra "
+            "`evals[lm-eval]`, in a checkout with `uv sync --group lm-eval`"
+        )
+    from evals.harness.load import load_tasks
+    from evals.harness.measure import measure
+
+    ready = load(command, NAMES[type(command)])
+    tasks = load_tasks(command)
+    cells, methods = cells_of(command, ready), methods_of(ready)
+
+    def compute(number: int, document: BenchmarkTask, step: Callable[[str], None]) -> Sample:
+        return measure(document, command, ready, cells, methods, step)
+
+    def check(sample: Sample) -> None:
+        if [(cell["method"], cell["budget"], cell["rule"]) for cell in sample["cells"]] != cells:
+            raise ValueError("its methods or budgets are not those of the run")
+        for cell in sample["cells"]:
+            for number in (sample["items"], cell["density"], *(value for value, _ in cell["results"].values())):
+                finite(number)
+            if not cell["results"]:
+                raise ValueError("it has no result")
+
+    samples = each_document(command, replace(ready, documents=tasks), console, len(cells), check, compute)
+    return finish(command, ready, [*_rows(command, ready, samples), *_means(command, ready, samples)], console)
+
+
+def cells_of(command: BenchmarkCommand, ready: Ready) -> list[Cell]:
+    """List dense attention, then every method at every budget."""
+    rule, amounts = ("tokens", command.tokens) if command.tokens else ("visible", command.budgets)
+    sparse = [(m.name, float(amount), rule) for amount in amounts for m in ready.methods if m.selector]
+    return [(DENSE, None, DENSE), *sparse]
+
+
+def _rows(command: BenchmarkCommand, ready: Ready, samples: list[Sample]) -> Iterator[Row]:
+    """One row for each task, cell and metric, with the harness's own value and standard error."""
+    for sample in samples:
+        row = rows_of(command, ready, PHASES[command.rows], sample["items"])
+        for cell in sample["cells"]:
+            for metric, (value, error) in cell["results"].items():
+                values = cell["values"].get(metric, [])
+                mean = math.isclose(value, sum(values) / max(1, len(values)), abs_tol=1e-9)
+                if mean and len(values) <= _FEW:
+                    (estimate,) = bootstrap([[item] for item in values], command.seed)
+                else:
+                    estimate = _normal(value, error)
+                yield row(cell["method"], metric, estimate, stderr=error, where=cell["task"], **_at(cell))
+
+
+def _means(command: BenchmarkCommand, ready: Ready, samples: list[Sample]) -> Iterator[Row]:
+    """Plain means over tasks of the metrics that all of them have."""
+    if len(samples) < 2:
+        return
+    row = rows_of(command, ready, PHASES[command.rows], sum(sample["items"] for sample in samples))
+    for i, first in enumerate(samples[0]["cells"]):
+        found = [sample["cells"][i] for sample in samples]
+        at = _at(first) | {"density": sum(cell["density"] for cell in found) / len(found)}
+        at["where"] = f"mean of {len(found)} tasks"
+        for metric in first["results"]:
+            pairs = [cell["results"][metric] for cell in found if metric in cell["results"]]
+            if len(pairs) == len(found):
+                mean = sum(value for value, _ in pairs) / len(pairs)
+                errors = [error for _, error in pairs if error is not None]
+                error = math.hypot(*errors) / len(pairs) if len(errors) == len(pairs) else None
+                yield row(first["method"], metric, _normal(mean, error), stderr=error, **at)
+
+
+def _at(cell: dict[str, Any]) -> dict[str, Any]:
+    return {"budget": cell["budget"], "rule": cell["rule"], "density": cell["density"]}
+
+
+def _normal(value: float, error: float | None) -> Estimate:
+    if error is None:
+        return Estimate(value, None, None)
+    return Estimate(value, value - _NORMAL * error, value + _NORMAL * error)
