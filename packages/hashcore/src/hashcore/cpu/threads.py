@@ -15,7 +15,9 @@ from typing import Any
 
 import numba
 
-GRAIN = 1 << 23  # popcounts, or 1/4 of the scores to select from, that pay for a thread: about 0.5 ms
+GRAIN = (
+    1 << 23
+)  # popcounts, or 1/4 of the scores to select from, that pay for a thread, which takes 0.2 ms to start and end
 
 
 def most() -> int:
@@ -43,7 +45,7 @@ def run(kernel: Callable[..., int], tasks: int, threads: int, arguments: tuple[A
 def compiled(function: Callable[..., int]) -> Callable[..., int]:
     """Compile a kernel on its first use, keeping the machine code on disk for the next process.
 
-    A kernel takes 0.6-2 s to compile and 5 ms to load, and the first of a process 0.4 s more for numba's own start:
+    A kernel takes 1-7 s to compile and 5-20 ms to load, and the first of a process 0.4 s more for numba's own start:
     a command that scores once should not pay for a compiler each time. numba caches beside the kernels or, where that
     cannot be written, in the user's cache folder; where neither can, it refuses, and the kernel is compiled for this
     process only. All of it happens here and not at import, because choosing the folder writes to it.
