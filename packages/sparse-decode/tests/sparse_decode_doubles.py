@@ -162,10 +162,9 @@ class Auditor:
         self._visible = visible_rows(*arguments)
         return self._visible
 
-    def _attend(self, q, k, v, indices, scaling, **logits):
+    def _attend(self, q, k, v, indices, scaling, *, left_out, **logits):
         (batch, hkv, n, _), sets = k.shape, indices.shape[1]
-        wanted = logits.pop("facts")
-        out, facts = attend(q, k, v, indices, scaling, facts=True, **logits)
+        out = attend(q, k, v, indices, scaling, **logits)
         selected = as_sets(indices, n)
         visible = torch.ones(1, 1, q.shape[2], n, dtype=torch.bool) if self._visible is None else self._visible
         assert not (selected & ~visible).any(), "selected a token that its row does not see"
@@ -179,7 +178,7 @@ class Auditor:
         self.steps += 1
         self.padded += int((~visible).any())
         self.sizes.append((visible.sum(-1), (indices >= 0).sum(-1)))
-        return (out, facts) if wanted else out
+        return out if left_out is None else attend(q, k, v, indices, scaling, left_out=left_out, **logits)
 
 
 def _audited_codes(call, original, k):

@@ -137,9 +137,9 @@ def seen_attend(attachment, inside):
     plan = attachment._plans[3]
     attend_of_plan, work = plan._attend, plan._select_and_attend
 
-    def record(x, rows, indices):
+    def record(x, rows, indices, left_out):
         inside.update(x=x, q=rows.q, indices=indices)
-        return attend_of_plan(x, rows, indices)
+        return attend_of_plan(x, rows, indices, left_out)
 
     def whole(*arguments):
         inside["out"] = work(*arguments)

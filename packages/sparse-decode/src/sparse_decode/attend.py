@@ -10,12 +10,16 @@ For query head h of a batch row, with S the tokens selected for it (eq. 8):
 One task is one (batch row, index set, query row): it reads each selected key and value once, widens it to float32 in
 cache and uses it for every query head of the set. Keys and values are addressed by stride: nothing of length N is ever
 copied, converted or written. Bytes read per task: |S| (D + Dv) elements, at random rows of 2 D or 4 D bytes.
+What the selection leaves out (eq. 15, 16) is added in the same task.
 """
+
+# numba is untyped.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numba
 import numpy as np
@@ -23,7 +27,8 @@ import torch
 from torch import Tensor
 
 from sparse_decode.compiled import run
-from sparse_decode.intrinsics import prefetch
+from sparse_decode.intrinsics import pointer, prefetch
+from sparse_decode.remainder import with_remainder
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TILE = 4
@@ -32,7 +37,21 @@ AHEAD = 8
 """Tokens whose rows are on their way from memory: rows of a selection lie far apart, and no processor guesses them."""
 LEAST = np.float32(-127 * math.log(2))
 """Its exponential has the exponent bits of 0."""
-_BITS = {4: torch.int32, 2: torch.int16}
+_LIKE = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
+_NOTHING = np.empty((0, 5), np.float32), np.empty((0, 0, 0, 0), np.float32), np.empty((0, 0), np.int64)
+
+
+class LeftOut(NamedTuple):
+    """What is known of the tokens that a selection leaves out (eq. 15)."""
+
+    coefficients: Tensor
+    """float32 [Hq, 5]: `LayerHasher.remainder`."""
+    mean_keys: Tensor
+    """Mean of the keys that each row sees, float32 [B, Hkv, Q, D]."""
+    mean_values: Tensor
+    """Mean of the values that each row sees, float32 [B, Hkv, Q, Dv]."""
+    visible: Tensor
+    """Tokens that each row sees, int64 [B, Q]."""
 
 
 @overload
@@ -45,6 +64,7 @@ def attend(
     *,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    left_out: LeftOut | None = None,
     facts: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -57,6 +77,7 @@ def attend(
     *,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    left_out: LeftOut | None = None,
     facts: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def attend(
@@ -68,6 +89,7 @@ def attend(
     *,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    left_out: LeftOut | None = None,
     facts: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to the selected tokens only.
@@ -79,6 +101,7 @@ def attend(
         scaling: factor on the logits, usually D^-0.5.
         softcap: bound on the logits' size (Gemma 2), above 0; None leaves them as they are.
         sinks: one learned logit per query head [Hq], which takes its share of the softmax and has no value (gpt-oss).
+        left_out: add what the selection leaves out, as one token (eq. 16); None leaves it out.
         facts: return what the remainder needs, too (eq. 15).
     Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32. With facts also
         float32 [2, B, Q, Hq]: mean and log sum exp of the selected logits, 0 and -inf for rows without one; a sink is
@@ -87,38 +110,84 @@ def attend(
         read without waiting, such an index counts as unused.
     Source: docs/algorithm.md, eq. 8.
     """
-    _check(q, k, v, indices, softcap, sinks)
-    result, logits = (_on_device if k.is_cuda else _on_host)(q, k, v, indices, scaling, softcap, sinks)
-    result = _NoBackward.apply(result, q)  # pyright: ignore[reportAssignmentType]
-    return (result, logits) if facts else result
+    _check(q, k, v, indices, softcap, sinks, left_out)
+    if k.is_cuda:
+        result, logits = _on_device(q, k, v, indices, scaling, softcap, sinks, left_out)
+    else:
+        result, logits, _ = on_host(q, k, v, indices, scaling, softcap, sinks, left_out)
+    if q.requires_grad:
+        result = _NoBackward.apply(result, q)  # pyright: ignore[reportAssignmentType]
+    return (result, logits) if facts else result  # pyright: ignore[reportReturnType]
 
 
 def _on_device(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    left_out: LeftOut | None,
 ) -> tuple[Tensor, Tensor]:
     from sparse_decode import gather
 
     gather.check(q, k, v, indices)
-    return gather.attend(q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks)
+    out, facts = gather.attend(q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks)
+    if left_out is None:
+        return out, facts
+    coefficients, *means, visible = left_out
+    used = (indices >= 0).sum(-1).repeat_interleave(q.shape[1] // indices.shape[1], 1).transpose(1, 2)
+    return with_remainder(out, facts, q, (means[0], means[1]), coefficients, visible, used, scaling), facts
 
 
-def _on_host(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def on_host(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    left_out: LeftOut | None,
+) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Attend on the CPU to arguments that agree: the result, the facts, and tokens used, int64 [B, H, Q].
+
+    Raises: ValueError on an index beyond N; no memory there is read.
+    """
     batch, hq, n_rows, dim = q.shape
+    sets = indices.shape[1]
     out = np.zeros((batch, n_rows, hq, v.shape[3]), dtype=np.float32)
     logits = np.zeros((2, batch, n_rows, hq), dtype=np.float32)
     logits[1] = -np.inf
+    used = np.zeros((batch, sets, n_rows), dtype=np.int64)
     if indices.numel() and out.size:
-        sets = indices.shape[1]
         tasks = batch * sets * n_rows
         work = tasks * indices.shape[3] * (hq // sets) * (dim + v.shape[3])
-        queries = q.detach().float().contiguous().numpy()
         chosen = indices.contiguous().numpy()
-        sink = np.full(hq, -np.inf, np.float32) if sinks is None else sinks.detach().float().contiguous().numpy()
+        sink = np.full(hq, -np.inf, np.float32) if sinks is None else _floats(sinks)
         factors, kind = (np.float32(scaling), np.float32(softcap or 0)), _KINDS[k.dtype]
-        run(_tasks, tasks, work, queries, *_flat(k), *_flat(v), chosen, out, logits, *factors, sink, kind)
-    return torch.from_numpy(out).to(q.dtype), torch.from_numpy(logits)
+        rest = _rest(left_out)
+        where = *_place(k), *_place(v), _LIKE[k.element_size()]
+        run(_tasks, tasks, work, _floats(q), *where, chosen, out, logits, used, *factors, sink, kind, *rest)
+        if used.min() < 0:
+            raise ValueError(f"indices must be below N = {k.shape[2]}, got {int(indices.max())}")
+    result = torch.from_numpy(out)
+    return result if q.dtype == torch.float32 else result.to(q.dtype), torch.from_numpy(logits), used
+
+
+def _rest(left_out: LeftOut | None) -> tuple[np.ndarray, ...]:
+    """Return arrays of what is left out, empty ones of nothing."""
+    if left_out is None:
+        coefficients, means, visible = _NOTHING
+        return coefficients, means, means, visible
+    coefficients, keys, values, visible = left_out
+    return _floats(coefficients), _floats(keys), _floats(values), visible.contiguous().numpy()
+
+
+def _floats(x: Tensor) -> np.ndarray:
+    """View, or copy, as contiguous float32."""
+    return x.detach().float().contiguous().numpy()
 
 
 def attend_reference(
@@ -161,8 +230,16 @@ class _NoBackward(torch.autograd.Function):
         raise RuntimeError("sparse attention has no backward pass; detach the model to train it")
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, softcap: float | None, sinks: Tensor | None) -> None:
-    devices = {x.device for x in (q, k, v, indices, *([] if sinks is None else [sinks]))}
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    softcap: float | None,
+    sinks: Tensor | None,
+    left_out: LeftOut | None,
+) -> None:
+    devices = {x.device for x in (q, k, v, indices, *([] if sinks is None else [sinks]), *(left_out or []))}
     if len(devices) > 1 or k.device.type not in ("cpu", "cuda"):
         got = ", ".join(sorted(map(str, devices)))
         raise ValueError(
@@ -187,15 +264,24 @@ def _check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, softcap: float | No
         raise ValueError(f"sinks must be one logit per query head, shape ({hq},), got {tuple(sinks.shape)}")
     if k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("the components of each key and value must lie side by side (stride 1); call .contiguous()")
-    if not k.is_cuda and indices.numel() and int(indices.max()) >= k.shape[2]:  # a device would have to be waited for
-        raise ValueError(f"indices must be below N = {k.shape[2]}, got {int(indices.max())}")
+    if left_out is not None:
+        _check_left_out(q, v, hkv, left_out)
 
 
-def _flat(x: Tensor) -> tuple[np.ndarray, tuple[int, ...]]:
-    """View [B, Hkv, N, D] as one line of words, from its first element to its last, and the strides to address it."""
+def _check_left_out(q: Tensor, v: Tensor, hkv: int, left_out: LeftOut) -> None:
+    batch, hq, n_rows, dim = q.shape
+    wanted = (hq, 5), (batch, hkv, n_rows, dim), (batch, hkv, n_rows, v.shape[3]), (batch, n_rows)
+    if (got := tuple(tuple(x.shape) for x in left_out)) != wanted or left_out.visible.dtype != torch.int64:
+        raise ValueError(
+            "what is left out must be [Hq, 5], [B, Hkv, Q, D], [B, Hkv, Q, Dv] and int64 [B, Q], expected shapes "
+            f"{wanted}, got {got} and {left_out.visible.dtype}"
+        )
+
+
+def _place(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
+    """Say where [B, Hkv, N, D] lies: its address, the numbers from its first to its last, and how to address them."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    line = x.detach().as_strided((reach,), (1,)).view(_BITS[x.element_size()]).numpy()
-    return line.view(np.uint32 if x.element_size() == 4 else np.uint16), (*x.stride()[:3], x.shape[1])
+    return x.data_ptr(), reach, (*x.stride()[:3], x.shape[1], x.shape[2])
 
 
 @numba.njit(inline="always")
@@ -267,7 +353,10 @@ def _exp(x, top, out, bits):  # pragma: no cover - compiled
 
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
-def _task(task, q, k, k_at, v, v_at, indices, out, facts, scaling, softcap, sinks, kind):  # pragma: no cover - compiled
+def _task(
+    task, q, k, k_at, v, v_at, indices, out, facts, counts, scaling, softcap, sinks, kind,
+    coefficients, mean_keys, mean_values, visible,
+):  # pragma: no cover - compiled  # fmt: skip
     sets, n_rows = indices.shape[1:3]
     hq, dim, dim_v = q.shape[1], q.shape[3], out.shape[3]
     heads = hq // sets  # query heads that share this index set
@@ -279,6 +368,11 @@ def _task(task, q, k, k_at, v, v_at, indices, out, facts, scaling, softcap, sink
     used = len(tokens)
     if used == 0:
         return
+    for j in range(used):
+        if tokens[j] >= k_at[4]:
+            counts[b, s, r] = -1
+            return
+    counts[b, s, r] = used
     padded = (used + TILE - 1) // TILE * TILE
     bits = np.empty((TILE, max(dim, dim_v)), dtype=np.uint32)
     floats = bits.view(np.float32)
@@ -341,9 +435,39 @@ def _task(task, q, k, k_at, v, v_at, indices, out, facts, scaling, softcap, sink
             for i in range(dim_v):
                 line[i] += p0 * v0[i] + p1 * v1[i] + p2 * v2[i] + p3 * v3[i]
 
+    # 4. what was left out, as one token
+    rest = visible[b, r] - used if len(coefficients) else 0
+    if rest > 0:
+        sizes = np.float32(math.log(visible[b, r])), np.float32(math.log(used)), np.float32(math.log(rest))
+        for g in range(heads):
+            h = first + g
+            known = facts[0, b, r, h], facts[1, b, r, h]
+            share = _share(coefficients[h], known, q[b, h, r], mean_keys[b, kv, r], scaling, sizes)
+            line, mean = out[b, r, h], mean_values[b, kv, r]
+            for i in range(dim_v):
+                line[i] += share * (mean[i] - line[i])
+
+
+@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+def _share(c, known, query, mean_key, scaling, sizes):  # pragma: no cover - compiled
+    """Return the share of what was left out in the softmax (eq. 15 and 16), of selected weight exp(total)."""
+    (mean, total), (log_visible, log_used, log_rest) = known, sizes
+    product = np.float32(0)
+    for i in range(len(query)):
+        product += query[i] * mean_key[i]
+    typical = c[0] + c[1] * mean + c[2] * (product * scaling) + c[3] * log_visible + c[4] * log_used
+    weight = min(typical, total - log_used) + log_rest
+    return np.float32(1) / (np.float32(1) + np.float32(math.exp(total - weight)))
+
 
 def _tasks(
-    first, last, q, k, k_at, v, v_at, indices, out, facts, scaling, softcap, sinks, kind
-):  # pragma: no cover - compiled
+    first, last, q, k_address, k_reach, k_at, v_address, v_reach, v_at, like, indices, out, facts, counts,
+    scaling, softcap, sinks, kind, coefficients, mean_keys, mean_values, visible,
+):  # pragma: no cover - compiled  # fmt: skip
+    k = numba.carray(pointer(k_address), k_reach, like.dtype)
+    v = numba.carray(pointer(v_address), v_reach, like.dtype)
     for task in range(first, last):
-        _task(task, q, k, k_at, v, v_at, indices, out, facts, scaling, softcap, sinks, kind)
+        _task(
+            task, q, k, k_at, v, v_at, indices, out, facts, counts, scaling, softcap, sinks, kind,
+            coefficients, mean_keys, mean_values, visible,
+        )  # fmt: skip

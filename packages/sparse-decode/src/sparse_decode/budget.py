@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +68,15 @@ class Budget:
         else:
             counts = top_count(length, self.fraction, self.min_tokens, self.max_tokens).minimum(visible.long())
         return torch.where(visible < self.dense_below, visible.long(), counts) if self.dense_below else counts
+
+    def count_row(self, visible: int) -> int:
+        """Count the tokens of one row, the last of its sequence: `count` of numbers, in the same arithmetic."""
+        if not isinstance(self.dense_below, int):
+            raise ValueError('a budget with dense_below="measured" counts only once attached; give a number')
+        if visible < self.dense_below:
+            return visible
+        count = max(self.min_tokens, math.floor(visible * self.fraction + 1e-9))  # as hashtrain.target.top_count
+        return min(visible, count if self.max_tokens is None else min(count, self.max_tokens))
 
 
 def _is_int(value: object) -> bool:

@@ -14,7 +14,7 @@ _GRAIN = 1 << 22  # multiply-adds that pay for a thread: about 1 ms
 
 
 @functools.cache
-def compiled(function: Callable[..., None]) -> Callable[..., None]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a kernel at its first use, keeping the machine code on disk where a folder can be written."""
     try:
         return numba.njit(nogil=True, cache=True)(function)

@@ -111,7 +111,7 @@ def attention(
         plan.count_dense(x)
         return dense()
     out, sparse = plan.attend(x)
-    if sparse.all():
+    if sparse is None or sparse.all():
         return out, None
     return torch.where(sparse[..., None, None], out, dense()[0]), None
 

@@ -1,4 +1,4 @@
-"""The machine operation that numba has no name for."""
+"""The machine operations that numba has no name for."""
 
 # llvmlite is untyped.
 # pyright: reportAttributeAccessIssue=false
@@ -27,3 +27,13 @@ def prefetch(typing_context: Any, x: Any, at: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(x, types.intp), emit
+
+
+@intrinsic
+def pointer(typing_context: Any, address: Any) -> Any:
+    """Turn an address into what `numba.carray` takes."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), emit

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparse_decode.attend import attend
+from sparse_decode.attend import LeftOut, attend
 from sparse_decode.budget import Budget
 from sparse_decode.cache import Encoder
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import enrol
-from sparse_decode.positions import count_visible, first_visible, last_visible, merge, visible_rows
-from sparse_decode.remainder import RunningMeans, StaticMeans, with_remainder
+from sparse_decode.positions import count_visible, first_visible, last_visible, merge, visible_rows, with_ends
+from sparse_decode.remainder import RunningMeans, StaticMeans
 from sparse_decode.select import AttendingSelector, Rows, Selector
 
 _CHUNK_SCORES = 1 << 23  # scores at once, B x Hq x rows x N: 32 MiB of int32 or float32, whatever the context
@@ -99,14 +99,43 @@ class LayerPlan:
         visible, sparse = self._rows(x)
         self._count(visible * x.q.shape[1], visible * x.q.shape[1], sparse, self.tally)
 
-    def attend(self, x: Inputs) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         """Attend sparsely in the rows that the rule makes sparse.
 
-        Returns: [B, Q, Hq, Dv], zeros in the other rows; and which rows were sparse, bool [B, Q].
+        Returns: [B, Q, Hq, Dv], zeros in the other rows; and which rows were sparse, bool [B, Q], None if all were.
         """
+        if self._is_step(x):
+            return self._step(x), None
         visible, sparse = self._rows(x)
         counts = self._counts(visible).masked_fill(~sparse, 0)
         return self._select_and_attend(x, visible, sparse, counts, self.tally), sparse
+
+    def _is_step(self, x: Inputs) -> bool:
+        """Say whether a call is a step on the CPU in which every sequence has one row, without padding."""
+        plain = x.mask is None and x.q.shape[2] == 1 and x.host is None and x.q.device.type == "cpu"
+        return plain and self._own is None and self.rule.may_be_sparse(1, x.k.shape[2])
+
+    def _step(self, x: Inputs) -> Tensor:
+        """Do what `_select_and_attend` does for such a call: what is the same for all rows is a number, not a tensor.
+
+        After the rest of a model has filled the caches of a processor, each operation costs ten times its time.
+        """
+        (batch, hq, _, _), n = x.q.shape, x.k.shape[2]
+        count, budget = self.budget.count_row(n), self.budget
+        rows = self._rows_of(x, 0, 1, x.q.new_full((batch, 1), count, dtype=torch.int64), count)
+        indices = self.selector.select(rows)
+        if budget.sink or budget.recent:
+            indices = with_ends(indices, budget.sink, budget.recent, n)
+        left_out = None
+        if self.remainder is not None:
+            means, visible = x.means or RunningMeans(), x.q.new_full((batch, 1), n, dtype=torch.int64)
+            found = means.step(x.k, x.v) if isinstance(means, RunningMeans) else None
+            keys, values = found or means.rows(x.k, x.v, None, n - 1, n)[:2]
+            left_out = LeftOut(self.remainder, keys, values, visible)
+        used = int((indices >= 0).sum()) * (hq // indices.shape[1])
+        with self._lock:
+            self.tally += torch.tensor([used, batch * hq * n])
+        return self._attend(x, rows, indices, left_out)
 
     def run(
         self,
@@ -161,18 +190,17 @@ class LayerPlan:
             used = (indices >= 0).sum(-1)[:, :, None].expand(-1, -1, hq // indices.shape[1], -1)
             used = used.flatten(1, 2).transpose(1, 2)  # [B, Q, Hq]
             self._count(used.sum(-1), visible[:, part] * hq, sparse[:, part], tally)
-            out, facts = self._attend(x, rows, indices)
+            left_out = None
             if self.remainder is not None:
                 at = n - n_queries + first
                 keys, values, seen = means.rows(x.k, x.v, _unpadded(x), at, at + last - first)
                 if x.mask is not None:
                     _require_causal(seen.to(visible.device), visible[:, part], used)
-                known = (keys, values), self.remainder, visible[:, part], used
-                out = with_remainder(out, facts, rows.q, *known, x.scaling)
-            pieces.append(out)
+                left_out = self._left_out(x, keys, values, visible[:, part])
+            pieces.append(self._attend(x, rows, indices, left_out))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-    def _rows_of(self, x: Inputs, first: int, last: int, counts: Tensor) -> Rows:
+    def _rows_of(self, x: Inputs, first: int, last: int, counts: Tensor, each: int | None = None) -> Rows:
         n_queries, n = x.q.shape[2], x.k.shape[2]
         seen = visible_rows(x.mask, first, last, n_queries, n, x.q.device)
         end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see nothing from there on
@@ -186,6 +214,7 @@ class LayerPlan:
             x.scaling,
             x.softcap,
             x.sinks,
+            each,
         )
 
     def _select(self, rows: Rows, visible: Tensor, sparse: Tensor) -> Tensor:
@@ -196,18 +225,29 @@ class LayerPlan:
                 indices = merge(indices, listed(rows.visible, visible.clamp(max=size).masked_fill(~sparse, 0), n), n)
         return indices
 
-    def _attend(self, x: Inputs, rows: Rows, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend, and return the facts of `attend` as well; none from a selector with an attention of its own."""
+    def _left_out(self, x: Inputs, keys: Tensor, values: Tensor, visible: Tensor) -> LeftOut:
+        assert self.remainder is not None
+        found = self.remainder, keys, values, visible
+        return LeftOut(*(part if part.device == x.q.device else part.to(x.q.device) for part in found))
+
+    def _attend(self, x: Inputs, rows: Rows, indices: Tensor, left_out: LeftOut | None) -> Tensor:
+        """Attend to what was selected: [B, Q, Hq, Dv]."""
         q = rows.q
         if self._own is not None:
-            return self._own.attend(rows, x.v[:, :, : rows.k.shape[2]], indices), q.new_empty(0)
+            return self._own.attend(rows, x.v[:, :, : rows.k.shape[2]], indices)
+        model = {"softcap": x.softcap, "sinks": x.sinks}
         if x.host is None:
-            return attend(q, x.k, x.v, indices, x.scaling, softcap=x.softcap, sinks=x.sinks, facts=True)
+            return attend(q, x.k, x.v, indices, x.scaling, **model, left_out=left_out)
         batch, hq, n_rows, dim = q.shape
         k, v, slots = x.host.rows_on(indices, q.device)
         one_by_one = q.transpose(1, 2).reshape(batch * n_rows, hq, 1, dim)
-        out, facts = attend(one_by_one, k, v, slots, x.scaling, softcap=x.softcap, sinks=x.sinks, facts=True)
-        return out.view(batch, n_rows, hq, -1), facts.view(2, batch, n_rows, hq)
+        if left_out is not None:
+            keys, values = (mean.transpose(1, 2).flatten(0, 1)[:, :, None] for mean in left_out[1:3])
+            if (group := indices.shape[1] // keys.shape[1]) > 1:  # the rows that came over are those of each set
+                keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+            left_out = LeftOut(left_out.coefficients, keys, values, left_out.visible.reshape(-1, 1))
+        out = attend(one_by_one, k, v, slots, x.scaling, **model, left_out=left_out)
+        return out.view(batch, n_rows, hq, -1)
 
     def _count(self, selected: Tensor, visible: Tensor, sparse: Tensor, tally: Tensor) -> None:
         """Add the tokens that the sparse rows selected and saw, [B, Q], summed over query heads."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from sparse_decode.compiled import compiled
 
 
 def visible_rows(
@@ -83,6 +86,39 @@ def _by_rank(visible: Tensor | None, low: Tensor, high: Tensor, n: int) -> Tenso
     chosen = low.new_full((*low.shape, width), -1)
     chosen[batch, row, rank[batch, row, token] - low[batch, row]] = token
     return chosen
+
+
+def with_ends(selected: Tensor, sink: int, recent: int, n: int) -> Tensor:
+    """Merge sets of tokens with the first `sink` and the last `recent` of `n` tokens that every row sees.
+
+    Args:
+        selected: int64 [B, H, Q, K] on the CPU, ascending, then -1.
+    Returns: int64 [B, H, Q, K'], ascending, then -1; K' is the size of the largest union. `merge` of the same.
+    """
+    sink = min(sink, n)
+    recent = min(recent, n - sink)
+    flat = selected.reshape(-1, selected.shape[-1]).numpy()
+    merged = np.full((len(flat), flat.shape[1] + sink + recent), -1, np.int64)
+    width = compiled(_with_ends)(flat, sink, recent, n, merged)
+    return torch.from_numpy(merged[:, :width]).view(*selected.shape[:-1], width)
+
+
+def _with_ends(selected, sink, recent, n, merged):  # pragma: no cover - compiled
+    width = 0
+    for i in range(len(selected)):
+        used = 0
+        for token in range(sink):
+            merged[i, used] = token
+            used += 1
+        for token in selected[i]:
+            if sink <= token < n - recent:
+                merged[i, used] = token
+                used += 1
+        for token in range(n - recent, n):
+            merged[i, used] = token
+            used += 1
+        width = max(width, used)
+    return width
 
 
 def merge(selected: Tensor, extra: Tensor, n: int) -> Tensor:

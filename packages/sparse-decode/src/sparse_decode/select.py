@@ -10,6 +10,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from torch import Tensor
 
+from sparse_decode.encode import FewTokens, takes
 from sparse_decode.parallel import PlacedHasher, shard
 from sparse_decode.positions import last_visible, visible_span
 
@@ -27,6 +28,7 @@ class Rows:
         scaling: the model's factor on attention logits.
         softcap: the bound of its soft-capped logits, or None.
         sinks: its learned sink logits, one per query head [Hq], or None.
+        each: what every row selects, where `counts` is the same for all; None where that is not known.
     """
 
     layer: int
@@ -38,6 +40,7 @@ class Rows:
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
+    each: int | None = None
 
 
 @runtime_checkable
@@ -131,6 +134,8 @@ class HashSelector:
         with torch.no_grad():
             planes, weights = self._encoder.encode_queries(rows.layer, rows.q)
         keys, counts = rows.codes[:, :, None], rows.counts[:, None]
+        if rows.each is not None and rows.visible is None:  # nothing that differs by row has to be looked at
+            return hashcore.search(planes, keys, rows.each, weights, order="index")[1]
         span = visible_span(rows.visible, rows.k.shape[2])
         if span is not None:  # one pass, and no scores of the full length
             starts, lengths = (x if isinstance(x, int) else x[:, None] for x in span)
@@ -163,15 +168,22 @@ class PerHead:
     per_query_head = False
 
     def __init__(self, hasher: Hasher):
-        self.hasher, self._placed = hasher, PlacedHasher(hasher)
+        self.hasher, self._placed, self._few = hasher, PlacedHasher(hasher), FewTokens()
 
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
-        return self._placed.layer(layer, k.device).encode_keys(k, per_query_head=self.per_query_head)
+        own = self._placed.layer(layer, k.device)
+        if not takes(own, k):
+            return own.encode_keys(k, per_query_head=self.per_query_head)
+        codes = self._few.keys(own, k)
+        return codes.repeat_interleave(own.group, 1) if self.per_query_head else codes
 
     def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
         """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights."""
-        return self._placed.layer(layer, q.device).encode_queries(q, per_query_head=self.per_query_head)
+        own = self._placed.layer(layer, q.device)
+        if not takes(own, q):
+            return own.encode_queries(q, per_query_head=self.per_query_head)
+        return self._few.queries(own, q, self.per_query_head)
 
     def require_match(self, model_config: Any) -> None:
         """Raise ValueError if the hasher is another model's, or keeps no codes."""

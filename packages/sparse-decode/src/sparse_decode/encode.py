@@ -1,0 +1,169 @@
+"""The `planes` hash functions of a few tokens on the CPU: each weight is read once, for all of them.
+
+A decode step hashes one key per KV head and one query per query head, so that reading the weights is all the work:
+28 query heads of 128 take 5.5 MB. torch reads them with three batched products, and packs in further calls.
+
+    key     f(x) = x R + SiLU(x W1 + b1) W2 + b2,    code = signs of f                            (eq. 1)
+    query   w = sum of f_g(q_g) over the group,      planes = binary digits of w's levels         (eq. 5)
+
+One task is one output head. Sums run in the order of the weights' rows, whatever the threads, the batch and the number
+of tokens: a token's code does not depend on what is hashed beside it.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import hashcore
+import numba
+import numpy as np
+import torch
+from hashtrain.layers import LayerHasher
+from hashtrain.layers.planes import Planes
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from sparse_decode.compiled import run
+
+MAX_TOKENS = 16
+"""Of all batch rows together: for more, a matrix product per head is faster."""
+TINY = np.finfo(np.float32).tiny
+NAMES = ("r", "w1", "b1", "w2", "b2")
+
+Weights = tuple[NDArray[np.float32], ...]
+
+
+def takes(layer: LayerHasher, x: Tensor) -> bool:
+    """Say whether these functions hash tokens x [B, H, T, D] of a layer: few, on the CPU, by `planes` in float32."""
+    few = x.device.type == "cpu" and 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS
+    return few and type(layer) is Planes and layer.remainder.dtype == torch.float32
+
+
+class FewTokens:
+    """Hashes a few tokens; remembers where the weights of the layers lie."""
+
+    def __init__(self) -> None:
+        self._weights: dict[int, tuple[tuple[int, ...], Weights]] = {}
+
+    def keys(self, layer: LayerHasher, k: Tensor) -> Tensor:
+        """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W]: `layer.encode_keys`."""
+        return self._hash(cast(Planes, layer).key, k, 1, 0)[0][..., 0, :]
+
+    def queries(self, layer: LayerHasher, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
+        """Hash queries [B, Hq, T, D] to planes [B, H, T, P, W] and their weights: `layer.encode_queries`.
+
+        Raises: ValueError if a query's weights are not finite.
+        """
+        own = cast(Planes, layer)
+        words, numbers = self._hash(own.query, q, 1 if per_query_head else own.group, own.planes)
+        if not words.numel():
+            hashcore.planes(numbers, own.planes)  # says what is wrong
+        return words, tuple(1 << p for p in range(own.planes))
+
+    def _hash(self, functions: nn.Module, x: Tensor, group: int, planes: int) -> tuple[Tensor, Tensor]:
+        """Return words [B, H, T, max(P, 1), W], none if a number is not finite, and the numbers [B, H, T, bits]."""
+        r, w1, b1, w2, b2 = self._found(functions)
+        batch, heads, tokens, _ = x.shape
+        shape, bits = (batch, heads // group, tokens), r.shape[2]
+        numbers = np.empty((*shape, bits), np.float32)
+        words = np.empty((*shape, max(planes, 1), bits // 32), np.int32)
+        finite = np.ones(shape[1], np.bool_)
+        given = x.detach().float().contiguous().numpy()
+        work = batch * tokens * (r.size + w1.size + w2.size)
+        run(_tasks, shape[1], work, given, r, w1, b1, w2, b2, group, planes, numbers, words, finite)
+        if planes and not finite.all():
+            words = words[:0]
+        return torch.from_numpy(words), torch.from_numpy(numbers)
+
+    def _found(self, functions: nn.Module) -> Weights:
+        """View the weights; they may change in place, and be replaced."""
+        parts = [getattr(functions, name) for name in NAMES]
+        places = tuple(part.data_ptr() for part in parts)
+        known = self._weights.get(id(functions))
+        if known is None or known[0] != places:
+            # A view keeps its memory alive: an address that is still the same is still the same weights.
+            known = places, tuple(part.detach().numpy() for part in parts)
+            self._weights[id(functions)] = known
+        return known[1]
+
+
+# The order of a sum is the program's: these loops vectorise across bits, and every bit has a sum of its own.
+@numba.njit(fastmath={"contract", "nsz"})
+def _add_product(x, rows, out):  # pragma: no cover - compiled
+    """Add x @ rows to out; eight rows at a time, so that out is read and written an eighth as often."""
+    whole = len(x) // 8 * 8
+    for i in range(0, whole, 8):
+        x0, x1, x2, x3, x4, x5, x6, x7 = x[i], x[i + 1], x[i + 2], x[i + 3], x[i + 4], x[i + 5], x[i + 6], x[i + 7]
+        r0, r1, r2, r3 = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
+        r4, r5, r6, r7 = rows[i + 4], rows[i + 5], rows[i + 6], rows[i + 7]
+        for j in range(len(out)):
+            near = out[j] + x0 * r0[j] + x1 * r1[j] + x2 * r2[j] + x3 * r3[j]
+            out[j] = near + x4 * r4[j] + x5 * r5[j] + x6 * r6[j] + x7 * r7[j]
+    for i in range(whole, len(x)):
+        xi, row = x[i], rows[i]
+        for j in range(len(out)):
+            out[j] += xi * row[j]
+
+
+@numba.njit
+def _silu(x):  # pragma: no cover - compiled
+    for j in range(len(x)):
+        x[j] /= np.float32(1) + np.exp(-x[j])
+
+
+@numba.njit
+def _pack(x, threshold, words):  # pragma: no cover - compiled
+    """Write which numbers exceed the threshold, 32 to a word."""
+    for w in range(len(words)):
+        word = np.uint32(0)
+        for bit in range(32):
+            word |= np.uint32(x[32 * w + bit] > threshold) << np.uint32(bit)
+        words[w] = np.int32(word)
+
+
+@numba.njit
+def _quantise(x, planes, levels, words):  # pragma: no cover - compiled
+    """Write the planes of eq. 5, in the operations of `hashcore.planes`; say whether all numbers were finite."""
+    top, peak = np.float32(2**planes - 1), np.float32(0)
+    for j in range(len(x)):
+        size = abs(x[j])
+        if not np.isfinite(size):
+            return False
+        peak = max(peak, size)
+    scale = max(np.float32(np.float32(0.8) * peak / top), TINY)
+    for j in range(len(x)):
+        level = np.floor(x[j] / scale * np.float32(0.5)) * np.float32(2) + np.float32(1)
+        level = min(max(level, -top), top)
+        levels[j] = (np.int32(level) + np.int32(top)) >> 1
+    for p in range(planes):
+        for w in range(words.shape[1]):
+            word = np.uint32(0)
+            for bit in range(32):
+                word |= np.uint32((levels[32 * w + bit] >> p) & 1) << np.uint32(bit)
+            words[p, w] = np.int32(word)
+    return True
+
+
+def _tasks(first, last, x, r, w1, b1, w2, b2, group, planes, numbers, words, finite):  # pragma: no cover - compiled
+    hidden = np.empty(w1.shape[2], np.float32)
+    levels = np.empty(numbers.shape[3], np.int32)
+    for head in range(first, last):
+        for g in range(group * head, group * (head + 1)):
+            for b in range(x.shape[0]):
+                for t in range(x.shape[2]):
+                    out = numbers[b, head, t]
+                    if g == group * head:
+                        out[:] = 0
+                    hidden[:] = b1[g, 0]
+                    _add_product(x[b, g, t], w1[g], hidden)
+                    _silu(hidden)
+                    _add_product(x[b, g, t], r[g], out)
+                    _add_product(hidden, w2[g], out)
+                    for j in range(len(out)):
+                        out[j] += b2[g, 0, j]
+        for b in range(x.shape[0]):
+            for t in range(x.shape[2]):
+                if planes:
+                    finite[head] &= _quantise(numbers[b, head, t], planes, levels, words[b, head, t])
+                else:
+                    _pack(numbers[b, head, t], np.float32(0), words[b, head, t, 0])
