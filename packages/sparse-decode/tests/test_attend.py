@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from sparse_decode import attend, attend_reference, compiled
-from sparse_decode.attend import _exp
+from sparse_decode.attend import LeftOut, _exp
+from sparse_decode.remainder import with_remainder
 from sparse_decode_doubles import as_sets, masked_attention
 
 # batch, query heads, KV heads, rows, N, D, Dv, most selected
@@ -129,10 +130,45 @@ def test_the_exponential_is_that_of_the_library():
     assert np.isnan(found[-1])
 
 
+def left_out(shape, indices, seed=0):
+    """Means of something, coefficients of the usual size, and a row or two that selected all it saw."""
+    batch, hq, hkv, rows, _, dim, dim_v, most = shape
+    generator = torch.Generator().manual_seed(seed)
+    coefficients = torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1]) + 0.1 * torch.randn(hq, 5, generator=generator)
+    keys, values = (torch.randn(batch, hkv, rows, size, generator=generator) for size in (dim, dim_v))
+    used = (indices >= 0).sum(-1).amax(1)
+    return LeftOut(coefficients, keys, values, used + torch.randint(0, 2, (batch, rows), generator=generator) * most)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_left_out_is_added_as_its_equations_say(shape, per_query_head, dtype):
+    q, k, v, indices = case(shape, dtype, per_query_head)
+    options = logits_options(shape[0] == 2, shape[0] == 3, shape[1])
+    rest = left_out(shape, indices)
+    used = (indices >= 0).sum(-1).repeat_interleave(shape[1] // indices.shape[1], 1).transpose(1, 2)
+    out, facts = attend(q.float(), k.float(), v.float(), indices, 0.3, **options, facts=True)
+    expected = with_remainder(out, facts, q.float(), rest[1:3], rest.coefficients, rest.visible, used, 0.3)
+    close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
+    torch.testing.assert_close(attend(q, k, v, indices, 0.3, **options, left_out=rest), expected.to(dtype), **close)
+    if shape[1] > 1:
+        assert not torch.allclose(expected, out, atol=1e-2)
+
+
+def test_what_is_left_out_must_fit():
+    q, k, v, indices = case(SHAPES[1])
+    rest = left_out(SHAPES[1], indices)
+    for wrong in (rest._replace(mean_keys=rest.mean_values[:, :1]), rest._replace(visible=rest.visible.int())):
+        with pytest.raises(ValueError, match="what is left out must be"):
+            attend(q, k, v, indices, 0.3, left_out=wrong)
+
+
 def test_threads_change_nothing(monkeypatch):
     """Many times: where memory lies differs from thread to thread and from call to call, and must not matter."""
     q, k, v, indices = case((2, 6, 2, 9, 200, 16, 48, 64))
     options = logits_options(True, True, 6)
+    options["left_out"] = left_out((2, 6, 2, 9, 200, 16, 48, 64), indices)
     serial = attend(q, k, v, indices, 0.3, **options, facts=True)
     monkeypatch.setattr(compiled, "_GRAIN", 1)
     torch.set_num_threads(3)

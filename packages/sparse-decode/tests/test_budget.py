@@ -29,6 +29,20 @@ def test_each_row_counts_its_own_tokens(visible, fraction, least, most):
 
 
 @settings(deadline=None)
+@given(
+    st.integers(0, 1 << 21),
+    st.floats(1e-6, 1),
+    st.integers(1, 50),
+    st.none() | st.integers(50, 500),
+    st.integers(0, 100),
+    st.sampled_from(["visible", "length"]),
+)
+def test_a_number_is_counted_as_a_tensor(visible, fraction, least, most, dense_below, of):
+    budget = Budget(fraction, least, most, dense_below=dense_below, of=of)
+    assert budget.count_row(visible) == int(budget.count(torch.tensor(visible), torch.tensor(visible)))
+
+
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 5_000), min_size=1, max_size=8), FRACTIONS, st.integers(1, 50))
 def test_the_papers_rule_takes_the_fraction_of_the_length_for_every_row(visible, fraction, least):
     budget = Budget(float(fraction), least, of="length")

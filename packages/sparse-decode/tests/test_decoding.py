@@ -6,6 +6,7 @@ import pytest
 import torch
 from sparse_decode import Budget, OracleSelector, RecentSelector, attach, remainder
 from sparse_decode.offload import HostLayer
+from sparse_decode.plan import LayerPlan
 from sparse_decode_doubles import Auditor, Calibrated, PaperLikeHasher, SignHasher, generate, prompts, tiny_model
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
@@ -330,3 +331,23 @@ def test_a_cache_changed_behind_our_back_is_refused():
         cache.layers[2]._keys.truncate(11)
         with pytest.raises(ValueError, match="a code for each of its 12 keys, got 21"):
             model(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("selector", [SignHasher(), Calibrated()], ids=["plain", "remainder"])
+@pytest.mark.parametrize("budget", [BUDGET, Budget(0.1, sink=3, recent=2, max_tokens=3)])
+def test_a_plain_step_is_any_other(monkeypatch, selector, budget):
+    """Steps without padding take a shorter way: the same tokens, logits and counts."""
+    model, (ids, _) = tiny_model(), prompts((30, 30))
+    short, found = LayerPlan._step, []
+    taken = []
+    monkeypatch.setattr(LayerPlan, "_step", lambda plan, x: (taken.append(plan.layer), short(plan, x))[1])
+    for _ in range(2):
+        with attach(model, selector, budget) as attachment:
+            cache = DynamicCache(config=model.config)
+            logits = [model(ids[:, :20], past_key_values=cache).logits]
+            logits += [model(ids[:, [i]], past_key_values=cache).logits for i in range(20, 30)]
+            found.append((torch.cat(logits, 1), attachment.counts()))
+        assert len(taken) == 10 * len(attachment.layers)
+        monkeypatch.setattr(LayerPlan, "_is_step", lambda plan, x: False)
+    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-5, rtol=1e-5)
+    assert found[0][1] == found[1][1]

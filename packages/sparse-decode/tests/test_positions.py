@@ -4,7 +4,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode.positions import count_visible, first_visible, last_visible, merge, visible_rows, visible_span
+from sparse_decode.positions import (
+    count_visible,
+    first_visible,
+    last_visible,
+    merge,
+    visible_rows,
+    visible_span,
+    with_ends,
+)
 from sparse_decode_doubles import as_sets
 
 CPU = torch.device("cpu")
@@ -85,3 +93,14 @@ def test_a_span_is_what_a_row_sees_or_none(rows):
 
 def test_without_a_mask_the_span_is_all():
     assert visible_span(None, 7) == (0, 7)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sets(st.integers(0, 8)), min_size=1, max_size=4), st.integers(0, 11), st.integers(0, 11))
+def test_ends_are_merged_as_any_other_set(rows, sink, recent):
+    width = max(map(len, rows))
+    selected = torch.tensor([sorted(row) + [-1] * (width - len(row)) for row in rows], dtype=torch.int64)[None, :, None]
+    expected = selected
+    for size, listed in ((sink, first_visible), (recent, last_visible)):
+        expected = merge(expected, listed(None, torch.full((1, 1), min(size, 9)), 9), 9)
+    assert torch.equal(with_ends(selected, sink, recent, 9), expected)

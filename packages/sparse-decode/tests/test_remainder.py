@@ -45,6 +45,22 @@ def test_means_step_by_step_are_those_of_their_definition(cache):
         check(means, *cache, first, last)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_step_gives_the_means_of_its_row(cache, dtype):
+    k, v = (x.to(dtype) for x in cache[:2])
+    means, by_rows = RunningMeans(), RunningMeans()
+    assert means.step(k[:, :, :30], v[:, :, :30]) is None  # nothing is summed yet
+    for n in range(30, 35):
+        part = k[:, :, :n], v[:, :, :n]
+        expected = by_rows.rows(*part, None, n - 1, n)[:2]
+        found = means.step(*part) if n > 30 else means.rows(*part, None, n - 1, n)[:2]
+        assert all(map(torch.equal, found, expected))
+    assert means.step(k[:, :, :37], v[:, :, :37]) is None  # two tokens are new
+    padded = RunningMeans()
+    padded.rows(*cache, 29, 30)
+    assert padded.step(k[:, :, :31], v[:, :, :31]) is None  # its sums leave some tokens out
+
+
 def test_a_step_reads_only_what_is_new(cache):
     k, v, seen = cache
     means = RunningMeans()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sparse_decode import Budget, OracleSelector, RecentSelector, attach, attend_reference
+from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach, attend_reference
 from sparse_decode import plan as plan_module
 from sparse_decode.plan import LayerPlan
 from sparse_decode_doubles import (
@@ -156,3 +156,25 @@ def test_a_selector_may_bring_its_own_attention(start):
     halved = logits(Weighing(0.5))[0]
     close(halved[:, :start], plain[:, :start])
     assert (halved[:, start:] - plain[:, start:]).abs().amax((0, 2)).min() > 100 * TOLERANCE
+
+
+class WeighingHashes(HashSelector):
+    """Selects by calibrated codes, and has an attention of its own."""
+
+    def attend(self, rows, v, indices):
+        return attend_reference(rows.q, rows.k, v, indices, rows.scaling)
+
+
+def test_an_attention_of_its_own_has_no_remainder():
+    """The remainder's coefficients know the logits of ordinary attention only: refused, and the model is as it was."""
+    model, (ids, _) = tiny_model(), prompts((LENGTH,))
+    dense = model(ids).logits
+    with pytest.raises(ValueError, match=r"got WeighingHashes, which has .*; attach with remainder=False"):
+        attach(model, WeighingHashes(Calibrated()), BUDGET)
+    assert torch.equal(model(ids).logits, dense)
+    logits = []
+    for selector in (WeighingHashes(Calibrated()), HashSelector(Calibrated())):
+        with attach(model, selector, BUDGET, sparse_rows=0, remainder=False) as attachment:
+            logits.append(model(ids).logits)
+            assert not attachment.remainder
+    close(*logits)

@@ -11,15 +11,16 @@ from hashtrain import ModelShape
 from transformers import PreTrainedModel
 from transformers.cache_utils import BaseQuantizedLayer, Cache, CacheLayerMixin, DynamicLayer
 
+from sparse_decode import flash
 from sparse_decode.break_even import break_even
 from sparse_decode.budget import Budget
 from sparse_decode.cache import CODED, carry_codes, coded_type
-from sparse_decode.interface import KEYWORD, NAMES, Call, register
-from sparse_decode.model import require_attachable, set_attention, sparse_modules
+from sparse_decode.interface import FLASH_NAME, KEYWORD, NAMES, Call, register
+from sparse_decode.model import require_all_full, require_attachable, set_attention, sparse_modules
 from sparse_decode.offload import HostLayer
 from sparse_decode.parallel import head_shard, shard, shard_shape
-from sparse_decode.plan import LayerPlan, RowRule
-from sparse_decode.select import HashSelector, KeyQueryHasher, Selector
+from sparse_decode.plan import Kernel, LayerPlan, RowRule
+from sparse_decode.select import AttendingSelector, HashSelector, KeyQueryHasher, Selector
 
 
 def attach(
@@ -33,6 +34,7 @@ def attach(
     decode_rows: int = 1,
     kv: Literal["device", "host"] = "device",
     remainder: bool = True,
+    kernel: Kernel = "gather",
 ) -> Attachment:
     """Make the full-attention layers of a causal language model sparse.
 
@@ -52,6 +54,9 @@ def attach(
             a GPU; codes stay on the device, and a sparse step brings over only the rows that it selected.
         remainder: add what each selection leaves out, as one token of mean value and estimated weight (eq. 15, 16),
             if the hasher has been calibrated for it, as those of `hashtrain` are; `Attachment.remainder` says so.
+        kernel: what attends. "gather": our own kernels, and for dense calls what the model uses. "flash": flash-attn
+            (extra `sparse-decode[flash]`) for dense calls and over rows that torch gathers, as in the paper: on CUDA
+            in 16-bit types, without padding, remainder, learned sinks, sliding layers, static caches.
     Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`.
     Raises: ValueError with one sentence if the model, its attention or the hasher cannot be used; the model is then
         unchanged.
@@ -59,8 +64,10 @@ def attach(
     _check_rows(dense_layers, sparse_rows, decode_rows)
     if kv not in ("device", "host"):
         raise ValueError(f'kv must be "device" or "host", got {kv!r}')
+    if kernel not in ("gather", "flash"):
+        raise ValueError(f'kernel must be "gather" or "flash", got {kernel!r}')
     rule = RowRule(None if sparse_rows == "decode" else sparse_rows, decode_rows)
-    how = kv == "host", remainder
+    how = kv == "host", remainder, kernel
     return Attachment(model, selector, budget or Budget(), layer_budgets or {}, dense_layers, rule, *how)
 
 
@@ -85,8 +92,15 @@ class Attachment:
         rule: RowRule,
         on_host: bool,
         remainder: bool,
+        kernel: Kernel = "gather",
     ):
         require_attachable(model)
+        self._kernel: Kernel = kernel
+        if kernel == "flash":
+            flash.require(model.device, model.dtype)
+            require_all_full(model)
+            if on_host:
+                raise ValueError('kernel="flash" gathers on the model\'s device; use kv="device"')
         modules: dict[int, Any] = {}
         self.model, self._handles = model, []
         self._plans: dict[int, LayerPlan] = {}
@@ -101,6 +115,11 @@ class Attachment:
                     f"keys and values can be on the host only for a selector that works on codes, got "
                     f'{type(chosen).__name__}; use kv="device"'
                 )
+            if kernel == "flash" and isinstance(chosen, AttendingSelector):
+                raise ValueError(
+                    f"a selector with an attention of its own uses no kernel, got {type(chosen).__name__}; use "
+                    'kernel="gather"'
+                )
             modules = sparse_modules(model, dense_layers)
             shape = ModelShape.of(model.get_decoder().config)
             rank, size = head_shard(next(iter(modules.values())), shape.at(min(modules)))
@@ -111,18 +130,28 @@ class Attachment:
             if any(found.dense_below == "measured" for found in budgets.values()):
                 layer = next(layer for layer, found in budgets.items() if found.dense_below == "measured")
                 heads = shape.at(layer) if size == 1 else shard_shape(shape.at(layer), size)
-                facts = chosen, budgets[layer], model.dtype, model.device
+                facts = chosen, budgets[layer], model.dtype, model.device, kernel
                 self.break_even = break_even(modules[layer], layer, heads, *facts)
             coefficients = getattr(chosen, "remainder", None) if remainder else None
             for layer, found in budgets.items():
                 left_out = None if coefficients is None else coefficients(layer)
-                self._plans[layer] = LayerPlan(layer, chosen, self._settled(found), rule, left_out)
+                if left_out is not None and isinstance(chosen, AttendingSelector):
+                    raise ValueError(
+                        "the remainder is fitted to softmax attention over a selection, got "
+                        f"{type(chosen).__name__}, which has an attention of its own; attach with remainder=False"
+                    )
+                if left_out is not None and kernel == "flash":
+                    raise ValueError(
+                        'kernel="flash" does not say what the remainder needs; attach with remainder=False, or use '
+                        'kernel="gather"'
+                    )
+                self._plans[layer] = LayerPlan(layer, chosen, self._settled(found), rule, left_out, kernel)
         self.remainder = any(plan.remainder is not None for plan in self._plans.values())
         self.layers = tuple(modules)
         if modules:
             register()
             self._dense_name = str(model.get_decoder().config._attn_implementation)
-            set_attention(model, NAMES[self._dense_name])
+            set_attention(model, FLASH_NAME if kernel == "flash" else NAMES[self._dense_name])
             self._handles = [m.register_forward_pre_hook(self._hook, with_kwargs=True) for m in modules.values()]
 
     def _settled(self, budget: Budget) -> Budget:
@@ -195,6 +224,8 @@ class Attachment:
             if getattr(held, "encoder", None) is plan.encoder:
                 return cast(CacheLayerMixin, held)
         held = _cache_layer(cache, plan.layer)
+        if self._kernel == "flash" and (not isinstance(held, DynamicLayer) or isinstance(held, BaseQuantizedLayer)):
+            raise ValueError(f'kernel="flash" needs a DynamicCache, got a layer of type {type(held).__name__}')
         if not plan.selector.needs_codes:
             return held
         if torch.compiler.is_compiling():

@@ -12,8 +12,8 @@ import torch
 from hashtrain import ModelShape
 
 from sparse_decode.budget import Budget
-from sparse_decode.interface import dense_attention
-from sparse_decode.plan import Inputs, LayerPlan, RowRule
+from sparse_decode.interface import dense_attention, flash_attention
+from sparse_decode.plan import Inputs, Kernel, LayerPlan, RowRule
 from sparse_decode.select import Selector
 
 LENGTHS = tuple(256 << i for i in range(10))
@@ -23,16 +23,23 @@ _MAX_BYTES = 1 << 28  # of keys and values: what is longer is not tried
 
 
 def break_even(
-    module: Any, layer: int, heads: ModelShape, selector: Selector, budget: Budget, dtype: torch.dtype, device: Any
+    module: Any,
+    layer: int,
+    heads: ModelShape,
+    selector: Selector,
+    budget: Budget,
+    dtype: torch.dtype,
+    device: Any,
+    kernel: Kernel = "gather",
 ) -> int:
     """Time decode steps of one layer at growing contexts, sparse and dense.
 
     Args:
         module: the layer's attention module.
-        heads: the shape of that layer; dtype and device: those of its keys.
+        heads: the shape of that layer; dtype and device: those of its keys; kernel: what attends.
     Returns: the first context at which the sparse step was no slower, twice the longest one tried if none was.
     """
-    plan = LayerPlan(layer, selector, replace(budget, dense_below=0), RowRule(None, 1))
+    plan = LayerPlan(layer, selector, replace(budget, dense_below=0), RowRule(None, 1), kernel=kernel)
     longest = LENGTHS[0]
     for n in LENGTHS:
         if n > LENGTHS[0] and 2 * heads.num_kv_heads * n * heads.head_dim * dtype.itemsize > _MAX_BYTES:
@@ -63,7 +70,8 @@ def _steps(
             plan.encoder(k[:, :, -1:])
         plan.attend(x)
 
-    return sparse, lambda: dense_attention(module)(module, q, k, v, None, scaling=module.scaling, dropout=0.0)
+    dense = flash_attention if plan.kernel == "flash" else dense_attention(module)
+    return sparse, lambda: dense(module, q, k, v, None, scaling=module.scaling, dropout=0.0)
 
 
 def _seconds(step: Callable[[], object]) -> float:

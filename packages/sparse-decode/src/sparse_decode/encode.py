@@ -10,6 +10,9 @@ One task is one output head. Sums run in the order of the weights' rows, whateve
 of tokens: a token's code does not depend on what is hashed beside it.
 """
 
+# numba is untyped.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import cast
@@ -24,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sparse_decode.compiled import run
+from sparse_decode.intrinsics import prefetch
 
 MAX_TOKENS = 16
 """Of all batch rows together: for more, a matrix product per head is faster."""
@@ -91,8 +95,10 @@ class FewTokens:
 @numba.njit(fastmath={"contract", "nsz"})
 def _add_product(x, rows, out):  # pragma: no cover - compiled
     """Add x @ rows to out; eight rows at a time, so that out is read and written an eighth as often."""
-    whole = len(x) // 8 * 8
+    line, width, whole = rows.reshape(rows.size), rows.shape[1], len(x) // 8 * 8
     for i in range(0, whole, 8):
+        for j in range((i + 16) * width, (i + 24) * width, 16):  # no processor guesses beyond the page it is in
+            prefetch(line, j)
         x0, x1, x2, x3, x4, x5, x6, x7 = x[i], x[i + 1], x[i + 2], x[i + 3], x[i + 4], x[i + 5], x[i + 6], x[i + 7]
         r0, r1, r2, r3 = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
         r4, r5, r6, r7 = rows[i + 4], rows[i + 5], rows[i + 6], rows[i + 7]

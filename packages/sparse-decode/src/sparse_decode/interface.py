@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from sparse_decode import flash
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import attend_step
 from sparse_decode.plan import Inputs, LayerPlan, trim
@@ -25,6 +26,9 @@ from sparse_decode.remainder import StaticMeans
 # Hugging Face looks for "flash", "sdpa" and "flex" inside these names: keep such words out.
 NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager"}
 """Our attention by the dense one it replaces."""
+
+FLASH_NAME = "sparse_decode_fa"
+"""Our attention with every dense call through flash-attn, whatever it replaces."""
 
 KEYWORD = "sparse_decode"
 
@@ -59,9 +63,10 @@ class Call:
 
 def register() -> None:
     """Make our names known to Hugging Face: the attention, and the mask without which padding would be ignored."""
-    for dense_name, mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
-        AttentionInterface.register(NAMES[dense_name], attention)
-        AttentionMaskInterface.register(NAMES[dense_name], mask)
+    masks = {NAMES["sdpa"]: sdpa_mask, NAMES["eager"]: eager_mask, FLASH_NAME: flash_attention_mask}
+    for name, mask in masks.items():
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, mask)
 
 
 def attention(
@@ -118,9 +123,27 @@ def attention(
 
 def dense_attention(module: Any) -> Callable[..., Output]:
     """Return the attention that the model calls without us."""
+    if module.config._attn_implementation == FLASH_NAME:
+        return flash_attention
     if module.config._attn_implementation in ("eager", NAMES["eager"]):
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def flash_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> Output:
+    """Attend densely through flash-attn, in the form that Hugging Face gives its attention functions."""
+    flash.refuse(attention_mask, kwargs.get("s_aux"), dropout)
+    factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
+    return flash.dense(query, key, value, factor, kwargs.get("softcap")), None
 
 
 def _refuse(kwargs: dict[str, Any], dropout: float) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from sparse_decode.interface import NAMES
+from sparse_decode.interface import FLASH_NAME, NAMES
 
 
 def require_attachable(model: PreTrainedModel) -> None:
@@ -24,7 +24,7 @@ def require_attachable(model: PreTrainedModel) -> None:
             "(multi-head latent attention)"
         )
     name = config._attn_implementation
-    if name in NAMES.values():
+    if name in (*NAMES.values(), FLASH_NAME):
         raise ValueError(
             "sparse attention is already attached to this model, or to another that shares its config object; "
             "call detach() on that attachment first"
@@ -54,6 +54,18 @@ def sparse_modules(model: PreTrainedModel, dense_layers: int) -> dict[int, Any]:
             f"dense_layers must leave a full-attention layer, of which the last is {max(full)}, got {dense_layers}"
         )
     return chosen
+
+
+def require_all_full(model: PreTrainedModel) -> None:
+    """Raise ValueError if a layer does not see the whole context: flash-attn is given no window."""
+    config = model.get_decoder().config
+    attention: list[Any] = [m for m in model.get_decoder().modules() if _is_attention(m)]
+    layers = [m.layer_idx for m in attention]
+    if other := [layer for layer in layers if not _is_full(config, layer)]:
+        raise ValueError(
+            f'kernel="flash" needs a model whose layers all see the whole context, got layer {other[0]}, which does '
+            'not; use kernel="gather"'
+        )
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:

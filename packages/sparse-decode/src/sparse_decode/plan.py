@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from threading import Lock
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparse_decode import flash
 from sparse_decode.attend import LeftOut, attend
 from sparse_decode.budget import Budget
 from sparse_decode.cache import Encoder
@@ -72,6 +73,10 @@ class Inputs:
     means: RunningMeans | StaticMeans | None = None
 
 
+Kernel = Literal["gather", "flash"]
+"""What attends to a selection: our own kernels, or torch's gather and flash-attn."""
+
+
 class LayerPlan:
     """One sparse layer of one attachment.
 
@@ -81,8 +86,17 @@ class LayerPlan:
         number: how a compiled graph names this plan.
     """
 
-    def __init__(self, layer: int, selector: Selector, budget: Budget, rule: RowRule, remainder: Tensor | None = None):
+    def __init__(
+        self,
+        layer: int,
+        selector: Selector,
+        budget: Budget,
+        rule: RowRule,
+        remainder: Tensor | None = None,
+        kernel: Kernel = "gather",
+    ):
         self.layer, self.selector, self.budget, self.rule = layer, selector, budget, rule
+        self.kernel: Kernel = kernel
         self._own = selector if isinstance(selector, AttendingSelector) else None
         self.remainder = remainder
         self.encoder = Encoder(lambda k: selector.encode_keys(layer, k))
@@ -235,6 +249,9 @@ class LayerPlan:
         q = rows.q
         if self._own is not None:
             return self._own.attend(rows, x.v[:, :, : rows.k.shape[2]], indices)
+        if self.kernel == "flash":
+            flash.refuse(x.mask, x.sinks, 0.0)
+            return flash.attend(q, x.k, x.v, indices, x.scaling, x.softcap)
         model = {"softcap": x.softcap, "sinks": x.sinks}
         if x.host is None:
             return attend(q, x.k, x.v, indices, x.scaling, **model, left_out=left_out)

@@ -97,7 +97,7 @@ def with_ends(selected: Tensor, sink: int, recent: int, n: int) -> Tensor:
     """
     sink = min(sink, n)
     recent = min(recent, n - sink)
-    flat = selected.reshape(-1, selected.shape[-1]).numpy()
+    flat = selected.flatten(0, 2).numpy()
     merged = np.full((len(flat), flat.shape[1] + sink + recent), -1, np.int64)
     width = compiled(_with_ends)(flat, sink, recent, n, merged)
     return torch.from_numpy(merged[:, :width]).view(*selected.shape[:-1], width)

@@ -1,0 +1,86 @@
+"""The paper's own set-up on CUDA: keys and values gathered by torch, and attention over them by flash-attn.
+
+Dense calls go through `flash_attn_func`. A sparse call copies the selected rows side by side and goes through
+`flash_attn_with_kvcache`, one sequence of its own for each index set, so that unused slots are a shorter length:
+
+    q [B, Hq, Q, D] -> [B H Q, 1, Hq / H, D]      k, v [B, Hkv, N, D] -> [B H Q, K, 1, D]
+
+The package is the extra `sparse-decode[flash]`. Nothing here is used unless asked for by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEVICES = ("cuda",)
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def require(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError with one sentence if flash-attn cannot serve a model of this device and type."""
+    if importlib.util.find_spec("flash_attn") is None:
+        raise ValueError(
+            'kernel="flash" needs the package flash-attn, which is not installed; install sparse-decode[flash] where '
+            'there is a CUDA compiler, or use kernel="gather"'
+        )
+    if device.type not in DEVICES:
+        raise ValueError(
+            f'kernel="flash" needs a model on a CUDA device, got {device}; move it, or use kernel="gather"'
+        )
+    if dtype not in DTYPES:
+        raise ValueError(f'kernel="flash" needs a model in bfloat16 or float16, got {dtype}; convert it')
+
+
+def refuse(mask: Tensor | None, sinks: Tensor | None, dropout: float) -> None:
+    """Raise ValueError with one sentence on what flash-attn has no argument for."""
+    if mask is not None:
+        raise ValueError(
+            f'kernel="flash" takes no padding and no mask, got one of shape {tuple(mask.shape)}; use kernel="gather"'
+        )
+    if sinks is not None:
+        raise ValueError('kernel="flash" has no learned sinks; use kernel="gather"')
+    if dropout:
+        raise ValueError(f"sparse attention has no dropout, got {dropout}; call model.eval() first")
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """Attend to all earlier tokens: q [B, Hq, Q, D], k and v [B, Hkv, N, D], the rows are the last; [B, Q, Hq, D]."""
+    from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+    by_token = (x.transpose(1, 2) for x in (q, k, v))
+    return flash_attn_func(*by_token, softmax_scale=scaling, causal=True, softcap=softcap or 0.0)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """Attend to the selected tokens only.
+
+    Args:
+        q: [B, Hq, Q, D]; k, v: [B, Hkv, N, D].
+        indices: int64 [B, H, Q, K], H = Hkv or Hq, -1 only behind the last token of a row, as selectors return them.
+    Returns: [B, Q, Hq, D] in q's type; zeros for rows without a selected token.
+    Source: docs/algorithm.md, eq. 8.
+    """
+    from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
+
+    (batch, hq, n_rows, dim), sets = q.shape, indices.shape[1]
+    if not indices.numel():
+        return q.new_zeros(batch, n_rows, hq, dim)
+    keys, values = (_gathered(x, indices) for x in (k, v))
+    used = (indices >= 0).sum(-1, dtype=torch.int32)
+    queries = q.unflatten(1, (sets, -1)).transpose(2, 3).reshape(batch * sets * n_rows, 1, hq // sets, dim)
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
+    out = flash_attn_with_kvcache(queries, keys, values, cache_seqlens=used.flatten(), **options)
+    out = out.view(batch, sets, n_rows, hq // sets, dim).masked_fill(used[..., None, None] == 0, 0)
+    return out.transpose(1, 2).reshape(batch, n_rows, hq, dim)
+
+
+def _gathered(x: Tensor, indices: Tensor) -> Tensor:
+    """Copy the rows of x [B, Hkv, N, D] that each index set names: [B H Q, K, 1, D]; an unused slot holds any row."""
+    batch, sets, n_rows, width = indices.shape
+    b = torch.arange(batch, device=x.device)[:, None, None, None]
+    head = (torch.arange(sets, device=x.device) // (sets // x.shape[1]))[:, None, None]
+    return x[b, head, indices.clamp(min=0)].reshape(batch * sets * n_rows, width, 1, x.shape[3])
