@@ -22,7 +22,11 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RELOCK = "uv run --no-project tools/relock.py"
-EXPORT = "export --frozen -q --all-packages --all-groups --all-extras --no-emit-workspace --no-header --no-annotate"
+# flash-attn has no wheels: who installs from requirements.txt must not build it.
+EXPORT = (
+    "export --frozen -q --all-packages --all-groups --all-extras --no-extra flash --no-emit-workspace --no-header "
+    "--no-annotate"
+)
 
 CUTOFF = re.compile(r'^exclude-newer = "(\d{4}-\d\d-\d\d)T00:00:00Z"\n', re.M)
 CONSTRAINTS = re.compile(r"^constraint-dependencies = \[\n(?:    .*\n)*\]\n", re.M)

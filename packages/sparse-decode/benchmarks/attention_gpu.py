@@ -4,7 +4,8 @@
 
 28 query heads on 4 KV heads of 128, bfloat16 (Qwen2.5-7B). The sparse step makes planes from the query's weights,
 scores the codes, selects 2 % and attends; encoding by the hasher is not in it. Dense is torch's SDPA in each of its
-backends, with enable_gqa and with the group as query rows, and FlashInfer where it is installed; the fastest counts.
+backends, with enable_gqa and with the group as query rows, and FlashInfer and flash-attn where they are installed; the
+fastest counts. With flash-attn the paper's set-up is timed, too: the same selection, gathered by torch.
 Times are microseconds within a CUDA graph that goes through caches whose selected parts exceed the L2 cache four times.
 The bound is printed before anything is measured. The last line is JSON. Without a CUDA device: exit code 2.
 """
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import hashcore
 import torch
+from sparse_decode import flash
 from sparse_decode.attend import attend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -71,6 +73,14 @@ def gather_only(indices: torch.Tensor) -> Callable[[Cache], torch.Tensor]:
     return lambda cache: attend(cache.q, cache.k, cache.v, indices, DIM**-0.5)
 
 
+def paper_step(cache: Cache) -> torch.Tensor:
+    """Do what `step` does, with torch's gather and flash-attn for attention."""
+    planes, weights = hashcore.planes(cache.w, PLANES, check=False)
+    count = int(FRACTION * cache.k.shape[2])
+    _, indices = hashcore.search(planes, cache.codes, count, weights, order="index")
+    return flash.attend(cache.q, cache.k, cache.v, indices[:, :, None], DIM**-0.5, None)
+
+
 def dense_ways(batch: int) -> dict[str, Callable[[Cache], Any]]:
     """Return every way to attend densely, by name; some may not run on this device."""
 
@@ -94,6 +104,8 @@ def dense_ways(batch: int) -> dict[str, Callable[[Cache], Any]]:
         ways["flashinfer"] = lambda cache: flashinfer.single_decode_with_kv_cache(
             cache.q[0, :, 0], cache.k[0], cache.v[0], **options
         )
+    if importlib.util.find_spec("flash_attn"):
+        ways["flash-attn"] = lambda cache: flash.dense(cache.q, cache.k, cache.v, DIM**-0.5, None)
     return ways
 
 
@@ -136,6 +148,10 @@ def measure(batch: int, n: int, asked: float, l2_bytes: int, bandwidth: float) -
     _, indices = hashcore.search(planes, caches[0].codes, int(FRACTION * n), weights, order="index")
     attention = gather_only(indices[:, :, None])
     gather = graph_time([lambda cache=cache: attention(cache) for cache in caches]).median
+    paper = None
+    if importlib.util.find_spec("flash_attn"):
+        torch.testing.assert_close(paper_step(caches[0]), step(caches[0]), rtol=1e-2, atol=1e-2)
+        paper = graph_time([lambda cache=cache: paper_step(cache) for cache in caches]).median
     dense = time_dense(batch, caches)
     fastest = min(dense, key=lambda name: dense[name])
     return {
@@ -144,6 +160,7 @@ def measure(batch: int, n: int, asked: float, l2_bytes: int, bandwidth: float) -
         "asked": asked,
         "sparse_us": sparse,
         "gather_us": gather,
+        "flash_attn_us": paper,
         "dense_us": dense[fastest],
         "dense": fastest,
         "ratio": dense[fastest] / sparse,
