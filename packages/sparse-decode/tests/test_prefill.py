@@ -1,0 +1,54 @@
+"""Prefill: hashing, packing and the means make no float32 copy of all keys."""
+
+import tracemalloc
+
+import pytest
+import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
+from sparse_decode import HashSelector, remainder
+from sparse_decode import cache as cache_module
+from sparse_decode.cache import Encoder, carry_codes
+from sparse_decode.remainder import RunningMeans
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+HEADS, DIM, TOKENS, CHUNK = 2, 64, 4096, 256
+BITS = 128
+
+
+class LargestFloats(TorchDispatchMode):
+    """Remembers the bytes of the largest tensor of float32 or float64 that an operation returned."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float64):
+                self.nbytes = max(self.nbytes, x.nbytes)
+        return out
+
+
+def prefill(kind, k, v):
+    selector = HashSelector(Hasher(HasherConfig("planes", ModelShape(1, 2 * HEADS, HEADS, DIM), bits=BITS)))
+    plain = DynamicLayer() if kind is DynamicLayer else StaticLayer(max_cache_len=TOKENS + 8)
+    layer = carry_codes(plain, Encoder(lambda keys: selector.encode_keys(0, keys)))
+    layer.update(k, v)
+    means = RunningMeans()
+    means.rows(k, v, None, TOKENS - 1, TOKENS)
+
+
+@pytest.mark.parametrize("kind", [DynamicLayer, StaticLayer])
+def test_no_temporary_is_as_long_as_the_context(monkeypatch, kind):
+    monkeypatch.setattr(cache_module, "_CHUNK", CHUNK)
+    monkeypatch.setattr(remainder, "_CHUNK", CHUNK)
+    k, v = torch.randn(2, 1, HEADS, TOKENS, DIM).bfloat16()
+    chunk = HEADS * CHUNK * max(DIM * 8, BITS * 4)  # a chunk's float64 keys, or its float32 hidden layer
+    with LargestFloats() as largest:
+        prefill(kind, k, v)
+    assert 0 < largest.nbytes <= chunk < k.numel() * 4
+    tracemalloc.start()  # what numpy allocates
+    prefill(kind, k, v)
+    codes = HEADS * TOKENS * BITS // 8
+    assert tracemalloc.get_traced_memory()[1] < chunk + 4 * codes
+    tracemalloc.stop()
