@@ -5,6 +5,9 @@
     uv run tools/update_readme.py --from runs/all=ablations runs/long=recipe  # under names of their own
     uv run tools/update_readme.py --check                           # change nothing; exit 1 if a README is stale
     uv run packages/sparse-decode/benchmarks/attention.py --out docs/results/sparse_attention.json
+    uv run packages/sparse-decode/benchmarks/model.py decode --out docs/results/sparse_model_decode.json
+    uv run packages/sparse-decode/benchmarks/model.py break-even --out docs/results/sparse_model_break_even.json
+    uv run packages/sparse-decode/benchmarks/model.py prefill --out docs/results/sparse_model_prefill.json
     uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --out docs/results/hashcore_index.json
     uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --cpu 1 --out docs/results/hashcore_cpu.json
 
@@ -182,6 +185,55 @@ def _sparse_attention(results: pathlib.Path) -> str:
     return report.to_markdown(report.Grid(title, header, [lines]))
 
 
+def _model_title(found: dict[str, Any]) -> str:
+    return (
+        f"Qwen2.5-0.5B's shape, {found['layers']} of 24 layers, bfloat16, {100 * found['fraction']:g} % selected, "
+        f"{found['threads']} thread, {found['processor']}, {found['date']}"
+    )
+
+
+def _model_decode(results: pathlib.Path) -> str:
+    found = _stored(results / "sparse_model_decode.json")
+    title = f"Milliseconds of processor time of a decode step. {_model_title(found)}, median of {found['repeats']}"
+    lines = [
+        [
+            f"{row['n']:,} x {row['batch']}",
+            *(f"{row[name]:,.0f}" for name in ("sparse_ms", "dense_ms", "shipped_ms")),
+            f"{row['ratio']:.2f}",
+            f"{row['allowed']:.2f}",
+            f"{100 * row['share']:.0f} %",
+        ]
+        for row in found["rows"]
+    ]
+    header = ["tokens", "sparse", "fastest dense", "Hugging Face's dense", "dense / sparse", "bytes allow", "share"]
+    return report.to_markdown(report.Grid(title, header, [lines]))
+
+
+def _break_even(results: pathlib.Path) -> str:
+    found = _stored(results / "sparse_model_break_even.json")
+    title = f"Times of a decode step over those of the model as it is. {_model_title(found)}, {found['repeats']} steps"
+    lines = [
+        [f"{row['n']:,}", f"{row['dense_ms']:.1f} ms", *(_quartiles(row[name]) for name in ("sparse", "attached"))]
+        for row in found["rows"]
+    ]
+    header = ["tokens", "as it is", "sparse", "attached, dense below the break-even"]
+    return report.to_markdown(report.Grid(title, header, [lines]))
+
+
+def _prefill(results: pathlib.Path) -> str:
+    found = _stored(results / "sparse_model_prefill.json")
+    title = f"Seconds of processor time of prefill. {_model_title(found)}, median of {found['repeats']}"
+    lines = [
+        [f"{row['n']:,}", *(f"{1e-3 * row[name]:.1f}" for name in ("dense_ms", "attached_ms")), _quartiles(row)]
+        for row in found["rows"]
+    ]
+    return report.to_markdown(report.Grid(title, ["tokens", "as it is", "attached", "ratio"], [lines]))
+
+
+def _quartiles(ratio: dict[str, float]) -> str:
+    return f"{ratio['ratio']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+
+
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "iou": _of_run("iou", _iou("kv_head")),
     "iou-query-heads": _of_run("iou", _iou("query_head")),
@@ -198,6 +250,9 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "hashcore-cpu-search": _cpu_search,
     "hashcore-cpu-score": _cpu_score,
     "sparse-attention": _sparse_attention,
+    "sparse-break-even": _break_even,
+    "sparse-model-decode": _model_decode,
+    "sparse-prefill": _prefill,
     "hashcore-index-recall": _index_recall,
     "hashcore-index-times": _index_times,
 }

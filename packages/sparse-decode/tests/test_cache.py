@@ -220,7 +220,7 @@ def test_the_law_breaks_without(kind, name, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_key_is_hashed_once_and_when_it_arrives(kind):
+def test_each_key_is_hashed_once(kind):
     hashed = []
 
     def counting(k):
@@ -230,7 +230,30 @@ def test_each_key_is_hashed_once_and_when_it_arrives(kind):
     layer = make(kind, Encoder(counting))
     for seed in range(4):
         update(layer, 3, seed)
+        _ = layer.codes
     assert hashed == [1] * (kind == "static") + [3, 3, 3, 3]  # a static layer asks once for the codes' shape
+
+
+def test_keys_of_dense_steps_are_hashed_when_they_are_needed_and_in_their_order():
+    hashed = []
+
+    def counting(k):
+        hashed.append(k.shape[2])
+        return encode(k)
+
+    layer = make("dynamic", Encoder(counting))
+    update(layer, 20, 0)  # prefill: at once
+    for seed in range(3):
+        update(layer, 1, seed)
+    layer.crop(-1)
+    assert hashed == [20]
+    update(layer, 30, 4)
+    assert hashed == [20, 2, 30]
+    assert torch.equal(layer.codes, encode(layer.keys))
+    update(layer, 1, 5)
+    layer.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(layer.codes, encode(layer.keys))
+    assert hashed == [20, 2, 30, 1]
 
 
 GUARDS = {"drop": RESIZABLE, "map_batch": tuple(KINDS), "reset": ("static",)}

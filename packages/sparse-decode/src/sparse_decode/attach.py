@@ -176,7 +176,7 @@ class Attachment:
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """Return tokens selected and visible by layer, over all sparse rows and query heads so far."""
-        found = {layer: plan.tally.tolist() for layer, plan in self._plans.items()}
+        found = {layer: plan.counted() for layer, plan in self._plans.items()}
         return {layer: (selected, visible) for layer, (selected, visible) in found.items() if visible}
 
     def density(self) -> dict[int, float]:
@@ -189,7 +189,7 @@ class Attachment:
     def reset_density(self) -> None:
         """Start counting anew."""
         for plan in self._plans.values():
-            plan.tally.zero_()
+            plan.forget_counts()
 
     def _hook(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -23,6 +23,7 @@ from sparse_decode.remainder import RunningMeans, StaticMeans
 Encode = Callable[[Tensor], Tensor]
 """Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
 
+_LATER = 16  # tokens of an update that are hashed only when their codes are needed
 _CHUNK = 8192  # tokens hashed at once: a long prefill makes no full-length float32 temporary
 
 
@@ -100,7 +101,10 @@ class _Coded(CacheLayerMixin):
 
 
 class CodedDynamicLayer(_Coded, DynamicLayer):
-    """A `DynamicLayer` that also appends keys and values in place, where the plain one copies them all each step."""
+    """A `DynamicLayer` that also appends keys and values in place, where the plain one copies them all each step.
+
+    The keys of single steps are hashed when their codes are first asked for: steps that stay dense do without.
+    """
 
     plain = DynamicLayer
     on_host = False
@@ -125,11 +129,13 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
     @property
     def codes(self) -> Tensor:
         """Codes of the cached keys, int32 [B, H, T, W]."""
+        if len(self._codes) < len(self._keys):
+            self._codes.append(self.encoder(self._keys.view()[:, :, len(self._codes) :]))
         return self._codes.view()
 
     def memory(self) -> tuple[int, int]:
         """Return bytes of keys and values, and of codes."""
-        return self._keys.nbytes + self._values.nbytes, self._codes.nbytes
+        return self._keys.nbytes + self._values.nbytes, self.codes.nbytes if self.get_seq_length() else 0
 
     def _buffers(self) -> tuple[GrowingBuffer, GrowingBuffer, GrowingBuffer]:
         return self._keys, self._values, self._codes
@@ -139,11 +145,15 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         self.keys, self.values = self._keys.view(), self._values.view()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, Hkv, t, D] and hash the new keys."""
+        """Append keys and values [B, Hkv, t, D] and hash the new keys, later if they are few and stay here."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        for buffer, rows in zip(self._buffers(), (key_states, value_states, self.encoder(key_states)), strict=True):
-            buffer.append(rows)
+        if self.on_host or key_states.shape[2] > _LATER:
+            if len(self._codes) < len(self._keys):
+                _ = self.codes  # in the order of the keys
+            self._codes.append(self.encoder(key_states))
+        self._keys.append(key_states)
+        self._values.append(value_states)
         self._show()
         return cast(Tensor, self.keys), cast(Tensor, self.values)
 

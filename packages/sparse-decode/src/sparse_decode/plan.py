@@ -81,7 +81,8 @@ class LayerPlan:
     """One sparse layer of one attachment.
 
     Attributes:
-        tally: int64 [2], tokens selected and visible so far, over sparse rows and query heads.
+        tally: int64 [2], tokens selected and visible so far, over sparse rows and query heads; those of plain steps,
+            where they are numbers anyway, are kept apart. `counted` has the sum.
         remainder: coefficients [Hq, 5] of what a selection leaves out (eq. 15); None to leave it out.
         number: how a compiled graph names this plan.
     """
@@ -103,6 +104,23 @@ class LayerPlan:
         self.tally = torch.zeros(2, dtype=torch.int64)
         self.number = enrol(self)
         self._lock = Lock()
+        self._selected = self._visible = 0
+
+    def counted(self) -> tuple[int, int]:
+        """Return tokens selected and visible so far."""
+        selected, visible = self.tally.tolist()
+        return selected + self._selected, visible + self._visible
+
+    def forget_counts(self) -> None:
+        """Start counting anew."""
+        with self._lock:
+            self.tally.zero_()
+            self._selected = self._visible = 0
+
+    def _count_numbers(self, selected: int, visible: int) -> None:
+        with self._lock:
+            self._selected += selected
+            self._visible += visible
 
     def all_dense(self, n: int) -> bool:
         """Say whether no row of a call that ends at token `n` sees enough tokens to be worth a selection."""
@@ -110,6 +128,9 @@ class LayerPlan:
 
     def count_dense(self, x: Inputs) -> None:
         """Count a call in which every row attended to all it saw, because it saw so little."""
+        (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
+        if x.mask is None and n_queries == 1:  # a step that may be sparse, or there would be nothing to count
+            return self._count_numbers(batch * hq * n, batch * hq * n)
         visible, sparse = self._rows(x)
         self._count(visible * x.q.shape[1], visible * x.q.shape[1], sparse, self.tally)
 
@@ -147,8 +168,7 @@ class LayerPlan:
             keys, values = found or means.rows(x.k, x.v, None, n - 1, n)[:2]
             left_out = LeftOut(self.remainder, keys, values, visible)
         used = int((indices >= 0).sum()) * (hq // indices.shape[1])
-        with self._lock:
-            self.tally += torch.tensor([used, batch * hq * n])
+        self._count_numbers(used, batch * hq * n)
         return self._attend(x, rows, indices, left_out)
 
     def run(
