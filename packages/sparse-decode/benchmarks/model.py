@@ -259,7 +259,7 @@ def break_even(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     hasher, models = make_hasher(model), {"dense": model, "sparse": twin(model), "attached": twin(model)}
     attach(models["sparse"], hasher, Budget(FRACTION), dense_layers=0)
     attach(models["attached"], hasher, Budget(FRACTION, dense_below=NEVER), dense_layers=0)
-    for n in LENGTHS:
+    for n in given.lengths or LENGTHS:
         ids, steps = torch.zeros(1, n, dtype=torch.long), {}
         for name, each in models.items():
             cache = DynamicCache(config=each.config)
@@ -275,7 +275,7 @@ def prefill(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = make_model(given.layers)
     models, steps = {"dense": model, "attached": twin(model)}, {}
     attach(models["attached"], make_hasher(model), Budget(FRACTION), dense_layers=0)
-    for n in (8192, 32768):
+    for n in given.lengths or (8192, 32768):
         ids = torch.randint(0, model.config.vocab_size, (1, n))
         for name, each in models.items():
             steps[name] = lambda each=each, ids=ids: each(
@@ -300,6 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figure", choices=FIGURES)
     parser.add_argument("--layers", type=int, help="of the 24; 12, 6 or 1 by default, as the figure needs")
+    parser.add_argument("--lengths", type=int, nargs="+", help="contexts of break-even or prefill")
     parser.add_argument("--repeats", type=int, help="11, 200 or 5 by default")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=pathlib.Path)
