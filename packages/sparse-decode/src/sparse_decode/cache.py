@@ -148,7 +148,8 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         """Append keys and values [B, Hkv, t, D] and hash the new keys, later if they are few and stay here."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.on_host or key_states.shape[2] > _LATER:
+        ahead = len(self._codes) > len(self._keys)  # something dropped keys behind our back: `Call.codes` will say so
+        if self.on_host or ahead or key_states.shape[2] > _LATER:
             if len(self._codes) < len(self._keys):
                 _ = self.codes  # in the order of the keys
             self._codes.append(self.encoder(key_states))
