@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 if os.environ.get("CI") != "true":
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: `uv sync --group lm-eval`")
 
-from evals.harness import load
+from evals.harness import load, measure
 from evals.harness.adapter import SparseLM
 from evals.harness.attributes import FILES, FOLDER, lines_of
 from evals.harness.load import as_guest, load_tasks
@@ -356,6 +356,23 @@ def test_rows_follow_from_the_items(build):
     row = found.one(metric="score", method=DENSE)
     assert row.value == pytest.approx(np.mean(dense["values"]["score"]))
     assert row.stderr == pytest.approx(np.std(dense["values"]["score"], ddof=1) / 2)
+
+
+def test_every_method_is_asked_the_same(build, monkeypatch):
+    """With worked examples, which are drawn anew for each method."""
+    asked = []
+
+    def evaluate(lm, tasks, **settings):
+        output = measure.evaluate_as_shipped(lm, tasks, **settings)
+        asked.append([x.args for x in tasks["tasks"]["python_attributes"].instances])
+        return output
+
+    monkeypatch.setattr(measure, "evaluate_as_shipped", measure.evaluate, raising=False)
+    monkeypatch.setattr(measure, "evaluate", evaluate)
+    benchmark.run(build("fewshot", shots=1, methods=("recent", "planes"), limit=2), QUIET)
+    assert len(asked) == 3
+    assert asked[0] == asked[1] == asked[2]
+    assert asked[0][0][0].count("class Store") == 2
 
 
 def test_means_over_tasks_are_plain_ones(build, example, tmp_path):
