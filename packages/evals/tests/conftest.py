@@ -1,8 +1,11 @@
 """A tiny random model with its hashers and its text, made once, and the commands that use them."""
 
+import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 
 import pytest
 import torch

@@ -15,6 +15,7 @@ from evals.report import Grid
 from evals.result import read_result
 from evals.study import PaperCommand, SuggestCommand
 from evals.tasks import iou, ppl, suggest
+from hashtrain.plan import ABLATIONS
 from hashtrain.usage import UsageError
 from rich.console import Console
 
@@ -229,9 +230,23 @@ def test_the_paper_lists_and_runs_its_commands(tmp_path, capsys):
     assert "needs models of several sizes" in capsys.readouterr().err
     assert cli.main(["paper", "--table", "6", "--out", str(tmp_path)]) == 2
     assert "give --other-hashers" in capsys.readouterr().err
-    everything = paper.chosen(PaperCommand(all=True))
-    assert "table 6" not in [item.name for item in everything]
-    assert len(paper.chosen(PaperCommand(all=True, other_hashers=tmp_path))) == len(everything) + 1
+
+
+def test_all_leaves_out_what_it_has_no_hashers_for(tmp_path, capsys):
+    for name in ("lsh", "paper", "paper-rotation", "planes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    few = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path))}
+    with_tasks = {item.name for item in paper.ITEMS if item.task}
+    assert with_tasks - few == {"table 1", "table 6", "table 9", "table 10", "code length"}
+    for candidate in ABLATIONS:
+        (tmp_path / candidate.name).mkdir()
+        (tmp_path / candidate.name / "config.json").touch()
+    many = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path))}
+    assert with_tasks - many == {"table 6"}
+    assert {
+        i.name for i in paper.chosen(PaperCommand(all=True, hashers=tmp_path, other_hashers=tmp_path))
+    } == with_tasks
 
 
 def test_an_item_shows_the_differences_it_names(made, tmp_path, monkeypatch, capsys):

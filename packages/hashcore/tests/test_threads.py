@@ -7,7 +7,7 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import cpu, reference, validation
-from hashcore.cpu import intrinsics, kernels, threads
+from hashcore.cpu import intrinsics, kernels, plan, threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,7 +83,7 @@ def test_a_thread_is_used_for_each_grain_of_work_that_the_setting_allows(work, s
     assert count == most or count * threads.GRAIN <= max(work, threads.GRAIN) < (count + 1) * threads.GRAIN
 
 
-def test_a_change_of_the_intrinsics_changes_the_file_that_the_compiler_cache_looks_at():
-    text = pathlib.Path(intrinsics.__file__).read_text(encoding="utf-8")
+def test_a_change_of_what_kernels_take_from_other_files_changes_the_file_that_the_compiler_cache_looks_at():
+    text = "".join(pathlib.Path(module.__file__).read_text(encoding="utf-8") for module in (intrinsics, plan))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    assert digest == kernels.INTRINSICS, "cpu/intrinsics.py has changed: write this digest to cpu/kernels.py"
+    assert digest == kernels.FROM_OTHERS, f"cpu/intrinsics.py or plan.py has changed: FROM_OTHERS is now {digest}"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hashtrain import Hasher, ModelShape, models, remainder, stream
+from hashtrain import Hasher, ModelShape, remainder, sources, stream
 from hashtrain import prepare as prepare_module
 from hashtrain.cli import _best, _parse, main, next_command
 from hashtrain.demo import demo_model_path
@@ -114,19 +114,22 @@ def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on
 
 
 def test_a_model_that_does_not_fit_is_run_layer_by_layer_to_the_same_bits(folder, tmp_path, monkeypatch, capsys):
-    placed, original = [], models._placement
+    pytest.importorskip("accelerate", reason="hashtrain[offload] is not installed")
+    placed, original = [], sources.load_model
 
     def noted(*given):
-        placed.append(given)
-        return original(*given)
+        model, tokenizer = original(*given)
+        placed.append(set(getattr(model, "hf_device_map", {"": "whole"}).values()))
+        return model, tokenizer
 
-    monkeypatch.setattr(models, "_placement", noted)
+    monkeypatch.setattr(sources, "load_model", noted)
     found = []
     for more in ((), ("--backbone-memory", "0.002")):
         out = tmp_path / f"run{len(found)}"
         assert main(command(folder, out, "--only", "planes", *more)) == 0
         found.append(Hasher.from_pretrained(out / "planes").state_dict())
-    assert placed == [("cpu", 0.002)]
+    assert placed[0] == {"whole"}
+    assert "disk" in placed[-1]  # what stays in the file
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(command(folder, tmp_path / "no", "--backbone-memory", "0.003")) == 2
@@ -238,8 +241,10 @@ def test_inspect_prints_the_config(folder, tmp_path, capsys):
 
 
 def test_a_stored_config_repeats_the_run_and_the_command_line_wins(folder, tmp_path):
-    assert main(command(folder, tmp_path / "one", "--only", "lsh", "--bits", "64", "--fraction", "0.1")) == 0
+    changed = ("--only", "lsh", "--bits", "64", "--fraction", "0.1", "--stream")
+    assert main(command(folder, tmp_path / "one", *changed)) == 0
     stored = tmp_path / "one" / "config.toml"
+    assert "stream = true\n" in stored.read_text()
     assert main(["train", "--config", str(stored), "--out", str(tmp_path / "two")]) == 0
     assert main([f"--config={stored}", "--out", str(tmp_path / "three"), "--bits", "32"]) == 0
     one, two, three = (Hasher.from_pretrained(tmp_path / name / "lsh") for name in ("one", "two", "three"))
@@ -253,8 +258,9 @@ def test_a_stored_config_repeats_the_run_and_the_command_line_wins(folder, tmp_p
     ("content", "message"),
     [
         ("steps = ", "is not a TOML file"),
-        ("step = 5", "sets step, expected one of bits"),
+        ("step = 5", "sets step, expected one of backbone_memory, bits"),
         ("steps = true", "sets steps to True, expected a text, a number or a list"),
+        ("stream = 1", "sets stream to 1, expected true or false"),
         ("steps = 0", "--steps must be at least 1"),
     ],
 )

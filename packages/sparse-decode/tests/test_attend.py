@@ -1,9 +1,13 @@
 """The gathered attention against its reference, and what it must not read."""
 
+import hashlib
+import importlib
+import pathlib
+
 import numpy as np
 import pytest
 import torch
-from sparse_decode import attend, attend_reference, compiled
+from sparse_decode import attend, attend_reference, compiled, intrinsics
 from sparse_decode.attend import LeftOut, _exp
 from sparse_decode.remainder import with_remainder
 from sparse_decode_doubles import as_sets, masked_attention
@@ -206,3 +210,11 @@ def test_wrong_arguments_are_named():
         attend(q, k, v, indices, 0.3, softcap=0.0)
     with pytest.raises(ValueError, match=r"sinks must be one logit per query head, shape \(6,\), got \(2,\)"):
         attend(q, k, v, indices, 0.3, sinks=torch.zeros(2))
+
+
+@pytest.mark.parametrize("module", ["attend", "encode"])
+def test_a_change_of_the_intrinsics_changes_the_files_that_the_compiler_cache_looks_at(module):
+    text = pathlib.Path(intrinsics.__file__).read_text(encoding="utf-8")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    kernels = importlib.import_module(f"sparse_decode.{module}")
+    assert digest == kernels.INTRINSICS, f"intrinsics.py has changed: INTRINSICS of {module}.py is now {digest}"

@@ -28,7 +28,7 @@ from evals.commands import (
 from evals.compare import compare
 from evals.methods import METHODS
 from evals.page import section_of, write_page
-from evals.paper import ITEMS, Item, chosen
+from evals.paper import ITEMS, Item, chosen, why_not
 from evals.plan import IouCommand, ListCommand, PplCommand
 from evals.report import to_rich
 from evals.result import Result
@@ -136,7 +136,10 @@ def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
         for item in ITEMS:
             console.print(f"{item.name}: {item.title}\n  {_how(item, command)}", highlight=False)
         return {"items": [item.name for item in ITEMS]}
-    commands = [item.commands(command) for item in items]  # what is missing is said before anything is measured
+    for item in ITEMS:
+        if command.all and item.task and (reason := why_not(item, command)):
+            console.print(f"{item.name} is left out: {reason}", highlight=False)
+    commands = [item.commands(command) for item in items]
     sections = []
     for item, runs in zip(items, commands, strict=True):
         console.rule(f"{item.name}: {item.title}")

@@ -145,6 +145,13 @@ SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in ABLAT
 OURS = ("planes", "planes" + REMAINDER)
 
 
+def without_hasher(names: Sequence[str], folder: Path) -> list[str]:
+    """Return those of `names` that need a hasher which is not in the folder."""
+    hashed = {candidate.name for candidate in CANDIDATES + ABLATIONS}
+    needed = dict.fromkeys(name.removesuffix(REMAINDER) for name in names)
+    return [name for name in needed if name in hashed and not (folder / name / "config.json").is_file()]
+
+
 def load_methods(names: Sequence[str], folder: Path, model_config: Any) -> list[LoadedMethod]:
     """Load methods, in the table's order.
 

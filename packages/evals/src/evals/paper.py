@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evals.compare import compare
-from evals.methods import OURS
+from evals.methods import OURS, without_hasher
 from evals.report import Grid
 from evals.study import PaperCommand
 
@@ -62,6 +62,13 @@ class Item:
         """Say where its runs go."""
         name = self.name.replace(" ", "-")
         return [settings.out / name, *([settings.out / f"{name}-other"] if self.twice else [])]
+
+    def lacking(self, settings: PaperCommand) -> list[str]:
+        """Name the hashers it needs that are not there."""
+        words = list(self.arguments)
+        start = words.index("--methods") + 1 if "--methods" in words else len(words)
+        end = next((i for i in range(start, len(words)) if words[i].startswith("--")), len(words))
+        return without_hasher(words[start:end], settings.hashers)
 
     def differences(self, settings: PaperCommand) -> list[Grid]:
         """Return the paired differences that it shows, from finished runs."""
@@ -284,10 +291,19 @@ ITEMS = (
 )
 
 
+def why_not(item: Item, settings: PaperCommand) -> str | None:
+    """Say why --all leaves an item out; None if it does not."""
+    if item.twice and settings.other_hashers is None:
+        return "it needs --other-hashers"
+    if lacking := item.lacking(settings):
+        return f"{settings.hashers} lacks {', '.join(lacking)}: make them with `uv run hashtrain --only all`"
+    return None
+
+
 def chosen(settings: PaperCommand) -> list[Item]:
     """Return the items that a command names. Raises: ValueError if the paper has no such table or figure."""
     if settings.all:
-        return [item for item in ITEMS if item.task and not (item.twice and settings.other_hashers is None)]
+        return [item for item in ITEMS if item.task and why_not(item, settings) is None]
     for kind, number in (("table", settings.table), ("figure", settings.figure)):
         if number is not None:
             found = [item for item in ITEMS if item.name == f"{kind} {number}"]

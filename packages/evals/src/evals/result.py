@@ -27,7 +27,8 @@ class Row:
     """Share of the tokens to select; None for dense."""
     rule: str
     """Of which tokens: `visible` to each row, at least 1; `fixed`: of the whole context, at least 20. With `tokens` the
-    budget is no share but a number of tokens."""
+    budget is no share but a number of tokens. `as NAME`: as many as the method NAME took on the same context at that
+    budget."""
     density: float | None
     """Measured: tokens attended to / tokens visible, over the sparse layers."""
     dense_layers: int

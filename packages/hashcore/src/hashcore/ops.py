@@ -265,10 +265,9 @@ def _plain_search(
     cpu = _numba_backend()
     layouts = (query.dtype, query.shape, query.strides), (keys.dtype, keys.shape, keys.strides)
     plan = cpu.prepared.search(*layouts, weights, rows, best, cpu.threads.most())
-    addresses = cpu.layout.address(query), cpu.layout.address(keys)
-    if not plan.readable or (addresses[0] | addresses[1]) % 4:
+    if not (plan.readable and query.flags.aligned and keys.flags.aligned):
         return None
-    return cpu.run_search(plan, *addresses)
+    return cpu.run_search(plan, cpu.layout.address(query), cpu.layout.address(keys))
 
 
 @_any_device

@@ -14,7 +14,7 @@ from hashtrain.capture import Capture, queries_and_keys
 from hashtrain.hasher import make_layer
 from hashtrain.job import LayerJob
 from hashtrain.judge import judge_layer
-from hashtrain.memory import step_bytes
+from hashtrain.memory import step_bytes, weight_bytes
 from hashtrain.prepare import Prepared
 from hashtrain.remainder import MAX_CONTEXTS, calibrate
 from hashtrain.sources import loaded
@@ -30,18 +30,20 @@ class Estimate:
 
     disk: int
     step_memory: int
-    """Of the largest layer in training, on its device."""
+    """Of the largest layer in training, on its device; with --stream of all of them."""
     model_memory: int
     """Of the model while queries and keys are captured."""
     capture_seconds: float
     train_seconds: float
+    streamed: bool = False
 
     def lines(self) -> list[str]:
         """Say it."""
         return [
             f"disk while it runs   {self.disk / 1e9:.2f} GB",
             f"memory to capture    {self.model_memory / 1e9:.2f} GB a process for the weights alone",
-            f"memory to train      {self.step_memory / 1e9:.2f} GB a layer",
+            f"memory to train      {self.step_memory / 1e9:.2f} GB "
+            + ("for all layers, beside the model" if self.streamed else "a layer"),
             f"time to capture      {_clock(self.capture_seconds)}",
             f"time to train        {_clock(self.train_seconds)}",
         ]
@@ -76,14 +78,25 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
         sample = cast(Capture, _Sample(tensors, scalings))
         seconds = {job.candidate.name: _layer_seconds(prepared, job, sample) for job in jobs if job.layer == 0}
     lacking = sum(len(source.lacking) for source in prepared.sources)
+    trained = [job for job in jobs if job.candidate.trained] or list(jobs)
+    sizes = [(job.config.at(job.layer), job.training) for job in trained]
+    steps = [(step_bytes(config, training, command.context), weight_bytes(config)) for config, training in sizes]
     return Estimate(
         disk=prepared.disk,
-        step_memory=max(step_bytes(job.config.at(job.layer), job.training, command.context) for job in jobs),
+        step_memory=_together(steps) if command.stream else max(step for step, _ in steps),
         model_memory=int(1e9 * (command.backbone_memory or 0))
         or sum(p.numel() * p.element_size() for p in model.parameters()),
         capture_seconds=once * (lacking / workers + command.steps * command.stream),
-        train_seconds=sum(seconds[job.candidate.name] for job in jobs) / workers,
+        # Streaming trains in one process of each of torchrun's, whatever --workers says.
+        train_seconds=sum(seconds[job.candidate.name] for job in jobs)
+        / (prepared.ranks.world if command.stream else workers),
+        streamed=command.stream,
     )
+
+
+def _together(steps: list[tuple[int, int]]) -> int:
+    """Bytes of layers that train side by side: the weights and moments of all, and the largest step's other needs."""
+    return sum(weights for _, weights in steps) + max(step - weights for step, weights in steps)
 
 
 def _layer_seconds(prepared: Prepared, job: LayerJob, sample: Capture) -> float:

@@ -14,7 +14,7 @@ def step_bytes(config: HasherConfig, training: TrainConfig, context: int) -> int
 
     With Hq query heads, H heads of the target, T tokens a context, R rows of a chunk, A and C tokens of its pairs:
 
-        attention   4 Hq R T          logits, their masked copy, probabilities, their sum over the group
+        attention   4 Hq R T          logits, probabilities, their sum over the group, the masked ones
         keys        Hkv T D x 1.5     bfloat16 and float32; a copy for each query head where the target has those
         pairs       6 H R A C         differences, losses, and what their gradients need
         hashing     H R A (3 D + 3 hidden + 4 bits), the same for the C shared tokens and the R queries
@@ -23,7 +23,8 @@ def step_bytes(config: HasherConfig, training: TrainConfig, context: int) -> int
     Nothing grows with T squared or with `rows`: chunks of rows follow one another. Llama-3-8B's shape (32 query heads,
     8 KV heads of 128) at 8,192 tokens with chunks of 64 rows, 8 x 512 pairs each: attention 0.27 GB, keys 0.05 GB,
     pairs 0.05 GB (per KV head) or 0.20 GB (per query head), hashing and weights 0.1 GB each: below 1 GB, where the
-    paper needs 16 GB. The backbone is not in memory then: it has left its queries and keys on the disk.
+    paper needs 16 GB. The backbone is not in memory then, it has left its queries and keys on the disk; with
+    --stream it is, and so are the weights of all layers (`weight_bytes`).
     """
     shape = config.shape
     per_query_head = BY_VARIANT[config.variant].target_heads == "query"
@@ -34,9 +35,14 @@ def step_bytes(config: HasherConfig, training: TrainConfig, context: int) -> int
     pairs = 6 * heads * rows * training.max_top * training.max_rest * _FLOAT
     hashed = heads * (rows * training.max_top + training.max_rest) + shape.num_query_heads * rows
     hashing = hashed * (3 * shape.head_dim + 3 * config.hidden + 4 * config.bits) * _FLOAT
-    weights = 5 * _FLOAT * sum(_count(size) for size in shapes(config.at(0)).values())
+    weights = weight_bytes(config)
     all_rows = 2 * shape.num_query_heads * training.rows * shape.head_dim + heads * training.rows * training.max_rest
     return keys + weights + all_rows + max(attention, pairs + hashing)
+
+
+def weight_bytes(config: HasherConfig) -> int:
+    """Return the bytes of a layer's parameters, gradients, two moments and a copy, float32."""
+    return 5 * _FLOAT * sum(_count(size) for size in shapes(config.at(0)).values())
 
 
 def _count(size: tuple[int, ...]) -> int:

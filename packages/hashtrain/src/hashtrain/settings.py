@@ -18,6 +18,7 @@ from hashtrain.plan import TrainCommand
 from hashtrain.usage import UsageError
 
 _NOT_STORED = {"config", "dry_run"}
+_SWITCHES = {field.name for field in fields(TrainCommand) if isinstance(field.default, bool)}
 
 
 def with_config(arguments: list[str]) -> list[str]:
@@ -47,10 +48,15 @@ def _words(path: Path, found: dict[str, Any]) -> list[str]:
     for key, value in found.items():
         if key.replace("-", "_") not in known:
             raise UsageError(f"--config {path} sets {key}, expected one of {', '.join(sorted(known))}")
-        if not isinstance(value, str | int | float | list) or isinstance(value, bool):
-            raise UsageError(f"--config {path} sets {key} to {value!r}, expected a text, a number or a list")
+        name, switch = key.replace("_", "-"), key.replace("-", "_") in _SWITCHES
+        if isinstance(value, bool) != switch or not isinstance(value, str | int | float | list):
+            wanted = "true or false" if switch else "a text, a number or a list"
+            raise UsageError(f"--config {path} sets {key} to {value!r}, expected {wanted}")
         values = value if isinstance(value, list) else [value]
-        words += [f"--{key.replace('_', '-')}", *map(str, values)] if values else []
+        if switch:
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif values:
+            words += [f"--{name}", *map(str, values)]
     return words
 
 

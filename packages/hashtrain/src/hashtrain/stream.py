@@ -7,6 +7,8 @@ nothing. Ends with what a training on stored captures ends with, to the bit: who
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -54,7 +56,8 @@ def train_all(model: PreTrainedModel, contexts: Sequence[Tensor], jobs: Sequence
     Args:
         model: on the device that trains. contexts: int64 [T] each, read in turn.
     """
-    live = LiveCapture(model, contexts)
+    live, saved = LiveCapture(model, contexts), time.monotonic()
+    every = min((job.command.checkpoint_seconds for job in jobs), default=0.0)
     with one_thread():
         trainings = [
             _training(job, live, report) for job in jobs if job.candidate.trained and not job.finished.exists()
@@ -66,6 +69,10 @@ def train_all(model: PreTrainedModel, contexts: Sequence[Tensor], jobs: Sequence
             live.load(step % len(contexts))
             for training, hear in due:
                 training.run(hear, until=step + 1)
+            if time.monotonic() - saved >= every:  # all together, and not again until as long after they are written
+                for training, _ in trainings:
+                    training.save()
+                saved = time.monotonic()
         for training, _ in trainings:
             training.save()
 
@@ -73,6 +80,6 @@ def train_all(model: PreTrainedModel, contexts: Sequence[Tensor], jobs: Sequence
 def _training(job: LayerJob, live: LiveCapture, report: Report) -> tuple[Training, Callable[[int, float], None]]:
     """Return a layer's training where it stands, and what hears of its steps."""
     hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
-    checkpoint = Checkpoint(job.unfinished, job.command.checkpoint_seconds)
+    checkpoint = Checkpoint(job.unfinished, math.inf)  # `train_all` says when
     training = Training(hasher, job.layer, cast(Capture, live), job.training, checkpoint)
     return training, following(job, training, report)

@@ -59,6 +59,7 @@ def begin(out: Path, settings: str, layer_files: set[str]) -> Path:
     before = work / "run.toml"
     if not before.exists() or before.read_text(encoding="utf-8") != settings:  # nothing to go on from
         (out / "metrics.jsonl").unlink(missing_ok=True)
+        shutil.rmtree(out / "tensorboard", ignore_errors=True)
     write_text(work / "run.toml", settings)
     return work
 

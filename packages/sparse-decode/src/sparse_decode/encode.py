@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from sparse_decode.compiled import run
 from sparse_decode.intrinsics import prefetch
 
+INTRINSICS = "1efc3312c11c735c"  # the digest of intrinsics.py: the compiler's cache looks at a kernel's own file only
 MAX_TOKENS = 16
 """Of all batch rows together: for more, a matrix product per head is faster."""
 TINY = np.finfo(np.float32).tiny

@@ -166,7 +166,7 @@ class LayerPlan:
             means, visible = x.means or RunningMeans(), x.q.new_full((batch, 1), n, dtype=torch.int64)
             found = means.step(x.k, x.v) if isinstance(means, RunningMeans) else None
             keys, values = found or means.rows(x.k, x.v, None, n - 1, n)[:2]
-            left_out = LeftOut(self.remainder, keys, values, visible)
+            left_out = self._left_out(x, keys, values, visible)
         used = int((indices >= 0).sum()) * (hq // indices.shape[1])
         self._count_numbers(used, batch * hq * n)
         return self._attend(x, rows, indices, left_out)

@@ -1,7 +1,8 @@
 """The numba kernels. They check nothing: hashcore.ops has. cpu/__init__.py says how they work together.
 
-All of them are in one file because numba's cache looks at the file of a kernel only, not at those it calls. So that it
-never serves a kernel with other intrinsics than these, INTRINSICS has the digest of their file and changes with it.
+All of them are in one file because numba's cache looks at the file of a kernel only, not at what it takes from others.
+So that it never serves a kernel of other intrinsics or of another plan than these, FROM_OTHERS has the digest of their
+files and changes with them.
 """
 
 # numba is untyped, and its decorators change what a function takes.
@@ -26,7 +27,7 @@ from hashcore.cpu.intrinsics import (
     word_at,
 )
 
-INTRINSICS = "aa5eb251c3985607"
+FROM_OTHERS = "d5a920f841e94b3a"
 CHUNK, BLOCK, MORE = plan.CHUNK, plan.BLOCK, plan.MORE
 N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS = plan.HEADER
 QUERY, KEYS_AT, OUT, K, LOW, HIGH = plan.COLUMNS

@@ -4,6 +4,7 @@ Checks that look at shapes, strides and numbers alone end the same way each time
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -20,6 +21,7 @@ Arguments = ParamSpec("Arguments")
 def kept(make: Callable[Arguments, Plan]) -> Callable[Arguments, Plan]:
     """Keep the last plans that a function made, by its arguments, which must be hashable and not given by name."""
     plans: dict[Any, Plan] = {}
+    lock = threading.Lock()
 
     @functools.wraps(make)
     def get(*arguments: Arguments.args, **options: Arguments.kwargs) -> Plan:
@@ -27,9 +29,10 @@ def kept(make: Callable[Arguments, Plan]) -> Callable[Arguments, Plan]:
         if found is None:
             found = make(*arguments, **options)
             if len(found.rows) <= ROWS:
-                while len(plans) >= PLANS:
-                    plans.pop(next(iter(plans), None), None)
-                plans[arguments] = found
+                with lock:
+                    while len(plans) >= PLANS:
+                        plans.pop(next(iter(plans)))
+                    plans[arguments] = found
         return found
 
     return get
