@@ -1,6 +1,7 @@
 """Laws of kept plans: they change how long a call takes, never what it returns or refuses."""
 
 import pathlib
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import hashcore
@@ -35,7 +36,14 @@ def shifted(codes: np.ndarray) -> np.ndarray:
     return octets.view(np.int32).reshape(codes.shape)
 
 
-PLACES = [np.copy, apart, shifted, np.asfortranarray, lambda x: np.repeat(x, 2, axis=-2)[..., ::2, :]]
+def packed(codes: np.ndarray) -> np.ndarray:
+    """Return the same codes as fields of records of 2 bytes more, so that every second one lies between words."""
+    records = np.zeros(codes.shape[:-1], np.dtype([("other", np.int16), ("codes", np.int32, codes.shape[-1])]))
+    records["codes"] = codes
+    return records["codes"]
+
+
+PLACES = [packed, np.copy, apart, shifted, np.asfortranarray, lambda x: np.repeat(x, 2, axis=-2)[..., ::2, :]]
 
 
 @settings(deadline=None, max_examples=30)
@@ -89,6 +97,19 @@ def test_threads_share_a_plan(rng):
             found = pool.map(lambda i: hashcore.search(query[i], keys[i], 100), range(8))
             for actual, wanted in zip(found, expected, strict=True):
                 assert_pairs(actual, wanted)
+
+
+def test_threads_may_make_room_at_once(monkeypatch):
+    monkeypatch.setattr(prepared, "PLANS", 2)
+    get = prepared.kept(lambda number: plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1, True))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda number: int(get(number).header[0]), range(20_000)))
+    finally:
+        sys.setswitchinterval(before)
+    assert found == list(range(20_000))
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 6))

@@ -124,6 +124,7 @@ class Weighing(SignHasher):
     ("change", "message"),
     [
         ({"model": {"family": "gemma2"}}, "needs a model whose layers all see the whole context, got layer 0"),
+        ({"model": {"head_dim": 12}}, "needs heads of a multiple of 8 and at most 256, got 12"),
         ({"dtype": torch.float32}, "needs a model in bfloat16 or float16, got torch.float32"),
         ({"selector": Calibrated()}, "attach with remainder=False"),
         ({"selector": Weighing()}, "an attention of its own uses no kernel, got Weighing"),

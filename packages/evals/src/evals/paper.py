@@ -110,7 +110,7 @@ ITEMS = (
             *("--methods", "oracle", "lsh", "paper", "planes", "planes+remainder", "quest", "quest-heads"),
             *("--budgets", "0.25", "0.08", "0.02", "--rules", "visible"),
         ),
-        3,
+        4,
         (
             _MODEL,
             _TEXT,
@@ -137,7 +137,7 @@ ITEMS = (
             *("--methods", "oracle", "planes", "planes+remainder", "magicpig", "magicpig-bare"),
             *("--budgets", "0.02", "--rules", "visible", "--match", "magicpig"),
         ),
-        2,
+        4,
         (
             _MODEL,
             _TEXT,

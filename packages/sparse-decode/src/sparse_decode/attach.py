@@ -97,7 +97,8 @@ class Attachment:
         require_attachable(model)
         self._kernel: Kernel = kernel
         if kernel == "flash":
-            flash.require(model.device, model.dtype)
+            shape = ModelShape.of(model.get_decoder().config)
+            flash.require(model.device, model.dtype, [shape.at(i).head_dim for i in range(shape.num_layers)])
             require_all_full(model)
             if on_host:
                 raise ValueError('kernel="flash" gathers on the model\'s device; use kv="device"')

@@ -11,6 +11,7 @@ The package is the extra `sparse-decode[flash]`. Nothing here is used unless ask
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ DEVICES = ("cuda",)
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-def require(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ValueError with one sentence if flash-attn cannot serve a model of this device and type."""
+MOST_HEAD_DIM = 256  # and a multiple of 8
+
+
+def require(device: torch.device, dtype: torch.dtype, head_dims: Collection[int] = ()) -> None:
+    """Raise ValueError with one sentence if flash-attn cannot serve a model of this device, type and head sizes."""
     if importlib.util.find_spec("flash_attn") is None:
         raise ValueError(
             'kernel="flash" needs the package flash-attn, which is not installed; install sparse-decode[flash] where '
@@ -33,6 +37,11 @@ def require(device: torch.device, dtype: torch.dtype) -> None:
         )
     if dtype not in DTYPES:
         raise ValueError(f'kernel="flash" needs a model in bfloat16 or float16, got {dtype}; convert it')
+    if odd := sorted({dim for dim in head_dims if dim % 8 or dim > MOST_HEAD_DIM}):
+        raise ValueError(
+            f'kernel="flash" needs heads of a multiple of 8 and at most {MOST_HEAD_DIM}, got {odd[0]}; '
+            'use kernel="gather"'
+        )
 
 
 def refuse(mask: Tensor | None, sinks: Tensor | None, dropout: float) -> None:

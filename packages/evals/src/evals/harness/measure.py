@@ -96,7 +96,9 @@ def _values(items: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def _texts(items: list[dict[str, Any]]) -> list[str]:
-    return [str(item["resps"][0][0]) for item in sorted(items, key=lambda item: item["doc_id"])]
+    """Return what was written for each item; the harness lists an item once for every filter of its task."""
+    by_item = {item["doc_id"]: str(item["resps"][0][0]) for item in items}
+    return [by_item[number] for number in sorted(by_item)]
 
 
 def _named(metric: str, filtered: str) -> str:
