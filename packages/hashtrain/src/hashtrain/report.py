@@ -16,21 +16,29 @@ from hashtrain.atomic import replace
 from hashtrain.config import HasherConfig
 
 Metrics = dict[str, Any]
+_COLUMNS = 6
 HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
 
 
 def quality_table(metrics: Metrics, heads: str) -> Table:
-    """Lay out IoU and attention mass per layer, one column a hasher, with the mean over the sparse layers."""
-    names = list(metrics["hashers"])
+    """Lay out IoU and attention mass per layer and hasher, with the mean over the sparse layers."""
+    found = {name: metrics["hashers"][name][heads] for name in metrics["hashers"]}
+    labels = [f"{n} (dense)" if n < metrics["dense_layers"] else str(n) for n in range(metrics["layers"])]
+    cells = {name: [*map(_pair, of["layers"]), _pair(of["mean"])] for name, of in found.items()}
     table = Table(title=f"IoU / attention mass, held out, {HEADS[heads]}")
+    if len(found) > _COLUMNS:  # as many columns do not fit a terminal: the means alone
+        for title in ("hasher", "mean of the sparse layers"):
+            table.add_column(title)
+        for name, line in cells.items():
+            table.add_row(name, line[-1])
+        return table
     table.add_column("layer", justify="right")
-    for name in names:
+    for name in found:
         table.add_column(name, justify="right")
-    for layer in range(metrics["layers"]):
-        note = " (dense)" if layer < metrics["dense_layers"] else ""
-        table.add_row(f"{layer}{note}", *(_pair(metrics["hashers"][n][heads]["layers"][layer]) for n in names))
+    for layer, label in enumerate(labels):
+        table.add_row(label, *(line[layer] for line in cells.values()))
     table.add_section()
-    table.add_row("mean", *(_pair(metrics["hashers"][n][heads]["mean"]) for n in names))
+    table.add_row("mean", *(line[-1] for line in cells.values()))
     return table
 
 
@@ -38,21 +46,24 @@ def _pair(quality: dict[str, float]) -> str:
     return f"{quality['iou']:.3f} / {quality['mass']:.3f}"
 
 
+def _style(number: int) -> dict[str, Any]:
+    """Tell up to forty curves apart: ten colours, solid, dashed, dotted, dash-dotted."""
+    return {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
+
+
 def draw(metrics: Metrics, path: Path) -> None:
     """Draw training curves (left) and per-layer IoU (right) to a PNG."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name, result in metrics["hashers"].items():
-        layers = range(metrics["layers"])
-        right.plot(layers, [q["iou"] for q in result["kv_head"]["layers"]], marker="o", label=name)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4), layout="constrained")
+    for number, (name, result) in enumerate(metrics["hashers"].items()):
+        layers, style = range(metrics["layers"]), _style(number)
+        right.plot(layers, [q["iou"] for q in result["kv_head"]["layers"]], marker="o", label=name, **style)
         if curves := result["losses"]:
             mean = [sum(column) / len(column) for column in zip(*curves, strict=True)]
-            left.plot(_smooth(mean, 20), label=name)
-    left.set(xlabel="step", ylabel="ranking loss, mean of layers", yscale="log", title="Training")
+            left.plot(_smooth(mean, 20), **style)
+    left.set(xlabel="step", ylabel="loss, mean of layers", yscale="log", title="Training")
     right.set(xlabel="layer", ylabel="IoU per KV head, held out", ylim=(0, 1), title=f"Top {metrics['fraction']:.1%}")
     right.xaxis.get_major_locator().set_params(integer=True)
-    if left.lines:
-        left.legend()
-    right.legend()
+    figure.legend(loc="outside right center")
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
     plt.close(figure)
 
@@ -60,14 +71,13 @@ def draw(metrics: Metrics, path: Path) -> None:
 def draw_heads(metrics: Metrics, path: Path) -> None:
     """Draw a heat map of IoU per layer and KV head for each hasher: what training does to each head."""
     names = list(metrics["hashers"])
-    figure, axes = plt.subplots(
-        1,
-        len(names),
-        figsize=(1.5 + 2.2 * len(names), 1.5 + 0.35 * metrics["layers"]),
-        layout="constrained",
-        squeeze=False,
-    )
-    for axis, name in zip(axes[0], names, strict=True):
+    across = min(len(names), 5)
+    down = math.ceil(len(names) / across)
+    size = (1.5 + 2.2 * across, down * (1.2 + 0.35 * metrics["layers"]) + 0.3)
+    figure, axes = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    for axis, name in zip(axes.flat, names, strict=False):
         by_layer = [layer["iou_by_head"] for layer in metrics["hashers"][name]["kv_head"]["layers"]]
         heads = max(map(len, by_layer))  # layers may differ in heads
         shown = axis.imshow(
@@ -78,22 +88,24 @@ def draw_heads(metrics: Metrics, path: Path) -> None:
             for head, iou in enumerate(found):
                 color = "black" if iou > 0.6 else "white"
                 axis.text(head, row, f"{iou:.2f}", ha="center", va="center", fontsize=8, color=color)
-    axes[0][0].set_ylabel("layer")
-    figure.colorbar(shown, ax=axes[0].tolist(), label="IoU, held out")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("layer")
+    figure.colorbar(shown, ax=axes.ravel().tolist(), label="IoU, held out")
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
     plt.close(figure)
 
 
 def draw_bits(metrics: Metrics, path: Path) -> None:
     """Draw how the codes use their bits: the share of ones of each, and the correlation of bits by layer."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for name, result in metrics["hashers"].items():
-        layers = result["bits"]["layers"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4), layout="constrained")
+    for number, (name, result) in enumerate(metrics["hashers"].items()):
+        layers, style = result["bits"]["layers"], _style(number)
         if not any(layers):
             continue
         ones = sorted(share for layer in layers[metrics["dense_layers"] :] for share in layer["ones"])
-        left.plot([(i + 0.5) / len(ones) for i in range(len(ones))], ones, label=name)
-        right.plot(range(metrics["layers"]), [layer["correlation"] for layer in layers], marker="o", label=name)
+        left.plot([(i + 0.5) / len(ones) for i in range(len(ones))], ones, **style)
+        correlation = [layer["correlation"] for layer in layers]
+        right.plot(range(metrics["layers"]), correlation, marker="o", label=name, **style)
     left.axhline(0.5, color="0.7", linewidth=1, zorder=0)
     left.set(
         xlabel="bits of the sparse layers, in order", ylabel="share of ones", ylim=(0, 1), title="Balance (0.5 is best)"
@@ -101,9 +113,8 @@ def draw_bits(metrics: Metrics, path: Path) -> None:
     right.set(xlabel="layer", ylabel="mean |correlation| of two bits", title="Redundancy (0 is best)")
     right.set_ylim(bottom=0)
     right.xaxis.get_major_locator().set_params(integer=True)
-    if left.lines[1:]:
-        left.legend()
-        right.legend()
+    if right.lines:
+        figure.legend(loc="outside right center")
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
     plt.close(figure)
 
