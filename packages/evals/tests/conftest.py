@@ -64,7 +64,7 @@ def made(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(root=root, model=root / "model", hashers=root / "hashers", text=root / "text")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def loaded(made):
     """The model in memory, every method, and the tokens of one context."""
     model = LlamaForCausalLM.from_pretrained(made.model).eval().requires_grad_(False)
