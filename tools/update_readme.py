@@ -2,7 +2,7 @@
 
     uv run tools/update_readme.py                                   # write the tables
     uv run tools/update_readme.py --from runs/demo runs/iou runs/ppl  # first store these runs, trimmed and rounded
-    uv run tools/update_readme.py --from runs/all=ablations runs/long=recipe  # under names of their own
+    uv run tools/update_readme.py --from runs/all=ablations runs/paper/table-2=quest  # under names of their own
     uv run tools/update_readme.py --check                           # change nothing; exit 1 if a README is stale
     uv run packages/sparse-decode/benchmarks/attention.py --out docs/results/sparse_attention.json
     uv run packages/sparse-decode/benchmarks/model.py decode --out docs/results/sparse_model_decode.json
@@ -51,8 +51,8 @@ def _training(results: pathlib.Path, heads: str, name: str = "training") -> str:
     return report.to_markdown(report.training_grid(_stored(results / f"{name}.json"), heads))
 
 
-def _rivals(results: pathlib.Path) -> str:
-    result = load(results / "rivals.json")
+def _magicpig(results: pathlib.Path) -> str:
+    result = load(results / "magicpig.json")
     found = [report.ppl_grid(result), *(report.matched_grid(result, rival) for rival in result.config["match"])]
     return "\n\n".join(map(report.to_markdown, found))
 
@@ -251,7 +251,8 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "remainder": lambda results: report.to_markdown(report.remainder_grid(_stored(results / "training.json"))),
     "ablations": lambda results: report.to_markdown(report.hashers_grid(_stored(results / "ablations.json"))),
     "recipe": lambda results: _training(results, "kv_head", "recipe"),
-    "rivals": _rivals,
+    "quest": _of_run("quest", report.ppl_grid),
+    "magicpig": _magicpig,
     "training-step": _training_step,
     "training": lambda results: _training(results, "kv_head"),
     "training-query-heads": lambda results: _training(results, "query_head"),
