@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import tyro
 from hashtrain.usage import UsageError
 
-from evals.plan import MethodsCommand, at_least, each_once
+from evals.plan import MethodsCommand, at_least, each_once, each_positive
 
 SparseRows = Literal["all", "continuation"]
 Truncation = Literal["middle", "left"]
@@ -51,9 +51,7 @@ class BenchmarkCommand(MethodsCommand):
             if getattr(self, name) is not None:
                 at_least(self, **{name: least})
         if self.tokens:
-            each_once(self, "tokens")
-            if min(self.tokens) < 1:
-                raise UsageError(f"--tokens must be at least 1, got {min(self.tokens)}")
+            each_positive(self, "tokens")
         for folder in self.include_path:
             if not folder.is_dir():
                 raise UsageError(f"--include-path must be a folder with YAML files, got {folder}")
@@ -102,9 +100,7 @@ class RulerBenchmarkCommand(BenchmarkCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        each_once(self, "lengths")
-        if min(self.lengths) < 1:
-            raise UsageError(f"--lengths must be at least 1, got {min(self.lengths)}")
+        each_positive(self, "lengths")
 
     @property
     def metadata(self) -> dict[str, Any]:

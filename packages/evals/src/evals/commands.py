@@ -10,7 +10,7 @@ from hashtrain.plan import DEMO
 from hashtrain.usage import UsageError
 
 from evals.methods import CODED_NAMES, DEFAULT_NAMES
-from evals.plan import MethodsCommand, TaskCommand, at_least, each_once
+from evals.plan import MethodsCommand, TaskCommand, at_least, each_once, each_positive
 from evals.result import versions
 from evals.synthetic import KINDS
 
@@ -62,9 +62,7 @@ class SyntheticCommand(MethodsCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        each_once(self, "lengths")
-        if min(self.lengths) < 1:
-            raise UsageError(f"--lengths must be at least 1, got {min(self.lengths)}")
+        each_positive(self, "lengths")
 
     @property
     def longest(self) -> tuple[str, int]:
@@ -206,9 +204,7 @@ class ComplexityCommand(ShapeCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        each_once(self, "contexts")
-        if min(self.contexts) < 1:
-            raise UsageError(f"--contexts must be at least 1, got {min(self.contexts)}")
+        each_positive(self, "contexts")
         if not 0 < self.budget <= 1:
             raise UsageError(f"--budget must be above 0 and at most 1, got {self.budget:g}; 0.02 selects 2 %")
 

@@ -99,6 +99,13 @@ def each_once(command: Any, name: str) -> None:
         raise UsageError(f"--{name} needs one value or more, each once, got {' '.join(map(str, given)) or 'none'}")
 
 
+def each_positive(command: Any, name: str) -> None:
+    """Raise UsageError if a field of several numbers has none, one twice, or one below 1."""
+    each_once(command, name)
+    if (least := min(getattr(command, name))) < 1:
+        raise UsageError(f"--{name} must be at least 1, got {least}")
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hashtrain.usage import UsageError
 
-from evals.plan import at_least, each_once
+from evals.plan import at_least, each_once, each_positive
 from evals.result import versions
 from evals.shapes import SMALL
 
@@ -51,9 +51,7 @@ class SpeedCommand:
 
     def __post_init__(self) -> None:
         at_least(self, bits=32, planes=1, hidden=1, repeats=1, steps=1, warmup=0)
-        each_once(self, "contexts")
-        if min(self.contexts) < 1:
-            raise UsageError(f"--contexts must be at least 1, got {min(self.contexts)}")
+        each_positive(self, "contexts")
         if not 0 < self.budget <= 1:
             raise UsageError(f"--budget must be above 0 and at most 1, got {self.budget:g}; 0.02 selects 2 %")
         if self.bits % 32:
