@@ -37,7 +37,7 @@ def run(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["lsh", "paper", "paper-rotation", "planes"])
+@pytest.mark.parametrize("name", ["lsh", "paper", "planes", "transform"])
 def test_trained_hashers_decode_at_the_density_they_were_asked_for(run, name):
     model = AutoModelForCausalLM.from_pretrained(run / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "model")

@@ -25,7 +25,7 @@ from hashtrain.plan import ALL, Candidate, TrainCommand
 from hashtrain.workers import Report, default_workers, run_jobs
 from rich.progress import Progress
 
-RATES = (1e-3, 3e-3, 6e-3, 1e-2, 2e-2, 4e-2, 8e-2)
+RATES = (3e-4, 1e-3, 3e-3, 6e-3, 1e-2, 2e-2, 4e-2, 8e-2)
 LAYERS = (2, 4)
 STEPS, TRAIN_CONTEXTS, VALIDATION_CONTEXTS, ROWS = 300, 32, 8, 64
 OUT = Path(__file__).parent.parent / "docs" / "results" / "learning_rates.json"
@@ -55,7 +55,8 @@ def try_rate(job: tuple[Trial, TrainCommand, Capture, Capture], report: Report) 
     """Train, and return the mean IoU on the validation contexts."""
     trial, command, train, check = job
     hasher = BY_VARIANT[trial.config.variant](trial.config, torch.Generator().manual_seed(trial.layer))
-    settings = TrainConfig(steps=STEPS, learning_rate=trial.rate, loss=trial.candidate.loss)
+    settings = TrainConfig(steps=STEPS, learning_rate=trial.rate, loss=trial.candidate.loss, beta=trial.candidate.beta)
+    hasher.start(train, trial.layer)
     train_layer(hasher, trial.layer, train, settings)
     report()
     return judge(hasher, trial.layer, check, command)
@@ -84,7 +85,8 @@ def main(names: list[str]) -> None:
     kept = [row for row in _stored() if row["hasher"] not in {c.name for c in candidates}]
     shape = ModelShape.of(model.config)
     config = {
-        c.name: HasherConfig(c.variant, shape, c.bits or 128, init=c.init, estimator=c.estimator) for c in candidates
+        c.name: HasherConfig(c.variant, shape, c.bits or 128, c.planes, init=c.init, estimator=c.estimator)
+        for c in candidates
     }
     with tempfile.TemporaryDirectory() as scratch, Progress() as progress:
         task = progress.add_task("capture", total=len(ids))

@@ -244,8 +244,8 @@ def test_rows_survive_their_file(ppl_command):
 
 
 def test_the_table_of_methods_is_whole():
-    plain = ("dense", "oracle", "recent", "lsh", "paper", "paper-rotation", "planes")
-    whole = ("lsh+remainder", "paper+remainder", "paper-rotation+remainder", "planes+remainder")
+    plain = ("dense", "oracle", "recent", "lsh", "paper", "planes", "transform")
+    whole = ("lsh+remainder", "paper+remainder", "planes+remainder", "transform+remainder")
     losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction", "down-proj")
     estimators = ("linear", "linear-straight", "paper-straight", "planes-softsign")
     ablations = (*estimators, "group-xnor", "planes-64", *losses)

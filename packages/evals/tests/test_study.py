@@ -233,7 +233,7 @@ def test_the_paper_lists_and_runs_its_commands(tmp_path, capsys):
 
 
 def test_all_leaves_out_what_it_has_no_hashers_for(tmp_path, capsys):
-    for name in ("lsh", "paper", "paper-rotation", "planes"):
+    for name in ("lsh", "paper", "planes", "transform"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
     few = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path))}

@@ -15,6 +15,7 @@ CASES = [
     ("group-xnor", "rotation"),
     ("planes", "rotation"),
     ("planes", "random"),
+    ("transform", "rotation"),
 ]
 
 
@@ -55,7 +56,7 @@ def test_codes_have_the_documented_shapes(variant, init):
     assert layer.encode_queries(q, per_query_head=True)[0].shape[:3] == (2, 6, 7)
 
 
-@pytest.mark.parametrize(("variant", "init"), [c for c in CASES if c[0] != "planes"])
+@pytest.mark.parametrize(("variant", "init"), [c for c in CASES if c[0] not in ("planes", "transform")])
 def test_group_score_is_the_sum_of_its_query_heads_scores(variant, init):
     layer, (q, k) = make(variant, init), qk()
     alone = scores(layer, q, k, per_query_head=True)

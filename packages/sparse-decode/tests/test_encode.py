@@ -40,9 +40,9 @@ def tokens(shape, batch, count, heads, whole=True, dtype=torch.float32):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("batch", "count"), [(1, 1), (3, 1), (2, 5)])
-@pytest.mark.parametrize("planes", [1, 3, 8])
-def test_equals_hashtrain_exactly_where_sums_are_exact(shape, batch, count, planes):
-    hasher = make(shape, planes)
+@pytest.mark.parametrize(("variant", "planes"), [("planes", 1), ("planes", 3), ("planes", 8), ("transform", 5)])
+def test_equals_hashtrain_exactly_where_sums_are_exact(shape, batch, count, variant, planes):
+    hasher = make(shape, planes, variant=variant)
     layer, q, k = hasher.layer(0), *(tokens(shape, batch, count, heads) for heads in shape[:2])
     assert takes(layer, q)
     assert torch.equal(FewTokens().keys(layer, k), layer.encode_keys(k))
@@ -54,9 +54,10 @@ def test_equals_hashtrain_exactly_where_sums_are_exact(shape, batch, count, plan
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_real_weights_give_the_same_but_for_rounding(dtype):
+@pytest.mark.parametrize("variant", ["planes", "transform"])
+def test_real_weights_give_the_same_but_for_rounding(dtype, variant):
     shape = (14, 2, 64, 128)
-    layer, few = make(shape, whole=False).layer(0), FewTokens()
+    layer, few = make(shape, whole=False, variant=variant).layer(0), FewTokens()
     k, q = (tokens(shape, 2, 8, heads, whole=False, dtype=dtype) for heads in (2, 14))
     flipped = hashcore.unpack(few.keys(layer, k)) != hashcore.unpack(layer.encode_keys(k))
     assert flipped.double().mean() < 1e-3
@@ -114,6 +115,23 @@ def test_weights_may_change_in_place_and_be_replaced():
     state = {name: weights.clone().neg() for name, weights in hasher.state_dict().items()}
     hasher.load_state_dict(state, assign=True)
     assert torch.equal(few.keys(layer, k), layer.encode_keys(k))
+
+
+def test_digits_may_change_and_clipped_and_missing_numbers_have_the_same_ones():
+    """The hidden layer and the maps are left out, so that the coordinates are the bias itself."""
+    shape, few = SHAPES[0], FewTokens()
+    layer, k = make(shape, variant="transform").layer(0), tokens(SHAPES[0], 1, 1, 2)
+    for name, weights in layer.key.named_parameters():
+        if name != "b2":
+            weights.zero_()
+    layer.key.b2.copy_(torch.linspace(-9, 9, 16).repeat(2, 1, 1))
+    layer.key.b2[0, 0, 5] = torch.nan
+    assert torch.equal(few.keys(layer, k), layer.encode_keys(k))
+    layer.digits[0, :3], layer.digits[0, 3:6] = 4, 0
+    assert torch.equal(few.keys(layer, k), layer.encode_keys(k))
+    assert torch.equal(
+        few.queries(layer, tokens(shape, 1, 1, 4), False)[0], layer.encode_queries(tokens(shape, 1, 1, 4))[0]
+    )
 
 
 def test_what_it_does_not_take_is_hashed_by_hashtrain(monkeypatch):

@@ -112,7 +112,7 @@ class ConesCommand(TaskCommand):
     """Where queries and keys lie (the paper's figure 2): angles, principal components, and how evenly hash bits and
     codes are used."""
 
-    methods: tuple[str, ...] = ("lsh", "paper", "paper-rotation", "planes")
+    methods: tuple[str, ...] = ("lsh", "paper", "planes", "transform")
     """Hashers whose codes to look at."""
     documents: int = 4
     """Contexts to look at; a run may be continued with more."""

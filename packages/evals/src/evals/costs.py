@@ -61,6 +61,7 @@ def kept_bytes(shape: ModelShape, bits: int) -> dict[str, float]:
         "recent": 0.0,
         "lsh": code,
         "planes": code,
+        "transform": code,
         "paper": code * shape.group,
         "down-proj": 16.0,
         "quest": 2 * shape.head_dim * _ELEMENT / 16,

@@ -20,14 +20,14 @@ COLOURS = {
     "recent": "#999999",
     "lsh": "#56b4e9",
     "paper": "#e69f00",
-    "paper-rotation": "#cc79a7",
+    "transform": "#cc79a7",
     "planes": "#d55e00",
     "quest": "#009e73",
     "quest-heads": "#006a4e",
     "magicpig": "#0072b2",
     "magicpig-bare": "#7fb8d8",
 }
-_MARKERS = {"oracle": "*", "recent": "x", "lsh": "s", "paper": "^", "paper-rotation": "v", "planes": "o"}
+_MARKERS = {"oracle": "*", "recent": "x", "lsh": "s", "paper": "^", "planes": "o", "transform": "D"}
 _MARKERS |= {"quest": "P", "quest-heads": "X", "magicpig": "D", "magicpig-bare": "d"}
 
 

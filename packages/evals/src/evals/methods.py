@@ -102,12 +102,14 @@ METHODS = (
     ),
     Method("lsh", "signs of a random rotation, untrained", partial(_hashed, "lsh")),
     Method("paper", "the paper's MLP, from a random start", partial(_hashed, "paper")),
-    Method("paper-rotation", "the paper's MLP, started as a rotation", partial(_hashed, "paper-rotation")),
     Method("planes", "one key code per KV head, queries in bit planes", partial(_hashed, "planes")),
+    Method(
+        "transform", "keys as digits of a few coordinates, more where they differ more", partial(_hashed, "transform")
+    ),
     _whole("lsh"),
     _whole("paper"),
-    _whole("paper-rotation"),
     _whole("planes"),
+    _whole("transform"),
     *(Method(c.name, f"ablation: {c.summary}", partial(_hashed, c.name)) for c in ABLATIONS),
     Method(
         "quest",
@@ -138,7 +140,7 @@ ABLATION_NAMES = tuple(candidate.name for candidate in ABLATIONS)
 """Hashers that `hashtrain --only all` makes beside the usual ones."""
 CODED_NAMES = tuple(c.name for c in CANDIDATES + ABLATIONS if c.variant != "down-proj")
 """Hashers that make codes."""
-DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n not in (*RIVAL_NAMES, *ABLATION_NAMES, "paper-rotation" + REMAINDER))
+DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n not in (*RIVAL_NAMES, *ABLATION_NAMES))
 SELECTION_NAMES = tuple(name for name in SPARSE_NAMES if not name.endswith(REMAINDER) and name not in RIVAL_NAMES[1:])
 """Those that differ in what they select, for either kind of head; the others differ in what they do with it."""
 SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in ABLATION_NAMES)

@@ -6,8 +6,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 ESTIMATORS = ("straight-through", "softsign")
-VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "down-proj")
+VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "transform", "down-proj")
 FORMAT_VERSION = 2
+MAX_DIGITS = 8
+"""Bits that `transform` gives one dimension of a head at most: as many as a query has planes."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class HasherConfig:
     shape: ModelShape
     bits: int = 128
     planes: int = 3
-    """Bit planes of the query side (eq. 5); used by `planes` only."""
+    """Bit planes of the query side (eq. 5); of `planes` and `transform`."""
     hidden: int = 128
     """Hidden width of the MLP; `paper` from a rotation needs at least twice head_dim."""
     init: str = "rotation"
@@ -104,6 +106,11 @@ class HasherConfig:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
         if type(self.bits) is not int or not 32 <= self.bits <= 4096 or self.bits % 32:
             raise ValueError(f"bits must be a multiple of 32 between 32 and 4096, got {self.bits!r}")
+        if self.variant == "transform" and self.bits > MAX_DIGITS * (least := self._least_head_dim):
+            raise ValueError(
+                f"transform stores at most {MAX_DIGITS} bits for each dimension of a head, {MAX_DIGITS * least} here, "
+                f"got {self.bits}; use fewer bits or variant planes"
+            )
         if type(self.planes) is not int or not 1 <= self.planes <= 8:
             raise ValueError(f"planes must be between 1 and 8, got {self.planes!r}")
         if type(self.hidden) is not int or not 1 <= self.hidden <= 65536:
@@ -123,6 +130,10 @@ class HasherConfig:
             raise ValueError(
                 f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or train anew"
             )
+
+    @property
+    def _least_head_dim(self) -> int:
+        return min((d for _, _, d in self.shape.per_layer), default=self.shape.head_dim)
 
     def at(self, layer: int) -> HasherConfig:
         """Return the config of one layer's hash functions, whose shape is that layer's."""

@@ -155,6 +155,11 @@ class Hasher(nn.Module, ModelHubMixin):
             raise ValueError(
                 f"{path} is missing, truncated or not safetensors ({error}); train the hasher anew"
             ) from error
+        for layer in range(len(hasher.layers)):
+            try:
+                hasher.layer(layer).check()
+            except ValueError as error:
+                raise ValueError(f"{path} holds an impossible layer {layer}: {error}; train the hasher anew") from error
         if weights != _weights_name(tensors):
             raise ValueError(f"{path} is damaged: its content is not what its name says; train the hasher anew")
         hasher.card = _read_card(folder / "README.md")

@@ -58,6 +58,7 @@ class LayerJob:
             fraction=self.command.fraction,
             steps=self.command.steps,
             loss=self.candidate.loss,
+            beta=self.candidate.beta,
             learning_rate=self.command.learning_rate or self.candidate.learning_rate,
             warmup=self.command.warmup,
             rows=self.command.rows,
@@ -104,6 +105,18 @@ class LayerResult:
     quality: dict[str, dict[str, Any]]
 
 
+def started(job: LayerJob) -> LayerHasher:
+    """Make the layer's hash functions as they are before the first step, alike in all processes."""
+    hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
+    hasher.start(job.data, job.layer)
+    tensors = [*hasher.parameters(), *hasher.buffers()]
+    if not job.ranks.first:  # machines may round differently: the first one's start counts
+        for tensor in tensors:
+            tensor.detach().zero_()
+    job.ranks.add(*(tensor.detach() for tensor in tensors))
+    return hasher
+
+
 def make(job: LayerJob, report: Report) -> None:
     """Train, calibrate and judge one layer, and store it as `job.finished`, unless that is there already.
 
@@ -113,7 +126,7 @@ def make(job: LayerJob, report: Report) -> None:
     if job.finished.exists():
         report(f"kept {name}", 1 + job.command.steps * job.candidate.trained)
         return
-    hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
+    hasher = started(job)
     checkpoint = Checkpoint(job.unfinished, job.command.checkpoint_seconds)
     losses, stopped = _train(job, hasher, checkpoint, report) if job.candidate.trained else ([], "")
     if job.ranks.rank != job.judge:

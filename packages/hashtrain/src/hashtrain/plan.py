@@ -24,6 +24,10 @@ class Candidate:
     loss: str = "ranking"
     estimator: str = ""
     """What stands for the sign in training, if not the variant's own."""
+    beta: float = 1.0
+    """Slope of the ranking loss (eq. 10), whose scores weigh most digits of `transform` less than a whole bit."""
+    planes: int = 3
+    """Bit planes of the query side, if the run does not say."""
     bits: int | None = None
     """Code length, if not the run's."""
     trained: bool = True
@@ -35,12 +39,13 @@ class Candidate:
 CANDIDATES = (
     Candidate("lsh", "lsh", trained=False),
     Candidate("paper", "paper", "random", 3e-3),
-    Candidate("paper-rotation", "paper", learning_rate=3e-3),
     Candidate("planes", "planes"),
+    Candidate("transform", "transform", learning_rate=1e-3, beta=4.0, planes=5),
 )
 # The paper's ablations and ours; `--only all` makes them too.
 _STRAIGHT = "straight-through"
 ABLATIONS = (
+    Candidate("paper-rotation", "paper", learning_rate=3e-3, summary="paper, started as a rotation"),
     Candidate("linear", "linear", summary="a rotation, trained as in the paper"),
     Candidate("linear-straight", "linear", learning_rate=2e-2, estimator=_STRAIGHT, summary="linear, our estimator"),
     Candidate("paper-straight", "paper", "random", 1e-2, estimator=_STRAIGHT, summary="paper, our estimator"),
@@ -55,6 +60,13 @@ ABLATIONS = (
     Candidate("planes-64", "planes", bits=64, learning_rate=1e-2, summary="planes with half the bits"),
     Candidate("paper-untrained", "paper", "random", trained=False, summary="the paper's MLP as it starts"),
     Candidate("paper-reconstruction", "paper", "random", 3e-3, "reconstruction", summary="paper, other loss"),
+    Candidate(
+        "transform-start",
+        "transform",
+        planes=5,
+        trained=False,
+        summary="transform as it starts: two moments measured, no training step",
+    ),
     Candidate(
         "planes-reconstruction", "planes", learning_rate=8e-2, loss="reconstruction", summary="planes, other loss"
     ),
@@ -86,8 +98,8 @@ class TrainCommand:
     """Which hashers to make; `all` adds the ablations."""
     bits: int = 128
     """Code length."""
-    planes: int = 3
-    """Bit planes of the query side."""
+    planes: int | None = None
+    """Bit planes of the query side, 1 to 8; without it, each hasher's own."""
     fraction: float = 0.02
     """The budget that is trained and judged: share of each row's visible tokens."""
     context: int = 4096
@@ -151,7 +163,7 @@ class TrainCommand:
             raise UsageError(f"--dense-layers must be 0 or more, got {self.dense_layers}")
         if not 32 <= self.bits <= 4096 or self.bits % 32:
             raise UsageError(f"--bits must be a multiple of 32 between 32 and 4096, got {self.bits}")
-        if not 1 <= self.planes <= 8:
+        if self.planes is not None and not 1 <= self.planes <= 8:
             raise UsageError(f"--planes must be between 1 and 8, got {self.planes}")
         if not self.only:
             raise UsageError(f"--only needs one of {', '.join(c.name for c in ALL)}, or all")

@@ -133,7 +133,7 @@ def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
             zip(*(result[part]["layers"] for part in ("kv_head", "query_head", "remainder")), strict=True)
         )
     )
-    planes = config.planes if config.variant == "planes" else 1
+    planes = config.planes if config.variant in ("planes", "transform") else 1
     budget = f"{metrics['fraction']:.1%} of the visible tokens"
     made = (
         f"Variant `{config.variant}`, {config.bits} bits, {planes} query plane(s). Base model: "

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 
 from hashtrain.capture import Capture, queries_and_keys
 from hashtrain.checkpoint import Checkpoint
-from hashtrain.hasher import make_layer
-from hashtrain.job import LayerJob, Report, following
+from hashtrain.job import LayerJob, Report, following, started
 from hashtrain.trainer import Training
 from hashtrain.workers import one_thread
 
@@ -79,7 +78,7 @@ def train_all(model: PreTrainedModel, contexts: Sequence[Tensor], jobs: Sequence
 
 def _training(job: LayerJob, live: LiveCapture, report: Report) -> tuple[Training, Callable[[int, float], None]]:
     """Return a layer's training where it stands, and what hears of its steps."""
-    hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
+    hasher = started(job)
     checkpoint = Checkpoint(job.unfinished, math.inf)  # `train_all` says when
     training = Training(hasher, job.layer, cast(Capture, live), job.training, checkpoint)
     return training, following(job, training, report)

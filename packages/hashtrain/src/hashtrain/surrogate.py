@@ -34,6 +34,21 @@ def quantised(w: Tensor, planes: int) -> Tensor:
     return smooth + (levels.to(w.dtype) / top - smooth).detach()
 
 
+def digits(z: Tensor, coordinate: Tensor, power: Tensor, limit: Tensor) -> Tensor:
+    """Return the binary digits of the levels of coordinates as +-1 (docs/algorithm.md, eq. 19).
+
+    Going back, a coordinate gets the slope of its level, the mean of what its digits say of it, weighted by their
+    powers squared: 1 for a score that weighs digits by their powers; 0 where it clips.
+
+    Args:
+        z: float32 [B, H, T, C]; NaN has level -limit.
+        coordinate: int64 [B, H, T, bits], the coordinate of each bit; power: float32 [H, 1, bits], 1, 2, 4, ...
+        limit: float32 [H, 1, C]: levels are odd integers from -limit to limit.
+    Returns: float32 [B, H, T, bits].
+    """
+    return _Digits.apply(z, coordinate, power, limit)
+
+
 def estimator(name: str) -> Callable[[Tensor], Tensor]:
     """Return the function that stands for the sign in training. Raises: KeyError for another name."""
     return {"straight-through": signs, "softsign": softsign}[name]
@@ -49,3 +64,20 @@ class _StraightThroughSign(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grad / (1 + x.abs()) ** 2
+
+
+class _Digits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z: Tensor, coordinate: Tensor, power: Tensor, limit: Tensor) -> Tensor:
+        ctx.save_for_backward(z, coordinate, power, limit)
+        levels = (2 * torch.floor(z.nan_to_num(nan=-torch.inf) / 2) + 1).maximum(-limit).minimum(limit)
+        numbers = ((levels + limit) / 2).gather(-1, coordinate)
+        return 2 * torch.floor(numbers / power).remainder(2) - 1
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        z, coordinate, power, limit = ctx.saved_tensors
+        by_level = torch.zeros_like(z).scatter_add_(-1, coordinate, grad * power)
+        squares = ((limit + 1).square() - 1) / 3  # 1 + 4 + 16 + ...
+        inside = z.abs() <= limit + 1
+        return by_level / squares.clamp(min=1) * inside, None, None, None

@@ -1,10 +1,12 @@
-"""The `planes` hash functions of a few tokens on the CPU: each weight is read once, for all of them.
+"""The `planes` and `transform` hash functions of a few tokens on the CPU: each weight is read once, for all of them.
 
 A decode step hashes one key per KV head and one query per query head, so that reading the weights is all the work:
 28 query heads of 128 take 5.5 MB. torch reads them with three batched products, and packs in further calls.
 
     key     f(x) = x R + SiLU(x W1 + b1) W2 + b2,    code = signs of f                            (eq. 1)
     query   w = sum of f_g(q_g) over the group,      planes = binary digits of w's levels         (eq. 5)
+
+`transform` has fewer numbers than bits: each is spread over the bits that are its digits (eq. 19).
 
 One task is one output head. Sums run in the order of the weights' rows, whatever the threads, the batch and the number
 of tokens: a token's code does not depend on what is hashed beside it.
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.planes import Planes
+from hashtrain.layers.transform import Layout, Transform
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -36,12 +39,15 @@ TINY = np.finfo(np.float32).tiny
 NAMES = ("r", "w1", "b1", "w2", "b2")
 
 Weights = tuple[NDArray[np.float32], ...]
+Digits = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]
+"""`hashtrain.layers.transform.Layout` as arrays: each KV head's coordinate and power of every bit, and its limits."""
+NO_DIGITS: Digits = (np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), np.empty((0, 0), np.float32))
 
 
 def takes(layer: LayerHasher, x: Tensor) -> bool:
-    """Say whether these functions hash tokens x [B, H, T, D] of a layer: few, on the CPU, by `planes` in float32."""
+    """Say whether these functions hash tokens x [B, H, T, D] of a layer: few, on the CPU, in float32."""
     few = x.device.type == "cpu" and 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS
-    return few and type(layer) is Planes and layer.remainder.dtype == torch.float32
+    return few and type(layer) in (Planes, Transform) and layer.remainder.dtype == torch.float32
 
 
 class FewTokens:
@@ -49,36 +55,47 @@ class FewTokens:
 
     def __init__(self) -> None:
         self._weights: dict[int, tuple[tuple[int, ...], Weights]] = {}
+        self._digits: dict[int, tuple[Layout, Digits]] = {}
 
     def keys(self, layer: LayerHasher, k: Tensor) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W]: `layer.encode_keys`."""
-        return self._hash(cast(Planes, layer).key, k, 1, 0)[0][..., 0, :]
+        own = cast(Planes | Transform, layer)
+        return self._hash(own.key, self._digits_of(own), k, 1, 0)[0][..., 0, :]
 
     def queries(self, layer: LayerHasher, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
         """Hash queries [B, Hq, T, D] to planes [B, H, T, P, W] and their weights: `layer.encode_queries`.
 
         Raises: ValueError if a query's weights are not finite.
         """
-        own = cast(Planes, layer)
-        words, numbers = self._hash(own.query, q, 1 if per_query_head else own.group, own.planes)
+        own = cast(Planes | Transform, layer)
+        words, numbers = self._hash(own.query, self._digits_of(own), q, 1 if per_query_head else own.group, own.planes)
         if not words.numel():
             hashcore.planes(numbers, own.planes)  # says what is wrong
         return words, tuple(1 << p for p in range(own.planes))
 
-    def _hash(self, functions: nn.Module, x: Tensor, group: int, planes: int) -> tuple[Tensor, Tensor]:
+    def _hash(self, functions: nn.Module, digits: Digits, x: Tensor, group: int, planes: int) -> tuple[Tensor, Tensor]:
         """Return words [B, H, T, max(P, 1), W], none if a number is not finite, and the numbers [B, H, T, bits]."""
         r, w1, b1, w2, b2 = self._found(functions)
         batch, heads, tokens, _ = x.shape
-        shape, bits = (batch, heads // group, tokens), r.shape[2]
+        shape, bits = (batch, heads // group, tokens), digits[0].shape[1] or r.shape[2]
         numbers = np.empty((*shape, bits), np.float32)
         words = np.empty((*shape, max(planes, 1), bits // 32), np.int32)
         finite = np.ones(shape[1], np.bool_)
         given = x.detach().float().contiguous().numpy()
         work = batch * tokens * (r.size + w1.size + w2.size)
-        run(_tasks, shape[1], work, given, r, w1, b1, w2, b2, group, planes, numbers, words, finite)
+        run(_tasks, shape[1], work, given, r, w1, b1, w2, b2, *digits, group, planes, numbers, words, finite)
         if planes and not finite.all():
             words = words[:0]
         return torch.from_numpy(words), torch.from_numpy(numbers)
+
+    def _digits_of(self, layer: Planes | Transform) -> Digits:
+        if isinstance(layer, Planes):
+            return NO_DIGITS
+        laid, known = layer.layout(), self._digits.get(id(layer))
+        if known is None or known[0] is not laid:
+            known = laid, (laid.coordinate.int().numpy(), laid.power.numpy(), laid.limit.numpy())
+            self._digits[id(layer)] = known
+        return known[1]
 
     def _found(self, functions: nn.Module) -> Weights:
         """View the weights; they may change in place, and be replaced."""
@@ -151,14 +168,37 @@ def _quantise(x, planes, levels, words):  # pragma: no cover - compiled
     return True
 
 
-def _tasks(first, last, x, r, w1, b1, w2, b2, group, planes, numbers, words, finite):  # pragma: no cover - compiled
+@numba.njit
+def _weigh(x, coordinate, power, out):  # pragma: no cover - compiled
+    """Write a query's weight of every bit: that of its coordinate, times the digit's power."""
+    for j in range(len(out)):
+        out[j] = x[coordinate[j]] * power[j]
+
+
+@numba.njit
+def _digits(x, coordinate, power, limit, out):  # pragma: no cover - compiled
+    """Write the binary digits of a key's levels (eq. 19) as 1 and -1, in the operations of `hashtrain.surrogate`."""
+    for j in range(len(out)):
+        i = coordinate[j]
+        level = -limit[i]
+        if not np.isnan(x[i]):
+            level = min(max(np.float32(2) * np.floor(x[i] * np.float32(0.5)) + np.float32(1), level), limit[i])
+        digit = (np.int32(level + limit[i]) >> 1) // np.int32(power[j]) & 1
+        out[j] = np.float32(2 * digit - 1)
+
+
+def _tasks(  # pragma: no cover - compiled
+    first, last, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words, finite
+):
     hidden = np.empty(w1.shape[2], np.float32)
     levels = np.empty(numbers.shape[3], np.int32)
+    spread = coordinate.shape[1] > 0
+    sums = np.empty((x.shape[0], x.shape[2], r.shape[2]), np.float32)
     for head in range(first, last):
         for g in range(group * head, group * (head + 1)):
             for b in range(x.shape[0]):
                 for t in range(x.shape[2]):
-                    out = numbers[b, head, t]
+                    out = sums[b, t]
                     if g == group * head:
                         out[:] = 0
                     hidden[:] = b1[g, 0]
@@ -170,6 +210,13 @@ def _tasks(first, last, x, r, w1, b1, w2, b2, group, planes, numbers, words, fin
                         out[j] += b2[g, 0, j]
         for b in range(x.shape[0]):
             for t in range(x.shape[2]):
+                kv = head * coordinate.shape[0] // numbers.shape[1]  # its own, or its group's
+                if not spread:
+                    numbers[b, head, t] = sums[b, t]
+                elif planes:
+                    _weigh(sums[b, t], coordinate[kv], power[kv], numbers[b, head, t])
+                else:
+                    _digits(sums[b, t], coordinate[kv], power[kv], limit[kv], numbers[b, head, t])
                 if planes:
                     finite[head] &= _quantise(numbers[b, head, t], planes, levels, words[b, head, t])
                 else:

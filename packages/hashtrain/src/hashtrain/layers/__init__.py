@@ -6,13 +6,15 @@ from hashtrain.layers.down import DownProjection
 from hashtrain.layers.paper import Paper
 from hashtrain.layers.planes import GroupXnor, Planes
 from hashtrain.layers.rotations import Linear, Lsh
+from hashtrain.layers.transform import Transform
 
-BY_VARIANT: dict[str, type[Lsh | Linear | Paper | Planes | GroupXnor | DownProjection]] = {
+BY_VARIANT: dict[str, type[Lsh | Linear | Paper | Planes | GroupXnor | Transform | DownProjection]] = {
     "lsh": Lsh,
     "linear": Linear,
     "paper": Paper,
     "group-xnor": GroupXnor,
     "planes": Planes,
+    "transform": Transform,
     "down-proj": DownProjection,
 }
 

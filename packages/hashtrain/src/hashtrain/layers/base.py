@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import hashcore
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 
 from hashtrain.config import HasherConfig
 from hashtrain.surrogate import estimator
+
+if TYPE_CHECKING:
+    from hashtrain.capture import Capture
 
 REMAINDER_TERMS = 5  # of eq. 15
 
@@ -62,6 +66,16 @@ class LayerHasher(nn.Module):
     def calibrated(self) -> bool:
         """Whether `remainder` has been fitted (`hashtrain.remainder.calibrate`)."""
         return bool(self.remainder.any())
+
+    def start(self, data: Capture, layer: int) -> None:
+        """Set what depends on captured queries and keys, before training; most variants depend on none.
+
+        Args:
+            data: the training capture; layer: the layer's index in the model.
+        """
+
+    def check(self) -> None:
+        """Look at loaded tensors whose values are constrained. Raises: ValueError saying what is expected."""
 
     def by_group(self, x: Tensor) -> Tensor:
         """View [B, Hq, T, ...] as [B, Hkv, G, T, ...]."""

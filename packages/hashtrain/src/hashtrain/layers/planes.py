@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import hashcore
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from hashtrain.config import HasherConfig
-from hashtrain.layers.base import Draw, LayerHasher, normal, rotation, uniform
+from hashtrain.layers.base import Draw, LayerHasher, rotation, uniform
+from hashtrain.layers.mlp import SkipMlp
 from hashtrain.surrogate import quantised
 
 
@@ -21,16 +19,14 @@ class Planes(LayerHasher):
         super().__init__(config)
         self.planes = config.planes
         r = torch.stack([rotation(self.d, self.bits, generator) for _ in range(self.hkv)])
-        self.key = _SkipMlp(r, config, generator)
-        self.query = _SkipMlp(r.repeat_interleave(self.group, 0), config, generator)
+        self.key = SkipMlp(_start(r, config, generator), config.hidden, generator)
+        self.query = SkipMlp(_start(r.repeat_interleave(self.group, 0), config, generator), config.hidden, generator)
 
     @classmethod
     def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
-        parts = {"key": config.shape.num_kv_heads, "query": config.shape.num_query_heads}
-        found = {
-            f"{part}.{name}": size for part, n in parts.items() for name, size in _SkipMlp.shapes(n, config).items()
-        }
-        return {**super().shapes(config), **found}
+        shape, size = config.shape, (config.shape.head_dim, config.hidden, config.bits)
+        key = SkipMlp.shapes("key", shape.num_kv_heads, *size)
+        return {**super().shapes(config), **key, **SkipMlp.shapes("query", shape.num_query_heads, *size)}
 
     def query_weight(self, q: Tensor) -> Tensor:
         """Sum the group's query functions: [B, Hq, T, D] -> [B, Hkv, T, bits]."""
@@ -63,26 +59,6 @@ class GroupXnor(Planes):
         return self.by_group(self.sign(self.query(q))).mean(2)
 
 
-class _SkipMlp(nn.Module):
-    """x R + SiLU(x W1 + b1) W2 + b2, a set of weights per head; starts as the rotation R."""
-
-    def __init__(self, rotations: Tensor, config: HasherConfig, generator: Draw):
-        super().__init__()
-        heads, d, bits = rotations.shape
-        start = rotations if config.init == "rotation" else uniform((heads, d, bits), d, generator)
-        self.r = nn.Parameter(start.clone())
-        self.w1 = nn.Parameter(normal((heads, d, config.hidden), generator) / math.sqrt(d))
-        self.b1 = nn.Parameter(torch.zeros(heads, 1, config.hidden))
-        self.w2 = nn.Parameter(normal((heads, config.hidden, bits), generator) * 0.01)
-        self.b2 = nn.Parameter(torch.zeros(heads, 1, bits))
-
-    @staticmethod
-    def shapes(heads: int, config: HasherConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor."""
-        d, hidden, bits = config.shape.head_dim, config.hidden, config.bits
-        w1, w2 = (heads, d, hidden), (heads, hidden, bits)
-        return {"r": (heads, d, bits), "w1": w1, "b1": (heads, 1, hidden), "w2": w2, "b2": (heads, 1, bits)}
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.float()
-        return x @ self.r + F.silu(x @ self.w1 + self.b1) @ self.w2 + self.b2
+def _start(rotations: Tensor, config: HasherConfig, generator: Draw) -> Tensor:
+    """Return what the linear part starts as: the rotations, or torch's own random start."""
+    return rotations if config.init == "rotation" else uniform(tuple(rotations.shape), config.shape.head_dim, generator)

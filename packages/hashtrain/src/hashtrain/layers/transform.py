@@ -1,0 +1,122 @@
+"""Keys as levels of a few coordinates, whose binary digits are the code; started by transform coding, then trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import hashcore
+import torch
+from torch import Tensor
+
+from hashtrain import transform_coding
+from hashtrain.config import MAX_DIGITS, HasherConfig
+from hashtrain.layers.base import Draw, LayerHasher, rotation
+from hashtrain.layers.mlp import SkipMlp
+from hashtrain.surrogate import digits, quantised
+
+if TYPE_CHECKING:
+    from hashtrain.capture import Capture
+
+CONTEXTS = 16
+"""Contexts that a start is measured on."""
+
+
+class Layout(NamedTuple):
+    """Which digit each bit of a code is; a tensor per KV head."""
+
+    coordinate: Tensor
+    """int64 [Hkv, bits]."""
+    power: Tensor
+    """float32 [Hkv, bits]: 1, 2, 4, ...; the greatest come first."""
+    limit: Tensor
+    """float32 [Hkv, C]: levels are odd integers from -limit to limit."""
+
+
+class Transform(LayerHasher):
+    """Binary digits of a key's coordinates, more where keys differ more; a query weighs each digit by its power.
+
+    Source: docs/algorithm.md, eq. 18, 19.
+    """
+
+    digits: Tensor
+    """Binary digits of each coordinate, float32 [Hkv, C]: whole numbers that add up to `bits`."""
+
+    def __init__(self, config: HasherConfig, generator: Draw):
+        super().__init__(config)
+        self.planes = config.planes
+        coordinates = _coordinates(config)
+        r = torch.stack([rotation(self.d, coordinates, generator) for _ in range(self.hkv)])
+        self.key = SkipMlp(r, config.hidden, generator)
+        self.query = SkipMlp(r.repeat_interleave(self.group, 0), config.hidden, generator)
+        shared = transform_coding.even(coordinates, self.bits)
+        self.register_buffer("digits", shared.repeat(self.hkv, 1))
+        self._laid: tuple[tuple[int, int, torch.device], Layout] | None = None
+
+    @classmethod
+    def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
+        shape, coordinates = config.shape, _coordinates(config)
+        size = (shape.head_dim, config.hidden, coordinates)
+        key = SkipMlp.shapes("key", shape.num_kv_heads, *size)
+        query = SkipMlp.shapes("query", shape.num_query_heads, *size)
+        return {**super().shapes(config), "digits": (shape.num_kv_heads, coordinates), **key, **query}
+
+    @torch.no_grad()
+    def start(self, data: Capture, layer: int) -> None:
+        contexts = (data.read(context, layer)[:2] for context in range(min(len(data), CONTEXTS)))
+        device = self.digits.device
+        found = transform_coding.moments((q.to(device), k.to(device)) for q, k in contexts)
+        key, bias, query, shared = transform_coding.start(found, self.bits, self.digits.shape[1])
+        self.digits.copy_(shared)
+        self.key.r.copy_(key)
+        self.key.b2.copy_(bias)
+        self.query.r.copy_(query.repeat_interleave(self.group, 0))
+
+    def check(self) -> None:
+        whole = self.digits == self.digits.round().clamp(0, MAX_DIGITS)  # NaN is not equal to itself
+        if not (whole.all() and (self.digits.sum(-1) == self.bits).all()):
+            raise ValueError(
+                f"the digits of a head must be whole numbers from 0 to {MAX_DIGITS} that add up to {self.bits}, got "
+                f"sums of {self.digits.sum(-1).tolist()}"
+            )
+
+    def layout(self) -> Layout:
+        """Return which digit each bit is, made anew whenever `digits` has changed."""
+        version = self.digits.data_ptr(), self.digits._version, self.digits.device
+        if self._laid is None or self._laid[0] != version:
+            self.check()
+            powers = torch.arange(MAX_DIGITS - 1, -1, -1, device=self.digits.device)
+            at = (self.digits[:, None, :] > powers[:, None]).nonzero()  # by head, falling power, coordinate
+            coordinate, power = at[:, 2].view(self.hkv, -1), powers[at[:, 1]].view(self.hkv, -1)
+            self._laid = version, Layout(coordinate, torch.exp2(power.float()), torch.exp2(self.digits) - 1)
+        return self._laid[1]
+
+    def query_weight(self, q: Tensor, per_query_head: bool = False) -> Tensor:
+        """Weigh each bit of a code: [B, Hq, T, D] -> [B, Hkv, T, bits], or [B, Hq, T, bits] per query head."""
+        found, laid = self.query(q), self.layout()
+        found = found if per_query_head else self.by_group(found).sum(2)
+        repeats = found.shape[1] // self.hkv
+        coordinate, power = (x.repeat_interleave(repeats, 0) for x in (laid.coordinate, laid.power))
+        return found.gather(-1, _spread(coordinate, found)) * power[:, None]
+
+    def encode_keys(self, k: Tensor, per_query_head: bool = False) -> Tensor:
+        codes = hashcore.pack(self.soft_keys(k))
+        return codes.repeat_interleave(self.group, 1) if per_query_head else codes
+
+    def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
+        return hashcore.planes(self.query_weight(q, per_query_head), self.planes)
+
+    def soft_queries(self, q: Tensor) -> Tensor:
+        return quantised(self.query_weight(q), self.planes)
+
+    def soft_keys(self, k: Tensor) -> Tensor:
+        z, laid = self.key(k), self.layout()
+        return digits(z, _spread(laid.coordinate, z), laid.power[:, None], laid.limit[:, None])
+
+
+def _coordinates(config: HasherConfig) -> int:
+    return min(config.shape.head_dim, config.bits)
+
+
+def _spread(coordinate: Tensor, x: Tensor) -> Tensor:
+    """Repeat [H, bits] for every batch row and token of x [B, H, T, C], as an index of its last dimension."""
+    return coordinate[None, :, None].expand(x.shape[0], -1, x.shape[2], -1)

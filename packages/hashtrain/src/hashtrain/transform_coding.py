@@ -1,0 +1,127 @@
+"""Transform coding of keys for inner products with queries (docs/algorithm.md, eq. 18): how `transform` starts.
+
+Keys are rotated into coordinates that do not depend on each other and whose errors count alike, and the bits of a code
+go where they save the most error: the textbook way to spend a fixed number of bits on a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hashtrain.config import MAX_DIGITS
+
+# The best uniform quantisers of a standard normal number with 1 to 8 bits (J. Max, "Quantizing for minimum distortion",
+# IRE Transactions on Information Theory, 1960; a test computes them): the width of a step, and the mean squared error
+# that is left.
+STEPS = (1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.05687, 0.03076)
+DISTORTIONS = (0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.0003043, 0.00008769)
+WIDER = 1.1
+"""Keys have heavier tails than normal numbers: steps wider by this find more (docs/log.md, 2026-11-21)."""
+_SMALLEST = 1e-6  # of the largest eigenvalue: no direction is worth nothing, none divides by zero
+
+
+class Start(NamedTuple):
+    """Maps of one layer, for each KV head: z = k key + bias, u = q query; a key's level in z times u adds up to q . k.
+
+    Coordinates are in falling order of variance; those that get no digit follow.
+    """
+
+    key: Tensor
+    """float32 [Hkv, D, C]: half a step of each quantiser is 1."""
+    bias: Tensor
+    """float32 [Hkv, 1, C]: keys are centred."""
+    query: Tensor
+    """float32 [Hkv, D, C]: the inverse; 0 where a coordinate has no digit."""
+    digits: Tensor
+    """float32 [Hkv, C]: whole numbers from 0 to `MAX_DIGITS`, which add up to the bits of a code."""
+
+
+class Moments(NamedTuple):
+    """What a start depends on, float64 on the CPU."""
+
+    query: Tensor
+    """Second moment of the group's summed queries, [Hkv, D, D]."""
+    key: Tensor
+    """Covariance of the keys, [Hkv, D, D]."""
+    mean: Tensor
+    """Mean key, [Hkv, D]."""
+
+
+def moments(captured: Iterator[tuple[Tensor, Tensor]]) -> Moments:
+    """Measure queries and keys of some contexts.
+
+    Args:
+        captured: for each context queries [1, Hq, T, D] and keys [1, Hkv, T, D].
+    Raises: ValueError without any.
+    """
+    query, key, mean, count = 0.0, 0.0, 0.0, 0
+    for q, k in captured:
+        grouped = q[0].float().unflatten(0, (k.shape[1], -1)).sum(1)
+        keys = k[0].float()
+        query = query + (grouped.mT @ grouped).double().cpu() / grouped.shape[1]
+        key = key + (keys.mT @ keys).double().cpu() / keys.shape[1]
+        mean = mean + keys.double().mean(1).cpu()
+        count += 1
+    if not count:
+        raise ValueError("expected at least one context of queries and keys to start from, got none")
+    query, key, mean = (torch.as_tensor(x) / count for x in (query, key, mean))
+    return Moments(query, key - mean[:, :, None] * mean[:, None, :], mean)
+
+
+def start(found: Moments, bits: int, coordinates: int) -> Start:
+    """Derive the maps and the digits of each coordinate.
+
+    Args:
+        bits: of a code, at most `MAX_DIGITS` for each of the `coordinates`, at most D of which there are.
+    Source: docs/algorithm.md, eq. 18.
+    """
+    heads = [_head(*parts, bits, coordinates) for parts in zip(*found, strict=True)]
+    return Start(*(torch.stack(parts).float() for parts in zip(*heads, strict=True)))
+
+
+def _head(query: Tensor, key: Tensor, mean: Tensor, bits: int, coordinates: int) -> tuple[Tensor, ...]:
+    root, inverse = _roots(query)
+    variances, vectors = torch.linalg.eigh(root @ key @ root)
+    variances, vectors = variances.flip(0)[:coordinates], vectors.flip(1)[:, :coordinates]
+    variances = variances.clamp(min=_SMALLEST**2 * variances.max().clamp(min=1e-30))
+    digits = allocate(variances, bits)
+    half = torch.tensor([STEPS[max(int(n), 1) - 1] for n in digits], dtype=torch.float64) * variances.sqrt() * WIDER / 2
+    to_key = root @ vectors / half
+    return to_key, -(mean @ to_key)[None], inverse @ vectors * half * (digits > 0), digits
+
+
+def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the symmetric square root of a second moment, and its inverse."""
+    values, vectors = torch.linalg.eigh(moment)
+    values = values.clamp(min=_SMALLEST * values.max().clamp(min=1e-30))
+    return vectors * values.sqrt() @ vectors.mT, vectors * values.rsqrt() @ vectors.mT
+
+
+def allocate(variances: Tensor, bits: int) -> Tensor:
+    """Hand out bits one by one, each to the coordinate where it removes the most error.
+
+    Args:
+        variances: float64 [C]. bits: at most `MAX_DIGITS` for each of them.
+    Returns: float64 [C], whole numbers that add up to `bits`.
+    Raises: ValueError if there are more bits than that.
+    """
+    if bits > MAX_DIGITS * len(variances):
+        raise ValueError(
+            f"{len(variances)} coordinates take at most {MAX_DIGITS * len(variances)} bits, got {bits}; use fewer bits"
+        )
+    left = torch.tensor((1.0, *DISTORTIONS), dtype=torch.float64)
+    saved = torch.cat([left[:-1] - left[1:], torch.zeros(1, dtype=torch.float64)])  # by the next digit
+    digits = torch.zeros(len(variances), dtype=torch.int64)
+    for _ in range(bits):
+        digits[(variances * saved[digits]).where(digits < MAX_DIGITS, -1.0).argmax()] += 1
+    return digits.double()
+
+
+def even(coordinates: int, bits: int) -> Tensor:
+    """Share bits alike: float32 [C], for a hasher that has seen no data."""
+    each, more = divmod(bits, coordinates)
+    return torch.tensor([each + (i < more) for i in range(coordinates)], dtype=torch.float32)

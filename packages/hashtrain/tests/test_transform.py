@@ -1,0 +1,195 @@
+"""Transform coding, against its definition: what a start computes, how digits are read, what a damaged file does."""
+
+import math
+
+import hashcore
+import pytest
+import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.layers import BY_VARIANT
+from hashtrain.surrogate import digits
+from hashtrain.transform_coding import DISTORTIONS, MAX_DIGITS, STEPS, allocate, even, moments, start
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+SHAPE = ModelShape(num_layers=1, num_query_heads=4, num_kv_heads=2, head_dim=16)
+
+
+def make(bits=64, **changes):
+    config = HasherConfig("transform", SHAPE, bits=bits, planes=5, hidden=8, **changes)
+    return BY_VARIANT["transform"](config, torch.Generator().manual_seed(0)).requires_grad_(False)
+
+
+class Captured:
+    """Queries and keys of normal numbers, keys in few directions; reads as a capture does."""
+
+    def __init__(self, contexts=3, tokens=400):
+        generator = torch.Generator().manual_seed(1)
+        spread = torch.linspace(3, 0.1, 16)
+        self.mixed = torch.randn(2, 16, 16, generator=generator)
+        self.q = torch.randn(contexts, 4, tokens, 16, generator=generator)
+        self.k = (torch.randn(contexts, 2, tokens, 16, generator=generator) * spread) @ self.mixed + 2
+
+    def __len__(self):
+        return len(self.q)
+
+    def read(self, context, layer):
+        return self.q[context : context + 1], self.k[context : context + 1], 0.25
+
+
+@pytest.mark.parametrize("bits", range(1, MAX_DIGITS + 1))
+def test_the_table_of_quantisers_is_that_of_the_normal_distribution(bits):
+    """Numerically: the error of a uniform quantiser with a step, and that no other step is better."""
+    x = torch.linspace(-9, 9, 400_001, dtype=torch.float64)
+    weight = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi) * (x[1] - x[0])
+
+    def error(step):
+        level = (2 * torch.floor(x / step) + 1).clamp(1 - 2**bits, 2**bits - 1)
+        return float(((x - level * step / 2).square() * weight).sum())
+
+    best = error(STEPS[bits - 1])
+    assert best == pytest.approx(DISTORTIONS[bits - 1], rel=2e-3)
+    assert best <= min(error(STEPS[bits - 1] * 0.98), error(STEPS[bits - 1] * 1.02))
+
+
+@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=12), st.data())
+def test_no_digit_would_save_more_elsewhere(variances, data):
+    bits = data.draw(st.integers(0, MAX_DIGITS * len(variances)))
+    found = allocate(torch.tensor(variances, dtype=torch.float64), bits).long().tolist()
+    left = (1.0, *DISTORTIONS)
+    assert sum(found) == bits
+    given_up = [v * (left[n - 1] - left[n]) for v, n in zip(variances, found, strict=True) if n]
+    wanted = [v * (left[n] - left[n + 1]) for v, n in zip(variances, found, strict=True) if n < MAX_DIGITS]
+    assert min(given_up, default=math.inf) >= max(wanted, default=0) * (1 - 1e-9)
+
+
+def test_more_bits_than_digits_are_refused():
+    with pytest.raises(ValueError, match="2 coordinates take at most 16 bits, got 17"):
+        allocate(torch.ones(2, dtype=torch.float64), 17)
+    with pytest.raises(ValueError, match="transform stores at most 8 bits for each dimension of a head, 128 here"):
+        HasherConfig("transform", SHAPE, bits=160)
+
+
+def test_coordinates_are_uncorrelated_and_rebuild_the_inner_product():
+    data = Captured()
+    found = moments(data.read(c, 0)[:2] for c in range(3))
+    made = start(found, 64, 16)
+    keys = data.k.permute(1, 0, 2, 3).flatten(1, 2)
+    z = keys @ made.key + made.bias
+    centred = z - z.mean(1, keepdim=True)
+    covariance = centred.mT @ centred / z.shape[1]
+    off = covariance - torch.diag_embed(covariance.diagonal(dim1=1, dim2=2))
+    assert z.mean(1).abs().max() < 0.02
+    assert off.abs().max() < 0.03 * covariance.max()
+    used = made.digits > 0
+    queries = torch.randn(2, 50, 16)
+    exact = queries @ (keys - found.mean[:, None].float()).mT
+    rebuilt = (queries @ made.query) @ z.mT
+    assert used.sum() < 32  # some directions are too narrow for a digit
+    assert torch.corrcoef(torch.stack([exact.flatten(), rebuilt.flatten()]))[0, 1] > 0.999
+
+
+def test_a_start_finds_what_even_digits_of_a_rotation_do_not():
+    data = Captured()
+    plain, started = make(bits=32), make(bits=32)
+    started.start(data, 0)
+    q, k, _ = data.read(0, 0)
+    exact = q.unflatten(1, (2, 2)).sum(2) @ k.mT
+
+    def correlation(layer):
+        found = layer.scores(q, k).float()
+        return torch.stack(
+            [
+                torch.corrcoef(torch.stack([a, b]))[0, 1]
+                for a, b in zip(found.flatten(0, 2), exact.flatten(0, 2), strict=True)
+            ]
+        ).mean()
+
+    assert correlation(started) > 0.9 > 0.6 > correlation(plain)
+
+
+def test_a_start_has_whole_digits_that_fill_the_code():
+    layer = make(bits=96)
+    layer.start(Captured(), 0)
+    layer.check()
+    assert layer.digits.sum(-1).tolist() == [96, 96]
+    assert layer.digits.max() > layer.digits.min()
+
+
+def test_digits_are_those_of_the_quantiser():
+    """One coordinate of three digits and one of one: levels are odd integers, clipped; NaN is the lowest."""
+    z = torch.tensor([-99.0, -6.1, -0.1, 0.0, 1.9, 2.0, 7.9, 99.0, torch.nan])[None, None, :, None].expand(1, 1, 9, 2)
+    coordinate = torch.tensor([0, 0, 0, 1]).expand(1, 1, 9, 4)
+    power, limit = torch.tensor([[[4.0, 2.0, 1.0, 1.0]]]), torch.tensor([[[7.0, 1.0]]])
+    found = digits(z, coordinate, power, limit)[0, 0]
+    levels = (found[:, :3] * power[0, 0, :3]).sum(-1)
+    assert levels.tolist() == [-7, -7, -1, 1, 1, 3, 7, 7, -7]
+    assert found[:, 3].tolist() == [-1, -1, -1, 1, 1, 1, 1, 1, -1]
+
+
+def test_the_slope_of_a_level_is_one_inside_and_none_where_it_clips():
+    z = torch.tensor([[[[0.3, 0.3], [7.9, 1.9], [8.1, 2.1]]]], requires_grad=True)
+    coordinate = torch.tensor([0, 0, 0, 1]).expand(1, 1, 3, 4)
+    power, limit = torch.tensor([[[4.0, 2.0, 1.0, 1.0]]]), torch.tensor([[[7.0, 1.0]]])
+    u = torch.tensor([0.5, -2.0])
+    (digits(z, coordinate, power, limit) * (u[coordinate[0, 0, 0]] * power[0, 0])).sum().backward()
+    assert z.grad is not None
+    torch.testing.assert_close(z.grad[0, 0], torch.stack([u, u, torch.zeros(2)]))
+
+
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_scores_are_inner_products_of_levels_and_quantised_weights(per_query_head):
+    layer, data = make(), Captured()
+    layer.start(data, 0)
+    q, k, _ = data.read(0, 0)
+    q = q[:, :, :9]
+    planes, weights = layer.encode_queries(q, per_query_head)
+    found = hashcore.score(planes, layer.encode_keys(k, per_query_head)[:, :, None], weights=weights)
+    laid = layer.layout()
+    z = layer.key(k)
+    level = (2 * (z / 2).floor() + 1).maximum(-laid.limit[:, None]).minimum(laid.limit[:, None])
+    group = (level + laid.limit[:, None]) / 2
+    spread = laid.coordinate[None, :, None].expand(1, 2, k.shape[2], -1)
+    bits = (group.gather(-1, spread).long() // laid.power[:, None].long()) % 2
+    levels, _ = hashcore.quantise(layer.query_weight(q, per_query_head), 5)
+    signs = bits.repeat_interleave(2 if per_query_head else 1, 1) * 2 - 1
+    torch.testing.assert_close(found.float(), (levels.float() @ signs.float().mT + 64 * 31) / 2)
+
+
+def test_training_scores_are_the_deployed_scores():
+    layer, data = make(), Captured()
+    layer.start(data, 0)
+    q, k, _ = data.read(0, 0)
+    deployed = (2 * layer.scores(q, k).float() - 64 * 31) / 31
+    torch.testing.assert_close(layer.soft_queries(q) @ layer.soft_keys(k).mT, deployed, atol=1e-4, rtol=1e-5)
+
+
+def test_the_layout_follows_the_digits():
+    layer = make()
+    before = layer.layout()
+    assert layer.layout() is before
+    changed = layer.digits.clone()
+    changed[0, 0], changed[0, 1] = changed[0, 0] + 1, changed[0, 1] - 1
+    layer.load_state_dict({**layer.state_dict(), "digits": changed})
+    after = layer.layout()
+    assert not torch.equal(after.coordinate, before.coordinate)
+    assert (after.coordinate[0] == 0).sum() == changed[0, 0]
+    assert after.power[0].tolist() == sorted(after.power[0].tolist(), reverse=True)
+
+
+def test_bits_are_shared_evenly_without_data():
+    assert even(16, 40).tolist() == [3] * 8 + [2] * 8
+    assert make(bits=64).digits.unique().tolist() == [4]
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0, 9.0, 3.5, 5.0])
+def test_impossible_digits_of_a_file_are_refused(tmp_path, value):
+    hasher = Hasher(HasherConfig("transform", SHAPE, bits=64, hidden=8))
+    hasher.save_pretrained(tmp_path)
+    (weights,) = tmp_path.glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors["layers.0.digits"][1, 3] = value
+    save_file(tensors, weights)
+    with pytest.raises(ValueError, match=r"impossible layer 0: the digits of a head must be whole numbers from 0 to 8"):
+        Hasher.from_pretrained(tmp_path)
