@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 
 import pytest
 from hashtrain.demo import demo_model_path
@@ -24,16 +25,24 @@ FROM_INDEX = re.compile(
 readmes = pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+CHECK = load("check_readme")
+
+
 def blocks(readme, language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", readme.read_text(), re.M | re.S)
+    return [block.code for block in CHECK.blocks(readme.read_text(), language)]
 
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("update_readme", ROOT / "tools" / "update_readme.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("update_readme")
 
 
 @readmes
@@ -113,6 +122,47 @@ def test_the_pattern_tells_names_from_paths():
         "uv run evals",
     ):
         assert not FROM_INDEX.search(line), line
+
+
+def test_what_is_run_and_what_is_not():
+    text = (
+        "```bash\necho one\n```\n<!-- not run: takes a day -->\n```bash\necho two\n```\n"
+        "```python\nthree\n```\n```bash\nuse path/or/hub-id\n```\n<!-- not run: nothing follows -->\n\n"
+        "```bash\necho five\n```\n"
+    )
+    found = CHECK.blocks(text)
+    assert [b.language for b in found] == ["bash", "bash", "python", "bash", "bash"]
+    assert [bool(b.skipped) for b in found] == [False, True, False, True, False], "the mark stands directly above"
+    assert found[1].skipped == "takes a day"
+    assert [text.splitlines()[b.line - 1] for b in found] == [b.code.splitlines()[0] for b in found]
+
+
+def test_every_block_of_the_readme_is_found_and_some_are_run():
+    text = README.read_text()
+    found = CHECK.blocks(text)
+    assert 2 * len(found) == len(re.findall(r"^```", text, re.M)), "a fence is not closed, or stands indented"
+    run = [b.code for b in found if b.language == "bash" and not b.skipped]
+    assert "uv run" in run[0]
+    assert run[0].startswith("pip install uv")
+
+
+def test_blocks_run_in_order_until_one_fails(tmp_path, capfd):
+    (tmp_path / "clone").mkdir()
+    codes = ["echo uv run > made", "cat made; test ! -e $HOME/x", "false; true", "touch never"]
+    chosen = [(n, CHECK.Block("bash", code, n)) for n, code in enumerate(codes, 1)]
+    clean = CHECK.environment(
+        tmp_path, {"UV_INDEX_URL": "u", "PIP_CERT": "c", "https_proxy": "p", "VIRTUAL_ENV": "v"}, False
+    )
+    assert {"UV_INDEX_URL", "PIP_CERT", "https_proxy"} <= set(clean)
+    assert "VIRTUAL_ENV" not in clean
+    assert not any(pathlib.Path(clean["HOME"]).iterdir())
+    with pytest.raises(ValueError, match=r"expected block 3 \(line 3\) to succeed, got exit code 1"):
+        CHECK.run_blocks(chosen, tmp_path, clean)
+    assert (tmp_path / "block-2.txt").read_text() == "uv run\n"
+    assert not (tmp_path / "clone" / "never").exists()
+    assert len(capfd.readouterr().out.splitlines()) == 3
+    assert CHECK.run_blocks(chosen[:2], tmp_path, clean) >= 0
+    assert CHECK.run_blocks(chosen[1:2], tmp_path, clean) is None
 
 
 # Last, and only on request: it needs the hashers that `uv run hashtrain` leaves in runs/.

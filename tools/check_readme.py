@@ -1,0 +1,166 @@
+"""Run the commands of README.md as a newcomer would: in a fresh clone, with Python 3.11 and pip and nothing else.
+
+    uv run --no-project tools/check_readme.py                  # exit code 1 at the first block that fails
+    uv run --no-project tools/check_readme.py --list           # say which blocks would run; runs nothing
+    uv run --no-project tools/check_readme.py --cache          # with this user's package caches: quicker, no fair time
+    uv run --no-project tools/check_readme.py --blocks 1 2 4   # only these
+
+The rule: every ```bash block is run as it stands, in the order of the file, from the top folder of the clone, each in a
+shell of its own. Not run is a block
+  - that names something of the reader's own, which is always written `path/or/...`;
+  - directly below a line `<!-- not run: REASON -->`.
+The clone is of what is committed. HOME, the folder around it and all caches are empty; of this environment only what
+says how the package index is reached is kept (REACH). From the start of the first block to the end of the first that
+says `uv run` at most 480 seconds may pass: install to first result.
+"""
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LIMIT = 480.0  # seconds from install to first result
+PATIENCE = 3600.0  # seconds for one block
+FENCE = re.compile(r"^```(\S*)[^\n]*\n(.*?)^```$", re.M | re.S)
+NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\n\Z")
+READERS_OWN = re.compile(r"\bpath/or/")
+REACH = re.compile(
+    r"(PIP|UV)_(DEFAULT_|EXTRA_)?(INDEX|TRUSTED_HOST|CERT|CONFIG_FILE).*|(HTTPS?|NO|ALL)_PROXY|SSL_CERT_\w+", re.I
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One fenced block of a Markdown text."""
+
+    language: str
+    code: str
+    line: int
+    """Where its first line of code stands, from 1."""
+    skipped: str = ""
+    """Why it is not run; empty if it is."""
+
+    @property
+    def title(self) -> str:
+        """Its first line, shortened."""
+        first = self.code.strip().partition("\n")[0]
+        return first if len(first) <= 80 else first[:77] + "..."
+
+
+def blocks(text: str, language: str | None = None) -> list[Block]:
+    """Return the fenced blocks of a Markdown text, of one language or all, in order."""
+    found = []
+    for fence in FENCE.finditer(text):
+        mark = NOT_RUN.search(text, 0, fence.start())
+        named = READERS_OWN.search(fence[2])
+        why = mark[1] if mark else "names the reader's own, path/or/..." if named else ""
+        found.append(Block(fence[1], fence[2], text.count("\n", 0, fence.start(2)) + 1, why))
+    return [block for block in found if language in (None, block.language)]
+
+
+def environment(folder: pathlib.Path, given: Mapping[str, str], cache: bool) -> dict[str, str]:
+    """Make what a newcomer's shell knows: PATH, an empty HOME, and how the index is reached."""
+    kept = {name: value for name, value in given.items() if REACH.fullmatch(name)}
+    if cache and "HOME" in given:
+        home = pathlib.Path(given["HOME"])
+        kept |= {"UV_CACHE_DIR": given.get("UV_CACHE_DIR", str(home / ".cache" / "uv"))}
+        kept |= {"PIP_CACHE_DIR": given.get("PIP_CACHE_DIR", str(home / ".cache" / "pip"))}
+    for name in ("home", "tmp"):
+        (folder / name).mkdir()
+    path = f"{folder / 'python' / 'bin'}:/usr/bin:/bin"
+    return {**kept, "PATH": path, "HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"), "LANG": "C.UTF-8"}
+
+
+def prepare(folder: pathlib.Path, python: str, cache: bool) -> dict[str, str]:
+    """Clone, and make the environment with a Python of its own. Returns: the environment.
+
+    Raises: ValueError if that Python is not 3.11, or uv would be there without being installed.
+    """
+    about = subprocess.run(
+        [python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], capture_output=True, text=True
+    )
+    if about.stdout.strip() != "3.11":
+        raise ValueError(f"expected Python 3.11, got {about.stdout.strip() or 'none'} at {python}; give --python")
+    clean = environment(folder, os.environ, cache)
+    if found := shutil.which("uv", path=clean["PATH"]):
+        raise ValueError(f"expected a machine without uv, got {found}; run this where it is not in /usr/bin")
+    # A folder of its own in place of the system's, so that `pip install` needs no rights.
+    subprocess.run([python, "-m", "venv", folder / "python"], check=True)
+    subprocess.run(["git", "clone", "--quiet", "--no-local", ROOT, folder / "clone"], check=True)
+    return clean
+
+
+def run_blocks(chosen: Sequence[tuple[int, Block]], folder: pathlib.Path, clean: Mapping[str, str]) -> float | None:
+    """Run blocks, printing a line for each, until one fails.
+
+    Returns: seconds from the start to the end of the first block with `uv run`; None if there is none.
+    Raises: ValueError with the end of its output if a block fails or takes longer than PATIENCE.
+    """
+    begun, first = time.monotonic(), None
+    for number, block in chosen:
+        started = time.monotonic()
+        log = folder / f"block-{number}.txt"
+        command = ["bash", "-euo", "pipefail", "-c", block.code]
+        with log.open("w") as out:
+            settings = {"cwd": folder / "clone", "env": dict(clean), "stdout": out, "stderr": subprocess.STDOUT}
+            try:
+                code = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PATIENCE, **settings).returncode
+            except subprocess.TimeoutExpired:
+                code = None
+        print(f"{number:3} {time.monotonic() - started:8.1f} s  {block.title}", flush=True)
+        if code != 0:
+            how = f"exit code {code}" if code is not None else f"no end after {PATIENCE:.0f} s"
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+            raise ValueError(f"expected block {number} (line {block.line}) to succeed, got {how} after:\n{tail}")
+        if first is None and "uv run" in block.code:
+            first = time.monotonic() - begun
+    return first
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """List or run the blocks. Returns: 1 after a sentence if one fails or the first result comes too late."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument("--cache", action="store_true", help="use this user's caches of pip and uv")
+    parser.add_argument("--blocks", type=int, nargs="+", help="numbers as --list gives them")
+    parser.add_argument("--python", default=shutil.which("python3.11") or sys.executable, help="a Python 3.11")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds from install to first result")
+    given = parser.parse_args(arguments)
+    numbered = list(enumerate(blocks((ROOT / "README.md").read_text(), "bash"), 1))
+    if given.list:
+        for number, block in numbered:
+            print(
+                f"{number:3} line {block.line:4}  {block.title}"
+                + (f"  [not run: {block.skipped}]" if block.skipped else "")
+            )
+        return 0
+    if strangers := set(given.blocks or ()) - {number for number, block in numbered if not block.skipped}:
+        parser.error(f"--blocks must be numbers of blocks that are run, got {sorted(strangers)}; see --list")
+    try:
+        with tempfile.TemporaryDirectory(prefix="readme-") as name:
+            folder = pathlib.Path(name).resolve()
+            clean = prepare(folder, given.python, given.cache)
+            cloned = list(enumerate(blocks((folder / "clone" / "README.md").read_text(), "bash"), 1))
+            chosen = [(n, b) for n, b in cloned if not b.skipped and n in (given.blocks or range(1, len(cloned) + 1))]
+            first = run_blocks(chosen, folder, clean)
+    except (ValueError, OSError, subprocess.CalledProcessError) as error:
+        print(f"check_readme: {error}", file=sys.stderr)
+        return 1
+    if first is None:
+        return 0
+    print(f"install to first result: {first:.0f} s (limit {given.limit:.0f})")
+    if first > given.limit:
+        print(f"check_readme: expected a first result within {given.limit:.0f} s, got {first:.0f}", file=sys.stderr)
+    return int(first > given.limit)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
