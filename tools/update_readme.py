@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from evals import report
-from evals.result import Result, read_json, read_result, rows_from_json, rows_to_text
+from evals.result import Result, read_json, read_result, rows_from_json, rows_to_text, stated
 from hashtrain.atomic import write_text
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -306,7 +306,7 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") ->
 def load(path: pathlib.Path) -> Result:
     """Read a stored result."""
     data = _stored(path)
-    return Result(data["config"], data["environment"], rows_from_json(data))
+    return Result(stated(data["config"]), data["environment"], rows_from_json(data))
 
 
 def _stored(path: pathlib.Path) -> dict[str, Any]:

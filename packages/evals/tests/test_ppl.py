@@ -2,14 +2,16 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from evals import result as results
 from evals.methods import DEFAULT_NAMES, NAMES, REMAINDER, SPARSE_NAMES, load_methods
 from evals.result import read_result
+from evals.rivals import QuestSelector
 from evals.tasks import ppl
-from evals.tasks.ppl import Cell, measure
+from evals.tasks.ppl import Cell, first_sparse_row, measure, sparse_log_probs
 from hashtrain import Hasher
 from hashtrain.usage import UsageError
 from rich.console import Console
@@ -74,6 +76,61 @@ def test_density_is_counted_by_hand(loaded):
     # 5 % of 128 is 6, so the paper's minimum of 20 decides.
     assert least["density"] == pytest.approx(sum(min(n, 20) for n in seen) / sum(seen))
     assert fixed["density"] == pytest.approx(sum(min(n, 32) for n in seen) / sum(seen))
+
+
+@pytest.mark.parametrize("name", ["lsh", "planes+remainder", "quest-heads"])
+def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded, name):
+    """Float32 sums in another order differ by 2e-5 here; a sparse prompt moves logits by 1e-2 or more."""
+    method, ids, scored = loaded.methods[name], loaded.ids, 24
+    start, how = first_sparse_row("decode", len(ids), scored), {"dense_layers": 1, "remainder": method.remainder}
+    steps = []
+    if name == "quest-heads":
+        method = replace(method, selector=QuestSelector(per_query_head=True, page=4, dense_rows=0))
+    with torch.inference_mode(), attach(loaded.model, method.selector, Budget(0.1), **how) as attachment:
+        cache = loaded.model(ids[None, :start], use_cache=True).past_key_values
+        assert attachment.counts() == {}  # the prompt is dense
+        for i in range(start, len(ids) - 1):
+            steps.append(loaded.model(ids[None, i : i + 1], past_key_values=cache).logits[0, -1].log_softmax(-1))
+    with torch.inference_mode():
+        found, density = sparse_log_probs(loaded.model, ids, scored, method, Budget(0.1), 1, start)
+        everywhere, _ = sparse_log_probs(loaded.model, ids, scored, method, Budget(0.1), 1, 0)
+    assert len(steps) == scored
+    torch.testing.assert_close(found, torch.stack(steps), atol=1e-4, rtol=0)
+    assert (everywhere - found).abs().max() > 1e-2
+    assert density < 0.2
+
+
+def test_of_a_context_with_a_dense_prompt_the_scored_rows_are_sparse_and_counted(loaded):
+    cells = [Cell("lsh", "visible", 0.05)]
+    whole = measure(loaded.model, loaded.ids, cells, loaded.methods, 1)
+    served = measure(loaded.model, loaded.ids, cells, loaded.methods, 1, phase="decode")
+    seen = range(64, 129)  # the row that predicts the first of 64 scored tokens sees 64; the last one predicts nothing
+    assert served["cells"][0]["density"] == pytest.approx(sum(n // 20 for n in seen) / sum(seen))
+    assert served["dense"]["nll"] == whole["dense"]["nll"]
+    assert 1e-4 < served["cells"][0]["kl"] < whole["cells"][0]["kl"]
+
+
+def test_the_phase_is_in_rows_and_captions_and_has_a_curve_over_budgets(ppl_command):
+    command = ppl_command(methods=("lsh", "planes"), budgets=(0.3, 0.1, 0.05), rules=("visible",), phase="decode")
+    found = ppl.run(command, QUIET)
+    assert {row.phase for row in found.rows} == {"decode"}
+    curve = [found.one(method="lsh", metric="kl", budget=budget).value for budget in command.budgets]
+    assert curve == sorted(curve)
+    report = (command.out / "report.md").read_text()
+    assert "after a dense prompt, the scored rows sparse from layer 1 on" in report
+    assert "paired over documents, the prompt dense" in report
+    assert "everywhere" not in report
+
+
+def test_a_run_made_before_there_were_phases_goes_on_as_everywhere(ppl_command):
+    command = ppl_command(methods=("recent",), rules=("visible",), documents=1)
+    first = ppl.run(command, QUIET)
+    path = command.out / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "phase"}))
+    assert read_result(command.out) == first
+    assert ppl.run(command, QUIET) == first
+    with pytest.raises(ValueError, match="phase was everywhere, now decode"):
+        ppl.run(ppl_command(methods=("recent",), rules=("visible",), documents=1, phase="decode"), QUIET)
 
 
 def test_ours_take_what_a_rival_took_on_the_same_context(ppl_command):

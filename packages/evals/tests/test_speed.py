@@ -1,17 +1,20 @@
 """Measurements of time: their protocol with a clock of our own, and that they run and leave the cache as it was."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 import torch
 from evals.costs import dense_step
 from evals.speed import KernelsCommand, ThroughputCommand
-from evals.tasks import kernels, throughput
-from evals.timing import Turn, in_turns, quantiles, read_bandwidth
+from evals.tasks import compiled, kernels, throughput
+from evals.timing import Turn, in_turns, quantiles, read_bandwidth, read_peak, reset_peak
+from hashtrain import Hasher, HasherConfig
 from hashtrain.config import ModelShape
 from hashtrain.usage import UsageError
 from rich.console import Console
+from sparse_decode import Budget, HashSelector, attach
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 QUIET = Console(quiet=True)
@@ -60,7 +63,15 @@ def test_bandwidth_is_a_plausible_number():
     assert 1e8 < read_bandwidth() < 1e13
 
 
-def test_throughput_measures_every_method(shape_folder, tmp_path, capsys):
+@pytest.fixture
+def traced(monkeypatch):
+    """What is compiled is traced into one graph and run by torch, which needs no C++ compiler and no minutes."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    yield
+    torch._dynamo.reset()
+
+
+def test_throughput_measures_every_method(shape_folder, tmp_path, capsys, traced):
     command = ThroughputCommand(
         **TINY, shape=shape_folder, batches=(1, 2), dtype="float32", budget=0.1, out=tmp_path / "run"
     )
@@ -76,12 +87,56 @@ def test_throughput_measures_every_method(shape_folder, tmp_path, capsys):
             tokens = found.one(method=method, metric="tokens_per_s", **at)
             assert tokens.value == pytest.approx(1000 * batch / p50.value)
         # Three layers of 2 KV heads, 16 numbers of 4 bytes for a key and for a value; 99 tokens while it is measured.
-        sizes = [found.one(method=m, metric="kv_bytes", **at).value for m in ("sdpa", "eager", "recent")]
-        assert sizes == [batch * 3 * 2 * 99 * 2 * 16 * 4] * 3
+        names = ("sdpa", "eager", "recent", "compiled", "planes-compiled")
+        sizes = [found.one(method=m, metric="kv_bytes", **at).value for m in names]
+        assert sizes == [batch * 3 * 2 * 99 * 2 * 16 * 4] * 5
+        steps = json.loads((tmp_path / "run" / "samples" / f"96x{batch}.json").read_text())["milliseconds"]
+        assert {method: np.shape(taken) for method, taken in steps.items()} == dict.fromkeys(command.methods, (2, 2))
         assert found.one(method="sdpa", metric="code_bytes", **at).value == 0
         assert found.one(method="planes", metric="code_bytes", **at).value >= batch * 1 * 2 * 99 * 4
-        sparse = found.one(method="planes", metric="p50_ms", **at).density
-        assert 0.08 < sparse < 0.12
+        assert found.one(method="planes-compiled", metric="code_bytes", **at).value == batch * 1 * 2 * 99 * 4
+        for method in ("planes", "planes-compiled"):
+            assert 0.08 < found.one(method=method, metric="p50_ms", **at).density < 0.12
+        assert found.one(method="compiled", metric="p50_ms", **at).density == 1
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_compiled_steps_say_what_plain_ones_say(shape_folder, traced, sparse):
+    """And say it again after a rewind: what was decoded since is forgotten."""
+    torch.manual_seed(0)
+    config = LlamaConfig.from_pretrained(shape_folder)
+    model, shape = AutoModelForCausalLM.from_config(config).eval(), ModelShape.of(config)
+    cache, tokens = DynamicCache(config=config), torch.tensor([[3], [5], [7]])
+    throughput.fill(cache, config, shape, 64, 1, torch.float32, 0)
+    hasher = Hasher(HasherConfig("planes", shape, bits=32, hidden=16), 0)
+    how = HashSelector(hasher) if sparse else None, Budget(0.1), 1
+    with torch.inference_mode():
+        steps = compiled.CompiledSteps(model, cache, 3, *how)
+        first = [steps.step(token[None]).clone() for token in tokens]
+        steps.rewind()
+        again = [steps.step(token[None]).clone() for token in tokens]
+        with attach(model, *how[:2], dense_layers=1):
+            plain = [model(token[None], past_key_values=cache).logits for token in tokens]
+    torch.testing.assert_close(torch.stack(first), torch.stack(plain), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.stack(again), torch.stack(first), atol=0, rtol=0)
+
+
+def test_compiled_methods_without_a_compiler_are_refused(shape_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    command = ThroughputCommand(**TINY, shape=shape_folder, out=tmp_path / "run")
+    with pytest.raises(ValueError, match=r"found no g\+\+ on PATH; .* leave compiled and planes-compiled out"):
+        throughput.run(command, QUIET)
+    assert not (tmp_path / "run").exists()
+    compiled.require_compiler(("sdpa", "planes"), "cpu")
+
+
+def test_the_peak_is_of_what_came_after_its_reset():
+    torch.ones(1 << 24).sum()  # 64 MiB, gone again
+    reset_peak("cpu")
+    before = read_peak("cpu")
+    x = torch.ones(1 << 23)
+    assert 0.9 * x.nbytes < read_peak("cpu") - before < 1.5 * x.nbytes
 
 
 def test_bytes_of_a_step_worked_out_by_hand(shape_folder):

@@ -35,6 +35,9 @@ def runs(made, tmp_path_factory):
         ),
         "second": PplCommand(**common, methods=("planes",), budgets=(0.2,), rules=("visible",), out=root / "second"),
         "other": PplCommand(**common, methods=("lsh",), budgets=(0.1,), rules=("visible",), seed=1, out=root / "other"),
+        "served": PplCommand(
+            **common, methods=("lsh",), budgets=(0.1,), rules=("visible",), phase="decode", out=root / "served"
+        ),
     }
     for command in made_by.values():
         ppl.run(command, QUIET)
@@ -117,6 +120,8 @@ def test_two_methods_at_two_budgets_are_compared_document_by_document(runs):
 def test_other_protocols_are_refused(runs):
     with pytest.raises(ValueError, match="different protocols: seed is 0 and 1"):
         compare(runs / "first", runs / "other", ALL, NONE)
+    with pytest.raises(ValueError, match="different protocols: phase is everywhere and decode"):
+        compare(runs / "first", runs / "served", ALL, NONE)
     with pytest.raises(ValueError, match="different protocols"):
         compare(runs / "first", runs / "iou", ALL, NONE)
 

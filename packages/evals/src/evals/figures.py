@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from evals.methods import DENSE, NAMES, REMAINDER
-from evals.report import HEADS, RULES, percent
+from evals.report import HEADS, PHASES, RULES, percent
 from evals.result import Result, Row
 
 # One colour a method in every figure (Okabe and Ito's, told apart by colour-blind readers).
@@ -51,6 +51,7 @@ def _draw_ppl(result: Result, figure: Figure) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: percent(value)))
         axes.xaxis.set_minor_locator(NullLocator())
     figure.axes[0].set_ylabel("mean KL from dense, nats")
+    figure.suptitle(PHASES[result.config["phase"]])
     _legend(figure)
 
 

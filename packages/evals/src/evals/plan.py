@@ -14,6 +14,7 @@ from evals.methods import DEFAULT_NAMES, DENSE, NAMES, OURS, SELECTION_DEFAULTS,
 from evals.result import versions
 
 Rule = Literal["visible", "fixed"]
+Phase = Literal["everywhere", "decode"]
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,16 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class PplCommand(TaskCommand):
-    """Perplexity, and divergence from dense attention, on held-out text with every row sparse; the second half of each
-    context is scored."""
+    """Perplexity, and divergence from dense attention, on held-out text with every row sparse, or only those that are
+    scored; these are the second half of each context."""
 
     budgets: tuple[float, ...] = (0.02, 0.01, 0.005)
     """Shares of the tokens that a row may select."""
     rules: tuple[Rule, ...] = ("visible", "fixed")
     """Share of what: `visible` to the row, at least 1 token; `fixed`, the paper's: the whole context, at least 20."""
+    phase: Phase = "everywhere"
+    """Which rows are sparse: `everywhere`, the paper's protocol; `decode`, as in serving: the rows before the scored
+    part are a dense prompt, and each scored token is predicted by a sparse row."""
     match: tuple[str, ...] = ()
     """Methods, such as magicpig, at whose measured density on each context ours are measured, too: a fair comparison
     with those that heed no budget."""

@@ -11,6 +11,7 @@ from evals.methods import DENSE, NAMES
 from evals.result import Result, Row
 
 Metrics = dict[str, Any]
+PHASES = {"everywhere": "sparse everywhere", "decode": "after a dense prompt, the scored rows sparse"}
 RULES = {"visible": "of visible tokens", "fixed": "of the context, min 20"}
 HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
 
@@ -76,7 +77,7 @@ def ppl_grid(result: Result) -> Grid:
         sections.append(section)
     title = (
         f"Perplexity (against dense) and mean KL from dense in nats, {_where(result, dense.n)}, second half scored, "
-        f"sparse everywhere from layer {config['dense_layers']} on"
+        f"{PHASES[config['phase']]} from layer {config['dense_layers']} on"
     )
     return Grid(title, header, sections)
 
@@ -96,7 +97,10 @@ def ppl_pairs_grid(result: Result, method: str) -> Grid:
             found = [result.one(rule=rule, metric=metric, **at) for rule in rules for metric in ("kl", "nll")]
             section.append([f"{percent(budget)}, {other}", *map(_with_interval, found)])
         sections.append(section)
-    title = f"`{method}` minus each other method, paired over documents: mean difference in nats [95 % interval]"
+    title = (
+        f"`{method}` minus each other method, paired over documents{_prompt(config)}: mean difference in nats "
+        "[95 % interval]"
+    )
     return Grid(title, header, sections)
 
 
@@ -118,7 +122,10 @@ def matched_grid(result: Result, rival: str) -> Grid:
             lines.append([f"{percent(budget)}, {method}", *cells, *less])
         sections.append(lines)
     header = ["budget, method", "perplexity", "KL", "density", f"KL, less {rival}'s", f"NLL, less {rival}'s"]
-    title = f"At the density that `{rival}` takes on each context, {_where(result, ppl.n)}; differences [95 % interval]"
+    title = (
+        f"At the density that `{rival}` takes on each context, {_where(result, ppl.n)}{_prompt(result.config)}; "
+        "differences [95 % interval]"
+    )
     return Grid(title, header, sections)
 
 
@@ -279,6 +286,11 @@ def _interval(row: Row, digits: int, sign: str = "") -> str:
     if row.low is None or row.high is None:
         return ""
     return f"[{row.low:{sign}.{digits}f}, {row.high:{sign}.{digits}f}]"
+
+
+def _prompt(config: dict[str, Any]) -> str:
+    """Say so where only the scored rows are sparse."""
+    return ", the prompt dense" if config["phase"] == "decode" else ""
 
 
 def _ordered(methods: list[str]) -> list[str]:

@@ -15,6 +15,10 @@ from hashtrain.atomic import write_text
 PACKAGES = ("hashcore", "hashtrain", "sparse-decode", "evals")
 
 
+_FORMER = {"ppl": {"phase": "everywhere"}}
+"""By task, settings that older runs do not state, as those runs had them."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One number and all that it depends on."""
@@ -121,10 +125,15 @@ def rows_from_json(data: dict[str, Any]) -> list[Row]:
         raise ValueError(f"rows of another version of evals, or damaged: {error}; run the command again") from error
 
 
+def stated(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's settings with those that it was made before."""
+    return {**_FORMER.get(config["task"], {}), **config}
+
+
 def read_result(folder: Path) -> Result:
     """Read a finished run. Raises: ValueError if the folder holds none."""
     if not (folder / "rows.json").is_file():
         raise ValueError(f"no finished run in {folder}: expected rows.json there; type the command that began it again")
     remedy = "run the command again"
     config, software, rows = (read_json(folder / f"{name}.json", remedy) for name in ("config", "environment", "rows"))
-    return Result(config, software, rows_from_json(rows))
+    return Result(stated(config), software, rows_from_json(rows))

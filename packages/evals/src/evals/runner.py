@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from evals.documents import Measured
-from evals.result import environment, read_json, write_json
+from evals.result import environment, read_json, stated, write_json
 
 _GROWS = ("documents",)  # a run may be continued with more documents
 
@@ -35,7 +35,8 @@ class RunFolder:
         self.folder = folder
         held = folder / "config.json"
         if held.is_file():
-            _require_same(folder, read_json(held, "delete that folder or choose another --out"), settings)
+            former = read_json(held, "delete that folder or choose another --out")
+            _require_same(folder, stated(former) if "task" in former else former, settings)
         elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no run of evals; choose another --out")
         write_json(held, settings)

@@ -12,7 +12,9 @@ from evals.plan import at_least, each_once, each_positive
 from evals.result import versions
 from evals.shapes import SMALL
 
-ENDTOEND = ("sdpa", "eager", "planes", "recent")
+ENDTOEND = ("sdpa", "eager", "compiled", "planes", "recent", "planes-compiled")
+DENSE_ENDTOEND = ("sdpa", "eager", "compiled")
+COMPILED = ("compiled", "planes-compiled")
 STEPS = ("hash", "score", "select", "search", "attend", "dense")
 
 
@@ -73,7 +75,8 @@ class ThroughputCommand(SpeedCommand):
     The roofline is printed before."""
 
     methods: tuple[str, ...] = ENDTOEND
-    """sdpa, eager: dense. planes, recent: sparse from layer 2 on."""
+    """Dense: sdpa, eager, compiled. Sparse from layer 2 on: planes, recent, planes-compiled. The compiled ones decode
+    over a static cache under torch.compile, which needs a C++ compiler on the CPU."""
     batches: tuple[int, ...] = (1,)
     """Sequences at once."""
     dense_layers: int = 2

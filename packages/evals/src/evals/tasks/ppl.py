@@ -1,4 +1,5 @@
-"""Perplexity and divergence from dense attention, with every row of every sparse layer sparse (evaluation rule n = 0).
+"""Perplexity and divergence from dense attention, in one forward pass a method by the evaluation rule "rows from n on
+are sparse": n = 0 is sparse everywhere, n = the prompt's length is decoding token by token after a dense prefill.
 
 A document is one context. Its dense log-probabilities are computed once, compared with each method's, and dropped.
 """
@@ -18,13 +19,12 @@ from transformers import PreTrainedModel
 from evals.documents import TokenDocument
 from evals.methods import DENSE, OURS, LoadedMethod
 from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
-from evals.plan import PplCommand
+from evals.plan import Phase, PplCommand
 from evals.result import Result, Row
 from evals.rivals import MagicPigSelector
 from evals.runner import finite
 from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
 
-PHASE = "everywhere"
 PAPER_MIN_TOKENS = 20
 _MEASURED = ("nll", "kl", "density", "seconds")
 
@@ -72,7 +72,7 @@ def run(command: PplCommand, console: Console) -> Result:
     methods = {method.name: method for method in ready.methods}
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        return measure(ready.model, document.ids, cells, methods, command.dense_layers, step)
+        return measure(ready.model, document.ids, cells, methods, command.dense_layers, step, command.phase)
 
     def check(sample: Sample) -> None:
         finite(sample["dense"]["nll"])
@@ -96,11 +96,13 @@ def measure(
     methods: dict[str, LoadedMethod],
     dense_layers: int,
     step: Callable[[str], None] = lambda doing: None,
+    phase: Phase = "everywhere",
 ) -> dict[str, Any]:
     """Score the second half of one context by each cell and by dense attention.
 
     Args:
         ids: int64 [T]; tokens T // 2 ... T - 1 are scored.
+        phase: which rows are sparse; see `first_sparse_row`.
     Returns: `scored`, `dense` {nll, seconds} and `cells`, in order, with nll and kl (nats per token), density, seconds;
         from MagicPIG `empty`, too: the share of its sampled rows and heads that drew nothing.
     """
@@ -115,15 +117,13 @@ def measure(
         began = time.monotonic()
         fraction = _density_of(cell.rival, cell.budget, found) if cell.rival else cell.budget
         budget = budget_of(cell.rule, fraction)
-        method, rows = methods[cell.method], {"dense_layers": dense_layers, "sparse_rows": 0}
+        method = methods[cell.method]
         draws = method.selector if isinstance(method.selector, MagicPigSelector) else None
         if draws is not None:
             draws.sampled = draws.empty = 0
-        with attach(model, method.selector, budget, remainder=method.remainder, **rows) as attachment:
-            other = log_probs(model, ids, scored)
-            counts = attachment.counts().values()
+        start = first_sparse_row(phase, len(ids), scored)
+        other, density = sparse_log_probs(model, ids, scored, method, budget, dense_layers, start)
         nll, kl = token_losses(other, targets).mean().item(), mean_kl(reference, other)
-        density = sum(selected for selected, _ in counts) / sum(visible for _, visible in counts)
         seconds = round(time.monotonic() - began, 2)
         empty = {} if draws is None else {"empty": draws.empty / max(draws.sampled, 1)}
         found.append({**cell._asdict(), "nll": nll, "kl": kl, "density": density, "seconds": seconds, **empty})
@@ -136,6 +136,28 @@ def _density_of(rival: str, budget: float, found: list[dict[str, Any]]) -> float
     return next(cell["density"] for cell in found if cell["method"] == rival and cell["budget"] == budget)
 
 
+def first_sparse_row(phase: Phase, length: int, scored: int) -> int:
+    """Return the position from which rows are sparse: 0, or that of the row which predicts the first scored token."""
+    return 0 if phase == "everywhere" else length - scored - 1
+
+
+def sparse_log_probs(
+    model: PreTrainedModel,
+    ids: Tensor,
+    scored: int,
+    method: LoadedMethod,
+    budget: Budget,
+    dense_layers: int,
+    start: int,
+) -> tuple[Tensor, float]:
+    """Return `log_probs` with the rows from position `start` on sparse, and their density: selected / visible."""
+    how: dict[str, Any] = {"dense_layers": dense_layers, "sparse_rows": start, "remainder": method.remainder}
+    with attach(model, method.selector, budget, **how) as attachment:
+        found = log_probs(model, ids, scored)
+        counts = attachment.counts().values()
+    return found, sum(selected for selected, _ in counts) / sum(visible for _, visible in counts)
+
+
 def log_probs(model: PreTrainedModel, ids: Tensor, scored: int) -> Tensor:
     """Return the float32 log-probabilities [scored, V] of the rows that predict the last `scored` tokens."""
     logits = model(ids[None].to(model.device), use_cache=False, logits_to_keep=scored + 1).logits
@@ -144,7 +166,7 @@ def log_probs(model: PreTrainedModel, ids: Tensor, scored: int) -> Tensor:
 
 def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
     """Turn samples into rows: each method's own numbers, then the paired differences."""
-    build = rows_of(command, ready, PHASE, len(samples))
+    build = rows_of(command, ready, command.phase, len(samples))
     dense = [sample["dense"]["nll"] for sample in samples]
     of = {cell: [sample["cells"][i] for sample in samples] for i, cell in enumerate(cells)}
     tokens = [sample["scored"] for sample in samples]

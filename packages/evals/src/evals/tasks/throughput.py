@@ -1,9 +1,12 @@
-"""Decode steps of a whole model, dense and sparse, random weights over synthetic caches."""
+"""Decode steps of a whole model, dense and sparse, random weights over synthetic caches.
+
+Methods take turns. Those on a dynamic cache share one, which a turn leaves as it found it; each compiled one has a
+static cache of its own. All caches stand at once, so the peaks of two methods differ by what their steps take.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import resource
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,11 +18,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from evals.costs import dense_step, sparse_step
 from evals.metrics import Estimate
-from evals.result import Result, Row
+from evals.result import Result, Row, write_json
 from evals.shapes import load_config, shape_of
-from evals.speed import ThroughputCommand
+from evals.speed import COMPILED, DENSE_ENDTOEND, ThroughputCommand
 from evals.tasks.clocked import bandwidth_of, open_run, store_times, timed_row
-from evals.timing import Turn, in_turns, quantiles
+from evals.tasks.compiled import CompiledSteps, require_compiler
+from evals.timing import Turn, in_turns, quantiles, read_peak, reset_peak
 
 
 @torch.inference_mode()
@@ -32,6 +36,8 @@ def run(command: ThroughputCommand, console: Console) -> Result:
     shape = shape_of(config)
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
+    require_compiler(command.methods, command.device)
+    reset_peak(command.device)  # refuses before anything is written where it cannot be read
     settings = open_run(command, "throughput")
     torch.manual_seed(command.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, command.dtype)).eval().to(command.device)
@@ -65,9 +71,9 @@ def step_bytes(
         k = int(budget.count(torch.tensor(n)))
         costs = sparse_step(own, n, k, command.bits, command.planes, command.hidden)
         sparse = element * (costs["gather"].bytes + costs["attend"].bytes)
-        if method == "planes":
+        if method.startswith("planes"):
             sparse += costs["hash"].bytes + costs["score"].bytes + costs["select"].bytes
-        is_dense = method in ("sdpa", "eager") or layer < command.dense_layers
+        is_dense = method in DENSE_ENDTOEND or layer < command.dense_layers
         total += batch * (element * dense_step(own, n).bytes if is_dense else sparse)
     return total
 
@@ -113,24 +119,39 @@ def _measure(
     token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
     memory: dict[str, tuple[int, int]] = {}
     density: dict[str, float] = {}
+    peaks: dict[str, int] = {}
+    compiled = _compiled(command, model, cache, selectors, token)
 
     def turn(method: str) -> Turn:
         stack = contextlib.ExitStack()
         held: list[Attachment | None] = [None]
+        own = compiled.get(method)
 
         def prepare() -> None:
+            reset_peak(command.device)
+            if own is not None:
+                if own.attachment is not None:
+                    own.attachment.reset_density()
+                return
             model.set_attn_implementation("eager" if method == "eager" else "sdpa")
             held[0] = stack.enter_context(attending(model, selectors.get(method), command))
 
         def step(i: int) -> object:
+            if own is not None:
+                return own.step(token)
             return model(token, past_key_values=cache, use_cache=True).logits
 
         def finish() -> None:
-            attachment = held[0]
+            peaks[method] = max(peaks.get(method, 0), read_peak(command.device))
+            attachment = held[0] if own is None else own.attachment
             if attachment is not None:
-                memory[method] = attachment.memory(cache)
                 counts = attachment.counts().values()
                 density[method] = sum(a for a, _ in counts) / sum(b for _, b in counts)
+            if own is not None:
+                memory[method] = own.memory()
+                return own.rewind()
+            if attachment is not None:
+                memory[method] = attachment.memory(cache)
             else:
                 memory[method] = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers), 0
             cache.crop(-(command.warmup + command.steps))
@@ -141,6 +162,8 @@ def _measure(
     sync = torch.cuda.synchronize if command.device.startswith("cuda") else _nothing
     turns = {method: turn(method) for method in command.methods}
     times = in_turns(turns, command.steps, command.warmup, command.repeats, sync)
+    steps = {method: [[round(1000 * s, 4) for s in repeat] for repeat in found] for method, found in times.items()}
+    write_json(command.out / "samples" / f"{n}x{batch}.json", {"milliseconds": steps})
     rows = []
     for method, found in times.items():
         named = quantiles(found, command.seed)
@@ -150,22 +173,34 @@ def _measure(
             "share_of_bandwidth": sizes[method] / speed / p50,
             "kv_bytes": memory[method][0],
             "code_bytes": memory[method][1],
-            "peak_bytes": _peak(command.device),
+            "peak_bytes": peaks[method],
         }
         named |= {name: Estimate(float(value), None, None) for name, value in facts.items()}
-        is_dense = method in ("sdpa", "eager")
+        is_dense = method in DENSE_ENDTOEND
         at = {"where": f"{n} tokens x {batch}", "budget": None if is_dense else command.budget}
         at |= {"density": density.get(method, 1.0), "dense_layers": command.dense_layers}
         rows += [timed_row(command, "throughput", method, name, found, **at) for name, found in named.items()]
     return rows
 
 
+def _compiled(
+    command: ThroughputCommand,
+    model: PreTrainedModel,
+    cache: DynamicCache,
+    selectors: dict[str, Selector | None],
+    token: torch.Tensor,
+) -> dict[str, CompiledSteps]:
+    """Compile what is to be compiled, before anything is timed."""
+    torch._dynamo.reset()  # its limit of graphs is for one shape of ours
+    found: dict[str, CompiledSteps] = {}
+    for method in (name for name in command.methods if name in COMPILED):
+        selector = selectors.get(method.removesuffix("-compiled"))
+        room = command.warmup + command.steps
+        found[method] = CompiledSteps(model, cache, room, selector, Budget(command.budget), command.dense_layers)
+        found[method].step(token)
+        found[method].rewind()
+    return found
+
+
 def _nothing() -> None:
     """Wait for nothing: the CPU has done what it was asked."""
-
-
-def _peak(device: str) -> int:
-    """Return the most memory in use so far, bytes: of the device, or of this process."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts kilobytes

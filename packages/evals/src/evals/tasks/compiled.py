@@ -1,0 +1,101 @@
+"""Decode steps under torch.compile over a static cache, as `generate(cache_implementation="static")` runs them."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+import os
+import shutil
+
+from sparse_decode import Attachment, Budget, Selector, attach
+from torch import Tensor
+from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
+
+from evals.speed import COMPILED
+
+BACKEND = "inductor"  # the default of Hugging Face
+
+
+def require_compiler(methods: tuple[str, ...], device: str) -> None:
+    """Raise ValueError if a method is to be compiled and what torch.compile needs for the device is not there."""
+    named = [name for name in methods if name in COMPILED]
+    if not named or BACKEND != "inductor":
+        return
+    remedy = f"or leave {' and '.join(named)} out of --methods"
+    if device.startswith("cuda"):
+        if importlib.util.find_spec("triton") is None:
+            raise ValueError(f"torch.compile needs triton on {device}, found none; install it, {remedy}")
+        return
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ValueError(
+            f"torch.compile needs a C++ compiler on {device}, found no {compiler} on PATH; install g++, set CXX, "
+            f"{remedy}"
+        )
+
+
+class CompiledSteps:
+    """A model of its own, whose weights are another's, with a static cache and a compiled call.
+
+    The call must be one graph: a part that falls back to plain steps is an error, not a slower time.
+
+    Args:
+        model: the model whose weights to use; it stays as it is.
+        filled: a cache of n tokens to copy.
+        room: tokens beside them: the most that are decoded before `rewind`.
+        selector: what makes steps sparse; None is dense attention, Hugging Face's "sdpa".
+
+    Attributes:
+        cache: the static cache; attachment: None if dense.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        filled: DynamicCache,
+        room: int,
+        selector: Selector | None,
+        budget: Budget,
+        dense_layers: int,
+    ):
+        shared = itertools.chain(model.parameters(), model.buffers())
+        self._model = copy.deepcopy(model, {id(x): x for x in shared})
+        self._model.set_attn_implementation("sdpa")
+        self.attachment: Attachment | None = None
+        if selector is not None:
+            self.attachment = attach(self._model, selector, budget, dense_layers=dense_layers)
+        self._n = filled.get_seq_length()
+        self.cache = static_copy(model, filled, self._n + room)
+        if self.attachment is not None:
+            self.attachment.prepare(self.cache)
+        self._call = self._model.get_compiled_call(CompileConfig(fullgraph=True, backend=BACKEND))
+
+    def step(self, token: Tensor) -> Tensor:
+        """Decode one token, int64 [B, 1]; return logits [B, 1, V]."""
+        return self._call(token, past_key_values=self.cache, use_cache=True).logits
+
+    def rewind(self) -> None:
+        """Forget the decoded tokens; they lie beyond the length, where nothing attends to them."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self._n)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def memory(self) -> tuple[int, int]:
+        """Return bytes of keys and values, with the static cache's room, and of codes."""
+        if self.attachment is not None:
+            return self.attachment.memory(self.cache)
+        return sum(_nbytes(layer.keys) + _nbytes(layer.values) for layer in self.cache.layers), 0
+
+
+def static_copy(model: PreTrainedModel, filled: DynamicCache, length: int) -> StaticCache:
+    """Copy a cache into a static one with room for `length` tokens."""
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    for source, target in zip(filled.layers, cache.layers, strict=True):
+        if source.keys is None or source.values is None:
+            raise ValueError("a filled cache is expected, got an empty layer")
+        target.update(source.keys, source.values)
+    return cache
+
+
+def _nbytes(x: Tensor | None) -> int:
+    return 0 if x is None else x.nbytes
