@@ -85,8 +85,7 @@ def main(names: list[str]) -> None:
     kept = [row for row in _stored() if row["hasher"] not in {c.name for c in candidates}]
     shape = ModelShape.of(model.config)
     config = {
-        c.name: HasherConfig(c.variant, shape, c.bits or 128, c.planes, init=c.init, estimator=c.estimator)
-        for c in candidates
+        c.name: HasherConfig(c.variant, shape, c.bits or 128, init=c.init, estimator=c.estimator) for c in candidates
     }
     with tempfile.TemporaryDirectory() as scratch, Progress() as progress:
         task = progress.add_task("capture", total=len(ids))

@@ -4,7 +4,7 @@
     uv run packages/sparse-decode/benchmarks/model.py break-even --out docs/results/sparse_model_break_even.json
     uv run packages/sparse-decode/benchmarks/model.py prefill --out docs/results/sparse_model_prefill.json
 
-Random weights in bfloat16, which is the faster type here, untrained `planes` hashers with some remainder, 2 % selected.
+Random weights in bfloat16, which is the faster type here, untrained `transform` hashers with some remainder, 2 % selected.
 A model of fewer than 24 layers has as small a share of the vocabulary, so that everything else is in proportion.
 
 decode: against the fastest dense step we can write (caches that grow in place, the faster of two ways to attend without
@@ -67,7 +67,7 @@ def make_model(layers: int) -> PreTrainedModel:
 
 def make_hasher(model: PreTrainedModel) -> Hasher:
     shape = ModelShape.of(model.config)
-    hasher = Hasher(HasherConfig("planes", shape)).requires_grad_(False)
+    hasher = Hasher(HasherConfig("transform", shape)).requires_grad_(False)
     for layer in range(shape.num_layers):
         hasher.layer(layer).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1]))
     return hasher

@@ -144,7 +144,7 @@ DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n not in (*RIVAL_NAMES, *ABLATI
 SELECTION_NAMES = tuple(name for name in SPARSE_NAMES if not name.endswith(REMAINDER) and name not in RIVAL_NAMES[1:])
 """Those that differ in what they select, for either kind of head; the others differ in what they do with it."""
 SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in ABLATION_NAMES)
-OURS = ("planes", "planes" + REMAINDER)
+OURS = ("planes", "planes" + REMAINDER, "transform", "transform" + REMAINDER)
 
 
 def without_hasher(names: Sequence[str], folder: Path) -> list[str]:

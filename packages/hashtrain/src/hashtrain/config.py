@@ -87,8 +87,8 @@ class HasherConfig:
     variant: str
     shape: ModelShape
     bits: int = 128
-    planes: int = 3
-    """Bit planes of the query side (eq. 5); of `planes` and `transform`."""
+    planes: int = 0
+    """Bit planes of the query side (eq. 5), of `planes` and `transform`; 0 becomes the variant's own: 3 and 5."""
     hidden: int = 128
     """Hidden width of the MLP; `paper` from a rotation needs at least twice head_dim."""
     init: str = "rotation"
@@ -102,6 +102,8 @@ class HasherConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
+        if self.planes == 0:
+            object.__setattr__(self, "planes", 5 if self.variant == "transform" else 3)
         if self.variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
         if type(self.bits) is not int or not 32 <= self.bits <= 4096 or self.bits % 32:

@@ -183,7 +183,7 @@ def _config(prepared: Prepared, candidate: Candidate) -> HasherConfig:
         variant=candidate.variant,
         shape=shape,
         bits=candidate.bits or command.bits,
-        planes=command.planes or candidate.planes,
+        planes=command.planes or 0,
         hidden=max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128,
         init=candidate.init,
         estimator=candidate.estimator,

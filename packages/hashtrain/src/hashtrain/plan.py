@@ -26,8 +26,6 @@ class Candidate:
     """What stands for the sign in training, if not the variant's own."""
     beta: float = 1.0
     """Slope of the ranking loss (eq. 10), whose scores weigh most digits of `transform` less than a whole bit."""
-    planes: int = 3
-    """Bit planes of the query side, if the run does not say."""
     bits: int | None = None
     """Code length, if not the run's."""
     trained: bool = True
@@ -40,7 +38,7 @@ CANDIDATES = (
     Candidate("lsh", "lsh", trained=False),
     Candidate("paper", "paper", "random", 3e-3),
     Candidate("planes", "planes"),
-    Candidate("transform", "transform", learning_rate=3e-3, beta=4.0, planes=5),
+    Candidate("transform", "transform", learning_rate=3e-3, beta=4.0),
 )
 # The paper's ablations and ours; `--only all` makes them too.
 _STRAIGHT = "straight-through"
@@ -63,7 +61,6 @@ ABLATIONS = (
     Candidate(
         "transform-start",
         "transform",
-        planes=5,
         trained=False,
         summary="transform as it starts: two moments measured, no training step",
     ),
