@@ -16,7 +16,7 @@ from hashtrain.plan import ALL
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-READMES = [README, *sorted(ROOT.glob("packages/*/README.md"))]
+READMES = [README, ROOT / "docs" / "results.md", *sorted(ROOT.glob("packages/*/README.md"))]
 # Unrelated projects of these names exist in the public index: install by path.
 FROM_INDEX = re.compile(
     r"(?:pip install|uv add)(?:[ \t]+[^\s`&;|]+)*?[ \t]+['\"]?(?:hashcore|hashtrain|sparse[-_]decode|evals)(?![\w/.-])"

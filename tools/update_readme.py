@@ -1,4 +1,4 @@
-"""Fill the tables of README.md, and of the packages' READMEs, from the results stored in docs/results.
+"""Fill the tables of README.md, docs/results.md and the packages' READMEs from the results stored in docs/results.
 
     uv run tools/update_readme.py                                   # write the tables
     uv run tools/update_readme.py --from runs/demo runs/iou runs/ppl  # first store these runs, trimmed and rounded
@@ -29,7 +29,7 @@ from hashtrain.atomic import write_text
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+READMES = [ROOT / "README.md", ROOT / "docs" / "results.md", *sorted(ROOT.glob("packages/*/README.md"))]
 BLOCK = re.compile(r"(<!-- results:(\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 _KEPT = {
     "ppl": ("perplexity", "perplexity_per_document", "perplexity_ratio", "kl", "nll"),
@@ -55,6 +55,50 @@ def _magicpig(results: pathlib.Path) -> str:
     result = load(results / "magicpig.json")
     found = [report.ppl_grid(result), *(report.matched_grid(result, rival) for rival in result.config["match"])]
     return "\n\n".join(map(report.to_markdown, found))
+
+
+def _glance(results: pathlib.Path) -> str:
+    """The quality of each method at the first budget of the stored runs, best first."""
+    ppl, training = load(results / "ppl.json"), _stored(results / "training.json")["hashers"]
+    budget, rule = ppl.config["budgets"][0], ppl.config["rules"][0]
+
+    def value(method: str, metric: str) -> float | None:
+        wanted = (method, metric, (rule, budget) if method != "dense" else ("dense", None))
+        return next((r.value for r in ppl.rows if (r.method, r.metric, (r.rule, r.budget)) == wanted), None)
+
+    names = sorted(ppl.config["methods"], key=lambda name: value(name, "kl") or 0.0)
+    lines = []
+    for name in names:
+        found = training.get(name.removesuffix("+remainder"))
+        iou, mass = (f"{found['kv_head']['mean'][k]:.3f}" if found else "" for k in ("iou", "mass"))
+        ratio, kl = value(name, "perplexity_ratio"), value(name, "kl")
+        lines.append([name, iou, mass, f"{100 * ((ratio or 1) - 1):+.1f} %", f"{kl:.4f}"])
+    count, length = ppl.config["documents"], ppl.config["context"]
+    title = (
+        f"{100 * budget:g} % of the visible tokens, 128-bit codes, demo model, {count} held-out contexts of {length:,} "
+        f"tokens; perplexity is {value('dense', 'perplexity'):.2f} dense"
+    )
+    header = ["method", "IoU with exact top-k", "attention mass", "perplexity", "KL from dense"]
+    return report.to_markdown(report.Grid(title, header, [lines]))
+
+
+def _speed(results: pathlib.Path) -> str:
+    """How much faster a step is, by context: the attention of one layer, and a whole model."""
+    attention, model = (_stored(results / f"sparse_{name}.json") for name in ("attention", "model_decode"))
+    whole = {row["n"]: row["ratio"] for row in model["rows"] if row["batch"] == 1}
+    by_length: dict[int, dict[str, float]] = {}
+    for row in attention["rows"]:
+        by_length.setdefault(row["n"], {})[row["dtype"]] = row["ratio"]
+    lines = [
+        [f"{n:,}", *(f"{ratios[kind]:.1f} x" for kind in ("bfloat16", "float32")), f"{whole[n]:.1f} x" if n in whole else ""]
+        for n, ratios in sorted(by_length.items())
+    ]
+    title = (
+        f"Dense over sparse time of a decode step on a CPU ({attention['processor']}, {attention['threads']} thread), "
+        f"{100 * attention['fraction']:g} % selected, against the fastest dense code we could write"
+    )
+    header = ["context", "attention, bfloat16", "attention, float32", "a whole 0.5 B model, bfloat16"]
+    return report.to_markdown(report.Grid(title, header, [lines]))
 
 
 def _training_step(results: pathlib.Path) -> str:
@@ -243,11 +287,13 @@ def _quartiles(ratio: dict[str, float]) -> str:
 
 
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
+    "glance": _glance,
+    "speed": _speed,
     "iou": _of_run("iou", _iou("kv_head")),
     "iou-query-heads": _of_run("iou", _iou("query_head")),
     "ppl": _of_run("ppl", report.ppl_grid),
-    "ppl-pairs": _of_run("ppl", lambda result: report.ppl_pairs_grid(result, "planes")),
-    "ppl-pairs-remainder": _of_run("ppl", lambda result: report.ppl_pairs_grid(result, "planes+remainder")),
+    "ppl-pairs": _of_run("ppl", lambda result: report.ppl_pairs_grid(result, "transform")),
+    "ppl-pairs-remainder": _of_run("ppl", lambda result: report.ppl_pairs_grid(result, "transform+remainder")),
     "remainder": lambda results: report.to_markdown(report.remainder_grid(_stored(results / "training.json"))),
     "ablations": lambda results: report.to_markdown(report.hashers_grid(_stored(results / "ablations.json"))),
     "recipe": lambda results: _training(results, "kv_head", "recipe"),
