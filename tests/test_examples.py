@@ -22,6 +22,7 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>\n{{ m.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>\n{% endif %}"
 )
+SHOUTING = TEMPLATE.replace("trim }}", "trim | upper }}")  # writes answers otherwise than the model did
 
 
 def example(name):
@@ -116,8 +117,10 @@ def test_chat_reuses_its_cache_and_says_how_much(chat, attached, template):
     assert all(0.08 < turn.density < 0.101 for turn in turns)
 
 
-def test_chat_with_a_whole_budget_equals_generating_from_the_whole_text(chat):
+@pytest.mark.parametrize("template", [None, SHOUTING], ids=["plain", "cropped"])
+def test_chat_with_a_whole_budget_equals_generating_from_the_whole_text(chat, template):
     model, tokenizer = load_model(str(demo_model_path()))
+    tokenizer.chat_template = template
     with attach(model, load_selector("lsh", model), Budget(1.0)) as attachment:
         kept = chat.Chat(attachment, tokenizer, new_tokens=6)
         for text in ("class A:", "def f(self):", "return self"):
@@ -129,7 +132,7 @@ def test_chat_with_a_whole_budget_equals_generating_from_the_whole_text(chat):
 
 def test_chat_drops_what_a_template_writes_otherwise(chat, attached):
     attachment, tokenizer = attached
-    tokenizer.chat_template = TEMPLATE.replace("{{ m.content | trim }}", "{{ m.content | trim | upper }}")
+    tokenizer.chat_template = SHOUTING
     kept = chat.Chat(attachment, tokenizer, new_tokens=5)
     first = kept.say("def first(x):", str)
     second = kept.say("def second(y):", str)
