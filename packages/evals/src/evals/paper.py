@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evals.compare import compare
-from evals.methods import OURS, without_hasher
+from evals.methods import OURS, RIVAL_NAMES, TUNED, without_hasher
 from evals.report import Grid
 from evals.study import PaperCommand
 
@@ -55,6 +55,10 @@ class Item:
             words = [self.task, *self.arguments, "--out", str(folder)]
             if self.task not in ("codesize", "complexity"):
                 words += ["--model", settings.model, "--hashers", str(made), "--documents", count]
+            if self.task == "codelength" and settings.more_hashers:
+                words += ["--more-hashers", *map(str, settings.more_hashers)]
+            if self.rivals and settings.tuned is not None:
+                words += ["--tuned", str(settings.tuned)]
             found.append(words)
         return found
 
@@ -62,6 +66,11 @@ class Item:
         """Say where its runs go."""
         name = self.name.replace(" ", "-")
         return [settings.out / name, *([settings.out / f"{name}-other"] if self.twice else [])]
+
+    @property
+    def rivals(self) -> bool:
+        """Whether it measures perplexity of rivals, which --tuned may complete."""
+        return self.task == "ppl" and not set(RIVAL_NAMES).isdisjoint(self.arguments)
 
     def lacking(self, settings: PaperCommand) -> list[str]:
         """Name the hashers it needs that are not there."""
@@ -73,7 +82,10 @@ class Item:
     def differences(self, settings: PaperCommand) -> list[Grid]:
         """Return the paired differences that it shows, from finished runs."""
         first, last = self.folders(settings)[0], self.folders(settings)[-1]
-        found = [compare(first, first, (a, b), (x, y))[1] for a, x, b, y in self.against]
+        pairs = list(self.against)
+        if settings.tuned is not None:
+            pairs += [(a, x, b + TUNED, y) for a, x, b, y in pairs if b in RIVAL_NAMES]
+        found = [compare(first, first, (a, b), (x, y))[1] for a, x, b, y in pairs]
         return [*found, compare(first, last, (None, None), (None, None))[1]] if self.twice else found
 
 
