@@ -23,7 +23,6 @@ include_patterns = [
 ]
 exclude_patterns = [".*", "**/.*", "build", "dist", "runs", "shared"]  # not walked through
 
-suppress_warnings = ["toc.empty_glob"]  # a page that is in no list is reported all the same
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 
