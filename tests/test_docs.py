@@ -124,6 +124,16 @@ def test_a_link_that_leads_nowhere_is_told(links, tmp_path, tag, said):
     assert said in problem
 
 
+def test_a_folder_is_its_readme_or_its_first_page():
+    pytest.importorskip("sphinx", reason="comes with the group docs")
+    links = load(ROOT / "docs" / "site" / "extensions" / "forge_links.py")
+    pages = {"docs/adr/0002-b", "docs/adr/0001-a", "packages/x/README", "packages/x/CHANGELOG", "docs/log"}
+    assert links.folder_of("docs/how-to/page", "../../packages/x") == "packages/x"
+    assert links.page_for("packages/x", pages) == "packages/x/README"
+    assert links.page_for("docs/adr", pages) == "docs/adr/0001-a"
+    assert links.page_for("packages", pages) is None
+
+
 def test_equations_are_numbered_from_1_without_a_gap(public_names):
     assert list(public_names.equations()) == [str(n) for n in range(1, len(public_names.equations()) + 1)]
 

@@ -27,6 +27,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
+autodoc_type_aliases = {"ArrayLike": "ArrayLike"}
 default_role = "literal"  # a docstring's `name` is code
 maximum_signature_line_length = 80
 python_use_unqualified_type_names = True

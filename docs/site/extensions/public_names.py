@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import nested_parse_with_titles
 
@@ -89,7 +91,19 @@ def entry(package: str, name: str) -> list[str]:
         return [f".. autoclass:: {package}.{name}", "   :members:", ""]
     if callable(value):
         return [f".. autofunction:: {package}.{name}", ""]
-    return [f".. autodata:: {package}.{name}", "   :no-value:", ""]
+    return [f".. py:data:: {package}.{name}", "", *(f"   {line}" for line in value_docstring(package, name)), ""]
+
+
+def value_docstring(package: str, name: str) -> list[str]:
+    """Find the docstring below a value, in the module of the package that makes it.
+
+    Raises: LookupError if it has none.
+    """
+    for module in [module for module in sys.modules if module.partition(".")[0] == package]:
+        found = ModuleAnalyzer.for_module(module).find_attr_docs()
+        if ("", name) in found:
+            return to_rst(found["", name], equations())
+    raise LookupError(f"expected a docstring below {name}, in a module of {package}, found none; write one")
 
 
 class PublicNames(SphinxDirective):
@@ -110,7 +124,13 @@ def _docstring(app: Sphinx, what: str, name: str, value: Any, options: Any, line
     lines[:] = to_rst(lines, equations())
 
 
+def _signature(app: Sphinx, what: str, name: str, value: Any, options: Any, given: str, result: str) -> Any:
+    """Write a default that is made anew for each instance as `...`: Sphinx cannot read `<factory>`."""
+    return None if given is None else (given.replace("<factory>", "..."), result)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("public-names", PublicNames)
     app.connect("autodoc-process-docstring", _docstring)
+    app.connect("autodoc-process-signature", _signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
