@@ -132,6 +132,7 @@ METHODS = (
         partial(_sampled, "magicpig-bare", 0, 0),
     ),
 )
+"""Every method that a task can measure; `evals list` prints it."""
 NAMES = tuple(method.name for method in METHODS)
 SPARSE_NAMES = tuple(name for name in NAMES if name != DENSE)
 RIVAL_NAMES = ("quest", "quest-heads", "magicpig", "magicpig-bare")
