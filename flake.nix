@@ -28,6 +28,7 @@
         ''
           export UV_PYTHON=${python pkgs}/bin/python3
           export UV_PYTHON_DOWNLOADS=never
+          root=$(git rev-parse --show-toplevel 2>/dev/null || pwd)
         ''
         + lib.optionalString pkgs.stdenv.hostPlatform.isLinux ''
           driver=${pkgs.addDriverRunpath.driverLink}/lib
@@ -35,7 +36,7 @@
             # Not NixOS: link the driver's own libraries, for the host's folder would bring its glibc along.
             for dir in /usr/lib/x86_64-linux-gnu /usr/lib/aarch64-linux-gnu /usr/lib64 /usr/lib/wsl/lib /usr/lib; do
               [ -e "$dir/libcuda.so.1" ] || continue
-              driver=$PWD/.nix-driver
+              driver=$root/.nix-driver
               mkdir -p "$driver"
               for lib in "$dir"/libcuda.so* "$dir"/libnvidia-{ml,ptxjitcompiler,nvvm,gpucomp}*.so*; do
                 if [ -e "$lib" ]; then ln -sfn "$lib" "$driver/"; fi
@@ -47,7 +48,27 @@
           export TRITON_LIBCUDA_PATH=$driver
         '';
 
-      shellHook = pkgs: env pkgs + "uv sync && . .venv/bin/activate\n";
+      shellHook =
+        pkgs: env pkgs + "uv sync --project \"$root\" && . \"$root/.venv/bin/activate\"\n";
+
+      # A command of the checkout, from any folder of it; relative paths are those of the folder it is called from.
+      command =
+        pkgs: name:
+        pkgs.writeShellApplication {
+          inherit name;
+          runtimeInputs = [
+            pkgs.git
+            pkgs.uv
+            (python pkgs)
+          ];
+          text = env pkgs + ''
+            if [ ! -e "$root/packages/${name}/pyproject.toml" ]; then
+              echo "expected a folder of Spotlight Attention's checkout, got $PWD; cd there and run again" >&2
+              exit 2
+            fi
+            exec uv run --project "$root" ${name} "$@"
+          '';
+        };
     in
     {
       # No ruff or type checker here: uv installs the pinned ones.
@@ -62,20 +83,18 @@
         };
       });
 
-      # `nix run .#hashtrain`, in the checkout it is called from.
-      packages = eachSystem (pkgs: rec {
-        hashtrain = pkgs.writeShellApplication {
-          name = "hashtrain";
-          runtimeInputs = [
-            pkgs.uv
-            (python pkgs)
-          ];
-          text = env pkgs + ''
-            exec uv run hashtrain "$@"
-          '';
-        };
-        default = hashtrain;
-      });
+      # `nix run .#hashtrain`, `nix run .#evals` and `nix run .#sparse-decode`.
+      packages = eachSystem (
+        pkgs:
+        lib.genAttrs [
+          "evals"
+          "hashtrain"
+          "sparse-decode"
+        ] (command pkgs)
+        // {
+          default = command pkgs "hashtrain";
+        }
+      );
 
       formatter = eachSystem (pkgs: pkgs.nixfmt);
 

@@ -1,90 +1,188 @@
-"""Install hashcore alone in a clean environment, look at what that brings, and run its own tests there.
+"""Install each package's wheel alone in a clean environment, look at what that brings, and run its own tests there.
 
-    uv run --no-project tools/check_install.py
+    uv run --no-project tools/check_install.py                          # hashcore whole, of the others a part
+    uv run --no-project tools/check_install.py --all                    # every test of every package: half an hour
+    uv run --no-project tools/check_install.py --all --python 3.13      # the same under another Python
+    uv run --no-project tools/check_install.py --python 3.13 --if-found --package hashcore
 
-It must bring numpy and numba (with its llvmlite), no torch, and less than LIMIT bytes. Exit code 1 if not.
+The wheels are built here and looked into (tools/check_wheels.py); an environment gets one of them, those of ours that
+it depends on, and the pinned versions of everything else, without extras. hashcore must bring numpy and numba (with its
+llvmlite), no torch, and less than LIMIT bytes. Exit code 1 if anything is wrong.
 """
 
+import argparse
+import functools
 import json
+import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "packages" / "hashcore"
-BRINGS = {"hashcore", "llvmlite", "numba", "numpy"}
-LIMIT = 300_000_000
+import check_wheels
+
+ROOT = check_wheels.ROOT
+HASHCORE_BRINGS = {"hashcore", "llvmlite", "numba", "numpy"}
+LIMIT = 300_000_000  # bytes, of hashcore with all it brings
+# What runs without --all: files that need no model, and so end within seconds. None: all of them.
+QUICK = {
+    "evals": ["test_metrics.py", "test_parquet.py"],
+    "hashcore": None,
+    "hashtrain": ["test_loss_and_target.py", "test_hub.py"],
+    "sparse_decode": ["test_budget.py", "test_positions.py"],
+}
 
 
 def uv(*arguments: str | pathlib.Path) -> str:
     return subprocess.run(["uv", *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def environment(folder: pathlib.Path) -> pathlib.Path:
-    """Make an environment with the package, and return its interpreter."""
-    uv("venv", "--quiet", "--python", sys.executable, folder)
-    python = next(path for path in (folder / "bin" / "python", folder / "Scripts" / "python.exe") if path.exists())
-    uv("pip", "install", "--quiet", "--python", python, PACKAGE)
-    return python
+def run(command: list[str | pathlib.Path], folder: pathlib.Path, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command away from the checkout, whose sources would otherwise be imported."""
+    settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode")}
+    return subprocess.run(command, cwd=folder, env=os.environ | settings, text=True, **how)
 
 
-def complaints(python: pathlib.Path, folder: pathlib.Path) -> list[str]:
-    """Print what was installed, and return what is wrong with it."""
-    listed = json.loads(uv("pip", "list", "--quiet", "--python", python, "--format", "json"))
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    print(", ".join(f"{one['name']} {one['version']}" for one in listed), f"in {size / 1e6:.0f} MB")
-    wrong = []
-    if (names := {one["name"] for one in listed}) != BRINGS:
-        wrong.append(f"expected it to bring {sorted(BRINGS)}, got {sorted(names)}; look at its dependencies")
-    if size >= LIMIT:
-        wrong.append(f"expected less than {LIMIT / 1e6:.0f} MB, got {size / 1e6:.0f} MB; look at its dependencies")
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def ours(package: str) -> set[str]:
+    """The packages of this repository that a package needs, itself among them."""
+    folders, found, new = check_wheels.folders(), set(), {package}
+    while new:
+        found |= new
+        wanted = (text for name in new for text in check_wheels.project(folders[name])["dependencies"])
+        new = {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in wanted} & folders.keys() - found
+    return found
+
+
+@functools.cache
+def pins() -> set[tuple[str, str]]:
+    """Names and versions of requirements.txt."""
+    return set(re.findall(r"^([a-z0-9-]+)==([^\s;\\]+)", (ROOT / "requirements.txt").read_text(), re.M))
+
+
+def interpreter(asked: str) -> str | None:
+    """Find a Python by version or path: where uv finds it, where pyenv keeps it, or from where uv downloads it."""
+    if os.sep in asked:
+        return asked
+    find = ["uv", "python", "find", "--no-project", asked]
+    found = subprocess.run(find, capture_output=True, text=True)
+    if found.returncode == 0:
+        return found.stdout.strip()
+    pyenv = pathlib.Path(os.environ.get("PYENV_ROOT", pathlib.Path.home() / ".pyenv"))
+    if kept := sorted(pyenv.glob(f"versions/{asked}*/bin/python")):
+        return str(kept[-1])
+    subprocess.run(["uv", "python", "install", "--quiet", asked], capture_output=True)
+    found = subprocess.run(find, capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def environment(package: str, wheels: pathlib.Path, folder: pathlib.Path, python: str) -> pathlib.Path:
+    """Make an environment with the package's wheel and what it needs, and return its interpreter."""
+    uv("venv", "--quiet", "--no-project", "--clear", "--python", python, folder)
+    inside = next(path for path in (folder / "bin" / "python", folder / "Scripts" / "python.exe") if path.exists())
+    files = [check_wheels.made(wheels, name, "*.whl") for name in sorted(ours(package))]
+    # Ours have no pin, so none of them can come from an index: each is named by its file.
+    uv("pip", "install", "--quiet", "--python", inside, "--constraints", ROOT / "requirements.txt", *files)
+    return inside
+
+
+def brought(package: str, listed: dict[str, str], size: int) -> list[str]:
+    """What is wrong with an environment that holds these versions, and this many bytes."""
+    own, wrong = {normal(name) for name in ours(package)}, []
+    if (got := listed.keys() & {normal(name) for name in check_wheels.folders()}) != own:
+        wrong.append(f"{package}: expected {sorted(own)} of ours, got {sorted(got)}; look at its dependencies")
+    loose = sorted(" ".join(one) for one in listed.items() if one[0] not in own and one not in pins())
+    if loose:
+        wrong.append(f"{package}: expected what requirements.txt pins, got {', '.join(loose)}; run tools/relock.py")
+    if package == "hashcore" and listed.keys() != HASHCORE_BRINGS:
+        wrong.append(f"hashcore: expected {sorted(HASHCORE_BRINGS)}, got {sorted(listed)}; look at its dependencies")
+    if package == "hashcore" and size >= LIMIT:
+        wrong.append(
+            f"hashcore: expected less than {LIMIT / 1e6:.0f} MB, got {size / 1e6:.0f}; look at its dependencies"
+        )
     return wrong
 
 
-def tests(python: pathlib.Path, folder: pathlib.Path) -> list[str]:
-    """Run the package's tests on what is installed, and return what is wrong."""
-    uv("pip", "install", "--quiet", "--python", python, "pytest", "hypothesis")
-    # Away from the checkout, whose sources would otherwise be imported.
-    command = [
-        python,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--rootdir={ROOT}",
-        "-c",
-        ROOT / "pyproject.toml",
-        "-o",
-        "addopts=--import-mode=importlib",  # the workspace's own needs pytest-xdist
-    ]
-    where = subprocess.run(
-        [python, "-c", "import hashcore; print(hashcore.__file__)"],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    if not pathlib.Path(where).is_relative_to(folder):
-        return [f"expected to test what is installed, got {where}; unset PYTHONPATH"]
-    if subprocess.run([*command, PACKAGE / "tests"], cwd=folder).returncode:
-        return ["expected its tests to pass without the other packages, they failed"]
+def installed(python: pathlib.Path) -> dict[str, str]:
+    listed = json.loads(uv("pip", "list", "--quiet", "--python", python, "--format", "json"))
+    return {normal(one["name"]): one["version"] for one in listed}
+
+
+def size_of(folder: pathlib.Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def starts(package: str, python: pathlib.Path, folder: pathlib.Path) -> list[str]:
+    """Import the installed package, run its commands' help, and return what is wrong."""
+    where = run([python, "-c", f"import {package}; print({package}.__file__)"], folder, capture_output=True)
+    if where.returncode or not pathlib.Path(where.stdout.strip()).is_relative_to(folder):
+        return [
+            f"{package}: expected to import what is installed, got {where.stdout or where.stderr}; unset PYTHONPATH"
+        ]
+    wrong = []
+    for command in check_wheels.project(check_wheels.folders()[package]).get("scripts", {}):
+        done = run([python.parent / command, "--help"], folder, capture_output=True)
+        if done.returncode or "usage" not in done.stdout.lower():
+            wrong.append(f"{package}: expected `{command} --help` to say its usage, got {done.stderr or done.stdout!r}")
+    return wrong
+
+
+def tests(package: str, python: pathlib.Path, folder: pathlib.Path, whole: bool) -> list[str]:
+    """Run the package's tests, or the quick ones, on what is installed; return what is wrong."""
+    constraints = ("--constraints", ROOT / "requirements.txt")
+    uv("pip", "install", "--quiet", "--python", python, *constraints, "pytest", "hypothesis")
+    place, chosen = check_wheels.folders()[package] / "tests", None if whole else QUICK[package]
+    # The workspace's own options need pytest-xdist.
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
+    options += [f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
+    files = [place] if chosen is None else [place / name for name in chosen]
+    if run([python, "-m", "pytest", *options, *files], folder).returncode:
+        return [f"{package}: expected its tests to pass with its own dependencies alone, they failed"]
     return []
 
 
-def main() -> int:
-    begun = time.monotonic()
+def check(package: str, wheels: pathlib.Path, python: str, whole: bool) -> list[str]:
+    """Everything about one package; what is wrong with it."""
+    folder = wheels / "environment"  # one path for all, so that bytecode made for one environment serves the next
+    inside = environment(package, wheels, folder, python)
+    listed, size = installed(inside), size_of(folder) if package == "hashcore" else 0
+    print(f"{package}: {len(listed)} packages" + (f" in {size / 1e6:.0f} MB" if size else ""), flush=True)
+    wrong = brought(package, listed, size) or starts(package, inside, folder)
+    return wrong or tests(package, inside, folder, whole)
+
+
+def settings(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Install each package's wheel alone and run its tests there.")
+    parser.add_argument("--all", action="store_true", help="every test, not the quick ones only")
+    parser.add_argument("--python", default=sys.executable, help="a version or the path of an interpreter")
+    parser.add_argument("--if-found", action="store_true", help="if there is no such Python, say so and succeed")
+    parser.add_argument("--package", action="append", choices=sorted(QUICK), help="this one only; may be repeated")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    asked, begun = settings(arguments), time.monotonic()
+    python = interpreter(asked.python)
+    if python is None:
+        print(f"check_install: Python {asked.python} is neither installed nor to be had here; nothing was run on it")
+        return int(not asked.if_found)
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name).resolve()
-        python = environment(folder)
-        wrong = complaints(python, folder) or tests(python, folder)
+        wheels = pathlib.Path(name).resolve()
+        check_wheels.build(wheels)
+        wrong = check_wheels.complaints(wheels)
+        for package in asked.package or check_wheels.folders():
+            wrong += check(package, wheels, python, asked.all)
+            print(f"{package}: done after {time.monotonic() - begun:.0f} s, {python}", flush=True)
     for line in wrong:
         print(f"check_install: {line}", file=sys.stderr)
-    print(f"{time.monotonic() - begun:.0f} s")
     return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

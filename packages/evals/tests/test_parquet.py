@@ -45,7 +45,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "rows.parquet"
     write_parquet(path, [ROW])
 
-    def fail(table, target):
+    def fail(table, target, **options):
         target.write_bytes(b"half")
         raise OSError("disk full")
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,9 +17,11 @@ from evals.commands import (
 )
 from evals.methods import DENSE, load_methods
 from evals.plan import MethodsCommand
+from evals.result import Result, Row
 from evals.synthetic import Exercise
 from evals.tasks import codelength, cones, fidelity, needle, output_error, ruler
 from evals.tasks.answers import continue_greedily, read_answer
+from hashtrain import Hasher
 from hashtrain.usage import UsageError
 from rich.console import Console
 from sparse_decode import Budget, attach
@@ -134,6 +137,54 @@ def test_equal_length_worked_out_by_hand():
     assert codelength.equal_length(bits, iou, 0.3) == pytest.approx(64)
     assert codelength.equal_length(bits, iou, 0.4) == pytest.approx(64 * math.sqrt(2))
     assert codelength.equal_length(bits, iou, 0.9) == pytest.approx(128)
+
+
+@pytest.fixture
+def shorter(made, tmp_path):
+    """A folder with `planes` of 32 bits and nothing else."""
+    hasher = Hasher.from_pretrained(made.hashers / "planes")
+    Hasher(replace(hasher.config, bits=32), 5).save_pretrained(tmp_path / "shorter" / "planes")
+    return tmp_path / "shorter"
+
+
+def test_hashers_of_other_lengths_are_measured_beside(command, made, shorter):
+    settings = {"methods": ("paper", "planes"), "bits": (32, 128), "rows": 8, "documents": 2}
+    asked = command(CodelengthCommand, **settings, more_hashers=(shorter,))
+    found = codelength.run(asked, QUIET)
+    names = {row.method: row.bits for row in found.rows}
+    assert names == {"lsh-32": 32, "lsh-128": 128, "paper": 2 * 64, "planes": 64, "planes at 32": 32}
+    at = {"method": "planes at 32", "heads": "kv_head"}
+    equal, shorter_by = (found.one(metric=metric, **at) for metric in ("equal_lsh_bits", "times_shorter"))
+    assert shorter_by.value == pytest.approx(equal.value / 32)
+    own, other = (found.one(metric="iou", heads="kv_head", method=m).value for m in ("planes", "planes at 32"))
+    assert own != other
+    with pytest.raises(ValueError, match="method_identities"):  # what was measured beside is part of the run
+        codelength.run(command(CodelengthCommand, **settings), QUIET)
+
+
+def test_a_folder_without_hashers_of_another_length_is_refused(command, made, shorter, tmp_path):
+    for folders, message in (((tmp_path,), "no hasher of planes"), ((shorter, shorter), "planes of 32 bits")):
+        with pytest.raises(ValueError, match=message):
+            codelength.run(command(CodelengthCommand, methods=("planes",), more_hashers=folders), QUIET)
+    with pytest.raises(ValueError, match="planes of 64 bits"):
+        codelength.run(command(CodelengthCommand, methods=("planes",), more_hashers=(made.hashers,)), QUIET)
+
+
+def test_the_sentence_says_where_the_curve_ends():
+    at = {"rule": "visible", "density": None, "dense_layers": 2, "sink": 0, "recent": 0, "phase": "rows", "n": 8}
+    at |= {"seed": 0, "versions": "", "budget": 0.02, "bits": 256, "where": "one set", "heads": "kv_head"}
+    rows = []
+    for name, value in (("paper", 640.0), ("planes", 2048.0)):
+        at |= {"task": "codelength", "method": name, "variant": name}
+        rows.append(Row(metric="equal_lsh_bits", value=value, low=500.0, high=700.0, **at))
+        rows.append(Row(metric="times_shorter", value=value / 128, low=None, high=None, **at))
+    short, long = codelength.sentences(Result({"bits": [32, 2048]}, {}, rows))
+    assert short == (
+        "one set: untrained LSH needs 640 bits [500, 700] to find as much as `paper` of 128 bits, of which a KV head "
+        "keeps 2 codes: 5.0 times as many"
+    )
+    assert "more than 2048 bits to find" in long
+    assert "more than 16.0 times" in long
 
 
 # Runs

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import zipfile
 
 import pytest
 import torch
@@ -82,3 +83,48 @@ def test_every_truncation_and_every_changed_byte_is_one_sentence_or_harmless(who
 def test_a_missing_file_is_one_sentence(tmp_path, tiny_config):
     with pytest.raises(ValueError, match="no file"):
         convert(tmp_path / "none.pth", tiny_config(), tmp_path / "h")
+
+
+def forged(whole, name, change, **how):
+    """A copy of the file in which one file of its zip is another."""
+    out = whole.with_name("forged.pth")
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(out, "w", **how) as new:
+        for entry in old.infolist():
+            content = old.read(entry)
+            new.writestr(entry.filename, change(content) if entry.filename.endswith(name) else content)
+    return out
+
+
+BYTES = b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R."  # bytearray(2 ** 31 - 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "how", "message"),
+    [
+        (lambda pickle: BYTES, {}, "it asks for __builtin__ bytearray, expected tensors alone"),
+        (lambda pickle: b"\x80\x04\x8c\x02os\x8c\x06system\x93.", {}, "it asks for STACK_GLOBAL"),
+        (lambda pickle: pickle.replace(b"_rebuild_tensor_v2", b"_rebuild_meta_tensor_no_storage"), {}, "meta_tensor"),
+        (lambda pickle: pickle.replace(b"M\x00\x10", b"J\xff\xff\xff\x7f"), {}, "damaged or holds more than tensors"),
+        (lambda pickle: pickle, {"compression": zipfile.ZIP_DEFLATED}, "expected files stored as they are"),
+        (lambda pickle: pickle + bytes(2 << 20), {}, "expected at most|of at most"),
+    ],
+)
+def test_a_forged_file_is_refused_before_torch_allocates(whole, tiny_config, change, how, message):
+    path = forged(whole, "data.pkl", change, **how)
+    with pytest.raises(ValueError, match=message):
+        convert(path, tiny_config(), path.parent / "h-forged")
+    assert not (path.parent / "h-forged").exists()
+
+
+def test_two_files_of_one_name_are_refused(whole, tiny_config):
+    path = forged(whole, "data.pkl", lambda pickle: pickle)
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(next(name for name in archive.namelist() if name.endswith("data.pkl")), b".")
+    with pytest.raises(ValueError, match="two of its files have the same name"):
+        convert(path, tiny_config(), path.parent / "h-forged")
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(1, 4, 1, 32).to_sparse(), torch.zeros(1, 4, 1, 32, device="meta")])
+def test_tensors_that_are_not_dense_are_refused(tmp_path, tiny_config, tensor):
+    with pytest.raises(ValueError, match=r"expected floats of|it asks for"):
+        convert(stored(tmp_path, [*published()[:7], tensor]), tiny_config(), tmp_path / "h")

@@ -5,7 +5,7 @@
     uv run packages/sparse-decode/benchmarks/model.py prefill --out docs/results/sparse_model_prefill.json
 
 Random weights in bfloat16, which is the faster type here, untrained `transform` hashers with some remainder, 2 %
-selected. A model of fewer than 24 layers has as small a share of the vocabulary, so that everything else is in proportion.
+selected. A model of fewer than 24 layers has as small a share of the vocabulary: everything else is in proportion.
 
 decode: against the fastest dense step we can write (caches that grow in place, the faster of two ways to attend without
 repeating keys), and against Hugging Face's own. Caches are filled with random numbers; both steps read the same ones.

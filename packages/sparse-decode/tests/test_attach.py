@@ -191,6 +191,16 @@ def test_something_else_than_a_cache_is_refused():
         model.model.layers[2].self_attn(None, past_key_values=SimpleNamespace())
 
 
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [({"position_bias": torch.zeros(1)}, "does not support position_bias"), ({"is_causal": False}, "is causal, got")],
+)
+def test_attention_of_another_kind_is_refused(asked, sentence):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    with attach(model, SignHasher(), sparse_rows=0), pytest.raises(ValueError, match=sentence):
+        model(ids, **asked)
+
+
 def test_dropout_is_refused():
     model, (ids, _) = tiny_model(attention_dropout=0.5).train(), prompts((40,))
     with attach(model, SignHasher(), sparse_rows=0), pytest.raises(ValueError, match=r"call model.eval\(\)"):

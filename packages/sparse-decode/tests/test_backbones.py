@@ -3,11 +3,11 @@
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from peft import LoraConfig, get_peft_model
 from sparse_decode import Budget, attach
 from sparse_decode_doubles import Auditor, SignHasher, generate, prompts, tiny_model
 from torch import nn
 
+peft = pytest.importorskip("peft", reason="peft adapts the models of its users, and is no dependency")
 TENTH = Budget(0.1, min_tokens=2)
 # peft asks transformers by a name that transformers is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -38,11 +38,12 @@ def quantised(model):
 def adapted(model):
     """Add LoRA to the attention, with weights that matter."""
     torch.manual_seed(0)
-    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], task_type="CAUSAL_LM"))
-    for name, parameter in peft.named_parameters():
+    low_rank = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, low_rank)
+    for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.normal_(0, 0.3)
-    return peft.eval()
+    return model.eval()
 
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}])

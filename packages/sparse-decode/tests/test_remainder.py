@@ -211,6 +211,19 @@ def test_a_padded_row_equals_the_row_alone():
     assert torch.equal(together[1, 40:], alone[0, 27:])
 
 
+def test_keys_and_values_on_the_host_give_the_same():
+    model = tiny_model()
+    ids, mask = prompts((40, 27))
+    longer, found = torch.cat([mask, mask.new_ones(2, 1)], 1), {}
+    for kv, remainder in (("device", True), ("host", True), ("host", False)):
+        with attach(model, Calibrated(), Budget(0.2), kv=kv, remainder=remainder):
+            past = model(ids, attention_mask=mask, use_cache=True).past_key_values
+            step = model(ids[:, :1], attention_mask=longer, past_key_values=past)
+            found[kv, remainder] = step.logits
+    torch.testing.assert_close(found["host", True], found["device", True], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found["host", True], found["host", False], atol=1e-3), "the remainder changes something"
+
+
 def test_a_copied_cache_goes_its_own_way():
     model = tiny_model()
     ids, _ = prompts((30,))

@@ -33,7 +33,7 @@ from evals.plan import IouCommand, ListCommand, PplCommand
 from evals.report import to_rich
 from evals.result import Result
 from evals.speed import KernelsCommand, ThroughputCommand
-from evals.study import CompareCommand, PaperCommand, ReportCommand, SuggestCommand
+from evals.study import CompareCommand, PaperCommand, ReportCommand, SuggestCommand, TuneCommand
 
 TASKS = {  # name: command, module of evals.tasks
     "ppl": (PplCommand, "ppl"),
@@ -50,6 +50,7 @@ TASKS = {  # name: command, module of evals.tasks
     "codesize": (CodesizeCommand, "codesize"),
     "complexity": (ComplexityCommand, "complexity"),
     "suggest": (SuggestCommand, "suggest"),
+    "tune": (TuneCommand, "tune"),
     "throughput": (ThroughputCommand, "throughput"),
     "kernels": (KernelsCommand, "kernels"),
 }

@@ -131,6 +131,9 @@ class CodelengthCommand(TaskCommand):
 
     methods: tuple[str, ...] = ("paper", "planes")
     """Learned hashers to compare with."""
+    more_hashers: tuple[Path, ...] = ()
+    """Folders of hashers of other code lengths, as `hashtrain --bits 64 --out FOLDER` makes them: those of --methods
+    that a folder has are measured, too."""
     bits: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
     """Code lengths of untrained LSH, multiples of 32."""
     documents: int = 8

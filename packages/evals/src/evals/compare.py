@@ -10,7 +10,7 @@ import numpy as np
 
 from evals.metrics import Estimate, bootstrap
 from evals.report import Grid, amount
-from evals.result import Result, read_json, read_result
+from evals.result import Result, as_written, read_json, read_result
 
 _METRICS = {
     "ppl": ("kl", "nll"),
@@ -46,14 +46,16 @@ def compare(
     samples = [_samples(folder) for folder in (first, second)]
     n = min(map(len, samples))
     for i in range(n):
-        names = [(s[i]["document"], s[i]["tokens"]) for s in samples]
+        names = [(s[i].get("document"), s[i].get("tokens")) for s in samples]
         if names[0] != names[1]:
             raise ValueError(f"the runs must be of the same documents, got {names[0]} and {names[1]} as number {i}")
-    values = [_values(result, found[:n]) for result, found in zip(results, samples, strict=True)]
-    entries = list(_differences(*values, methods, budgets, results[0].config["seed"]))
-    if not entries:
+    with as_written(f"{first} or {second}"):
+        values = [_values(result, found[:n]) for result, found in zip(results, samples, strict=True)]
+        entries = list(_differences(*values, methods, budgets, results[0].config["seed"]))
+        table = _grid(entries, n, results[0]) if entries else None
+    if table is None:
         raise ValueError(f"no method and budget of {first} pairs with one of {second}; name them with --method-a, ...")
-    return entries, _grid(entries, n, results[0])
+    return entries, table
 
 
 def _require_one_protocol(first: Path, second: Path, a: Result, b: Result) -> None:

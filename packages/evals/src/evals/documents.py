@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -42,18 +42,23 @@ class TokenDocument:
 
 
 def load_documents(
-    text: Sequence[Path], tokenizer: PreTrainedTokenizerBase, context: int, count: int, seed: int
+    text: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    count: int,
+    seed: int,
+    sources: Callable[[], list[Document]] = held_out_sources,
 ) -> list[TokenDocument]:
     """Cut texts into contexts, the first of every document before second ones; asking for more keeps the first.
 
     Args:
-        text: files or folders; without any, the standard-library modules that nothing here is trained on.
+        text: files or folders; without any, what `sources` gives: the modules that nothing here is trained on.
         context: tokens each.
         count: at most this many.
         seed: the order in which documents are drawn.
     Raises: ValueError if a text is missing, not UTF-8, or every one is too short.
     """
-    documents = read_texts(list(text)) if text else held_out_sources()
+    documents = read_texts(list(text)) if text else sources()
     random.Random(seed).shuffle(documents)
     first: list[TokenDocument] = []
     later: list[TokenDocument] = []

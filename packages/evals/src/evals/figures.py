@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from evals.methods import DENSE, NAMES, REMAINDER
-from evals.report import HEADS, PHASES, RULES, percent
+from evals.methods import REMAINDER
+from evals.report import HEADS, PHASES, RULES, ordered, percent
 from evals.result import Result, Row
 
 # One colour a method in every figure (Okabe and Ito's, told apart by colour-blind readers).
@@ -34,7 +34,9 @@ _MARKERS |= {"quest": "P", "quest-heads": "X", "magicpig": "D", "magicpig-bare":
 def draw(result: Result, path: Path) -> None:
     """Draw a result, by its task, to a PNG."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    {"ppl": _draw_ppl, "iou": _draw_iou}.get(result.config["task"], _draw_plain)(result, figure)
+    {"ppl": _draw_ppl, "iou": _draw_iou, "codelength": _draw_codelength}.get(result.config["task"], _draw_plain)(
+        result, figure
+    )
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
 
 
@@ -67,6 +69,34 @@ def _draw_iou(result: Result, figure: Figure) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
     figure.axes[0].set_ylabel("IoU with exact attention")
     _legend(figure)
+
+
+def _draw_codelength(result: Result, figure: Figure) -> None:
+    """IoU over bits of a code, a panel per kind of head and a line per hash: untrained LSH, and the learned ones."""
+    for axes, heads in zip(figure.subplots(1, len(HEADS), sharey=True), HEADS, strict=True):
+        rows = result.select(metric="iou", heads=heads)
+        # Of one hash function: `paper` keeps a code a query head, so a KV head's bits are several codes'.
+        equal = {row.method: row.value for row in result.select(metric="equal_lsh_bits", heads=heads)}
+        shorter = {row.method: row.value for row in result.select(metric="times_shorter", heads=heads)}
+        length_of = {
+            r.method: round(equal[r.method] / shorter[r.method]) if r.method in equal else r.bits for r in rows
+        }
+        for kind in dict.fromkeys(("lsh", *result.config["methods"])):
+            own = [(length_of[row.method], row) for row in rows if _kind(row.method) == kind]
+            own.sort(key=lambda pair: pair[0])
+            _line(axes, kind, [float(bits) for bits, _ in own], [row for _, row in own])
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(sorted(set(length_of.values()))))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set(xlabel="bits of a code", title=HEADS[heads])
+    figure.axes[0].set_ylabel("IoU with exact attention")
+    _legend(figure)
+
+
+def _kind(method: str) -> str:
+    """Name the hash of a method of some length: `lsh-64` and `planes at 64` are `lsh` and `planes`."""
+    return "lsh" if method.startswith("lsh-") else method.partition(" at ")[0]
 
 
 def _draw_plain(result: Result, figure: Figure) -> None:
@@ -113,4 +143,4 @@ def _legend(figure: Figure) -> None:
 
 
 def _methods(result: Result) -> list[str]:
-    return [name for name in NAMES if name in result.config["methods"] and name != DENSE]
+    return ordered(result.config["methods"])

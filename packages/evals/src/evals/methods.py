@@ -27,7 +27,7 @@ class LoadedMethod:
     variant: str
     """What kind of selector it is; a hasher's own variant."""
     bits: int | None
-    """Code bits per token and KV head as one hash function gives them; None if it keeps no codes."""
+    """Code bits per token and KV head, of all its functions (`paper` has one a query head); None if it keeps none."""
     identity: str
     """Changes whenever its selections may: guards a resumed run."""
     selector: Selector | None
@@ -132,10 +132,13 @@ METHODS = (
         partial(_sampled, "magicpig-bare", 0, 0),
     ),
 )
+"""Every method that a task can measure; `evals list` prints it."""
 NAMES = tuple(method.name for method in METHODS)
 SPARSE_NAMES = tuple(name for name in NAMES if name != DENSE)
 RIVAL_NAMES = ("quest", "quest-heads", "magicpig", "magicpig-bare")
 """Those written from other papers: they take their own number of tokens, so compare them by measured density."""
+TUNED = "-tuned"
+"""Behind a rival's name: with the parameters that `evals tune` found for the model."""
 ABLATION_NAMES = tuple(candidate.name for candidate in ABLATIONS)
 """Hashers that `hashtrain --only all` makes beside the usual ones."""
 CODED_NAMES = tuple(c.name for c in CANDIDATES + ABLATIONS if c.variant != "down-proj")

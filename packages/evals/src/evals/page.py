@@ -10,9 +10,10 @@ from html import escape
 from pathlib import Path
 
 from hashtrain.atomic import write_text
+from hashtrain.untrusted import inside
 
 from evals.report import Grid, grids, to_markdown
-from evals.result import Result, read_result
+from evals.result import Result, as_written, read_result
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto; max-width: 74rem;
@@ -45,9 +46,13 @@ def section_of(folder: Path, title: str | None = None, notes: Sequence[str] = ()
     """Read a finished run as a section. Raises: ValueError if the folder holds none."""
     result = read_result(folder)
     figure = folder / "figure.png"
+    if figure.is_file():
+        inside(figure)  # the page will hold its bytes
+    with as_written(str(folder)):
+        tables = tuple(grids(result))
     task = result.config["task"]
     named = title or (task if folder.name == task else f"{task} ({folder.name})")
-    return Section(named, tuple(notes), tuple(grids(result)), figure if figure.is_file() else None, facts_of(result))
+    return Section(named, tuple(notes), tables, figure if figure.is_file() else None, facts_of(result))
 
 
 def facts_of(result: Result) -> str:

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evals.compare import compare
-from evals.methods import OURS, without_hasher
+from evals.methods import RIVAL_NAMES, TUNED, without_hasher
 from evals.report import Grid
 from evals.study import PaperCommand
 
 _MODEL = "The paper runs 7 to 14 billion parameters; by default this runs the demo model: compare orders."
 _TEXT = "The paper's texts are PG19, Proof-Pile and CodeParrot; without --text these are held-out Python modules."
+_OURS = ("planes", "transform", "transform+remainder")
+_ALONE = ("planes", "transform-start", "transform")
 _LAYERS = "Every method leaves layers 0 and 1 dense; the paper's MagicPIG leaves layers 0 and 16 dense."
 
 
@@ -55,6 +57,10 @@ class Item:
             words = [self.task, *self.arguments, "--out", str(folder)]
             if self.task not in ("codesize", "complexity"):
                 words += ["--model", settings.model, "--hashers", str(made), "--documents", count]
+            if self.task == "codelength" and settings.more_hashers:
+                words += ["--more-hashers", *map(str, settings.more_hashers)]
+            if self.rivals and settings.tuned is not None:
+                words += ["--tuned", str(settings.tuned)]
             found.append(words)
         return found
 
@@ -62,6 +68,11 @@ class Item:
         """Say where its runs go."""
         name = self.name.replace(" ", "-")
         return [settings.out / name, *([settings.out / f"{name}-other"] if self.twice else [])]
+
+    @property
+    def rivals(self) -> bool:
+        """Whether it measures perplexity of rivals, which --tuned may complete."""
+        return self.task == "ppl" and not set(RIVAL_NAMES).isdisjoint(self.arguments)
 
     def lacking(self, settings: PaperCommand) -> list[str]:
         """Name the hashers it needs that are not there."""
@@ -73,7 +84,10 @@ class Item:
     def differences(self, settings: PaperCommand) -> list[Grid]:
         """Return the paired differences that it shows, from finished runs."""
         first, last = self.folders(settings)[0], self.folders(settings)[-1]
-        found = [compare(first, first, (a, b), (x, y))[1] for a, x, b, y in self.against]
+        pairs = list(self.against)
+        if settings.tuned is not None:
+            pairs += [(a, x, b + TUNED, y) for a, x, b, y in pairs if b in RIVAL_NAMES]
+        found = [compare(first, first, (a, b), (x, y))[1] for a, x, b, y in pairs]
         return [*found, compare(first, last, (None, None), (None, None))[1]] if self.twice else found
 
 
@@ -86,7 +100,7 @@ ITEMS = (
         "table 1",
         "IoU and perplexity before and after training",
         "iou",
-        ("--methods", "oracle", "lsh", "linear", "paper-untrained", "paper", "planes", "--rows", "32"),
+        ("--methods", "oracle", "lsh", "linear", "paper-untrained", "paper", *_ALONE, "--rows", "32"),
         6,
         (
             _MODEL,
@@ -107,7 +121,7 @@ ITEMS = (
         "Perplexity beside Quest over budgets",
         "ppl",
         (
-            *("--methods", "oracle", "lsh", "paper", "planes", "planes+remainder", "quest", "quest-heads"),
+            *("--methods", "oracle", "lsh", "paper", *_OURS, "quest", "quest-heads"),
             *("--budgets", "0.25", "0.08", "0.02", "--rules", "visible"),
         ),
         4,
@@ -127,14 +141,14 @@ ITEMS = (
             "Spotlight, 5 %|8.734|3.552|5.285",
             "Spotlight, 2 %|8.977|3.621|5.434",
         ),
-        against=tuple((ours, 0.02, rival, 0.08) for ours in OURS for rival in ("quest", "quest-heads")),
+        against=tuple((ours, 0.02, rival, 0.08) for ours in _OURS for rival in ("quest", "quest-heads")),
     ),
     Item(
         "table 3",
         "Perplexity beside MagicPIG, with and without sink and local tokens",
         "ppl",
         (
-            *("--methods", "oracle", "planes", "planes+remainder", "magicpig", "magicpig-bare"),
+            *("--methods", "oracle", *_OURS, "magicpig", "magicpig-bare"),
             *("--budgets", "0.02", "--rules", "visible", "--match", "magicpig"),
         ),
         4,
@@ -160,7 +174,7 @@ ITEMS = (
         "table 4",
         "Fidelity of generated text",
         "fidelity",
-        ("--methods", "oracle", "recent", "lsh", "planes", "planes+remainder", "quest", "--context", "1024"),
+        ("--methods", "oracle", "recent", "lsh", *_OURS, "quest", "--context", "1024"),
         6,
         (
             _MODEL,
@@ -189,7 +203,7 @@ ITEMS = (
         "table 6",
         "Training corpora",
         "ppl",
-        ("--methods", "planes", "planes+remainder", "--budgets", "0.02", "--rules", "visible"),
+        ("--methods", *_OURS, "--budgets", "0.02", "--rules", "visible"),
         3,
         (
             _MODEL,
@@ -203,7 +217,7 @@ ITEMS = (
         "Few-shot tasks at 20 tokens",
         "ruler-synthetic",
         (
-            *("--methods", "oracle", "recent", "lsh", "planes", "planes+remainder"),
+            *("--methods", "oracle", "recent", "lsh", *_OURS),
             *("--lengths", "512", "1024", "--kinds", "single", "variables", "copy"),
         ),
         4,
@@ -235,7 +249,7 @@ ITEMS = (
         "code length",
         "Which length of untrained LSH finds as much as a learned hash",
         "codelength",
-        ("--methods", "paper", "linear", "group-xnor", "planes-64", "planes", "--rows", "32"),
+        ("--methods", "paper", "linear", "group-xnor", "planes-64", "planes", "transform", "--rows", "32"),
         3,
         (_MODEL, "The paper's claim of codes 5 times shorter."),
     ),
@@ -253,7 +267,7 @@ ITEMS = (
         "figure 4",
         "Needle in a haystack",
         "needle",
-        ("--methods", "planes", "lsh", "--lengths", "256", "512", "1024"),
+        ("--methods", "transform", "lsh", "--lengths", "256", "512", "1024"),
         2,
         (_MODEL, "The haystack is Python and the needle an assignment, which the demo model reads best."),
     ),
@@ -283,7 +297,7 @@ ITEMS = (
         "figure 10",
         "IoU per head",
         "iou",
-        ("--methods", "lsh", "paper", "planes", "--rows", "32"),
+        ("--methods", "lsh", "paper", "planes", "transform", "--rows", "32"),
         3,
         (_MODEL, "rows.json has a number for every layer and head; the table shows layers."),
     ),

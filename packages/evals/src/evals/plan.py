@@ -10,7 +10,17 @@ from hashtrain.demo import demo_model_path
 from hashtrain.plan import DEMO
 from hashtrain.usage import UsageError
 
-from evals.methods import DEFAULT_NAMES, DENSE, NAMES, OURS, SELECTION_DEFAULTS, SELECTION_NAMES, SPARSE_NAMES
+from evals.methods import (
+    DEFAULT_NAMES,
+    DENSE,
+    NAMES,
+    OURS,
+    RIVAL_NAMES,
+    SELECTION_DEFAULTS,
+    SELECTION_NAMES,
+    SPARSE_NAMES,
+    TUNED,
+)
 from evals.result import versions
 
 Rule = Literal["visible", "fixed"]
@@ -62,7 +72,7 @@ class MethodsCommand:
 
     def settings(self, task: str) -> dict[str, Any]:
         """Return the settings that decide the numbers, as JSON values and with no path of the machine."""
-        given = {k: v for k, v in asdict(self).items() if k not in ("out", "hashers")}
+        given = {k: v for k, v in asdict(self).items() if k not in ("out", "hashers", "tuned")}
         given["model"] = self.model if self.model == DEMO else Path(self.model).name
         return {"task": task, **{k: _plain(v) for k, v in given.items()}, "versions": versions()}
 
@@ -128,6 +138,8 @@ class PplCommand(TaskCommand):
     match: tuple[str, ...] = ()
     """Methods, such as magicpig, at whose measured density on each context ours are measured, too: a fair comparison
     with those that heed no budget."""
+    tuned: Path | None = None
+    """A folder of `evals tune`: the rivals of --methods are measured with what it chose, too, as NAME-tuned."""
     out: Path = Path("runs/ppl")
     """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
 
@@ -136,7 +148,9 @@ class PplCommand(TaskCommand):
         each_once(self, "rules")
         if len(set(self.match)) < len(self.match):
             raise UsageError(f"--match takes each method once, got {' '.join(self.match)}")
-        if strange := [name for name in self.match if name not in self.methods or name in (DENSE, *OURS)]:
+        rivals = {name + TUNED for name in self.methods if name in RIVAL_NAMES and self.tuned is not None}
+        rivals |= set(self.methods) - {DENSE, *OURS}
+        if strange := [name for name in self.match if name not in rivals]:
             raise UsageError(f"--match takes methods of --methods that are not ours, got {', '.join(strange)}")
         if self.match and not set(OURS) & set(self.methods):
             raise UsageError(f"--match needs one of {', '.join(OURS)} in --methods")

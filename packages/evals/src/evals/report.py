@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from evals.methods import DENSE, NAMES
+from evals.methods import DENSE, NAMES, TUNED
 from evals.result import Result, Row
 
 Metrics = dict[str, Any]
@@ -66,7 +66,7 @@ def ppl_grid(result: Result) -> Grid:
     sections = [[[DENSE, *([f"{dense.value:.3f}", "0", percent(1)] * len(rules))]]]
     for budget in config["budgets"]:
         section = []
-        for method in _ordered(config["methods"]):
+        for method in ordered(config["methods"]):
             line = [f"{percent(budget)}, {method}"]
             for rule in rules:
                 at = {"method": method, "budget": budget, "rule": rule, "against": None}
@@ -138,7 +138,7 @@ def iou_grids(result: Result) -> list[Grid]:
 def iou_grid(result: Result, budget: float, heads: str) -> Grid:
     """Lay out IoU and attention mass, one line a layer and one column a method, with the mean over sparse layers."""
     config = result.config
-    names = [name for name in _ordered(config["methods"]) if name != DENSE]
+    names = [name for name in ordered(config["methods"]) if name != DENSE]
     at = {"budget": budget, "heads": heads, "head": None}
 
     def line(label: str, layer: int | None) -> list[str]:
@@ -293,8 +293,9 @@ def _prompt(config: dict[str, Any]) -> str:
     return ", the prompt dense" if config["phase"] == "decode" else ""
 
 
-def _ordered(methods: list[str]) -> list[str]:
-    return [name for name in NAMES if name in methods and name != DENSE]
+def ordered(methods: list[str]) -> list[str]:
+    """Sort methods as in `NAMES`, tuned ones behind their own, without dense attention."""
+    return [x for name in NAMES if name != DENSE for x in (name, name + TUNED) if x in methods]
 
 
 def _where(result: Result, n: int) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import platform
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import hashcore
 from hashtrain.atomic import write_text
+from hashtrain.untrusted import one_line, read_json_object
 
 PACKAGES = ("hashcore", "hashtrain", "sparse-decode", "evals")
 
@@ -64,6 +68,13 @@ class Row:
     """Standard error over items, where a benchmark states it."""
 
 
+_KINDS = {
+    # A whole number stands for the float that it equals.
+    name: {kind for given in (get_args(hint) or (hint,)) for kind in ((int, float) if given is float else (given,))}
+    for name, hint in get_type_hints(Row).items()
+}
+
+
 @dataclass(frozen=True)
 class Result:
     """A finished run: its settings, the software it ran on, and its rows."""
@@ -102,13 +113,7 @@ def write_json(path: Path, data: Any) -> None:
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
     """Read a JSON object. Raises: ValueError naming the file, and the remedy, if it holds none."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is corrupt ({error}); {remedy}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{path} is corrupt (expected a JSON object, got {type(data).__name__}); {remedy}")
-    return data
+    return read_json_object(path, remedy)
 
 
 def rows_to_text(rows: list[Row]) -> str:
@@ -118,16 +123,43 @@ def rows_to_text(rows: list[Row]) -> str:
 
 
 def rows_from_json(data: dict[str, Any]) -> list[Row]:
-    """Undo `rows_to_text`, parsed. Raises: ValueError on columns of another version."""
+    """Undo `rows_to_text`, parsed. Raises: ValueError on columns or values that are not those of `Row`."""
     try:
-        return [Row(**dict(zip(data["columns"], line, strict=True))) for line in data["rows"]]
+        columns, lines = data["columns"], data["rows"]
+        if not isinstance(lines, list) or len(set(columns)) != len(columns):
+            raise ValueError("expected a list of rows, and each column once")
+        return [checked(Row(**dict(zip(columns, line, strict=True)))) for line in lines]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"rows of another version of evals, or damaged: {error}; run the command again") from error
 
 
 def stated(config: dict[str, Any]) -> dict[str, Any]:
     """Return a run's settings with those that it was made before."""
-    return {**_FORMER.get(config["task"], {}), **config}
+    return {**_FORMER.get(str(config["task"]), {}), **config}
+
+
+def checked(row: Row) -> Row:
+    """Return the row. Raises: ValueError if a value is not of its column's type, or no finite number."""
+    for name, kinds in _KINDS.items():
+        value = getattr(row, name)
+        if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{name} is {value!r}, expected {' or '.join(sorted(kind.__name__ for kind in kinds))}")
+    return row
+
+
+@contextlib.contextmanager
+def as_written(what: str) -> Iterator[None]:
+    """Say in a sentence what a block stumbles over if the files of a run, each fine by itself, are not those of one.
+
+    Args:
+        what: the folder of the run.
+    Raises: ValueError.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        reason = ("" if isinstance(error, ValueError) else f"{type(error).__name__}: ") + one_line(error)
+        raise ValueError(f"{what} does not hold what a run writes ({reason}); run the command again") from error
 
 
 def read_result(folder: Path) -> Result:
@@ -136,4 +168,10 @@ def read_result(folder: Path) -> Result:
         raise ValueError(f"no finished run in {folder}: expected rows.json there; type the command that began it again")
     remedy = "run the command again"
     config, software, rows = (read_json(folder / f"{name}.json", remedy) for name in ("config", "environment", "rows"))
-    return Result(stated(config), software, rows_from_json(rows))
+    for name, facts, texts in (("config", config, ["task"]), ("environment", software, list(software))):
+        if wrong := [key for key in texts if not isinstance(facts.get(key), str)]:
+            raise ValueError(f"{folder / name}.json is corrupt ({wrong[0]} must be a text); {remedy}")
+    try:
+        return Result(stated(config), software, rows_from_json(rows))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'rows.json'}: {error}") from error

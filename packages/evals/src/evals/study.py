@@ -9,8 +9,8 @@ from typing import Annotated
 import tyro
 from hashtrain.usage import UsageError
 
-from evals.methods import SELECTION_NAMES, SPARSE_NAMES
-from evals.plan import TaskCommand, at_least
+from evals.methods import RIVAL_NAMES, SELECTION_NAMES, SPARSE_NAMES
+from evals.plan import Phase, TaskCommand, at_least, each_positive
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,47 @@ class SuggestCommand(TaskCommand):
 
 
 @dataclass(frozen=True)
+class TuneCommand(TaskCommand):
+    """Tune the rivals on text that nothing is judged on: page size of Quest at a budget, bits and tables of MagicPIG at
+    a density, by mean KL from dense."""
+
+    methods: tuple[str, ...] = ("quest", "quest-heads", "magicpig")
+    """Rivals to tune."""
+    text: tuple[Path, ...] = ()
+    """UTF-8 text files or folders that will not be judged on; without any, the sources that our hashers train on."""
+    documents: int = 4
+    """Contexts to measure on; a run may be continued with more."""
+    pages: tuple[int, ...] = (4, 8, 16, 32)
+    """Quest: tokens of a page."""
+    bits: tuple[int, ...] = (8, 10, 12, 15)
+    """MagicPIG: bits of a table, K."""
+    tables: tuple[int, ...] = (50, 100, 150)
+    """MagicPIG: tables, L."""
+    density: float | None = None
+    """The most tokens that a setting may take, as a share of those its rows see; without it, as many as the published
+    setting takes."""
+    phase: Phase = "everywhere"
+    """Which rows are sparse, as for `ppl`."""
+    out: Path = Path("runs/tune")
+    """Where the samples, the grid and tuned.json go; the same command again goes on where it stopped."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("pages", "bits", "tables"):
+            each_positive(self, name)
+        if max(self.bits) > 31 or min(self.tables) < 2:
+            raise UsageError(
+                f"--bits must be at most 31 and --tables at least 2, got {max(self.bits)} and {min(self.tables)}"
+            )
+        if self.density is not None and not 0 < self.density <= 1:
+            raise UsageError(f"--density must be above 0 and at most 1, got {self.density:g}")
+        if len(self.budgets) != 1:
+            raise UsageError(f"--budgets of tune takes one, got {len(self.budgets)}")
+        if strange := [name for name in self.methods if name not in RIVAL_NAMES]:
+            raise UsageError(f"--methods of tune takes {', '.join(RIVAL_NAMES)}, got {', '.join(strange)}")
+
+
+@dataclass(frozen=True)
 class PaperCommand:
     """Every table and figure of the paper as a command, on the demo model by default, and what differs."""
 
@@ -99,6 +140,10 @@ class PaperCommand:
     """As for the tasks; table 1, 9 and 10 need those of `hashtrain --only all`."""
     other_hashers: Path | None = None
     """Hashers trained on another text, for table 6; without them --all leaves that table out."""
+    more_hashers: tuple[Path, ...] = ()
+    """Hashers of other code lengths, for `code length`."""
+    tuned: Path | None = None
+    """A folder of `evals tune`: tables 2 and 3 have the rivals with what it chose, too."""
     documents: int | None = None
     """Contexts or exercises of each task; without it, few enough for half an hour on two cores."""
     out: Path = Path("runs/paper")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -26,6 +26,7 @@ from hashtrain.atomic import save_tensors, write_text
 from hashtrain.config import ModelShape
 from hashtrain.manifest import begin, checksum, finish, identity, missing
 from hashtrain.models import device_of
+from hashtrain.untrusted import open_tensors
 
 Sink = Callable[[int, Tensor, Tensor, float], None]
 # By the attention that computes the output. Hugging Face looks for "sdpa" and "flash" inside names: keep them out.
@@ -87,10 +88,31 @@ class Capture:
         return self.folder / f"{context:05d}.safetensors"
 
     def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
-        """Read q [1, Hq, T, D], k [1, Hkv, T, D] in the stored dtype, and the logits' scaling."""
-        with safe_open(self.file(context), framework="pt") as file:
-            scaling = float(file.metadata()[f"scaling.{layer}"])
-            return file.get_tensor(f"q.{layer}"), file.get_tensor(f"k.{layer}"), scaling
+        """Read q [1, Hq, T, D], k [1, Hkv, T, D] in the stored dtype, and the logits' scaling.
+
+        Raises: ValueError naming the file if it holds none; FileNotFoundError if it is not there.
+        """
+        path, remedy = self.file(context), "delete it and capture again"
+        with open_tensors(path, remedy) as file:
+            scaling = (file.metadata() or {})[f"scaling.{layer}"]
+            q, k = file.get_tensor(f"q.{layer}"), file.get_tensor(f"k.{layer}")
+        alike = q.ndim == k.ndim == 4 and (q.dtype, q.shape[0], q.shape[2:]) == (k.dtype, 1, k.shape[2:])
+        if not alike or not q.is_floating_point() or q.shape[1] % max(1, k.shape[1]) or not k.numel():
+            raise ValueError(
+                f"{path} holds no queries [1, Hq, T, D] and keys [1, Hkv, T, D] of layer {layer}, got {q.dtype} "
+                f"{tuple(q.shape)} and {k.dtype} {tuple(k.shape)}; {remedy}"
+            )
+        return q, k, _scaling(path, scaling, remedy)
+
+
+def _scaling(path: Path, text: str, remedy: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{path} must hold a finite number as the logits' scaling, got {text!r}; {remedy}")
+    return value
 
 
 def capture(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from hashtrain.atomic import save_tensors
+from hashtrain.untrusted import open_tensors, parse_json
 
-_STATE = "state"
+_STATE, _DIGEST = "state", "sha256"
 
 
 class Checkpoint:
@@ -48,19 +50,37 @@ class Checkpoint:
 def save_stored(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     """Replace `path` by tensors and a JSON state. Raises: OSError if it cannot be written."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_tensors(plain, path, metadata={_STATE: json.dumps(state)})
+    text = json.dumps(state)
+    save_tensors(plain, path, metadata={_STATE: text, _DIGEST: _digest(plain, text)})
 
 
 def load_stored(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Read the tensors and the state that `save_stored` wrote; None if there is no such file.
 
-    Raises: ValueError with one sentence if the file is damaged, which no kill leaves behind.
+    Raises: ValueError with one sentence if one bit of the file is not as it was written, which no kill leaves behind.
     """
+    remedy = "delete it and run the same command again"
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_tensors(path, remedy) as file:
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-            return tensors, json.loads((file.metadata() or {})[_STATE])
     except FileNotFoundError:
         return None
-    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it and run the same command again") from error
+    try:
+        text = metadata[_STATE]
+        if metadata[_DIGEST] != _digest(tensors, text):
+            raise ValueError("its checksum does not match")
+        state = parse_json(text, strict=False)
+        if not isinstance(state, dict):
+            raise ValueError(f"expected a JSON object as its state, got {type(state).__name__}")
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); {remedy}") from error
+    return tensors, state
+
+
+def _digest(tensors: dict[str, Tensor], state: str) -> str:
+    sha = hashlib.sha256(state.encode())
+    for name, tensor in sorted(tensors.items()):
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.flatten().view(torch.uint8).numpy())
+    return sha.hexdigest()

@@ -55,10 +55,7 @@ class InspectCommand:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0, or 2 after one sentence on stderr if the input cannot be used."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
-        given.insert(0, "train")
-    return guarded("hashtrain", lambda: _run(given))
+    return guarded("hashtrain", lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
 Command = TrainCommand | CaptureCommand | ConvertCommand | InspectCommand | PushCommand
@@ -67,11 +64,7 @@ Command = TrainCommand | CaptureCommand | ConvertCommand | InspectCommand | Push
 def _run(arguments: list[str]) -> int:
     from hashtrain.settings import with_config
 
-    arguments = with_config(arguments)
-    command = _parse(arguments, {})
-    if isinstance(command, TrainCommand) and command.model != DEMO:  # whose defaults are others
-        command = _parse(arguments, PAPER)
-    match command:
+    match command := parse(with_config(_named(arguments))):
         case CaptureCommand():
             return _capture(command)
         case TrainCommand():
@@ -82,6 +75,24 @@ def _run(arguments: list[str]) -> int:
             return _push(command)
         case InspectCommand():
             return _inspect(command)
+
+
+def parse(arguments: list[str]) -> Command:
+    """Read a command line, without a look at what it names.
+
+    Raises: UsageError if a setting cannot be; SystemExit, after a message, if there is no such command or setting.
+    """
+    given = _named(arguments)
+    command = _parse(given, {})
+    if isinstance(command, TrainCommand) and command.model != DEMO:  # whose defaults are others
+        command = _parse(given, PAPER)
+    return command
+
+
+def _named(arguments: list[str]) -> list[str]:
+    """Name the command: `train` if none is."""
+    bare = not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help"))
+    return ["train", *arguments] if bare else arguments
 
 
 def _parse(arguments: list[str], defaults: dict[str, Any]) -> Command:

@@ -26,19 +26,22 @@ class ModelShape:
     those of the first layer."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.per_layer, list | tuple) or any(len(heads) != 3 for heads in self.per_layer):
+        for name in ("num_layers", "num_query_heads", "num_kv_heads", "head_dim"):
+            _require_size(name, getattr(self, name))
+        if not isinstance(self.per_layer, list | tuple) or any(
+            not isinstance(heads, list | tuple) or len(heads) != 3 for heads in self.per_layer
+        ):
             raise ValueError(f"per_layer must list query heads, KV heads and head_dim, got {self.per_layer!r}")
+        if not isinstance(self.rope, dict):
+            raise ValueError(f"rope must be an object, got {self.rope!r}")
         object.__setattr__(self, "per_layer", tuple(tuple(heads) for heads in self.per_layer))  # JSON has lists
         if self.per_layer and len(self.per_layer) != self.num_layers:
             raise ValueError(f"per_layer must have {self.num_layers} layers, got {len(self.per_layer)}")
-        for name in ("num_layers", "num_query_heads", "num_kv_heads", "head_dim"):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= 1 << 20:
-                raise ValueError(f"{name} must be an integer of 1 or more, got {value!r}")
-        if self.num_query_heads % self.num_kv_heads:
-            raise ValueError(
-                f"query heads must be a multiple of KV heads, got {self.num_query_heads} and {self.num_kv_heads}"
-            )
+        for hq, hkv, d in ((self.num_query_heads, self.num_kv_heads, self.head_dim), *self.per_layer):
+            for value in (hq, hkv, d):
+                _require_size("heads and head_dim by layer", value)
+            if hq % hkv:
+                raise ValueError(f"query heads must be a multiple of KV heads, got {hq} and {hkv}")
 
     def at(self, layer: int) -> ModelShape:
         """Return the shape of one layer as that of a model whose layers are all like it."""
@@ -73,6 +76,11 @@ class ModelShape:
         return cls(count, hq, hkv, d, rope, tuple(heads) if len(set(heads)) > 1 else ())
 
 
+def _require_size(name: str, value: Any) -> None:
+    if type(value) is not int or not 1 <= value <= 1 << 20:
+        raise ValueError(f"{name} must be an integer of 1 or more, got {value!r}")
+
+
 def _heads(config: Any) -> tuple[int, int, int]:
     """Read query heads, KV heads and head_dim of one layer's config."""
     hq = config.num_attention_heads
@@ -102,7 +110,11 @@ class HasherConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        if self.planes == 0:
+        if not isinstance(self.base_model, str) or not isinstance(self.base_revision, str | None):
+            raise ValueError(
+                f"base_model and base_revision must be texts, got {self.base_model!r} and {self.base_revision!r}"
+            )
+        if type(self.planes) is int and self.planes == 0:
             object.__setattr__(self, "planes", 5 if self.variant == "transform" else 3)
         if self.variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")

@@ -1,12 +1,18 @@
 """Read the hashers that the paper's authors published, and write them in this project's format.
 
 A published file is a list of tensors, four a layer from layer 0 on: P0 [1, Hq, D, D], b0 [1, Hq, 1, D], P1, b1, for
-`h = SiLU(x P0 + b0) + x` and `h P1 + b1 + h`. The format itself is a zip of a pickle; nothing but tensors is unpickled.
+`h = SiLU(x P0 + b0) + x` and `h P1 + b1 + h`. The format itself is a zip of a pickle. Before torch reads it:
+
+1. the sizes that the zip states, of files stored as they are, must be those of this model at most;
+2. the pickle's opcodes are listed, without running them: it may name torch's tensors and storages and nothing else;
+3. its files are read with their checksums and put into a new zip in memory, so that torch sees what was checked.
 """
 
 from __future__ import annotations
 
-import struct
+import io
+import pickletools
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +24,11 @@ from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.hasher import Hasher
 
 _PER_LAYER = 4
+_MAX_ENTRIES = 1 << 16
+_MAX_PICKLE_BYTES = 1 << 20
+_NAMES = re.compile(r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|collections OrderedDict", re.ASCII)
+_CALLS = {"INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4", "BUILD"}
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def convert(path: str | Path, model_config: Any, out: str | Path, base_model: str = "") -> Hasher:
@@ -52,17 +63,13 @@ def _read(path: Path, shape: ModelShape) -> list[Any]:
     d, wanted = shape.head_dim, _PER_LAYER * shape.num_layers
     largest = 2 * 4 * shape.num_layers * shape.num_query_heads * (2 * d * d + 2 * d) + (1 << 20)
     try:
-        with zipfile.ZipFile(path) as archive:
-            content = sum(entry.file_size for entry in archive.infolist())
-    except (zipfile.BadZipFile, OSError, ValueError, struct.error) as error:
-        raise ValueError(f"{path} is truncated or not a file of torch.save ({error}); download it again") from error
-    if content > largest:
-        raise ValueError(f"{path} holds {content} bytes, expected at most {largest} for this model")
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes make the unpickler stumble in any way
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"{path} is damaged or holds more than tensors ({reason}); download it again") from error
+        archive = _checked_archive(path, largest)
+        found = torch.load(archive, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes make a zip's reader and the unpickler stumble in any way
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ValueError(
+            f"{path} is truncated, damaged or holds more than tensors ({reason}); download it again"
+        ) from error
     if not isinstance(found, list | tuple):
         raise ValueError(f"{path} must hold a list of tensors, got {type(found).__name__}")
     if len(found) != wanted:
@@ -73,13 +80,43 @@ def _read(path: Path, shape: ModelShape) -> list[Any]:
     return list(found)
 
 
+def _checked_archive(path: Path, largest: int) -> io.BytesIO:
+    """Copy the zip's files, checked, into a new one in memory. Raises: any exception if the file is not usable."""
+    copied = io.BytesIO()
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(copied, "w") as copy:
+        entries = archive.infolist()
+        content = sum(entry.file_size for entry in entries)
+        if content > largest or len(entries) > _MAX_ENTRIES:
+            raise ValueError(f"it holds {content} bytes in {len(entries)} files, expected at most {largest} bytes")
+        if any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries):
+            raise ValueError("expected files stored as they are, got compressed ones")
+        if len({entry.filename for entry in entries}) != len(entries):
+            raise ValueError("two of its files have the same name")
+        pickles = [entry for entry in entries if entry.filename.endswith("data.pkl")]
+        if len(pickles) != 1 or pickles[0].file_size > _MAX_PICKLE_BYTES:
+            raise ValueError(f"expected one file data.pkl of at most {_MAX_PICKLE_BYTES} bytes, got {len(pickles)}")
+        _require_tensors_only(archive.read(pickles[0]))
+        for entry in entries:
+            copy.writestr(entry.filename, archive.read(entry))
+    copied.seek(0)
+    return copied
+
+
+def _require_tensors_only(pickle: bytes) -> None:
+    """List the opcodes of a pickle, of which nothing is run. Raises: ValueError if one calls more than tensors need."""
+    for opcode, argument, _ in pickletools.genops(pickle):
+        if opcode.name in _CALLS or (opcode.name == "GLOBAL" and not _NAMES.fullmatch(str(argument))):
+            raise ValueError(f"it asks for {argument or opcode.name}, expected tensors alone")
+
+
 def _checked(tensor: Any, size: tuple[int, ...], path: Path, layer: int, place: int) -> Tensor:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tuple(tensor.shape) != (1, *size):
+    plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not plain or tensor.dtype not in _DTYPES or tuple(tensor.shape) != (1, *size):
         got = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ValueError(f"{path}, tensor {place} of layer {layer}: expected floats of {(1, *size)}, got {got}")
     if not tensor.isfinite().all():
         raise ValueError(f"{path}, tensor {place} of layer {layer} is not finite; download the file again")
-    return tensor[0].float()
+    return tensor.detach()[0].float()
 
 
 def _card(config: HasherConfig, source: str) -> str:

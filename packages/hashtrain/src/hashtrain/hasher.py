@@ -12,21 +12,22 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from huggingface_hub import ModelHubMixin, snapshot_download
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hashtrain.atomic import save_tensors, write_text
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.layers import BY_VARIANT, LayerHasher, shapes
+from hashtrain.untrusted import inside, open_tensors, read_json_object
 
 _MAX_CONFIG_BYTES = 1 << 20
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILES = ["config.json", "README.md", "hasher-*.safetensors"]
+_WEIGHTS = re.compile(r"hasher-[0-9a-f]{12}\.safetensors", re.ASCII)
+_REMEDY = "train the hasher anew"
 
 
 def make_layer(config: HasherConfig, layer: int, seed: int | None = 0) -> LayerHasher:
@@ -147,21 +148,22 @@ class Hasher(nn.Module, ModelHubMixin):
         config, weights = _read_config(folder)
         path = folder / weights
         try:
-            _check_header(path, config)  # before anything is made: a wrong config must not allocate
-            hasher = cls(config, seed=None)
-            tensors = load_file(path)
-            hasher.load_state_dict(tensors)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"{path} is missing, truncated or not safetensors ({error}); train the hasher anew"
-            ) from error
+            with open_tensors(inside(path), _REMEDY) as file:
+                _check_header(path, file, config)  # before anything is made: a wrong config must not allocate
+                tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+        except FileNotFoundError as error:
+            raise ValueError(f"{path} is missing; {_REMEDY}") from error
+        if weights != _weights_name(tensors):
+            raise ValueError(f"{path} is damaged: its content is not what its name says; {_REMEDY}")
+        if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise ValueError(f"{path} holds numbers that are not finite, in {broken[0]}; {_REMEDY}")
+        hasher = cls(config, seed=None)
+        hasher.load_state_dict(tensors)
         for layer in range(len(hasher.layers)):
             try:
                 hasher.layer(layer).check()
             except ValueError as error:
-                raise ValueError(f"{path} holds an impossible layer {layer}: {error}; train the hasher anew") from error
-        if weights != _weights_name(tensors):
-            raise ValueError(f"{path} is damaged: its content is not what its name says; train the hasher anew")
+                raise ValueError(f"{path} holds an impossible layer {layer}: {error}; {_REMEDY}") from error
         hasher.card = _read_card(folder / "README.md")
         return hasher.eval().requires_grad_(False)
 
@@ -179,30 +181,28 @@ def _read_card(path: Path) -> str:
     """Return the text, or none where it is no text of a card's size: it decides nothing."""
     if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:
         return ""
-    return path.read_text(encoding="utf-8", errors="replace")
+    return inside(path).read_text(encoding="utf-8", errors="replace")
 
 
-def _check_header(path: Path, config: HasherConfig) -> None:
-    """Raise ValueError unless the file's header names exactly the tensors that the config describes."""
-    layers = [shapes(config.at(index)) for index in range(config.shape.num_layers)]
-    with safe_open(path, framework="pt") as file:
-        names = set(file.keys())
-        count = sum(map(len, layers))
-        if len(names) != count:
-            raise ValueError(
-                f"{path} does not hold what config.json describes: expected {count} tensors, got {len(names)}; "
-                "train the hasher anew"
-            )
-        for index, tensors in enumerate(layers):
-            for name, size in tensors.items():
-                full = f"layers.{index}.{name}"
-                part = file.get_slice(full) if full in names else None
-                found = None if part is None else (part.get_dtype(), *part.get_shape())
-                if found != ("F32", *size):
-                    raise ValueError(
-                        f"{path} does not hold what config.json describes: tensor {full} expected {('F32', *size)}, "
-                        f"got {found}; train the hasher anew"
-                    )
+def _check_header(path: Path, file: Any, config: HasherConfig) -> None:
+    """Raise ValueError unless the open file's header names exactly the tensors that the config describes."""
+
+    def refuse(reason: str) -> NoReturn:
+        raise ValueError(f"{path} does not hold what config.json describes: {reason}; {_REMEDY}")
+
+    names, layers = set(file.keys()), config.shape.num_layers
+    if layers > len(names):  # before that many shapes are listed
+        refuse(f"expected tensors of {layers} layers, got {len(names)} tensors")
+    wanted = {
+        f"layers.{index}.{name}": size for index in range(layers) for name, size in shapes(config.at(index)).items()
+    }
+    if len(names) != len(wanted):
+        refuse(f"expected {len(wanted)} tensors, got {len(names)}")
+    for name, size in wanted.items():
+        part = file.get_slice(name) if name in names else None
+        found = None if part is None else (part.get_dtype(), *part.get_shape())
+        if found != ("F32", *size):
+            refuse(f"tensor {name} expected {('F32', *size)}, got {found}")
 
 
 def _weights_name(tensors: dict[str, Tensor]) -> str:
@@ -218,13 +218,11 @@ def _read_config(folder: Path) -> tuple[HasherConfig, str]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"no hasher at {folder}: expected a config.json there; train one with `uv run hashtrain`")
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise ValueError(f"{path} is larger than {_MAX_CONFIG_BYTES} bytes: not a hasher's config")
+    data = read_json_object(inside(path), _REMEDY, _MAX_CONFIG_BYTES)
+    weights = data.pop("weights", None)
+    if not isinstance(weights, str) or not _WEIGHTS.fullmatch(weights):
+        raise ValueError(f"{path} names no weight file of its own folder, got {weights!r}; {_REMEDY}")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); train the hasher anew") from error
-    weights = data.pop("weights", None) if isinstance(data, dict) else None
-    if not isinstance(weights, str) or Path(weights).name != weights or not weights.endswith(".safetensors"):
-        raise ValueError(f"{path} names no weight file of its own folder, got {weights!r}; train the hasher anew")
-    return HasherConfig.from_dict(data), weights
+        return HasherConfig.from_dict(data), weights
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

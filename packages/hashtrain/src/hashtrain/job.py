@@ -152,9 +152,12 @@ def result(job: LayerJob) -> LayerResult:
     if stored is None:
         raise ValueError(f"{job.finished} is missing: expected a finished layer; run the same command again")
     tensors, state = stored
-    losses = tensors.pop("losses").tolist()
-    plain = {name.removeprefix("hasher."): tensor for name, tensor in tensors.items()}
-    return LayerResult(plain, losses, state["stopped"], state["quality"])
+    try:
+        losses = tensors.pop("losses").tolist()
+        plain = {name.removeprefix("hasher."): tensor for name, tensor in tensors.items()}
+        return LayerResult(plain, losses, state["stopped"], state["quality"])
+    except KeyError as error:
+        raise ValueError(f"{job.finished} lacks {error}; delete it and run the same command again") from error
 
 
 def _train(job: LayerJob, hasher: LayerHasher, checkpoint: Checkpoint, report: Report) -> tuple[list[float], str]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from hashtrain.atomic import write_text
 from hashtrain.models import device_of
+from hashtrain.untrusted import read_json_object
 
 _NAME, _FORMAT = "manifest.json", 1
 _OURS = re.compile(r"\d{5}\.(safetensors|json)|manifest\.json|\.(\d{5}\.\w+|manifest\.json)\.\w{8}")
@@ -114,16 +115,15 @@ def _whole(path: Path, recorded: dict[str, Any]) -> bool:
 
 
 def _same(manifest: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    return "files" in manifest and {key: manifest.get(key) for key in wanted} == wanted
+    return isinstance(manifest.get("files"), dict) and {key: manifest.get(key) for key in wanted} == wanted
 
 
 def _read(path: Path) -> dict[str, Any]:
     """Read a JSON file; empty if there is none, or it is not one of ours: then what it speaks of is made anew."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
+        return read_json_object(path, "capture again")
+    except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def weights_hash(model: PreTrainedModel) -> str:

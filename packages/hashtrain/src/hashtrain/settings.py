@@ -15,9 +15,11 @@ import transformers
 
 import hashtrain
 from hashtrain.plan import TrainCommand
+from hashtrain.untrusted import read_text
 from hashtrain.usage import UsageError
 
 _NOT_STORED = {"config", "dry_run"}
+_MAX_BYTES = 1 << 20
 _SWITCHES = {field.name for field in fields(TrainCommand) if isinstance(field.default, bool)}
 
 
@@ -36,8 +38,8 @@ def with_config(arguments: list[str]) -> list[str]:
         raise UsageError("--config needs a TOML file")
     path = Path(words[at + 1])
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        found = tomllib.loads(read_text(path, _MAX_BYTES))
+    except (OSError, ValueError, RecursionError) as error:  # a ValueError of another kind for digits by the thousand
         raise UsageError(f"--config {path} is not a TOML file that can be read: {error}") from error
     return [words[0], *_words(path, found), *words[1:at], *words[at + 2 :]]
 
@@ -53,6 +55,8 @@ def _words(path: Path, found: dict[str, Any]) -> list[str]:
             wanted = "true or false" if switch else "a text, a number or a list"
             raise UsageError(f"--config {path} sets {key} to {value!r}, expected {wanted}")
         values = value if isinstance(value, list) else [value]
+        if any(str(word).startswith("--") or not isinstance(word, str | int | float) for word in values):
+            raise UsageError(f"--config {path} sets {key} to {value!r}, expected texts that are no flags, or numbers")
         if switch:
             words.append(f"--{name}" if value else f"--no-{name}")
         elif values:

@@ -19,6 +19,7 @@ from hashtrain.layers import LayerHasher
 from hashtrain.loss import ranking_loss, reconstruction_loss
 from hashtrain.snapshots import Snapshots
 from hashtrain.target import Pairs, attention, sample_pairs
+from hashtrain.untrusted import one_line
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +131,13 @@ class Training:
         self.losses: list[float] = []
         self.stopped = ""
         if checkpoint and (found := checkpoint.load()):
-            self._restore(*found)
+            try:
+                self._restore(*found)
+            except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"{checkpoint.path} is no checkpoint of this layer's training ({one_line(error)}); delete it and "
+                    "run the same command again"
+                ) from error
         ranks.wait()  # before the first of them may write the next checkpoint
 
     def run(self, on_step: Callable[[int, float], None] = lambda step, loss: None, until: int | None = None) -> None:
@@ -234,16 +241,31 @@ class Training:
         return tensors, {"best": best, "stopped": self.stopped}
 
     def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        own = {name: (t.dtype, t.shape) for name, t in self.hasher.state_dict().items()}
+        for part in ("hasher", "best"):  # before anything is changed
+            if {name: (t.dtype, t.shape) for name, t in _part(tensors, part).items()} != own:
+                raise ValueError(f"its tensors {part} are of another shape")
+        losses, stopped, best = tensors["losses"], state["stopped"], state["best"]
+        if losses.ndim != 1 or not isinstance(stopped, str) or type(best) not in (float, type(None)):
+            raise ValueError("its losses or its state are of another shape")
+        parameters = list(self.hasher.parameters())
+        sizes = {f"{i}.{name}": p.shape for i, p in enumerate(parameters) for name in ("exp_avg", "exp_avg_sq")}
+        sizes |= {f"{i}.step": torch.Size() for i in range(len(parameters))}
+        found = _part(tensors, "optimizer")
+        numbers = {name.partition(".")[0] for name in found}  # of the parameters that have had a gradient
+        whole = {f"{number}.{name}" for number in numbers for name in ("step", "exp_avg", "exp_avg_sq")}
+        if found.keys() != whole or any(tensor.shape != sizes.get(name) for name, tensor in found.items()):
+            raise ValueError("its moments are of another shape")
+        self.generator.set_state(tensors["generator"])
         self.hasher.load_state_dict(_part(tensors, "hasher"))
         self.snapshots.tensors = _part(tensors, "best")
-        self.snapshots.mean = math.inf if state["best"] is None else state["best"]
+        self.snapshots.mean = math.inf if best is None else best
         moments: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in _part(tensors, "optimizer").items():
+        for name, tensor in found.items():
             number, _, what = name.partition(".")
             moments.setdefault(int(number), {})[what] = tensor
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
-        self.generator.set_state(tensors["generator"])
-        self.losses, self.stopped = tensors["losses"].tolist(), state["stopped"]
+        self.losses, self.stopped = losses.tolist(), stopped
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -27,13 +27,16 @@ _WARM_UP = 32  # tokens of prompt; the kernels are compiled or loaded by them
 class TimedStreamer(TextStreamer):
     """Writes text as its tokens come, and notes when they came.
 
+    Args:
+        write: is given each piece of text.
+        decoding: of the tokenizer's `decode`, such as skip_special_tokens.
     Attributes:
         times: seconds since the start, one for each new token.
         tokens: the new tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object]):
-        super().__init__(tokenizer, skip_prompt=True)  # pyright: ignore[reportArgumentType]
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], object], **decoding: Any):
+        super().__init__(tokenizer, skip_prompt=True, **decoding)  # pyright: ignore[reportArgumentType]
         self._write, self._began = write, time.perf_counter()
         self.times: list[float] = []
         self.tokens: list[int] = []
@@ -49,6 +52,22 @@ class TimedStreamer(TextStreamer):
         """Write what can no longer change."""
         self._write(text + "\n" * stream_end)
 
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The rate after the first token, which waits for the prefill; None if there was no other."""
+        count = len(self.times)
+        return (count - 1) / (self.times[-1] - self.times[0]) if count > 1 else None
+
+
+def load_selector(hasher: str, model: PreTrainedModel) -> HashSelector:
+    """Load the hasher of a folder or hub id, or draw untrained codes for `lsh`.
+
+    Raises: ValueError with one sentence if there is no such hasher.
+    """
+    if hasher == UNTRAINED:
+        return LshSelector(model.get_decoder().config)
+    return HashSelector(Hasher.from_pretrained(hasher))
+
 
 @torch.no_grad()
 def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
@@ -61,11 +80,7 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     text = _read(command)
     model, tokenizer = load_model(command.model_path)
     ids = _tokens(command, text, model, tokenizer)
-    selector = (
-        LshSelector(model.get_decoder().config)
-        if command.hasher == UNTRAINED
-        else HashSelector(Hasher.from_pretrained(command.hasher))
-    )
+    selector = load_selector(command.hasher, model)
     budget = Budget(command.fraction, command.min_tokens, sink=command.sink, recent=command.recent)
 
     def write(text: str) -> None:
@@ -78,7 +93,7 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
         if command.compare:
             write(f"--- {name}\n")
         with attach(model, chosen, budget, dense_layers=command.dense_layers) as attachment:
-            _run(model, ids[:, :_WARM_UP], 2, None)
+            warm_up(model, ids)
             attachment.reset_density()
             streamers[name] = TimedStreamer(tokenizer, write)
             cache = _run(model, ids, command.max_new_tokens, streamers[name])
@@ -91,6 +106,11 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     return found
 
 
+def warm_up(model: PreTrainedModel, ids: Tensor) -> None:
+    """Take a step after the first tokens of a prompt [1, T], so that kernels are compiled before anything is timed."""
+    _run(model, ids[:, :_WARM_UP], 2, None)
+
+
 def _run(model: PreTrainedModel, ids: Tensor, tokens: int, streamer: TimedStreamer | None) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "do_sample": False}
@@ -101,13 +121,12 @@ def _run(model: PreTrainedModel, ids: Tensor, tokens: int, streamer: TimedStream
 
 
 def _measured(attachment: Attachment, streamer: TimedStreamer, cache: DynamicCache) -> dict[str, Any]:
-    first, last, count = streamer.times[0], streamer.times[-1], len(streamer.times)
     kv, codes = attachment.memory(cache)
     selected, visible = (sum(column) for column in zip((0, 0), *attachment.counts().values(), strict=True))
     return {
-        "new_tokens": count,
-        "prefill_seconds": first,
-        "tokens_per_second": (count - 1) / (last - first) if count > 1 else None,
+        "new_tokens": len(streamer.times),
+        "prefill_seconds": streamer.times[0],
+        "tokens_per_second": streamer.tokens_per_second,
         "density": selected / visible if visible else None,
         "kv_bytes": kv,
         "code_bytes": codes,

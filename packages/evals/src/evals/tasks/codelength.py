@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +15,15 @@ from sparse_decode import HashSelector, QueryHeadHasher
 
 from evals.commands import CodelengthCommand
 from evals.documents import TokenDocument
-from evals.methods import LoadedMethod
+from evals.methods import LoadedMethod, load_methods, without_hasher
 from evals.metrics import Estimate, bootstrap, resampled_means
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.tasks.iou import HEADS, METRICS, Cell, measure
 from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+
+AT = " at "
+"""Between the name of a hasher of --more-hashers and its length."""
 
 
 def run(command: CodelengthCommand, console: Console) -> Result:
@@ -28,7 +33,11 @@ def run(command: CodelengthCommand, console: Console) -> Result:
     """
     ready = prepare(command, "codelength", console)
     lsh = [untrained(ready, bits, command.seed) for bits in command.bits]
-    ready = replace(ready, methods=[*lsh, *(method for method in ready.methods if method.selector)])
+    learned = [method for method in ready.methods if method.selector]
+    learned += further(command.more_hashers, command.methods, learned, ready.model.config)
+    identities = {method.name: method.identity for method in learned}
+    settings = {**ready.settings, "method_identities": identities}
+    ready = replace(ready, methods=[*lsh, *learned], settings=settings)
     budget = command.budgets[0]
     cells = [Cell(method.name, budget, heads) for heads in HEADS for method in ready.methods]
 
@@ -49,7 +58,64 @@ def run(command: CodelengthCommand, console: Console) -> Result:
                 finite(cell[metric])
 
     samples = each_document(command, ready, console, 1, check, compute)
-    return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
+    result = finish(command, ready, list(_rows(command, ready, cells, samples)), console)
+    for sentence in sentences(result):
+        console.print(sentence, highlight=False)
+    return result
+
+
+def further(
+    folders: Sequence[Path], names: Sequence[str], held: Sequence[LoadedMethod], model_config: Any
+) -> list[LoadedMethod]:
+    """Load hashers of other code lengths, named after their length: `planes at 64`.
+
+    Raises: ValueError if a folder has none of the names, or one of a name and length that is there already.
+    """
+    taken = {(method.name, length_of(method)) for method in held}
+    found: list[LoadedMethod] = []
+    for folder in folders:
+        lacking = without_hasher(names, folder)
+        present = [name for name in names if name not in lacking]
+        if not present:
+            raise ValueError(
+                f"no hasher of {', '.join(names)} in {folder}: make them with `uv run hashtrain --bits N --only "
+                f"{' '.join(names)} --out {folder}`"
+            )
+        for method in load_methods(present, folder, model_config):
+            bits = length_of(method)
+            if (method.name, bits) in taken:
+                raise ValueError(
+                    f"each hasher must have a length of its own, got {method.name} of {bits} bits in {folder} again; "
+                    "leave that folder out of --more-hashers"
+                )
+            taken.add((method.name, bits))
+            found.append(replace(method, name=f"{method.name}{AT}{bits}"))
+    return found
+
+
+def length_of(method: LoadedMethod) -> int:
+    """Return the bits of a code of one hash function, of which `paper` has one a query head."""
+    if not isinstance(method.selector, HashSelector) or not isinstance(method.selector.hasher, Hasher):
+        raise TypeError(f"{method.name} makes no codes")
+    return method.selector.hasher.config.bits
+
+
+def sentences(result: Result) -> list[str]:
+    """Say how long untrained LSH must be to equal each learned hash."""
+    longest, found = max(result.config["bits"]), []
+    for row in result.select(metric="equal_lsh_bits"):
+        at = {"method": row.method, "heads": row.heads}
+        times = result.one(metric="times_shorter", **at).value
+        beyond, length = row.value >= longest, round(row.value / times)
+        words = f"{'more than ' if beyond else ''}{row.value:.0f} bits"
+        if row.low is not None and row.high is not None and not beyond:
+            words += f" [{row.low:.0f}, {row.high:.0f}]"
+        kept = "" if row.bits == length else f", of which a KV head keeps {(row.bits or 0) // length} codes"
+        found.append(
+            f"{row.where}: untrained LSH needs {words} to find as much as `{row.method}` of {length} bits{kept}: "
+            f"{'more than ' if beyond else ''}{times:.1f} times as many"
+        )
+    return found
 
 
 def untrained(ready: Ready, bits: int, seed: int) -> LoadedMethod:
@@ -71,6 +137,7 @@ def equal_length(bits: np.ndarray, iou: np.ndarray, target: float) -> float:
 def _rows(command: CodelengthCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
     row = rows_of(command, ready, "rows", len(samples))
     by_bits = np.array(sorted(command.bits))
+    bits = {method.name: length_of(method) for method in ready.methods}
     for heads in HEADS:
         where = {"kv_head": "one set per KV head", "query_head": "one set per query head"}[heads]
         at = {"where": where, "budget": command.budgets[0], "rule": "visible", "density": None, "heads": heads}
@@ -89,3 +156,5 @@ def _rows(command: CodelengthCommand, ready: Ready, cells: list[Cell], samples: 
                 drawn = [equal_length(by_bits, line[:-1], line[-1]) for line in resampled_means(columns, command.seed)]
                 low, high = (float(edge) for edge in np.percentile(drawn, [2.5, 97.5]))
             yield row(name, "equal_lsh_bits", Estimate(value, low, high), **at)
+            edges = (None if edge is None else edge / bits[name] for edge in (low, high))
+            yield row(name, "times_shorter", Estimate(value / bits[name], *edges), **at)

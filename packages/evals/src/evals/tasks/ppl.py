@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from evals.result import Result, Row
 from evals.rivals import MagicPigSelector
 from evals.runner import finite
 from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.tuned import Tuned, read_tuned, with_tuned
 
 PAPER_MIN_TOKENS = 20
 _MEASURED = ("nll", "kl", "density", "seconds")
@@ -68,6 +70,8 @@ def run(command: PplCommand, console: Console) -> Result:
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
     ready = prepare(command, "ppl", console)
+    if command.tuned is not None:
+        ready = with_choice(ready, read_tuned(command.tuned, ready.settings["model_identity"]))
     cells = cells_of(command, [method.name for method in ready.methods if method.selector])
     methods = {method.name: method for method in ready.methods}
 
@@ -86,6 +90,17 @@ def run(command: PplCommand, console: Console) -> Result:
 
     samples = each_document(command, ready, console, 1 + len(cells), check, compute)
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
+
+
+def with_choice(ready: Ready, tuned: Tuned) -> Ready:
+    """Add the rivals that were tuned. Raises: ValueError if a context to judge on is one that they were tuned on."""
+    if seen := [document.name for document in ready.documents if document.digest in tuned.documents]:
+        raise ValueError(f"{seen[0]} is a context that the rivals were tuned on; tune them on another text")
+    methods = with_tuned(ready.methods, tuned)
+    settings = {**ready.settings, "methods": [method.name for method in methods]}
+    return replace(
+        ready, methods=methods, settings=settings | {"method_identities": {m.name: m.identity for m in methods}}
+    )
 
 
 @torch.inference_mode()

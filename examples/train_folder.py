@@ -1,0 +1,98 @@
+"""Train hash functions on a folder of text, step by step through the public functions.
+
+    uv run examples/train_folder.py notes/                                          # for the demo model
+    uv run examples/train_folder.py notes/ --model path/or/hub-id --out runs/mine
+
+This is what `uv run hashtrain --text notes/` does, without its workers, checkpoints and reports: read it to see the
+parts, or to put them together otherwise. Takes .txt, .md and .py files; .jsonl and .parquet with the extra `datasets`.
+"""
+
+import argparse
+import pathlib
+import sys
+import tempfile
+
+import torch
+from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig, train_layer
+from hashtrain.capture import Capture, capture
+from hashtrain.corpus import contexts, read_texts, split
+from hashtrain.demo import demo_model_path
+from hashtrain.layers import LayerHasher
+from hashtrain.metrics import hash_quality
+from hashtrain.models import load_model
+from hashtrain.remainder import calibrate
+from hashtrain.usage import guarded
+from transformers.utils import logging
+
+FRACTION = 0.02  # of the visible tokens: what is trained for and judged
+
+
+def judge(hasher: LayerHasher, layer: int, held: Capture) -> tuple[float, float]:
+    """Return IoU and attention mass of the hasher's selections on held-out contexts, each row's top 2 %."""
+    found = []
+    for context in range(len(held)):
+        q, k, scaling = held.read(context, layer)
+        rows = torch.arange(k.shape[2] // 4, k.shape[2], 16)  # early rows have budgets of a few tokens
+        quality = hash_quality(hasher, q[:, :, rows], k, rows, FRACTION, scaling)
+        found.append(torch.stack([quality.iou.mean(), quality.mass.mean()]))
+    iou, mass = torch.stack(found).mean(0).tolist()
+    return iou, mass
+
+
+def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
+    """Train every layer, print what it found before and after, and return the hasher."""
+    model, tokenizer = load_model(given.model)
+    # 1. Text, parted into what is trained on and what is judged on, cut into contexts of tokens.
+    seen, unseen = split(read_texts(given.text))
+    lots = contexts(seen, tokenizer, given.context, given.contexts), contexts(unseen, tokenizer, given.context, 8)
+    # 2. Queries and keys of every layer, as attention sees them, on the disk.
+    learnt, held = (capture(model, lot, folder / str(i), dtype=torch.bfloat16) for i, lot in enumerate(lots))
+    print(f"{len(learnt)} contexts of {given.context} tokens to train on, {len(held)} held out")
+    # 3. A hasher of the model's shape. It starts as a random rotation, which is untrained LSH.
+    name = pathlib.Path(given.model).name if pathlib.Path(given.model).is_dir() else given.model
+    hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config), base_model=name))
+    settings = TrainConfig(FRACTION, given.steps, learning_rate=given.learning_rate, min_position=given.context // 16)
+    for number in range(hasher.config.shape.num_layers):
+        layer = hasher.layer(number)
+        before = judge(layer, number, held)
+        # 4. Rank what exact attention ranks highest above the rest (docs/algorithm.md, eq. 10). Layers are independent.
+        train_layer(layer, number, learnt, settings)
+        # 5. Fit the estimate of what a selection leaves out (eq. 15); `attach` then adds it back.
+        calibrate(layer, number, learnt)
+        after = judge(layer, number, held)
+        print(
+            f"layer {number}: IoU {before[0]:.3f} -> {after[0]:.3f}, attention mass {before[1]:.3f} -> {after[1]:.3f}"
+        )
+    return hasher
+
+
+def run(arguments: list[str] | None) -> int:
+    """Read the arguments, train and store."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=pathlib.Path, nargs="+", help="files and folders of text")
+    parser.add_argument("--model", default=str(demo_model_path()), help="a folder or hub id; the demo model without it")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/folder"), help="the hasher's folder")
+    parser.add_argument("--context", type=int, default=2048, help="tokens a context")
+    parser.add_argument("--contexts", type=int, default=40, help="the most contexts to train on")
+    parser.add_argument("--steps", type=int, default=300, help="optimiser steps a layer")
+    parser.add_argument("--learning-rate", type=float, default=6e-3, help="the highest; the best for the demo model")
+    given = parser.parse_args(arguments)
+    if given.context < 64 or given.contexts < 1:
+        parser.error(f"expected contexts of at least 64 tokens, and one, got {given.context} and {given.contexts}")
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # its redrawn line would fill a log file
+    with tempfile.TemporaryDirectory() as folder:
+        hasher = train(given, pathlib.Path(folder))
+    # 6. A folder of a config and one safetensors file.
+    hasher.save_pretrained(given.out, card=f"Trained by examples/train_folder.py for {hasher.config.base_model}.\n")
+    print(f"stored in {given.out}; next: uv run examples/attach_local.py --hasher {given.out}")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run it. Returns 0, or 2 after one sentence on stderr if the input cannot be used."""
+    return guarded("train_folder", lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,157 @@
+"""Rivals tuned as ours are: a grid of their parameters on text that nothing is judged on, by mean KL from dense.
+
+1. Every setting of the grid is measured on every context, the published one among them.
+2. Of those that take no more tokens than the limit (the published setting's measured density by default), the one with
+   the least mean KL is chosen.
+3. The choice goes to tuned.json with the contexts' digests, so that no one judges it on them; the grid to the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from hashtrain.corpus import python_sources
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from evals.documents import TokenDocument, load_documents
+from evals.metrics import Estimate, bootstrap
+from evals.result import Result, Row, write_json
+from evals.runner import finite
+from evals.study import TuneCommand
+from evals.tasks import ppl
+from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.tuned import FILE, PUBLISHED, rival
+
+
+class Setting(NamedTuple):
+    """One point of the grid."""
+
+    name: str
+    parameters: Mapping[str, int]
+
+    @property
+    def label(self) -> str:
+        """As tables print it."""
+        return f"{self.name}, " + ", ".join(f"{k} {v}" for k, v in self.parameters.items())
+
+    @property
+    def published(self) -> bool:
+        """Whether it is the paper's own."""
+        return dict(self.parameters) == PUBLISHED[self.name]
+
+
+def run(command: TuneCommand, console: Console) -> Result:
+    """Measure what the command says and store it, and the choice, below `command.out`.
+
+    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
+    """
+
+    def make(tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
+        count, seed = command.documents, command.seed
+        return load_documents(command.text, tokenizer, command.context, count, seed, python_sources)
+
+    settings = grid(command)
+    methods = {setting.label: rival(*setting, setting.label) for setting in settings}  # refuses what cannot be used
+    ready = prepare(command, "tune", console, make)
+    ready = replace(ready, methods=list(methods.values()))
+    cells = [ppl.Cell(label, "visible", command.budgets[0]) for label in methods]
+
+    def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
+        return ppl.measure(ready.model, document.ids, cells, methods, command.dense_layers, step, command.phase)
+
+    def check(sample: Sample) -> None:
+        if [cell["method"] for cell in sample["cells"]] != list(methods):
+            raise ValueError("its settings are not those of the run")
+        for cell in sample["cells"]:
+            for name in ("kl", "nll", "density"):
+                finite(cell[name])
+
+    samples = each_document(command, ready, console, 1 + len(cells), check, compute)
+    kl = {label: [sample["cells"][i]["kl"] for sample in samples] for i, label in enumerate(methods)}
+    density = {
+        label: sum(sample["cells"][i]["density"] for sample in samples) / len(samples)
+        for i, label in enumerate(methods)
+    }
+    chosen = {name: choose(settings, name, kl, density, command.density) for name in command.methods}
+    result = finish(command, ready, list(_rows(command, ready, settings, kl, density, chosen)), console)
+    data = {
+        "parameters": {name: dict(found.parameters) for name, found in chosen.items()},
+        "model_identity": ready.settings["model_identity"],
+        "budget": command.budgets[0],
+        "phase": command.phase,
+        "documents": [document.digest for document in ready.documents],
+        "versions": ready.settings["versions"],
+    }
+    write_json(command.out / FILE, data)
+    for name, found in chosen.items():
+        console.print(f"{name}: {found.label.partition(', ')[2]}, stored in {command.out / FILE}", highlight=False)
+    return result
+
+
+def grid(command: TuneCommand) -> list[Setting]:
+    """List every setting to measure: the command's grid, and the published one of each rival."""
+    found: list[Setting] = []
+    for name in command.methods:
+        if "page" in PUBLISHED[name]:
+            points = [{"page": page} for page in command.pages]
+        else:
+            points = [{"bits": bits, "tables": tables} for bits in command.bits for tables in command.tables]
+        if PUBLISHED[name] not in points:
+            points.append(PUBLISHED[name])
+        found += [Setting(name, point) for point in points]
+    return found
+
+
+def choose(
+    settings: list[Setting],
+    name: str,
+    kl: Mapping[str, list[float]],
+    density: Mapping[str, float],
+    limit: float | None,
+) -> Setting:
+    """Return a rival's setting of the least mean KL that takes at most `limit` of the tokens it sees.
+
+    Args:
+        kl: of each document, by label; density: by label.
+        limit: None is the published setting's own density.
+    Raises: ValueError if every setting takes more.
+    """
+    own = [setting for setting in settings if setting.name == name]
+    most = next(density[s.label] for s in own if s.published) if limit is None else limit
+    able = [setting for setting in own if density[setting.label] <= most]
+    if not able:
+        least = min(density[setting.label] for setting in own)
+        raise ValueError(
+            f"no setting of {name} takes at most {most:g} of the tokens, the least was {least:.4g}; raise --density"
+        )
+    return min(able, key=lambda setting: sum(kl[setting.label]))
+
+
+def kept_bits(setting: Setting, head_dim: int) -> int:
+    """Count the bits that a rival keeps per token and KV head: two 16-bit keys a page, or K bits in L tables."""
+    parameters = setting.parameters
+    return (
+        2 * 16 * head_dim // parameters["page"] if "page" in parameters else parameters["bits"] * parameters["tables"]
+    )
+
+
+def _rows(
+    command: TuneCommand,
+    ready: Ready,
+    settings: list[Setting],
+    kl: Mapping[str, list[float]],
+    density: Mapping[str, float],
+    chosen: Mapping[str, Setting],
+) -> Iterator[Row]:
+    row = rows_of(command, ready, command.phase, len(ready.documents))
+    head_dim = ready.shape.at(ready.shape.num_layers - 1).head_dim
+    for setting in settings:
+        label = setting.label
+        at = {"budget": command.budgets[0], "rule": "visible", "density": density[label], "where": setting.name}
+        yield row(label, "kl", *bootstrap([[value] for value in kl[label]], command.seed), **at)
+        facts = {"kept_bits": kept_bits(setting, head_dim), "published": setting.published}
+        for name, value in {**facts, "chosen": chosen[setting.name] == setting}.items():
+            yield row(label, name, Estimate(float(value), None, None), **at)

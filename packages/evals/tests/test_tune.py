@@ -1,0 +1,167 @@
+"""Rivals tuned on text that they are not judged on: the choice, its file, and perplexity with it."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+from evals.methods import RIVAL_NAMES, load_methods
+from evals.plan import PplCommand
+from evals.result import read_result
+from evals.rivals import MagicPigSelector, QuestSelector
+from evals.study import TuneCommand
+from evals.tasks import ppl, tune
+from evals.tasks.tune import Setting
+from evals.tuned import PUBLISHED, Tuned, rival, with_tuned
+from hashtrain.usage import UsageError
+from rich.console import Console
+
+QUIET = Console(quiet=True)
+GRID = {"pages": (4, 16), "bits": (2, 15), "tables": (100,), "methods": ("quest", "magicpig")}
+
+
+def see_early(monkeypatch):
+    """Let rows of a short context be sparse, which the rivals would leave dense."""
+    monkeypatch.setattr("evals.tuned.QuestSelector", lambda **given: QuestSelector(**given, dense_rows=0))
+    monkeypatch.setattr("evals.tuned.MagicPigSelector", lambda **given: MagicPigSelector(**given, prefill=80))
+
+
+@pytest.fixture(scope="module")
+def finished(made, tmp_path_factory):
+    """A tuning on two of the four texts: its command and its result."""
+    common = {"model": str(made.model), "hashers": made.hashers, "budgets": (0.1,), "context": 128, "dense_layers": 1}
+    texts = tuple(made.text / f"{i}.txt" for i in (0, 1))
+    asked = TuneCommand(**common, **GRID, text=texts, documents=2, out=tmp_path_factory.mktemp("tune") / "run")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        see_early(monkeypatch)
+        return asked, tune.run(asked, QUIET)
+
+
+@pytest.fixture
+def run(finished, tmp_path, monkeypatch):
+    """The same in a folder that a test may change."""
+    command, result = finished
+    shutil.copytree(command.out, tmp_path / "tune")
+    see_early(monkeypatch)
+    return replace(command, out=tmp_path / "tune"), result
+
+
+@pytest.fixture
+def build(command, made):
+    """Commands that judge on the two other texts."""
+    text = tuple(made.text / f"{i}.txt" for i in (2, 3))
+    return lambda **settings: command(PplCommand, **{"text": text, "documents": 2, "rules": ("visible",), **settings})
+
+
+def test_the_choice_is_the_least_kl_within_the_limit():
+    settings = [Setting("quest", {"page": page}) for page in (4, 8, 16)]
+    kl = {"quest, page 4": [0.1, 0.1], "quest, page 8": [0.2, 0.4], "quest, page 16": [0.3, 0.5]}
+    density = {"quest, page 4": 0.05, "quest, page 8": 0.03, "quest, page 16": 0.04}
+    chosen = {limit: tune.choose(settings, "quest", kl, density, limit).parameters for limit in (None, 0.05)}
+    assert chosen == {None: {"page": 8}, 0.05: {"page": 4}}
+    with pytest.raises(ValueError, match=r"at most 0\.01 of the tokens, the least was 0\.03"):
+        tune.choose(settings, "quest", kl, density, 0.01)
+
+
+def test_what_a_rival_keeps_worked_out_by_hand():
+    # Two keys of 64 numbers of 16 bits a page of 16 tokens; 100 tables of 15 bits.
+    assert tune.kept_bits(Setting("quest", {"page": 16}), 64) == 128
+    assert tune.kept_bits(Setting("magicpig", {"bits": 15, "tables": 100}), 64) == 1500
+
+
+@pytest.mark.parametrize("name", RIVAL_NAMES)
+def test_published_parameters_are_those_of_the_table(name):
+    (expected,) = load_methods([name], None, None)
+    found = rival(name, PUBLISHED[name], name)
+    assert type(found.selector) is type(expected.selector)
+    assert vars(found.selector) == vars(expected.selector)
+    assert (found.variant, found.bits) == (expected.variant, expected.bits)
+
+
+def test_the_file_holds_the_choice_and_the_grid_its_evidence(run, monkeypatch):
+    command, result = run
+    stored = json.loads((command.out / "tuned.json").read_text())
+    for name in command.methods:
+        kl = {row.method: row for row in result.select(where=name, metric="kl")}
+        assert len(kl) == 2
+        (published,) = (row.method for row in result.select(where=name, metric="published") if row.value)
+        (chosen,) = (row.method for row in result.select(where=name, metric="chosen") if row.value)
+        able = [row for row in kl.values() if row.density <= kl[published].density]
+        assert chosen == min(able, key=lambda row: row.value).method
+        assert chosen == Setting(name, stored["parameters"][name]).label
+    assert len({row.value for row in result.select(metric="kl")}) == 4
+    monkeypatch.setattr(ppl, "measure", None)
+    assert tune.run(command, QUIET) == result
+    assert read_result(command.out) == result
+
+
+def test_a_tuned_rival_is_measured_beside_its_own(run, build, loaded):
+    command, _ = run
+    (command.out / "tuned.json").write_text(
+        json.dumps(json.loads((command.out / "tuned.json").read_text()) | {"parameters": {"quest": {"page": 4}}})
+    )
+    asked = build(methods=("planes", "quest"), tuned=command.out, match=("quest-tuned",))
+    found = ppl.run(asked, QUIET)
+    at = {"rule": "visible", "metric": "kl", "against": None}
+    own, tuned = (found.one(method=name, **at) for name in ("quest", "quest-tuned"))
+    assert (own.value, own.density) != (tuned.value, tuned.density)
+    by_hand = QuestSelector(page=4, dense_rows=0)
+    assert 1.0 > tuned.density > 0
+    assert vars(rival("quest", {"page": 4}, "x").selector) == vars(by_hand)
+    assert found.one(method="planes", rule="as quest-tuned", metric="kl", against="quest-tuned")
+    report = (asked.out / "report.md").read_text()
+    assert "| 10 %, quest-tuned |" in report
+
+
+def test_contexts_that_a_rival_was_tuned_on_judge_nothing(run, build):
+    command, _ = run
+    asked = build(methods=("quest",), tuned=command.out, text=command.text)
+    with pytest.raises(ValueError, match="is a context that the rivals were tuned on"):
+        ppl.run(asked, QUIET)
+    assert not asked.out.exists()
+
+
+DAMAGE = {
+    "of another model": lambda data: {**data, "model_identity": "0"},
+    "is damaged": lambda data: {k: v for k, v in data.items() if k != "documents"},
+    "parameters of planes": lambda data: {**data, "parameters": {"planes": {"page": 4}}},
+    r"damaged \(TypeError": lambda data: {**data, "parameters": {"quest": {"pages": 4}}},
+    "--tuned needs one of magicpig": lambda data: {**data, "parameters": {"magicpig": {"bits": 8, "tables": 50}}},
+}
+
+
+def test_choices_that_cannot_be_used_are_refused(run, build, tmp_path):
+    command, _ = run
+    path = command.out / "tuned.json"
+    data = json.loads(path.read_text())
+    for message, damage in DAMAGE.items():
+        path.write_text(json.dumps(damage(data)))
+        message = message.replace("of another model", "tuned on another model")
+        with pytest.raises(ValueError, match=message):
+            ppl.run(build(methods=("quest",), tuned=command.out), QUIET)
+    with pytest.raises(ValueError, match=r"no tuned\.json"):
+        ppl.run(build(methods=("quest",), tuned=tmp_path), QUIET)
+
+
+def test_only_what_was_tuned_is_added():
+    methods = load_methods(["recent", "quest", "quest-heads"], None, None)
+    found = with_tuned(methods, Tuned({"quest": {"page": 8}}, frozenset()))
+    assert [method.name for method in found] == ["recent", "quest", "quest-tuned", "quest-heads"]
+    assert found[2].identity != found[1].identity
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"methods": ("planes",)},
+        {"bits": (32,)},
+        {"tables": (1,)},
+        {"pages": (0,)},
+        {"density": 0.0},
+        {"budgets": (0.1, 0.2)},
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_used(given):
+    with pytest.raises(UsageError, match="got"):
+        TuneCommand(**given)

@@ -1,0 +1,174 @@
+"""Every example runs, on things small enough for seconds; the notebook by tools/run_notebooks.py."""
+
+import ast
+import importlib.util
+import io
+import json
+import pathlib
+import re
+import sys
+
+import numpy as np
+import pytest
+from hashtrain import Hasher
+from hashtrain.demo import demo_model_path
+from hashtrain.models import load_model
+from rich.console import Console
+from sparse_decode import Budget, attach
+from sparse_decode.streaming import load_selector
+
+EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>\n{{ m.content | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+SHOUTING = TEMPLATE.replace("trim }}", "trim | upper }}")  # writes answers otherwise than the model did
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_says_for_whom_each_is():
+    files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
+    named = set(re.findall(r"^\| \[(\S+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.M))
+    assert named == files
+
+
+@pytest.fixture(scope="module")
+def bit_index():
+    return example("bit_index")
+
+
+def test_bit_index_needs_hashcore_alone():
+    tree = ast.parse((EXAMPLES / "bit_index.py").read_text())
+    found = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    found |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) == {"hashcore", "numpy"}
+
+
+def test_bit_index_finds_more_with_planes_and_rerank(bit_index, tmp_path, capsys):
+    found = bit_index.main(["--count", "2000", "--queries", "30", "--save", str(tmp_path / "index")])
+    assert found["exact"] == 1
+    assert 0.3 < found["1 plane"] < found["3 planes"] < found["3 planes, rerank"] <= 1
+    assert (tmp_path / "index").is_file()
+    assert "recall@10" in capsys.readouterr().out
+
+
+def test_bit_index_takes_vectors_of_ones_own(bit_index, tmp_path, capsys):
+    np.save(tmp_path / "own.npy", np.random.default_rng(1).normal(size=(300, 64)))
+    assert bit_index.main(["--vectors", str(tmp_path / "own.npy"), "--queries", "5"])["exact"] == 1
+    assert "295 embeddings of 64 numbers" in capsys.readouterr().out
+    np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(SystemExit):
+        bit_index.main(["--vectors", str(tmp_path / "pickled.npy")])
+    assert "--vectors must be an .npy file of floats" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("fraction", "least", "most"), [("1", 100, 100), ("0.1", 8, 10)])
+def test_attach_local_compares(fraction, least, most, capsys):
+    module = example("attach_local")
+    settings = ["--hasher", "lsh", "--prompt-tokens", "300", "--tokens", "6", "--fraction", fraction]
+    assert module.main(settings) == 0
+    out = capsys.readouterr().out
+    densities = [float(x) for x in re.findall(r"\d: ([\d.]+) %", out.splitlines()[-1])]
+    assert len(densities) == 4
+    assert all(least <= density <= most for density in densities)
+    alike, share = re.search(r"the first (\d) tokens are alike; .* write (\d+) %", out).groups()
+    if fraction == "1":
+        assert (alike, share) == ("6", "100")
+    assert 100 * int(alike) / 6 <= int(share) + 1, "tokens alike from the start are among those it would write"
+
+
+def test_attach_local_says_what_is_missing(tmp_path, capsys):
+    assert example("attach_local").main(["--hasher", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def chat():
+    return example("chat")
+
+
+@pytest.fixture
+def attached():
+    model, tokenizer = load_model(str(demo_model_path()))
+    with attach(model, load_selector("lsh", model), Budget(0.1)) as attachment:
+        yield attachment, tokenizer
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_chat_reuses_its_cache_and_says_how_much(chat, attached, template):
+    attachment, tokenizer = attached
+    tokenizer.chat_template = template
+    kept = chat.Chat(attachment, tokenizer, "import os\n" * 20, new_tokens=5)
+    parts = []
+    turns = [kept.say(text, parts.append) for text in ("def first(x):", "def second(y):")]
+    assert [turn.text for turn in turns] == [m["content"] for m in kept.messages if m["role"] == "assistant"]
+    assert "".join(parts) == "".join(turn.text + "\n" for turn in turns)
+    assert (turns[0].reused, turns[0].new_tokens) == (0, 5)
+    if template is None:
+        assert turns[1].reused == turns[0].prompt_tokens + 4, "all but the last token made, which no call has read"
+    assert turns[0].prompt_tokens - 1 <= turns[1].reused < turns[1].prompt_tokens
+    assert all(0.08 < turn.density < 0.101 for turn in turns)
+
+
+@pytest.mark.parametrize("template", [None, SHOUTING], ids=["plain", "cropped"])
+def test_chat_with_a_whole_budget_equals_generating_from_the_whole_text(chat, template):
+    model, tokenizer = load_model(str(demo_model_path()))
+    tokenizer.chat_template = template
+    with attach(model, load_selector("lsh", model), Budget(1.0)) as attachment:
+        kept = chat.Chat(attachment, tokenizer, new_tokens=6)
+        for text in ("class A:", "def f(self):", "return self"):
+            turn = kept.say(text, str)
+    prompt = model.dummy_inputs["input_ids"].new_tensor([kept.ids[: turn.prompt_tokens]])
+    plain = model.generate(prompt, attention_mask=prompt.new_ones(prompt.shape), max_new_tokens=6, do_sample=False)
+    assert plain[0].tolist() == kept.ids
+
+
+def test_chat_drops_what_a_template_writes_otherwise(chat, attached):
+    attachment, tokenizer = attached
+    tokenizer.chat_template = SHOUTING
+    kept = chat.Chat(attachment, tokenizer, new_tokens=5)
+    first = kept.say("def first(x):", str)
+    second = kept.say("def second(y):", str)
+    assert first.prompt_tokens - 1 <= second.reused < first.prompt_tokens + 4
+
+
+def test_chat_refuses_what_does_not_fit_and_goes_on(chat, attached, monkeypatch):
+    lines = "x = 1\n/reset\n" + "word " * 5000 + "\n\ny = 2\n/quit\nnot read\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    console = Console(file=io.StringIO(), width=200)
+    assert chat.converse(chat.Chat(*attached, new_tokens=3), console) == 2
+    out = console.file.getvalue()
+    assert out.count("of the visible tokens read; 0 of") == 2
+    assert "must fit the model's context of 4096" in out
+
+
+def test_train_folder_stores_a_hasher_that_decodes(tmp_path, capsys):
+    (tmp_path / "notes").mkdir()
+    for part in range(5):
+        text = "\n".join(f"value_{i} = compute_{part}(value_{i // 7}, {i * part})" for i in range(40))
+        (tmp_path / "notes" / f"{part}.txt").write_text(text)
+    settings = ["--context", "256", "--contexts", "2", "--steps", "2", "--out", str(tmp_path / "made")]
+    assert example("train_folder").main([str(tmp_path / "notes"), *settings]) == 0
+    out = capsys.readouterr().out
+    assert len(re.findall(r"layer \d: IoU 0\.\d+ -> 0\.\d+, attention mass 0\.\d+ -> 0\.\d+", out)) == 6
+    hasher = Hasher.from_pretrained(tmp_path / "made")
+    assert all(hasher.remainder(layer) is not None for layer in range(6))
+    assert (
+        example("attach_local").main(["--hasher", str(tmp_path / "made"), "--prompt-tokens", "80", "--tokens", "2"])
+        == 0
+    )
+
+
+def test_notebooks_are_stored_without_outputs():
+    for path in EXAMPLES.glob("*.ipynb"):
+        cells = json.loads(path.read_text())["cells"]
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        assert code
+        assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code), path

@@ -1,0 +1,118 @@
+"""Look for what must not be in the repository, and at the licences of what it installs.
+
+    uv run --group audit tools/audit.py
+
+1. Secrets in any tracked text (detect-secrets), with no baseline: a find is mended, not listed.
+2. Unfinished work: a note to do something names the issue that holds it, as #12.
+3. The licence of each installed package is one of `PERMISSIVE`, or the package is listed with the reason it may stay.
+
+Hosts of package indexes, paths of one machine, sizes, unpickling and the like are the tests' (tests/test_wiring.py,
+tests/test_safety.py). Prints each find; exit code 1 if there are any.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from detect_secrets.core.secrets_collection import SecretsCollection
+from detect_secrets.settings import transient_settings
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = re.compile(r"requirements\.txt|.*/demo/model/.*|.*\.(png|parquet|safetensors)")
+"""Hashes by the thousand, a tokenizer's vocabulary, and files that are no text."""
+DIGESTS = r"_identit|\"(dense|lsh|oracle|paper|planes|quest|recent|magicpig)[\w+-]*\": \"|FROM_OTHERS = |detect-secrets"
+"""Lines of stored results that name a model or a hasher by its digest, a salt, and the name of a tool."""
+PLUGINS = (
+    *("ArtifactoryDetector", "AWSKeyDetector", "AzureStorageKeyDetector", "BasicAuthDetector", "CloudantDetector"),
+    *("DiscordBotTokenDetector", "GitHubTokenDetector", "GitLabTokenDetector", "HexHighEntropyString"),
+    *("JwtTokenDetector", "KeywordDetector", "NpmDetector", "OpenAIDetector", "PrivateKeyDetector"),
+    *("PypiTokenDetector", "SlackDetector", "StripeDetector", "TelegramBotTokenDetector", "TwilioKeyDetector"),
+)
+NOTE = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|X" + r"XX)\b(?!.*#\d)")
+
+PERMISSIVE = re.compile(
+    r"(the )?mit( license)?|mit-cmu|isc( license \(iscl\)?)?|(3-clause )?bsd( license)?|0bsd|bsd-[23]-clause"
+    r"|apache[- ]2\.0( license| with llvm-exception)?|apache software license|psf-2\.0"
+    r"|python software foundation license|cnri-python|cc0-1\.0|zlib|bsl-1\.0|mpl-2\.0"
+    r"|mozilla public license 2\.0 \(mpl 2\.0\)?|nvidia proprietary software|licenseref-nvidia-proprietary",
+    re.IGNORECASE,
+)
+"""Licences under which a package may be used beside ours: permissive ones; MPL 2.0, which binds its own files alone;
+and NVIDIA's, of the CUDA libraries that torch requires and that each user installs from their maker."""
+STAY = {
+    "chardet": "LGPL; lm-eval requires it, for the extra lm-eval alone; imported as it is",
+    "dominate": "LGPL; lm-eval requires it, for the extra lm-eval alone; imported as it is",
+    "docutils": "public domain, BSD, and GPL for one Emacs file; builds the site, for its authors alone",
+    "fuzzywuzzy": "GPL 2; LongBench's scores of code in lm-eval import it: the extra lm-eval, which the user chooses",
+    "rouge": "Apache 2.0 in its LICENSE; its metadata name a file",
+    "word2number": "MIT, by its whole text",
+    "cuda-toolkit": "an empty package of NVIDIA's that only requires others",
+}
+
+
+def texts() -> dict[str, str]:
+    """Return every tracked text by its path."""
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    paths = [path for path in listed if path and not DATA.fullmatch(path) and (ROOT / path).is_file()]
+    return {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
+
+
+def secrets(paths: list[str]) -> list[str]:
+    """Return where a text holds what looks like a key, a token or a password."""
+    filters = [
+        {"path": "detect_secrets.filters.heuristic.is_sequential_string"},
+        {"path": "detect_secrets.filters.heuristic.is_templated_secret"},
+        {"path": "detect_secrets.filters.regex.should_exclude_line", "pattern": [DIGESTS]},
+    ]
+    plugins = [{"name": name, **({"limit": 3.0} if "Entropy" in name else {})} for name in PLUGINS]
+    found = SecretsCollection(root=str(ROOT))
+    with transient_settings({"plugins_used": plugins, "filters_used": filters}):
+        for path in paths:
+            found.scan_file(path)
+    return [f"{path}:{secret.line_number} looks like a secret ({secret.type})" for path, secret in found]
+
+
+def notes(found: dict[str, str]) -> list[str]:
+    """Return where a note to do something names no issue."""
+    lines = [(path, number, line) for path, text in found.items() for number, line in enumerate(text.splitlines(), 1)]
+    return [
+        f"{path}:{number} leaves work to nobody: name its issue, #12"
+        for path, number, line in lines
+        if NOTE.search(line)
+    ]
+
+
+def licences(packages: list[dict[str, str]]) -> list[str]:
+    """Return the packages whose licence is not known to be fine. Takes what pip-licenses lists."""
+    return [
+        f"{package['Name']} {package['Version']} is under {package['License'].splitlines()[0]!r}: expected a "
+        "permissive licence; choose another package, or add it to STAY with the reason"
+        for package in packages
+        if package["Name"].lower() not in STAY
+        and not all(PERMISSIVE.fullmatch(part.strip(" ()")) for part in re.split(r" AND | OR |; ", package["License"]))
+    ]
+
+
+def installed() -> list[dict[str, str]]:
+    """List the installed packages that come from elsewhere."""
+    ours = [path.name for path in (ROOT / "packages").iterdir()]
+    command = [sys.executable, "-m", "piplicenses", "--format=json", "--ignore-packages", *ours]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def main() -> int:
+    """Print every find; return 1 if there are any."""
+    found = texts()
+    packages = installed()
+    finds = [*secrets(list(found)), *notes(found), *licences(packages)]
+    for find in finds:
+        print(find, file=sys.stderr)
+    print(f"{len(found)} texts, {len(packages)} packages: {len(finds)} finds")
+    return int(bool(finds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

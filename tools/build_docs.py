@@ -1,0 +1,80 @@
+"""Build the site of the documentation below build/docs, and check what it says.
+
+    uv run --group docs tools/build_docs.py
+
+A warning of Sphinx is an error. Links within the site must lead somewhere; those that leave it are listed, not fetched.
+The Python of docs/, of the packages' READMEs and of examples/ must compile and name what exists, and their commands
+must be such as the command lines take. Exit code 1 after a sentence for each thing that is not so.
+"""
+
+import os
+import pathlib
+import shutil
+import sys
+import time
+
+from docs_checks import commands, links, pages, snippets
+from sphinx.cmd.build import build_main
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CHECKED = ("docs/*.md", "docs/adr/*.md", "docs/how-to/*.md", "packages/*/README.md", "examples/*.md", "[C-S]*.md")
+BUILD = ROOT / "build" / "docs"
+START = "docs/site/index.html"
+REDIRECT = (
+    f'<!doctype html><meta http-equiv="refresh" content="0; url={START}"><a href="{START}">Spotlight Attention</a>\n'
+)
+
+
+def blocks() -> dict[str, list[pages.Block]]:
+    """Return the code blocks of every page that is checked."""
+    paths = sorted({path for pattern in CHECKED for path in ROOT.glob(pattern)})
+    return {path.relative_to(ROOT).as_posix(): pages.blocks(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def build(site: pathlib.Path) -> bool:
+    """Build the site anew. Returns whether there was nothing to say."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    words = [
+        "-b",
+        "html",
+        "-q",
+        "-E",
+        "-W",
+        "--keep-going",
+        "-d",
+        str(BUILD / "pages"),
+        "-c",
+        str(ROOT / "docs" / "site"),
+    ]
+    failed = build_main([*words, str(ROOT), str(site)])
+    (site / "index.html").write_text(REDIRECT, encoding="utf-8")
+    return not failed
+
+
+def main() -> int:
+    began = time.monotonic()
+    shutil.rmtree(BUILD, ignore_errors=True)
+    found = blocks()
+    modules = {page: text for page, of_page in found.items() if (text := pages.module(of_page))}
+    checker = snippets.start(modules, BUILD / "snippets")
+    problems = [] if build(BUILD / "site") else ["Sphinx warned: see above"]
+    shell = [(page, block) for page, of_page in found.items() for block in of_page if block.language == "bash"]
+    for page, block in shell:
+        problems += [f"{page}:{block.line}: {sentence}" for sentence in commands.problems(block.code)]
+    followed = links.check(BUILD / "site")
+    problems += followed.problems
+    external = "".join(f"{address}  ({page})\n" for address, page in sorted(followed.external.items()))
+    (BUILD / "external-links.txt").write_text(external, encoding="utf-8")
+    problems += snippets.problems(checker, modules)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    print(
+        f"{'failed' if problems else 'built'}: {BUILD.relative_to(ROOT)}/site/index.html; {len(modules)} pages with "
+        f"Python and {len(shell)} blocks of commands checked; {len(followed.external)} links leave the site "
+        f"(external-links.txt); {time.monotonic() - began:.0f} s"
+    )
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,158 @@
+"""Build every package's wheel and source archive, and look inside.
+
+    uv run --no-project tools/check_wheels.py           # builds into a temporary folder
+    uv run --no-project tools/check_wheels.py dist      # looks at what `uv build --all-packages -o dist` made
+
+A wheel holds what git knows below the package's src and nothing else, the licence, and metadata that an installer can
+use; it is built from the source archive, so that one is whole as well. Exit code 1 if anything is wrong.
+"""
+
+import email.message
+import email.parser
+import pathlib
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# What a package is useless without, and no import misses.
+MUST_HOLD = {
+    "evals": ["harness/example/ruler.yaml"],
+    "hashcore": ["kernels/score.cu", "kernels/common.cuh", "hostsim/hostsim.hpp"],
+    "hashtrain": ["demo/model/model.safetensors", "demo/model/tokenizer.json", "demo/model/README.md"],
+    "sparse_decode": ["kernels/gather.cu", "kernels/mma.cuh"],
+}
+LICENCES = ("LICENSE", "NOTICE")
+ARCHIVE = ("CHANGELOG.md", "README.md", "pyproject.toml", *LICENCES)
+# Joined here, for no file of the project names an index.
+INDEX = re.compile("|".join(r"\.".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"))))
+
+
+def project(folder: pathlib.Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+def folders(root: pathlib.Path = ROOT) -> dict[str, pathlib.Path]:
+    """Where each package's sources are: {import name: folder}."""
+    return {project(p.parent)["name"].replace("-", "_"): p.parent for p in root.glob("packages/*/pyproject.toml")}
+
+
+def build(folder: pathlib.Path) -> None:
+    """Build all packages: source archives, and wheels from those."""
+    subprocess.run(["uv", "build", "--quiet", "--all-packages", "--out-dir", folder], cwd=ROOT, check=True)
+
+
+def made(folder: pathlib.Path, package: str, pattern: str) -> pathlib.Path:
+    """The one file of a package that matches `pattern`, such as `*.whl`."""
+    found = list(folder.glob(f"{package}-{pattern}"))
+    if len(found) != 1:
+        raise SystemExit(f"expected one {package}-{pattern} in {folder}, got {len(found)}; build into an empty folder")
+    return found[0]
+
+
+def sources(folder: pathlib.Path) -> set[str]:
+    """What git knows, or would, below a package's src."""
+    git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "src"]
+    listed = subprocess.run(git, cwd=folder, check=True, capture_output=True, text=True).stdout
+    return {path.removeprefix("src/") for path in listed.split("\0") if path and (folder / path).is_file()}
+
+
+def content(package: str, held: set[str], expected: set[str]) -> list[str]:
+    """What is wrong with a wheel's files: `held` without its metadata, against `expected`."""
+    wrong = []
+    if more := sorted(held - expected):
+        wrong.append(f"{package}: expected the wheel to hold what git knows below src, got {', '.join(more)} as well")
+    if less := sorted(expected - held):
+        wrong.append(f"{package}: expected the wheel to hold what git knows below src, it lacks {', '.join(less)}")
+    needed = {f"{package}/{name}" for name in ("py.typed", *MUST_HOLD.get(package, ()))}
+    if less := sorted(needed - held):
+        wrong.append(f"{package}: expected {', '.join(less)} in the wheel, found none; has it been moved?")
+    return wrong
+
+
+def metadata(package: str, said: email.message.Message, folder: pathlib.Path) -> list[str]:
+    """What is wrong with a wheel's metadata, which was made from the package in `folder`."""
+    wanted, wrong = project(folder), []
+
+    def expect(what: str, value: object, got: object) -> None:
+        if got != value:
+            wrong.append(
+                f"{package}: expected {what} {value!r} in the metadata, got {got!r}; look at its pyproject.toml"
+            )
+
+    expect("the version", wanted["version"], said["Version"])
+    expect("the licence", "Apache-2.0", said["License-Expression"])
+    expect("the description's type", "text/markdown", said["Description-Content-Type"])
+    expect("the README as description:", True, said.get_payload() == (folder / "README.md").read_text())
+    expect("the interpreters", wanted["requires-python"].replace(",", ", "), said["Requires-Python"])
+    classifiers = said.get_all("Classifier", [])
+    for classifier in ("Private :: Do Not Upload", "Typing :: Typed"):
+        expect(f"the classifier {classifier!r}:", True, classifier in classifiers)
+    urls = said.get_all("Project-URL", [])
+    expect("a project URL:", True, bool(urls))
+    expect("URLs of package indexes:", [], [url for url in urls if INDEX.search(url)])
+    requirements = said.get_all("Requires-Dist", [])
+    expect("requirements by URL or path:", [], [text for text in requirements if " @ " in text])
+    return wrong
+
+
+def wheel(package: str, path: pathlib.Path, folder: pathlib.Path) -> list[str]:
+    """What is wrong with one wheel."""
+    with zipfile.ZipFile(path) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+        info = next(name.partition("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
+        said = email.parser.Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+        licences = {name: f"{info}/licenses/{name}" for name in LICENCES}
+        carried = {
+            name for name, at in licences.items() if at in names and archive.read(at) == (ROOT / name).read_bytes()
+        }
+    wrong = content(package, {name for name in names if not name.startswith(f"{info}/")}, sources(folder))
+    if less := sorted(set(LICENCES) - carried):
+        wrong.append(
+            f"{package}: expected the repository's own {', '.join(less)} in the wheel; copy them into {folder.name}"
+        )
+    return wrong + metadata(package, said, folder)
+
+
+def archive(package: str, path: pathlib.Path) -> list[str]:
+    """What is wrong with one source archive."""
+    with tarfile.open(path) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    wrong = []
+    if less := sorted(set(ARCHIVE) - names):
+        wrong.append(f"{package}: expected {', '.join(less)} in the source archive, found none; look at source-include")
+    if not any(re.fullmatch(r"tests/test_\w+\.py", name) for name in names):
+        wrong.append(f"{package}: expected its tests in the source archive, found none; look at source-include")
+    return wrong
+
+
+def complaints(folder: pathlib.Path) -> list[str]:
+    """What is wrong with all that was built into `folder`."""
+    wrong = []
+    for package, place in sorted(folders().items()):
+        wrong += wheel(package, made(folder, package, "*.whl"), place)
+        wrong += archive(package, made(folder, package, "*.tar.gz"))
+    return wrong
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
+        print(f"expected nothing or one folder, got {' '.join(arguments)}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as name:
+        if not arguments:
+            build(pathlib.Path(name))
+        wrong = complaints(pathlib.Path(arguments[0] if arguments else name))
+    for line in wrong:
+        print(f"check_wheels: {line}", file=sys.stderr)
+    print(f"{len(folders())} wheels and source archives, {len(wrong)} complaints")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

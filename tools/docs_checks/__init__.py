@@ -1,0 +1,1 @@
+"""What tools/build_docs.py checks: commands, snippets and links."""

@@ -1,0 +1,209 @@
+"""Commands of the documentation: each is read by the very parser that would read it, and none is run."""
+
+import ast
+import contextlib
+import importlib.util
+import io
+import pathlib
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tyro
+from evals.cli import COMMANDS
+from hashtrain import cli as hashtrain_cli
+from hashtrain.usage import UsageError
+from sparse_decode.cli import GenerateCommand
+from torch.distributed.run import get_args_parser
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PLAIN = {"basedpyright", "cd", "chmod", "cp", "git", "mkdir", "mutmut", "nix", "pre-commit", "ruff"}
+"""Commands that are not ours and are taken as they are."""
+UV_FLAGS = {
+    "--no-project",
+    "--no-sync",
+    "--isolated",
+    "--quiet",
+    "-q",
+    "--all-packages",
+    "--all-groups",
+    "--all-extras",
+}
+Words = list[str]
+
+
+class CommandError(Exception):
+    """What is wrong with a command, in a sentence."""
+
+
+def commands(code: str) -> Iterator[Words]:
+    """Split shell code into simple commands, comments and assignments taken off."""
+    code = re.sub(r"(^|\s)#.*$", r"\1", code.replace("\\\n", " "), flags=re.M)
+    lexer = shlex.shlex(code, posix=True, punctuation_chars=";&|\n")
+    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
+    words: Words = []
+    for word in [*lexer, "\n"]:
+        if set(word) <= set(";&|\n"):
+            while words and re.match(r"[A-Za-z_]\w*=", words[0]):
+                del words[0]
+            if words:
+                yield words
+            words = []
+        else:
+            words.append(word)
+
+
+def problems(code: str, root: pathlib.Path = ROOT) -> list[str]:
+    """Say what is wrong with the commands of a bash block, a sentence each."""
+    found = []
+    for words in commands(code):
+        try:
+            _check(words, root)
+        except CommandError as error:
+            found.append(f"`{shlex.join(words)}`: {error}")
+    return found
+
+
+def _check(words: Words, root: pathlib.Path) -> None:
+    program, rest = words[0], words[1:]
+    if program == "uv":
+        _uv(rest, root)
+    elif program == "pip" and rest[:1] == ["install"]:
+        _installed(rest[1:], root)
+    elif program in PARSERS:
+        _parsed(PARSERS[program], rest)
+    elif program == "python":
+        _python(rest, root)
+    elif program == "pytest":
+        _paths([word for word in rest if not word.startswith("-")], root)
+    elif program.endswith(".py"):
+        _script(program, rest, root)
+    elif program not in PLAIN:
+        raise CommandError(f"expected a command that tools/docs_checks/commands.py knows, got {program}; teach it")
+
+
+def _uv(words: Words, root: pathlib.Path) -> None:
+    action, rest = words[0], words[1:]
+    if action == "pip" and rest[:1] == ["install"]:
+        return _installed(rest[1:], root)
+    if action == "build":
+        return None
+    if action not in ("run", "sync"):
+        raise CommandError(f"expected uv run, sync, build or pip install, got uv {action}")
+    rest = _without_uv_options(rest, root)
+    if action == "sync" and rest:
+        raise CommandError(f"expected options of uv sync, got {rest[0]}")
+    if action == "run":
+        if not rest:
+            raise CommandError("expected a command after uv run, got none")
+        _check(rest, root)
+    return None
+
+
+def _without_uv_options(words: Words, root: pathlib.Path) -> Words:
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    names = {
+        "--group": set(project["dependency-groups"]),
+        "--extra": set(project["project"]["optional-dependencies"]),
+        "--no-extra": {extra for package in _packages(root).values() for extra in package},
+    }
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        option = rest.pop(0)
+        if option in names:
+            name = rest.pop(0) if rest else ""
+            if name not in names[option]:
+                raise CommandError(f"expected {option} {', '.join(sorted(names[option]))}, got {name!r}")
+        elif option not in UV_FLAGS:
+            raise CommandError(f"expected options of uv among {', '.join(sorted([*UV_FLAGS, *names]))}, got {option}")
+    return rest
+
+
+def _packages(root: pathlib.Path) -> dict[str, set[str]]:
+    """Return the extras of each package, by its folder."""
+    found = {}
+    for path in root.glob("packages/*/pyproject.toml"):
+        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        found[f"./packages/{path.parent.name}"] = set(project.get("optional-dependencies", {}))
+    return found
+
+
+def _installed(words: Sequence[str], root: pathlib.Path) -> None:
+    packages = _packages(root)
+    for word in (word for word in words if word.startswith("./")):
+        path, _, extras = word.rstrip("]").partition("[")
+        if path not in packages:
+            raise CommandError(f"expected one of {', '.join(sorted(packages))}, got {path}")
+        if unknown := {extra.strip() for extra in extras.split(",") if extra} - packages[path]:
+            raise CommandError(f"expected extras among {', '.join(sorted(packages[path]))}, got {sorted(unknown)[0]}")
+
+
+def _python(words: Words, root: pathlib.Path) -> None:
+    if words[:2] == ["-m", "torch.distributed.run"]:
+        launch = _parsed(get_args_parser().parse_args, words[2:])
+        kind = ["-m"] if launch.module else []
+        return _python([*kind, launch.training_script, *launch.training_script_args], root)
+    if words[:1] == ["-c"]:
+        try:
+            ast.parse(words[1])
+        except SyntaxError as error:
+            raise CommandError(f"its Python does not compile: {error}") from error
+        return None
+    if words[:1] == ["-m"]:
+        if words[1] in PARSERS:
+            return _check([words[1], *words[2:]], root)
+        if importlib.util.find_spec(words[1]) is None:
+            raise CommandError(f"expected a module that is installed, got {words[1]}")
+        return None
+    if words and words[0].endswith(".py"):
+        return _script(words[0], words[1:], root)
+    return None
+
+
+def _script(name: str, words: Words, root: pathlib.Path) -> None:
+    """Look for each flag among the strings of the script, which hands them to argparse."""
+    _paths([name], root)
+    known = {"-h", "--help"}
+    for node in ast.walk(ast.parse((root / name).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("-"):
+            known.add(node.value)
+    for word in words:
+        flag = word.partition("=")[0]
+        if re.match(r"--?[a-z]", flag) and flag not in known:
+            raise CommandError(f"expected a flag of {name}, got {flag}")
+
+
+def _paths(names: Sequence[str], root: pathlib.Path) -> None:
+    for name in names:
+        if not (root / name).exists():
+            raise CommandError(f"expected a path of this repository, got {name}")
+
+
+def _parsed(parse: Callable[[Words], Any], words: Words) -> Any:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            return parse(words)
+    except SystemExit as error:
+        if error.code:
+            raise CommandError(f"its parser says: {' '.join(said.getvalue().split())}") from error
+        raise CommandError("expected a command to run, got a request for help") from error
+    except (UsageError, ValueError) as error:
+        raise CommandError(f"its parser says: {error}") from error
+
+
+def _evals(words: Words) -> object:
+    return tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="evals")
+
+
+def _sparse_decode(words: Words) -> object:
+    return tyro.cli(GenerateCommand, args=words, prog="sparse-decode")
+
+
+PARSERS: dict[str, Callable[[Words], object]] = {
+    "evals": _evals,
+    "hashtrain": hashtrain_cli.parse,
+    "sparse-decode": _sparse_decode,
+}

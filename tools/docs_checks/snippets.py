@@ -1,0 +1,64 @@
+"""Python of the documentation: it compiles, and a type checker finds every module, name, attribute and argument."""
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+
+SETTINGS = {
+    "typeCheckingMode": "standard",
+    "include": ["."],
+    # A page's blocks follow each other: one may name again what another did.
+    "reportRedeclaration": False,
+}
+# transformers declares `generate` for a protocol that its own model classes do not meet.
+NOT_OURS = 'Could not bind method "generate" because'
+
+CANARY = "canary"
+WRONG = "import hashcore\nimport no_such_module\nhashcore.no_such_name\nhashcore.pack([], no_such_argument=1)\n"
+"""Checked with the rest: a checker that does not see what is installed would find nothing wrong in it, or anywhere."""
+
+
+def start(modules: dict[str, str], folder: pathlib.Path) -> subprocess.Popen[str]:
+    """Start the type checker on pages' modules, written below `folder`, an empty one.
+
+    Args:
+        modules: Python by the name of its page.
+    """
+    folder.mkdir(parents=True)
+    (folder / "pyrightconfig.json").write_text(json.dumps(SETTINGS), encoding="utf-8")
+    for page, text in {**modules, CANARY: WRONG}.items():
+        (folder / file_of(page)).write_text(text, encoding="utf-8")
+    # As `python -m`: the checker then sees what is installed where this runs.
+    words = [sys.executable, "-m", "basedpyright", "--project", str(folder), "--outputjson"]
+    words += ["--pythonpath", sys.executable]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def file_of(page: str) -> str:
+    """Name the file of a page's module."""
+    return re.sub(r"\W", "_", page) + ".py"
+
+
+def problems(running: subprocess.Popen[str], modules: dict[str, str]) -> list[str]:
+    """Wait for the type checker and say what it found, a sentence each.
+
+    Raises: RuntimeError with its own words if it did not check all modules, or sees nothing.
+    """
+    out, complaint = running.communicate()
+    try:
+        found = json.loads(out)
+    except json.JSONDecodeError as error:
+        raise RuntimeError(f"expected a report of basedpyright, got {out}{complaint}") from error
+    if found["summary"]["filesAnalyzed"] != len(modules) + 1:
+        raise RuntimeError(f"expected {len(modules) + 1} files checked, got {found['summary']}")
+    page_of = {file_of(page): page for page in [*modules, CANARY]}
+    wrong = [
+        (page_of[pathlib.Path(item["file"]).name], item["range"]["start"]["line"] + 1, item["message"])
+        for item in found["generalDiagnostics"]
+        if item["severity"] == "error" and NOT_OURS not in item["message"]
+    ]
+    if [line for page, line, _ in wrong if page == CANARY] != [2, 3, 4]:
+        raise RuntimeError(f"expected basedpyright to find three mistakes in {WRONG!r}, got {wrong}")
+    return [f"{page}:{line}: {message}" for page, line, message in wrong if page != CANARY]

@@ -1,0 +1,260 @@
+"""Check that the packages can be released as they stand, and tag them.
+
+    uv run tools/release.py                     # what is wrong, and what would be tagged and built
+    uv run tools/release.py --check             # only what is wrong: exit code 1 if anything is
+    uv run tools/release.py --tag --tested ID   # makes the tags, here only; ID is the commit whose tests passed
+
+A version is what its CHANGELOG's topmost entry says and no less than what was tagged before. A package that needs
+another says from which version and below which major one (`hashcore>=1.0,<2`): the range admits the version in this
+repository, and every name that is imported exists in the oldest version that it admits. Names are what can be compared:
+whether an old function still means what is asked of it, the old version's own tests must say. Tags are annotated, such
+as `hashcore-v1.0.0`, with the CHANGELOG's entry as message; nothing is pushed.
+"""
+
+import argparse
+import ast
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ENTRY = re.compile(r"^## +(.+?) *\n(.*?)(?=^## |\Z)", re.M | re.S)
+SHORTEST_ID = 7
+
+Reader = Callable[[str], str | None]  # a path below a package's src -> the text, None if there is no such file
+
+
+class Package(NamedTuple):
+    """What a package says of itself."""
+
+    name: str
+    folder: pathlib.Path
+    version: str
+    requirements: list[Requirement]
+    entries: list[tuple[str, str]]  # of its CHANGELOG: heading and text
+
+    @property
+    def module(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def tag(self) -> str:
+        return f"{self.name}-v{self.version}"
+
+
+def read(root: pathlib.Path) -> dict[str, Package]:
+    """The packages of a checkout, by name."""
+    found = {}
+    for file in sorted(root.glob("packages/*/pyproject.toml")):
+        said = tomllib.loads(file.read_text())["project"]
+        optional = [text for extra in said.get("optional-dependencies", {}).values() for text in extra]
+        needed = [Requirement(text) for text in [*said["dependencies"], *optional]]
+        entries = ENTRY.findall((file.parent / "CHANGELOG.md").read_text())
+        found[said["name"]] = Package(said["name"], file.parent, said["version"], needed, entries)
+    return found
+
+
+def git(root: pathlib.Path, *arguments: str) -> str:
+    command = ["git", "-c", f"safe.directory={root}", *arguments]
+    return subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def tags(root: pathlib.Path, package: Package) -> list[Version]:
+    """Versions of a package that were tagged, ascending."""
+    listed = git(root, "tag", "--list", f"{package.name}-v*").split()
+    return sorted(Version(tag.removeprefix(f"{package.name}-v")) for tag in listed)
+
+
+def check_version(package: Package, tagged: list[Version]) -> list[str]:
+    """What is wrong with a package's version: its form, its CHANGELOG, the tags before it."""
+    try:
+        version = Version(package.version)
+    except InvalidVersion:
+        version = None
+    if version is None or str(version) != package.version or len(version.release) != 3 or version.local:
+        return [f"{package.name}: expected a version of the form 1.2.3, got {package.version!r}"]
+    wrong = []
+    top = package.entries[0][0] if package.entries else "no entry"
+    if top != package.version:
+        wrong.append(f"{package.name}: expected `## {package.version}` at the top of its CHANGELOG.md, got {top!r}")
+    elif not package.entries[0][1].strip():
+        wrong.append(f"{package.name}: expected its CHANGELOG.md to say what {package.version} brings, got nothing")
+    if tagged and version < tagged[-1]:
+        wrong.append(f"{package.name}: expected a version from {tagged[-1]} on, which is tagged, got {version}")
+    return wrong
+
+
+def lower_bound(requirement: Requirement) -> Version | None:
+    return max((Version(s.version) for s in requirement.specifier if s.operator == ">="), default=None)
+
+
+def check_range(user: str, requirement: Requirement, needed: Package) -> list[str]:
+    """What is wrong with the range of versions that `user` admits of another package of ours."""
+    asked = f"{user} needs {requirement}"
+    bounds = {s.operator for s in requirement.specifier}
+    if bounds != {">=", "<"}:
+        return [f"{asked}: expected a lower and an upper bound, such as {needed.name}>=1.0,<2"]
+    wrong = []
+    if not requirement.specifier.contains(needed.version, prereleases=True):
+        wrong.append(f"{asked}: expected a range that admits {needed.version}, the version in this repository")
+    if requirement.specifier.contains(f"{Version(needed.version).major + 1}.0.0"):
+        wrong.append(f"{asked}: expected it to end below the next major version, {Version(needed.version).major + 1}")
+    return wrong
+
+
+def used(user: Package, needed: Package) -> dict[str, str]:
+    """Names of `needed` that `user` imports: {dotted name: "file:line"}."""
+    found = {}
+    for path in sorted((user.folder / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(), path)):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            at = f"{path.relative_to(user.folder)}:{getattr(node, 'lineno', 0)}"
+            found |= {name: at for name in names if name.partition(".")[0] == needed.module}
+    return found
+
+
+def has(reader: Reader, name: str) -> bool:
+    """Whether a dotted name is a module of a package, or what one of its modules defines or imports."""
+    path = name.replace(".", "/")
+    if any(reader(file) is not None for file in (f"{path}.py", f"{path}/__init__.py")):
+        return True
+    parent, _, last = path.rpartition("/")
+    text = next((t for t in map(reader, (f"{parent}.py", f"{parent}/__init__.py")) if t is not None), None)
+    return text is not None and last in defined(ast.parse(text))
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names that running a module binds at its top, in branches too."""
+    found, waiting = set(), list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+        else:
+            found |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return found
+
+
+def oldest(root: pathlib.Path, needed: Package, bound: Version) -> Reader | None:
+    """Reads the sources of the oldest version from `bound` on: of a tag, or of this repository; None if unknown."""
+    for version in tags(root, needed):
+        if version >= bound:
+            tree = f"{needed.name}-v{version}:{(needed.folder / 'src').relative_to(root).as_posix()}"
+            files = set(git(root, "ls-tree", "-r", "--name-only", tree).splitlines())
+            return lambda path: git(root, "show", f"{tree}/{path}") if path in files else None
+    if Version(needed.version) < bound:
+        return None
+
+    def here(path: str) -> str | None:
+        file = needed.folder / "src" / path
+        return file.read_text() if file.is_file() else None
+
+    return here
+
+
+def check_names(root: pathlib.Path, user: Package, requirement: Requirement, needed: Package) -> list[str]:
+    """What `user` imports of `needed` that the oldest version it admits does not have."""
+    bound = lower_bound(requirement)
+    reader = oldest(root, needed, bound) if bound else None
+    if reader is None:  # check_range has complained
+        return []
+    lacking = [f"{name} ({at})" for name, at in used(user, needed).items() if not has(reader, name)]
+    if not lacking:
+        return []
+    return [f"{user.name} needs {requirement}: the oldest version of that range lacks {', '.join(lacking)}; raise it"]
+
+
+def complaints(root: pathlib.Path) -> list[str]:
+    """All that stands against a release."""
+    packages, wrong = read(root), []
+    for package in packages.values():
+        wrong += check_version(package, tags(root, package))
+    if wrong:  # the rest compares versions
+        return wrong
+    for package in packages.values():
+        for requirement in package.requirements:
+            needed = packages.get(canonicalize_name(requirement.name))
+            if needed is not None and needed is not package:
+                wrong += check_range(package.name, requirement, needed)
+                wrong += check_names(root, package, requirement, needed)
+    whole = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    for requirement in map(Requirement, whole["dependencies"]):
+        wrong += check_range(whole["name"], requirement, packages[canonicalize_name(requirement.name)])
+    return wrong
+
+
+def releases(root: pathlib.Path) -> list[Package]:
+    """The packages whose version has no tag yet."""
+    return [package for package in read(root).values() if Version(package.version) not in tags(root, package)]
+
+
+def changed(root: pathlib.Path) -> list[str]:
+    """Packages that differ from the tag of their version: the next release must raise it."""
+    found = []
+    for package in read(root).values():
+        if Version(package.version) in tags(root, package):
+            where = [(package.folder / name).relative_to(root).as_posix() for name in ("src", "pyproject.toml")]
+            if git(root, "diff", "--name-only", package.tag, "--", *where):
+                found.append(f"{package.name} has changed since {package.tag}: its next release needs a higher version")
+    return found
+
+
+def refusals(root: pathlib.Path, tested: str | None) -> list[str]:
+    """What stands against making tags now."""
+    wrong = []
+    if dirty := git(root, "status", "--porcelain"):
+        wrong.append(
+            f"expected a clean tree, got {len(dirty.splitlines())} changed files; commit them or put them away"
+        )
+    head = git(root, "rev-parse", "HEAD")
+    if tested is None or len(tested) < SHORTEST_ID or not head.startswith(tested):
+        wrong.append(f"expected --tested {head[:12]}, the commit to tag, got {tested}; run .ci/run on it and say so")
+    return wrong
+
+
+def settings(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Check that the packages can be released, and tag them.")
+    parser.add_argument("--check", action="store_true", help="only say what is wrong")
+    parser.add_argument("--tag", action="store_true", help="make annotated tags; they are not pushed")
+    parser.add_argument("--tested", metavar="ID", help="with --tag: the commit on which the tests passed")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str], root: pathlib.Path = ROOT) -> int:
+    asked = settings(arguments)
+    wrong = complaints(root) + (refusals(root, asked.tested) if asked.tag else [])
+    for line in wrong:
+        print(f"release: {line}", file=sys.stderr)
+    if wrong or asked.check:
+        print(f"{len(wrong)} complaints")
+        return int(bool(wrong))
+    for line in changed(root):
+        print(line)
+    for package in releases(root):
+        if asked.tag:
+            text = f"{package.name} {package.version}\n\n{package.entries[0][1].strip()}\n"
+            git(root, "tag", "--annotate", "--cleanup=verbatim", "--message", text, package.tag)
+        print(
+            f"{'tagged' if asked.tag else 'would tag'} {package.tag}; build it with `uv build --package {package.name}`"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
