@@ -3,7 +3,7 @@
     uv run hashtrain                                                       # once: hashers of the demo model
     uv run examples/attach_local.py
     uv run examples/attach_local.py --hasher lsh                           # untrained codes need no training
-    uv run examples/attach_local.py --model path/or/hub-id --hasher runs/mine/planes --prompt-file long.txt
+    uv run examples/attach_local.py --model path/or/hub-id --hasher runs/mine/transform --prompt-file long.txt
 
 Greedy texts part ways for good at the first token that differs. So the dense text is also read with sparse attention:
 the share of its tokens that sparse attention would have written as well is the fairer figure.
@@ -69,7 +69,7 @@ def run(arguments: list[str] | None) -> int:
     """Read the arguments, load and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(demo_model_path()), help="a folder or hub id; the demo model without it")
-    parser.add_argument("--hasher", default="runs/demo/planes", help="a folder of `hashtrain`, or lsh")
+    parser.add_argument("--hasher", default="runs/demo/transform", help="a folder of `hashtrain`, or lsh")
     parser.add_argument("--prompt-file", type=pathlib.Path, help="a text; a held-out Python module without it")
     parser.add_argument("--prompt-tokens", type=int, default=3800, help="use the first so many at most")
     parser.add_argument("--tokens", type=int, default=64, help="to write")

@@ -3,7 +3,7 @@
     uv run hashtrain                                            # once: hashers of the demo model
     uv run examples/chat.py                                     # the demo model goes on with code that you begin
     uv run examples/chat.py --hasher lsh                        # untrained codes need no training
-    uv run examples/chat.py --model path/or/hub-id --hasher runs/mine/planes --document report.txt
+    uv run examples/chat.py --model path/or/hub-id --hasher runs/mine/transform --document report.txt
 
 A model with a chat template is talked to; any other goes on with all that was said. Keys, values and codes of earlier
 turns stay in the cache: a turn reads only what is new. Long histories and documents are where sparse attention pays.
@@ -165,7 +165,7 @@ def run(arguments: list[str] | None) -> int:
     """Read the arguments, load, and converse."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(demo_model_path()), help="a folder or hub id; the demo model without it")
-    parser.add_argument("--hasher", default="runs/demo/planes", help="a folder of `hashtrain`, or lsh")
+    parser.add_argument("--hasher", default="runs/demo/transform", help="a folder of `hashtrain`, or lsh")
     parser.add_argument("--document", type=pathlib.Path, help="a text to talk about")
     parser.add_argument("--new-tokens", type=int, default=100, help="the most tokens of an answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")

@@ -42,7 +42,7 @@ def public_names():
     [
         "pip install uv && uv run hashtrain  # it's quick",
         "uv run hashtrain --model a/b --text FILE ... --out runs/x \\\n  --dry-run",
-        "hashtrain push runs/mine/planes OWNER/NAME",
+        "hashtrain push runs/mine/transform OWNER/NAME",
         "HF_HUB_OFFLINE=1 uv run evals ppl --budgets 0.02 0.01; uv run evals list",
         "uv run sparse-decode --prompt-file long.txt --compare",
         "uv run --group docs tools/build_docs.py",

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import io
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import pytest
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
 from hashtrain.plan import ALL
+from PIL import Image
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -165,13 +167,23 @@ def test_blocks_run_in_order_until_one_fails(tmp_path, capfd):
     assert CHECK.run_blocks(chosen[1:2], tmp_path, clean) is None
 
 
+def test_the_figure_is_of_the_stored_results(tmp_path):
+    tool = load("draw_overview")
+    assert Image.open(tool.OUT).info["Description"] == tool.digest(), "run `uv run tools/draw_overview.py`"
+    for name in tool.INPUTS:
+        (tmp_path / name).write_bytes((tool.RESULTS / name).read_bytes() + b" ")
+    drawn = Image.open(io.BytesIO(tool.draw(tmp_path)))
+    assert drawn.size == Image.open(tool.OUT).size
+    assert drawn.info["Description"] == tool.digest(tmp_path) != tool.digest()
+
+
 # Last, and only on request: it needs the hashers that `uv run hashtrain` leaves in runs/.
 @pytest.mark.skipif(
     "README_HASHERS" not in os.environ, reason="README_HASHERS names a folder that `uv run hashtrain` wrote"
 )
 def test_the_example_generates_dense_and_sparse():
     (code,) = [block for block in blocks(README, "bash") if "uv run python -c" in block]
-    assert '"runs/demo/planes"' in code
+    assert '"runs/demo/transform"' in code
     code = code.replace("runs/demo", os.environ["README_HASHERS"])
     done = subprocess.run(["bash", "-c", code], cwd=ROOT, check=True, timeout=180, capture_output=True, text=True)
     assert "--- dense" in done.stdout

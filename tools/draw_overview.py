@@ -48,11 +48,15 @@ def _quality(axes: Axes, result: Result) -> None:
     for method, label in METHODS.items():
         rows = [r for r in result.rows if r.method == method and r.metric == "perplexity_ratio" and r.rule == rule]
         points = sorted((100 * (r.budget or 0), 100 * (r.value - 1)) for r in rows)
-        style = {"linestyle": "--", "marker": "o"} if method == "oracle" else {"marker": "o"}
-        if method.endswith("remainder"):
-            style |= {"linewidth": 2.6}
-        colour = "#009e73" if method.endswith("remainder") else COLOURS.get(method)
-        axes.plot(*zip(*points, strict=True), label=label, color=colour, **style)
+        deployed = method.endswith("remainder")
+        axes.plot(
+            *zip(*points, strict=True),
+            label=label,
+            marker="o",
+            color="#009e73" if deployed else COLOURS.get(method),
+            linestyle="--" if method == "oracle" else "-",
+            linewidth=2.6 if deployed else 1.5,
+        )
     axes.set(xscale="log", yscale="log", xlabel="tokens attended to, % of those visible")
     axes.set_ylabel("perplexity above dense, %")
     axes.set_xticks([0.5, 1, 2], ["0.5", "1", "2"])
@@ -102,7 +106,11 @@ def main() -> None:
             sys.exit(f"{OUT.name} was drawn from other results; run `uv run tools/draw_overview.py`")
         return
     image = draw()
-    replace(OUT, lambda temporary: temporary.write_bytes(image))
+
+    def write(temporary: pathlib.Path) -> None:
+        temporary.write_bytes(image)
+
+    replace(OUT, write)
 
 
 if __name__ == "__main__":

@@ -89,10 +89,10 @@ def _speed(results: pathlib.Path) -> str:
     by_length: dict[int, dict[str, float]] = {}
     for row in attention["rows"]:
         by_length.setdefault(row["n"], {})[row["dtype"]] = row["ratio"]
-    lines = [
-        [f"{n:,}", *(f"{ratios[kind]:.1f} x" for kind in ("bfloat16", "float32")), f"{whole[n]:.1f} x" if n in whole else ""]
-        for n, ratios in sorted(by_length.items())
-    ]
+    lines = []
+    for n, ratios in sorted(by_length.items()):
+        layer = [f"{ratios[kind]:.1f} x" for kind in ("bfloat16", "float32")]
+        lines.append([f"{n:,}", *layer, f"{whole[n]:.1f} x" if n in whole else ""])
     title = (
         f"Dense over sparse time of a decode step on a CPU ({attention['processor']}, {attention['threads']} thread), "
         f"{100 * attention['fraction']:g} % selected, against the fastest dense code we could write"

@@ -27,7 +27,7 @@ class GenerateCommand:
     """Tokens to generate, fewer if the model ends its text."""
     model: str = DEMO
     """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
-    hasher: str = "runs/demo/planes"
+    hasher: str = "runs/demo/transform"
     """A hasher's folder, made by `uv run hashtrain`; `lsh` draws untrained codes."""
     max_prompt_tokens: int | None = None
     """Use only so many tokens of the prompt, the last ones."""
