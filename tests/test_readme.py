@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import platform
 import re
 import subprocess
 import sys
@@ -165,6 +166,13 @@ def test_blocks_run_in_order_until_one_fails(tmp_path, capfd):
     assert len(capfd.readouterr().out.splitlines()) == 3
     assert CHECK.run_blocks(chosen[:2], tmp_path, clean) >= 0
     assert CHECK.run_blocks(chosen[1:2], tmp_path, clean) is None
+    times = []
+    CHECK.run_blocks(chosen[:2], tmp_path, clean, times)
+    CHECK.store(tmp_path / "times.json", [block for _, block in chosen[:2]], times, tmp_path / "clone", sys.executable)
+    stored = json.loads((tmp_path / "times.json").read_text())
+    assert [block["title"] for block in stored["blocks"]] == codes[:2]
+    assert stored["disk"] >= len("uv run\n")
+    assert stored["python"] == platform.python_version()
 
 
 def test_the_figure_is_of_the_stored_results(tmp_path):

@@ -4,6 +4,7 @@
     uv run --no-project tools/check_readme.py --list           # say which blocks would run; runs nothing
     uv run --no-project tools/check_readme.py --cache          # with this user's package caches: quicker, no fair time
     uv run --no-project tools/check_readme.py --blocks 1 2 4   # only these
+    uv run --no-project tools/check_readme.py --out docs/results/readme.json  # store the times: a table of README.md
 
 The rule: every ```bash block is run as it stands, in the order of the file, from the top folder of the clone, each in a
 shell of its own. Not run is a block
@@ -16,6 +17,8 @@ says `uv run` at most 480 seconds may pass: install to first result.
 
 import argparse
 import dataclasses
+import datetime
+import json
 import os
 import pathlib
 import re
@@ -98,9 +101,16 @@ def prepare(folder: pathlib.Path, python: str, cache: bool) -> dict[str, str]:
     return clean
 
 
-def run_blocks(chosen: Sequence[tuple[int, Block]], folder: pathlib.Path, clean: Mapping[str, str]) -> float | None:
+def run_blocks(
+    chosen: Sequence[tuple[int, Block]],
+    folder: pathlib.Path,
+    clean: Mapping[str, str],
+    times: list[float] | None = None,
+) -> float | None:
     """Run blocks, printing a line for each, until one fails.
 
+    Args:
+        times: gets the seconds of each block.
     Returns: seconds from the start to the end of the first block with `uv run`; None if there is none.
     Raises: ValueError with the end of its output if a block fails or takes longer than PATIENCE.
     """
@@ -115,7 +125,10 @@ def run_blocks(chosen: Sequence[tuple[int, Block]], folder: pathlib.Path, clean:
                 code = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=PATIENCE, **settings).returncode
             except subprocess.TimeoutExpired:
                 code = None
-        print(f"{number:3} {time.monotonic() - started:8.1f} s  {block.title}", flush=True)
+        taken = time.monotonic() - started
+        print(f"{number:3} {taken:8.1f} s  {block.title}", flush=True)
+        if times is not None:
+            times.append(taken)
         if code != 0:
             how = f"exit code {code}" if code is not None else f"no end after {PATIENCE:.0f} s"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
@@ -125,6 +138,25 @@ def run_blocks(chosen: Sequence[tuple[int, Block]], folder: pathlib.Path, clean:
     return first
 
 
+def store(
+    out: pathlib.Path, chosen: Sequence[Block], times: Sequence[float], installed: pathlib.Path, python: str
+) -> None:
+    """Write what each block took, and what it took it on, as JSON."""
+    version = subprocess.check_output(
+        [python, "-c", "import platform; print(platform.python_version())"], text=True
+    ).strip()
+    facts = {
+        "date": datetime.date.today().isoformat(),
+        "python": version,
+        "cores": os.cpu_count(),
+        "disk": sum(path.lstat().st_size for path in installed.rglob("*")),
+        "blocks": [{"title": b.title, "seconds": round(t, 1)} for b, t in zip(chosen, times, strict=True)],
+    }
+    temporary = out.with_name(f".{out.name}")
+    temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(out)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """List or run the blocks. Returns: 1 after a sentence if one fails or the first result comes too late."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -132,6 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache", action="store_true", help="use this user's caches of pip and uv")
     parser.add_argument("--blocks", type=int, nargs="+", help="numbers as --list gives them")
     parser.add_argument("--python", default=shutil.which("python3.11") or sys.executable, help="a Python 3.11")
+    parser.add_argument("--out", type=pathlib.Path, help="store what each block took")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds from install to first result")
     given = parser.parse_args(arguments)
     numbered = list(enumerate(blocks((ROOT / "README.md").read_text(), "bash"), 1))
@@ -150,7 +183,10 @@ def main(arguments: list[str] | None = None) -> int:
             clean = prepare(folder, given.python, given.cache)
             cloned = list(enumerate(blocks((folder / "clone" / "README.md").read_text(), "bash"), 1))
             chosen = [(n, b) for n, b in cloned if not b.skipped and n in (given.blocks or range(1, len(cloned) + 1))]
-            first = run_blocks(chosen, folder, clean)
+            times: list[float] = []
+            first = run_blocks(chosen, folder, clean, times)
+            if given.out is not None:
+                store(given.out, [block for _, block in chosen], times, folder / "clone" / ".venv", given.python)
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
         print(f"check_readme: {error}", file=sys.stderr)
         return 1

@@ -306,7 +306,7 @@ def test_the_table_of_methods_is_whole():
     losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction", "down-proj")
     estimators = ("linear", "linear-straight", "paper-straight", "planes-softsign")
     ablations = (*estimators, "group-xnor", "planes-64", *losses)
-    assert (*plain, *whole, *ablations, "quest", "quest-heads", "magicpig", "magicpig-bare") == NAMES
+    assert (*plain, *whole, *ablations, "quest", "quest-heads", "magicpig", "magicpig-bare", "magicpig-10x150") == NAMES
 
 
 def test_the_remainder_brings_every_hasher_closer_to_dense(loaded):

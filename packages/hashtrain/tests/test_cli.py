@@ -91,14 +91,14 @@ def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on
     """Three contexts, of which the remainder may see one: the others are never on the disk."""
     monkeypatch.setattr(prepare_module, "MAX_CONTEXTS", 1)
     monkeypatch.setattr(remainder, "MAX_CONTEXTS", 1)
-    found, kinds = [], ("--only", "lsh", "planes", "linear", "--contexts", "3", "--steps", "5")
+    found, kinds = [], ("--only", "lsh", "planes", "transform", "--contexts", "3", "--steps", "5")
     for more in ((), ("--stream",)):
         out = tmp_path / f"run{len(found)}"
         assert main(command(folder, out, *kinds, *more)) == 0
         metrics = json.loads((out / "metrics.json").read_text())
         del metrics["seconds"]
         lines = (out / "metrics.jsonl").read_text().splitlines()
-        states = [Hasher.from_pretrained(out / name).state_dict() for name in ("lsh", "planes", "linear")]
+        states = [Hasher.from_pretrained(out / name).state_dict() for name in ("lsh", "planes", "transform")]
         found.append((metrics, sorted(lines), states))
     (one, lines, mine), (other, others, theirs) = found
     assert one == other

@@ -27,7 +27,7 @@ def arguments(tmp_path_factory, tiny_config):
     AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(root / "model")
     (root / "text.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(3000)))
     sizes = "--context 512 --contexts 3 --held-out 2 --held-out-rows 64 --steps 30 --dense-layers 1 --workers 1"
-    rest = "--only lsh planes --bits 32 --device cpu --checkpoint-seconds 0.05"
+    rest = "--only lsh transform --bits 32 --device cpu --checkpoint-seconds 0.05"
     return ["--model", str(root / "model"), "--text", str(root / "text.txt"), *f"{sizes} {rest}".split()]
 
 
@@ -68,7 +68,7 @@ def test_two_ranks_that_share_layers_make_the_bits_of_one_process(arguments, alo
 def test_two_ranks_that_share_rows_come_within_0_005_of_one_process(arguments, alone, tmp_path):
     assert run_two([*arguments, "--out", str(tmp_path / "run"), "--spread", "data"]) == [0, 0]
     metrics, files = stored(tmp_path / "run")
-    one, two = (m["hashers"]["planes"]["kv_head"]["mean"]["iou"] for m in (alone[0], metrics))
+    one, two = (m["hashers"]["transform"]["kv_head"]["mean"]["iou"] for m in (alone[0], metrics))
     assert two == pytest.approx(one, abs=0.005)
     assert files != alone[1], "the second process had no part in it"
 

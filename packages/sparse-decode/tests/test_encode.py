@@ -127,7 +127,9 @@ def test_digits_may_change_and_clipped_and_missing_numbers_have_the_same_ones():
     layer.key.b2.copy_(torch.linspace(-9, 9, 16).repeat(2, 1, 1))
     layer.key.b2[0, 0, 5] = torch.nan
     assert torch.equal(few.keys(layer, k), layer.encode_keys(k))
-    layer.digits[0, :3], layer.digits[0, 3:6] = 4, 0
+    changed = layer.digits.clone()
+    changed[0, :3], changed[0, 3:6] = 4, 0
+    layer.load_state_dict({**layer.state_dict(), "digits": changed})
     assert torch.equal(few.keys(layer, k), layer.encode_keys(k))
     assert torch.equal(
         few.queries(layer, tokens(shape, 1, 1, 4), False)[0], layer.encode_queries(tokens(shape, 1, 1, 4))[0]

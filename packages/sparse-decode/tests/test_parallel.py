@@ -52,10 +52,14 @@ def test_two_ranks_give_the_tokens_of_one_process(folder):
 
 
 @pytest.mark.parametrize("per_query_head", [False, True])
-@pytest.mark.parametrize("variant", ["lsh", "paper", "planes"])
+@pytest.mark.parametrize("variant", ["lsh", "paper", "planes", "transform"])
 def test_a_slice_of_a_hasher_hashes_its_heads(variant, per_query_head):
     shape = ModelShape(2, 8, 4, 16)
-    whole = Hasher(HasherConfig(variant, shape, hidden=32))
+    whole = Hasher(HasherConfig(variant, shape, bits=64, hidden=32))
+    if variant == "transform":  # heads that differ
+        digits = torch.tensor([[4.0 + head] * 8 + [4.0 - head] * 8 for head in range(4)])
+        for layer in (0, 1):
+            whole.layer(layer).load_state_dict({**whole.layer(layer).state_dict(), "digits": digits})
     q, k = torch.randn(1, 8, 3, 16), torch.randn(1, 4, 3, 16)
     wrap = QueryHeadHasher if per_query_head else lambda hasher: hasher
     for layer in (0, 1):

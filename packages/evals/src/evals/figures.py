@@ -26,9 +26,10 @@ COLOURS = {
     "quest-heads": "#006a4e",
     "magicpig": "#0072b2",
     "magicpig-bare": "#7fb8d8",
+    "magicpig-10x150": "#004166",
 }
 _MARKERS = {"oracle": "*", "recent": "x", "lsh": "s", "paper": "^", "planes": "o", "transform": "D"}
-_MARKERS |= {"quest": "P", "quest-heads": "X", "magicpig": "D", "magicpig-bare": "d"}
+_MARKERS |= {"quest": "P", "quest-heads": "X", "magicpig": "D", "magicpig-bare": "d", "magicpig-10x150": ">"}
 
 
 def draw(result: Result, path: Path) -> None:

@@ -148,7 +148,7 @@ ITEMS = (
         "Perplexity beside MagicPIG, with and without sink and local tokens",
         "ppl",
         (
-            *("--methods", "oracle", *_OURS, "magicpig", "magicpig-bare"),
+            *("--methods", "oracle", *_OURS, "magicpig", "magicpig-bare", "magicpig-10x150"),
             *("--budgets", "0.02", "--rules", "visible", "--match", "magicpig"),
         ),
         4,

@@ -11,7 +11,7 @@ from evals.result import read_json
 from evals.rivals import MagicPigSelector, QuestSelector
 
 FILE = "tuned.json"
-_ENDS = {"magicpig": (4, 64), "magicpig-bare": (0, 0)}
+_ENDS = {"magicpig": (4, 64), "magicpig-bare": (0, 0), "magicpig-10x150": (4, 64)}
 """Sink and local tokens."""
 PUBLISHED: dict[str, dict[str, int]] = {
     **{name: {"page": 16} for name in ("quest", "quest-heads")},

@@ -120,10 +120,18 @@ class HasherConfig:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
         if type(self.bits) is not int or not 32 <= self.bits <= 4096 or self.bits % 32:
             raise ValueError(f"bits must be a multiple of 32 between 32 and 4096, got {self.bits!r}")
+        if self.variant == "transform" and (self.init, self.estimator) not in (
+            ("rotation", ""),
+            ("rotation", "straight-through"),
+        ):
+            raise ValueError(
+                "transform starts from data and is trained straight-through: leave init and estimator alone, got "
+                f"{self.init!r} and {self.estimator!r}"
+            )
         if self.variant == "transform" and self.bits > MAX_DIGITS * (least := self._least_head_dim):
             raise ValueError(
                 f"transform stores at most {MAX_DIGITS} bits for each dimension of a head, {MAX_DIGITS * least} here, "
-                f"got {self.bits}; use fewer bits or variant planes"
+                f"got {self.bits}; use fewer bits, or another variant (`hashtrain --only planes`)"
             )
         if type(self.planes) is not int or not 1 <= self.planes <= 8:
             raise ValueError(f"planes must be between 1 and 8, got {self.planes!r}")

@@ -14,6 +14,7 @@ from hashtrain.capture import Capture, queries_and_keys
 from hashtrain.hasher import make_layer
 from hashtrain.job import LayerJob
 from hashtrain.judge import judge_layer
+from hashtrain.layers.transform import CONTEXTS
 from hashtrain.memory import step_bytes, weight_bytes
 from hashtrain.prepare import Prepared
 from hashtrain.remainder import MAX_CONTEXTS, calibrate
@@ -101,7 +102,9 @@ def _together(steps: list[tuple[int, int]]) -> int:
 
 def _layer_seconds(prepared: Prepared, job: LayerJob, sample: Capture) -> float:
     hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
-    total = 0.0
+    began = time.perf_counter()
+    hasher.start(sample, job.layer)
+    total = (time.perf_counter() - began) * min(CONTEXTS, len(prepared.train.contexts))
     if job.candidate.trained:
         times: list[float] = []
         training = Training(hasher, job.layer, sample, job.training)

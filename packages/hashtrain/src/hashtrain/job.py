@@ -108,12 +108,12 @@ class LayerResult:
 def started(job: LayerJob) -> LayerHasher:
     """Make the layer's hash functions as they are before the first step, alike in all processes."""
     hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
-    hasher.start(job.data, job.layer)
-    tensors = [*hasher.parameters(), *hasher.buffers()]
-    if not job.ranks.first:  # machines may round differently: the first one's start counts
-        for tensor in tensors:
-            tensor.detach().zero_()
-    job.ranks.add(*(tensor.detach() for tensor in tensors))
+    if job.ranks.first and not job.unfinished.exists():  # a checkpoint holds what a start would set
+        hasher.start(job.data, job.layer)
+    if job.ranks.world > 1:  # machines may round differently: the first one's start counts
+        tensors = {name: tensor * job.ranks.first for name, tensor in hasher.state_dict().items()}
+        job.ranks.add(*tensors.values())
+        hasher.load_state_dict(tensors)
     return hasher
 
 

@@ -56,18 +56,23 @@ def moments(captured: Iterator[tuple[Tensor, Tensor]]) -> Moments:
 
     Args:
         captured: for each context queries [1, Hq, T, D] and keys [1, Hkv, T, D].
-    Raises: ValueError without any.
+    Contexts with infinities or NaN are left out, as training stops at them.
+    Raises: FloatingPointError if none is left.
     """
     query, key, mean, count = 0.0, 0.0, 0.0, 0
     for q, k in captured:
         grouped = q[0].float().unflatten(0, (k.shape[1], -1)).sum(1)
         keys = k[0].float()
+        if not (grouped.isfinite().all() and keys.isfinite().all()):
+            continue
         query = query + (grouped.mT @ grouped).double().cpu() / grouped.shape[1]
         key = key + (keys.mT @ keys).double().cpu() / keys.shape[1]
         mean = mean + keys.double().mean(1).cpu()
         count += 1
     if not count:
-        raise ValueError("expected at least one context of queries and keys to start from, got none")
+        raise FloatingPointError(
+            "expected a context of finite queries and keys to start from, got none; look at those of the model"
+        )
     query, key, mean = (torch.as_tensor(x) / count for x in (query, key, mean))
     return Moments(query, key - mean[:, :, None] * mean[:, None, :], mean)
 

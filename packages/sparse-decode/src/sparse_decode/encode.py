@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.planes import Planes
-from hashtrain.layers.transform import Layout, Transform
+from hashtrain.layers.transform import Transform
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -55,7 +55,7 @@ class FewTokens:
 
     def __init__(self) -> None:
         self._weights: dict[int, tuple[tuple[int, ...], Weights]] = {}
-        self._digits: dict[int, tuple[Layout, Digits]] = {}
+        self._digits: dict[int, tuple[Tensor, Digits]] = {}
 
     def keys(self, layer: LayerHasher, k: Tensor) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W]: `layer.encode_keys`."""
@@ -92,8 +92,8 @@ class FewTokens:
         if isinstance(layer, Planes):
             return NO_DIGITS
         laid, known = layer.layout(), self._digits.get(id(layer))
-        if known is None or known[0] is not laid:
-            known = laid, (laid.coordinate.int().numpy(), laid.power.numpy(), laid.limit.numpy())
+        if known is None or known[0] is not laid.coordinate:  # loading digits makes a new one
+            known = laid.coordinate, (laid.coordinate.int().numpy(), laid.power.numpy(), laid.limit.numpy())
             self._digits[id(layer)] = known
         return known[1]
 

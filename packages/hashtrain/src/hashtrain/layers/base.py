@@ -72,10 +72,8 @@ class LayerHasher(nn.Module):
 
         Args:
             data: the training capture; layer: the layer's index in the model.
+        Raises: FloatingPointError if no context has finite queries and keys.
         """
-
-    def check(self) -> None:
-        """Look at loaded tensors whose values are constrained. Raises: ValueError saying what is expected."""
 
     def by_group(self, x: Tensor) -> Tensor:
         """View [B, Hq, T, ...] as [B, Hkv, G, T, ...]."""

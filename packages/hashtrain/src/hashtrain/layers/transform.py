@@ -39,7 +39,10 @@ class Transform(LayerHasher):
     """
 
     digits: Tensor
-    """Binary digits of each coordinate, float32 [Hkv, C]: whole numbers that add up to `bits`."""
+    """Binary digits of each coordinate, float32 [Hkv, C]: whole numbers that add up to `bits`. To change them, load."""
+    coordinate: Tensor
+    power: Tensor
+    limit: Tensor
 
     def __init__(self, config: HasherConfig, generator: Draw):
         super().__init__(config)
@@ -50,7 +53,10 @@ class Transform(LayerHasher):
         self.query = SkipMlp(r.repeat_interleave(self.group, 0), config.hidden, generator)
         shared = transform_coding.even(coordinates, self.bits)
         self.register_buffer("digits", shared.repeat(self.hkv, 1))
-        self._laid: tuple[tuple[int, int, torch.device], Layout] | None = None
+        for name in Layout._fields:
+            self.register_buffer(name, None, persistent=False)
+        self._lay_out()
+        self.register_load_state_dict_post_hook(lambda loaded, _: loaded._lay_out())
 
     @classmethod
     def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
@@ -67,11 +73,13 @@ class Transform(LayerHasher):
         found = transform_coding.moments((q.to(device), k.to(device)) for q, k in contexts)
         key, bias, query, shared = transform_coding.start(found, self.bits, self.digits.shape[1])
         self.digits.copy_(shared)
+        self._lay_out()
         self.key.r.copy_(key)
         self.key.b2.copy_(bias)
         self.query.r.copy_(query.repeat_interleave(self.group, 0))
 
-    def check(self) -> None:
+    def _lay_out(self) -> None:
+        """Derive from `digits` which digit each bit is. Raises: ValueError if they are not what digits can be."""
         whole = self.digits == self.digits.round().clamp(0, MAX_DIGITS)  # NaN is not equal to itself
         if not (whole.all() and (self.digits.sum(-1) == self.bits).all()):
             raise ValueError(
@@ -79,16 +87,15 @@ class Transform(LayerHasher):
                 f"sums of {self.digits.sum(-1).tolist()}"
             )
 
+        powers = torch.arange(MAX_DIGITS - 1, -1, -1, device=self.digits.device)
+        at = (self.digits[:, None, :] > powers[:, None]).nonzero()  # by head, falling power, coordinate
+        self.coordinate = at[:, 2].view(self.hkv, -1).clone()
+        self.power = (1 << powers)[at[:, 1]].view(self.hkv, -1).float()
+        self.limit = ((1 << self.digits.long()) - 1).float()
+
     def layout(self) -> Layout:
-        """Return which digit each bit is, made anew whenever `digits` has changed."""
-        version = self.digits.data_ptr(), self.digits._version, self.digits.device
-        if self._laid is None or self._laid[0] != version:
-            self.check()
-            powers = torch.arange(MAX_DIGITS - 1, -1, -1, device=self.digits.device)
-            at = (self.digits[:, None, :] > powers[:, None]).nonzero()  # by head, falling power, coordinate
-            coordinate, power = at[:, 2].view(self.hkv, -1), powers[at[:, 1]].view(self.hkv, -1)
-            self._laid = version, Layout(coordinate, torch.exp2(power.float()), torch.exp2(self.digits) - 1)
-        return self._laid[1]
+        """Return which digit each bit is."""
+        return Layout(self.coordinate, self.power, self.limit)
 
     def query_weight(self, q: Tensor, per_query_head: bool = False) -> Tensor:
         """Weigh each bit of a code: [B, Hq, T, D] -> [B, Hkv, T, bits], or [B, Hq, T, bits] per query head."""
@@ -109,7 +116,8 @@ class Transform(LayerHasher):
         return quantised(self.query_weight(q), self.planes)
 
     def soft_keys(self, k: Tensor) -> Tensor:
-        z, laid = self.key(k), self.layout()
+        with torch.autocast(k.device.type, enabled=False):  # keys are centred after the product: bfloat16 would lose it
+            z, laid = self.key(k), self.layout()
         return digits(z, _spread(laid.coordinate, z), laid.power[:, None], laid.limit[:, None])
 
 
