@@ -43,6 +43,12 @@ def digest(results: pathlib.Path = RESULTS) -> str:
     return sha.hexdigest()[:16]
 
 
+def drawn_from(figure: pathlib.Path) -> str | None:
+    """Read which digest a figure carries."""
+    with Image.open(figure) as image:
+        return image.info.get("Description")
+
+
 def _quality(axes: Axes, result: Result) -> None:
     rule = result.config["rules"][0]
     for method, label in METHODS.items():
@@ -105,8 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the figure is stale")
     if parser.parse_args().check:
-        found = Image.open(OUT).info.get("Description") if OUT.is_file() else None
-        if found != digest():
+        if not OUT.is_file() or drawn_from(OUT) != digest():
             sys.exit(f"{OUT.name} was drawn from other results; run `uv run tools/draw_overview.py`")
         return
     image = draw()
