@@ -44,6 +44,7 @@ class Target:
         leave: what pytest's -k leaves out: tests that are slow and say nothing of these functions.
         warm: what is imported before the fork, because it is slow to import and is not changed.
         compiles: whether machine code depends on the module, so that a mutant must not find any that is stored.
+        count: how many mutants are tried, if --count does not say.
         suffix: how the module's file ends; a package's is "/__init__.py".
     """
 
@@ -53,6 +54,7 @@ class Target:
     leave: tuple[str, ...] = ()
     warm: tuple[str, ...] = ()
     compiles: bool = False
+    count: int = 60
     suffix: str = ".py"
 
     @property
@@ -97,6 +99,7 @@ TARGETS = {
         ),
         SLOW,
         compiles=True,
+        count=40,  # each takes ten seconds to compile
     ),
     "cpu": Target(
         "hashcore.cpu",
@@ -120,11 +123,11 @@ TARGETS = {
     "cache": Target("sparse_decode.cache", (CACHE,), warm=MODELS),
 }
 EQUIVALENT: dict[tuple[str, str, str], str] = {}
-"""(end of the file's path, line, change): why no test can tell."""
+"""(file below src, line, change): why no test can tell."""
 
 
 class Mutant(NamedTuple):
-    """One change of a module: the line of the original, from 1, its text, what was changed, and the whole new source."""
+    """A module with one change: the line of the original, from 1, its text, what was changed, and the new source."""
 
     line: int
     text: str
@@ -173,13 +176,18 @@ def changes(node: ast.AST) -> Iterator[Change]:
     elif isinstance(node, ast.Return) and node.value is not None:
         yield Change(node, "return None", node, "value", ast.Constant(None))
     for name, value in ast.iter_fields(node):
-        if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.Not):
+        if _is_not(value):
             yield Change(value, "without not", node, name, value.operand)
-        for place, part in enumerate(value if isinstance(value, list) else ()):
-            if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not):
-                yield Change(part, "without not", node, name, [*value[:place], part.operand, *value[place + 1 :]])
+        block: list[Any] = value if isinstance(value, list) else []
+        for place, part in enumerate(block):
+            if _is_not(part):
+                yield Change(part, "without not", node, name, [*block[:place], part.operand, *block[place + 1 :]])
             elif isinstance(part, ast.stmt) and _removable(part):
-                yield Change(part, "removed", node, name, [*value[:place], ast.Pass(), *value[place + 1 :]])
+                yield Change(part, "removed", node, name, [*block[:place], ast.Pass(), *block[place + 1 :]])
+
+
+def _is_not(node: Any) -> bool:
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
 
 
 def _swap(old: ast.AST, new: ast.AST) -> str:
@@ -211,7 +219,7 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutants(source: str, functions: tuple[str, ...] = ()) -> list[Mutant]:
-    """List every mutant of a module's functions and methods, or of those with these names, in the order of the lines."""
+    """List every mutant of a module's functions and methods, or of those with these names, in order of lines."""
     tree, lines, found = ast.parse(source), source.splitlines(), []
     tops = [x for x in tree.body if isinstance(x, ast.FunctionDef)]
     tops += [
@@ -301,57 +309,71 @@ def _in_child(target: Target, copy: Path) -> None:
         os._exit(min(code, 1))
 
 
-def measure(name: str, target: Target, count: int, seed: int) -> dict[str, Any]:
-    """Try `count` mutants of a target, drawn with the seed, and count how they end.
+def draw(name: str, possible: list[Mutant], count: int, seed: int, again: dict[str, Any] | None) -> list[Mutant]:
+    """Return the mutants to try: a sample, or those that survived a measurement before."""
+    if again is not None:
+        alive = {(x["line"], x["text"], x["change"]) for x in again["survivors"] + again["equivalent"]}
+        return [mutant for mutant in possible if mutant[:3] in alive]
+    numbers = random.Random(f"{seed} {name}").sample(range(len(possible)), min(count, len(possible)))
+    return [possible[number] for number in sorted(numbers)]
+
+
+def measure(name: str, target: Target, chosen: list[Mutant]) -> list[str]:
+    """Try the mutants and say how each ends.
 
     Raises: SystemExit if the tests do not pass without a change.
     """
-    original = (ROOT / target.file).read_text(encoding="utf-8")
-    possible = mutants(original, target.functions)
-    drawn = sorted(random.Random(f"{seed} {name}").sample(range(len(possible)), min(count, len(possible))))
-    chosen, ends, begin = [possible[i] for i in drawn], [], time.monotonic()
     prepare(target)
+    ends: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "src"
-        parts = target.file.partition("/src/")
-        shutil.copytree(ROOT / f"{parts[0]}/src", copy, ignore=shutil.ignore_patterns("__pycache__"))
-        (copy / parts[2]).write_text(ast.unparse(ast.parse(original)), encoding="utf-8")  # as mutants are written
+        package, _, inside = target.file.partition("/src/")
+        shutil.copytree(ROOT / package / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+        original = ast.parse((copy / inside).read_text(encoding="utf-8"))
+        (copy / inside).write_text(ast.unparse(original), encoding="utf-8")  # as mutants are written
         if (unchanged := outcome(target, copy, 300)) != "passed":
             print((copy / "log").read_text(errors="replace")[-3000:], file=sys.stderr)
             raise SystemExit(f"the tests of {target.module} must pass without a change, they {unchanged}")
-        first = time.monotonic()
+        begin = time.monotonic()
         outcome(target, copy, 300)  # once more, with the machine code that may be kept
-        seconds, begin = 10 + 5 * (time.monotonic() - first), time.monotonic()
-        for number, mutant in enumerate(chosen):
-            (copy / parts[2]).write_text(mutant.source, encoding="utf-8")
+        seconds, begin = 10 + 5 * (time.monotonic() - begin), time.monotonic()
+        for number, mutant in enumerate(chosen, 1):
+            (copy / inside).write_text(mutant.source, encoding="utf-8")
             ends.append(outcome(target, copy, seconds))
-            left = (time.monotonic() - begin) / (number + 1) * (len(chosen) - number - 1)
+            left = (time.monotonic() - begin) / number * (len(chosen) - number)
             if ends[-1] == "passed":
                 print(f"  survives: {target.file}:{mutant.line}: {mutant.text}  [{mutant.change}]")
-            elif (number + 1) % 10 == 0:
-                print(f"  {name}: {number + 1} of {len(chosen)}, {left:.0f} s left", flush=True)
-    return _summary(target, len(possible), chosen, ends, time.monotonic() - begin)
+            if number % 10 == 0:
+                print(f"  {name}: {number} of {len(chosen)}, {left:.0f} s left")
+    return ends
 
 
-def _summary(target: Target, possible: int, chosen: list[Mutant], ends: list[str], seconds: float) -> dict[str, Any]:
-    ended = Counter(ends)
+def summary(
+    target: Target, possible: int, seed: int, chosen: list[Mutant], ends: list[str], before: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return what is stored of a target; `before` is the measurement that had all but the chosen mutants end."""
+    ended = Counter(ends) + Counter(before["by"] if before else {})
     alive = [mutant for mutant, end in zip(chosen, ends, strict=True) if end == "passed"]
-    listed = [{"file": target.file, "line": m.line, "text": m.text, "change": m.change} for m in alive]
-    why = [EQUIVALENT.get((target.file.rpartition("/")[2], m.text, m.change)) for m in alive]
-    equivalent = [x | {"reason": reason} for x, reason in zip(listed, why, strict=True) if reason]
-    killed = len(chosen) - len(alive)
+    equivalent: list[dict[str, Any]] = []
+    survivors: list[dict[str, Any]] = []
+    for m in alive:
+        found = {"file": target.file, "line": m.line, "text": m.text, "change": m.change}
+        reason = EQUIVALENT.get((target.file.rpartition("/src/")[2], m.text, m.change))
+        (survivors.append(found) if reason is None else equivalent.append(found | {"reason": reason}))
+    by = {end: ended[end] for end in ("failed", "crashed", "timed out")}
+    killed = sum(by.values())
     return {
         "file": target.file,
         "functions": list(target.functions) or "all",
         "tests": list(target.tests),
+        "seed": before["seed"] if before else seed,
         "possible": possible,
-        "tried": len(chosen),
+        "tried": killed + len(alive),
         "killed": killed,
-        "by": {end: ended[end] for end in ("failed", "crashed", "timed out")},
-        "score": round(killed / max(1, len(chosen) - len(equivalent)), 4),
+        "by": by,
+        "score": round(killed / max(1, killed + len(survivors)), 4),
         "equivalent": equivalent,
-        "survivors": [x for x, reason in zip(listed, why, strict=True) if not reason],
-        "seconds": round(seconds),
+        "survivors": survivors,
     }
 
 
@@ -368,8 +390,9 @@ def main() -> int:
     """Measure the targets, store the scores, and return 0 unless a survivor is not explained."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=TARGETS, help="one target; all by default")
-    parser.add_argument("--count", type=int, default=60, help="mutants of each target (60)")
+    parser.add_argument("--count", type=int, help="mutants of each target (60, or 40 of a slow one)")
     parser.add_argument("--seed", type=int, default=0, help="which ones are drawn (0)")
+    parser.add_argument("--again", action="store_true", help="try only the stored survivors, with the tests of today")
     parser.add_argument("--out", type=Path, default=OUT, help="where the scores go (docs/results/mutation.json)")
     args = parser.parse_args()
     single = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a fork with threads may hang
@@ -377,17 +400,20 @@ def main() -> int:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take a second to load, and no test of these needs them
     sys.dont_write_bytecode = True  # of two mutants in the same second the second would find the first's
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    results = json.loads(args.out.read_text(encoding="utf-8"))["targets"] if args.out.is_file() else {}
-    for name in [args.target] if args.target else TARGETS:  # hashcore's come first: what sparse_decode's warm is theirs
-        results[name] = measure(name, TARGETS[name], args.count, args.seed)
-        ordered = {name: results[name] for name in TARGETS if name in results}
-        text = json.dumps({"count": args.count, "seed": args.seed, "targets": ordered}, indent=1)
+    results = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {}
+    names = [args.target] if args.target else list(TARGETS)  # hashcore's come first: sparse_decode's import it
+    for name in names:
+        target, before = TARGETS[name], results.get(name) if args.again else None
+        possible = mutants((ROOT / target.file).read_text(encoding="utf-8"), target.functions)
+        chosen = draw(name, possible, target.count if args.count is None else args.count, args.seed, before)
+        ends = measure(name, target, chosen)
+        results[name] = summary(target, len(possible), args.seed, chosen, ends, before)
         temporary = args.out.with_suffix(".new")
-        temporary.write_text(text + "\n", encoding="utf-8")
+        ordered = {name: results[name] for name in TARGETS if name in results}
+        temporary.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, args.out)
-        print(table({name: results[name]}))
-    print(table(ordered))
-    return int(any(x["survivors"] for x in ordered.values()))
+    print(table({name: results[name] for name in names}))
+    return int(any(results[name]["survivors"] for name in names))
 
 
 if __name__ == "__main__":
