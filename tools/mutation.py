@@ -71,6 +71,7 @@ class Target:
 TOPK, SEARCH = "packages/hashcore/tests/test_topk.py", "packages/hashcore/tests/test_search.py"
 REFUSALS, INTO = "packages/hashcore/tests/test_arguments.py", "packages/hashcore/tests/test_out.py"
 PREPARED, CACHE = "packages/hashcore/tests/test_prepared.py", "packages/sparse-decode/tests/test_cache.py"
+BUFFER = "packages/sparse-decode/tests/test_buffer.py"
 SLOW = ("every_integer_dtype", "inputs_are_not_modified", "imports_no_torch", "threads_may_call")
 MODELS = ("torch", "transformers.cache_utils", "hashtrain", "hashcore.cpu")
 TARGETS = {
@@ -119,10 +120,17 @@ TARGETS = {
         ),
         SLOW,
     ),
-    "buffer": Target("sparse_decode.buffer", (CACHE,), warm=MODELS),
+    "buffer": Target("sparse_decode.buffer", (BUFFER, CACHE), warm=MODELS),
     "cache": Target("sparse_decode.cache", (CACHE,), warm=MODELS),
 }
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
+_BUFFER, _CACHE = "sparse_decode/buffer.py", "sparse_decode/cache.py"
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (_BUFFER, "self._own = True", "removed"): "it is read only where there are rows, and what sets the rows sets it",
+    (_BUFFER, "self._own = True", "True -> False"): "the same",
+    (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "one part of _CHUNK keys is split into one part",
+    (_CACHE, "raise NotImplementedError", "removed"): "every class that is made has a method of its own",
+    (_CACHE, "if self.codes is not None and self.means is not None:", "and -> or"): "they are set together",
+}
 """(file below src, line, change): why no test can tell."""
 
 
