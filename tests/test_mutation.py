@@ -52,6 +52,12 @@ def test_each_mutant_differs_in_one_line_and_as_documented(tool):
     assert len(tool.mutants(SOURCE)) == len(EXPECTED)
 
 
+def test_a_change_that_a_line_allows_twice_is_numbered(tool):
+    found = tool.mutants("def f():\n    return 0, 0\n")
+    assert [mutant.change for mutant in found] == ["return None", "0 -> 1", "0 -> 1 #2"]
+    assert found[2].source.endswith("return (0, 1)")
+
+
 def test_only_the_functions_asked_for_are_changed(tool):
     source = "class C:\n    def g(self):\n        return 0\n" + SOURCE + "x = 1\n"
     assert {mutant.line for mutant in tool.mutants(source, ("g",))} == {3}

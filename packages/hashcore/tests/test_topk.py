@@ -112,6 +112,13 @@ def test_empty_input_selects_nothing(shape):
     assert per_row[1].shape == (*shape[:-1], 0)
 
 
+def test_no_rows_ask_for_nothing():
+    none = np.zeros(0, np.int64)
+    wanted = validation.selection((0, 5), none, none, none, 0, 0)
+    assert [len(x) for x in wanted[:3]] == [0, 0, 0]
+    assert wanted.width == 0
+
+
 def test_strides_do_not_change_the_selection(rng):
     scores = rng.integers(0, 30, (70, 66)).astype(np.int32)
     for view in (
