@@ -70,6 +70,7 @@ class Target:
 
 TOPK, SEARCH = "packages/hashcore/tests/test_topk.py", "packages/hashcore/tests/test_search.py"
 REFUSALS, INTO = "packages/hashcore/tests/test_arguments.py", "packages/hashcore/tests/test_out.py"
+PLAN = "packages/hashcore/tests/test_plan.py"
 PREPARED, CACHE = "packages/hashcore/tests/test_prepared.py", "packages/sparse-decode/tests/test_cache.py"
 BUFFER = "packages/sparse-decode/tests/test_buffer.py"
 SLOW = ("every_integer_dtype", "inputs_are_not_modified", "imports_no_torch", "threads_may_call")
@@ -104,12 +105,12 @@ TARGETS = {
     ),
     "cpu": Target(
         "hashcore.cpu",
-        (TOPK, SEARCH, INTO),
+        (PLAN, TOPK, SEARCH, INTO),
         ("topk", "search", "run_search", "_search_whole", "_search_parts"),
         SLOW,
         suffix="/__init__.py",
     ),
-    "plan": Target("hashcore.cpu.plan", (SEARCH, PREPARED), ("search", "filled", "_common"), SLOW),
+    "plan": Target("hashcore.cpu.plan", (PLAN, SEARCH, PREPARED), ("search", "filled", "_common"), SLOW),
     "ops": Target(
         "hashcore.ops", (TOPK, REFUSALS, SEARCH, INTO, PREPARED), ("topk", "search", "_plain_search", "_search"), SLOW
     ),
@@ -125,8 +126,26 @@ TARGETS = {
     "buffer": Target("sparse_decode.buffer", (BUFFER, CACHE), warm=MODELS),
     "cache": Target("sparse_decode.cache", (CACHE,), warm=MODELS),
 }
+_KERNELS = "hashcore/cpu/kernels.py"
+_CPU = "hashcore/cpu/__init__.py"
 _BUFFER, _CACHE = "sparse_decode/buffer.py", "sparse_decode/cache.py"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        _CPU,
+        "workers = workers or threads.count(4 * scores.size)",
+        "4 -> 5",
+    ): "the result does not depend on the threads",
+    (
+        _CPU,
+        "threads.run(kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))",
+        "1 -> 2",
+    ): "the result does not depend on the threads",
+    (_CPU, "row = scores.reshape(count, -1)[wide, low[wide] : high[wide]]", "1 -> 2"): "numpy takes -2 as it takes -1",
+    (
+        _CPU,
+        "_search_parts(made, query, keys, *(x.reshape(-1, made.shape[-1]) for x in found))",
+        "1 -> 2",
+    ): "numpy takes -2 as it takes -1",
     (_BUFFER, "self._own = True", "removed"): "it is read only where there are rows, and what sets the rows sets it",
     (_BUFFER, "self._own = True", "True -> False"): "the same",
     (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "one part of _CHUNK keys is split into one part",
