@@ -130,6 +130,9 @@ _KERNELS = "hashcore/cpu/kernels.py"
 _CPU = "hashcore/cpu/__init__.py"
 _BUFFER, _CACHE = "sparse_decode/buffer.py", "sparse_decode/cache.py"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (_KERNELS, "histogram[:256] = 0", "256 -> 257"): "a bin more is cleared than is used",
+    (_KERNELS, "histogram[: 4 * bins] = 0", "4 -> 5"): "more is cleared than is used",
+    (_KERNELS, "whole = len(s) // 4 * 4", "4 -> 5"): "what is not counted in fours is counted one by one",
     (
         _CPU,
         "workers = workers or threads.count(4 * scores.size)",
