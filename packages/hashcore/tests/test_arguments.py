@@ -123,6 +123,16 @@ REFUSED = {
         ValueError,
         "starts must not exceed lengths, got start 3 and length 2 in row 1; a row sees [start, length)",
     ),
+    "start after the end of all": (
+        lambda: hashcore.topk(SCORES, 1, lengths=2, starts=3),
+        ValueError,
+        "starts must not exceed lengths, got start 3 and length 2 in row 0; a row sees [start, length)",
+    ),
+    "start after the end of a search": (
+        lambda: hashcore.search(CODES, CODES, 1, lengths=1, starts=2),
+        ValueError,
+        "starts must not exceed lengths, got start 2 and length 1 in row 0; a row sees [start, length)",
+    ),
     "starts rows": (
         lambda: hashcore.topk(SCORES, 1, starts=np.zeros(3, int)),
         ValueError,
@@ -151,6 +161,11 @@ REFUSED = {
     ),
     "search range": (
         lambda: hashcore.search(CODES, CODES, 1, (1, 2, 509)),
+        ValueError,
+        "the scores of a search must stay below 65536, got sum(weights) * 32 * W = 65536; use smaller weights or fewer",
+    ),
+    "search range with a k per row": (
+        lambda: hashcore.search(CODES, CODES, np.array(1), (1, 2, 509)),
         ValueError,
         "the scores of a search must stay below 65536, got sum(weights) * 32 * W = 65536; use smaller weights or fewer",
     ),

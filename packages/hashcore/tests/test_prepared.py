@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import hashcore
 import numpy as np
 import pytest
-from hashcore import cpu, reference
+from hashcore import cpu, ops, reference
 from hashcore.cpu import layout, plan, prepared
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,6 +69,17 @@ CALLS = {
     "score": lambda q, c: hashcore.score(q, c, (1.0, 2.0)),
     "query": lambda q, c: hashcore.search(q.view(np.float32), c, 5, (1, 2)),
 }
+
+
+def test_plain_arguments_take_the_short_way(rng, monkeypatch):
+    codes, taken = random_codes(rng, 4, 2), []
+    way = ops._search
+    monkeypatch.setattr(ops, "_search", lambda *given, **named: (taken.append(1), way(*given, **named))[1])
+    for weights in (None, (1, 2, 4, 8)):
+        assert_pairs(hashcore.search(codes, codes, 2, weights), reference.search(codes, codes, 2, weights))
+    assert not taken
+    hashcore.search(codes, codes, 2, lengths=4)
+    assert taken
 
 
 @pytest.mark.parametrize("call", CALLS)

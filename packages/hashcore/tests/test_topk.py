@@ -112,6 +112,13 @@ def test_empty_input_selects_nothing(shape):
     assert per_row[1].shape == (*shape[:-1], 0)
 
 
+def test_no_rows_ask_for_nothing():
+    none = np.zeros(0, np.int64)
+    wanted = validation.selection((0, 5), none, none, none, 0, 0)
+    assert [len(x) for x in wanted[:3]] == [0, 0, 0]
+    assert wanted.width == 0
+
+
 def test_strides_do_not_change_the_selection(rng):
     scores = rng.integers(0, 30, (70, 66)).astype(np.int32)
     for view in (
@@ -190,3 +197,4 @@ def test_one_and_two_level_histograms_select_alike(rng, span):
     scores[1] = np.where(rng.random(3000) < 0.5, scores[1] // 256 * 256, scores[1])  # ties at the edges of the bins
     for k in (1, 20, 1500, 3000):
         assert_selects_as_reference(scores, k)
+        assert_selects_as_reference(scores - 30_000, k)

@@ -22,6 +22,7 @@ from sparse_decode.cache import (
 from sparse_decode.offload import HostLayer
 from sparse_decode.remainder import RunningMeans, StaticMeans
 from sparse_decode_doubles import WholeNumberLayer
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Fp8QuantizedLayer, StaticLayer
 
 WEIGHTS = torch.randint(0, 2, (2, 16, 128), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
@@ -281,12 +282,12 @@ def test_a_step_sums_only_what_is_new(kind):
 
 
 def test_a_long_prefill_is_hashed_in_pieces(monkeypatch):
-    monkeypatch.setattr(cache, "_CHUNK", 4)
+    monkeypatch.setattr(cache, "_CHUNK", 20)
     hashed = []
     layer = make("dynamic", Encoder(lambda k: (hashed.append(k.shape[2]), encode(k))[1]))
-    update(layer, 11, 0)
+    update(layer, 50, 0)
     check(layer)
-    assert hashed == [4, 4, 3]
+    assert hashed == [20, 20, 10]
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "host", "static"])
@@ -364,6 +365,67 @@ def test_other_layers_are_refused():
     assert coded_type(DynamicSlidingWindowLayer) is None
     with pytest.raises(ValueError, match="got DynamicSlidingWindowLayer"):
         carry_codes(DynamicSlidingWindowLayer(8), Encoder(encode))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_filled_layer_is_hashed_when_it_is_taken_over(kind):
+    hashed = []
+    plain, coded = KINDS[kind]
+    layer = plain()
+    update(layer, 6, 0)
+    carry_codes(layer, Encoder(lambda k: (hashed.append(k.shape[2]), encode(k))[1]), coded)
+    assert hashed == [1] * (kind == "static") + [6]
+    check(layer)
+    assert hashed == [1] * (kind == "static") + [6]
+
+
+def test_the_rows_of_a_filled_layer_go_to_the_host_and_come_back():
+    with FakeTensorMode():  # tensors of a GPU that is not there
+        layer = DynamicLayer()
+        layer.update(*torch.zeros(2, 1, 2, 6, 16, device="cuda"))
+        carry_codes(
+            layer, Encoder(lambda k: torch.zeros(*k.shape[:3], 4, dtype=torch.int32, device=k.device)), HostLayer
+        )
+        assert {layer.keys.device.type, layer.values.device.type} == {"cpu"}
+        assert layer.codes.device.type == "cuda"
+        drop_codes(layer)
+        assert {layer.keys.device.type, layer.values.device.type} == {"cuda"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_layer_takes_no_memory(kind):
+    assert make(kind).memory() == (0, 0)
+
+
+def test_what_a_static_layer_adds_stays_in_place_and_is_empty_after_a_reset():
+    layer = make("static")
+    update(layer, 6, 0)
+    check_means(layer, None, 1)
+    added = [layer.codes, *layer.means.tensors]
+    assert all(hasattr(x, "_dynamo_static_input_type") for x in added)  # as torch._dynamo.mark_static_address says it
+    assert layer.codes.any()
+    layer.reset()
+    assert layer.codes is added[0]
+    assert not layer.codes.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_reset_the_means_are_those_of_the_new_text(kind):
+    layer = make(kind)
+    update(layer, 6, 0)
+    check_all(layer)
+    layer.reset()
+    update(layer, 9, 1)  # of as many sequences and longer: the sums of the old text would fit
+    check_all(layer)
+
+
+def test_reordering_an_empty_static_layer_leaves_its_room():
+    layer = make("static")
+    update(layer, 6, 0)
+    layer.reset()
+    layer.reorder_cache(torch.tensor([0]))
+    update(layer, 6, 1)
+    check(layer)
 
 
 def test_a_buffer_without_rows_says_so():

@@ -275,14 +275,14 @@ def _search(
     query: Array,
     keys: Array,
     k: int | Array,
-    weights: Sequence[int] | None = None,
+    weights: Sequence[int] | None,
     *,
-    lengths: int | Array | None = None,
-    starts: int | Array | None = None,
-    sink: int = 0,
-    recent: int = 0,
-    order: str = "best",
-    out: tuple[Array, Array] | None = None,
+    lengths: int | Array | None,
+    starts: int | Array | None,
+    sink: int,
+    recent: int,
+    order: str,
+    out: tuple[Array, Array] | None,
 ) -> tuple[Array, Array]:
     """Search arrays or tensors of any kind."""
     values, indices = validation.pair(out)

@@ -1,0 +1,52 @@
+"""How a search is split among threads and what its header says, worked out from shapes alone."""
+
+import numpy as np
+import pytest
+from hashcore import cpu, reference
+from hashcore.cpu import plan, threads
+from hashcore.validation import Layout, selection
+
+
+def planned(n, width, rows=1, words=4, step=None, **given):
+    query = Layout(np.dtype(np.int32), (rows, 3, words), (12 * words, 4 * words, 4))
+    keys = Layout(np.dtype(np.int32), (n, words), (step or 4 * words, 4))
+    return plan.search(query, keys, (1, 2, 4), (rows,), width, True, None, **given)
+
+
+@pytest.mark.parametrize(
+    ("n", "width", "workers", "parts"),
+    [(320, 10, 4, 4), (319, 10, 4, 3), (320, 10, 1, 1), (5, 1, 4, 1), (4, 0, 4, 4), (320, 10, 2, 2)],
+)
+def test_one_row_is_parted_into_no_more_than_n_by_8_k(n, width, workers, parts):
+    made = planned(n, width, workers=workers)
+    assert (made.parts, made.header[plan.PARTS], made.header[plan.ROWS], made.tasks) == (parts, parts, 1, parts)
+
+
+@pytest.mark.parametrize(("n", "kept"), [(5000, 20), (15, 15)])
+def test_a_row_has_room_for_two_k_and_a_chunk(n, kept):
+    assert planned(n, 10).header[plan.ROOMY] == kept + plan.CHUNK + plan.MORE
+
+
+def test_there_are_as_many_threads_as_the_work_pays_for_and_the_user_allows():
+    n = 3 * threads.GRAIN // (2 * 3 * 4)
+    assert planned(n, 1, rows=2, most=8).workers == 3
+    assert planned(n, 1, rows=2, most=2).workers == 2
+    assert planned(n, 1, rows=2).workers == 1
+
+
+@pytest.mark.parametrize(("n", "step", "told"), [(1, 400, 16), (2, 400, 400), (3, 16, 16)])
+def test_the_step_between_keys_is_theirs_or_of_one_key_its_size(n, step, told):
+    assert planned(n, 1, step=step).header[plan.STEP] == told
+
+
+def test_the_highest_score_is_that_of_a_key_that_matches_everywhere():
+    assert planned(9, 1).header[plan.TOP] == 7 * 128
+
+
+def test_codes_of_any_strides_are_searched(rng):
+    codes = rng.integers(-(2**31), 2**31, (70, 8), dtype=np.int64).astype(np.int32)
+    query, keys = codes[:2, ::2], codes[:, ::2]
+    wanted = selection((70,), 5, None, None, 0, 0)
+    found = cpu.search(query, keys, (1, 2), (), wanted, True)
+    for actual, expected in zip(found, reference.search(query, keys, 5, (1, 2)), strict=True):
+        np.testing.assert_array_equal(actual, expected)

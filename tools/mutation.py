@@ -1,0 +1,457 @@
+"""Break the selection and the caches on purpose, one small change at a time, and see whether their tests notice.
+
+    uv run tools/mutation.py                             # all targets; 20 minutes of one core
+    uv run tools/mutation.py --target buffer --count 10  # ten mutants of one file
+
+A mutant is a module with one change (`changes` lists the kinds), in a copy of its package's source that is imported in
+place of the package. A forked process runs the target's tests on it: it is killed if they fail, crash or take too
+long. Which mutants are tried is drawn with --seed. docs/results/mutation.json has the scores and every survivor;
+EQUIVALENT explains those that change nothing a test could see.
+
+mutmut does not serve here: it calls each function through another one, which numba cannot compile.
+"""
+
+import argparse
+import ast
+import contextlib
+import importlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "docs" / "results" / "mutation.json"
+MEMORY = 4 << 30  # bytes that a mutant may take beyond what its process began with
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module, which of its functions are changed (all, if none is named), and the tests that should notice.
+
+    Attributes:
+        leave: what pytest's -k leaves out: tests that are slow and say nothing of these functions.
+        warm: what is imported before the fork, because it is slow to import and is not changed.
+        compiles: whether machine code depends on the module, so that a mutant must not find any that is stored.
+        count: how many mutants are tried, if --count does not say.
+        suffix: how the module's file ends; a package's is "/__init__.py".
+    """
+
+    module: str
+    tests: tuple[str, ...]
+    functions: tuple[str, ...] = ()
+    leave: tuple[str, ...] = ()
+    warm: tuple[str, ...] = ()
+    compiles: bool = False
+    count: int = 60
+    suffix: str = ".py"
+
+    @property
+    def package(self) -> str:
+        """The package of the module, as it is imported."""
+        return self.module.partition(".")[0]
+
+    @property
+    def file(self) -> str:
+        """The module's file, from the root of the repository."""
+        return f"packages/{self.package.replace('_', '-')}/src/{self.module.replace('.', '/')}{self.suffix}"
+
+
+TOPK, SEARCH = "packages/hashcore/tests/test_topk.py", "packages/hashcore/tests/test_search.py"
+REFUSALS, INTO = "packages/hashcore/tests/test_arguments.py", "packages/hashcore/tests/test_out.py"
+PLAN = "packages/hashcore/tests/test_plan.py"
+PREPARED, CACHE = "packages/hashcore/tests/test_prepared.py", "packages/sparse-decode/tests/test_cache.py"
+BUFFER = "packages/sparse-decode/tests/test_buffer.py"
+SLOW = ("every_integer_dtype", "inputs_are_not_modified", "imports_no_torch", "threads_may_call")
+MODELS = ("torch", "transformers.cache_utils", "hashtrain", "hashcore.cpu")
+TARGETS = {
+    "reference": Target("hashcore.reference", (TOPK,), ("eligible", "topk"), SLOW),
+    "topk kernel": Target(
+        "hashcore.cpu.kernels",
+        (TOPK,),
+        ("topk_tasks", "_threshold", "_count", "_walk", "_compact"),
+        SLOW,
+        compiles=True,
+    ),
+    "search kernel": Target(
+        "hashcore.cpu.kernels",
+        (SEARCH,),
+        (
+            "search_tasks",
+            "merge_tasks",
+            "_collect",
+            "_same",
+            "_misled",
+            "_append",
+            "_take",
+            "_shrink",
+            "_write",
+            "_sort",
+        ),
+        SLOW,
+        compiles=True,
+        count=24,  # each takes ten seconds to compile
+    ),
+    "cpu": Target(
+        "hashcore.cpu",
+        (PLAN, TOPK, SEARCH, INTO),
+        ("topk", "search", "run_search", "_search_whole", "_search_parts"),
+        SLOW,
+        suffix="/__init__.py",
+    ),
+    "plan": Target("hashcore.cpu.plan", (PLAN, SEARCH, PREPARED), ("search", "filled", "_common"), SLOW),
+    "ops": Target(
+        "hashcore.ops", (TOPK, REFUSALS, SEARCH, INTO, PREPARED), ("topk", "search", "_plain_search", "_search"), SLOW
+    ),
+    "validation": Target(
+        "hashcore.validation",
+        (TOPK, REFUSALS, SEARCH, INTO, PREPARED),
+        (
+            *("integer_scores", "selection", "asked", "bounds", "_eligible", "order", "score_bits", "pair", "outputs"),
+            *("_per_row", "_ordered", "position", "natural", "integers", "are_plain_weights", "row_integers"),
+        ),
+        SLOW,
+    ),
+    "buffer": Target("sparse_decode.buffer", (BUFFER, CACHE), warm=MODELS),
+    "cache": Target("sparse_decode.cache", (CACHE,), warm=MODELS),
+}
+_KERNELS = "hashcore/cpu/kernels.py"
+_CPU = "hashcore/cpu/__init__.py"
+_BUFFER, _CACHE = "sparse_decode/buffer.py", "sparse_decode/cache.py"
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (_KERNELS, "histogram[:256] = 0", "256 -> 257"): "a bin more is cleared than is used",
+    (_KERNELS, "histogram[: 4 * bins] = 0", "4 -> 5"): "more is cleared than is used",
+    (_KERNELS, "whole = len(s) // 4 * 4", "4 -> 5"): "what is not counted in fours is counted one by one",
+    (
+        _CPU,
+        "workers = workers or threads.count(4 * scores.size)",
+        "4 -> 5",
+    ): "the result does not depend on the threads",
+    (
+        _CPU,
+        "threads.run(kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))",
+        "1 -> 2",
+    ): "the result does not depend on the threads",
+    (_CPU, "row = scores.reshape(count, -1)[wide, low[wide] : high[wide]]", "1 -> 2"): "numpy takes -2 as it takes -1",
+    (
+        _CPU,
+        "_search_parts(made, query, keys, *(x.reshape(-1, made.shape[-1]) for x in found))",
+        "1 -> 2",
+    ): "numpy takes -2 as it takes -1",
+    (_BUFFER, "self._own = True", "removed"): "it is read only where there are rows, and what sets the rows sets it",
+    (_BUFFER, "self._own = True", "True -> False"): "the same",
+    (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "one part of _CHUNK keys is split into one part",
+    (_CACHE, "raise NotImplementedError", "removed"): "every class that is made has a method of its own",
+    (_CACHE, "if self.codes is not None and self.means is not None:", "and -> or"): "they are set together",
+}
+"""(file below src, line, change): why no test can tell."""
+
+
+class Mutant(NamedTuple):
+    """A module with one change: the line of the original, from 1, its text, what was changed, and the new source."""
+
+    line: int
+    text: str
+    change: str
+    source: str
+
+
+class Change(NamedTuple):
+    """The node whose line names a change, a description, and the assignment to a node's field that makes it."""
+
+    at: Any
+    label: str
+    owner: ast.AST
+    name: str
+    value: Any
+
+
+SWAPS: dict[type[ast.AST], type[Any]] = {
+    **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
+    **{ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In},
+    **{ast.And: ast.Or, ast.Or: ast.And, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd},
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add},
+}
+SYMBOLS = {
+    **{"Lt": "<", "LtE": "<=", "Gt": ">", "GtE": ">=", "Eq": "==", "NotEq": "!=", "Is": "is", "IsNot": "is not"},
+    **{"In": "in", "NotIn": "not in", "And": "and", "Or": "or", "BitAnd": "&", "BitOr": "|", "Add": "+", "Sub": "-"},
+}
+
+
+def changes(node: ast.AST) -> Iterator[Change]:
+    """List what is changed in one node.
+
+    Comparisons, and/or, &/| and +/- are swapped for their neighbour, integers grow by one, booleans flip, `not` goes,
+    a returned value becomes None, and statements are removed that something later does not need to run at all.
+    """
+    if isinstance(node, ast.Compare):
+        for place, operator in enumerate(node.ops):
+            other = SWAPS[type(operator)]()
+            yield Change(node, _swap(operator, other), node, "ops", [*node.ops[:place], other, *node.ops[place + 1 :]])
+    elif isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in SWAPS:
+        other = SWAPS[type(node.op)]()
+        yield Change(node, _swap(node.op, other), node, "op", other)
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
+        value = not node.value if isinstance(node.value, bool) else int(str(node.value)) + 1
+        yield Change(node, f"{node.value} -> {value}", node, "value", value)
+    elif isinstance(node, ast.Return) and not (node.value is None or ast.unparse(node.value) == "None"):
+        yield Change(node, "return None", node, "value", ast.Constant(None))
+    for name, value in ast.iter_fields(node):
+        if _is_not(value):
+            yield Change(value, "without not", node, name, value.operand)
+        block: list[Any] = value if isinstance(value, list) else []
+        for place, part in enumerate(block):
+            if _is_not(part):
+                yield Change(part, "without not", node, name, [*block[:place], part.operand, *block[place + 1 :]])
+            elif isinstance(part, ast.stmt) and _removable(part):
+                yield Change(part, "removed", node, name, [*block[:place], ast.Pass(), *block[place + 1 :]])
+
+
+def _is_not(node: Any) -> bool:
+    return isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+
+
+def _swap(old: ast.AST, new: ast.AST) -> str:
+    return f"{SYMBOLS[type(old).__name__]} -> {SYMBOLS[type(new).__name__]}"
+
+
+def _removable(statement: ast.stmt) -> bool:
+    """Tell whether the rest can run without a statement: a new name's first value is no use to leave out."""
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Call)
+    if isinstance(statement, ast.Assign):
+        stored = [x for target in statement.targets for x in ast.walk(target)]
+        names = {x.id for x in stored if isinstance(x, ast.Name)}
+        again = any(isinstance(x, ast.Name) and x.id in names for x in ast.walk(statement.value))
+        return again or any(isinstance(x, ast.Attribute | ast.Subscript) for x in stored)
+    return isinstance(statement, ast.AugAssign | ast.Raise | ast.Continue | ast.Break | ast.Delete)
+
+
+def _nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk over what runs: no annotations, no decorators, and not the words of an error."""
+    yield node
+    if isinstance(node, ast.Raise | ast.JoinedStr):
+        return
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns", "decorator_list"):
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, ast.AST):
+                    yield from _nodes(part)
+
+
+def mutants(source: str, functions: tuple[str, ...] = ()) -> list[Mutant]:
+    """List every mutant of a module's functions and methods, or of those with these names, in order of lines."""
+    tree, lines, found = ast.parse(source), source.splitlines(), []
+    tops = [x for x in tree.body if isinstance(x, ast.FunctionDef)]
+    tops += [
+        x for part in tree.body if isinstance(part, ast.ClassDef) for x in part.body if isinstance(x, ast.FunctionDef)
+    ]
+    for function in tops:
+        if functions and function.name not in functions:
+            continue
+        for change in [change for node in _nodes(function) for change in changes(node)]:
+            kept = getattr(change.owner, change.name)
+            setattr(change.owner, change.name, change.value)
+            new = ast.unparse(ast.fix_missing_locations(tree))
+            setattr(change.owner, change.name, kept)
+            found.append(Mutant(change.at.lineno, lines[change.at.lineno - 1].strip(), change.label, new))
+    times: Counter[tuple[int, str]] = Counter()
+    for place, mutant in enumerate(found := sorted(found, key=lambda mutant: mutant.line)):
+        times[mutant.line, mutant.change] += 1
+        if (count := times[mutant.line, mutant.change]) > 1:  # a change that a line allows twice
+            found[place] = mutant._replace(change=f"{mutant.change} #{count}")
+    return found
+
+
+def prepare(target: Target) -> None:
+    """Import in this process what every mutant needs and none changes."""
+    from hypothesis import Phase, settings
+
+    phases = (Phase.explicit, Phase.generate)  # a failure is enough: its smallest example is not asked for
+    settings.register_profile("mutation", phases=phases, database=None, derandomize=True, deadline=None)
+    settings.load_profile("mutation")
+    for module in ("pytest", "hypothesis.stateful", "hypothesis.extra.numpy", "numba", *target.warm):
+        importlib.import_module(module)
+    importlib.import_module("numba").njit(lambda: 0)()  # its first function takes half a second more
+    if target.package in sys.modules:
+        raise RuntimeError(f"{target.package} must be imported from the copy, got it imported; run this target alone")
+
+
+def run_tests(target: Target, copy: Path) -> int:
+    """Run the target's tests on the copy of its package, in a child process; return 0 if they pass."""
+    import numba
+    import pytest
+
+    # A compiled mutant shares no machine code with the module or another mutant; others find the module's.
+    numba.config.CACHE_DIR = tempfile.mkdtemp(dir=copy) if target.compiles else str(copy / "numba")  # pyright: ignore
+    sys.path.insert(0, str(copy))
+    os.environ["PYTHONPATH"] = str(copy)
+    path = importlib.import_module(target.module).__file__
+    if path is None or not Path(path).is_relative_to(copy):
+        raise RuntimeError(f"{target.module} must come from {copy}, got {path}; look at how it is installed")
+    options = ["-qx", "-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # what is warm is imported before pytest begins
+    if target.leave:
+        options += ["-k", " and ".join(f"not {name}" for name in target.leave)]
+    return int(pytest.main([*options, *(str(ROOT / test) for test in target.tests)]))
+
+
+def outcome(target: Target, copy: Path, seconds: float) -> str:
+    """Fork, run the tests, and say how it ended: passed, failed, crashed or timed out."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        _in_child(target, copy)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "crashed" if os.WIFSIGNALED(status) else "failed" if status else "passed"
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "timed out"
+
+
+def _in_child(target: Target, copy: Path) -> None:
+    """Run the tests with their output in a file, in a process group of its own, and end the process."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        log = os.open(copy / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        code = run_tests(target, copy)
+    except BaseException:  # a mutant may raise anything, and this process ends here
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(min(code, 1))
+
+
+def draw(name: str, possible: list[Mutant], count: int, seed: int, again: dict[str, Any] | None) -> list[Mutant]:
+    """Return the mutants to try: a sample, or those that survived a measurement before."""
+    if again is not None:
+        alive = {(x["line"], x["text"], x["change"]) for x in again["survivors"] + again["equivalent"]}
+        return [mutant for mutant in possible if mutant[:3] in alive]
+    numbers = random.Random(f"{seed} {name}").sample(range(len(possible)), min(count, len(possible)))
+    return [possible[number] for number in sorted(numbers)]
+
+
+def measure(name: str, target: Target, chosen: list[Mutant]) -> list[str]:
+    """Try the mutants and say how each ends.
+
+    Raises: SystemExit if the tests do not pass without a change.
+    """
+    prepare(target)
+    ends: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "src"
+        package, _, inside = target.file.partition("/src/")
+        shutil.copytree(ROOT / package / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+        original = ast.parse((copy / inside).read_text(encoding="utf-8"))
+        (copy / inside).write_text(ast.unparse(original), encoding="utf-8")  # as mutants are written
+        if (unchanged := outcome(target, copy, 300)) != "passed":
+            print((copy / "log").read_text(errors="replace")[-3000:], file=sys.stderr)
+            raise SystemExit(f"the tests of {target.module} must pass without a change, they {unchanged}")
+        begin = time.monotonic()
+        outcome(target, copy, 300)  # once more, with the machine code that may be kept
+        seconds, begin = 10 + 5 * (time.monotonic() - begin), time.monotonic()
+        for number, mutant in enumerate(chosen, 1):
+            (copy / inside).write_text(mutant.source, encoding="utf-8")
+            ends.append(outcome(target, copy, seconds))
+            left = (time.monotonic() - begin) / number * (len(chosen) - number)
+            if ends[-1] == "passed":
+                print(f"  survives: {target.file}:{mutant.line}: {mutant.text}  [{mutant.change}]")
+            if number % 10 == 0:
+                print(f"  {name}: {number} of {len(chosen)}, {left:.0f} s left")
+    return ends
+
+
+def summary(
+    target: Target, possible: int, seed: int, chosen: list[Mutant], ends: list[str], before: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return what is stored of a target; `before` is the measurement that had all but the chosen mutants end."""
+    ended = Counter(ends) + Counter(before["by"] if before else {})
+    alive = [mutant for mutant, end in zip(chosen, ends, strict=True) if end == "passed"]
+    equivalent: list[dict[str, Any]] = []
+    survivors: list[dict[str, Any]] = []
+    for m in alive:
+        found = {"file": target.file, "line": m.line, "text": m.text, "change": m.change}
+        reason = EQUIVALENT.get((target.file.rpartition("/src/")[2], m.text, m.change))
+        (survivors.append(found) if reason is None else equivalent.append(found | {"reason": reason}))
+    by = {end: ended[end] for end in ("failed", "crashed", "timed out")}
+    killed = sum(by.values())
+    return {
+        "file": target.file,
+        "functions": list(target.functions) or "all",
+        "tests": list(target.tests),
+        "seed": before["seed"] if before else seed,
+        "possible": possible,
+        "tried": killed + len(alive),
+        "killed": killed,
+        "by": by,
+        "score": round(killed / max(1, killed + len(survivors)), 4),
+        "equivalent": equivalent,
+        "survivors": survivors,
+    }
+
+
+def table(targets: dict[str, Any]) -> str:
+    """Return the scores as lines of text."""
+    lines = ["target         tried of possible  killed  equivalent  survive   score"]
+    for name, x in targets.items():
+        counts = f"{x['tried']:5d} of {x['possible']:8d}  {x['killed']:6d}  {len(x['equivalent']):10d}"
+        lines.append(f"{name:14s} {counts}  {len(x['survivors']):7d}  {x['score']:6.1%}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure the targets, store the scores, and return 0 unless a survivor is not explained."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=TARGETS, help="one target; all by default")
+    parser.add_argument("--count", type=int, help="mutants of each target (60, or 24 of a slow one)")
+    parser.add_argument("--seed", type=int, default=0, help="which ones are drawn (0)")
+    parser.add_argument("--again", action="store_true", help="try only the stored survivors, with the tests of today")
+    parser.add_argument("--out", type=Path, default=OUT, help="where the scores go (docs/results/mutation.json)")
+    args = parser.parse_args()
+    single = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a fork with threads may hang
+    os.environ |= dict.fromkeys(single, "1") | {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take a second to load, and no test of these needs them
+    sys.dont_write_bytecode = True  # of two mutants in the same second the second would find the first's
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    results = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {}
+    names = [args.target] if args.target else list(TARGETS)  # hashcore's come first: sparse_decode's import it
+    for name in names:
+        target, before = TARGETS[name], results.get(name) if args.again else None
+        possible = mutants((ROOT / target.file).read_text(encoding="utf-8"), target.functions)
+        chosen = draw(name, possible, target.count if args.count is None else args.count, args.seed, before)
+        ends = measure(name, target, chosen)
+        results[name] = summary(target, len(possible), args.seed, chosen, ends, before)
+        temporary = args.out.with_suffix(".new")
+        ordered = {name: results[name] for name in TARGETS if name in results}
+        temporary.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, args.out)
+    print(table({name: results[name] for name in names}))
+    return int(any(results[name]["survivors"] for name in names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
