@@ -16,8 +16,9 @@ _ENDS = {"magicpig": (4, 64), "magicpig-bare": (0, 0), "magicpig-10x150": (4, 64
 PUBLISHED: dict[str, dict[str, int]] = {
     **{name: {"page": 16} for name in ("quest", "quest-heads")},
     **{name: {"bits": 15, "tables": 100} for name in _ENDS},
+    "magicpig-10x150": {"bits": 10, "tables": 150},
 }
-"""As their papers' experiments and the paper on Spotlight Attention run them."""
+"""Quest's as its paper runs it, MagicPIG's as the paper on Spotlight Attention does, and by its authors' default."""
 
 
 @dataclass(frozen=True)
