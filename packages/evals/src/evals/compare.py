@@ -50,8 +50,8 @@ def compare(
         if names[0] != names[1]:
             raise ValueError(f"the runs must be of the same documents, got {names[0]} and {names[1]} as number {i}")
     with as_written(f"{first} or {second}"):
-        values = [_values(result, found[:n]) for result, found in zip(results, samples, strict=True)]
-        entries = list(_differences(*values, methods, budgets, results[0].config["seed"]))
+        a, b = (_values(result, found[:n]) for result, found in zip(results, samples, strict=True))
+        entries = list(_differences(a, b, methods, budgets, results[0].config["seed"]))
         table = _grid(entries, n, results[0]) if entries else None
     if table is None:
         raise ValueError(f"no method and budget of {first} pairs with one of {second}; name them with --method-a, ...")

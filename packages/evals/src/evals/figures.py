@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 from hashtrain.atomic import replace
 from matplotlib.axes import Axes
@@ -80,7 +81,8 @@ def _draw_codelength(result: Result, figure: Figure) -> None:
         equal = {row.method: row.value for row in result.select(metric="equal_lsh_bits", heads=heads)}
         shorter = {row.method: row.value for row in result.select(metric="times_shorter", heads=heads)}
         length_of = {
-            r.method: round(equal[r.method] / shorter[r.method]) if r.method in equal else r.bits for r in rows
+            r.method: round(equal[r.method] / shorter[r.method]) if r.method in equal else cast(int, r.bits)
+            for r in rows
         }
         for kind in dict.fromkeys(("lsh", *result.config["methods"])):
             own = [(length_of[row.method], row) for row in rows if _kind(row.method) == kind]

@@ -107,6 +107,7 @@ def ppl_pairs_grid(result: Result, method: str) -> Grid:
 def matched_grid(result: Result, rival: str) -> Grid:
     """Lay out ours at the density that a rival took on each document, with the paired differences."""
     rule, sections = f"as {rival}", []
+    ppl = None
     for budget in result.config["budgets"]:
         at = {"budget": budget, "against": None}
         lines = []
@@ -121,6 +122,7 @@ def matched_grid(result: Result, rival: str) -> Grid:
             cells = [f"{ppl.value:.3f} ({_signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(ppl.density or 0)]
             lines.append([f"{percent(budget)}, {method}", *cells, *less])
         sections.append(lines)
+    assert ppl is not None
     header = ["budget, method", "perplexity", "KL", "density", f"KL, less {rival}'s", f"NLL, less {rival}'s"]
     title = (
         f"At the density that `{rival}` takes on each context, {_where(result, ppl.n)}{_prompt(result.config)}; "

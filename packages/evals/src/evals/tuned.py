@@ -40,7 +40,7 @@ def rival(name: str, parameters: Mapping[str, int], label: str) -> LoadedMethod:
         facts = f"{identity}-{sink}-{local}-{selector.prefill}-{selector.seed}", selector, None
         return LoadedMethod(label, "magicpig", selector.bits * selector.tables, *facts)
     heads = QuestSelector(per_query_head=True, **parameters)
-    own = heads if name == "quest-heads" else QuestSelector(**parameters)
+    own = heads if name == "quest-heads" else QuestSelector(per_query_head=False, **parameters)
     return LoadedMethod(label, name, None, identity, own, heads)
 
 

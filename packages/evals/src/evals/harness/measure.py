@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from lm_eval.evaluator import evaluate
 from sparse_decode import Budget
@@ -44,9 +44,13 @@ def measure(
     Returns: `cells`, in order, with method, budget, rule, density, `results` {metric: [value, standard error or
         None]}, `values` {metric: one number an item} of those that have them, and `texts`, what was generated.
     """
-    found = []
+    found, items = [], None
     for method, amount, rule in cells:
-        how = {"dense_layers": command.dense_layers, "sparse_rows": command.rows, "batch_size": command.batch_size}
+        how: dict[str, Any] = {
+            "dense_layers": command.dense_layers,
+            "sparse_rows": command.rows,
+            "batch_size": command.batch_size,
+        }
         with as_guest(command.seed):
             lm = SparseLM(
                 ready.model,
@@ -58,10 +62,10 @@ def measure(
             )
             document.task.set_fewshot_seed(command.seed)  # the same worked examples whatever was run before
             tasks: Any = {"tasks": {document.name: document.task}, "groups": {}, "group_map": {}}
-            output = evaluate(lm, tasks, limit=command.limit, bootstrap_iters=_RESAMPLES)
+            output = cast(Any, evaluate(lm, tasks, limit=command.limit, bootstrap_iters=_RESAMPLES))
         if output is None:
             raise ValueError("lm-evaluation-harness returned nothing: expected a single process, not one of several")
-        items = output["samples"][document.name]  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        items = output["samples"][document.name]
         found.append(
             {
                 **{"method": method, "budget": amount, "rule": rule, "task": document.name, "density": lm.density},
@@ -71,6 +75,7 @@ def measure(
             }
         )
         step(f"{method}{'' if amount is None else f', {amount:g}'}")
+    assert items is not None
     return {"items": len({item["doc_id"] for item in items}), "cells": found}
 
 
@@ -105,5 +110,5 @@ def _named(metric: str, filtered: str) -> str:
     return metric if filtered == "none" else f"{metric} ({filtered})"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)

@@ -7,10 +7,12 @@ import importlib.util
 import itertools
 import os
 import shutil
+from typing import cast
 
 from sparse_decode import Attachment, Budget, Selector, attach
 from torch import Tensor
-from transformers import CompileConfig, DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, CompileConfig, DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import CacheLayerMixin
 
 from evals.speed import COMPILED
 
@@ -84,17 +86,22 @@ class CompiledSteps:
         """Return bytes of keys and values, with the static cache's room, and of codes."""
         if self.attachment is not None:
             return self.attachment.memory(self.cache)
-        return sum(_nbytes(layer.keys) + _nbytes(layer.values) for layer in self.cache.layers), 0
+        return sum(_nbytes(layer.keys) + _nbytes(layer.values) for layer in layers_of(self.cache)), 0
 
 
 def static_copy(model: PreTrainedModel, filled: DynamicCache, length: int) -> StaticCache:
     """Copy a cache into a static one with room for `length` tokens."""
     cache = StaticCache(config=model.config, max_cache_len=length)
-    for source, target in zip(filled.layers, cache.layers, strict=True):
+    for source, target in zip(layers_of(filled), layers_of(cache), strict=True):
         if source.keys is None or source.values is None:
             raise ValueError("a filled cache is expected, got an empty layer")
         target.update(source.keys, source.values)
     return cache
+
+
+def layers_of(cache: Cache) -> list[CacheLayerMixin]:
+    """Return a cache's layers by the type of those with keys and values: every layer of our models attends."""
+    return cast(list[CacheLayerMixin], cache.layers)
 
 
 def _nbytes(x: Tensor | None) -> int:

@@ -138,9 +138,9 @@ def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total:
         return out
     coefficients = method.selector.remainder(rows.layer)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     divisor = total[None, None, :, None]
-    means = tuple(x.double().cumsum(2)[:, :, total - 1].div(divisor).float() for x in (rows.k, v))
+    mean_key, mean_value = (x.double().cumsum(2)[:, :, total - 1].div(divisor).float() for x in (rows.k, v))
     selected = (indices >= 0).sum(-1).repeat_interleave(rows.q.shape[1] // indices.shape[1], 1).transpose(1, 2)
-    return with_remainder(out, facts, rows.q, means, coefficients, total[None], selected, rows.scaling)
+    return with_remainder(out, facts, rows.q, (mean_key, mean_value), coefficients, total[None], selected, rows.scaling)
 
 
 def _rows(command: OutputErrorCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:

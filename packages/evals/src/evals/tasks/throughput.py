@@ -15,6 +15,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from rich.console import Console
 from sparse_decode import Attachment, Budget, HashSelector, RecentSelector, Selector, attach
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from evals.costs import dense_step, sparse_step
 from evals.metrics import Estimate
@@ -22,7 +23,7 @@ from evals.result import Result, Row, write_json
 from evals.shapes import load_config, shape_of
 from evals.speed import COMPILED, DENSE_ENDTOEND, ThroughputCommand
 from evals.tasks.clocked import bandwidth_of, open_run, store_times, timed_row
-from evals.tasks.compiled import CompiledSteps, require_compiler
+from evals.tasks.compiled import CompiledSteps, layers_of, require_compiler
 from evals.timing import Turn, in_turns, quantiles, read_peak, reset_peak
 
 
@@ -61,8 +62,9 @@ def step_bytes(
 ) -> int:
     """Count the bytes that a decode step cannot but read: every weight once, and each sequence's attention."""
     weights = sum(p.nbytes for p in model.parameters())
-    embeddings = model.get_input_embeddings()
-    if model.get_output_embeddings().weight is not embeddings.weight:  # of which a step reads one row a sequence
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert head is not None
+    if head.weight is not embeddings.weight:  # of which a step reads one row a sequence
         weights -= sum(p.nbytes for p in embeddings.parameters())
     element = 1 if command.dtype == "bfloat16" else 2  # the formulae count 2 bytes
     total = weights
@@ -86,7 +88,8 @@ def fill(
     for layer in range(shape.num_layers):
         own = shape.at(layer)
         size = (batch, own.num_kv_heads, n, own.head_dim)
-        cache.update(*(torch.randn(size, generator=generator).to(dtype) for _ in range(2)), layer)
+        k, v = (torch.randn(size, generator=generator).to(dtype) for _ in range(2))
+        cache.update(k, v, layer)
 
 
 @contextlib.contextmanager
@@ -114,7 +117,9 @@ def _measure(
     shape, dtype = hasher.config.shape, getattr(torch, command.dtype)
     cache = DynamicCache(config=model.config)  # the methods share it: a turn takes its tokens off again
     fill(cache, model.config, shape, n, batch, dtype, command.seed)
-    for layer in cache.layers:
+    for layer in layers_of(cache):
+        assert layer.keys is not None
+        assert layer.values is not None
         layer.keys, layer.values = layer.keys.to(command.device), layer.values.to(command.device)
     token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
     memory: dict[str, tuple[int, int]] = {}
@@ -153,7 +158,7 @@ def _measure(
             if attachment is not None:
                 memory[method] = attachment.memory(cache)
             else:
-                memory[method] = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers), 0
+                memory[method] = sum(_nbytes_of(layer) for layer in layers_of(cache)), 0
             cache.crop(-(command.warmup + command.steps))
             stack.close()
 
@@ -200,6 +205,12 @@ def _compiled(
         found[method].step(token)
         found[method].rewind()
     return found
+
+
+def _nbytes_of(layer: CacheLayerMixin) -> int:
+    assert layer.keys is not None
+    assert layer.values is not None
+    return layer.keys.nbytes + layer.values.nbytes
 
 
 def _nothing() -> None:
