@@ -201,12 +201,12 @@ def topk(
     """
     values, indices = validation.pair(out)
     optional = {"k": k, "lengths": lengths, "starts": starts, "out[0]": values, "out[1]": indices}
-    (array, *rows, values, indices), restore = validation.host_arrays(optional, scores=scores)
+    (array, k, lengths, starts, values, indices), restore = validation.host_arrays(optional, scores=scores)
     validation.integer_scores(array)
-    wanted = validation.selection(array.shape, *rows, sink, recent)
+    wanted = validation.selection(array.shape, k, lengths, starts, sink, recent)
     if out is not None:
         native = array.dtype.newbyteorder("=")
-        validation.outputs(values, indices, (*array.shape[:-1], wanted.width), native, [array, *rows])
+        validation.outputs(values, indices, (*array.shape[:-1], wanted.width), native, [array, k, lengths, starts])
 
     found = _numba_backend().topk(array, *wanted)
     if out is None:
@@ -254,10 +254,8 @@ def search(
     return _search(query, keys, k, weights, **ranges, order=order, out=out)
 
 
-def _plain_search(
-    query: NDArray[Any], keys: NDArray[Any], weights: tuple[int, ...] | None, rows: tuple[Any, ...], best: bool
-) -> tuple[NDArray[np.int32], NDArray[np.int64]] | None:
-    """Search arrays that lie as the kernels read them; None if they do not.
+def _plain_search(query: Any, keys: Any, weights: Any, rows: tuple[Any, ...], best: bool) -> tuple[Any, Any] | None:
+    """Search numpy arrays that lie as the kernels read them; None if they do not.
 
     After a rival or a layer of a model has emptied the caches each step in Python takes microseconds, as long as the
     scores of a thousand keys: these are as few as there can be.
@@ -287,7 +285,8 @@ def _search(
     """Search arrays or tensors of any kind."""
     values, indices = validation.pair(out)
     optional = {"k": k, "lengths": lengths, "starts": starts, "out[0]": values, "out[1]": indices}
-    (q, c, *rows, values, indices), restore = validation.host_arrays(optional, query=query, keys=keys)
+    (q, c, k, lengths, starts, values, indices), restore = validation.host_arrays(optional, query=query, keys=keys)
+    rows = k, lengths, starts
     best, weights = validation.order(order), validation.integers("weights", weights)
 
     cpu = _numba_backend()

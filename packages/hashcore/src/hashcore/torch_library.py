@@ -219,7 +219,7 @@ def _functional(results: Callable[..., Outputs], write: Callable[..., None]) -> 
     def operator(*inputs: Any) -> Any:
         outputs = results(*inputs)
         write(*inputs, *outputs)
-        return outputs if len(outputs) > 1 else outputs[0]
+        return outputs[0] if len(outputs) == 1 else outputs
 
     return operator
 
@@ -227,7 +227,7 @@ def _functional(results: Callable[..., Outputs], write: Callable[..., None]) -> 
 def _shapes(results: Callable[..., Outputs]) -> Callable[..., Any]:
     def fake(*inputs: Any) -> Any:
         outputs = results(*inputs)
-        return outputs if len(outputs) > 1 else outputs[0]
+        return outputs[0] if len(outputs) == 1 else outputs
 
     return fake
 

@@ -46,7 +46,8 @@ def pack(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     if out is None:
         return OPERATORS.pack(x)
     _check_output("out", out, (*x.shape[:-1], x.shape[-1] // 32), [np.int32], [x])
-    return _write(lambda codes: OPERATORS.pack_out(x, codes), out)[0]
+    _write(lambda codes: OPERATORS.pack_out(x, codes), out)
+    return out
 
 
 def unpack(codes: Tensor) -> Tensor:
@@ -90,7 +91,8 @@ def score(query: Tensor, keys: Tensor, weights: Sequence[int] | None = None, *, 
     if out is None:
         return OPERATORS.score(query, keys, checked)
     _check_output("out", out, (*rows, keys.shape[-2]), [np.int32], [query, keys])
-    return _write(lambda scores: OPERATORS.score_out(query, keys, checked, scores), out)[0]
+    _write(lambda scores: OPERATORS.score_out(query, keys, checked, scores), out)
+    return out
 
 
 def topk(
@@ -118,8 +120,9 @@ def topk(
     wanted = _wanted((*scores.shape,), k, lengths, starts, sink, recent, indices)
     if values is None or indices is None:
         return OPERATORS.topk(scores, *wanted)
-    _check_outputs(values, indices, (*scores.shape[:-1], wanted.count), seen.dtype, scores, k, lengths, starts)
-    return _write(lambda *pair: OPERATORS.topk_out(scores, *wanted, *pair), values, indices)
+    _check_outputs(values, indices, (*scores.shape[:-1], wanted.width), seen.dtype, scores, k, lengths, starts)
+    _write(lambda *pair: OPERATORS.topk_out(scores, *wanted, *pair), values, indices)
+    return values, indices
 
 
 def search(
@@ -148,11 +151,12 @@ def search(
     validation.score_bits(checked or (1,), query.shape[-1])
     wanted = _wanted((*rows, keys.shape[-2]), k, lengths, starts, sink, recent, indices)
     best = validation.order(order)
-    arguments = query, keys, wanted.count, wanted.k, checked, *wanted[2:], best
+    arguments = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best
     if values is None or indices is None:
         return OPERATORS.search(*arguments)
-    _check_outputs(values, indices, (*rows, wanted.count), np.int32, query, keys, k, lengths, starts)
-    return _write(lambda *pair: OPERATORS.search_out(*arguments, *pair, workspace), values, indices)
+    _check_outputs(values, indices, (*rows, wanted.width), np.int32, query, keys, k, lengths, starts)
+    _write(lambda *pair: OPERATORS.search_out(*arguments, *pair, workspace), values, indices)
+    return values, indices
 
 
 def make_workspace(query: Tensor, keys: Tensor, weights: Sequence[int] | None = None) -> Tensor:
@@ -174,7 +178,7 @@ def make_workspace(query: Tensor, keys: Tensor, weights: Sequence[int] | None = 
 class Wanted(NamedTuple):
     """Arguments of an operator that selects."""
 
-    count: int
+    width: int
     k: Tensor | None
     lengths: Tensor | None
     starts: Tensor | None
@@ -299,8 +303,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return len(spans) == 2 and spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
 
 
-def _write(operator: Callable[..., None], *outputs: Tensor) -> tuple[Tensor, ...]:
-    """Let an operator write to outputs of any strides; return them."""
+def _write(operator: Callable[..., None], *outputs: Tensor) -> None:
+    """Let an operator write to outputs of any strides."""
     dense = [
         out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format) for out in outputs
     ]
@@ -308,4 +312,3 @@ def _write(operator: Callable[..., None], *outputs: Tensor) -> tuple[Tensor, ...
     for out, written in zip(outputs, dense, strict=True):
         if written is not out:
             out.copy_(written)
-    return outputs

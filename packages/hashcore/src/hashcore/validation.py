@@ -4,12 +4,25 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 Restore = Callable[[NDArray[Any]], Any]
+
+
+class Described(Protocol):
+    """What most checks look at: of an array, or of what stands for one."""
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def ndim(self) -> int: ...
 
 
 def host_arrays(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tuple[list[Any], Restore]:
@@ -84,7 +97,7 @@ def _tensor_view(torch: Any, x: Any) -> NDArray[Any]:
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
 
 
-def real(name: str, x: NDArray[Any], dims: str) -> None:
+def real(name: str, x: Described, dims: str) -> None:
     """Require real numbers along at least one dimension."""
     if x.dtype.kind not in "biuf":
         raise TypeError(f"{name} must hold real numbers, got {x.dtype}; convert it first")
@@ -92,7 +105,7 @@ def real(name: str, x: NDArray[Any], dims: str) -> None:
         raise ValueError(f"{name} must have shape {dims}, got a scalar; add a dimension")
 
 
-def bits(name: str, x: NDArray[Any]) -> None:
+def bits(name: str, x: Described) -> None:
     """Require a last dimension that fills whole words."""
     if x.shape[-1] == 0 or x.shape[-1] % 32:
         raise ValueError(
@@ -101,7 +114,7 @@ def bits(name: str, x: NDArray[Any]) -> None:
         )
 
 
-def codes(name: str, x: "NDArray[Any] | Layout", dims: str) -> None:
+def codes(name: str, x: Described, dims: str) -> None:
     """Require int32 words of the shape named by dims, such as '[..., N, W]'."""
     if x.dtype != np.int32:
         raise TypeError(f"{name} must be int32 words, got {x.dtype}; make them with hashcore.pack")
@@ -157,7 +170,7 @@ def plane_weights(weights: Sequence[int], planes: int, words: int) -> tuple[int,
     return checked
 
 
-def same_words(query: "NDArray[Any] | Layout", keys: "NDArray[Any] | Layout") -> None:
+def same_words(query: Described, keys: Described) -> None:
     """Require codes of one length."""
     if query.shape[-1] != keys.shape[-1]:
         raise ValueError(
@@ -177,7 +190,7 @@ def broadcast(query: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, ...]:
         ) from None
 
 
-def integer_scores(scores: NDArray[Any]) -> None:
+def integer_scores(scores: Described) -> None:
     """Require integers with a dimension to select from."""
     if scores.dtype.kind not in "iu":
         raise TypeError(f"scores must be integers, got {scores.dtype}; hashcore.score returns int32")
@@ -249,7 +262,8 @@ class Asked(NamedTuple):
 def selection(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> Selection:
     """Return the selection from scores of this shape, [..., N], with every value checked; all positions by default."""
     rows, found = math.prod(shape[:-1]), asked(shape, k, lengths, starts, sink, recent)
-    return Selection(*(x if isinstance(x, np.ndarray) else np.full(rows, x) for x in found[:3]), found.width)
+    sizes, low, high = (x if isinstance(x, np.ndarray) else np.full(rows, x) for x in found[:3])
+    return Selection(sizes, low, high, found.width)
 
 
 def asked(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> Asked:
@@ -331,7 +345,8 @@ def output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], i
             "pass an array that is not broadcast"
         )
     for x in inputs:
-        if isinstance(x, np.ndarray) and np.may_share_memory(out, x, max_work=10_000):
+        # numpy's stubs know only two bounds of work by name
+        if isinstance(x, np.ndarray) and np.may_share_memory(out, x, max_work=10_000):  # pyright: ignore[reportArgumentType]
             raise shared_memory(name)
 
 
@@ -422,12 +437,16 @@ def are_plain_weights(weights: Any) -> bool:
     return weights is None or (type(weights) is tuple and all(type(weight) is int for weight in weights))
 
 
-def row_integers(k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> tuple[int | None, ...]:
+RowIntegers = tuple[int, int | None, int | None, int, int]
+
+
+def row_integers(k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> RowIntegers:
     """Return what the rows of a selection ask for as ints; lengths and starts may be None."""
     named = (("k", k), ("lengths", lengths), ("starts", starts), ("sink", sink), ("recent", recent))
-    return tuple(
+    checked = tuple(
         x if type(x) is int or (x is None and name in ("lengths", "starts")) else _integer(name, x) for name, x in named
     )
+    return cast(RowIntegers, checked)
 
 
 def _integer(name: str, value: Any) -> int:

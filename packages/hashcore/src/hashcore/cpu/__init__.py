@@ -125,7 +125,9 @@ def run_search(
         if made.parts == 1:
             _search_whole(made, query, keys, *found)
         else:
-            _search_parts(made, query, keys, *(x.reshape(-1, made.shape[-1]) for x in found))
+            scores, indices = found
+            rows = -1, made.shape[-1]
+            _search_parts(made, query, keys, scores.reshape(rows), indices.reshape(rows))
     if out is not None and found is not out:
         out[0][...], out[1][...] = found
     return found

@@ -185,7 +185,8 @@ def stay_a_function(typing_context: Any):
 @numba.njit
 def memory(address, size, like):
     """View size items of memory at an address as an array of the dtype of like."""
-    return numba.carray(_pointer(address), (size,), like.dtype)
+    # numba is untyped: it passes the context itself
+    return numba.carray(_pointer(address), (size,), like.dtype)  # pyright: ignore[reportCallIssue, reportPrivateImportUsage]
 
 
 @intrinsic

@@ -62,7 +62,7 @@ def _starts_early(index: int) -> bool:
 
 
 def _launch(function: Any, launch: Launch, stream: int, early: bool) -> None:
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
 
     (x, y), pointers = launch.grid, _address_of(launch.pointers)
     if not early:
@@ -81,7 +81,7 @@ def _launch(function: Any, launch: Launch, stream: int, early: bool) -> None:
 @functools.cache
 def _programmatic() -> Any:
     """The attribute of a kernel that calls wait_for_predecessor (kernels/common.cuh)."""
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
 
     attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
     value.programmaticStreamSerializationAllowed = 1
@@ -98,7 +98,7 @@ def _address_of(pointers: Any) -> int:
 
 def _bind(index: int) -> None:
     """Make the device's primary context current where torch has not touched this thread yet."""
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
 
     if int(_check(driver.cuCtxGetCurrent())) == 0:
         _check(driver.cuCtxSetCurrent(_primary_context(index)))
@@ -107,7 +107,7 @@ def _bind(index: int) -> None:
 @functools.cache
 def _primary_context(index: int) -> Any:
     """Retain the context that torch uses, too; it is never released, as torch never releases it."""
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
 
     return _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(index))))
 
@@ -115,7 +115,7 @@ def _primary_context(index: int) -> Any:
 @functools.cache
 def _function(index: int, folder: Path, source: str, macros: tuple[tuple[str, str], ...], kernel: str) -> Any:
     """Return a kernel's function handle in the current context, that of device `index`."""
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
 
     library = _library(index, Program(source, dict(macros), folder))
     return _check(driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, kernel.encode()))))
@@ -126,7 +126,7 @@ _libraries: dict[tuple[int, Program], Any] = {}
 
 def _library(index: int, program: Program) -> Any:
     import torch
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
 
     with _loading:  # two threads would load it twice
         if (index, program) not in _libraries:
@@ -140,7 +140,7 @@ def _library(index: int, program: Program) -> Any:
 
 def _check(result: tuple[Any, ...]) -> Any:
     """Return the value of a driver call, or raise with the name and the words of its error."""
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
 
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:

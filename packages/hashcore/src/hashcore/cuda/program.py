@@ -55,7 +55,7 @@ class Program:
 
         Raises: CompileError.
         """
-        from cuda.core.utils import FileStreamProgramCache
+        from cuda.core.utils import FileStreamProgramCache  # pyright: ignore[reportMissingImports] in cu12 or cu13
 
         key = self.cache_key(arch)
         try:
@@ -71,7 +71,7 @@ class Program:
 
     def cache_key(self, arch: str) -> bytes:
         """Return what the cubin is filed under."""
-        from cuda.core.utils import make_program_cache_key
+        from cuda.core.utils import make_program_cache_key  # pyright: ignore[reportMissingImports] in cu12 or cu13
 
         return make_program_cache_key(
             code=self.source(), code_type="c++", options=self._options(arch, ()), target_type="cubin"
@@ -84,7 +84,7 @@ class Program:
             ptxas: options of the assembler, such as -v.
         Raises: CompileError.
         """
-        from cuda.core import Program as Compiler
+        from cuda.core import Program as Compiler  # pyright: ignore[reportAttributeAccessIssue] in cu12 or cu13
 
         log = io.StringIO()
         try:
@@ -100,7 +100,7 @@ class Program:
         return read_source(self.folder, self.name)
 
     def _options(self, arch: str, ptxas: Sequence[str]) -> Any:
-        from cuda.core import ProgramOptions
+        from cuda.core import ProgramOptions  # pyright: ignore[reportAttributeAccessIssue] in cu12 or cu13
 
         return ProgramOptions(
             name=self.name,

@@ -134,7 +134,8 @@ def _value(argument: Any) -> Any:
     if isinstance(argument, np.ndarray):
         return ctypes.c_void_p(argument.ctypes.data)
     if isinstance(argument, np.generic):
-        return np.ctypeslib.as_ctypes_type(argument.dtype)(argument.item())
+        dtype: np.dtype[Any] = argument.dtype
+        return np.ctypeslib.as_ctypes_type(dtype)(argument.item())
     ctypes.sizeof(argument)  # anything else must be of ctypes, and this says so
     return argument
 

@@ -81,7 +81,7 @@ def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Enco
     for name, digest in zip(SECTIONS, digests, strict=True):
         shape, dtype = shapes[name]
         end = start + _padded(shape, dtype)
-        if (verify or name in SMALL) and hashlib.sha256(data[start:end]).digest() != digest:
+        if (verify or name in SMALL) and hashlib.sha256(data[start:end].data).digest() != digest:
             _refuse(path, f"the checksum of its {name} does not match")
         arrays[name] = data[start : start + _bytes_of(shape, dtype)].view(dtype).reshape(shape)
         start = end
