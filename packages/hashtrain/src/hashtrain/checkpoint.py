@@ -82,5 +82,5 @@ def _digest(tensors: dict[str, Tensor], state: str) -> str:
     sha = hashlib.sha256(state.encode())
     for name, tensor in sorted(tensors.items()):
         sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha.update(tensor.flatten().view(torch.uint8).numpy())
+        sha.update(tensor.flatten().view(torch.uint8).numpy().data)
     return sha.hexdigest()

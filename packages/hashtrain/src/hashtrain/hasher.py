@@ -94,7 +94,7 @@ class Hasher(nn.Module, ModelHubMixin):
                     f"expected {text} {want}, got {got}; train one for this model with `hashtrain --model`"
                 )
 
-    def save_pretrained(
+    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride] push_to_hub passes these
         self, folder: str | Path, card: str = "", *, config: Any = None, model_card_kwargs: Any = None
     ) -> None:
         """Write the hasher as a folder; an earlier one there stays whole until the new one is.

@@ -77,6 +77,7 @@ def draw_heads(metrics: Metrics, path: Path) -> None:
     figure, axes = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
+    shown = None
     for axis, name in zip(axes.flat, names, strict=False):
         by_layer = [layer["iou_by_head"] for layer in metrics["hashers"][name]["kv_head"]["layers"]]
         heads = max(map(len, by_layer))  # layers may differ in heads
@@ -90,6 +91,7 @@ def draw_heads(metrics: Metrics, path: Path) -> None:
                 axis.text(head, row, f"{iou:.2f}", ha="center", va="center", fontsize=8, color=color)
     for axis in axes[:, 0]:
         axis.set_ylabel("layer")
+    assert shown is not None  # there is no figure of no hashers
     figure.colorbar(shown, ax=axes.ravel().tolist(), label="IoU, held out")
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
     plt.close(figure)

@@ -61,7 +61,7 @@ class _StraightThroughSign(torch.autograd.Function):
         return torch.where(x > 0, 1.0, -1.0)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride] of one result
         (x,) = ctx.saved_tensors
         return grad / (1 + x.abs()) ** 2
 
@@ -75,7 +75,7 @@ class _Digits(torch.autograd.Function):
         return 2 * torch.floor(numbers / power).remainder(2) - 1
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] of one result
         z, coordinate, power, limit = ctx.saved_tensors
         by_level = torch.zeros_like(z).scatter_add_(-1, coordinate, grad * power)
         squares = ((limit + 1).square() - 1) / 3  # 1 + 4 + 16 + ...

@@ -20,6 +20,7 @@ class Paper(LayerHasher):
 
     target_heads = "query"
     estimator = "softsign"
+    b2: nn.Parameter  # only with `residual`
 
     def __init__(self, config: HasherConfig, generator: Draw):
         super().__init__(config)
