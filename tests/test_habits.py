@@ -88,3 +88,10 @@ def test_the_citation_is_of_this_version():
     assert {"cff-version", "message", "title", "authors", "type"} <= set(cited)
     (paper,) = cited["references"]
     assert paper["identifiers"][0]["value"].removeprefix("arXiv:") in (ROOT / "README.md").read_text()
+
+
+def test_the_type_checker_reads_every_package():
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["basedpyright"]["include"]
+    assert all((ROOT / folder).is_dir() for folder in included)
+    sources = {str(path.relative_to(ROOT)) for path in ROOT.glob("packages/*/src")}
+    assert {"tools", "examples", *sources} == set(included)
