@@ -11,6 +11,7 @@ from hashtrain import Hasher, ModelShape, remainder, sources, stream
 from hashtrain import prepare as prepare_module
 from hashtrain.cli import _best, _parse, main, next_command
 from hashtrain.demo import demo_model_path
+from hashtrain.layers import transform
 from hashtrain.plan import PAPER, TrainCommand
 from hashtrain.prepare import _check_model
 from transformers import AutoTokenizer, Gemma2Config, LlamaForCausalLM, MistralConfig
@@ -91,6 +92,7 @@ def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on
     """Three contexts, of which the remainder may see one: the others are never on the disk."""
     monkeypatch.setattr(prepare_module, "MAX_CONTEXTS", 1)
     monkeypatch.setattr(remainder, "MAX_CONTEXTS", 1)
+    monkeypatch.setattr(transform, "CONTEXTS", 1)  # at most as many as are stored: test_transform.py
     found, kinds = [], ("--only", "lsh", "planes", "transform", "--contexts", "3", "--steps", "5")
     for more in ((), ("--stream",)):
         out = tmp_path / f"run{len(found)}"

@@ -27,7 +27,7 @@ from hashcore.cpu.intrinsics import (
     word_at,
 )
 
-FROM_OTHERS = "d5a920f841e94b3a"
+FROM_OTHERS = "88b365b01c983b53"
 CHUNK, BLOCK, MORE = plan.CHUNK, plan.BLOCK, plan.MORE
 N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS = plan.HEADER
 QUERY, KEYS_AT, OUT, K, LOW, HIGH = plan.COLUMNS
