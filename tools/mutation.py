@@ -8,7 +8,7 @@ place of the package. A forked process runs the target's tests on it: it is kill
 long. Which mutants are tried is drawn with --seed. docs/results/mutation.json has the scores and every survivor;
 EQUIVALENT explains those that change nothing a test could see.
 
-mutmut does not serve here: it calls each function through another one, which numba cannot compile.
+mutmut was not tried: it calls each function through another one, which numba should not be able to compile.
 """
 
 import argparse
