@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,10 @@ def test_what_counts_is_set_as_it_says(tool, tmp_path):
     subprocess.run([*coverage, "combine", "-q"], cwd=tmp_path, check=True)
     found = tool.measured(tmp_path)["one.py"]
     assert found.lines == found.ran == 8
+
+
+def test_what_is_left_out_is_what_numba_compiles():
+    left_out = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["coverage"]["run"]["omit"]
+    for pattern in left_out:
+        (path,) = ROOT.glob(f"packages/*/src/{pattern.removeprefix('*/')}")
+        assert "numba" in path.read_text()

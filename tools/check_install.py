@@ -136,11 +136,9 @@ def starts(package: str, python: pathlib.Path, folder: pathlib.Path) -> list[str
 def tests(package: str, python: pathlib.Path, folder: pathlib.Path, whole: bool) -> list[str]:
     """Run the package's tests, or the quick ones, on what is installed; return what is wrong."""
     constraints = ("--constraints", ROOT / "requirements.txt")
-    uv("pip", "install", "--quiet", "--python", python, *constraints, "pytest", "hypothesis")
+    uv("pip", "install", "--quiet", "--python", python, *constraints, "pytest", "pytest-xdist", "hypothesis")
     place, chosen = check_wheels.folders()[package] / "tests", None if whole else QUICK[package]
-    # The workspace's own options need pytest-xdist.
-    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
-    options += [f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
+    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
     files = [place] if chosen is None else [place / name for name in chosen]
     if run([python, "-m", "pytest", *options, *files], folder).returncode:
         return [f"{package}: expected its tests to pass with its own dependencies alone, they failed"]
