@@ -1,21 +1,15 @@
 """What tools/bench_smoke.py says of its ratios; the timing itself is CI's."""
 
-import importlib.util
 import json
 import os
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 @pytest.fixture(scope="module")
-def tool():
+def tool(load):
     before = dict(os.environ)
-    spec = importlib.util.spec_from_file_location("bench_smoke", ROOT / "tools" / "bench_smoke.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("tools", "bench_smoke")
     os.environ.clear()
     os.environ.update(before)  # the tool has one thread, and says so in its environment
     return module

@@ -1,6 +1,5 @@
 """What tools/coverage_report.py says of the lines that ran: each rule is broken once."""
 
-import importlib.util
 import subprocess
 import sys
 import tomllib
@@ -13,11 +12,8 @@ PACKAGES = ("evals", "hashcore", "hashtrain", "sparse_decode")
 
 
 @pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("coverage_report", ROOT / "tools" / "coverage_report.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool(load):
+    return load("tools", "coverage_report")
 
 
 def files(tool, **ran):

@@ -1,40 +1,33 @@
 """The checks of tools/build_docs.py pass what is right and find what is wrong. The build is a step of .ci/run."""
 
-import importlib.util
 import pathlib
 import re
 
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+EXTENSIONS = "docs/site/extensions"
 
 
 @pytest.fixture(scope="module")
-def commands():
-    return load(ROOT / "tools" / "docs_checks" / "commands.py")
+def commands(load):
+    return load("tools", "docs_checks.commands")
 
 
 @pytest.fixture(scope="module")
-def links():
-    return load(ROOT / "tools" / "docs_checks" / "links.py")
+def links(load):
+    return load("tools", "docs_checks.links")
 
 
 @pytest.fixture(scope="module")
-def pages():
-    return load(ROOT / "tools" / "docs_checks" / "pages.py")
+def pages(load):
+    return load("tools", "docs_checks.pages")
 
 
 @pytest.fixture(scope="module")
-def public_names():
+def public_names(load):
     pytest.importorskip("sphinx", reason="comes with the group docs")
-    return load(ROOT / "docs" / "site" / "extensions" / "public_names.py")
+    return load(EXTENSIONS, "public_names")
 
 
 @pytest.mark.parametrize(
@@ -124,9 +117,9 @@ def test_a_link_that_leads_nowhere_is_told(links, tmp_path, tag, said):
     assert said in problem
 
 
-def test_a_folder_is_its_readme_or_its_first_page():
+def test_a_folder_is_its_readme_or_its_first_page(load):
     pytest.importorskip("sphinx", reason="comes with the group docs")
-    links = load(ROOT / "docs" / "site" / "extensions" / "forge_links.py")
+    links = load(EXTENSIONS, "forge_links")
     pages = {"docs/adr/0002-b", "docs/adr/0001-a", "packages/x/README", "packages/x/CHANGELOG", "docs/log"}
     assert links.folder_of("docs/how-to/page", "../../packages/x") == "packages/x"
     assert links.page_for("packages/x", pages) == "packages/x/README"
@@ -176,9 +169,9 @@ def test_mathematics_survives_a_forge():
             assert not re.search(r"\\[^A-Za-z]", "".join(formula)), f"{path.name}: {formula}"
 
 
-def test_an_unknown_command_of_latex_is_an_error():
+def test_an_unknown_command_of_latex_is_an_error(load):
     pytest.importorskip("sphinx", reason="comes with the group docs")
-    mathml = load(ROOT / "docs" / "site" / "extensions" / "mathml.py").mathml
+    mathml = load(EXTENSIONS, "mathml").mathml
     assert "<msub>" in mathml(r"s_k = \sum_{p} w_p", "block")
     with pytest.raises(Exception, match="expected LaTeX that latex2mathml knows"):
         mathml(r"\nosuchcommand{x}", "inline")

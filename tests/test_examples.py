@@ -1,7 +1,6 @@
 """Every example runs, on things small enough for seconds; the notebook by tools/run_notebooks.py."""
 
 import ast
-import importlib.util
 import io
 import json
 import pathlib
@@ -25,14 +24,6 @@ TEMPLATE = (
 SHOUTING = TEMPLATE.replace("trim }}", "trim | upper }}")  # writes answers otherwise than the model did
 
 
-def example(name):
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_readme_says_for_whom_each_is():
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")}
     named = set(re.findall(r"^\| \[(\S+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.M))
@@ -40,8 +31,8 @@ def test_the_readme_says_for_whom_each_is():
 
 
 @pytest.fixture(scope="module")
-def bit_index():
-    return example("bit_index")
+def bit_index(load):
+    return load("examples", "bit_index")
 
 
 def test_bit_index_needs_hashcore_alone():
@@ -70,8 +61,8 @@ def test_bit_index_takes_vectors_of_ones_own(bit_index, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("fraction", "least", "most"), [("1", 100, 100), ("0.1", 8, 10)])
-def test_attach_local_compares(fraction, least, most, capsys):
-    module = example("attach_local")
+def test_attach_local_compares(load, fraction, least, most, capsys):
+    module = load("examples", "attach_local")
     settings = ["--hasher", "lsh", "--prompt-tokens", "300", "--tokens", "6", "--fraction", fraction]
     assert module.main(settings) == 0
     out = capsys.readouterr().out
@@ -84,14 +75,14 @@ def test_attach_local_compares(fraction, least, most, capsys):
     assert 100 * int(alike) / 6 <= int(share) + 1, "tokens alike from the start are among those it would write"
 
 
-def test_attach_local_says_what_is_missing(tmp_path, capsys):
-    assert example("attach_local").main(["--hasher", str(tmp_path / "none")]) == 2
+def test_attach_local_says_what_is_missing(load, tmp_path, capsys):
+    assert load("examples", "attach_local").main(["--hasher", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
-def chat():
-    return example("chat")
+def chat(load):
+    return load("examples", "chat")
 
 
 @pytest.fixture
@@ -149,21 +140,19 @@ def test_chat_refuses_what_does_not_fit_and_goes_on(chat, attached, monkeypatch)
     assert "must fit the model's context of 4096" in out
 
 
-def test_train_folder_stores_a_hasher_that_decodes(tmp_path, capsys):
+def test_train_folder_stores_a_hasher_that_decodes(load, tmp_path, capsys):
     (tmp_path / "notes").mkdir()
     for part in range(5):
         text = "\n".join(f"value_{i} = compute_{part}(value_{i // 7}, {i * part})" for i in range(40))
         (tmp_path / "notes" / f"{part}.txt").write_text(text)
     settings = ["--context", "256", "--contexts", "2", "--steps", "2", "--out", str(tmp_path / "made")]
-    assert example("train_folder").main([str(tmp_path / "notes"), *settings]) == 0
+    assert load("examples", "train_folder").main([str(tmp_path / "notes"), *settings]) == 0
     out = capsys.readouterr().out
     assert len(re.findall(r"layer \d: IoU 0\.\d+ -> 0\.\d+, attention mass 0\.\d+ -> 0\.\d+", out)) == 6
     hasher = Hasher.from_pretrained(tmp_path / "made")
     assert all(hasher.remainder(layer) is not None for layer in range(6))
-    assert (
-        example("attach_local").main(["--hasher", str(tmp_path / "made"), "--prompt-tokens", "80", "--tokens", "2"])
-        == 0
-    )
+    small = ["--prompt-tokens", "80", "--tokens", "2"]
+    assert load("examples", "attach_local").main(["--hasher", str(tmp_path / "made"), *small]) == 0
 
 
 def test_notebooks_are_stored_without_outputs():

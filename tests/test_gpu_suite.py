@@ -1,6 +1,5 @@
 """The runner of everything that needs a GPU: what it does with parts that fail, hang, or lack what they need."""
 
-import importlib.util
 import json
 import sys
 import time
@@ -12,11 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def suite():
-    spec = importlib.util.spec_from_file_location("gpu_suite", ROOT / "tools" / "gpu_suite.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def suite(load):
+    return load("tools", "gpu_suite")
 
 
 def test_all_parts_together_take_less_than_nine_minutes(suite):

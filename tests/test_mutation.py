@@ -1,8 +1,6 @@
 """What tools/mutation.py changes, draws and stores; the measurement itself takes 20 minutes."""
 
 import ast
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,13 +29,8 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("mutation", ROOT / "tools" / "mutation.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutation"] = module  # a dataclass looks for its module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["mutation"]
+def tool(load):
+    return load("tools", "mutation")
 
 
 def test_each_mutant_differs_in_one_line_and_as_documented(tool):

@@ -1,8 +1,6 @@
 """What tools/check_wheels.py and tools/check_install.py find: each rule is broken once, on a small package."""
 
-import importlib.util
 import io
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -33,23 +31,14 @@ WHEEL = {
 ARCHIVE = ["CHANGELOG.md", "README.md", "pyproject.toml", "LICENSE", "NOTICE", "tests/test_small.py"]
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(scope="module")
+def wheels(load):
+    return load("tools", "check_wheels")
 
 
 @pytest.fixture(scope="module")
-def wheels():
-    return load("check_wheels")
-
-
-@pytest.fixture(scope="module")
-def install(wheels):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "check_wheels", wheels)
-        yield load("check_install")
+def install(load):
+    return load("tools", "check_install")
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """READMEs: their tables are generated, their code parses, and (once hashers are trained) the first example runs."""
 
 import ast
-import importlib.util
 import json
 import os
 import pathlib
@@ -26,24 +25,14 @@ FROM_INDEX = re.compile(
 readmes = pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
-
-
-CHECK = load("check_readme")
-
-
-def blocks(readme, language):
-    return [block.code for block in CHECK.blocks(readme.read_text(), language)]
+@pytest.fixture(scope="module")
+def check(load):
+    return load("tools", "check_readme")
 
 
 @pytest.fixture(scope="module")
-def tool():
-    return load("update_readme")
+def tool(load):
+    return load("tools", "update_readme")
 
 
 @readmes
@@ -100,12 +89,12 @@ def test_stored_training_is_trimmed_rounded_and_rendered(tool, tmp_path):
 
 
 @readmes
-def test_code_parses(readme):
-    for code in blocks(readme, "bash"):
-        done = subprocess.run(["bash", "-n"], input=code, text=True, capture_output=True)
+def test_code_parses(check, readme):
+    for block in check.blocks(readme.read_text(), "bash"):
+        done = subprocess.run(["bash", "-n"], input=block.code, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
-    for code in blocks(readme, "python"):
-        ast.parse(code)
+    for block in check.blocks(readme.read_text(), "python"):
+        ast.parse(block.code)
 
 
 @readmes
@@ -125,56 +114,56 @@ def test_the_pattern_tells_names_from_paths():
         assert not FROM_INDEX.search(line), line
 
 
-def test_what_is_run_and_what_is_not():
+def test_what_is_run_and_what_is_not(check):
     text = (
         "```bash\necho one\n```\n<!-- not run: takes a day -->\n```bash\necho two\n```\n"
         "```python\nthree\n```\n```bash\nuse path/or/hub-id\n```\n<!-- not run: nothing follows -->\n\n"
         "```bash\necho five\n```\n"
     )
-    found = CHECK.blocks(text)
+    found = check.blocks(text)
     assert [b.language for b in found] == ["bash", "bash", "python", "bash", "bash"]
     assert [bool(b.skipped) for b in found] == [False, True, False, True, False], "the mark stands directly above"
     assert found[1].skipped == "takes a day"
     assert [text.splitlines()[b.line - 1] for b in found] == [b.code.splitlines()[0] for b in found]
 
 
-def test_every_block_of_the_readme_is_found_and_some_are_run():
+def test_every_block_of_the_readme_is_found_and_some_are_run(check):
     text = README.read_text()
-    found = CHECK.blocks(text)
+    found = check.blocks(text)
     assert 2 * len(found) == len(re.findall(r"^```", text, re.M)), "a fence is not closed, or stands indented"
     run = [b.code for b in found if b.language == "bash" and not b.skipped]
     assert "uv run" in run[0]
     assert run[0].startswith("pip install uv")
 
 
-def test_blocks_run_in_order_until_one_fails(tmp_path, capfd):
+def test_blocks_run_in_order_until_one_fails(check, tmp_path, capfd):
     (tmp_path / "clone").mkdir()
     codes = ["echo uv run > made", "cat made; test ! -e $HOME/x", "false; true", "touch never"]
-    chosen = [(n, CHECK.Block("bash", code, n)) for n, code in enumerate(codes, 1)]
-    clean = CHECK.environment(
+    chosen = [(n, check.Block("bash", code, n)) for n, code in enumerate(codes, 1)]
+    clean = check.environment(
         tmp_path, {"UV_INDEX_URL": "u", "PIP_CERT": "c", "https_proxy": "p", "VIRTUAL_ENV": "v"}, False
     )
     assert {"UV_INDEX_URL", "PIP_CERT", "https_proxy"} <= set(clean)
     assert "VIRTUAL_ENV" not in clean
     assert not any(pathlib.Path(clean["HOME"]).iterdir())
     with pytest.raises(ValueError, match=r"expected block 3 \(line 3\) to succeed, got exit code 1"):
-        CHECK.run_blocks(chosen, tmp_path, clean)
+        check.run_blocks(chosen, tmp_path, clean)
     assert (tmp_path / "block-2.txt").read_text() == "uv run\n"
     assert not (tmp_path / "clone" / "never").exists()
     assert len(capfd.readouterr().out.splitlines()) == 3
-    assert CHECK.run_blocks(chosen[:2], tmp_path, clean) >= 0
-    assert CHECK.run_blocks(chosen[1:2], tmp_path, clean) is None
+    assert check.run_blocks(chosen[:2], tmp_path, clean) >= 0
+    assert check.run_blocks(chosen[1:2], tmp_path, clean) is None
     times = []
-    CHECK.run_blocks(chosen[:2], tmp_path, clean, times)
-    CHECK.store(tmp_path / "times.json", [block for _, block in chosen[:2]], times, tmp_path / "clone", sys.executable)
+    check.run_blocks(chosen[:2], tmp_path, clean, times)
+    check.store(tmp_path / "times.json", [block for _, block in chosen[:2]], times, tmp_path / "clone", sys.executable)
     stored = json.loads((tmp_path / "times.json").read_text())
     assert [block["title"] for block in stored["blocks"]] == codes[:2]
     assert stored["disk"] >= len("uv run\n")
     assert stored["python"] == platform.python_version()
 
 
-def test_the_figure_is_of_the_stored_results(tmp_path):
-    tool = load("draw_overview")
+def test_the_figure_is_of_the_stored_results(load, tmp_path):
+    tool = load("tools", "draw_overview")
     assert tool.drawn_from(tool.OUT) == tool.digest(), "run `uv run tools/draw_overview.py`"
     for name in tool.INPUTS:
         (tmp_path / name).write_bytes((tool.RESULTS / name).read_bytes() + b" ")
@@ -186,8 +175,8 @@ def test_the_figure_is_of_the_stored_results(tmp_path):
 @pytest.mark.skipif(
     "README_HASHERS" not in os.environ, reason="README_HASHERS names a folder that `uv run hashtrain` wrote"
 )
-def test_the_example_generates_dense_and_sparse():
-    (code,) = [block for block in blocks(README, "bash") if "uv run python -c" in block]
+def test_the_example_generates_dense_and_sparse(check):
+    (code,) = [b.code for b in check.blocks(README.read_text(), "bash") if "uv run python -c" in b.code]
     assert '"runs/demo/transform"' in code
     code = code.replace("runs/demo", os.environ["README_HASHERS"])
     done = subprocess.run(["bash", "-c", code], cwd=ROOT, check=True, timeout=180, capture_output=True, text=True)

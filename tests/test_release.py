@@ -1,6 +1,5 @@
 """What tools/release.py checks: each rule is broken once, in a repository of two small packages."""
 
-import importlib.util
 import pathlib
 import subprocess
 
@@ -11,11 +10,8 @@ LOW, HIGH = "packages/low", "packages/high-up"
 
 
 @pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tool(load):
+    return load("tools", "release")
 
 
 def project(name, version, dependencies=()):

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from threading import Lock
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -71,6 +72,25 @@ class Inputs:
     softcap: float | None
     sinks: Tensor | None
     means: RunningMeans | StaticMeans | None = None
+
+
+class Part(NamedTuple):
+    """Query rows of a call that are worked on at once, and what is known of them before they select.
+
+    Attributes:
+        first, last: rows first..last-1, R of them.
+        visible: tokens that each sees, int64 [B, R].
+        counts: tokens that each selects, without sink and recent, int64 [B, R]; 0 where it is not sparse.
+        sparse: which are sparse, bool [B, R]; None in a plain step: all, and each sees every token.
+        each: in a plain step, `counts` as a number.
+    """
+
+    first: int
+    last: int
+    visible: Tensor
+    counts: Tensor
+    sparse: Tensor | None
+    each: int | None = None
 
 
 Kernel = Literal["gather", "flash"]
@@ -140,36 +160,26 @@ class LayerPlan:
         Returns: [B, Q, Hq, Dv], zeros in the other rows; and which rows were sparse, bool [B, Q], None if all were.
         """
         if self._is_step(x):
-            return self._step(x), None
+            return self._attend_part(x, self._step(x), x.means or RunningMeans(), self.tally), None
         visible, sparse = self._rows(x)
         counts = self._counts(visible).masked_fill(~sparse, 0)
         return self._select_and_attend(x, visible, sparse, counts, self.tally), sparse
 
     def _is_step(self, x: Inputs) -> bool:
-        """Say whether a call is a step on the CPU in which every sequence has one row, without padding."""
+        """Say whether a call is a plain step: on the CPU, and every sequence has one row, without padding."""
         plain = x.mask is None and x.q.shape[2] == 1 and x.host is None and x.q.device.type == "cpu"
         return plain and self._own is None and self.rule.may_be_sparse(1, x.k.shape[2])
 
-    def _step(self, x: Inputs) -> Tensor:
-        """Do what `_select_and_attend` does for such a call: what is the same for all rows is a number, not a tensor.
+    def _step(self, x: Inputs) -> Part:
+        """Return the one part of a plain step: what is the same for all rows is a number, not a tensor.
 
         After the rest of a model has filled the caches of a processor, each operation costs ten times its time.
         """
-        (batch, hq, _, _), n = x.q.shape, x.k.shape[2]
-        count, budget = self.budget.count_row(n), self.budget
-        rows = self._rows_of(x, 0, 1, x.q.new_full((batch, 1), count, dtype=torch.int64), count)
-        indices = self.selector.select(rows)
-        if budget.sink or budget.recent:
-            indices = with_ends(indices, budget.sink, budget.recent, n)
-        left_out = None
-        if self.remainder is not None:
-            means, visible = x.means or RunningMeans(), x.q.new_full((batch, 1), n, dtype=torch.int64)
-            found = means.step(x.k, x.v) if isinstance(means, RunningMeans) else None
-            keys, values = found or means.rows(x.k, x.v, None, n - 1, n)[:2]
-            left_out = self._left_out(x, keys, values, visible)
-        used = int((indices >= 0).sum()) * (hq // indices.shape[1])
-        self._count_numbers(used, batch * hq * n)
-        return self._attend(x, rows, indices, left_out)
+        shape, n = (x.q.shape[0], 1), x.k.shape[2]
+        count = self.budget.count_row(n)
+        counts = torch.full(shape, count, dtype=torch.int64, device=x.q.device)
+        visible = torch.full(shape, n, dtype=torch.int64, device=x.q.device)
+        return Part(0, 1, visible, counts, None, count)
 
     def run(
         self,
@@ -215,54 +225,63 @@ class LayerPlan:
         pieces = []
         for first in range(0, n_queries, chunk):
             last = min(first + chunk, n_queries)
-            part = slice(first, last)
-            if not counts[:, part].any():
+            at = slice(first, last)
+            part = Part(first, last, visible[:, at], counts[:, at], sparse[:, at])
+            if part.counts.any():
+                pieces.append(self._attend_part(x, part, means, tally))
+            else:
                 pieces.append(x.q.new_zeros(batch, last - first, hq, x.v.shape[3]))
-                continue
-            rows = self._rows_of(x, first, last, counts[:, part])
-            indices = self._select(rows, visible[:, part], sparse[:, part])
-            used = (indices >= 0).sum(-1)[:, :, None].expand(-1, -1, hq // indices.shape[1], -1)
-            used = used.flatten(1, 2).transpose(1, 2)  # [B, Q, Hq]
-            self._count(used.sum(-1), visible[:, part] * hq, sparse[:, part], tally)
-            left_out = None
-            if self.remainder is not None:
-                at = n - n_queries + first
-                keys, values, seen = means.rows(x.k, x.v, _unpadded(x), at, at + last - first)
-                if x.mask is not None:
-                    _require_causal(seen.to(visible.device), visible[:, part], used)
-                left_out = self._left_out(x, keys, values, visible[:, part])
-            pieces.append(self._attend(x, rows, indices, left_out))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-    def _rows_of(self, x: Inputs, first: int, last: int, counts: Tensor, each: int | None = None) -> Rows:
+    def _attend_part(self, x: Inputs, part: Part, means: RunningMeans | StaticMeans, tally: Tensor) -> Tensor:
+        """Select, count what was selected, and attend to it, with the remainder if there is one: [B, R, Hq, Dv]."""
+        rows = self._rows_of(x, part)
+        indices = self._select(rows, part)
+        self._count_selected(x, part, indices, tally)
+        left_out = None if self.remainder is None else self._left_out(x, part, indices, means)
+        return self._attend(x, rows, indices, left_out)
+
+    def _rows_of(self, x: Inputs, part: Part) -> Rows:
         n_queries, n = x.q.shape[2], x.k.shape[2]
-        seen = visible_rows(x.mask, first, last, n_queries, n, x.q.device)
-        end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see nothing from there on
+        seen = visible_rows(x.mask, part.first, part.last, n_queries, n, x.q.device)
+        # Without a mask, these rows see nothing from there on.
+        end = n if x.mask is not None else n - n_queries + part.last
         return Rows(
             self.layer,
-            x.q[:, :, first:last],
+            x.q[:, :, part.first : part.last],
             x.k[:, :, :end],
             None if x.codes is None else x.codes[:, :, :end],
             None if seen is None else seen[..., :end],
-            counts,
+            part.counts,
             x.scaling,
             x.softcap,
             x.sinks,
-            each,
+            part.each,
         )
 
-    def _select(self, rows: Rows, visible: Tensor, sparse: Tensor) -> Tensor:
-        """Choose tokens by the selector, sink and recent: int64 [B, H, Q, K]."""
+    def _select(self, rows: Rows, part: Part) -> Tensor:
+        """Choose tokens by the selector, sink and recent: int64 [B, H, R, K]."""
         indices, n = self.selector.select(rows), rows.k.shape[2]
-        for size, listed in ((self.budget.sink, first_visible), (self.budget.recent, last_visible)):
+        sink, recent = self.budget.sink, self.budget.recent
+        if part.sparse is None:
+            return with_ends(indices, sink, recent, n) if sink or recent else indices
+        for size, listed in ((sink, first_visible), (recent, last_visible)):
             if size:
-                indices = merge(indices, listed(rows.visible, visible.clamp(max=size).masked_fill(~sparse, 0), n), n)
+                ends = listed(rows.visible, part.visible.clamp(max=size).masked_fill(~part.sparse, 0), n)
+                indices = merge(indices, ends, n)
         return indices
 
-    def _left_out(self, x: Inputs, keys: Tensor, values: Tensor, visible: Tensor) -> LeftOut:
+    def _left_out(self, x: Inputs, part: Part, indices: Tensor, means: RunningMeans | StaticMeans) -> LeftOut:
+        """Describe what a selection [B, H, R, K] leaves out; `means` learns of the part's tokens."""
         assert self.remainder is not None
-        found = self.remainder, keys, values, visible
-        return LeftOut(*(part if part.device == x.q.device else part.to(x.q.device) for part in found))
+        found = means.step(x.k, x.v) if part.sparse is None and isinstance(means, RunningMeans) else None
+        if found is None:
+            past = x.k.shape[2] - x.q.shape[2]
+            *found, seen = means.rows(x.k, x.v, _unpadded(x), past + part.first, past + part.last)
+            if x.mask is not None:
+                _require_causal(seen.to(part.visible.device), part.visible, (indices >= 0).any(-1).any(1))
+        known = self.remainder, *found, part.visible
+        return LeftOut(*(each if each.device == x.q.device else each.to(x.q.device) for each in known))
 
     def _attend(self, x: Inputs, rows: Rows, indices: Tensor, left_out: LeftOut | None) -> Tensor:
         """Attend to what was selected: [B, Q, Hq, Dv]."""
@@ -285,6 +304,14 @@ class LayerPlan:
             left_out = LeftOut(left_out.coefficients, keys, values, left_out.visible.reshape(-1, 1))
         out = attend(one_by_one, k, v, slots, x.scaling, **model, left_out=left_out)
         return out.view(batch, n_rows, hq, -1)
+
+    def _count_selected(self, x: Inputs, part: Part, indices: Tensor, tally: Tensor) -> None:
+        """Count a selection [B, H, R, K], once for each query head that shares it."""
+        (batch, hq, _, _), n = x.q.shape, x.k.shape[2]
+        heads = hq // indices.shape[1]
+        if part.sparse is None:
+            return self._count_numbers(int(np.count_nonzero(indices.numpy() >= 0)) * heads, batch * hq * n)
+        self._count((indices >= 0).sum((1, 3)) * heads, part.visible * hq, part.sparse, tally)
 
     def _count(self, selected: Tensor, visible: Tensor, sparse: Tensor, tally: Tensor) -> None:
         """Add the tokens that the sparse rows selected and saw, [B, Q], summed over query heads."""
@@ -313,8 +340,8 @@ def _unpadded(x: Inputs) -> Tensor | None:
 
 
 def _require_causal(counts: Tensor, visible: Tensor, used: Tensor) -> None:
-    """Refuse a mask of another form: the running means are those of all earlier tokens without the padding."""
-    if ((counts != visible) & (used > 0).any(-1)).any():
+    """Refuse a mask of another form for rows that are `used`: running means are of all earlier tokens but padding."""
+    if ((counts != visible) & used).any():
         raise ValueError(
             "the remainder needs a causal mask, with padding at most, got one that hides other tokens; "
             "attach with remainder=False"
