@@ -120,6 +120,16 @@ def test_batches_change_nothing(sparse, rows):
     assert texts(one) == texts(many)
 
 
+@pytest.mark.parametrize("name", ["quest", "magicpig-bare"])
+def test_a_rival_leaves_no_row_of_a_continuation_dense(sparse, name):
+    """Where all rows are sparse, it leaves these first ones dense."""
+    requests = [Instance("loglikelihood", {}, ("value = 1\n" * 16, "print"), 0)]  # more than Quest's three pages
+    for rows in ("all", "continuation"):
+        lm = sparse(name, sparse_rows=rows)
+        gap = np.abs(scores(lm, requests) - scores(sparse(), requests)).max()
+        assert (gap > 1e-2, lm.density < 1) == (rows == "continuation", rows == "continuation")
+
+
 def test_company_changes_nothing(sparse):
     """A request scores what it scores alone, whatever is asked beside it."""
     lm = sparse("planes", sparse_rows="continuation")

@@ -9,9 +9,9 @@ import torch
 from evals import result as results
 from evals.methods import DEFAULT_NAMES, NAMES, REMAINDER, SPARSE_NAMES, load_methods
 from evals.result import read_result
-from evals.rivals import QuestSelector
+from evals.rivals import MagicPigSelector, QuestSelector
 from evals.tasks import ppl
-from evals.tasks.ppl import Cell, first_sparse_row, measure, sparse_log_probs
+from evals.tasks.ppl import Cell, measure, prompt_of, sparse_log_probs
 from hashtrain import Hasher
 from hashtrain.usage import UsageError
 from rich.console import Console
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 QUIET = Console(quiet=True)
+PHASES = ("everywhere", "decode")
 
 
 def score(loaded, *cells, dense_layers=1):
@@ -78,26 +79,72 @@ def test_density_is_counted_by_hand(loaded):
     assert fixed["density"] == pytest.approx(sum(min(n, 32) for n in seen) / sum(seen))
 
 
-@pytest.mark.parametrize("name", ["lsh", "planes+remainder", "quest-heads"])
+SMALL = {
+    "quest-heads": QuestSelector(per_query_head=True, page=4),
+    "magicpig": MagicPigSelector(3, 3, sink=1, local=2),
+}
+"""Rivals that select few of so few tokens; where every row is sparse they would leave all of these dense."""
+
+
+@pytest.mark.parametrize("name", ["lsh", "planes+remainder", *SMALL])
 def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded, name):
     """Float32 sums in another order differ by 2e-5 here; a sparse prompt moves logits by 1e-2 or more."""
     method, ids, scored = loaded.methods[name], loaded.ids, 24
-    start, how = first_sparse_row("decode", len(ids), scored), {"dense_layers": 1, "remainder": method.remainder}
-    steps = []
-    if name == "quest-heads":
-        method = replace(method, selector=QuestSelector(per_query_head=True, page=4, dense_rows=0))
-    with torch.inference_mode(), attach(loaded.model, method.selector, Budget(0.1), **how) as attachment:
-        cache = loaded.model(ids[None, :start], use_cache=True).past_key_values
+    method = replace(method, selector=SMALL.get(name, method.selector))
+    prompt, how = prompt_of("decode", len(ids), scored), {"dense_layers": 1, "remainder": method.remainder}
+    selector, steps = method.selector_after(prompt), []
+    with torch.inference_mode(), attach(loaded.model, selector, Budget(0.1), **how) as attachment:
+        cache = loaded.model(ids[None, :prompt], use_cache=True).past_key_values
         assert attachment.counts() == {}  # the prompt is dense
-        for i in range(start, len(ids) - 1):
+        for i in range(prompt, len(ids) - 1):
             steps.append(loaded.model(ids[None, i : i + 1], past_key_values=cache).logits[0, -1].log_softmax(-1))
     with torch.inference_mode():
-        found, density = sparse_log_probs(loaded.model, ids, scored, method, Budget(0.1), 1, start)
-        everywhere, _ = sparse_log_probs(loaded.model, ids, scored, method, Budget(0.1), 1, 0)
+        found, attended = sparse_log_probs(loaded.model, ids, scored, method, Budget(0.1), 1, prompt)
+        everywhere, _ = sparse_log_probs(loaded.model, ids, scored, method, Budget(0.1), 1, None)
     assert len(steps) == scored
     torch.testing.assert_close(found, torch.stack(steps), atol=1e-4, rtol=0)
     assert (everywhere - found).abs().max() > 1e-2
-    assert density < 0.2
+    assert attended.density < 0.25
+
+
+@pytest.mark.parametrize("name", ["quest", "quest-heads", "magicpig", "magicpig-bare"])
+def test_rivals_leave_no_scored_row_dense_behind_a_prompt(loaded, name):
+    """Of 128 tokens all are among the first rows that they leave dense where every row is sparse."""
+    cells = [Cell(name, "visible", 0.1)]
+    whole, served = (measure(loaded.model, loaded.ids, cells, loaded.methods, 1, phase=p) for p in PHASES)
+    (whole,), (served,) = whole["cells"], served["cells"]
+    assert (whole["density"], whole.get("empty", 0)) == (1, 0)
+    assert abs(whole["kl"]) < 1e-6
+    assert served["density"] < 0.95
+    assert served["kl"] > 1e-3
+    assert (served.get("empty", 0) > 0) == (name == "magicpig-bare")
+
+
+def test_everywhere_a_rival_is_what_it_is_made_as(loaded):
+    """No prompt, no other mean: the same bits as its selector attached to every row."""
+    method = replace(loaded.methods["magicpig"], selector=MagicPigSelector(3, 3, sink=1, local=2, prefill=32))
+    with torch.inference_mode():
+        with attach(loaded.model, method.selector, Budget(0.1), dense_layers=1, sparse_rows=0):
+            logits = loaded.model(loaded.ids[None]).logits[0, 63:-1].float().log_softmax(-1)
+        found, _ = sparse_log_probs(
+            loaded.model, loaded.ids, 64, method, Budget(0.1), 1, prompt_of("everywhere", 128, 64)
+        )
+    assert torch.equal(found, logits)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", ["quest", "magicpig"])
+def test_samples_of_a_rival_that_knew_of_no_prompt_are_not_gone_on_with(ppl_command, loaded, name, phase):
+    """Where every row is sparse nothing has changed: such a run goes on."""
+    command = ppl_command(methods=(name,), rules=("visible",), documents=1, phase=phase)
+    first = ppl.run(command, QUIET)
+    path, old = command.out / "config.json", {name: loaded.methods[name].identity}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "method_identities": old}))
+    if phase == "everywhere":
+        assert ppl.run(command, QUIET) == first
+        return
+    with pytest.raises(ValueError, match=f"method_identities was {{'{name}.*, now .*-after-prompt'}}"):
+        ppl.run(command, QUIET)
 
 
 def test_of_a_context_with_a_dense_prompt_the_scored_rows_are_sparse_and_counted(loaded):
@@ -336,8 +383,6 @@ def test_each_of_our_methods_is_paired_with_every_other(ppl_command):
 
 
 def test_an_empty_sample_is_counted_in_the_rows(ppl_command, monkeypatch):
-    from evals.rivals import MagicPigSelector
-
     monkeypatch.setattr(
         "evals.methods.MagicPigSelector", lambda *_, **given: MagicPigSelector(31, 2, **given, prefill=96)
     )

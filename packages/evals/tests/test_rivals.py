@@ -121,12 +121,12 @@ def test_a_single_row_selects_what_it_selects_among_others():
         assert torch.equal(found, whole[..., : found.shape[-1]])
 
 
-def magicpig_by_hand(selector, rows, v, row, head):
-    """One row of MagicPIG with loops and sets: the tokens, and the output."""
+def magicpig_by_hand(selector, prompt, rows, v, row, head):
+    """One row of MagicPIG behind `prompt` dense tokens with loops and sets: the tokens, and the output."""
     n = int(rows.visible[0, 0, row].sum())
     kv = head // (rows.q.shape[1] // rows.k.shape[1])
-    inner = range(selector.sink, selector.prefill - selector.local)
-    mean = sum(rows.k[0, kv, j] for j in inner) / len(inner)
+    inner = range(selector.sink, prompt - selector.local)
+    mean = sum(rows.k[0, kv, j] for j in inner) / len(inner) if inner else torch.zeros(rows.k.shape[-1])
     generator = torch.Generator().manual_seed(selector.seed * 1_000_003)
     planes = torch.randn(rows.q.shape[-1], selector.tables * selector.bits, generator=generator)
 
@@ -155,21 +155,61 @@ def magicpig_by_hand(selector, rows, v, row, head):
     return tokens, out
 
 
-@pytest.mark.parametrize(("sink", "local"), [(0, 0), (1, 2), (2, 0)])
-def test_magicpig_is_its_definition(sink, local):
-    rows, v = rows_of(40, 5, positions=range(10, 40, 3))
-    selector = MagicPigSelector(3, 6, sink=sink, local=local, prefill=10, seed=4)
+def check_magicpig(selector, prompt, positions):
+    """Hold every row at these positions against the transcription; at least three of four draw something."""
+    rows, v = rows_of(40, 1, positions=positions)
     found = selector.select(rows)
     out = selector.attend(rows, v, found)
     checked = 0
     for head in range(4):
-        for row in range(10):
-            tokens, expected = magicpig_by_hand(selector, rows, v, row, head)
+        for row in range(len(positions)):
+            tokens, expected = magicpig_by_hand(selector, prompt, rows, v, row, head)
             if tokens:
                 assert {int(j) for j in found[0, head, row] if j >= 0} == tokens
                 torch.testing.assert_close(out[0, row, head], expected, **CLOSE)
                 checked += 1
-    assert checked > 30
+    assert checked > 3 * len(positions)
+
+
+@pytest.mark.parametrize(("sink", "local"), [(0, 0), (1, 2), (2, 0)])
+def test_magicpig_is_its_definition(sink, local):
+    selector = MagicPigSelector(3, 6, sink=sink, local=local, prefill=10, seed=4)
+    check_magicpig(selector, 10, range(10, 40, 3))
+
+
+@pytest.mark.parametrize(("sink", "local"), [(0, 0), (1, 2), (2, 0)])
+@pytest.mark.parametrize("prompt", [10, 25])
+def test_behind_a_prompt_magicpig_is_centred_by_it_and_samples_every_row(prompt, sink, local):
+    """Its prefill of 1,024 would leave each of these rows whole."""
+    published = MagicPigSelector(3, 6, sink=sink, local=local, seed=4)
+    check_magicpig(published.after_prompt(prompt), prompt, range(prompt, 40, 3))
+    assert (published.prefill, published.sampled) == (1024, 0)
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 5, 6])
+def test_a_prompt_too_short_for_sink_and_local_centres_by_nothing(prompt):
+    """Sink 2 and local 4: rows that see 6 tokens or fewer take them all, later ones are sampled, keys as they are."""
+    selector = MagicPigSelector(3, 6, sink=2, local=4, seed=4).after_prompt(prompt)
+    check_magicpig(selector, prompt, range(prompt, 40, 3))
+    first, _ = rows_of(6, 1, positions=range(prompt, 6))
+    assert [len([j for j in row if j >= 0]) for row in selector.select(first)[0, 0]] == list(range(prompt + 1, 7))
+
+
+def test_a_prompt_cannot_be_negative():
+    with pytest.raises(ValueError, match="got -1"):
+        MagicPigSelector().after_prompt(-1)
+
+
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_behind_a_prompt_quest_takes_pages_in_every_row(per_query_head):
+    rows, _ = rows_of(50, 9, positions=range(10, 50))
+    published = QuestSelector(per_query_head, page=4, min_pages=2)
+    served = published.after_prompt(10)
+    for head in range(4 if per_query_head else 2):
+        for row in range(40):
+            chosen = {int(j) for j in served.select(rows)[0, head, row] if j >= 0}
+            assert chosen == quest_by_hand(rows, row, head, 9, 4, 2, per_query_head)
+    assert (published.select(rows) >= 0).sum(-1)[0, 0].tolist() == list(range(11, 51))  # its first 128 rows are dense
 
 
 def test_draw_probability_worked_out_by_hand():

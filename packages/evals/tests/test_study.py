@@ -2,12 +2,15 @@
 
 import json
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+import torch
 from evals import cli, paper
 from evals.compare import compare
+from evals.documents import load_documents
 from evals.metrics import Estimate
 from evals.page import section_of, to_html, write_page
 from evals.plan import IouCommand, PplCommand
@@ -18,6 +21,8 @@ from evals.tasks import iou, ppl, suggest
 from hashtrain.plan import ABLATIONS
 from hashtrain.usage import UsageError
 from rich.console import Console
+from sparse_decode import Budget, attach
+from transformers import AutoTokenizer
 
 QUIET = Console(quiet=True)
 ALL, NONE = (None, None), (None, None)
@@ -177,6 +182,31 @@ def test_the_suggestion_meets_the_target_and_the_budget_before_it_does_not(comma
     assert suggest.GRID[suggest.GRID.index(best.budget) - 1] in [row.budget for row in others]
     monkeypatch.setattr(suggest, "_value", None)
     assert suggest.run(asked, QUIET) == found
+
+
+def test_behind_a_dense_prompt_the_divergence_is_that_of_the_scored_rows_alone(command, made, loaded):
+    """By hand: one forward pass with rows from 63 on sparse, token 64 being the first that is scored."""
+    asked = command(SuggestCommand, methods=("lsh",), budgets=(1.0,), kl=0.05, phase="decode", documents=1)
+    found = suggest.run(asked, QUIET)
+    assert {row.phase for row in found.rows} == {"decode"}
+    assert "--phase" not in (asked.out / "report.md").read_text()
+    (tokens,) = (d.ids for d in load_documents(asked.text, AutoTokenizer.from_pretrained(made.model), 128, 1, 0))
+    row = next(row for row in found.rows if row.budget < 1)
+    with torch.inference_mode():
+        dense = loaded.model(tokens[None]).logits[0, 63:-1].log_softmax(-1)
+        selector, budget = loaded.methods["lsh"].selector, Budget(row.budget, min_tokens=1)
+        with attach(loaded.model, selector, budget, dense_layers=1, sparse_rows=63, remainder=False):
+            sparse = loaded.model(tokens[None]).logits[0, 63:-1].log_softmax(-1)
+    expected = (dense.exp() * (dense - sparse)).sum(-1).mean().item()
+    assert row.value == pytest.approx(expected, rel=1e-4)
+    with pytest.raises(ValueError, match="phase was decode, now everywhere"):
+        suggest.run(replace(asked, phase="everywhere"), QUIET)
+
+
+def test_a_suggestion_is_for_the_recommended_hasher_and_the_mass_has_no_phase():
+    assert SuggestCommand(kl=0.1).methods == ("transform",)
+    with pytest.raises(UsageError, match="takes no --phase, got decode"):
+        SuggestCommand(mass=0.9, phase="decode")
 
 
 @pytest.mark.parametrize("given", [{}, {"kl": 0.1, "mass": 0.9}, {"kl": 0.0}, {"mass": 1.5}], ids=str)

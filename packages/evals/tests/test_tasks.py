@@ -21,6 +21,7 @@ from evals.result import Result, Row
 from evals.synthetic import Exercise
 from evals.tasks import codelength, cones, fidelity, needle, output_error, ruler
 from evals.tasks.answers import continue_greedily, read_answer
+from evals.tasks.setup import identities_of
 from hashtrain import Hasher
 from hashtrain.usage import UsageError
 from rich.console import Console
@@ -104,6 +105,31 @@ def test_whole_budget_answers_as_dense(loaded, dense, question):
     some = read_answer(loaded.model, question, loaded.methods["planes"], 0.05, 1)
     assert abs(some.log_prob - whole.log_prob) > 1e-3
     assert some.density < 0.06
+
+
+@pytest.mark.parametrize("name", ["quest", "quest-heads", "magicpig-bare"])
+def test_a_rival_answers_a_short_prompt_by_its_own_rule_in_every_row(loaded, question, name):
+    """Behind 49 tokens: Quest has 3 of 4 pages in the first rows, MagicPIG draws; neither takes all that it sees."""
+    method = loaded.methods[name]
+    found = read_answer(loaded.model, question, method, 0.1, 1)
+    how = {"dense_layers": 1, "sparse_rows": 49, "remainder": False}
+    with attach(loaded.model, method.selector_after(49), Budget(0.1), **how) as attachment:
+        logits = loaded.model(loaded.ids[None, :59]).logits[0, 49:].log_softmax(-1)
+    assert found.log_prob == pytest.approx(logits.gather(-1, question.answer[:, None]).mean().item(), rel=1e-5)
+    assert found.density < 0.95
+    assert set(attachment.density().values()) != {1.0}
+    written, density = continue_greedily(loaded.model, question.prompt, 3, method, 0.1, 1)
+    assert len(written) == 3
+    assert density < 0.95
+
+
+@pytest.mark.parametrize("kind", [FidelityCommand, RulerCommand, NeedleCommand])
+def test_runs_behind_a_prompt_say_so_of_the_rivals(kind, loaded):
+    methods = [loaded.methods[name] for name in ("planes", "quest", "magicpig")]
+    found = identities_of(methods, kind())
+    assert [found[m.name].removeprefix(m.identity) for m in methods] == ["", "-after-prompt", "-after-prompt"]
+    everywhere = identities_of(methods, OutputErrorCommand())
+    assert everywhere == {m.name: m.identity for m in methods}
 
 
 # Cones

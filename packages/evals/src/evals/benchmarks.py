@@ -61,6 +61,11 @@ class BenchmarkCommand(MethodsCommand):
         """What tasks that make their own data are told."""
         return {}
 
+    @property
+    def dense_prompt(self) -> bool:
+        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        return self.rows == "continuation"
+
     def settings(self, task: str) -> dict[str, Any]:
         """Return the settings that decide the numbers, as JSON values and with no path of the machine."""
         given = super().settings(task)

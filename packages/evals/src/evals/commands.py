@@ -52,6 +52,11 @@ class FidelityCommand(TaskCommand):
         if self.new_tokens >= self.context:
             raise UsageError(f"--new-tokens must be below --context = {self.context}, got {self.new_tokens}")
 
+    @property
+    def dense_prompt(self) -> bool:
+        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        return True
+
 
 @dataclass(frozen=True)
 class SyntheticCommand(MethodsCommand):
@@ -68,6 +73,11 @@ class SyntheticCommand(MethodsCommand):
     def longest(self) -> tuple[str, int]:
         """The flag that says how many tokens the model must take, and the number."""
         return "--lengths", max(self.lengths)
+
+    @property
+    def dense_prompt(self) -> bool:
+        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        return True
 
 
 @dataclass(frozen=True)

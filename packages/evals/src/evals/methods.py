@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from hashtrain import Hasher
 from hashtrain.plan import ABLATIONS, CANDIDATES
@@ -17,6 +17,16 @@ from evals.rivals import MagicPigSelector, QuestSelector
 from evals.scored import ScoreSelector
 
 REMAINDER = "+remainder"
+_AFTER_PROMPT = "-after-prompt"
+
+
+@runtime_checkable
+class PromptAware(Protocol):
+    """A selector that differs where a prompt was prefilled dense and only later rows are sparse."""
+
+    def after_prompt(self, tokens: int) -> Selector:
+        """Return the selector for the rows behind a dense prompt of so many tokens; the own one stays as it is."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,21 @@ class LoadedMethod:
     """One set per query head, the paper's quality protocol."""
     remainder: bool = False
     """Whether what a selection leaves out is added back (eq. 15, 16), as `attach` does by default."""
+
+    def selector_after(self, prompt: int | None) -> Selector | None:
+        """Return what selects behind a dense prompt of so many tokens; None: every row is sparse.
+
+        The rivals leave the first rows of a text dense where every row is sparse. Behind a dense prompt they have no
+        such rows, and MagicPIG centres by the prompt's keys, as their authors run them.
+        """
+        if prompt is None or not isinstance(self.selector, PromptAware):
+            return self.selector
+        return self.selector.after_prompt(prompt)
+
+    def identity_in(self, dense_prompt: bool) -> str:
+        """Return `identity` of a run in which only rows behind a dense prompt are sparse, or every row."""
+        aware = dense_prompt and isinstance(self.selector, PromptAware)
+        return self.identity + _AFTER_PROMPT if aware else self.identity
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,11 @@ class MethodsCommand:
         """The flag that says how many tokens the model must take, and the number."""
         raise NotImplementedError
 
+    @property
+    def dense_prompt(self) -> bool:
+        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        return False
+
     def settings(self, task: str) -> dict[str, Any]:
         """Return the settings that decide the numbers, as JSON values and with no path of the machine."""
         given = {k: v for k, v in asdict(self).items() if k not in ("out", "hashers", "tuned")}
@@ -154,6 +159,11 @@ class PplCommand(TaskCommand):
             raise UsageError(f"--match takes methods of --methods that are not ours, got {', '.join(strange)}")
         if self.match and not set(OURS) & set(self.methods):
             raise UsageError(f"--match needs one of {', '.join(OURS)} in --methods")
+
+    @property
+    def dense_prompt(self) -> bool:
+        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        return self.phase == "decode"
 
 
 @dataclass(frozen=True)

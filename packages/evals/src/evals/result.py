@@ -19,7 +19,7 @@ from hashtrain.untrusted import one_line, read_json_object
 PACKAGES = ("hashcore", "hashtrain", "sparse-decode", "evals")
 
 
-_FORMER = {"ppl": {"phase": "everywhere"}}
+_FORMER = {task: {"phase": "everywhere"} for task in ("ppl", "suggest")}
 """By task, settings that older runs do not state, as those runs had them."""
 
 

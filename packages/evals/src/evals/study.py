@@ -49,7 +49,7 @@ class SuggestCommand(TaskCommand):
     """Find the smallest budget that meets a target on your text and model: a bound on the KL from dense, or a share of
     the attention mass that the best selection holds."""
 
-    methods: tuple[str, ...] = ("planes",)
+    methods: tuple[str, ...] = ("transform",)
     """The method to find a budget for, one."""
     budgets: tyro.conf.Suppress[tuple[float, ...]] = (1.0,)
     """Nothing to give: the budget is what is looked for."""
@@ -59,6 +59,9 @@ class SuggestCommand(TaskCommand):
     """Mean KL from dense to stay below, nats per token."""
     mass: float | None = None
     """Attention mass to reach, of that of the largest exact attention, 0 to 1."""
+    phase: Phase = "everywhere"
+    """Which rows are sparse for --kl, as for `ppl`: `decode` finds a budget for serving. The mass is of rows drawn from
+    a dense pass, whatever the phase, so that --mass takes none."""
     rows: int = 64
     """Rows measured in each context for the mass."""
     out: Path = Path("runs/suggest")
@@ -73,6 +76,11 @@ class SuggestCommand(TaskCommand):
             raise UsageError(f"--kl must be above 0, got {self.kl:g}")
         if self.mass is not None and not 0 < self.mass <= 1:
             raise UsageError(f"--mass must be above 0 and at most 1, got {self.mass:g}")
+        if self.mass is not None and self.phase != "everywhere":
+            raise UsageError(
+                f"--mass is of rows drawn from a dense pass and takes no --phase, got {self.phase}; leave --phase out, "
+                "or give --kl"
+            )
         names = SPARSE_NAMES if self.mass is None else SELECTION_NAMES
         if len(self.methods) != 1 or self.methods[0] not in names:
             raise UsageError(f"--methods of suggest takes one of {', '.join(names)}, got {' '.join(self.methods)}")
@@ -81,6 +89,11 @@ class SuggestCommand(TaskCommand):
     def metric(self) -> str:
         """What the target is of."""
         return "kl" if self.mass is None else "mass"
+
+    @property
+    def dense_prompt(self) -> bool:
+        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        return self.phase == "decode"
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,11 @@ class TuneCommand(TaskCommand):
             raise UsageError(f"--budgets of tune takes one, got {len(self.budgets)}")
         if strange := [name for name in self.methods if name not in RIVAL_NAMES]:
             raise UsageError(f"--methods of tune takes {', '.join(RIVAL_NAMES)}, got {', '.join(strange)}")
+
+    @property
+    def dense_prompt(self) -> bool:
+        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        return self.phase == "decode"
 
 
 @dataclass(frozen=True)

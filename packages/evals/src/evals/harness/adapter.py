@@ -14,10 +14,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from lm_eval.models.huggingface import HFLM
-from sparse_decode import Budget, attach
+from sparse_decode import Budget
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from evals.attending import attending
 from evals.benchmarks import SparseRows, Truncation
 from evals.methods import LoadedMethod
 
@@ -78,16 +79,12 @@ class SparseLM(_HFLM):
     @contextlib.contextmanager
     def _attending(self, start: int) -> Iterator[None]:
         """Attend by the method inside the block, from the row that predicts the continuation on, or in all."""
-        if self.method.selector is None:
+        prompt = start if self.sparse_rows == "continuation" else None
+        how = self.method, self.budget, self.dense_layers, prompt
+        with attending(cast(PreTrainedModel, self.model), *how) as attended:
             yield
-            return
-        rows = start if self.sparse_rows == "continuation" else 0
-        options = {"dense_layers": self.dense_layers, "sparse_rows": rows, "remainder": self.method.remainder}
-        with attach(cast(PreTrainedModel, self.model), self.method.selector, self.budget, **options) as attachment:
-            yield
-            for selected, visible in attachment.counts().values():
-                self.selected += selected
-                self.visible += visible
+        self.selected += attended.selected
+        self.visible += attended.visible
 
     def _loglikelihood_tokens(
         self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, override_bs: int | None = None

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -42,7 +43,7 @@ class MagicPigSelector(NoCodes):
         bits: K, at most 31; tables: L, at least 2. The paper on Spotlight Attention runs 15 and 100.
         sink, local: the first and the last tokens a row sees, always attended to, on top of the sample.
         prefill: rows that see at most this many tokens attend to all of them; the keys of these first tokens, without
-            sink and local, give the mean (1,024, as in that paper's perplexity protocol).
+            sink and local, give the mean (1,024, as in that paper's perplexity protocol). See `after_prompt`.
         seed: draws the hash functions, which the heads of a layer share.
 
     Attributes:
@@ -60,6 +61,19 @@ class MagicPigSelector(NoCodes):
         self.bits, self.tables, self.sink, self.local = bits, tables, sink, local
         self.prefill, self.seed = prefill, seed
         self.sampled = self.empty = 0
+
+    def after_prompt(self, tokens: int) -> MagicPigSelector:
+        """Return the selector of rows behind a dense prompt of so many tokens, as its authors run it.
+
+        All keys of the prompt without sink and local ones give the mean, and every row behind it is sampled. A prompt
+        of no more than sink + local tokens leaves no key for the mean: then keys are not centred. The local tokens stay
+        the last ones that a row sees; the authors' code attends to the last of the prompt and to all behind it.
+        """
+        if tokens < 0:
+            raise ValueError(f"a prompt has 0 tokens or more, got {tokens}")
+        served = copy.copy(self)
+        served.prefill, served.sampled, served.empty = tokens, 0, 0
+        return served
 
     def select(self, rows: Rows) -> Tensor:
         """Choose tokens, int64 [B, Hq, Q, K]; see `Selector`."""

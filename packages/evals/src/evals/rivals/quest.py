@@ -26,7 +26,7 @@ class QuestSelector(NoCodes):
         per_query_head: one set per query head, as published; else one per KV head by the group's summed scores.
         page: tokens of a page.
         dense_rows: rows that see at most this many tokens attend to all of them (the first 128 of a text, as in its
-            perplexity protocol).
+            perplexity protocol). See `after_prompt`.
         min_pages: the fewest pages of a sparse row.
     """
 
@@ -36,6 +36,10 @@ class QuestSelector(NoCodes):
                 f"page and min_pages must be 1 or more, dense_rows 0 or more, got {page}, {min_pages}, {dense_rows}"
             )
         self.per_query_head, self.page, self.dense_rows, self.min_pages = per_query_head, page, dense_rows, min_pages
+
+    def after_prompt(self, tokens: int) -> QuestSelector:
+        """Return the selector of rows behind a dense prompt: each takes its pages, however short the prompt was."""
+        return QuestSelector(self.per_query_head, self.page, 0, self.min_pages)
 
     def select(self, rows: Rows) -> Tensor:
         """Choose whole pages, int64 [B, Hq or Hkv, Q, K]; see `Selector`."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from sparse_decode import Budget, attach
+from sparse_decode import Budget
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from evals.attending import attending
 from evals.commands import SyntheticCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE, LoadedMethod
@@ -55,34 +55,18 @@ class Answer(NamedTuple):
     """Tokens attended to / visible."""
 
 
-@contextlib.contextmanager
-def attending(
-    model: PreTrainedModel, method: LoadedMethod, budget: float | None, dense_layers: int, rows: int
-) -> Iterator[list[float]]:
-    """Attend by a method inside the block; afterwards the list holds the density."""
-    density = [1.0]
-    if method.selector is None or budget is None:
-        yield density
-        return
-    options = {"dense_layers": dense_layers, "sparse_rows": rows, "remainder": method.remainder}
-    with attach(model, method.selector, Budget(budget), **options) as attachment:
-        yield density
-        counts = attachment.counts().values()
-        density[0] = sum(selected for selected, _ in counts) / max(1, sum(visible for _, visible in counts))
-
-
 @torch.inference_mode()
 def read_answer(
     model: PreTrainedModel, exercise: Exercise, method: LoadedMethod, budget: float | None, dense_layers: int
 ) -> Answer:
     """Score an answer in one pass: rows before the prompt's last are dense, from it on they are the method's."""
     ids, count = torch.cat([exercise.prompt, exercise.answer]), len(exercise.answer)
-    with attending(model, method, budget, dense_layers, len(exercise.prompt) - 1) as density:
+    with attending(model, method, Budget(budget or 1.0), dense_layers, len(exercise.prompt) - 1) as attended:
         logits = model(ids[None, :-1].to(model.device), use_cache=False, logits_to_keep=count).logits[0]
     log_probs = logits.float().log_softmax(-1).cpu()
     right = log_probs.argmax(-1) == exercise.answer
     told = log_probs.gather(-1, exercise.answer[:, None]).mean().item()
-    return Answer(told, right.double().mean().item(), float(right.all()), density[0])
+    return Answer(told, right.double().mean().item(), float(right.all()), attended.density)
 
 
 @torch.inference_mode()
@@ -92,12 +76,12 @@ def continue_greedily(
     """Generate `count` tokens after ids [T]; every one of them is the method's, the first, too: the prompt is dense but
     for its last row. Returns: the tokens [count] and the density of these rows.
     """
-    with attending(model, method, budget, dense_layers, len(ids) - 1) as density:
+    with attending(model, method, Budget(budget or 1.0), dense_layers, len(ids) - 1) as attended:
         prompt = ids[None].to(model.device)
         options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "num_beams": 1}
         options |= {"pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
         found = model.generate(prompt, **options)  # pyright: ignore[reportCallIssue]
-    return found[0, len(ids) :].cpu(), density[0]
+    return found[0, len(ids) :].cpu(), attended.density
 
 
 def to_text(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> str:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from sparse_decode import Budget, attach
+from sparse_decode import Budget
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from evals.attending import Attended, attending
 from evals.documents import TokenDocument
 from evals.methods import DENSE, OURS, LoadedMethod
 from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
@@ -24,7 +25,7 @@ from evals.plan import Phase, PplCommand
 from evals.result import Result, Row
 from evals.rivals import MagicPigSelector
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.tasks.setup import Ready, Sample, each_document, finish, identities_of, prepare, rows_of
 from evals.tuned import Tuned, read_tuned, with_tuned
 
 PAPER_MIN_TOKENS = 20
@@ -71,7 +72,7 @@ def run(command: PplCommand, console: Console) -> Result:
     """
     ready = prepare(command, "ppl", console)
     if command.tuned is not None:
-        ready = with_choice(ready, read_tuned(command.tuned, ready.settings["model_identity"]))
+        ready = with_choice(command, ready, read_tuned(command.tuned, ready.settings["model_identity"]))
     cells = cells_of(command, [method.name for method in ready.methods if method.selector])
     methods = {method.name: method for method in ready.methods}
 
@@ -92,15 +93,14 @@ def run(command: PplCommand, console: Console) -> Result:
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
 
 
-def with_choice(ready: Ready, tuned: Tuned) -> Ready:
+def with_choice(command: PplCommand, ready: Ready, tuned: Tuned) -> Ready:
     """Add the rivals that were tuned. Raises: ValueError if a context to judge on is one that they were tuned on."""
     if seen := [document.name for document in ready.documents if document.digest in tuned.documents]:
         raise ValueError(f"{seen[0]} is a context that the rivals were tuned on; tune them on another text")
     methods = with_tuned(ready.methods, tuned)
-    settings = {**ready.settings, "methods": [method.name for method in methods]}
-    return replace(
-        ready, methods=methods, settings=settings | {"method_identities": {m.name: m.identity for m in methods}}
-    )
+    names = [method.name for method in methods]
+    changed = {"methods": names, "method_identities": identities_of(methods, command)}
+    return replace(ready, methods=methods, settings={**ready.settings, **changed})
 
 
 @torch.inference_mode()
@@ -117,7 +117,7 @@ def measure(
 
     Args:
         ids: int64 [T]; tokens T // 2 ... T - 1 are scored.
-        phase: which rows are sparse; see `first_sparse_row`.
+        phase: which rows are sparse; see `prompt_of`.
     Returns: `scored`, `dense` {nll, seconds} and `cells`, in order, with nll and kl (nats per token), density, seconds;
         from MagicPIG `empty`, too: the share of its sampled rows and heads that drew nothing.
     """
@@ -132,16 +132,12 @@ def measure(
         began = time.monotonic()
         fraction = _density_of(cell.rival, cell.budget, found) if cell.rival else cell.budget
         budget = budget_of(cell.rule, fraction)
-        method = methods[cell.method]
-        draws = method.selector if isinstance(method.selector, MagicPigSelector) else None
-        if draws is not None:
-            draws.sampled = draws.empty = 0
-        start = first_sparse_row(phase, len(ids), scored)
-        other, density = sparse_log_probs(model, ids, scored, method, budget, dense_layers, start)
+        how = methods[cell.method], budget, dense_layers, prompt_of(phase, len(ids), scored)
+        other, attended = sparse_log_probs(model, ids, scored, *how)
         nll, kl = token_losses(other, targets).mean().item(), mean_kl(reference, other)
-        seconds = round(time.monotonic() - began, 2)
-        empty = {} if draws is None else {"empty": draws.empty / max(draws.sampled, 1)}
-        found.append({**cell._asdict(), "nll": nll, "kl": kl, "density": density, "seconds": seconds, **empty})
+        measured = {"nll": nll, "kl": kl, "density": attended.density, "seconds": round(time.monotonic() - began, 2)}
+        empty = {} if attended.empty is None else {"empty": attended.empty}
+        found.append({**cell._asdict(), **measured, **empty})
         step(f"{cell.method}, {100 * cell.budget:g} %, {cell.rule}")
     return {"scored": scored, "dense": dense, "cells": found}
 
@@ -151,9 +147,9 @@ def _density_of(rival: str, budget: float, found: list[dict[str, Any]]) -> float
     return next(cell["density"] for cell in found if cell["method"] == rival and cell["budget"] == budget)
 
 
-def first_sparse_row(phase: Phase, length: int, scored: int) -> int:
-    """Return the position from which rows are sparse: 0, or that of the row which predicts the first scored token."""
-    return 0 if phase == "everywhere" else length - scored - 1
+def prompt_of(phase: Phase, length: int, scored: int) -> int | None:
+    """Count the tokens of the dense prompt: those before the row that predicts the first scored token, or None."""
+    return None if phase == "everywhere" else length - scored - 1
 
 
 def sparse_log_probs(
@@ -163,14 +159,12 @@ def sparse_log_probs(
     method: LoadedMethod,
     budget: Budget,
     dense_layers: int,
-    start: int,
-) -> tuple[Tensor, float]:
-    """Return `log_probs` with the rows from position `start` on sparse, and their density: selected / visible."""
-    how: dict[str, Any] = {"dense_layers": dense_layers, "sparse_rows": start, "remainder": method.remainder}
-    with attach(model, method.selector, budget, **how) as attachment:
+    prompt: int | None,
+) -> tuple[Tensor, Attended]:
+    """Return `log_probs` with every row sparse, or those behind a dense prompt, and what these rows attended to."""
+    with attending(model, method, budget, dense_layers, prompt) as attended:
         found = log_probs(model, ids, scored)
-        counts = attachment.counts().values()
-    return found, sum(selected for selected, _ in counts) / sum(visible for _, visible in counts)
+    return found, attended
 
 
 def log_probs(model: PreTrainedModel, ids: Tensor, scored: int) -> Tensor:

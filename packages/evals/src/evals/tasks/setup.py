@@ -51,9 +51,14 @@ def load(command: MethodsCommand, task: str) -> Ready:
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
     methods = load_methods(command.methods, command.hashers, model.config)
-    identities = {method.name: method.identity for method in methods}
+    identities = identities_of(methods, command)
     settings = {**command.settings(task), "model_identity": model_identity(model), "method_identities": identities}
     return Ready(model, tokenizer, shape, methods, [], settings)
+
+
+def identities_of(methods: Sequence[LoadedMethod], command: MethodsCommand) -> dict[str, str]:
+    """Return what guards a resumed run of a command against selections of other methods, by name."""
+    return {method.name: method.identity_in(command.dense_prompt) for method in methods}
 
 
 def prepare(

@@ -52,7 +52,7 @@ def run(command: SuggestCommand, console: Console) -> Result:
         return good
 
     chosen = GRID[smallest(meets, len(GRID))]
-    row = rows_of(command, ready, "rows" if command.metric == "mass" else "everywhere", len(ready.documents))
+    row = rows_of(command, ready, "rows" if command.metric == "mass" else command.phase, len(ready.documents))
     rows: list[Row] = []
     for budget, found in sorted(probed.items()):
         where = "suggested" if budget == chosen else "tried"
@@ -90,8 +90,10 @@ def _value(command: SuggestCommand, ready: Ready, method: LoadedMethod, budget: 
     """Measure one document: its KL from dense, or the mass its selections hold of the best ones'."""
     ids = ready.documents[number].ids
     if command.metric == "kl":
-        cell = ppl.Cell(method.name, "visible", budget)
-        return ppl.measure(ready.model, ids, [cell], {method.name: method}, command.dense_layers)["cells"][0]["kl"]
+        cells, how = [ppl.Cell(method.name, "visible", budget)], {"phase": command.phase}
+        return ppl.measure(ready.model, ids, cells, {method.name: method}, command.dense_layers, **how)["cells"][0][
+            "kl"
+        ]
     generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)
     positions = torch.randint(command.context // 4, command.context, (command.rows,), generator=generator)
     found: Any = iou.measure(ready.model, ids, positions, [method], (budget,))[iou.Cell(method.name, budget, "kv_head")]
