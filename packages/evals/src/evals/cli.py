@@ -31,7 +31,7 @@ from evals.page import section_of, write_page
 from evals.paper import ITEMS, Item, chosen, why_not
 from evals.plan import IouCommand, ListCommand, PplCommand
 from evals.report import to_rich
-from evals.result import Result
+from evals.result import Result, write_json
 from evals.speed import KernelsCommand, ThroughputCommand
 from evals.study import CompareCommand, PaperCommand, ReportCommand, SuggestCommand, TuneCommand
 
@@ -141,18 +141,20 @@ def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
         if command.all and item.task and (reason := why_not(item, command)):
             console.print(f"{item.name} is left out: {reason}", highlight=False)
     commands = [item.commands(command) for item in items]
-    sections = []
+    sections, differences = [], {}
     for item, runs in zip(items, commands, strict=True):
         console.rule(f"{item.name}: {item.title}")
         for words in runs:
             console.print("evals " + " ".join(words), highlight=False)
             _run(tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="evals"), console)
         first, *others = (section_of(folder, f"{item.name}: {item.title}") for folder in item.folders(command))
-        tables = [*first.tables, *(grid for other in others for grid in other.tables), *item.differences(command)]
+        differences[item.name], shown = item.differences(command)
+        tables = [*first.tables, *(grid for other in others for grid in other.tables), *shown]
         own = [item.paper] if item.paper else []
         sections.append(replace(first, notes=item.differs, tables=(*tables, *own)))
     write_page(command.out, "The paper's tables and figures, measured here", sections)
-    console.print(f"written: {command.out / 'report.html'} and report.md", highlight=False)
+    write_json(command.out / "differences.json", {name: found for name, found in differences.items() if found})
+    console.print(f"written: {command.out / 'report.html'}, report.md and differences.json", highlight=False)
     return {"out": str(command.out), "items": [item.name for item in items]}
 
 

@@ -155,7 +155,7 @@ class PaperCommand:
     model: str = "demo"
     """As for the tasks."""
     hashers: Path = Path("runs/demo")
-    """As for the tasks; table 1, 9 and 10 need those of `hashtrain --only all`."""
+    """As for the tasks; table 1, 10 and 11 need those of `hashtrain --only all`."""
     other_hashers: Path | None = None
     """Hashers trained on another text, for table 6; without them --all leaves that table out."""
     more_hashers: tuple[Path, ...] = ()

@@ -1,0 +1,32 @@
+"""The paper's tables and figures, measured by our tasks."""
+
+from __future__ import annotations
+
+from evals.paper.item import Item
+from evals.paper.items import ITEMS
+from evals.study import PaperCommand
+
+__all__ = ["ITEMS", "Item", "chosen", "why_not"]
+
+
+def why_not(item: Item, settings: PaperCommand) -> str | None:
+    """Say why --all leaves an item out; None if it does not."""
+    if item.twice and settings.other_hashers is None:
+        return "it needs --other-hashers"
+    if lacking := item.lacking(settings):
+        return f"{settings.hashers} lacks {', '.join(lacking)}: make them with `uv run hashtrain --only all`"
+    return None
+
+
+def chosen(settings: PaperCommand) -> list[Item]:
+    """Return the items that a command names. Raises: ValueError if the paper has no such table or figure."""
+    if settings.all:
+        return [item for item in ITEMS if item.task and why_not(item, settings) is None]
+    for kind, number in (("table", settings.table), ("figure", settings.figure)):
+        if number is not None:
+            found = [item for item in ITEMS if item.is_number(kind, number)]
+            if not found:
+                last = len({item.name.partition(" (")[0] for item in ITEMS if item.name.startswith(kind)})
+                raise ValueError(f"--{kind} takes 1 to {last}, got {number}")
+            return found
+    return []

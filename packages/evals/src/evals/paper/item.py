@@ -1,0 +1,96 @@
+"""One table or figure of the paper, and the commands of ours that show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evals.compare import compare
+from evals.methods import RIVAL_NAMES, TUNED, without_hasher
+from evals.report import Grid
+from evals.study import PaperCommand
+
+_BY_SHAPE = ("codesize", "complexity", "throughput", "kernels")
+"""Tasks that take a model's shape: no model, hashers or documents."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One table or figure.
+
+    Attributes:
+        name: as the paper numbers it, with `(PART)` behind it where one figure takes several commands.
+        title: what it shows.
+        task: the command's name, None if nothing is to be measured; arguments: its own, beside model, hashers and out.
+        documents: how many by default; 0 for tasks that take a shape alone.
+        differs: what is not as in the paper, and why.
+        paper: the paper's own numbers, where it prints some.
+        against: (method, budget, other, its budget): differences to show, paired over documents.
+        twice: run it with --other-hashers, too, and show the difference.
+    """
+
+    name: str
+    title: str
+    task: str | None
+    arguments: tuple[str, ...]
+    documents: int
+    differs: tuple[str, ...]
+    paper: Grid | None = None
+    against: tuple[tuple[str, float, str, float], ...] = ()
+    twice: bool = False
+
+    def commands(self, settings: PaperCommand) -> list[list[str]]:
+        """Write the commands out. Raises: ValueError if there are none, or something for them is not given."""
+        if self.task is None:
+            raise ValueError(f"{self.name} has no command: {self.differs[0]}")
+        if self.twice and settings.other_hashers is None:
+            raise ValueError(
+                f"{self.name} compares two sets of hashers: make one with `uv run hashtrain --text FOLDER --out OTHER` "
+                "and give --other-hashers OTHER"
+            )
+        hashers = [settings.hashers, settings.other_hashers] if self.twice else [settings.hashers]
+        count = str(settings.documents or self.documents)
+        found = []
+        for folder, made in zip(self.folders(settings), hashers, strict=True):
+            words = [self.task, *self.arguments, "--out", str(folder)]
+            if self.task not in _BY_SHAPE:
+                words += ["--model", settings.model, "--hashers", str(made), "--documents", count]
+            if self.task == "codelength" and settings.more_hashers:
+                words += ["--more-hashers", *map(str, settings.more_hashers)]
+            if self.rivals and settings.tuned is not None:
+                words += ["--tuned", str(settings.tuned)]
+            found.append(words)
+        return found
+
+    def folders(self, settings: PaperCommand) -> list[Path]:
+        """Say where its runs go."""
+        name = self.name.replace(" ", "-").replace("(", "").replace(")", "")
+        return [settings.out / name, *([settings.out / f"{name}-other"] if self.twice else [])]
+
+    @property
+    def rivals(self) -> bool:
+        """Whether it measures perplexity of rivals, which --tuned may complete."""
+        return self.task == "ppl" and not set(RIVAL_NAMES).isdisjoint(self.arguments)
+
+    def lacking(self, settings: PaperCommand) -> list[str]:
+        """Name the hashers it needs that are not there."""
+        words = list(self.arguments)
+        start = words.index("--methods") + 1 if "--methods" in words else len(words)
+        end = next((i for i in range(start, len(words)) if words[i].startswith("--")), len(words))
+        return without_hasher(words[start:end], settings.hashers)
+
+    def is_number(self, kind: str, number: int) -> bool:
+        """Say whether it shows this table or figure, or a part of it."""
+        return self.name.partition(" (")[0] == f"{kind} {number}"
+
+    def differences(self, settings: PaperCommand) -> tuple[list[dict[str, Any]], list[Grid]]:
+        """Return the paired differences that it shows, from finished runs: as entries of `compare`, and as tables."""
+        first, last = self.folders(settings)[0], self.folders(settings)[-1]
+        pairs = list(self.against)
+        if settings.tuned is not None:
+            pairs += [(a, x, b + TUNED, y) for a, x, b, y in pairs if b in RIVAL_NAMES]
+        found = [compare(first, first, (a, b), (x, y)) for a, x, b, y in pairs]
+        if self.twice:
+            found.append(compare(first, last, (None, None), (None, None)))
+        return [entry for entries, _ in found for entry in entries], [grid for _, grid in found]
