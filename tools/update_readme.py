@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from evals import report
+from evals.grid import Grid, to_markdown
 from evals.result import Result, read_json, read_result, rows_from_json, rows_to_text, stated
 from hashtrain.atomic import write_text
 
@@ -40,22 +41,22 @@ _CURVE_POINTS = 60
 _AS_FAST = 1.005  # within what the benchmark can tell
 
 
-def _of_run(name: str, grid: Callable[[Result], report.Grid]) -> Callable[[pathlib.Path], str]:
-    return lambda results: report.to_markdown(grid(load(results / f"{name}.json")))
+def _of_run(name: str, grid: Callable[[Result], Grid]) -> Callable[[pathlib.Path], str]:
+    return lambda results: to_markdown(grid(load(results / f"{name}.json")))
 
 
-def _iou(heads: str) -> Callable[[Result], report.Grid]:
+def _iou(heads: str) -> Callable[[Result], Grid]:
     return lambda result: report.iou_grid(result, result.config["budgets"][0], heads)
 
 
 def _training(results: pathlib.Path, heads: str, name: str = "training") -> str:
-    return report.to_markdown(report.training_grid(_stored(results / f"{name}.json"), heads))
+    return to_markdown(report.training_grid(_stored(results / f"{name}.json"), heads))
 
 
 def _magicpig(results: pathlib.Path) -> str:
     result = load(results / "magicpig.json")
     found = [report.ppl_grid(result), *(report.matched_grid(result, rival) for rival in result.config["match"])]
-    return "\n\n".join(map(report.to_markdown, found))
+    return "\n\n".join(map(to_markdown, found))
 
 
 def _glance(results: pathlib.Path) -> str:
@@ -81,7 +82,7 @@ def _glance(results: pathlib.Path) -> str:
         f"{value('dense', 'perplexity'):.2f} dense"
     )
     header = ["method", "IoU with exact top-k", "attention mass found", "perplexity", "KL from dense, nats"]
-    return report.to_markdown(report.Grid(title, header, [lines]))
+    return to_markdown(Grid(title, header, [lines]))
 
 
 def _install(results: pathlib.Path) -> str:
@@ -92,7 +93,7 @@ def _install(results: pathlib.Path) -> str:
         f"{found['date']}; {found['disk'] / 1e9:.1f} GB installed"
     )
     lines = [[f"`{block['title']}`", f"{block['seconds'] / 60:.1f} minutes"] for block in found["blocks"]]
-    return report.to_markdown(report.Grid(title, ["command", "took"], [lines]))
+    return to_markdown(Grid(title, ["command", "took"], [lines]))
 
 
 def _speed(results: pathlib.Path) -> str:
@@ -125,7 +126,7 @@ def _speed(results: pathlib.Path) -> str:
         f"model, {dense}",
         "model, against Hugging Face's own step",
     ]
-    return report.to_markdown(report.Grid(title, header, [lines]))
+    return to_markdown(Grid(title, header, [lines]))
 
 
 def _training_step(results: pathlib.Path) -> str:
@@ -138,7 +139,7 @@ def _training_step(results: pathlib.Path) -> str:
     parts = sorted(found["parts"].items(), key=lambda item: -item[1])
     lines = [[name, f"{ms:.1f}", f"{ms / found['milliseconds']:.0%}"] for name, ms in parts]
     whole = ["a step", f"{found['milliseconds']:.1f}", "100%"]
-    return report.to_markdown(report.Grid(title, ["part", "ms", "share"], [lines, [whole]]))
+    return to_markdown(Grid(title, ["part", "ms", "share"], [lines, [whole]]))
 
 
 def _index_recall(results: pathlib.Path) -> str:
@@ -156,7 +157,7 @@ def _index_recall(results: pathlib.Path) -> str:
         ]
         for row, rows in ((rows[0], rows) for rows in zip(*sets.values(), strict=True))
     ]
-    return report.to_markdown(report.Grid(title, ["query", "rerank", *(f"{name} spread" for name in sets)], [lines]))
+    return to_markdown(Grid(title, ["query", "rerank", *(f"{name} spread" for name in sets)], [lines]))
 
 
 def _index_times(results: pathlib.Path) -> str:
@@ -174,7 +175,7 @@ def _index_times(results: pathlib.Path) -> str:
     lines = [[name, *(f"{at['milliseconds'][name]:.2f}" for at in columns)] for name in names]
     ratios = ["faiss / BitIndex on codes, median ratio", *(f"{at['faiss_over_codes']:.2f}" for at in columns)]
     header = ["search", *(f"{at['queries']} quer{'y' if at['queries'] == 1 else 'ies'} a call" for at in columns)]
-    return report.to_markdown(report.Grid(title, header, [lines, [ratios]]))
+    return to_markdown(Grid(title, header, [lines, [ratios]]))
 
 
 _PLACES = {"memory": "from memory", "cache": "from cache"}
@@ -203,7 +204,7 @@ def _cpu_search(results: pathlib.Path) -> str:
         ]
         for place, words in _PLACES.items()
     ]
-    return report.to_markdown(report.Grid(title, header, bodies))
+    return to_markdown(Grid(title, header, bodies))
 
 
 def _cpu_score(results: pathlib.Path) -> str:
@@ -228,7 +229,7 @@ def _cpu_score(results: pathlib.Path) -> str:
         ]
         for place, words in _PLACES.items()
     ]
-    return report.to_markdown(report.Grid(title, ["keys", "codes", *works.values(), *ratios], bodies))
+    return to_markdown(Grid(title, ["keys", "codes", *works.values(), *ratios], bodies))
 
 
 def _two_clocks(ratio: dict[str, float]) -> str:
@@ -253,7 +254,7 @@ def _sparse_attention(results: pathlib.Path) -> str:
         for row in found["rows"]
     ]
     header = ["tokens", "type", "sparse", *found["rows"][0]["dense_ms"], "fastest dense / sparse"]
-    return report.to_markdown(report.Grid(title, header, [lines]))
+    return to_markdown(Grid(title, header, [lines]))
 
 
 def _model_title(found: dict[str, Any]) -> str:
@@ -285,7 +286,7 @@ def _model_decode(results: pathlib.Path) -> str:
         "bytes allow",
         "share",
     ]
-    return report.to_markdown(report.Grid(title, header, [lines]))
+    return to_markdown(Grid(title, header, [lines]))
 
 
 def _break_even(results: pathlib.Path) -> str:
@@ -296,7 +297,7 @@ def _break_even(results: pathlib.Path) -> str:
         for row in found["rows"]
     ]
     header = ["tokens", "as it is", "sparse", "attached, dense below the break-even"]
-    return report.to_markdown(report.Grid(title, header, [lines]))
+    return to_markdown(Grid(title, header, [lines]))
 
 
 def _prefill(results: pathlib.Path) -> str:
@@ -306,7 +307,7 @@ def _prefill(results: pathlib.Path) -> str:
         [f"{row['n']:,}", *(f"{1e-3 * row[name]:.1f}" for name in ("dense_ms", "attached_ms")), _quartiles(row)]
         for row in found["rows"]
     ]
-    return report.to_markdown(report.Grid(title, ["tokens", "as it is", "attached", "ratio"], [lines]))
+    return to_markdown(Grid(title, ["tokens", "as it is", "attached", "ratio"], [lines]))
 
 
 def _quartiles(ratio: dict[str, float]) -> str:
@@ -322,8 +323,8 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "ppl": _of_run("ppl", report.ppl_grid),
     "ppl-pairs": _of_run("ppl", lambda result: report.ppl_pairs_grid(result, "transform")),
     "ppl-pairs-remainder": _of_run("ppl", lambda result: report.ppl_pairs_grid(result, "transform+remainder")),
-    "remainder": lambda results: report.to_markdown(report.remainder_grid(_stored(results / "training.json"))),
-    "ablations": lambda results: report.to_markdown(report.hashers_grid(_stored(results / "ablations.json"))),
+    "remainder": lambda results: to_markdown(report.remainder_grid(_stored(results / "training.json"))),
+    "ablations": lambda results: to_markdown(report.hashers_grid(_stored(results / "ablations.json"))),
     "recipe": lambda results: _training(results, "kv_head", "recipe"),
     "quest": _of_run("quest", report.ppl_grid),
     "magicpig": _magicpig,

@@ -11,10 +11,10 @@ import torch
 from evals import cli, paper
 from evals.compare import compare
 from evals.documents import load_documents
+from evals.grid import Grid
 from evals.metrics import Estimate
 from evals.page import section_of, to_html, write_page
 from evals.plan import IouCommand, PplCommand
-from evals.report import Grid
 from evals.result import read_result
 from evals.study import PaperCommand, SuggestCommand
 from evals.tasks import iou, ppl, suggest

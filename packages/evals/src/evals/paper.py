@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evals.compare import compare
+from evals.grid import Grid
 from evals.methods import RIVAL_NAMES, TUNED, without_hasher
-from evals.report import Grid
 from evals.study import PaperCommand
 
 _MODEL = "The paper runs 7 to 14 billion parameters; by default this runs the demo model: compare orders."
