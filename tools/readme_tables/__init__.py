@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from evals import report
 from evals.grid import to_markdown
+from evals.lengths import codelength_grid
 
 from readme_tables import decoding, quality, searching, speed
 from readme_tables.stored import stored
@@ -22,7 +23,10 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "ablations": lambda results: to_markdown(report.hashers_grid(stored(results / "ablations.json"))),
     "recipe": lambda results: quality.training(results, "kv_head", "recipe"),
     "quest": quality.of_run("quest", report.ppl_grid),
-    "magicpig": quality.magicpig,
+    "magicpig": quality.with_matches("magicpig"),
+    "ppl-decode": quality.with_matches("ppl_decode"),
+    "code-lengths": quality.of_run("codelength", codelength_grid),
+    "throughput": speed.throughput,
     "training-step": speed.training_step,
     "training": lambda results: quality.training(results, "kv_head"),
     "training-query-heads": lambda results: quality.training(results, "query_head"),

@@ -22,10 +22,15 @@ def training(results: pathlib.Path, heads: str, name: str = "training") -> str:
     return to_markdown(report.training_grid(stored(results / f"{name}.json"), heads))
 
 
-def magicpig(results: pathlib.Path) -> str:
-    result = load(results / "magicpig.json")
-    found = [report.ppl_grid(result), *(report.matched_grid(result, rival) for rival in result.config["match"])]
-    return "\n\n".join(map(to_markdown, found))
+def with_matches(name: str) -> Callable[[pathlib.Path], str]:
+    """Return what makes the table of perplexity and those at the density of each rival that was matched."""
+
+    def tables(results: pathlib.Path) -> str:
+        result = load(results / f"{name}.json")
+        found = [report.ppl_grid(result), *(report.matched_grid(result, rival) for rival in result.config["match"])]
+        return "\n\n".join(map(to_markdown, found))
+
+    return tables
 
 
 def glance(results: pathlib.Path) -> str:

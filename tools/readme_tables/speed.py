@@ -2,9 +2,10 @@
 
 import pathlib
 
-from evals.grid import Grid, to_markdown
+from evals.grid import Grid, cell_of, percent, to_markdown
+from evals.result import Result
 
-from readme_tables.stored import stored
+from readme_tables.stored import load, stored
 
 _AS_FAST = 1.005  # within what the benchmark can tell
 
@@ -64,3 +65,34 @@ def training_step(results: pathlib.Path) -> str:
     lines = [[name, f"{ms:.1f}", f"{ms / found['milliseconds']:.0%}"] for name, ms in parts]
     whole = ["a step", f"{found['milliseconds']:.1f}", "100%"]
     return to_markdown(Grid(title, ["part", "ms", "share"], [lines, [whole]]))
+
+
+def throughput(results: pathlib.Path) -> str:
+    """Decode steps of a whole model as `evals throughput` measured them, a section a context and batch."""
+    result = load(results / "throughput.json")
+    config, machine = result.config, result.environment
+    if lacking := [name for name in ("processor", "threads", "date") if name not in machine]:
+        raise ValueError(
+            f"throughput.json does not say what it ran on ({', '.join(lacking)}); run `evals throughput` again"
+        )
+    cases = dict.fromkeys(row.where for row in result.rows)
+    sections = [[_throughput_line(result, case, method) for method in config["methods"]] for case in cases]
+    where = f"{machine['processor']}, {machine['threads']} thread{'s' * (machine['threads'] != '1')}, {machine['date']}"
+    title = (
+        f"Milliseconds of a decode step, random weights of shape `{config['model']}` in {config['dtype']}, "
+        f"{percent(config['budget'])} selected from layer {config['dense_layers']} on, {config['bits']}-bit codes, "
+        f"queries in {config['planes']} planes, {where}: mean of {config['repeats']} turns of {config['steps']} steps "
+        "[95 % interval]"
+    )
+    header = ["tokens x batch, method", "median, ms", "99 %, ms", "tokens/s", "sdpa / it", "share of bandwidth"]
+    return to_markdown(Grid(title, [*header, "KV, MB", "codes, MB", "density"], sections))
+
+
+def _throughput_line(result: Result, case: str | None, method: str) -> list[str]:
+    found = {row.metric: row for row in result.select(where=case, method=method)}
+    base = [row.value for row in result.select(where=case, method="sdpa", metric="p50_ms")]
+    over = f"{base[0] / found['p50_ms'].value:.2f}" if base else ""
+    share, density = found["share_of_bandwidth"].value, found["p50_ms"].density
+    kept = [f"{found[name].value / 1e6:.1f}" for name in ("kv_bytes", "code_bytes")]
+    times = [*(cell_of(found[name]) for name in ("p50_ms", "p99_ms")), f"{found['tokens_per_s'].value:.1f}"]
+    return [f"{case}, {method}", *times, over, percent(share), *kept, percent(1.0 if density is None else density)]

@@ -11,6 +11,8 @@ RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
 _KEPT = {
     "ppl": ("perplexity", "perplexity_per_document", "perplexity_ratio", "kl", "nll"),
     "iou": ("iou", "recall", "mass"),
+    "codelength": ("iou", "equal_lsh_bits", "times_shorter"),
+    "throughput": ("p50_ms", "p99_ms", "tokens_per_s", "share_of_bandwidth", "kv_bytes", "code_bytes"),
 }
 """By task, the metrics that tables show."""
 _DIGITS = 5
@@ -20,7 +22,7 @@ _CURVE_POINTS = 60
 def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") -> pathlib.Path:
     """Copy what a table needs of a run, rounded, as `name` or the run's kind.
 
-    Returns: the file. Raises: ValueError if there is no finished run.
+    Returns: the file. Raises: ValueError if there is no finished run, or no table of such runs.
     """
     if (run / "metrics.json").is_file():
         target, text = (
@@ -30,11 +32,15 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") ->
     else:
         result = read_result(run)
         task = result.config["task"]
+        if task not in _KEPT:
+            raise ValueError(f"runs of {', '.join(_KEPT)} have a table, got {run}, one of {task}")
+        # So that one phase never takes the place of the other unasked.
+        own = "ppl_decode" if result.config.get("phase") == "decode" else task
         rows = [row for row in result.rows if row.metric in _KEPT[task] and row.head is None]
         table = json.loads(rows_to_text(rows))
         lines = ",\n".join(json.dumps(rounded(line)) for line in table["rows"])
         head = {"config": result.config, "environment": result.environment, "columns": table["columns"]}
-        target, text = results / f"{name or task}.json", f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n]}}'
+        target, text = results / f"{name or own}.json", f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n]}}'
     write_text(target, text + "\n")
     return target
 
@@ -75,6 +81,7 @@ def _curve(losses: list[list[float]]) -> list[float]:
 
 
 def rounded(data: Any) -> Any:
+    """Return data with _DIGITS digits in every float."""
     if isinstance(data, float):
         return float(f"{data:.{_DIGITS}g}")
     if isinstance(data, dict):
