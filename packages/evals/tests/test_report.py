@@ -1,7 +1,8 @@
 """Tables and figures: what they say, for every shape of result."""
 
 import pytest
-from evals.report import Grid, grids, percent, to_markdown, to_rich, training_grid
+from evals.grid import Grid, percent, to_markdown, to_rich
+from evals.report import grids, training_grid
 from evals.tasks import iou, ppl
 from rich.console import Console
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from evals.costs import dense_step
+from evals.result import read_result
 from evals.speed import KernelsCommand, ThroughputCommand
 from evals.tasks import compiled, kernels, throughput
 from evals.timing import Turn, in_turns, quantiles, read_bandwidth, read_peak, reset_peak
@@ -76,6 +77,9 @@ def test_throughput_measures_every_method(shape_folder, tmp_path, capsys, traced
         **TINY, shape=shape_folder, batches=(1, 2), dtype="float32", budget=0.1, out=tmp_path / "run"
     )
     found = throughput.run(command, Console(width=200))
+    assert read_result(command.out).environment == found.environment
+    assert found.environment["processor"]
+    assert found.environment["threads"] == str(torch.get_num_threads())
     said = capsys.readouterr().out
     assert said.index("roofline: 10.0 GB/s") < said.index("96 tokens x 2, planes: at least") < said.index("p50_ms")
     for batch in (1, 2):

@@ -11,10 +11,10 @@ import torch
 from evals import cli, paper
 from evals.compare import compare
 from evals.documents import load_documents
+from evals.grid import Grid
 from evals.metrics import Estimate
 from evals.page import section_of, to_html, write_page
 from evals.plan import IouCommand, PplCommand
-from evals.report import Grid
 from evals.result import read_result
 from evals.study import PaperCommand, SuggestCommand
 from evals.tasks import iou, ppl, suggest
@@ -296,7 +296,9 @@ def test_an_item_shows_the_differences_it_names(made, tmp_path, monkeypatch, cap
     budgets = ("--budgets", "0.1", "0.2")
     items = (
         paper.Item("table 6", "Two", "iou", (*words, *budgets), 2, ("So.",), twice=True),
-        paper.Item("table 10", "One", "iou", (*words, *budgets), 2, ("So.",), against=(("planes", 0.1, "planes", 0.2),)),
+        paper.Item(
+            "table 10", "One", "iou", (*words, *budgets), 2, ("So.",), against=(("planes", 0.1, "planes", 0.2),)
+        ),
     )
     monkeypatch.setattr(paper, "ITEMS", items)
     common = ["--model", str(made.model), "--hashers", str(made.hashers), "--out", str(tmp_path / "paper")]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from evals import figures
 from evals.commands import (
     CodelengthCommand,
     ConesCommand,
@@ -15,6 +16,7 @@ from evals.commands import (
     OutputErrorCommand,
     RulerCommand,
 )
+from evals.lengths import codelength_grid, sentences
 from evals.methods import DENSE, load_methods
 from evals.plan import MethodsCommand
 from evals.result import Result, Row
@@ -24,6 +26,7 @@ from evals.tasks.answers import continue_greedily, read_answer
 from evals.tasks.setup import identities_of
 from hashtrain import Hasher
 from hashtrain.usage import UsageError
+from matplotlib.figure import Figure
 from rich.console import Console
 from sparse_decode import Budget, attach
 
@@ -182,6 +185,7 @@ def test_hashers_of_other_lengths_are_measured_beside(command, made, shorter):
     at = {"method": "planes at 32", "heads": "kv_head"}
     equal, shorter_by = (found.one(metric=metric, **at) for metric in ("equal_lsh_bits", "times_shorter"))
     assert shorter_by.value == pytest.approx(equal.value / 32)
+    assert "| planes at 32 |" in (asked.out / "report.md").read_text()
     own, other = (found.one(metric="iou", heads="kv_head", method=m).value for m in ("planes", "planes at 32"))
     assert own != other
     with pytest.raises(ValueError, match="method_identities"):  # what was measured beside is part of the run
@@ -196,21 +200,61 @@ def test_a_folder_without_hashers_of_another_length_is_refused(command, made, sh
         codelength.run(command(CodelengthCommand, methods=("planes",), more_hashers=(made.hashers,)), QUIET)
 
 
-def test_the_sentence_says_where_the_curve_ends():
+def made_up(values, bits=(32, 2048)):
+    """A result of code lengths in which these hashers equal so many bits of LSH: {method: (own bits, LSH bits)}."""
     at = {"rule": "visible", "density": None, "dense_layers": 2, "sink": 0, "recent": 0, "phase": "rows", "n": 8}
-    at |= {"seed": 0, "versions": "", "budget": 0.02, "bits": 256, "where": "one set", "heads": "kv_head"}
+    at |= {"seed": 0, "versions": "", "budget": 0.02, "task": "codelength"}
     rows = []
-    for name, value in (("paper", 640.0), ("planes", 2048.0)):
-        at |= {"task": "codelength", "method": name, "variant": name}
-        rows.append(Row(metric="equal_lsh_bits", value=value, low=500.0, high=700.0, **at))
-        rows.append(Row(metric="times_shorter", value=value / 128, low=None, high=None, **at))
-    short, long = codelength.sentences(Result({"bits": [32, 2048]}, {}, rows))
-    assert short == (
-        "one set: untrained LSH needs 640 bits [500, 700] to find as much as `paper` of 128 bits, of which a KV head "
-        "keeps 2 codes: 5.0 times as many"
+    for heads, where in (("kv_head", "one set"), ("query_head", "two sets")):
+        at |= {"heads": heads, "where": where}
+        for length in bits:
+            own = {"method": f"lsh-{length}", "variant": "lsh", "bits": length}
+            rows.append(Row(metric="iou", value=length / 4096, low=None, high=None, **at, **own))
+        for name, (length, equal) in values.items():
+            own = {"method": name, "variant": name, "bits": 2 * length if name == "paper" else length}
+            rows.append(Row(metric="iou", value=0.4, low=0.3, high=0.5, **at, **own))
+            rows.append(Row(metric="equal_lsh_bits", value=equal, low=500.0, high=700.0, **at, **own))
+            rows.append(Row(metric="times_shorter", value=equal / length, low=None, high=None, **at, **own))
+    config = {"task": "codelength", "bits": list(bits), "methods": ["paper", "planes"], "budgets": [0.02]}
+    return Result({**config, "context": 4096, "model": "demo"}, {}, rows)
+
+
+MADE_UP = made_up({"paper": (128, 640.0), "planes": (128, 2048.0), "planes at 64": (64, 32.0)})
+
+
+def test_the_sentence_says_where_the_curve_ends():
+    middle, long, short = list(sentences(MADE_UP))[:3]
+    assert middle == (
+        "one set: LSH length that equals `paper` at 128 bits, of which a KV head keeps 2 codes: 640 [500, 700] bits, "
+        "5.0 times as many"
     )
-    assert "more than 2048 bits to find" in long
-    assert "more than 16.0 times" in long
+    assert (
+        long
+        == "one set: LSH length that equals `planes` at 128 bits: more than 2048 bits, more than 16.0 times as many"
+    )
+    assert short == "one set: LSH length that equals `planes` at 64 bits: 32 or fewer bits, 0.5 or less times as many"
+
+
+def test_the_table_of_lengths_has_a_line_a_hash_and_length():
+    table = codelength_grid(MADE_UP)
+    assert [[line[0] for line in section] for section in table.sections] == [
+        ["lsh at 32", "lsh at 2048"],
+        ["paper at 128"],
+        ["planes at 64", "planes at 128"],
+    ]
+    assert table.sections[0][1][1:4] == ["0.5", "", ""]
+    assert table.sections[1][0][1:4] == ["0.4 [0.3, 0.5]", "640 [500, 700]", "5.0"]
+    assert table.sections[2][1][4:] == ["0.4 [0.3, 0.5]", "more than 2048", "more than 16.0"]
+    assert "mean of 8 held-out contexts of 4096 tokens" in table.title
+
+
+def test_the_figure_of_lengths_has_a_line_a_hash_over_bits():
+    figure = Figure()
+    figures.draw_codelength(MADE_UP, figure)
+    for axes in figure.axes:
+        lines = {line.get_label(): line.get_xdata().tolist() for line in axes.get_lines()}
+        assert lines == {"lsh": [32, 2048], "paper": [128], "planes": [64, 128]}
+        assert axes.get_xticks().tolist() == [32, 64, 128, 2048]
 
 
 # Runs

@@ -26,11 +26,11 @@ from evals.commands import (
     RulerCommand,
 )
 from evals.compare import compare
+from evals.grid import to_rich
 from evals.methods import METHODS
 from evals.page import section_of, write_page
 from evals.paper import ITEMS, Item, chosen, why_not
 from evals.plan import IouCommand, ListCommand, PplCommand
-from evals.report import to_rich
 from evals.result import Result, write_json
 from evals.speed import KernelsCommand, ThroughputCommand
 from evals.study import CompareCommand, PaperCommand, ReportCommand, SuggestCommand, TuneCommand

@@ -139,7 +139,7 @@ class ConesCommand(TaskCommand):
 class CodelengthCommand(TaskCommand):
     """Overlap of untrained LSH at many code lengths beside the learned hashes, and the LSH length that equals each."""
 
-    methods: tuple[str, ...] = ("paper", "planes")
+    methods: tuple[str, ...] = ("paper", "planes", "transform")
     """Learned hashers to compare with."""
     more_hashers: tuple[Path, ...] = ()
     """Folders of hashers of other code lengths, as `hashtrain --bits 64 --out FOLDER` makes them: those of --methods

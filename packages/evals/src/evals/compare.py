@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from evals.grid import Grid, amount
 from evals.metrics import Estimate, bootstrap
-from evals.report import Grid, amount
 from evals.result import Result, as_written, read_json, read_result
 
 _METRICS = {

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 from hashtrain.atomic import replace
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from evals.grid import HEADS, percent
+from evals.lengths import LSH, code_of
 from evals.methods import REMAINDER
-from evals.report import HEADS, PHASES, RULES, ordered, percent
+from evals.report import PHASES, RULES, ordered
 from evals.result import Result, Row
 
 # One colour a method in every figure (Okabe and Ito's, told apart by colour-blind readers).
@@ -23,6 +24,9 @@ COLOURS = {
     "paper": "#e69f00",
     "transform": "#cc79a7",
     "planes": "#d55e00",
+    "linear": "#b8a000",
+    "group-xnor": "#7f3f00",
+    "planes-64": "#ff9a5c",
     "quest": "#009e73",
     "quest-heads": "#006a4e",
     "magicpig": "#0072b2",
@@ -30,13 +34,14 @@ COLOURS = {
     "magicpig-10x150": "#004166",
 }
 _MARKERS = {"oracle": "*", "recent": "x", "lsh": "s", "paper": "^", "planes": "o", "transform": "D"}
+_MARKERS |= {"linear": "v", "group-xnor": "p", "planes-64": "."}
 _MARKERS |= {"quest": "P", "quest-heads": "X", "magicpig": "D", "magicpig-bare": "d", "magicpig-10x150": ">"}
 
 
 def draw(result: Result, path: Path) -> None:
     """Draw a result, by its task, to a PNG."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    {"ppl": _draw_ppl, "iou": _draw_iou, "codelength": _draw_codelength}.get(result.config["task"], _draw_plain)(
+    {"ppl": _draw_ppl, "iou": _draw_iou, "codelength": draw_codelength}.get(result.config["task"], _draw_plain)(
         result, figure
     )
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
@@ -73,33 +78,21 @@ def _draw_iou(result: Result, figure: Figure) -> None:
     _legend(figure)
 
 
-def _draw_codelength(result: Result, figure: Figure) -> None:
+def draw_codelength(result: Result, figure: Figure) -> None:
     """IoU over bits of a code, a panel per kind of head and a line per hash: untrained LSH, and the learned ones."""
     for axes, heads in zip(figure.subplots(1, len(HEADS), sharey=True), HEADS, strict=True):
         rows = result.select(metric="iou", heads=heads)
-        # Of one hash function: `paper` keeps a code a query head, so a KV head's bits are several codes'.
-        equal = {row.method: row.value for row in result.select(metric="equal_lsh_bits", heads=heads)}
-        shorter = {row.method: row.value for row in result.select(metric="times_shorter", heads=heads)}
-        length_of = {
-            r.method: round(equal[r.method] / shorter[r.method]) if r.method in equal else cast(int, r.bits)
-            for r in rows
-        }
-        for kind in dict.fromkeys(("lsh", *result.config["methods"])):
-            own = [(length_of[row.method], row) for row in rows if _kind(row.method) == kind]
-            own.sort(key=lambda pair: pair[0])
-            _line(axes, kind, [float(bits) for bits, _ in own], [row for _, row in own])
+        codes = {code_of(result, row): row for row in rows}
+        for kind in dict.fromkeys((LSH, *result.config["methods"])):
+            own = sorted(code for code in codes if code.kind == kind)
+            _line(axes, kind, [float(code.bits) for code in own], [codes[code] for code in own])
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(sorted(set(length_of.values()))))
+        axes.xaxis.set_major_locator(FixedLocator(sorted({code.bits for code in codes})))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set(xlabel="bits of a code", title=HEADS[heads])
     figure.axes[0].set_ylabel("IoU with exact attention")
     _legend(figure)
-
-
-def _kind(method: str) -> str:
-    """Name the hash of a method of some length: `lsh-64` and `planes at 64` are `lsh` and `planes`."""
-    return "lsh" if method.startswith("lsh-") else method.partition(" at ")[0]
 
 
 def _draw_plain(result: Result, figure: Figure) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from hashtrain.atomic import write_text
 from hashtrain.untrusted import inside
 
-from evals.report import Grid, grids, to_markdown
+from evals.grid import Grid, to_markdown
+from evals.report import grids
 from evals.result import Result, as_written, read_result
 
 _STYLE = """

@@ -1,52 +1,23 @@
-"""What a result looks like: tables as data, drawn on a terminal or written as Markdown."""
+"""What a result looks like: its tables, by task."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
+from evals.grid import HEADS, Grid, amount, cell_of, percent
+from evals.lengths import codelength_grid
 from evals.methods import DENSE, NAMES, TUNED
 from evals.result import Result, Row
 
 Metrics = dict[str, Any]
 PHASES = {"everywhere": "sparse everywhere", "decode": "after a dense prompt, the scored rows sparse"}
 RULES = {"visible": "of visible tokens", "fixed": "of the context, min 20"}
-HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table: `sections` are groups of lines, each a list of cells."""
-
-    title: str
-    header: list[str]
-    sections: list[list[list[str]]]
-
-
-def to_rich(grid: Grid) -> Table:
-    """Lay a table out for the terminal."""
-    table = Table(title=grid.title)
-    for i, name in enumerate(grid.header):
-        table.add_column(name, justify="left" if i == 0 else "right")
-    for section in grid.sections:
-        table.add_section()
-        for line in section:
-            table.add_row(*line)
-    return table
-
-
-def to_markdown(grid: Grid) -> str:
-    """Write a table as Markdown, with its title as a paragraph above."""
-    lines = [grid.header, ["---"] + ["---:"] * (len(grid.header) - 1)]
-    lines += [line for section in grid.sections for line in section]
-    return "\n".join([f"{grid.title}", "", *("| " + " | ".join(line) + " |" for line in lines)])
 
 
 def grids(result: Result) -> list[Grid]:
     """Return the tables of a result, by its task."""
-    return {"ppl": ppl_grids, "iou": iou_grids}.get(result.config["task"], plain_grids)(result)
+    by_task = {"ppl": ppl_grids, "iou": iou_grids, "codelength": codelength_grids}
+    return by_task.get(result.config["task"], plain_grids)(result)
 
 
 def ppl_grids(result: Result) -> list[Grid]:
@@ -156,6 +127,11 @@ def iou_grid(result: Result, budget: float, heads: str) -> Grid:
     return Grid(title, ["layer", *names], [body, [line("mean", None), interval]])
 
 
+def codelength_grids(result: Result) -> list[Grid]:
+    """Return what each hash finds at each length with the LSH length that equals it, and every other number."""
+    return [codelength_grid(result), *plain_grids(result)]
+
+
 def training_grid(metrics: Metrics, heads: str = "kv_head") -> Grid:
     """Lay out what `hashtrain` measured at the end of its run, from its metrics.json."""
     names = list(metrics["hashers"])
@@ -234,7 +210,7 @@ def plain_grid(result: Result, rows: list[Row]) -> Grid:
     for (where, budget, method), found in lines.items():
         rule = next(iter(found.values())).rule
         label = ", ".join(part for part in (where, None if budget is None else amount(budget, rule), method) if part)
-        cells = [_cell(found[metric]) if metric in found else "" for metric in metrics]
+        cells = [cell_of(found[metric]) if metric in found else "" for metric in metrics]
         density = next((row.density for row in found.values()), None)
         sections.setdefault((where, budget), []).append([label, *cells, "" if density is None else percent(density)])
     return Grid(_title(result, rows), ["case", *metrics, "density"], list(sections.values()))
@@ -245,7 +221,7 @@ def layers_grid(result: Result, rows: list[Row]) -> Grid:
     methods = list(dict.fromkeys(row.method for row in rows))
     at = {(row.layer, row.method): row for row in rows}
     body = [
-        [str(i), *(_cell(at[i, m]) if (i, m) in at else "" for m in methods)]
+        [str(i), *(cell_of(at[i, m]) if (i, m) in at else "" for m in methods)]
         for i in sorted({row.layer for row in rows if row.layer is not None})
     ]
     first = rows[0]
@@ -259,21 +235,6 @@ def _title(result: Result, rows: list[Row]) -> str:
     measured = f", mean of {rows[0].n} [95 % interval]" if len(counts) == 1 and rows[0].n else " [95 % interval]"
     measured = measured if any(counts) else ""
     return f"`{config['task']}`{measured}, model `{config['model']}`"
-
-
-def _cell(row: Row) -> str:
-    interval = "" if row.low is None or row.high is None else f" [{row.low:.3g}, {row.high:.3g}]"
-    return f"{row.value:.4g}{interval}"
-
-
-def amount(budget: float, rule: str) -> str:
-    """Write a budget: a share of tokens, or a number of them."""
-    return f"{budget:g} tokens" if rule == "tokens" else percent(budget)
-
-
-def percent(value: float) -> str:
-    """Write a share: 0.005 is `0.5 %`."""
-    return f"{100 * value:.3g} %"
 
 
 def _signed_percent(ratio: float) -> str:

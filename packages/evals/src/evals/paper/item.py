@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from evals.compare import compare
+from evals.grid import Grid
 from evals.methods import RIVAL_NAMES, TUNED, without_hasher
-from evals.report import Grid
 from evals.study import PaperCommand
 
 _BY_SHAPE = ("codesize", "complexity", "throughput", "kernels")

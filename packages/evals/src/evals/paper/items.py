@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from evals.grid import Grid
 from evals.paper.item import Item
-from evals.report import Grid
 
 _MODEL = "The paper runs 7 to 14 billion parameters; by default this runs the demo model: compare orders."
 _TEXT = "The paper's texts are PG19, Proof-Pile and CodeParrot; without --text these are held-out Python modules."
@@ -80,8 +80,7 @@ ITEMS = (
             "MagicPIG's first 1,024 rows are dense, as in the paper, and count in its density. Where it draws nothing "
             "the paper reports NaN; here such a row attends to its own token, and `empty` in rows.json says how often.",
             "MagicPIG takes its own number of tokens: the last tables give ours as many on each context.",
-            "`magicpig` is the setting of the paper on Spotlight Attention, 100 tables of 15 bits; `magicpig-10x150` is "
-            "its authors' default.",
+            "`magicpig` is the Spotlight paper's setting, 100 tables of 15 bits; `magicpig-10x150` its authors' default.",
         ),
         _numbers(
             "perplexity of LLaMA3-8B",
@@ -160,14 +159,14 @@ ITEMS = (
         ),
         4,
         (
-            "The paper's few-shot tasks need a hub: `evals fewshot --tokens 20` is its protocol, 20 tokens in every row. "
-            "These are exercises made by rule, 2 % of 512 or 1,024 tokens, which is 10 or 20, behind a dense prompt.",
+            "The paper's few-shot tasks need a hub: `evals fewshot --tokens 20` is its protocol, 20 tokens in every "
+            "row. These are exercises by rule, at 2 % of 512 or 1,024 tokens, 10 or 20 of them, behind a dense prompt.",
         ),
         _numbers(
             "accuracy of LLaMA3-8B, 5 shots, dense / Spotlight at 20 tokens",
             "GLUE|SuperGLUE|OpenBookQA|HellaSwag|PiQA|Winogrande|ARC-E|ARC-C|MathQA|MMLU",
-            ".618 / .620|.727 / .736|.378 / .378|.631 / .624|.804 / .804|.772 / .773|.850 / .851|.534 / .533|.418 / .411"
-            "|.663 / .664",
+            ".618 / .620|.727 / .736|.378 / .378|.631 / .624|.804 / .804|.772 / .773|.850 / .851|.534 / .533|"
+            ".418 / .411|.663 / .664",
         ),
     ),
     Item(

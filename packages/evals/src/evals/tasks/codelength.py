@@ -15,15 +15,13 @@ from sparse_decode import HashSelector, QueryHeadHasher
 
 from evals.commands import CodelengthCommand
 from evals.documents import TokenDocument
+from evals.lengths import AT, sentences
 from evals.methods import LoadedMethod, load_methods, without_hasher
 from evals.metrics import Estimate, bootstrap, resampled_means
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.tasks.iou import HEADS, METRICS, Cell, measure
 from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
-
-AT = " at "
-"""Between the name of a hasher of --more-hashers and its length."""
 
 
 def run(command: CodelengthCommand, console: Console) -> Result:
@@ -98,24 +96,6 @@ def length_of(method: LoadedMethod) -> int:
     if not isinstance(method.selector, HashSelector) or not isinstance(method.selector.hasher, Hasher):
         raise TypeError(f"{method.name} makes no codes")
     return method.selector.hasher.config.bits
-
-
-def sentences(result: Result) -> list[str]:
-    """Say how long untrained LSH must be to equal each learned hash."""
-    longest, found = max(result.config["bits"]), []
-    for row in result.select(metric="equal_lsh_bits"):
-        at = {"method": row.method, "heads": row.heads}
-        times = result.one(metric="times_shorter", **at).value
-        beyond, length = row.value >= longest, round(row.value / times)
-        words = f"{'more than ' if beyond else ''}{row.value:.0f} bits"
-        if row.low is not None and row.high is not None and not beyond:
-            words += f" [{row.low:.0f}, {row.high:.0f}]"
-        kept = "" if row.bits == length else f", of which a KV head keeps {(row.bits or 0) // length} codes"
-        found.append(
-            f"{row.where}: untrained LSH needs {words} to find as much as `{row.method}` of {length} bits{kept}: "
-            f"{'more than ' if beyond else ''}{times:.1f} times as many"
-        )
-    return found
 
 
 def untrained(ready: Ready, bits: int, seed: int) -> LoadedMethod:

@@ -16,11 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evals.documents import Measured, TokenDocument, load_documents
 from evals.figures import draw
+from evals.grid import to_markdown, to_rich
 from evals.methods import DENSE, LoadedMethod, load_methods
 from evals.metrics import Estimate
 from evals.parquet import write_parquet
 from evals.plan import MethodsCommand, TaskCommand
-from evals.report import grids, to_markdown, to_rich
+from evals.report import grids
 from evals.result import Result, Row, environment, rows_to_text, versions
 from evals.runner import RunFolder, model_identity
 

@@ -1,0 +1,128 @@
+"""The tables of stored evals runs, from made-up results: what is kept of a run, and what a table says of it."""
+
+import json
+
+import pytest
+from evals.result import Row, rows_to_text
+
+AT = {"sink": 0, "recent": 0, "seed": 0, "versions": "", "dense_layers": 2, "low": None, "high": None}
+
+
+@pytest.fixture(scope="module")
+def tool(load):
+    return load("tools", "update_readme")
+
+
+@pytest.fixture
+def table(tool, tmp_path):
+    """Store a run of this config and these rows, and return its table and the name of its file."""
+
+    def made(block, config, rows, environment=(), name=""):
+        run = tmp_path / "run"
+        run.mkdir()
+        for file, data in (("config", {"model": "demo", **config}), ("environment", dict(environment))):
+            (run / f"{file}.json").write_text(json.dumps(data))
+        (run / "rows.json").write_text(rows_to_text([Row(**{**AT, "task": config["task"], **row}) for row in rows]))
+        stored = tool.store(run, tmp_path, name)
+        text = tool.render(f"<!-- results:{block} -->\n<!-- end -->\n", tmp_path)
+        return text.splitlines(), stored
+
+    return made
+
+
+def code_rows():
+    for heads in ("kv_head", "query_head"):
+        at = {"rule": "visible", "density": None, "phase": "rows", "n": 8, "budget": 0.02, "heads": heads}
+        for name, bits, iou in (("lsh-32", 32, 0.1), ("lsh-1024", 1024, 0.5), ("paper at 64", 448, 0.123456)):
+            own = {**at, "method": name, "variant": name, "bits": bits}
+            yield {**own, "metric": "iou", "value": iou}
+            yield {**own, "metric": "mass", "value": 0.9}
+        yield {**own, "metric": "equal_lsh_bits", "value": 320.0, "low": 300.4, "high": 350.0}
+        yield {**own, "metric": "times_shorter", "value": 5.0}
+
+
+def test_code_lengths(table):
+    config = {"task": "codelength", "bits": [32, 1024], "methods": ["paper"], "budgets": [0.02], "context": 4096}
+    lines, stored = table("code-lengths", config, code_rows())
+    assert stored.name == "codelength.json"
+    assert "mass" not in stored.read_text()
+    assert lines[2].startswith("IoU with exact top-2 % by bits of a code")
+    assert "8 held-out contexts of 4096 tokens" in lines[2]
+    assert "| lsh at 1024 | 0.5 |  |  | 0.5 |  |  |" in lines
+    assert "| paper at 64 | 0.1235 | 320 [300, 350] | 5.0 | 0.1235 | 320 [300, 350] | 5.0 |" in lines
+
+
+def ppl_rows(phase):
+    at = {"phase": phase, "n": 3, "variant": "", "bits": None}
+    cells = (("dense", None, "dense"), ("planes", 0.02, "visible"), ("magicpig", 0.02, "visible"))
+    values = {"perplexity": 10.0, "perplexity_ratio": 1.015, "kl": 0.0123, "nll": 2.3, "seconds": 1.0}
+    for i, (method, budget, rule) in enumerate((*cells, ("planes", 0.02, "as magicpig"))):
+        own = {**at, "method": method, "budget": budget, "rule": rule, "density": 0.01 * (i + 1)}
+        for metric, value in values.items():
+            yield {**own, "metric": metric, "value": value}
+        if rule == "as magicpig":
+            for metric in ("kl", "nll"):
+                yield {**own, "metric": metric, "value": -0.5, "low": -0.6, "high": -0.4, "against": "magicpig"}
+
+
+def test_perplexity_behind_a_dense_prompt(table):
+    config = {"task": "ppl", "phase": "decode", "rules": ["visible"], "budgets": [0.02], "match": ["magicpig"]}
+    config |= {"methods": ["planes", "magicpig"], "dense_layers": 2, "context": 4096}
+    lines, stored = table("ppl-decode", config, ppl_rows("decode"))
+    assert stored.name == "ppl_decode.json"
+    assert "seconds" not in stored.read_text()
+    assert lines[2].endswith("second half scored, after a dense prompt, the scored rows sparse from layer 2 on")
+    assert "| 2 %, planes | 10.000 (+1.5 %) | 0.0123 | 2 % |" in lines
+    ours = "| 2 %, planes | 10.000 (+1.5 %) | 0.0123 | 4 % | -0.5000 [-0.6000, -0.4000] | -0.5000 [-0.6000, -0.4000] |"
+    assert ours in lines
+    assert any("`magicpig` takes on each context" in line and "the prompt dense" in line for line in lines)
+
+
+@pytest.mark.parametrize(("phase", "name"), [("everywhere", "ppl.json"), ("decode", "ppl_decode.json")])
+def test_a_phase_never_takes_the_place_of_the_other(tool, tmp_path, phase, name):
+    for file, data in (("config", {"task": "ppl", "phase": phase}), ("environment", {}), ("rows", None)):
+        text = rows_to_text([]) if data is None else json.dumps(data)
+        (tmp_path / f"{file}.json").write_text(text)
+    assert tool.store(tmp_path, tmp_path).name == name
+
+
+def speed_rows():
+    at = {"phase": "decode", "rule": "visible", "n": 5, "where": "8192 tokens x 1", "bits": None}
+    for method, p50, density in (("sdpa", 20.0, 1.0), ("planes", 8.0, 0.0212)):
+        values = {"p50_ms": p50, "p90_ms": 30.0, "p99_ms": 40.0, "tokens_per_s": 1000 / p50, "share_of_bandwidth": 0.5}
+        values |= {"kv_bytes": 67_100_000, "code_bytes": 0 if method == "sdpa" else 1_048_576, "peak_bytes": 5e9}
+        own = {**at, "method": method, "variant": method, "budget": None, "density": density}
+        for metric, value in values.items():
+            interval = {"low": p50 - 1, "high": p50 + 1} if metric == "p50_ms" else {}
+            yield {**own, **interval, "metric": metric, "value": float(value)}
+
+
+SPEED = {"task": "throughput", "model": "small", "dtype": "bfloat16", "budget": 0.02, "dense_layers": 2, "bits": 128}
+SPEED |= {"planes": 3, "repeats": 5, "steps": 8, "methods": ["sdpa", "planes"]}
+MACHINE = {"processor": "Abacus 9", "threads": "1", "date": "2026-11-22"}
+
+
+def test_throughput(table):
+    lines, stored = table("throughput", SPEED, speed_rows(), MACHINE)
+    assert stored.name == "throughput.json"
+    assert "peak_bytes" not in stored.read_text()
+    assert "shape `small` in bfloat16, 2 % selected from layer 2 on" in lines[2]
+    assert "Abacus 9, 1 thread, 2026-11-22: mean of 5 turns of 8 steps" in lines[2]
+    assert "| 8192 tokens x 1, sdpa | 20 [19, 21] | 40 | 50.0 | 1.00 | 50 % | 67.1 | 0.0 | 100 % |" in lines
+    assert "| 8192 tokens x 1, planes | 8 [7, 9] | 40 | 125.0 | 2.50 | 50 % | 67.1 | 1.0 | 2.12 % |" in lines
+
+
+def test_without_sdpa_nothing_is_compared_with_it(table):
+    rows = [row for row in speed_rows() if row["method"] == "planes"]
+    lines, _ = table("throughput", {**SPEED, "methods": ["planes"]}, rows, MACHINE)
+    assert "| 8192 tokens x 1, planes | 8 [7, 9] | 40 | 125.0 |  | 50 % | 67.1 | 1.0 | 2.12 % |" in lines
+
+
+def test_times_of_an_unknown_machine_are_refused(table):
+    with pytest.raises(ValueError, match="does not say what it ran on"):
+        table("throughput", SPEED, speed_rows())
+
+
+def test_a_run_that_no_table_shows_is_not_stored(table):
+    with pytest.raises(ValueError, match=r"got .*one of cones"):
+        table("throughput", {"task": "cones"}, [])

@@ -1,0 +1,42 @@
+"""The generated tables: one function a table, a file a family."""
+
+import pathlib
+from collections.abc import Callable
+
+from evals import report
+from evals.grid import to_markdown
+from evals.lengths import codelength_grid
+
+from readme_tables import decoding, quality, searching, speed
+from readme_tables.stored import stored
+
+BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
+    "glance": quality.glance,
+    "speed": speed.speed,
+    "install": speed.install,
+    "iou": quality.of_run("iou", quality.iou("kv_head")),
+    "iou-query-heads": quality.of_run("iou", quality.iou("query_head")),
+    "ppl": quality.of_run("ppl", report.ppl_grid),
+    "ppl-pairs": quality.of_run("ppl", lambda result: report.ppl_pairs_grid(result, "transform")),
+    "ppl-pairs-remainder": quality.of_run("ppl", lambda result: report.ppl_pairs_grid(result, "transform+remainder")),
+    "remainder": lambda results: to_markdown(report.remainder_grid(stored(results / "training.json"))),
+    "ablations": lambda results: to_markdown(report.hashers_grid(stored(results / "ablations.json"))),
+    "recipe": lambda results: quality.training(results, "kv_head", "recipe"),
+    "quest": quality.of_run("quest", report.ppl_grid),
+    "magicpig": quality.with_matches("magicpig"),
+    "ppl-decode": quality.with_matches("ppl_decode"),
+    "code-lengths": quality.of_run("codelength", codelength_grid),
+    "throughput": speed.throughput,
+    "training-step": speed.training_step,
+    "training": lambda results: quality.training(results, "kv_head"),
+    "training-query-heads": lambda results: quality.training(results, "query_head"),
+    "hashcore-cpu-search": searching.cpu_search,
+    "hashcore-cpu-score": searching.cpu_score,
+    "sparse-attention": decoding.sparse_attention,
+    "sparse-break-even": decoding.break_even,
+    "sparse-model-decode": decoding.model_decode,
+    "sparse-prefill": decoding.prefill,
+    "hashcore-index-recall": searching.index_recall,
+    "hashcore-index-times": searching.index_times,
+}
+"""By name: each makes a table as Markdown from the folder of stored results. Raises: ValueError if one is missing."""

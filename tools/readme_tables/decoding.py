@@ -1,0 +1,86 @@
+"""Tables of sparse-decode: times of attention, of decode steps and of prefill."""
+
+import pathlib
+from typing import Any
+
+from evals.grid import Grid, to_markdown
+
+from readme_tables.stored import stored
+
+
+def sparse_attention(results: pathlib.Path) -> str:
+    found = stored(results / "sparse_attention.json")
+    title = (
+        f"Milliseconds of processor time of a step of one layer, {found['query_heads']} query heads, "
+        f"{found['kv_heads']} KV heads of {found['head_dim']}, {100 * found['fraction']:g} % selected, "
+        f"{found['threads']} thread, {found['processor']}, {found['date']}, median of {found['repeats']}"
+    )
+    lines = [
+        [
+            f"{row['n']:,}",
+            row["dtype"],
+            f"{row['sparse_ms']:.1f}",
+            *(f"{taken:.1f}" for taken in row["dense_ms"].values()),
+            f"{row['ratio']:.1f}",
+        ]
+        for row in found["rows"]
+    ]
+    header = ["tokens", "type", "sparse", *found["rows"][0]["dense_ms"], "fastest dense / sparse"]
+    return to_markdown(Grid(title, header, [lines]))
+
+
+def _model_title(found: dict[str, Any]) -> str:
+    return (
+        f"Qwen2.5-0.5B's shape, {found['layers']} of 24 layers, bfloat16, {100 * found['fraction']:g} % selected, "
+        f"{found['threads']} thread, {found['processor']}, {found['date']}"
+    )
+
+
+def model_decode(results: pathlib.Path) -> str:
+    found = stored(results / "sparse_model_decode.json")
+    title = f"Milliseconds of processor time of a decode step. {_model_title(found)}, median of {found['repeats']}"
+    lines = [
+        [
+            f"{row['n']:,} x {row['batch']}",
+            *(f"{row[name]:,.0f}" for name in ("sparse_ms", "dense_ms", "shipped_ms")),
+            f"{row['ratio']:.2f}",
+            f"{row['allowed']:.2f}",
+            f"{100 * row['share']:.0f} %",
+        ]
+        for row in found["rows"]
+    ]
+    header = [
+        "tokens",
+        "sparse",
+        "fastest dense",
+        "Hugging Face's, timed once",
+        "dense / sparse",
+        "bytes allow",
+        "share",
+    ]
+    return to_markdown(Grid(title, header, [lines]))
+
+
+def break_even(results: pathlib.Path) -> str:
+    found = stored(results / "sparse_model_break_even.json")
+    title = f"Times of a decode step over those of the model as it is. {_model_title(found)}, {found['repeats']} steps"
+    lines = [
+        [f"{row['n']:,}", f"{row['dense_ms']:.1f} ms", *(_quartiles(row[name]) for name in ("sparse", "attached"))]
+        for row in found["rows"]
+    ]
+    header = ["tokens", "as it is", "sparse", "attached, dense below the break-even"]
+    return to_markdown(Grid(title, header, [lines]))
+
+
+def prefill(results: pathlib.Path) -> str:
+    found = stored(results / "sparse_model_prefill.json")
+    title = f"Seconds of processor time of prefill. {_model_title(found)}, median of {found['repeats']}"
+    lines = [
+        [f"{row['n']:,}", *(f"{1e-3 * row[name]:.1f}" for name in ("dense_ms", "attached_ms")), _quartiles(row)]
+        for row in found["rows"]
+    ]
+    return to_markdown(Grid(title, ["tokens", "as it is", "attached", "ratio"], [lines]))
+
+
+def _quartiles(ratio: dict[str, float]) -> str:
+    return f"{ratio['ratio']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"

@@ -1,0 +1,89 @@
+"""Stored results: how a run is trimmed into docs/results, and how a table reads it there."""
+
+import json
+import pathlib
+from typing import Any
+
+from evals.result import Result, read_json, read_result, rows_from_json, rows_to_text, stated
+from hashtrain.atomic import write_text
+
+RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
+_KEPT = {
+    "ppl": ("perplexity", "perplexity_per_document", "perplexity_ratio", "kl", "nll"),
+    "iou": ("iou", "recall", "mass"),
+    "codelength": ("iou", "equal_lsh_bits", "times_shorter"),
+    "throughput": ("p50_ms", "p99_ms", "tokens_per_s", "share_of_bandwidth", "kv_bytes", "code_bytes"),
+}
+"""By task, the metrics that tables show."""
+_DIGITS = 5
+_CURVE_POINTS = 60
+
+
+def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") -> pathlib.Path:
+    """Copy what a table needs of a run, rounded, as `name` or the run's kind.
+
+    Returns: the file. Raises: ValueError if there is no finished run, or no table of such runs.
+    """
+    if (run / "metrics.json").is_file():
+        target, text = (
+            results / f"{name or 'training'}.json",
+            json.dumps(_trim_metrics(read_json(run / "metrics.json", "run again")), indent=1),
+        )
+    else:
+        result = read_result(run)
+        task = result.config["task"]
+        if task not in _KEPT:
+            raise ValueError(f"runs of {', '.join(_KEPT)} have a table, got {run}, one of {task}")
+        # So that one phase never takes the place of the other unasked.
+        own = "ppl_decode" if result.config.get("phase") == "decode" else task
+        rows = [row for row in result.rows if row.metric in _KEPT[task] and row.head is None]
+        table = json.loads(rows_to_text(rows))
+        lines = ",\n".join(json.dumps(rounded(line)) for line in table["rows"])
+        head = {"config": result.config, "environment": result.environment, "columns": table["columns"]}
+        target, text = results / f"{name or own}.json", f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{lines}\n]}}'
+    write_text(target, text + "\n")
+    return target
+
+
+def load(path: pathlib.Path) -> Result:
+    """Read a stored result."""
+    data = stored(path)
+    return Result(stated(data["config"]), data["environment"], rows_from_json(data))
+
+
+def stored(path: pathlib.Path) -> dict[str, Any]:
+    """Read the JSON of a stored result. Raises: ValueError if it is missing or damaged."""
+    if not path.is_file():
+        raise ValueError(
+            f"a README has a table of {path.name}, expected it in {path.parent.name}; store a run with --from"
+        )
+    return read_json(path, "store the run again with --from")
+
+
+def _trim_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the per-head lists, and keep the mean loss curve of the layers as _CURVE_POINTS means."""
+    hashers = {}
+    for name, found in metrics["hashers"].items():
+        layers = {
+            heads: [{k: v for k, v in layer.items() if not k.endswith("_by_head")} for layer in found[heads]["layers"]]
+            for heads in ("kv_head", "query_head", "remainder")
+        }
+        hashers[name] = {heads: {"layers": layers[heads], "mean": found[heads]["mean"]} for heads in layers}
+        hashers[name]["curve"] = _curve(found["losses"])
+    return rounded({**metrics, "hashers": hashers})
+
+
+def _curve(losses: list[list[float]]) -> list[float]:
+    """Average the layers' losses, then stretches of steps; empty for a hasher that is not trained."""
+    steps = [sum(column) / len(column) for column in zip(*losses, strict=True)]
+    size = max(1, len(steps) // _CURVE_POINTS)
+    return [sum(part) / len(part) for i in range(0, len(steps), size) if (part := steps[i : i + size])]
+
+
+def rounded(data: Any) -> Any:
+    """Return data with _DIGITS digits in every float."""
+    if isinstance(data, float):
+        return float(f"{data:.{_DIGITS}g}")
+    if isinstance(data, dict):
+        return {key: rounded(value) for key, value in data.items()}
+    return [rounded(value) for value in data] if isinstance(data, list) else data
