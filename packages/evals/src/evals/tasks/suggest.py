@@ -90,10 +90,9 @@ def _value(command: SuggestCommand, ready: Ready, method: LoadedMethod, budget: 
     """Measure one document: its KL from dense, or the mass its selections hold of the best ones'."""
     ids = ready.documents[number].ids
     if command.metric == "kl":
-        cells, how = [ppl.Cell(method.name, "visible", budget)], {"phase": command.phase}
-        return ppl.measure(ready.model, ids, cells, {method.name: method}, command.dense_layers, **how)["cells"][0][
-            "kl"
-        ]
+        cells, methods = [ppl.Cell(method.name, "visible", budget)], {method.name: method}
+        result = ppl.measure(ready.model, ids, cells, methods, command.dense_layers, phase=command.phase)
+        return result["cells"][0]["kl"]
     generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)
     positions = torch.randint(command.context // 4, command.context, (command.rows,), generator=generator)
     found: Any = iou.measure(ready.model, ids, positions, [method], (budget,))[iou.Cell(method.name, budget, "kv_head")]
