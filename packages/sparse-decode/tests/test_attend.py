@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from sparse_decode import attend, attend_reference, compiled, intrinsics
-from sparse_decode.attend import LeftOut, _exp
+from sparse_decode.attend import LeftOut
+from sparse_decode.attend_kernels import _exp
 from sparse_decode.remainder import with_remainder
 from sparse_decode_doubles import as_sets, masked_attention
 
@@ -212,7 +213,7 @@ def test_wrong_arguments_are_named():
         attend(q, k, v, indices, 0.3, sinks=torch.zeros(2))
 
 
-@pytest.mark.parametrize("module", ["attend", "encode"])
+@pytest.mark.parametrize("module", ["attend_kernels", "encode"])
 def test_a_change_of_the_intrinsics_changes_the_files_that_the_compiler_cache_looks_at(module):
     text = pathlib.Path(intrinsics.__file__).read_text(encoding="utf-8")
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,11 +1,14 @@
 """Numbers out of logits and samples: losses, perplexity, divergence, and intervals over documents."""
 
+# Some methods of torch have no types.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -36,7 +39,8 @@ def perplexity(losses: Sequence[float], tokens: Sequence[int]) -> float:
 def mean_kl(reference: Tensor, other: Tensor) -> float:
     """Return the mean over rows of KL(reference || other), in nats, for log-probabilities [R, V]."""
     total = 0.0
-    for p, q in zip(reference.split(_CHUNK), other.split(_CHUNK), strict=True):
+    parts, others = (cast("tuple[Tensor, ...]", x.split(_CHUNK)) for x in (reference, other))
+    for p, q in zip(parts, others, strict=True):
         # A token of probability 0 adds nothing, whatever the other says; 0 * inf would be NaN.
         gap = (p - q).masked_fill_(p == -torch.inf, 0)
         total += gap.mul_(p.exp()).sum(dtype=torch.float64).item()

@@ -6,11 +6,11 @@ import contextlib
 import json
 import math
 import platform
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeGuard, get_args, get_type_hints
 
 import hashcore
 from hashtrain.atomic import write_text
@@ -126,11 +126,15 @@ def rows_from_json(data: dict[str, Any]) -> list[Row]:
     """Undo `rows_to_text`, parsed. Raises: ValueError on columns or values that are not those of `Row`."""
     try:
         columns, lines = data["columns"], data["rows"]
-        if not isinstance(lines, list) or len(set(columns)) != len(columns):
+        if not _is_list(lines) or len(set(columns)) != len(columns):
             raise ValueError("expected a list of rows, and each column once")
         return [checked(Row(**dict(zip(columns, line, strict=True)))) for line in lines]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"rows of another version of evals, or damaged: {error}; run the command again") from error
+
+
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
 
 
 def stated(config: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +152,7 @@ def checked(row: Row) -> Row:
 
 
 @contextlib.contextmanager
-def as_written(what: str) -> Iterator[None]:
+def as_written(what: str) -> Generator[None]:
     """Say in a sentence what a block stumbles over if the files of a run, each fine by itself, are not those of one.
 
     Args:

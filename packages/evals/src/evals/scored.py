@@ -20,7 +20,8 @@ class ScoreSelector(NoCodes):
     """
 
     def __init__(self, hasher: Hasher, per_query_head: bool = False):
-        self.hasher, self.per_query_head = hasher, per_query_head
+        self.hasher: Hasher = hasher
+        self.per_query_head: bool = per_query_head
 
     def require_match(self, model_config: Any) -> None:
         self.hasher.require_match(model_config)

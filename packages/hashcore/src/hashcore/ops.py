@@ -250,8 +250,8 @@ def search(
         found = _plain_search(query, keys, weights, (k, None, None, sink, recent), validation.order(order))
         if found is not None:
             return found
-    ranges = {"lengths": lengths, "starts": starts, "sink": sink, "recent": recent}
-    return _search(query, keys, k, weights, **ranges, order=order, out=out)
+    bounds = {"lengths": lengths, "starts": starts}
+    return _search(query, keys, k, weights, **bounds, sink=sink, recent=recent, order=order, out=out)
 
 
 def _plain_search(query: Any, keys: Any, weights: Any, rows: tuple[Any, ...], best: bool) -> tuple[Any, Any] | None:

@@ -47,7 +47,8 @@ def group_planes(codes: NDArray[np.int32]) -> tuple[NDArray[np.int32], Weights]:
     group = codes.shape[-2]
     count = int(np.ceil(np.log2(group + 1)))
     weights = (*(2**p for p in range(count - 1)), group - (2 ** (count - 1) - 1))
-    n, bits = unpack(codes).sum(-2), []
+    n: NDArray[Any] = unpack(codes).sum(-2)
+    bits: list[NDArray[np.bool_]] = []
     for p in reversed(range(count)):  # heaviest first: set a bit only where the lighter planes cannot hold the rest
         bits.insert(0, n > sum(weights[:p]))
         n = n - weights[p] * bits[0]

@@ -87,27 +87,39 @@ class Cpu:
     """The writers of CPU tensors: the public functions, which see plain tensors and use numba."""
 
     @staticmethod
-    def pack(x, codes) -> None:
+    def pack(x: torch.Tensor, codes: torch.Tensor) -> None:
         ops.pack(x, out=codes)
 
     @staticmethod
-    def quantise(w, planes, levels, scales) -> None:
+    def quantise(w: torch.Tensor, planes: int, levels: torch.Tensor, scales: torch.Tensor) -> None:
         _copy(ops.quantise(w, planes), (levels, scales))
 
     @staticmethod
-    def planes(w, planes, check, codes) -> None:
+    def planes(w: torch.Tensor, planes: int, check: bool, codes: torch.Tensor) -> None:
         codes.copy_(ops.planes(w, planes, check=check)[0])
 
     @staticmethod
-    def group_planes(codes, planes) -> None:
+    def group_planes(codes: torch.Tensor, planes: torch.Tensor) -> None:
         planes.copy_(ops.group_planes(codes)[0])
 
     @staticmethod
-    def score(query, keys, weights, scores) -> None:
+    def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, scores: torch.Tensor) -> None:
         ops.score(query, keys, weights, out=scores)
 
     @staticmethod
-    def topk(x, count, k, lengths, starts, length, start, sink, recent, scores, indices) -> None:
+    def topk(
+        x: torch.Tensor,
+        count: int,
+        k: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        starts: torch.Tensor | None,
+        length: int,
+        start: int,
+        sink: int,
+        recent: int,
+        scores: torch.Tensor,
+        indices: torch.Tensor,
+    ) -> None:
         options = _range(lengths, starts, length, start, sink, recent)
         _copy(ops.topk(x, count if k is None else k, **options), (scores, indices))
 
@@ -159,12 +171,20 @@ def _copy(results: Outputs, targets: Outputs) -> None:
 class Cuda:
     """The writers of CUDA tensors: the kernels."""
 
-    pack = staticmethod(tensors.pack)
-    group_planes = staticmethod(tensors.group_planes)
-    score = staticmethod(tensors.score)
+    @staticmethod
+    def pack(x: torch.Tensor, codes: torch.Tensor) -> None:
+        tensors.pack(x, codes)
 
     @staticmethod
-    def quantise(w, planes, levels, scales) -> None:
+    def group_planes(codes: torch.Tensor, planes: torch.Tensor) -> None:
+        tensors.group_planes(codes, planes)
+
+    @staticmethod
+    def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, scores: torch.Tensor) -> None:
+        tensors.score(query, keys, weights, scores)
+
+    @staticmethod
+    def quantise(w: torch.Tensor, planes: int, levels: torch.Tensor, scales: torch.Tensor) -> None:
         _refuse_infinite(w)
         wide = levels if levels.dtype == torch.int16 else torch.empty_like(levels, dtype=torch.int16)
         tensors.quantise(w, wide, scales, planes)
@@ -172,13 +192,25 @@ class Cuda:
             levels.copy_(wide)
 
     @staticmethod
-    def planes(w, planes, check, codes) -> None:
+    def planes(w: torch.Tensor, planes: int, check: bool, codes: torch.Tensor) -> None:
         if check:
             _refuse_infinite(w)
         tensors.planes(w, codes)
 
     @staticmethod
-    def topk(x, count, k, lengths, starts, length, start, sink, recent, scores, indices) -> None:
+    def topk(
+        x: torch.Tensor,
+        count: int,
+        k: torch.Tensor | None,
+        lengths: torch.Tensor | None,
+        starts: torch.Tensor | None,
+        length: int,
+        start: int,
+        sink: int,
+        recent: int,
+        scores: torch.Tensor,
+        indices: torch.Tensor,
+    ) -> None:
         bounds = tensors.Bounds(
             length if lengths is None else lengths, start if starts is None else starts, sink, recent
         )

@@ -4,6 +4,9 @@ One safetensors file per context, written atomically, so that a killed run leave
 keeps (`hashtrain.manifest`). Reading is lazy: a layer's training maps just that layer's bytes.
 """
 
+# Configs of transformers, and some methods of torch, have no types.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import contextlib
@@ -11,16 +14,15 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers.integrations import sdpa_attention
 
 from hashtrain.atomic import save_tensors, write_text
 from hashtrain.config import ModelShape
@@ -36,28 +38,30 @@ _sink: ContextVar[Sink | None] = ContextVar("hashtrain_sink", default=None)
 
 def _capturing_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-):
+) -> tuple[Tensor, Tensor | None]:
     sink = _sink.get()
     if sink is not None:
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         sink(module.layer_idx, query.detach(), key.detach(), scaling)
-    forward = sdpa_attention_forward
+    forward = cast("Callable[..., Any]", sdpa_attention.sdpa_attention_forward)
     if module.config._attn_implementation == _NAMES["eager"]:  # knows what SDPA does not: soft-capping, learned sinks
         forward = sys.modules[type(module).__module__].eager_attention_forward
     return forward(module, query, key, value, attention_mask, **kwargs)
 
 
 @contextlib.contextmanager
-def capturing(model: PreTrainedModel, sink: Sink) -> Iterator[None]:
+def capturing(model: PreTrainedModel, sink: Sink) -> Generator[None]:
     """Call `sink(layer, q, k, scaling)` for every attention layer of every forward pass inside the block.
 
     q is [B, Hq, T, D], k is [B, Hkv, T, D], after RoPE and after any query or key norm: what attention multiplies.
     A model with "eager" attention keeps computing its outputs with it, any other with SDPA.
     """
-    for dense, mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
+    for dense in _NAMES:
+        mask: Callable[..., Any] = getattr(masking_utils, f"{dense}_mask")
         AttentionInterface.register(_NAMES[dense], _capturing_attention)
         AttentionMaskInterface.register(_NAMES[dense], mask)
-    before = model.get_decoder().config._attn_implementation or "sdpa"
+    config = cast(Any, model.get_decoder().config)
+    before: str = config._attn_implementation or "sdpa"
     token = _sink.set(sink)
     _set_attention(model, _NAMES["eager" if before == "eager" else "sdpa"])
     try:
@@ -69,8 +73,8 @@ def capturing(model: PreTrainedModel, sink: Sink) -> Iterator[None]:
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention of the text decoder alone: a vision tower keeps its own."""
-    config, decoder = model.config, model.get_decoder().config
-    mine = [key for key in config.sub_configs if getattr(config, key) is decoder]
+    config, decoder = cast(Any, model.config), cast(Any, model.get_decoder().config)
+    mine: list[str] = [key for key in config.sub_configs if getattr(config, key) is decoder]
     model.set_attn_implementation({mine[0]: name} if mine else name)
 
 
@@ -78,7 +82,8 @@ class Capture:
     """Stored queries and keys of some contexts; `read(context, layer)` gives that layer's (q, k, scaling)."""
 
     def __init__(self, folder: Path, count: int):
-        self.folder, self.count = folder, count
+        self.folder: Path = folder
+        self.count: int = count
 
     def __len__(self) -> int:
         return self.count
@@ -94,7 +99,7 @@ class Capture:
         """
         path, remedy = self.file(context), "delete it and capture again"
         with open_tensors(path, remedy) as file:
-            scaling = (file.metadata() or {})[f"scaling.{layer}"]
+            scaling = cast("dict[str, str]", file.metadata() or {})[f"scaling.{layer}"]
             q, k = file.get_tensor(f"q.{layer}"), file.get_tensor(f"k.{layer}")
         alike = q.ndim == k.ndim == 4 and (q.dtype, q.shape[0], q.shape[2:]) == (k.dtype, 1, k.shape[2:])
         if not alike or not q.is_floating_point() or q.shape[1] % max(1, k.shape[1]) or not k.numel():

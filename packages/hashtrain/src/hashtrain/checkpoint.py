@@ -26,7 +26,9 @@ class Checkpoint:
     """
 
     def __init__(self, path: Path, seconds: float = 30.0):
-        self.path, self.seconds, self._last = path, seconds, time.monotonic()
+        self.path: Path = path
+        self.seconds: float = seconds
+        self._last = time.monotonic()
 
     @property
     def due(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 ESTIMATORS = ("straight-through", "softsign")
 VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "transform", "down-proj")
@@ -28,11 +29,9 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_query_heads", "num_kv_heads", "head_dim"):
             _require_size(name, getattr(self, name))
-        if not isinstance(self.per_layer, list | tuple) or any(
-            not isinstance(heads, list | tuple) or len(heads) != 3 for heads in self.per_layer
-        ):
+        if not _is_list(self.per_layer) or any(not _is_list(heads) or len(heads) != 3 for heads in self.per_layer):
             raise ValueError(f"per_layer must list query heads, KV heads and head_dim, got {self.per_layer!r}")
-        if not isinstance(self.rope, dict):
+        if not _is_object(self.rope):
             raise ValueError(f"rope must be an object, got {self.rope!r}")
         object.__setattr__(self, "per_layer", tuple(tuple(heads) for heads in self.per_layer))  # JSON has lists
         if self.per_layer and len(self.per_layer) != self.num_layers:
@@ -76,6 +75,19 @@ class ModelShape:
         return cls(count, hq, hkv, d, rope, tuple(heads) if len(set(heads)) > 1 else ())
 
 
+# What comes from a file is of any type, whatever the fields say.
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def _require_size(name: str, value: Any) -> None:
     if type(value) is not int or not 1 <= value <= 1 << 20:
         raise ValueError(f"{name} must be an integer of 1 or more, got {value!r}")
@@ -110,7 +122,7 @@ class HasherConfig:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base_model, str) or not isinstance(self.base_revision, str | None):
+        if not _is_text(self.base_model) or not (self.base_revision is None or _is_text(self.base_revision)):
             raise ValueError(
                 f"base_model and base_revision must be texts, got {self.base_model!r} and {self.base_revision!r}"
             )
@@ -168,6 +180,7 @@ class HasherConfig:
         if unknown := sorted(set(data) - known):
             raise ValueError(f"unknown hasher config fields {unknown}, expected {sorted(known)}")
         try:
-            return cls(**{**data, "shape": ModelShape(**data["shape"])})
+            arguments: dict[str, Any] = {**data, "shape": ModelShape(**data["shape"])}
+            return cls(**arguments)
         except (KeyError, TypeError) as error:
             raise ValueError(f"hasher config is incomplete or malformed: {error}") from error

@@ -4,11 +4,15 @@ Nothing is downloaded. The demo model and its hashers train on `python_sources()
 `held_out_sources()`; the two never share a file.
 """
 
+# Some methods of torch have no types.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import random
 import sysconfig
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -87,7 +91,7 @@ def python_sources(*, tests: bool = False, installed: tuple[str, ...] = ()) -> l
     """
     root, banned = _stdlib(), {*HELD_OUT, *HELD_OUT_TABLES}
     held_lines = {line for doc in held_out_sources() for line in long_lines(doc.text)}
-    documents = []
+    documents: list[Document] = []
     for base, names in ((root, ("",)), (Path(sysconfig.get_paths()["purelib"]), installed)):
         for path in sorted(p for name in names for p in (base / name).rglob("*.py")):
             name = path.relative_to(base).as_posix()
@@ -140,7 +144,7 @@ def contexts(
     for document in order:
         ids = torch.tensor(tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids)
         longest = max(longest, len(ids))
-        pieces = list(ids.split(length)) if len(ids) else []
+        pieces = list(cast("tuple[Tensor, ...]", ids.split(length))) if len(ids) else []
         if pieces and len(pieces[-1]) < length:
             pieces.pop()
         first += pieces[:1]

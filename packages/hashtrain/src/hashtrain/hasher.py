@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import torch
-from huggingface_hub import ModelHubMixin, snapshot_download
+from huggingface_hub import (
+    ModelHubMixin,
+    snapshot_download,  # pyright: ignore[reportUnknownVariableType] of its tqdm_class
+)
 from torch import Tensor, nn
 
 from hashtrain.atomic import save_tensors, write_text
@@ -51,9 +54,11 @@ class Hasher(nn.Module, ModelHubMixin):
     def __init__(self, config: HasherConfig, seed: int | None = 0):
         super().__init__()
         self.config = config
-        self.card = ""
+        self.card: str = ""
         """Text of its README, as read or last written."""
-        self.layers = nn.ModuleList(make_layer(config, layer, seed) for layer in range(config.shape.num_layers))
+        self.layers: nn.ModuleList = nn.ModuleList(
+            make_layer(config, layer, seed) for layer in range(config.shape.num_layers)
+        )
 
     def layer(self, index: int) -> LayerHasher:
         """Return one layer's hash functions."""
@@ -169,7 +174,7 @@ class Hasher(nn.Module, ModelHubMixin):
 def _download(name: str, **settings: Any) -> Path:
     """Bring a hasher's files from the hub, and nothing else that lies beside them."""
     try:
-        return Path(snapshot_download(name, allow_patterns=_FILES, **settings))
+        return Path(cast(str, snapshot_download(name, allow_patterns=_FILES, **settings)))
     except (OSError, ValueError) as error:  # HfHubHTTPError and what it is offline are among them
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no hasher at {name}: no folder of that name, and none on the hub ({reason})") from error

@@ -1,10 +1,13 @@
 """Load a causal LM and its tokenizer from a folder or the hub, or say in a sentence why not."""
 
+# Configs of transformers, and some methods of torch, have no types.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -29,7 +32,7 @@ def load_model(
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"{name} holds no config.json: expected a folder written by save_pretrained")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(name))
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **placed)
     except SafetensorError as error:
         raise ValueError(f"the weights of {name} are truncated or damaged ({error}); fetch them again") from error

@@ -5,10 +5,13 @@ cache can keep; its weight is predicted from the selected logits and the logit o
 query head. They are fitted here, in closed form, on captured rows.
 """
 
+# Some methods of torch have no types.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -72,7 +75,9 @@ def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> 
     A row counts by what its estimate can change: share (1 - share), the slope of the remainder's share in the softmax.
     """
     generator, device = torch.Generator().manual_seed(seed * 1_000_003 + layer), hasher.remainder.device
-    features, logs, weights = [], [], []
+    features: list[Tensor] = []
+    logs: list[Tensor] = []
+    weights: list[Tensor] = []
     for context in range(min(len(data), MAX_CONTEXTS)):
         q, k, scaling = data.read(context, layer)
         rows = torch.randint(min(_FIRST_ROW, k.shape[2] - 1), k.shape[2], (_ROWS,), generator=generator, device="cpu")
@@ -87,7 +92,8 @@ def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> 
     root = torch.where(known, w, 0.0).sqrt()[..., None]
     y = torch.where(known, y, 0.0)[..., None]
     # gelsd: the columns may depend on each other, as when every context is short or every count is 1.
-    hasher.remainder.copy_(torch.linalg.lstsq(x * root, y * root, driver="gelsd").solution[..., 0])
+    solution = cast(Tensor, torch.linalg.lstsq(x * root, y * root, driver="gelsd").solution)
+    hasher.remainder.copy_(solution[..., 0])
 
 
 @torch.no_grad()
@@ -104,13 +110,13 @@ def measure(
     hkv, t = k.shape[1], k.shape[2]
     scores = hasher.scores(q, k)[0]
     unseen = torch.arange(t, device=positions.device) > positions[:, None]
-    grouped = q[0].float().unflatten(0, (hkv, -1))  # [Hkv, G, R, D]
+    grouped = cast(Tensor, q[0].float().unflatten(0, (hkv, -1)))  # [Hkv, G, R, D]
     keys = k[0].float()
     logits = (grouped @ keys[:, None].mT * scaling).masked_fill(unseen, -torch.inf)
     visible = positions + 1
     mean_keys = keys.cumsum(1)[:, positions] / visible[:, None]
     mean_key = (grouped * mean_keys[:, None]).sum(-1) * scaling
-    found = []
+    found: list[tuple[Evidence, Tensor]] = []
     for fraction in fractions:
         counts = top_count(visible, fraction)
         chosen = best(scores, unseen, counts)
@@ -129,7 +135,7 @@ def measure(
 
 def share_errors(hasher: LayerHasher, e: Evidence, exact: Tensor) -> tuple[Tensor, Tensor]:
     """Return the remainder's exact share of the softmax and the estimate's error of it, each [Hkv, G, R]."""
-    coefficients = hasher.remainder.unflatten(0, (exact.shape[0], -1))[:, :, None]
+    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (exact.shape[0], -1)))[:, :, None]
     share = torch.sigmoid(exact - e.lse)
     return share, torch.sigmoid(log_weight(coefficients, e) - e.lse) - share
 
@@ -137,4 +143,4 @@ def share_errors(hasher: LayerHasher, e: Evidence, exact: Tensor) -> tuple[Tenso
 def _features(e: Evidence) -> Tensor:
     """[..., 5]: one, mean selected logit, logit of the mean key, log visible, log selected."""
     columns = (torch.ones_like(e.mean), e.mean, e.mean_key, e.visible.float().log(), e.selected.float().log())
-    return torch.stack(torch.broadcast_tensors(*columns), -1)
+    return torch.stack(cast("tuple[Tensor, ...]", torch.broadcast_tensors(*columns)), -1)

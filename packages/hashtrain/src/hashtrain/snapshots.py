@@ -21,8 +21,10 @@ class Snapshots:
     """
 
     def __init__(self, module: nn.Module, steps: int):
-        self.module, self.interval = module, max(_SHORTEST, steps // _INTERVALS)
-        self.mean, self.tensors = math.inf, _copy(module)
+        self.module: nn.Module = module
+        self.interval: int = max(_SHORTEST, steps // _INTERVALS)
+        self.mean: float = math.inf
+        self.tensors: dict[str, Tensor] = _copy(module)
 
     def after(self, losses: Sequence[float]) -> str:
         """Look at the losses so far, at the end of each interval. Returns why to stop, or an empty string."""

@@ -26,7 +26,9 @@ class LiveCapture:
     """The queries and keys of one context at a time, in memory; reads like a `Capture` of all of them."""
 
     def __init__(self, model: PreTrainedModel, contexts: Sequence[Tensor]):
-        self.model, self.contexts, self.current = model, contexts, -1
+        self.model: PreTrainedModel = model
+        self.contexts: Sequence[Tensor] = contexts
+        self.current: int = -1
         self._tensors: dict[str, Tensor] = {}
         self._scalings: dict[str, str] = {}
 

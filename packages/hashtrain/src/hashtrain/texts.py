@@ -10,6 +10,9 @@ Everything else than plain text goes through `datasets` (the extra of that name)
 downloaded.
 """
 
+# `datasets` has no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import collections
@@ -158,7 +161,7 @@ def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iter
 
 
 def _of_rows(rows: Iterable[dict[str, Any]], field: str | None, name: str, at_most: int) -> list[Document]:
-    documents = []
+    documents: list[Document] = []
     try:
         for number, row in enumerate(itertools.islice(rows, at_most)):
             text = row.get(field or next((f for f in _FIELDS if f in row), ""))

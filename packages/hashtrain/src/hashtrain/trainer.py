@@ -1,5 +1,8 @@
 """Train one layer's hash functions on captured queries and keys (docs/algorithm.md, eq. 9 to 11, 17)."""
 
+# Some methods of torch have no types.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import contextlib
@@ -7,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -121,15 +124,20 @@ class Training:
     ):
         if config.rows % ranks.world:
             raise ValueError(f"{config.rows} rows a step cannot be shared evenly by {ranks.world} processes")
-        self.hasher, self.layer, self.data, self.config, self.checkpoint = hasher, layer, data, config, checkpoint
-        self.ranks, self.device = ranks, next(hasher.parameters()).device
-        self.generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + layer)
-        self.optimizer = torch.optim.AdamW(
+        self.hasher: LayerHasher = hasher
+        self.layer: int = layer
+        self.data: Capture = data
+        self.config: TrainConfig = config
+        self.checkpoint: Checkpoint | None = checkpoint
+        self.ranks: Ranks = ranks
+        self.device: torch.device = next(hasher.parameters()).device
+        self.generator: torch.Generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + layer)
+        self.optimizer: torch.optim.AdamW = torch.optim.AdamW(
             hasher.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=config.weight_decay
         )
-        self.snapshots = Snapshots(hasher, config.steps)
+        self.snapshots: Snapshots = Snapshots(hasher, config.steps)
         self.losses: list[float] = []
-        self.stopped = ""
+        self.stopped: str = ""
         if checkpoint and (found := checkpoint.load()):
             try:
                 self._restore(*found)
@@ -217,12 +225,13 @@ class Training:
         self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int
     ) -> list[tuple[Tensor, Pairs, int]]:
         """Draw each chunk's pairs. Returns (the chunk's queries, its pairs, what its mean loss weighs)."""
-        config, generator, parts = self.config, self.generator, []
+        config, generator = self.config, self.generator
+        parts: list[tuple[Tensor, Pairs, int]] = []
         if self.ranks.world > 1:  # the one above draws the same rows everywhere; this one differs
             seed = ((config.seed * 1_000_003 + self.layer) * 1_000_003 + step) * self.ranks.world + self.ranks.rank
             generator = torch.Generator(self.device).manual_seed(seed % 2**63)
         with torch.no_grad():
-            for chosen in torch.arange(len(positions)).split(config.chunk):
+            for chosen in cast("tuple[Tensor, ...]", torch.arange(len(positions)).split(config.chunk)):
                 rows, at = q[:, :, chosen], positions[chosen]
                 p = attention(rows, k, at, scaling, self.hasher.target_heads)
                 pairs = sample_pairs(p, at, config.fraction, config.max_top, config.max_rest, generator)

@@ -1,5 +1,8 @@
 """Attaching sparse attention to a model, and taking it off again."""
 
+# Configs of transformers have no types.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -8,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 from hashtrain import ModelShape
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import BaseQuantizedLayer, Cache, CacheLayerMixin, DynamicLayer
 
@@ -103,7 +107,8 @@ class Attachment:
             if on_host:
                 raise ValueError('kernel="flash" gathers on the model\'s device; use kv="device"')
         modules: dict[int, Any] = {}
-        self.model, self._handles = model, []
+        self.model: PreTrainedModel = model
+        self._handles: list[RemovableHandle] = []
         self._plans: dict[int, LayerPlan] = {}
         self._dense_name: str | None = None
         self.break_even: int | None = None
@@ -147,11 +152,12 @@ class Attachment:
                         'kernel="gather"'
                     )
                 self._plans[layer] = LayerPlan(layer, chosen, self._settled(found), rule, left_out, kernel)
-        self.remainder = any(plan.remainder is not None for plan in self._plans.values())
-        self.layers = tuple(modules)
+        self.remainder: bool = any(plan.remainder is not None for plan in self._plans.values())
+        self.layers: tuple[int, ...] = tuple(modules)
         if modules:
             register()
-            self._dense_name = str(model.get_decoder().config._attn_implementation)
+            config = cast(Any, model.get_decoder().config)
+            self._dense_name = str(config._attn_implementation)
             set_attention(model, FLASH_NAME if kernel == "flash" else NAMES[self._dense_name])
             self._handles = [m.register_forward_pre_hook(self._hook, with_kwargs=True) for m in modules.values()]
 
@@ -238,7 +244,7 @@ class Attachment:
         return carry_codes(held, plan.encoder, HostLayer)
 
 
-def _check_rows(dense_layers: int, sparse_rows: object, decode_rows: int) -> None:
+def _check_rows(dense_layers: object, sparse_rows: object, decode_rows: object) -> None:
     if not isinstance(dense_layers, int) or dense_layers < 0:
         raise ValueError(f"dense_layers must be an integer of 0 or more, got {dense_layers!r}")
     if sparse_rows != "decode" and (not isinstance(sparse_rows, int) or sparse_rows < 0):

@@ -34,7 +34,7 @@ class Budget:
     """A row that sees fewer tokens than this attends to all of them; "measured" times both ways when attaching."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
+        if not _is_number(self.fraction) or not 0 < self.fraction <= 1:
             raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction!r}; 0.02 keeps 2 %")
         for name, least in (("min_tokens", 1), ("sink", 0), ("recent", 0), ("dense_below", 0)):
             value = getattr(self, name)
@@ -77,6 +77,10 @@ class Budget:
             return visible
         count = max(self.min_tokens, math.floor(visible * self.fraction + 1e-9))  # as hashtrain.target.top_count
         return min(visible, count if self.max_tokens is None else min(count, self.max_tokens))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def _is_int(value: object) -> bool:

@@ -36,7 +36,7 @@ class Encoder:
     def __init__(self, encode: Encode):
         self._encode = encode
         self._layers = WeakSet[CacheLayerMixin]()
-        self.number = enrol(self)
+        self.number: int = enrol(self)
 
     def __call__(self, keys: Tensor) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
@@ -106,7 +106,10 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
     The keys of single steps are hashed when their codes are first asked for: steps that stay dense do without.
     """
 
-    plain = DynamicLayer
+    plain: type[CacheLayerMixin] = DynamicLayer
+    keys: Tensor | None
+    values: Tensor | None
+    means: RunningMeans
     on_host = False
     """Whether keys and values live in host memory, whatever the device of the model."""
 
@@ -197,7 +200,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
 class CodedStaticLayer(_Coded, StaticLayer):
     """A `StaticLayer` with a static buffer of codes, so that a compiled step appends to it in place."""
 
-    plain = StaticLayer
+    plain: type[CacheLayerMixin] = StaticLayer
 
     def begin(self) -> None:
         self.codes: Tensor | None = None
@@ -265,6 +268,8 @@ class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
 
     Its means are those of keys and values as attention first saw them.
     """
+
+    means: RunningMeans
 
     def begin(self) -> None:
         self.means = RunningMeans()

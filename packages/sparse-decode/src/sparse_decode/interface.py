@@ -44,7 +44,8 @@ class Call:
     __slots__ = ("cache", "plan")
 
     def __init__(self, plan: LayerPlan, cache: CacheLayerMixin | None):
-        self.plan, self.cache = plan, cache
+        self.plan: LayerPlan = plan
+        self.cache: CacheLayerMixin | None = cache
 
     def codes(self, k: Tensor) -> Tensor | None:
         """Return the codes of the cached keys k [B, Hkv, N, D]: carried by the cache, or hashed now without one."""

@@ -1,9 +1,15 @@
 """The selector that knows the exact attention: the bound of every other selector."""
 
+# Some methods of torch have no types.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
+
+from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode.compiled import run
@@ -32,7 +38,7 @@ class OracleSelector(NoCodes):
         if rows.sinks is not None:  # a head's sink takes part of its probability, the same for every token
             p *= (logits.logsumexp(-1, keepdim=True) - rows.sinks.float()[:, None, None]).sigmoid()
         if not self.per_query_head:
-            p = p.unflatten(1, (hkv, hq // hkv)).sum(2)
+            p = cast(Tensor, p.unflatten(1, (hkv, hq // hkv))).sum(2)
         if rows.visible is not None:
             p = p.masked_fill_(~rows.visible, -1.0)  # an unseen token loses even to a seen one whose p rounds to 0
         return best_floats(p, rows.counts[:, None].expand(p.shape[:-1]))
@@ -55,7 +61,9 @@ def best_floats(values: Tensor, counts: Tensor) -> Tensor:
     return torch.from_numpy(out).view(*values.shape[:-1], width)
 
 
-def _best_rows(first, last, values, counts, out):  # pragma: no cover - compiled
+def _best_rows(
+    first: int, last: int, values: NDArray[np.float32], counts: NDArray[np.int64], out: NDArray[np.int64]
+) -> None:  # pragma: no cover - compiled
     n = values.shape[1]
     for i in range(first, last):
         row, k = values[i], counts[i]

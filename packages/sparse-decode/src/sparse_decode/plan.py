@@ -116,13 +116,16 @@ class LayerPlan:
         remainder: Tensor | None = None,
         kernel: Kernel = "gather",
     ):
-        self.layer, self.selector, self.budget, self.rule = layer, selector, budget, rule
+        self.layer: int = layer
+        self.selector: Selector = selector
+        self.budget: Budget = budget
+        self.rule: RowRule = rule
         self.kernel: Kernel = kernel
         self._own = selector if isinstance(selector, AttendingSelector) else None
         self.remainder = remainder
-        self.encoder = Encoder(lambda k: selector.encode_keys(layer, k))
-        self.tally = torch.zeros(2, dtype=torch.int64)
-        self.number = enrol(self)
+        self.encoder: Encoder = Encoder(lambda k: selector.encode_keys(layer, k))
+        self.tally: Tensor = torch.zeros(2, dtype=torch.int64)
+        self.number: int = enrol(self)
         self._lock = Lock()
         self._selected = self._visible = 0
 

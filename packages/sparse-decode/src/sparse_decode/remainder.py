@@ -26,7 +26,7 @@ class RunningMeans:
         self._forget()
 
     def _forget(self) -> None:
-        self.length = 0
+        self.length: int = 0
         """Tokens summed so far, padding included."""
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
@@ -109,7 +109,8 @@ class RunningMeans:
 
     def _note(self, seen: Tensor | None, length: int) -> None:
         """Remember of which tokens the sums now are."""
-        self.length, self._seen = length, None if seen is None else seen[:, :length]
+        self.length = length
+        self._seen = None if seen is None else seen[:, :length]
 
     def _same(self, seen: Tensor | None, batch: int) -> bool:
         """Say whether the tokens summed so far are those that are visible now."""
@@ -132,7 +133,7 @@ class StaticMeans:
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
-        self.tensors = list(tensors)
+        self.tensors: list[Tensor] = list(tensors)
 
     @classmethod
     def empty(cls, keys: Tensor, values: Tensor) -> StaticMeans:

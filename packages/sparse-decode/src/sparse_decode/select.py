@@ -168,7 +168,9 @@ class PerHead:
     per_query_head = False
 
     def __init__(self, hasher: Hasher):
-        self.hasher, self._placed, self._few = hasher, PlacedHasher(hasher), FewTokens()
+        self.hasher: Hasher = hasher
+        self._placed = PlacedHasher(hasher)
+        self._few = FewTokens()
 
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""

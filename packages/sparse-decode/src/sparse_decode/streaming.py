@@ -1,10 +1,13 @@
 """One generation, streamed and measured: what the command line does."""
 
+# Configs of transformers, and some methods of torch, have no types.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 from hashtrain import Hasher
@@ -114,7 +117,8 @@ def warm_up(model: PreTrainedModel, ids: Tensor) -> None:
 def _run(model: PreTrainedModel, ids: Tensor, tokens: int, streamer: TimedStreamer | None) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "past_key_values": cache, "do_sample": False}
-    end = model.generation_config.eos_token_id
+    generation: Any = model.generation_config
+    end: int | list[int] | None = generation.eos_token_id
     padding = end[0] if isinstance(end, list) else end
     model.generate(ids, max_new_tokens=tokens, streamer=streamer, pad_token_id=padding, **options)  # pyright: ignore[reportCallIssue]
     return cache
@@ -151,7 +155,7 @@ def _tokens(command: GenerateCommand, text: str, model: PreTrainedModel, tokeniz
     assert isinstance(ids, Tensor)
     if command.max_prompt_tokens is not None:
         ids = ids[:, -command.max_prompt_tokens :]
-    room = getattr(model.get_decoder().config, "max_position_embeddings", None)
+    room = getattr(cast(Any, model.get_decoder().config), "max_position_embeddings", None)
     if room is not None and ids.shape[1] + command.max_new_tokens > room:
         fitting = room - command.max_new_tokens
         remedy = f"give --max-prompt-tokens {fitting}" if fitting > 0 else "give fewer --max-new-tokens"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -27,7 +27,19 @@ TokenRequest = tuple[Any, list[int], list[int]]
 """What the harness asks for: its own key, the context's tokens, the continuation's."""
 
 
-_HFLM: Any = HFLM  # the harness's decorator is untyped: a type checker sees the abstract `LM` in its place
+if TYPE_CHECKING:
+
+    class _HFLM:
+        """What is used here of the harness's class, in whose place its untyped decorator shows the abstract `LM`."""
+
+        def __init__(self, **settings: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+        def _loglikelihood_tokens(self, *arguments: Any, **settings: Any) -> Any: ...
+        def _model_generate(self, *arguments: Any, **settings: Any) -> Any: ...
+        def tok_batch_encode(self, *arguments: Any, **settings: Any) -> Any: ...
+
+else:
+    _HFLM = HFLM
 
 
 class SparseLM(_HFLM):
@@ -60,9 +72,12 @@ class SparseLM(_HFLM):
     ):
         with _silent(logging.getLogger(HFLM.__module__)):  # it warns that the model is loaded already
             super().__init__(pretrained=model, tokenizer=cast(Any, tokenizer), backend="causal", batch_size=batch_size)
-        self.method, self.budget, self.dense_layers = method, budget, dense_layers
+        self.method: LoadedMethod = method
+        self.budget: Budget = budget
+        self.dense_layers: int = dense_layers
         self.sparse_rows, self.truncation_side = sparse_rows, truncation_side
-        self.selected = self.visible = 0
+        self.selected: int = 0
+        self.visible: int = 0
 
     @property
     def density(self) -> float:

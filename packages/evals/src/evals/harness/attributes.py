@@ -58,6 +58,11 @@ def lines_of(file: str) -> str:
     return "".join(json.dumps(item(draw, methods)) + "\n" for _ in range(count))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write every file of the example."""
     for file in FILES:
         write_text(FOLDER / file, lines_of(file))
+
+
+if __name__ == "__main__":
+    main()

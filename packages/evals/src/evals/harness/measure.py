@@ -62,7 +62,7 @@ def measure(
             )
             document.task.set_fewshot_seed(command.seed)  # the same worked examples whatever was run before
             tasks: Any = {"tasks": {document.name: document.task}, "groups": {}, "group_map": {}}
-            output = cast(Any, evaluate(lm, tasks, limit=command.limit, bootstrap_iters=_RESAMPLES))
+            output = cast(Any, evaluate(cast(Any, lm), tasks, limit=command.limit, bootstrap_iters=_RESAMPLES))
         if output is None:
             raise ValueError("lm-evaluation-harness returned nothing: expected a single process, not one of several")
         items = output["samples"][document.name]

@@ -80,7 +80,7 @@ ITEMS = (
             "MagicPIG's first 1,024 rows are dense, as in the paper, and count in its density. Where it draws nothing "
             "the paper reports NaN; here such a row attends to its own token, and `empty` in rows.json says how often.",
             "MagicPIG takes its own number of tokens: the last tables give ours as many on each context.",
-            "`magicpig` is the Spotlight paper's setting, 100 tables of 15 bits; `magicpig-10x150` its authors' default.",
+            "`magicpig` is the Spotlight paper's setting, 100 tables of 15 bits; `magicpig-10x150` its authors' own.",
         ),
         _numbers(
             "perplexity of LLaMA3-8B",

@@ -51,6 +51,15 @@ class MagicPigSelector(NoCodes):
             local one either. They attend to their own token, where the rival divides zero by zero.
     """
 
+    bits: int
+    tables: int
+    sink: int
+    local: int
+    prefill: int
+    seed: int
+    sampled: int
+    empty: int
+
     def __init__(
         self, bits: int = 15, tables: int = 100, sink: int = 4, local: int = 64, prefill: int = 1024, seed: int = 0
     ):

@@ -30,6 +30,11 @@ class QuestSelector(NoCodes):
         min_pages: the fewest pages of a sparse row.
     """
 
+    per_query_head: bool
+    page: int
+    dense_rows: int
+    min_pages: int
+
     def __init__(self, per_query_head: bool = False, page: int = 16, dense_rows: int = 128, min_pages: int = 3):
         if page < 1 or dense_rows < 0 or min_pages < 1:
             raise ValueError(

@@ -68,7 +68,7 @@ class CompiledSteps:
         if selector is not None:
             self.attachment = attach(self._model, selector, budget, dense_layers=dense_layers)
         self._n = filled.get_seq_length()
-        self.cache = static_copy(model, filled, self._n + room)
+        self.cache: StaticCache = static_copy(model, filled, self._n + room)
         if self.attachment is not None:
             self.attachment.prepare(self.cache)
         self._call = self._model.get_compiled_call(CompileConfig(fullgraph=True, backend=BACKEND))

@@ -20,8 +20,12 @@ LANES = 64  # scores compared at once: their mask is one 64-bit word
 KEYS = 32  # keys scored at once: their two words each fill eight AVX-512 registers
 AHEAD = 8192  # bytes: the memory of the next two pages is asked for while this page is scored
 
-WORD, HALF, SHORT, BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
-WORDS, SCORES = ir.VectorType(WORD, 8), ir.VectorType(SHORT, LANES // 2)
+WORD: Any = ir.IntType(64)
+HALF: Any = ir.IntType(32)
+SHORT: Any = ir.IntType(16)
+BYTE: Any = ir.IntType(8)
+WORDS: Any = ir.VectorType(WORD, 8)
+SCORES: Any = ir.VectorType(SHORT, LANES // 2)
 POSITION = types.int64
 
 
@@ -183,7 +187,7 @@ def stay_a_function(typing_context: Any):
 
 
 @numba.njit
-def memory(address, size, like):
+def memory(address: Any, size: Any, like: Any) -> Any:
     """View size items of memory at an address as an array of the dtype of like."""
     # numba is untyped: it passes the context itself
     return numba.carray(_pointer(address), (size,), like.dtype)  # pyright: ignore[reportCallIssue, reportPrivateImportUsage]

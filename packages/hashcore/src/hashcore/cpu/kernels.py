@@ -7,9 +7,13 @@ files and changes with them.
 
 # numba is untyped, and its decorators change what a function takes.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
+
+from typing import Any
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
 from hashcore.cpu import plan
 from hashcore.cpu.intrinsics import (
@@ -27,7 +31,7 @@ from hashcore.cpu.intrinsics import (
     word_at,
 )
 
-FROM_OTHERS = "88b365b01c983b53"
+FROM_OTHERS = "c576361da8783c30"
 CHUNK, BLOCK, MORE = plan.CHUNK, plan.BLOCK, plan.MORE
 N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS = plan.HEADER
 QUERY, KEYS_AT, OUT, K, LOW, HIGH = plan.COLUMNS
@@ -39,7 +43,9 @@ AT, FROM, TO, WANTED, FLOOR, KEPT = range(6)  # what a search knows of a row: it
 # Constants are passed on as np.int64(...): numba compiles a function once more for every literal it is called with.
 
 
-def score_tasks(first, last, header, rows, query, keys, out):
+def score_tasks(
+    first: int, last: int, header: NDArray[np.int64], rows: NDArray[np.int64], query: int, keys: int, out: int
+) -> int:
     """Score tasks [first, last), each BLOCK rows x CHUNK keys, to rows of int32.
 
     header and rows are a plan's; query, keys and out are the addresses that the offsets in it count from.
@@ -74,7 +80,16 @@ def score_tasks(first, last, header, rows, query, keys, out):
     return 0
 
 
-def topk_tasks(first, last, scores, k, low, high, values, indices):
+def topk_tasks(
+    first: int,
+    last: int,
+    scores: NDArray[np.int64],
+    k: NDArray[np.int64],
+    low: NDArray[np.int64],
+    high: NDArray[np.int64],
+    values: NDArray[Any],
+    indices: NDArray[np.int64],
+) -> int:
     """Select from rows [first, last) at addresses scores; return a row whose scores lie too far apart, or -1."""
     histogram = np.empty(4 * LEVEL, np.int32)
     for row in range(first, last):
@@ -99,7 +114,16 @@ def topk_tasks(first, last, scores, k, low, high, values, indices):
     return -1
 
 
-def search_tasks(first, last, header, rows, query, keys, scores, indices):
+def search_tasks(
+    first: int,
+    last: int,
+    header: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    query: int,
+    keys: int,
+    scores: int,
+    indices: int,
+) -> int:
     """Select from tasks [first, last), each a block of rows x a part of the keys.
 
     header and rows are a plan's; query and keys are the addresses that the offsets in it count from. Row r sees keys
@@ -137,7 +161,17 @@ def search_tasks(first, last, header, rows, query, keys, scores, indices):
     return 0
 
 
-def merge_tasks(first, last, part_scores, part_indices, k, top, best, scores, indices):
+def merge_tasks(
+    first: int,
+    last: int,
+    part_scores: NDArray[np.int32],
+    part_indices: NDArray[np.int64],
+    k: NDArray[np.int64],
+    top: int,
+    best: int,
+    scores: NDArray[np.int32],
+    indices: NDArray[np.int64],
+) -> int:
     """Select, for rows [first, last), the best k[row] of what search_tasks found in every part."""
     parts, _, width = part_scores.shape
     histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)

@@ -38,7 +38,10 @@ def kept(make: Callable[Arguments, Plan]) -> Callable[Arguments, Plan]:
     return get
 
 
-comparison = functools.lru_cache(PLANS)(validation.comparison)
+@functools.lru_cache(PLANS)
+def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> Comparison:
+    """Check what is compared (validation.comparison)."""
+    return validation.comparison(query, keys, weights)
 
 
 @kept

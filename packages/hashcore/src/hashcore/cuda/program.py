@@ -1,6 +1,7 @@
 """Kernel sources to cubins: NVRTC through cuda-core, kept on disk."""
 
 import functools
+import importlib
 import io
 import logging
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from hashcore.cuda.cache import cache_folder
 from hashcore.cuda.source import HASHCORE_KERNELS, Macros, read_source
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 CACHE_BYTES = 256 << 20
 
 
@@ -32,7 +33,7 @@ class Program:
 
     def __init__(self, name: str, macros: Macros | None = None, folder: Path = HASHCORE_KERNELS):
         self.name = name
-        self.macros = tuple(sorted((key, str(value)) for key, value in (macros or {}).items()))
+        self.macros: tuple[tuple[str, str], ...] = tuple(sorted((k, str(value)) for k, value in (macros or {}).items()))
         self.folder = folder
 
     def __eq__(self, other: object) -> bool:
@@ -55,15 +56,14 @@ class Program:
 
         Raises: CompileError.
         """
-        from cuda.core.utils import FileStreamProgramCache  # pyright: ignore[reportMissingImports] in cu12 or cu13
-
-        key = self.cache_key(arch)
+        key, cuda_core = self.cache_key(arch), _cuda_core("cuda.core.utils")
         try:
-            with FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=CACHE_BYTES) as cache:
-                code = cache.get(key)
-                if code is None:
-                    code, _ = self.compile(arch)
-                    cache[key] = code
+            with cuda_core.FileStreamProgramCache(cache_folder() / "cubin", max_size_bytes=CACHE_BYTES) as cache:
+                found: bytes | None = cache.get(key)
+                if found is not None:
+                    return found
+                code, _ = self.compile(arch)
+                cache[key] = code
                 return code
         except OSError as error:
             _report_cache(str(error))
@@ -71,9 +71,7 @@ class Program:
 
     def cache_key(self, arch: str) -> bytes:
         """Return what the cubin is filed under."""
-        from cuda.core.utils import make_program_cache_key  # pyright: ignore[reportMissingImports] in cu12 or cu13
-
-        return make_program_cache_key(
+        return _cuda_core("cuda.core.utils").make_program_cache_key(
             code=self.source(), code_type="c++", options=self._options(arch, ()), target_type="cubin"
         )
 
@@ -84,11 +82,9 @@ class Program:
             ptxas: options of the assembler, such as -v.
         Raises: CompileError.
         """
-        from cuda.core import Program as Compiler  # pyright: ignore[reportAttributeAccessIssue] in cu12 or cu13
-
-        log = io.StringIO()
+        compiler, log = _cuda_core("cuda.core").Program, io.StringIO()
         try:
-            compiled = Compiler(self.source(), "c++", options=self._options(arch, ptxas)).compile("cubin", logs=log)
+            compiled = compiler(self.source(), "c++", options=self._options(arch, ptxas)).compile("cubin", logs=log)
         except Exception as error:  # cuda-core's own class for this has no public name
             if type(error).__name__ != "NVRTCError":
                 raise
@@ -100,15 +96,18 @@ class Program:
         return read_source(self.folder, self.name)
 
     def _options(self, arch: str, ptxas: Sequence[str]) -> Any:
-        from cuda.core import ProgramOptions  # pyright: ignore[reportAttributeAccessIssue] in cu12 or cu13
-
-        return ProgramOptions(
+        return _cuda_core("cuda.core").ProgramOptions(
             name=self.name,
             arch=arch,
             std="c++17",
             define_macro=list(self.macros) or None,
             ptxas_options=list(ptxas) or None,
         )
+
+
+def _cuda_core(module: str) -> Any:
+    """Import a module of cuda-core, which comes with the extras cu12 and cu13 and without types."""
+    return importlib.import_module(module)
 
 
 @functools.cache

@@ -101,7 +101,8 @@ class Bounds(NamedTuple):
     def window(self, lead: Sequence[int], n: int) -> tuple[Window, list[torch.Tensor]]:
         """Return the argument of the kernels, and the tensors that it points at."""
         kept: list[torch.Tensor] = []
-        addresses, values = [], []
+        addresses: list[int | None] = []
+        values: list[int] = []
         for bound, default in ((self.lengths, n), (self.starts, 0)):
             if isinstance(bound, torch.Tensor):
                 kept.append(bound.to(torch.int32).expand(lead).contiguous())

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,8 +134,9 @@ def _value(argument: Any) -> Any:
     if isinstance(argument, np.ndarray):
         return ctypes.c_void_p(argument.ctypes.data)
     if isinstance(argument, np.generic):
-        dtype: np.dtype[Any] = argument.dtype
-        return np.ctypeslib.as_ctypes_type(dtype)(argument.item())
+        number = cast(Any, argument)
+        dtype: np.dtype[Any] = number.dtype
+        return np.ctypeslib.as_ctypes_type(dtype)(number.item())
     ctypes.sizeof(argument)  # anything else must be of ctypes, and this says so
     return argument
 

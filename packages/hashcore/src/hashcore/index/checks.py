@@ -10,7 +10,7 @@ from hashcore import validation
 
 ENCODERS = ("rotation", "sign")
 METRICS = ("dot", "cosine")
-KEPT = {None: None, "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
+KEPT: dict[str | None, np.dtype[Any] | None] = {None: None, "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
 LARGEST_DIM = LARGEST_BITS = 2**20
 LARGEST_ID = 2**63 - 2  # so that the id after it still fits int64
 

@@ -1,9 +1,13 @@
 """What every variant's layer is: its calls, and how it is drawn."""
 
+# Some methods of torch have no types.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 import hashcore
 import torch
@@ -28,9 +32,10 @@ def rotation(head_dim: int, bits: int, generator: Draw) -> Tensor:
     """
     if generator is None:
         return torch.empty(head_dim, bits)
-    blocks = []
+    blocks: list[Tensor] = []
     for _ in range(math.ceil(bits / head_dim)):
-        q, r = torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator))
+        drawn = torch.randn(head_dim, head_dim, generator=generator)
+        q, r = cast("tuple[Tensor, Tensor]", torch.linalg.qr(drawn))
         q = q * r.diagonal().sign()  # makes the draw uniform over O(d)
         if torch.linalg.det(q) < 0:
             q[:, 0] = -q[:, 0]
@@ -57,9 +62,12 @@ class LayerHasher(nn.Module):
     def __init__(self, config: HasherConfig):
         super().__init__()
         shape = config.shape
-        self.hq, self.hkv, self.d, self.bits = shape.num_query_heads, shape.num_kv_heads, shape.head_dim, config.bits
-        self.group = shape.group
-        self.sign = estimator(config.estimator or self.estimator)
+        self.hq: int = shape.num_query_heads
+        self.hkv: int = shape.num_kv_heads
+        self.d: int = shape.head_dim
+        self.bits: int = config.bits
+        self.group: int = shape.group
+        self.sign: Callable[[Tensor], Tensor] = estimator(config.estimator or self.estimator)
         self.register_buffer("remainder", torch.zeros(self.hq, REMAINDER_TERMS))
 
     @property
@@ -77,7 +85,7 @@ class LayerHasher(nn.Module):
 
     def by_group(self, x: Tensor) -> Tensor:
         """View [B, Hq, T, ...] as [B, Hkv, G, T, ...]."""
-        return x.unflatten(1, (self.hkv, self.group))
+        return cast(Tensor, x.unflatten(1, (self.hkv, self.group)))
 
     @classmethod
     def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:

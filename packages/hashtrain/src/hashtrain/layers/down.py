@@ -22,8 +22,8 @@ class DownProjection(LayerHasher):
         super().__init__(config)
         size = down_size(config)
         r = torch.stack([rotation(self.d, size, generator) for _ in range(self.hkv)])
-        self.key = nn.Parameter(r.clone())
-        self.query = nn.Parameter(r.repeat_interleave(self.group, 0))
+        self.key: nn.Parameter = nn.Parameter(r.clone())
+        self.query: nn.Parameter = nn.Parameter(r.repeat_interleave(self.group, 0))
 
     @classmethod
     def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:

@@ -24,11 +24,11 @@ class SkipMlp(nn.Module):
     def __init__(self, start: Tensor, hidden: int, generator: Draw):
         super().__init__()
         heads, d, out = start.shape
-        self.r = nn.Parameter(start.clone())
-        self.w1 = nn.Parameter(normal((heads, d, hidden), generator) / math.sqrt(d))
-        self.b1 = nn.Parameter(torch.zeros(heads, 1, hidden))
-        self.w2 = nn.Parameter(normal((heads, hidden, out), generator) * 0.01)
-        self.b2 = nn.Parameter(torch.zeros(heads, 1, out))
+        self.r: nn.Parameter = nn.Parameter(start.clone())
+        self.w1: nn.Parameter = nn.Parameter(normal((heads, d, hidden), generator) / math.sqrt(d))
+        self.b1: nn.Parameter = nn.Parameter(torch.zeros(heads, 1, hidden))
+        self.w2: nn.Parameter = nn.Parameter(normal((heads, hidden, out), generator) * 0.01)
+        self.b2: nn.Parameter = nn.Parameter(torch.zeros(heads, 1, out))
 
     @staticmethod
     def shapes(prefix: str, heads: int, d: int, hidden: int, out: int) -> Sizes:

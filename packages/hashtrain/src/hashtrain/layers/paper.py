@@ -25,13 +25,13 @@ class Paper(LayerHasher):
     def __init__(self, config: HasherConfig, generator: Draw):
         super().__init__(config)
         h, d, hidden, bits = self.hq, self.d, config.hidden, self.bits
-        self.residual = config.residual
+        self.residual: bool = config.residual
         if self.residual:
             self._start_small(config, generator)
             return
-        self.w1 = nn.Parameter(uniform((h, d, hidden), d, generator))
-        self.b1 = nn.Parameter(uniform((h, 1, hidden), d, generator))
-        self.w2 = nn.Parameter(uniform((h, hidden, bits), hidden, generator))
+        self.w1: nn.Parameter = nn.Parameter(uniform((h, d, hidden), d, generator))
+        self.b1: nn.Parameter = nn.Parameter(uniform((h, 1, hidden), d, generator))
+        self.w2: nn.Parameter = nn.Parameter(uniform((h, hidden, bits), hidden, generator))
         if config.init == "rotation" and generator is not None:
             self._start_as_rotation(generator)
 

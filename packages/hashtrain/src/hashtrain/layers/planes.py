@@ -17,10 +17,12 @@ class Planes(LayerHasher):
 
     def __init__(self, config: HasherConfig, generator: Draw):
         super().__init__(config)
-        self.planes = config.planes
+        self.planes: int = config.planes
         r = torch.stack([rotation(self.d, self.bits, generator) for _ in range(self.hkv)])
-        self.key = SkipMlp(_start(r, config, generator), config.hidden, generator)
-        self.query = SkipMlp(_start(r.repeat_interleave(self.group, 0), config, generator), config.hidden, generator)
+        self.key: SkipMlp = SkipMlp(_start(r, config, generator), config.hidden, generator)
+        self.query: SkipMlp = SkipMlp(
+            _start(r.repeat_interleave(self.group, 0), config, generator), config.hidden, generator
+        )
 
     @classmethod
     def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:

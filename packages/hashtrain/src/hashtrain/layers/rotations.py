@@ -44,7 +44,7 @@ class Linear(Lsh):
     estimator = "softsign"  # as in the paper
 
     def _keep(self, rotations: Tensor) -> None:
-        self.rotation = nn.Parameter(rotations)
+        self.rotation: Tensor = nn.Parameter(rotations)
 
     def soft_queries(self, q: Tensor) -> Tensor:
         return self.sign(self.by_group(q.float()) @ self.rotation[:, None]).mean(2)

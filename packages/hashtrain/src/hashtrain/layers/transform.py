@@ -46,11 +46,11 @@ class Transform(LayerHasher):
 
     def __init__(self, config: HasherConfig, generator: Draw):
         super().__init__(config)
-        self.planes = config.planes
+        self.planes: int = config.planes
         coordinates = _coordinates(config)
         r = torch.stack([rotation(self.d, coordinates, generator) for _ in range(self.hkv)])
-        self.key = SkipMlp(r, config.hidden, generator)
-        self.query = SkipMlp(r.repeat_interleave(self.group, 0), config.hidden, generator)
+        self.key: SkipMlp = SkipMlp(r, config.hidden, generator)
+        self.query: SkipMlp = SkipMlp(r.repeat_interleave(self.group, 0), config.hidden, generator)
         shared = transform_coding.even(coordinates, self.bits)
         self.register_buffer("digits", shared.repeat(self.hkv, 1))
         for name in Layout._fields:

@@ -1,0 +1,223 @@
+"""The gathered attention on the CPU, in numba: what `attend` runs for each (batch row, index set, query row).
+
+The equations and the layouts are attend's.
+"""
+
+# numba is untyped.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_decode.intrinsics import pointer, prefetch
+
+INTRINSICS = "1efc3312c11c735c"  # the digest of intrinsics.py: the compiler's cache looks at a kernel's own file only
+TILE = 4
+"""Tokens whose dot products run side by side."""
+AHEAD = 8
+"""Tokens whose rows are on their way from memory: rows of a selection lie far apart, and no processor guesses them."""
+LEAST = np.float32(-127 * math.log(2))
+"""Its exponential has the exponent bits of 0."""
+
+
+@numba.njit(inline="always")
+def _widen(row, kind, bits, floats):  # pragma: no cover - compiled
+    """Write one row as float32; `bits` and `floats` are the same memory."""
+    if kind == 0:
+        for i in range(len(row)):
+            bits[i] = row[i]
+    elif kind == 1:  # bfloat16 is the upper half of a float32
+        for i in range(len(row)):
+            bits[i] = np.uint32(row[i]) << np.uint32(16)
+    else:  # float16: move sign, exponent and mantissa; 2^112 corrects the exponent, subnormals included
+        for i in range(len(row)):
+            h = np.uint32(row[i])
+            bits[i] = ((h & np.uint32(0x8000)) << np.uint32(16)) | ((h & np.uint32(0x7FFF)) << np.uint32(13))
+        for i in range(len(row)):
+            floats[i] *= np.float32(2.0**112)
+        for i in range(len(row)):
+            if np.uint32(row[i]) & np.uint32(0x7C00) == np.uint32(0x7C00):  # infinity and NaN
+                bits[i] |= np.uint32(0x7F800000)
+
+
+@numba.njit(inline="always")
+def _fetch(line, at, count):  # pragma: no cover - compiled
+    """Ask for the cache lines of a row, one for each 64 bytes."""
+    step = 64 // line.itemsize
+    for i in range(at, at + count, step):
+        prefetch(line, i)
+
+
+@numba.njit(inline="always")
+def _read_tile(x, base, stride, tokens, j, count, kind, bits, floats):  # pragma: no cover - compiled
+    """Write rows tokens[j : j + TILE] as float32, zeros behind the last; ask for those that come AHEAD tokens later."""
+    for t in range(TILE):
+        if j + t + AHEAD < len(tokens):
+            _fetch(x, base + tokens[j + t + AHEAD] * stride, count)
+        if j + t < len(tokens):
+            at = base + tokens[j + t] * stride
+            _widen(x[at : at + count], kind, bits[t], floats[t])
+        else:
+            bits[t, :count] = 0
+
+
+# NaN and infinity keep their meaning: only the order of sums is free, so that they vectorise.
+@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+def _exp(x, top, out, bits):  # pragma: no cover - compiled
+    """Write exp(x - top), x - top <= 0, to a relative error of 2e-7; `out` and `bits` share memory.
+
+    exp(y) = 2^n exp(r), n = round(y / log 2): a polynomial of degree 7 and n added to the exponent. libm takes one
+    number at a time, six times as long. NaN stays NaN; what float32 holds only as a subnormal becomes 0.
+    """
+    for i in range(len(x)):
+        y = x[i] - top
+        y = LEAST if y < LEAST else y
+        n = np.floor(y * np.float32(1.44269504) + np.float32(0.5))
+        r = y - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+        p = np.float32(1.0 / 5040)
+        p = p * r + np.float32(1.0 / 720)
+        p = p * r + np.float32(1.0 / 120)
+        p = p * r + np.float32(1.0 / 24)
+        p = p * r + np.float32(1.0 / 6)
+        p = p * r + np.float32(0.5)
+        p = p * r + np.float32(1)
+        p = p * r + np.float32(1)
+        x[i] = p
+        bits[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
+    for i in range(len(x)):
+        out[i] *= x[i]
+
+
+@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+def _task(
+    task, q, k, k_at, v, v_at, indices, out, facts, counts, scaling, softcap, sinks, kind,
+    coefficients, mean_keys, mean_values, visible,
+):  # pragma: no cover - compiled  # fmt: skip
+    sets, n_rows = indices.shape[1:3]
+    hq, dim, dim_v = q.shape[1], q.shape[3], out.shape[3]
+    heads = hq // sets  # query heads that share this index set
+    b, s, r = task // (sets * n_rows), task // n_rows % sets, task % n_rows
+    first = s * heads
+    kv = first // (hq // k_at[3])
+    chosen = indices[b, s, r]
+    tokens = chosen[chosen >= 0]
+    used = len(tokens)
+    if used == 0:
+        return
+    for j in range(used):
+        if tokens[j] >= k_at[4]:
+            counts[b, s, r] = -1
+            return
+    counts[b, s, r] = used
+    padded = (used + TILE - 1) // TILE * TILE
+    bits = np.empty((TILE, max(dim, dim_v)), dtype=np.uint32)
+    floats = bits.view(np.float32)
+    logits = np.empty((heads, padded), dtype=np.float32)
+
+    # 1. logits: TILE keys at once, so that a query is read once for all of them
+    base = b * k_at[0] + kv * k_at[1]
+    for j in range(min(AHEAD, used)):
+        _fetch(k, base + tokens[j] * k_at[2], dim)
+    for j in range(0, used, TILE):
+        _read_tile(k, base, k_at[2], tokens, j, dim, kind, bits, floats)
+        k0, k1, k2, k3 = floats[0, :dim], floats[1, :dim], floats[2, :dim], floats[3, :dim]
+        for g in range(heads):
+            query = q[b, first + g, r]
+            x0, x1, x2, x3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+            for i in range(dim):
+                x = query[i]
+                x0 += x * k0[i]
+                x1 += x * k1[i]
+                x2 += x * k2[i]
+                x3 += x * k3[i]
+            logits[g, j], logits[g, j + 1], logits[g, j + 2], logits[g, j + 3] = x0, x1, x2, x3
+
+    # 2. softmax
+    scratch = np.empty(used, dtype=np.int32)
+    for g in range(heads):
+        line = logits[g, :used]
+        total = np.float32(0)
+        for j in range(used):
+            line[j] *= scaling
+        if softcap > 0:
+            for j in range(used):
+                line[j] = softcap * np.float32(math.tanh(line[j] / softcap))
+        top = sinks[first + g]  # -inf without a learned sink
+        for j in range(used):
+            top = max(top, line[j])
+            total += line[j]
+        facts[0, b, r, first + g] = total / np.float32(used)
+        _exp(line, top, scratch.view(np.float32), scratch)
+        total = np.float32(0)
+        weights = scratch.view(np.float32)
+        for j in range(used):  # nothing is written here: a loop that writes runs in this order or in another, as the
+            total += weights[j]  # addresses of its arrays allow, and the sum would differ from thread to thread
+        total += np.float32(math.exp(sinks[first + g] - top))
+        facts[1, b, r, first + g] = top + np.float32(math.log(total))
+        for j in range(used):
+            line[j] = weights[j] / total
+        logits[g, used:] = 0
+
+    # 3. weighted sum of values
+    base = b * v_at[0] + kv * v_at[1]
+    for j in range(min(AHEAD, used)):
+        _fetch(v, base + tokens[j] * v_at[2], dim_v)
+    for j in range(0, used, TILE):
+        _read_tile(v, base, v_at[2], tokens, j, dim_v, kind, bits, floats)
+        v0, v1, v2, v3 = floats[0, :dim_v], floats[1, :dim_v], floats[2, :dim_v], floats[3, :dim_v]
+        for g in range(heads):
+            p0, p1, p2, p3 = logits[g, j], logits[g, j + 1], logits[g, j + 2], logits[g, j + 3]
+            line = out[b, r, first + g]
+            for i in range(dim_v):
+                line[i] += p0 * v0[i] + p1 * v1[i] + p2 * v2[i] + p3 * v3[i]
+
+    # 4. what was left out, as one token
+    rest = visible[b, r] - used if len(coefficients) else 0
+    if rest > 0:
+        sizes = np.float32(math.log(visible[b, r])), np.float32(math.log(used)), np.float32(math.log(rest))
+        for g in range(heads):
+            h = first + g
+            known = facts[0, b, r, h], facts[1, b, r, h]
+            share = _share(coefficients[h], known, q[b, h, r], mean_keys[b, kv, r], scaling, sizes)
+            line, mean = out[b, r, h], mean_values[b, kv, r]
+            for i in range(dim_v):
+                line[i] += share * (mean[i] - line[i])
+
+
+@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+def _share(c, known, query, mean_key, scaling, sizes):  # pragma: no cover - compiled
+    """Return the share of what was left out in the softmax (eq. 15 and 16), of selected weight exp(total)."""
+    (mean, total), (log_visible, log_used, log_rest) = known, sizes
+    product = np.float32(0)
+    for i in range(len(query)):
+        product += query[i] * mean_key[i]
+    typical = c[0] + c[1] * mean + c[2] * (product * scaling) + c[3] * log_visible + c[4] * log_used
+    weight = min(typical, total - log_used) + log_rest
+    return np.float32(1) / (np.float32(1) + np.float32(math.exp(total - weight)))
+
+
+def tasks(
+    first: int, last: int, q: NDArray[np.float32], k_address: int, k_reach: int, k_at: tuple[int, ...],
+    v_address: int, v_reach: int, v_at: tuple[int, ...], like: NDArray[Any], indices: NDArray[np.int64],
+    out: NDArray[np.float32], facts: NDArray[np.float32], counts: NDArray[np.int64], scaling: np.float32,
+    softcap: np.float32, sinks: NDArray[np.float32], kind: int, coefficients: NDArray[np.float32],
+    mean_keys: NDArray[np.float32], mean_values: NDArray[np.float32], visible: NDArray[np.int64],
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Attend for tasks [first, last): keys and values lie at addresses, k_reach and v_reach numbers of like's type.
+
+    k_at and v_at are strides of batch row, head and token, heads, tokens. counts gets the tokens used, -1 where an
+    index is beyond the last token.
+    """
+    k = numba.carray(pointer(k_address), k_reach, like.dtype)
+    v = numba.carray(pointer(v_address), v_reach, like.dtype)
+    for task in range(first, last):
+        _task(
+            task, q, k, k_at, v, v_at, indices, out, facts, counts, scaling, softcap, sinks, kind,
+            coefficients, mean_keys, mean_values, visible,
+        )  # fmt: skip
