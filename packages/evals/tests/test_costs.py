@@ -32,11 +32,16 @@ def test_kept_bytes_worked_out_by_hand():
     kept = kept_bytes(shape, 128)
     assert (shape.num_query_heads, shape.num_kv_heads, shape.head_dim) == (28, 4, 128)
     assert kv_bytes(shape) == 512
-    assert kept["planes"] == 16
-    assert kept["paper"] == 7 * 16  # 21.9 % of the key-value pair
-    assert kept["quest"] == 32
-    assert kept["magicpig"] == 187.5
-    assert kept["oracle"] == 0
+    one_a_kv_head = dict.fromkeys(("lsh", "linear", "group-xnor", "planes", "transform"), 16.0)
+    magicpig = {"magicpig": 100 * 15 / 8, "magicpig-bare": 100 * 15 / 8, "magicpig-10x150": 150 * 10 / 8}
+    assert kept == {
+        **{"oracle": 0, "recent": 0},
+        **one_a_kv_head,
+        "paper": 7 * 16,  # 21.9 % of the key-value pair
+        "down-proj": 128 / 16 * 2,
+        **{"quest": 2 * 128 * 2 / 16, "quest-heads": 2 * 128 * 2 / 16},
+        **magicpig,
+    }
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -68,6 +73,7 @@ def test_complexity_stores_all_steps_and_their_sum(tmp_path):
 
 def test_codesize_stores_every_method(tmp_path):
     found = codesize.run(CodesizeCommand(shape="demo", out=tmp_path / "run"), QUIET)
+    assert {row.method for row in found.rows} == kept_bytes(shape_of(load_config("demo")), 128).keys()
     assert found.one(method="planes", metric="share_of_kv").value == 16 / 256
     assert (tmp_path / "run" / "figure.png").read_bytes().startswith(b"\x89PNG")
 

@@ -8,9 +8,14 @@ add) as one. Each step reads what the one before wrote; the values gathered stay
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from hashtrain.config import ModelShape
+from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.config import VARIANTS
+
+from evals.methods import RIVAL_NAMES
+from evals.tuned import PUBLISHED
 
 _ELEMENT = 2  # bytes of a key, value or weight component
 _SCORE = 2
@@ -52,21 +57,27 @@ def dense_step(shape: ModelShape, n: int) -> Cost:
 def kept_bytes(shape: ModelShape, bits: int) -> dict[str, float]:
     """Count the bytes that each method keeps per token and KV head, beside keys and values.
 
-    Quest keeps a least and a greatest key for 16 tokens. MagicPIG keeps a bucket of 15 bits in each of 100 tables; the
-    tables' own pointers are not counted. `down-proj` is the paper's ablation: 8 bfloat16 numbers.
+    Hashers are asked; the rivals are with their published parameters.
+
+    Args:
+        bits: of a code; `paper` has one a query head.
     """
-    code = bits / 8
-    return {
-        "oracle": 0.0,
-        "recent": 0.0,
-        "lsh": code,
-        "planes": code,
-        "transform": code,
-        "paper": code * shape.group,
-        "down-proj": 16.0,
-        "quest": 2 * shape.head_dim * _ELEMENT / 16,
-        "magicpig": 15 * 100 / 8,
-    }
+    layer = replace(shape.at(0), num_layers=1)
+    hidden = 2 * layer.head_dim  # enough for every variant's start; it keeps nothing
+    codes = {v: Hasher(HasherConfig(v, layer, bits=bits, hidden=hidden), 0).layer(0).key_bits for v in VARIANTS}
+    rivals = {name: rival_bits(PUBLISHED[name][0], shape.head_dim) for name in RIVAL_NAMES}
+    return {name: found / 8 for name, found in {"oracle": 0, "recent": 0, **codes, **rivals}.items()}
+
+
+def rival_bits(parameters: Mapping[str, int], head_dim: int) -> int:
+    """Count the bits that a rival keeps per token and KV head.
+
+    Quest keeps a least and a greatest key of 16 bits a number for each page, MagicPIG a bucket of K bits in each of L
+    tables; the tables' own pointers are not counted.
+    """
+    if "page" in parameters:
+        return 2 * 8 * _ELEMENT * head_dim // parameters["page"]
+    return parameters["bits"] * parameters["tables"]
 
 
 def kv_bytes(shape: ModelShape) -> int:

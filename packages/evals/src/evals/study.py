@@ -115,7 +115,7 @@ class TuneCommand(TaskCommand):
     """MagicPIG: tables, L."""
     density: float | None = None
     """The most tokens that a setting may take, as a share of those its rows see; without it, as many as the published
-    setting takes."""
+    setting that takes most."""
     phase: Phase = "everywhere"
     """Which rows are sparse, as for `ppl`."""
     out: Path = Path("runs/tune")

@@ -1,8 +1,8 @@
 """Rivals tuned as ours are: a grid of their parameters on text that nothing is judged on, by mean KL from dense.
 
-1. Every setting of the grid is measured on every context, the published one among them.
-2. Of those that take no more tokens than the limit (the published setting's measured density by default), the one with
-   the least mean KL is chosen.
+1. Every setting of the grid is measured on every context, the published ones among them.
+2. Of those that take no more tokens than the limit (by default the measured density of the published setting that takes
+   most), the one with the least mean KL is chosen.
 3. The choice goes to tuned.json with the contexts' digests, so that no one judges it on them; the grid to the report.
 """
 
@@ -16,6 +16,7 @@ from hashtrain.corpus import python_sources
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from evals.costs import rival_bits
 from evals.documents import TokenDocument, load_documents
 from evals.metrics import Estimate, bootstrap
 from evals.result import Result, Row, write_json
@@ -39,8 +40,8 @@ class Setting(NamedTuple):
 
     @property
     def published(self) -> bool:
-        """Whether it is the paper's own."""
-        return dict(self.parameters) == PUBLISHED[self.name]
+        """Whether a paper has it."""
+        return dict(self.parameters) in PUBLISHED[self.name]
 
 
 def run(command: TuneCommand, console: Console) -> Result:
@@ -92,15 +93,14 @@ def run(command: TuneCommand, console: Console) -> Result:
 
 
 def grid(command: TuneCommand) -> list[Setting]:
-    """List every setting to measure: the command's grid, and the published one of each rival."""
+    """List every setting to measure: the command's grid, and the published ones of each rival."""
     found: list[Setting] = []
     for name in command.methods:
-        if "page" in PUBLISHED[name]:
+        if "page" in PUBLISHED[name][0]:
             points = [{"page": page} for page in command.pages]
         else:
             points = [{"bits": bits, "tables": tables} for bits in command.bits for tables in command.tables]
-        if PUBLISHED[name] not in points:
-            points.append(PUBLISHED[name])
+        points += [point for point in PUBLISHED[name] if point not in points]
         found += [Setting(name, point) for point in points]
     return found
 
@@ -116,11 +116,11 @@ def choose(
 
     Args:
         kl: of each document, by label; density: by label.
-        limit: None is the published setting's own density.
+        limit: None is the largest density of a published setting.
     Raises: ValueError if every setting takes more.
     """
     own = [setting for setting in settings if setting.name == name]
-    most = next(density[s.label] for s in own if s.published) if limit is None else limit
+    most = max(density[s.label] for s in own if s.published) if limit is None else limit
     able = [setting for setting in own if density[setting.label] <= most]
     if not able:
         least = min(density[setting.label] for setting in own)
@@ -128,14 +128,6 @@ def choose(
             f"no setting of {name} takes at most {most:g} of the tokens, the least was {least:.4g}; raise --density"
         )
     return min(able, key=lambda setting: sum(kl[setting.label]))
-
-
-def kept_bits(setting: Setting, head_dim: int) -> int:
-    """Count the bits that a rival keeps per token and KV head: two 16-bit keys a page, or K bits in L tables."""
-    parameters = setting.parameters
-    return (
-        2 * 16 * head_dim // parameters["page"] if "page" in parameters else parameters["bits"] * parameters["tables"]
-    )
 
 
 def _rows(
@@ -152,6 +144,6 @@ def _rows(
         label = setting.label
         at = {"budget": command.budgets[0], "rule": "visible", "density": density[label], "where": setting.name}
         yield row(label, "kl", *bootstrap([[value] for value in kl[label]], command.seed), **at)
-        facts = {"kept_bits": kept_bits(setting, head_dim), "published": setting.published}
+        facts = {"kept_bits": rival_bits(setting.parameters, head_dim), "published": setting.published}
         for name, value in {**facts, "chosen": chosen[setting.name] == setting}.items():
             yield row(label, name, Estimate(float(value), None, None), **at)
