@@ -357,6 +357,12 @@ def test_a_run_is_whole_and_a_second_one_computes_nothing(build, name, monkeypat
     assert benchmark.run(command, QUIET) == found
 
 
+def test_the_harness_runs_a_model_in_bfloat16(build):
+    found = benchmark.run(build("fewshot", dtype="bfloat16", methods=("planes",), limit=2), QUIET)
+    assert found.config["dtype"] == "bfloat16"
+    assert {row.method for row in found.rows} == {"dense", "planes"}
+
+
 def test_rows_follow_from_the_items(build):
     command = build("longbench", budgets=(1.0,))
     found = benchmark.run(command, QUIET)

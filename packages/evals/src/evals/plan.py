@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hashtrain.demo import demo_model_path
-from hashtrain.plan import DEMO
+from hashtrain.plan import DEMO, require_device_name
 from hashtrain.usage import UsageError
 
 from evals.methods import (
@@ -25,6 +25,7 @@ from evals.result import versions
 
 Rule = Literal["visible", "fixed"]
 Phase = Literal["everywhere", "decode"]
+Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,17 @@ class MethodsCommand:
     """The first layers, which stay dense."""
     seed: int = 0
     """Draws the order of documents, the exercises, the sampled rows and the bootstrap."""
+    device: str = "cpu"
+    """Where the model runs: cpu, cuda, cuda:N, or auto: CUDA if there is one. Stored with the run's environment, since
+    it is no part of the protocol."""
+    dtype: Dtype = "float32"
+    """Of the model's weights, and so of queries, keys and values; `auto` as they are stored."""
     out: Path = Path("runs/evals")
     """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
 
     def __post_init__(self) -> None:
         at_least(self, documents=1, dense_layers=0)
+        require_device_name(self.device)
         for name in ("methods", "budgets"):
             each_once(self, name)
         for budget in self.budgets:
@@ -77,7 +84,7 @@ class MethodsCommand:
 
     def settings(self, task: str) -> dict[str, Any]:
         """Return the settings that decide the numbers, as JSON values and with no path of the machine."""
-        given = {k: v for k, v in asdict(self).items() if k not in ("out", "hashers", "tuned")}
+        given = {k: v for k, v in asdict(self).items() if k not in ("out", "hashers", "tuned", "device")}
         given["model"] = self.model if self.model == DEMO else Path(self.model).name
         return {"task": task, **{k: _plain(v) for k, v in given.items()}, "versions": versions()}
 

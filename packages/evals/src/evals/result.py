@@ -19,7 +19,13 @@ from hashtrain.untrusted import one_line, read_json_object
 PACKAGES = ("hashcore", "hashtrain", "sparse-decode", "evals")
 
 
-_FORMER = {task: {"phase": "everywhere"} for task in ("ppl", "suggest")}
+_ON_MODELS = (
+    *("ppl", "iou", "output-error", "fidelity", "needle", "ruler-synthetic", "longbench", "ruler", "fewshot"),
+    *("cones", "codelength", "suggest", "tune"),
+)
+_FORMER = {task: {"dtype": "float32"} for task in _ON_MODELS}
+for _task in ("ppl", "suggest"):
+    _FORMER[_task]["phase"] = "everywhere"
 """By task, settings that older runs do not state, as those runs had them."""
 
 

@@ -29,7 +29,8 @@ class ScoreSelector(NoCodes):
     def select(self, rows: Rows) -> Tensor:
         """Choose the best `counts` visible tokens of each row, int64 [B, Hq or Hkv, Q, K]; see `Selector`."""
         with torch.no_grad():
-            scores = self.hasher.layer(rows.layer).scores(rows.q, rows.k, self.per_query_head)
+            own = self.hasher.layer(rows.layer).to(rows.q.device)
+            scores = own.scores(rows.q, rows.k, self.per_query_head)
         if rows.visible is not None:
             scores = scores.masked_fill(~rows.visible, -torch.inf)
         return best_floats(scores, rows.counts[:, None].expand(scores.shape[:-1]))

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hashtrain.plan import require_device_name
 from hashtrain.usage import UsageError
 
 from evals.plan import at_least, each_once, each_positive
@@ -45,7 +46,7 @@ class SpeedCommand:
     bandwidth: float | None = None
     """Memory bandwidth in GB/s for the roofline; measured without it."""
     device: str = "cpu"
-    """Where the model runs."""
+    """Where the model runs: cpu, cuda, cuda:N, or auto: CUDA if there is one."""
     seed: int = 0
     """Draws weights, caches and the bootstrap."""
     out: Path = Path("runs/speed")
@@ -53,6 +54,7 @@ class SpeedCommand:
 
     def __post_init__(self) -> None:
         at_least(self, bits=32, planes=1, hidden=1, repeats=1, steps=1, warmup=0)
+        require_device_name(self.device)
         each_positive(self, "contexts")
         if not 0 < self.budget <= 1:
             raise UsageError(f"--budget must be above 0 and at most 1, got {self.budget:g}; 0.02 selects 2 %")

@@ -55,7 +55,7 @@ def read_tuned(folder: Path, model_identity: str) -> Tuned:
     data = read_json(path, f"delete that folder and {remedy}")
     try:
         if data["model_identity"] != model_identity:
-            raise ValueError(f"{path} was tuned on another model; {remedy} --model FOLDER for this one")
+            raise ValueError(f"{path} was tuned on another model or --dtype; {remedy} and the same --model and --dtype")
         parameters, documents = data["parameters"], frozenset(data["documents"])
         for name, found in parameters.items():
             if name not in RIVAL_NAMES:

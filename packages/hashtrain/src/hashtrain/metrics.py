@@ -55,7 +55,7 @@ def best(scores: Tensor, unseen: Tensor, counts: Tensor) -> Tensor:
     if scores.is_floating_point():  # an ablation's: hashcore selects integers
         most = int(counts.max())
         chosen = scores.masked_fill(unseen, -torch.inf).topk(most, dim=-1).indices
-        return chosen.masked_fill(torch.arange(most) >= counts[:, None], -1)
+        return chosen.masked_fill(torch.arange(most, device=counts.device) >= counts[:, None], -1)
     counts = counts.expand(scores.shape[:-1]).contiguous()
     return hashcore.topk(scores.masked_fill(unseen, -1), counts)[1]
 
@@ -69,8 +69,9 @@ def quality(p: Tensor, selected: Tensor, counts: Tensor) -> Quality:
         counts: int64 [R], the budget of each row.
     """
     best = p.topk(int(counts.max()), dim=-1)
-    wanted = torch.arange(best.indices.shape[-1]) < counts[:, None]
-    target = torch.zeros(p.shape, dtype=torch.bool).scatter_(-1, best.indices, wanted.expand_as(best.indices))
+    wanted = torch.arange(best.indices.shape[-1], device=p.device) < counts[:, None]
+    target = torch.zeros(p.shape, dtype=torch.bool, device=p.device)
+    target = target.scatter_(-1, best.indices, wanted.expand_as(best.indices))
     used = selected >= 0
     safe = selected.clamp(min=0)
     hits = (target.gather(-1, safe) & used).sum(-1)

@@ -22,9 +22,10 @@ def load_model(
     Args:
         name: a local folder, or a hub id.
         dtype: of its weights; None keeps their own.
-        device, memory: keep at most so many GB of weights on the device; the other layers wait in host memory, or where
+        device: where it runs; None is the CPU.
+        memory: keep at most so many GB of weights on the device; the other layers wait in host memory, or where
             the device is the CPU in their files, and are brought in one at a time as they are run (accelerate's work).
-    Raises: ValueError if there is no loadable model of that name, or accelerate is missing.
+    Raises: ValueError if there is no loadable model of that name, it does not fit, or accelerate is missing.
     """
     placed = {} if memory is None else _placement(device or "cpu", memory)
     if ("/" in name or name.startswith(".")) and not _is_hub_id(name) and not Path(name).is_dir():
@@ -40,7 +41,13 @@ def load_model(
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         local = "" if Path(name).is_dir() else " (there is no folder of that name)"
         raise ValueError(f"cannot load the model {name}{local}: {first}") from error
-    return model.eval().requires_grad_(False), tokenizer
+    model = model.eval().requires_grad_(False)
+    if device is None or memory is not None:
+        return model, tokenizer
+    try:
+        return cast(Any, model).to(device), tokenizer
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{name} does not fit on {device}: {error}; use --device cpu") from error
 
 
 def device_of(model: PreTrainedModel) -> torch.device:

@@ -78,6 +78,12 @@ PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "lear
 """The paper's schedule, where it differs from the demo's; the optimiser is the same (`hashtrain.trainer`)."""
 
 
+def require_device_name(device: str) -> None:
+    """Raise UsageError if --device is no name that `hashtrain.distribute.device_for` knows."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {device}")
+
+
 @dataclass(frozen=True)
 class TrainCommand:
     """Train every layer's hashers, compare them on held-out text, and store them."""
@@ -144,8 +150,7 @@ class TrainCommand:
         for name in ("contexts", "held_out", "held_out_rows", "steps", "rows"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device}")
+        require_device_name(self.device)
         if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
             raise UsageError(f"--learning-rate must be above 0, got {self.learning_rate}")
         if self.backbone_memory is not None and not 0 < self.backbone_memory < float("inf"):

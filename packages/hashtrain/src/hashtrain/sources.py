@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,15 +60,8 @@ def loaded(
     Args:
         memory: see `load_model`.
     """
-    if memory is not None:
-        return load_model(path, torch.float32 if device == "cpu" else None, device, memory)
-    model, tokenizer = load_model(path)
-    if device == "cpu":
-        return model.float(), tokenizer  # many CPUs have no bfloat16 arithmetic and would take ten times as long
-    try:
-        return cast(Any, model).to(device), tokenizer
-    except torch.OutOfMemoryError as error:
-        raise ValueError(f"{path} does not fit on {device}: {error}; use --device cpu") from error
+    # Many CPUs have no bfloat16 arithmetic and would take ten times as long.
+    return load_model(path, torch.float32 if device == "cpu" else None, device, memory)
 
 
 def make_all(

@@ -42,7 +42,7 @@ def attention(q: Tensor, k: Tensor, positions: Tensor, scaling: float, heads: st
     # In place where it can be: fresh memory for every intermediate costs more than the arithmetic on it.
     logits = (q.float().reshape(batch, hkv, -1, q.shape[-1]) @ k.float().transpose(-1, -2)).mul_(scaling)
     logits = logits.view(batch, hkv, hq // hkv, rows, t)
-    unseen = torch.arange(t) > positions[:, None]
+    unseen = torch.arange(t, device=positions.device) > positions[:, None]
     p = logits.masked_fill_(unseen, -torch.inf).softmax(-1)
     p = p.sum(2) if heads == "kv" else p.flatten(1, 2)
     return p.masked_fill_(unseen, -1.0)

@@ -48,17 +48,18 @@ def best_floats(values: Tensor, counts: Tensor) -> Tensor:
     """Find the largest values of each row.
 
     Args:
-        values: float32 [..., N] on the CPU, without NaN.
+        values: float32 [..., N] without NaN; from another device they are brought to the CPU.
         counts: integers [...], how many of each row, at most N.
-    Returns: int64 [..., K], K the largest count: ascending indices, then -1; equal values go to the lowest index.
+    Returns: int64 [..., K] on the device of `values`, K the largest count: ascending indices, then -1; equal values go
+        to the lowest index.
     """
     n, width = values.shape[-1], int(counts.max()) if counts.numel() else 0
-    flat = values.reshape(-1, n).contiguous().numpy()
+    flat = values.reshape(-1, n).contiguous().cpu().numpy()
     out = np.full((flat.shape[0], width), -1, dtype=np.int64)
     if width:
-        sizes = counts.reshape(-1).long().contiguous().numpy()
+        sizes = counts.reshape(-1).long().contiguous().cpu().numpy()
         run(_best_rows, len(flat), 16 * flat.size, flat, sizes, out)
-    return torch.from_numpy(out).view(*values.shape[:-1], width)
+    return torch.from_numpy(out).view(*values.shape[:-1], width).to(values.device)
 
 
 def _best_rows(

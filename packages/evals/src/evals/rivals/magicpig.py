@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import torch
 from sparse_decode import Rows
 from sparse_decode.compiled import run
@@ -103,7 +104,7 @@ class MagicPigSelector(NoCodes):
         (batch, hq, n_rows, dim), (hkv, n) = rows.q.shape, rows.k.shape[1:3]
         seen = seen_by(rows)
         always, _ = self._always(rows, seen)
-        taken = torch.zeros(batch, hq, n_rows, n + 1, dtype=torch.bool)
+        taken = torch.zeros(batch, hq, n_rows, n + 1, dtype=torch.bool, device=indices.device)
         taken = taken.scatter_(-1, indices.masked_fill(indices < 0, n), True)[..., :n]
         q, k = rows.q.detach().float().reshape(batch, hkv, -1, dim), rows.k.detach().float()
         logits = (q @ k.transpose(-1, -2)).view(batch, hq, n_rows, n) * rows.scaling
@@ -125,8 +126,9 @@ class MagicPigSelector(NoCodes):
     def buckets(self, layer: int, x: Tensor) -> Tensor:
         """Hash vectors [B, H, T, D] of a layer to a bucket in each table, int32 [B, H, T, L]."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer)
-        planes = torch.randn(x.shape[-1], self.tables * self.bits, generator=generator)
-        powers = 2.0 ** torch.arange(self.bits, dtype=torch.float64)
+        # Drawn on the CPU: the functions are the same on every device.
+        planes = torch.randn(x.shape[-1], self.tables * self.bits, generator=generator, device="cpu").to(x.device)
+        powers = 2.0 ** torch.arange(self.bits, dtype=torch.float64, device=x.device)
         found = []
         for part in x.detach().float().split(_CHUNK, dim=2):
             signs = (part @ planes > 0).unflatten(-1, (self.tables, self.bits))
@@ -150,13 +152,13 @@ class MagicPigSelector(NoCodes):
 
     def _drawn(self, rows: Rows, seen: Tensor) -> Tensor:
         """Say which keys share 2 buckets or more with each query: bool [B, Hq, Q, N]."""
-        queries = self.buckets(rows.layer, rows.q)
-        keys = self.buckets(rows.layer, rows.k.detach().float() - self._mean(rows, seen))
+        queries = self.buckets(rows.layer, rows.q).cpu()
+        keys = self.buckets(rows.layer, rows.k.detach().float() - self._mean(rows, seen)).cpu()
         (batch, hq, n_rows, _), n = queries.shape, keys.shape[2]
-        out = torch.zeros(batch, hq, n_rows, n, dtype=torch.bool)
-        tasks, arrays = batch * hq * n_rows, (queries.numpy(), keys.numpy(), seen.numpy(), out.numpy())
+        drawn = np.zeros((batch, hq, n_rows, n), dtype=bool)
+        tasks, arrays = batch * hq * n_rows, (queries.numpy(), keys.numpy(), seen.cpu().numpy(), drawn)
         run(_match, tasks, tasks * n * self.tables // 16, *arrays)
-        return out
+        return torch.from_numpy(drawn).to(rows.q.device)
 
 
 def _match(first, last, queries, keys, seen, out):  # pragma: no cover - compiled

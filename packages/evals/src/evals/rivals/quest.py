@@ -61,7 +61,7 @@ class QuestSelector(NoCodes):
         scores = scores.masked_fill(numbers == at, torch.inf).masked_fill(numbers > at, -torch.inf)
         chosen = best_floats(scores, wanted[:, None].expand(scores.shape[:-1]))
         # A further page takes the unused slots.
-        mask = torch.zeros(*scores.shape[:-1], scores.shape[-1] + 1, dtype=torch.bool)
+        mask = torch.zeros(*scores.shape[:-1], scores.shape[-1] + 1, dtype=torch.bool, device=scores.device)
         mask.scatter_(-1, chosen.masked_fill(chosen < 0, scores.shape[-1]), True)
         tokens = mask.gather(-1, pages[:, None, None].expand(*mask.shape[:-1], -1))
         return listed(tokens & seen[:, None])

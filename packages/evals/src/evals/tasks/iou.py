@@ -84,7 +84,8 @@ def measure(
     Returns: for each cell `iou`, `recall` and `mass` as [layer][head] means over the rows, and its `density`.
     """
     layers: dict[Cell, list[tuple[Quality, float]]] = {}
-    visible = (torch.arange(len(ids)) <= positions[:, None])[None, None]
+    positions = positions.to(model.device)
+    visible = (torch.arange(len(ids), device=model.device) <= positions[:, None])[None, None]
 
     def sink(layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
         q = q[:, :, positions]

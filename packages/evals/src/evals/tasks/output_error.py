@@ -74,7 +74,7 @@ def measure(
     Returns: for each cell `error`, by layer the mean over rows of |out - dense| / |dense|, norms over all heads; and
         its `density`.
     """
-    probe = _Probe(positions, methods, budgets)
+    probe = _Probe(positions.to(model.device), methods, budgets)
     with attach(model, probe, Budget(1.0), dense_layers=0, sparse_rows=0):
         model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     return {
@@ -122,7 +122,7 @@ class _Probe(NoCodes):
                 indices = selector.select(part)
                 out = _attend(method, part, v, indices, total)
                 cell = Cell(method.name, budget)
-                gap = (out - dense).flatten(2).norm(dim=-1) / dense.flatten(2).norm(dim=-1)
+                gap = (out.float() - dense.float()).flatten(2).norm(dim=-1) / dense.float().flatten(2).norm(dim=-1)
                 self.errors[cell].setdefault(rows.layer, []).append(gap[0].double())
                 self.selected[cell] += int((indices >= 0).sum())
                 self.visible[cell] += int(total.sum()) * indices.shape[1]

@@ -122,7 +122,7 @@ def measure(
         from MagicPIG `empty`, too: the share of its sampled rows and heads that drew nothing.
     """
     scored = len(ids) - len(ids) // 2
-    targets = ids[-scored:]
+    targets = ids[-scored:].to(model.device)
     began = time.monotonic()
     reference = log_probs(model, ids, scored)
     dense = {"nll": token_losses(reference, targets).mean().item(), "seconds": round(time.monotonic() - began, 2)}

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from hashtrain.atomic import write_text
 from hashtrain.config import ModelShape
+from hashtrain.distribute import device_for
 from hashtrain.models import load_model
 from hashtrain.progress import tracking
 from rich.console import Console
@@ -46,14 +48,16 @@ def load(command: MethodsCommand, task: str) -> Ready:
 
     Raises: ValueError or OSError with one sentence.
     """
-    model, tokenizer = load_model(command.model_path)
-    model.float()
+    device = device_for(command.device, 0)
+    dtype = None if command.dtype == "auto" else getattr(torch, command.dtype)
+    model, tokenizer = load_model(command.model_path, dtype, str(device))
     shape = ModelShape.of(model.config)
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
     methods = load_methods(command.methods, command.hashers, model.config)
     identities = identities_of(methods, command)
-    settings = {**command.settings(task), "model_identity": model_identity(model), "method_identities": identities}
+    settings = {**command.settings(task), "dtype": str(model.dtype).removeprefix("torch.")}  # what `auto` found
+    settings |= {"model_identity": model_identity(model), "method_identities": identities}
     return Ready(model, tokenizer, shape, methods, [], settings)
 
 

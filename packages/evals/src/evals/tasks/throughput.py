@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.distribute import device_for
 from rich.console import Console
 from sparse_decode import Attachment, Budget, HashSelector, RecentSelector, Selector, attach
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -33,6 +35,7 @@ def run(command: ThroughputCommand, console: Console) -> Result:
 
     Raises: ValueError or OSError with one sentence, before anything is measured, if the input cannot be used.
     """
+    command = replace(command, device=str(device_for(command.device, 0)))
     config = load_config(command.shape)
     shape = shape_of(config)
     if command.dense_layers >= shape.num_layers:

@@ -1,0 +1,148 @@
+"""--device and --dtype: every task runs in them, and rivals make their tensors where their inputs are."""
+
+import json
+
+import hashcore
+import pytest
+import torch
+from evals import cli
+from evals.commands import (
+    CodelengthCommand,
+    ConesCommand,
+    FidelityCommand,
+    NeedleCommand,
+    OutputErrorCommand,
+    RulerCommand,
+)
+from evals.compare import compare
+from evals.plan import IouCommand, PplCommand
+from evals.study import SuggestCommand
+from evals.tasks import codelength, cones, fidelity, iou, needle, output_error, ppl, ruler, setup, suggest
+from hashtrain.usage import UsageError
+from rich.console import Console
+from sparse_decode import Rows
+from torch.overrides import TorchFunctionMode
+
+QUIET = Console(quiet=True)
+EVERY = ("oracle", "recent", "lsh", "paper", "planes+remainder", "transform", "quest", "quest-heads", "magicpig-bare")
+SELECT = ("oracle", "recent", "lsh", "paper", "planes", "transform", "down-proj", "quest")
+TASKS = {
+    "ppl": (ppl, PplCommand, {"methods": EVERY, "rules": ("visible",)}),
+    "iou": (iou, IouCommand, {"rows": 4, "methods": SELECT}),
+    "needle": (needle, NeedleCommand, {"methods": ("planes+remainder", "quest"), "lengths": (96,), "depths": (0.5,)}),
+    "ruler": (ruler, RulerCommand, {"methods": ("planes",), "lengths": (96,), "kinds": ("copy",)}),
+    "fidelity": (fidelity, FidelityCommand, {"methods": ("planes", "magicpig"), "new_tokens": 4}),
+    "output-error": (output_error, OutputErrorCommand, {"methods": EVERY, "rows": 4}),
+    "cones": (cones, ConesCommand, {"methods": ("lsh", "planes")}),
+    "codelength": (codelength, CodelengthCommand, {"methods": ("planes",), "bits": (32, 64), "rows": 4}),
+    "suggest": (suggest, SuggestCommand, {"methods": ("planes",), "budgets": (1.0,), "mass": 0.5, "rows": 4}),
+}
+
+
+def arranged(command, name, **more):
+    """The task's module and its command on one document."""
+    module, kind, settings = TASKS[name]
+    built = {"documents": 1, **settings, **more}
+    return module, command(kind, **built)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_runs_in_bfloat16(command, name, monkeypatch):
+    seen = []
+    load_model = setup.load_model
+    monkeypatch.setattr(setup, "load_model", lambda *given: seen.append(load_model(*given)) or seen[-1])
+    module, given = arranged(command, name, dtype="bfloat16")
+    result = module.run(given, QUIET)
+    assert {p.dtype for p in seen[0][0].parameters()} == {torch.bfloat16}
+    assert result.config["dtype"] == json.loads((given.out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert result.rows
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the spy below runs without one")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_runs_on_cuda(command, name, dtype):
+    module, given = arranged(command, name, device="cuda", dtype=dtype)
+    assert module.run(given, QUIET).rows
+
+
+def test_runs_of_two_types_are_not_one_and_are_not_compared(ppl_command, tmp_path):
+    more = {"methods": ("lsh",), "rules": ("visible",), "documents": 1}
+    folders = {dtype: tmp_path / dtype for dtype in ("float32", "bfloat16")}
+    for dtype, folder in zip(("auto", "bfloat16"), folders.values(), strict=True):  # stored as float32
+        ppl.run(ppl_command(dtype=dtype, out=folder, **more), QUIET)
+    with pytest.raises(ValueError, match="other settings: dtype was float32, now bfloat16"):
+        ppl.run(ppl_command(dtype="bfloat16", out=folders["float32"], **more), QUIET)
+    with pytest.raises(ValueError, match="different protocols: dtype is float32 and bfloat16"):
+        compare(*folders.values(), (None, None), (None, None))
+
+
+def test_a_run_that_states_no_type_is_one_in_float32(ppl_command, tmp_path):
+    more = {"methods": ("lsh",), "rules": ("visible",), "documents": 1}
+    ppl.run(ppl_command(**more), QUIET)
+    held = tmp_path / "run" / "config.json"
+    stored = json.loads(held.read_text())
+    assert "device" not in stored
+    del stored["dtype"]
+    held.write_text(json.dumps(stored))
+    ppl.run(ppl_command(**more), QUIET)
+    held.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="dtype was float32, now bfloat16"):
+        ppl.run(ppl_command(dtype="bfloat16", **more), QUIET)
+
+
+@pytest.mark.parametrize("task", ["ppl", "iou", "needle", "throughput"])
+def test_a_device_that_is_not_there(made, tmp_path, capsys, monkeypatch, task):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    words = ["--device", "cuda:1", "--out", str(tmp_path / "run")]
+    if task != "throughput":
+        words += ["--model", str(made.model), "--hashers", str(made.hashers)]
+    assert cli.main([task, *words]) == 2
+    error = capsys.readouterr().err
+    assert error == "evals: --device cuda:1 is not there: expected one of 0 CUDA devices; use --device cpu\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_device_of_no_known_name(ppl_command):
+    with pytest.raises(UsageError, match="--device must be auto, cpu, cuda or cuda:N, got tpu"):
+        ppl_command(device="tpu")
+
+
+class _NoDefaultDevice(TorchFunctionMode):
+    """Stands in for a GPU: refuses tensors made on the default device, and arrays of tensors not brought over first."""
+
+    MAKERS = (torch.zeros, torch.ones, torch.full, torch.empty, torch.arange, torch.randn, torch.rand, torch.tensor)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        assert func not in self.MAKERS or "device" in kwargs, f"{func.__name__} without a device"
+        if func is torch.Tensor.numpy:
+            assert getattr(args[0], "brought_over", False), "a tensor read without .cpu()"
+        found = func(*args, **kwargs)
+        if func is torch.Tensor.cpu:
+            found = found.detach().view(found.shape)
+            found.brought_over = True
+        return found
+
+
+@pytest.mark.parametrize("name", ["oracle", "quest", "quest-heads", "magicpig", "magicpig-bare", "down-proj"])
+def test_a_selector_makes_its_tensors_where_its_inputs_are(loaded, name, monkeypatch):
+    topk = hashcore.topk
+
+    def on_its_own(*given):  # takes tensors of any device
+        with torch._C.DisableTorchFunction():
+            return topk(*given)
+
+    monkeypatch.setattr(hashcore, "topk", on_its_own)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, n, 32, generator=draw) for heads, n in ((4, 3), (2, 100), (2, 100)))
+    counts, seen = torch.tensor([[10, 10, 10]]), torch.ones(1, 1, 3, 100, dtype=torch.bool)
+    selector = loaded.methods[name].selector_after(70)
+    rows = Rows(0, q, k, None, seen, counts, 0.2)
+    expected = selector.select(rows)
+    with _NoDefaultDevice():
+        found = selector.select(rows)
+        if hasattr(selector, "attend"):
+            selector.attend(rows, v, found)
+    assert torch.equal(found, expected)
