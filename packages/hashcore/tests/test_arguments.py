@@ -9,11 +9,7 @@ import numpy as np
 import pytest
 from hashcore import cpu
 from hashcore.cpu import threads
-
-
-def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
-
+from hashcore_samples import random_codes
 
 CODES = np.zeros((3, 4), np.int32)
 SCORES = np.zeros((2, 5), np.int32)

@@ -5,20 +5,12 @@ import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 from hashcore import reference
+from hashcore_samples import assert_same, random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 WORDS = [1, 2, 3, 4, 5]
 # Integers, or floats that went through the same operations: tolerance 0 everywhere.
-
-
-def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
-
-
-def assert_same(actual, expected) -> None:
-    assert actual.dtype == expected.dtype
-    np.testing.assert_array_equal(actual, expected, strict=True)
 
 
 DTYPES = ["f4", "f8", "f2", "?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">f4", ">f2"]

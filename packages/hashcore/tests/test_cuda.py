@@ -3,6 +3,7 @@
 import hashcore
 import numpy as np
 import pytest
+from hashcore_samples import random_codes
 
 torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
@@ -19,10 +20,6 @@ SCORES = [(4, (1, 2, 4)), (4, (1,)), (3, (5, 1)), (2, (1, 2)), (8, (1, 2, 4, 8, 
 LENGTHS = [1, 9, 33, 129, 2049, 9001, 70_001, 300_000]
 SEEDS = range(6)
 DTYPES = ["float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64"]
-
-
-def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
 
 
 def repeating(rng: np.random.Generator, rows: int, n: int, words: int) -> np.ndarray:

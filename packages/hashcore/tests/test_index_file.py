@@ -275,7 +275,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkey
     def fail(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(file.os, "fsync", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="no space"):
         small_index(1).save(path)
     assert path.read_bytes() == before

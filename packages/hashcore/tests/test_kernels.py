@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hashcore import reference
 from hashcore.hostsim import check_slack, guarded
+from hashcore_samples import random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,10 +15,6 @@ simulated = pytest.importorskip("simulated", reason="g++ is needed")
 LENGTHS = [1, 7, 8, 9, 31, 33, 127, 128, 129, 2048, 2049, 4097, 9001]  # around vectors, warps, chunks and tiles
 DTYPES = ["float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64"]
 few = settings(deadline=None, max_examples=12)
-
-
-def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
 
 
 def inside(array: np.ndarray, align: int = 16):

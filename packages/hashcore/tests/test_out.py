@@ -3,11 +3,7 @@
 import hashcore
 import numpy as np
 import pytest
-
-
-def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
-
+from hashcore_samples import random_codes
 
 LAYOUTS = {
     "contiguous": lambda shape, dtype: np.full(shape, -7, dtype),

@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 from hashcore import cpu, ops, reference
 from hashcore.cpu import layout, plan, prepared
+from hashcore_samples import random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 # Integers: tolerance 0 everywhere.
-
-
-def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
 
 
 def assert_pairs(actual, expected) -> None:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hashcore import cpu, reference, validation
 from hashcore.cpu import kernels
+from hashcore_samples import random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,10 +13,6 @@ ORDERS = ["best", "index"]
 WORDS = [1, 2, 3, 4, 5, 8, 12]
 LONG = [2047, 2048, 4095, 4097, 20_000]  # around the chunk and the shortest row that is sampled
 # Integers: tolerance 0 everywhere.
-
-
-def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
 
 
 def assert_pairs(actual, expected) -> None:

@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from hashcore import cpu, reference, validation
 from hashcore.cpu import intrinsics, kernels, plan, threads
+from hashcore_samples import random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-
-def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
 
 
 @settings(deadline=None, max_examples=20)

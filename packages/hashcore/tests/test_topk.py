@@ -5,16 +5,12 @@ import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 from hashcore import cpu, reference, validation
+from hashcore_samples import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 LENGTHS = [1, 31, 32, 33, 63, 64, 65, 97]  # around the 32 and 64 of words and masks
 # Integers, or floats that went through the same operations: tolerance 0 everywhere.
-
-
-def assert_same(actual, expected) -> None:
-    assert actual.dtype == expected.dtype
-    np.testing.assert_array_equal(actual, expected, strict=True)
 
 
 DTYPES = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]

@@ -3,14 +3,11 @@
 import hashcore
 import numpy as np
 import pytest
+from hashcore_samples import random_codes
 
 torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
 
 # Integers, or floats that went through the same operations: tolerance 0 everywhere.
-
-
-def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
 
 
 def assert_equal(tensor, array) -> None:

@@ -6,16 +6,13 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import reference
+from hashcore_samples import random_codes
 
 torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
 torch_library = pytest.importorskip("hashcore.torch_library", reason="torch is an optional extra of hashcore")
 torch_ops = pytest.importorskip("hashcore.torch_ops", reason="torch is an optional extra of hashcore")
 
 RANGE = (None, None, 33, 0, 1, 2)  # lengths, starts, length, start, sink, recent
-
-
-def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
 
 
 def codes(*shape: int):

@@ -10,11 +10,11 @@ import torch
 from hashtrain import Hasher, ModelShape, remainder, sources, stream
 from hashtrain import prepare as prepare_module
 from hashtrain.cli import _best, _parse, main, next_command
-from hashtrain.demo import demo_model_path
 from hashtrain.layers import transform
 from hashtrain.plan import PAPER, TrainCommand
 from hashtrain.prepare import _check_model
-from transformers import AutoTokenizer, Gemma2Config, LlamaForCausalLM, MistralConfig
+from hashtrain_runs import model_and_text
+from transformers import Gemma2Config, MistralConfig
 
 SMALL = [
     "--context",
@@ -38,10 +38,7 @@ SMALL = [
 def folder(tmp_path_factory, tiny_config):
     """A model folder and a text file."""
     root = tmp_path_factory.mktemp("cli")
-    torch.manual_seed(0)
-    LlamaForCausalLM(tiny_config(vocab_size=4096)).save_pretrained(root / "model")
-    AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(root / "model")
-    (root / "text.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(2000)))
+    model_and_text(root, tiny_config(vocab_size=4096), 2000)
     return root
 
 

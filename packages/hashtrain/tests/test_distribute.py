@@ -1,6 +1,5 @@
 """Several processes make what one makes: to the bit when they share layers, closely when they share rows."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -13,22 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from hashtrain.cli import main
-from hashtrain.demo import demo_model_path
 from hashtrain.distribute import ALONE, Ranks, device_for
-from transformers import AutoTokenizer, LlamaForCausalLM
+from hashtrain_runs import model_and_text, stored
 from worker_jobs import rank
 
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory, tiny_config):
     root = tmp_path_factory.mktemp("distribute")
-    torch.manual_seed(0)
-    LlamaForCausalLM(tiny_config(vocab_size=4096, num_hidden_layers=3)).save_pretrained(root / "model")
-    AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(root / "model")
-    (root / "text.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(3000)))
+    named = model_and_text(root, tiny_config(vocab_size=4096, num_hidden_layers=3), 3000)
     sizes = "--context 512 --contexts 3 --held-out 2 --held-out-rows 64 --steps 30 --dense-layers 1 --workers 1"
     rest = "--only lsh transform --bits 32 --device cpu --checkpoint-seconds 0.05"
-    return ["--model", str(root / "model"), "--text", str(root / "text.txt"), *f"{sizes} {rest}".split()]
+    return [*named, *f"{sizes} {rest}".split()]
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +31,6 @@ def alone(arguments, tmp_path_factory):
     out = tmp_path_factory.mktemp("alone") / "run"
     assert main([*arguments, "--out", str(out)]) == 0
     return stored(out)
-
-
-def stored(out):
-    """A run's hashers, byte for byte, and its figures."""
-    metrics = json.loads((out / "metrics.json").read_text())
-    del metrics["seconds"]
-    return metrics, {(p.parent.name, p.name): p.read_bytes() for p in out.glob("[a-z]*/*")}
 
 
 def run_two(arguments):

@@ -1,7 +1,6 @@
 """A run that is killed at any moment goes on where it was, and ends with the same bits as one that was not."""
 
 import contextlib
-import json
 import multiprocessing
 import random
 import time
@@ -10,9 +9,8 @@ import pytest
 import torch
 from hashtrain import Hasher
 from hashtrain.cli import main
-from hashtrain.demo import demo_model_path
 from hashtrain.workfolder import locked
-from transformers import AutoTokenizer, LlamaForCausalLM
+from hashtrain_runs import model_and_text, stored
 from worker_jobs import command_line
 
 KILLS = 10
@@ -22,13 +20,10 @@ KILLS = 10
 def arguments(tmp_path_factory, tiny_config):
     """A command whose training takes a few seconds, but for its --out."""
     root = tmp_path_factory.mktemp("resume")
-    torch.manual_seed(0)
-    LlamaForCausalLM(tiny_config(vocab_size=4096)).save_pretrained(root / "model")
-    AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(root / "model")
-    (root / "text.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(3000)))
+    named = model_and_text(root, tiny_config(vocab_size=4096), 3000)
     sizes = "--context 512 --contexts 3 --held-out 2 --held-out-rows 4 --steps 40 --dense-layers 1 --workers 1"
     only = "--only planes --bits 32 --checkpoint-seconds 0.05"
-    return ["--model", str(root / "model"), "--text", str(root / "text.txt"), *f"{sizes} {only}".split()]
+    return [*named, *f"{sizes} {only}".split()]
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +32,6 @@ def uninterrupted(arguments, tmp_path_factory):
     began = time.monotonic()
     assert main([*arguments, "--out", str(out)]) == 0
     return stored(out), time.monotonic() - began
-
-
-def stored(out):
-    """Every byte of a run's hashers, and its figures."""
-    metrics = json.loads((out / "metrics.json").read_text())
-    del metrics["seconds"]
-    files = {(path.parent.name, path.name): path.read_bytes() for path in out.glob("*/*") if path.parent.name[0] != "."}
-    return metrics, files
 
 
 def started(arguments, out):

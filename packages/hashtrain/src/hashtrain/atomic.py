@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from hashcore.atomic import replacing
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,19 +14,8 @@ from torch import Tensor
 def replace(path: Path, write: Callable[[Path], None]) -> None:
     """Call `write(temporary)` and move the result onto `path`; on any failure `path` keeps its old content."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    with replacing(path) as temporary:
         write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp's 0600 would hide the file from the owner's group
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

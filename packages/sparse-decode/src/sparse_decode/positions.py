@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from hashcore.cpu.threads import compiled
 from torch import Tensor
-
-from sparse_decode.compiled import compiled
 
 
 def visible_rows(

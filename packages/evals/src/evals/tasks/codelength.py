@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from hashtrain import Hasher, HasherConfig
 from rich.console import Console
 from sparse_decode import HashSelector, QueryHeadHasher
@@ -21,7 +20,7 @@ from evals.metrics import Estimate, bootstrap, resampled_means
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.tasks.iou import HEADS, METRICS, Cell, measure
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 
 
 def run(command: CodelengthCommand, console: Console) -> Result:
@@ -40,8 +39,7 @@ def run(command: CodelengthCommand, console: Console) -> Result:
     cells = [Cell(method.name, budget, heads) for heads in HEADS for method in ready.methods]
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)
-        positions = torch.randint(command.context // 4, command.context, (command.rows,), generator=generator)
+        positions = drawn_rows(command, command.rows, number)
         found = measure(ready.model, document.ids, positions, ready.methods, command.budgets)
         step("selections")
         dense = command.dense_layers
@@ -49,8 +47,7 @@ def run(command: CodelengthCommand, console: Console) -> Result:
         return {"cells": [{**cell._asdict(), **{m: means[m][cell] for m in METRICS}} for cell in cells]}
 
     def check(sample: Sample) -> None:
-        if [[cell[name] for name in Cell._fields] for cell in sample["cells"]] != [list(cell) for cell in cells]:
-            raise ValueError("its methods or budgets are not those of the run")
+        require_cells(sample, cells)
         for cell in sample["cells"]:
             for metric in METRICS:
                 finite(cell[metric])

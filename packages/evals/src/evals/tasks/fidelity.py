@@ -13,7 +13,7 @@ from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.tasks.answers import Cell, continue_greedily, methods_of, to_text
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, require_cells, rows_of
 from evals.text import common_prefix, edit_similarity, rouge_l
 
 METRICS = ("rouge_l", "edit_similarity", "prefix")
@@ -47,8 +47,7 @@ def run(command: FidelityCommand, console: Console) -> Result:
         return {"dense": dense, "cells": found}
 
     def check(sample: Sample) -> None:
-        if [[cell[name] for name in Cell._fields] for cell in sample["cells"]] != [list(cell) for cell in cells]:
-            raise ValueError("its methods or budgets are not those of the run")
+        require_cells(sample, cells)
         for cell in sample["cells"]:
             for name in (*METRICS, "density"):
                 finite(cell[name])

@@ -25,7 +25,7 @@ from evals.metrics import Estimate, bootstrap
 from evals.plan import IouCommand
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 
 PHASE = "rows"
 METRICS = Quality._fields
@@ -50,15 +50,13 @@ def run(command: IouCommand, console: Console) -> Result:
     cells = [Cell(m.name, b, heads) for heads in HEADS for b in command.budgets for m in methods]
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)  # the same rows for all methods
-        positions = torch.randint(command.context // 4, command.context, (command.rows,), generator=generator)
+        positions = drawn_rows(command, command.rows, number)
         found = measure(ready.model, document.ids, positions, methods, command.budgets)
         step("selections")
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
 
     def check(sample: Sample) -> None:
-        if [[cell[name] for name in Cell._fields] for cell in sample["cells"]] != [list(cell) for cell in cells]:
-            raise ValueError("its methods or budgets are not those of the run")
+        require_cells(sample, cells)
         for cell in sample["cells"]:
             heads = ready.shape.num_kv_heads if cell["heads"] == "kv_head" else ready.shape.num_query_heads
             for metric in METRICS:

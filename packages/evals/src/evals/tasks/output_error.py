@@ -22,7 +22,7 @@ from evals.methods import LoadedMethod
 from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 
 METRIC = "error"
 
@@ -44,15 +44,13 @@ def run(command: OutputErrorCommand, console: Console) -> Result:
     cells = [Cell(m.name, budget) for budget in command.budgets for m in methods]
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)
-        positions = torch.randint(command.context // 4, command.context, (command.rows,), generator=generator)
+        positions = drawn_rows(command, command.rows, number)
         found = measure(ready.model, document.ids, positions, methods, command.budgets)
         step("layers")
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
 
     def check(sample: Sample) -> None:
-        if [[cell[name] for name in Cell._fields] for cell in sample["cells"]] != [list(cell) for cell in cells]:
-            raise ValueError("its methods or budgets are not those of the run")
+        require_cells(sample, cells)
         for cell in sample["cells"]:
             if len(cell[METRIC]) != ready.shape.num_layers:
                 raise ValueError(f"{METRIC} is not a number for each of {ready.shape.num_layers} layers")

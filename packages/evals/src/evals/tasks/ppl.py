@@ -25,7 +25,7 @@ from evals.plan import Phase, PplCommand
 from evals.result import Result, Row
 from evals.rivals import MagicPigSelector
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, each_document, finish, identities_of, prepare, rows_of
+from evals.tasks.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of
 from evals.tuned import Tuned, read_tuned, with_tuned
 
 PAPER_MIN_TOKENS = 20
@@ -81,8 +81,7 @@ def run(command: PplCommand, console: Console) -> Result:
 
     def check(sample: Sample) -> None:
         finite(sample["dense"]["nll"])
-        if [list(cell[name] for name in Cell._fields) for cell in sample["cells"]] != [list(cell) for cell in cells]:
-            raise ValueError("its methods, rules or budgets are not those of the run")
+        require_cells(sample, cells, "methods, rules or budgets")
         for cell in sample["cells"]:
             for name in _MEASURED + (
                 ("empty",) if isinstance(methods[cell["method"]].selector, MagicPigSelector) else ()

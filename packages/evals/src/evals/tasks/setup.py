@@ -14,6 +14,7 @@ from hashtrain.distribute import device_for
 from hashtrain.models import load_model
 from hashtrain.progress import tracking
 from rich.console import Console
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evals.documents import Measured, TokenDocument, load_documents
@@ -148,6 +149,22 @@ def each_document(
                 advance(f"{document.name}: stored before", steps)
             samples.append(sample)
     return samples
+
+
+def drawn_rows(command: TaskCommand, rows: int, number: int) -> Tensor:
+    """Draw the query rows that all methods are measured on in document `number`, beyond its first quarter: [rows]."""
+    generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)
+    return torch.randint(command.context // 4, command.context, (rows,), generator=generator)
+
+
+def require_cells(sample: Sample, cells: Sequence[Any], which: str = "methods or budgets") -> None:
+    """Refuse a stored sample of other cells, named tuples, than those of the run. Raises: ValueError."""
+    if len(sample["cells"]) != len(cells) or any(
+        found[name] != value
+        for found, cell in zip(sample["cells"], cells, strict=True)
+        for name, value in cell._asdict().items()
+    ):
+        raise ValueError(f"its {which} are not those of the run")
 
 
 def finish(command: MethodsCommand, ready: Ready, rows: list[Row], console: Console) -> Result:

@@ -15,7 +15,7 @@ from evals.result import Result, Row, environment
 from evals.runner import RunFolder, finite
 from evals.study import SuggestCommand
 from evals.tasks import iou, ppl
-from evals.tasks.setup import Ready, Sample, prepare, rows_of, store
+from evals.tasks.setup import Ready, Sample, drawn_rows, prepare, rows_of, store
 
 GRID = (*(round(0.0025 * 2 ** (i / 4), 5) for i in range(35)), 1.0)
 """Budgets from a quarter of a percent, each 19 % above the one before."""
@@ -92,8 +92,7 @@ def _value(command: SuggestCommand, ready: Ready, method: LoadedMethod, budget: 
     if command.metric == "kl":
         cells, methods, dense = [ppl.Cell(method.name, "visible", budget)], {method.name: method}, command.dense_layers
         return ppl.measure(ready.model, ids, cells, methods, dense, phase=command.phase)["cells"][0]["kl"]
-    generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)
-    positions = torch.randint(command.context // 4, command.context, (command.rows,), generator=generator)
+    positions = drawn_rows(command, command.rows, number)
     found: Any = iou.measure(ready.model, ids, positions, [method], (budget,))[iou.Cell(method.name, budget, "kv_head")]
     sparse = found["mass"][command.dense_layers :]
     return sum(map(sum, sparse)) / sum(map(len, sparse))

@@ -30,7 +30,7 @@ def count(work: int, limit: int | None = None) -> int:
     return max(1, min(work // GRAIN, most() if limit is None else limit))
 
 
-def run(kernel: Callable[..., int], tasks: int, threads: int, arguments: tuple[Any, ...]) -> list[int]:
+def run(kernel: Callable[..., Any], tasks: int, threads: int, arguments: tuple[Any, ...]) -> list[Any]:
     """Run tasks [0, tasks) of a kernel, in one go if threads is 1; return what each piece returns."""
     if threads == 1:
         return [compiled(kernel)(0, tasks, *arguments)]
@@ -42,7 +42,7 @@ def run(kernel: Callable[..., int], tasks: int, threads: int, arguments: tuple[A
 
 
 @functools.cache
-def compiled(function: Callable[..., int]) -> Callable[..., int]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a kernel on its first use, keeping the machine code on disk for the next process.
 
     A kernel takes 1-7 s to compile and 5-20 ms to load, and the first of a process 0.4 s more for numba's own start:

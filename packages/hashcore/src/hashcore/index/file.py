@@ -16,12 +16,10 @@ allocated or mapped. The header, mean and matrix are verified by every load, the
 caller says otherwise.
 """
 
-import contextlib
 import hashlib
 import mmap
 import os
 import struct
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -29,6 +27,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from hashcore.atomic import replacing
 from hashcore.index import checks
 from hashcore.index.encoder import Encoder
 from hashcore.index.rows import Rows
@@ -58,7 +57,7 @@ def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: i
     fields = FIELDS.pack(
         *(MAGIC, VERSION, HEADER, _length(shapes), len(rows), next_id, seed, words, encoder.dim, kept, flags)
     )
-    with _replacing(Path(path)) as file:
+    with replacing(Path(path)) as temporary, temporary.open("wb") as file:
         file.write(bytes(HEADER))
         digests = [_write_section(file, shapes[name], _pieces(name, encoder, rows)) for name in SECTIONS]
         head = fields + b"".join(digests)
@@ -155,24 +154,6 @@ def _write_section(
     digest.update(padding)
     file.write(padding)
     return digest.digest()
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file beside path, and move it onto path if the block succeeds."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with open(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp's 0600 would hide the file from the owner's group
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _header(path: Path, header: bytes, size: int) -> tuple[int, int, int, int, int, int, int, list[bytes]]:

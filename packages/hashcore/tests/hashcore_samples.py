@@ -1,0 +1,12 @@
+"""What many tests begin and end with: codes, and equality to the last bit and the type."""
+
+import numpy as np
+
+
+def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.integers(-(2**31), 2**31, shape, dtype=np.int64).astype(np.int32)
+
+
+def assert_same(actual, expected) -> None:
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(actual, expected, strict=True)

@@ -1,0 +1,24 @@
+"""What tests of whole runs begin and end with: a tiny model with a text, and everything that a run stored."""
+
+import json
+
+import torch
+from hashtrain.demo import demo_model_path
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+
+def model_and_text(root, config, lines):
+    """Make a random model with the demo tokenizer, and a text; the options that name them."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(root / "model")
+    AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(root / "model")
+    (root / "text.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(lines)))
+    return ["--model", str(root / "model"), "--text", str(root / "text.txt")]
+
+
+def stored(out):
+    """Every byte of a run's hashers, and its figures."""
+    metrics = json.loads((out / "metrics.json").read_text())
+    del metrics["seconds"]
+    files = {(path.parent.name, path.name): path.read_bytes() for path in out.glob("*/*") if path.parent.name[0] != "."}
+    return metrics, files
