@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import tyro
 from hashtrain.demo import demo_model_path
 from hashtrain.plan import DEMO, require_device_name
 from hashtrain.usage import UsageError
@@ -23,6 +24,8 @@ from evals.methods import (
 )
 from evals.result import versions
 
+Methods = Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--method",))]
+Budgets = Annotated[tuple[float, ...], tyro.conf.arg(aliases=("--budget",))]
 Rule = Literal["visible", "fixed"]
 Phase = Literal["everywhere", "decode"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
@@ -36,9 +39,9 @@ class MethodsCommand:
     """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
     hashers: Path = Path("runs/demo")
     """The folder that `hashtrain` wrote, with one folder per hasher."""
-    methods: tuple[str, ...] = DEFAULT_NAMES
+    methods: Methods = DEFAULT_NAMES
     """What to measure; `evals list` names them. Dense attention is always measured, the rivals' own only if named."""
-    budgets: tuple[float, ...] = (0.02,)
+    budgets: Budgets = (0.02,)
     """Shares of the tokens that a row may select."""
     documents: int = 20
     """Contexts or exercises to measure; a run may be continued with more."""
@@ -140,7 +143,7 @@ class PplCommand(TaskCommand):
     """Perplexity, and divergence from dense attention, on held-out text with every row sparse, or only those that are
     scored; these are the second half of each context."""
 
-    budgets: tuple[float, ...] = (0.02, 0.01, 0.005)
+    budgets: Budgets = (0.02, 0.01, 0.005)
     """Shares of the tokens that a row may select."""
     rules: tuple[Rule, ...] = ("visible", "fixed")
     """Share of what: `visible` to the row, at least 1 token; `fixed`, the paper's: the whole context, at least 20."""
@@ -178,7 +181,7 @@ class IouCommand(TaskCommand):
     """Overlap of each method's selection with the largest exact attention, by layer and head; rows are drawn from the
     last three quarters of each context."""
 
-    methods: tuple[str, ...] = SELECTION_DEFAULTS
+    methods: Methods = SELECTION_DEFAULTS
     """What to measure; `evals list` names them. The remainder selects nothing, so methods with it are not taken."""
     rows: int = 64
     """Rows measured in each context."""
