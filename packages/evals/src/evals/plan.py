@@ -28,6 +28,7 @@ Methods = Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--method",))]
 Budgets = Annotated[tuple[float, ...], tyro.conf.arg(aliases=("--budget",))]
 Rule = Literal["visible", "fixed"]
 Phase = Literal["everywhere", "decode"]
+RowsFrom = Literal["drawn", "last"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
@@ -178,13 +179,16 @@ class PplCommand(TaskCommand):
 
 @dataclass(frozen=True)
 class IouCommand(TaskCommand):
-    """Overlap of each method's selection with the largest exact attention, by layer and head; rows are drawn from the
-    last three quarters of each context."""
+    """Overlap of each method's selection with the largest exact attention, by layer and head; of rows drawn from the
+    last three quarters of each context, or of its last row."""
 
     methods: Methods = SELECTION_DEFAULTS
     """What to measure; `evals list` names them. The remainder selects nothing, so methods with it are not taken."""
     rows: int = 64
     """Rows measured in each context."""
+    rows_from: RowsFrom = "drawn"
+    """Which rows: `drawn` from the last three quarters of each context, or `last`, the paper's form: the last row
+    alone, one a context, whatever --rows says."""
     out: Path = Path("runs/iou")
     """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
 
@@ -193,6 +197,11 @@ class IouCommand(TaskCommand):
         if idle := [name for name in self.methods if name in SPARSE_NAMES and name not in SELECTION_NAMES]:
             raise UsageError(f"--methods of iou takes {', '.join(SELECTION_NAMES)}, got {', '.join(idle)}")
         at_least(self, rows=1)
+
+    def settings(self, task: str) -> dict[str, Any]:
+        """Return the settings that decide the numbers, as JSON values and with no path of the machine."""
+        given = super().settings(task)
+        return given if self.rows_from == "drawn" else given | {"rows": 1}
 
 
 @dataclass(frozen=True)

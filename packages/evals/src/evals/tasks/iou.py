@@ -50,8 +50,7 @@ def run(command: IouCommand, console: Console) -> Result:
     cells = [Cell(m.name, b, heads) for heads in HEADS for b in command.budgets for m in methods]
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)  # the same rows for all methods
-        positions = torch.randint(command.context // 4, command.context, (command.rows,), generator=generator)
+        positions = positions_of(command, number)  # the same rows for all methods
         found = measure(ready.model, document.ids, positions, methods, command.budgets)
         step("selections")
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
@@ -70,6 +69,14 @@ def run(command: IouCommand, console: Console) -> Result:
 
     samples = each_document(command, ready, console, 1, check, compute)
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
+
+
+def positions_of(command: IouCommand, number: int) -> Tensor:
+    """Return the rows to measure in a context, int64 [R]: drawn by its number, or the last one."""
+    if command.rows_from == "last":
+        return torch.tensor([command.context - 1])
+    generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)
+    return torch.randint(command.context // 4, command.context, (command.rows,), generator=generator)
 
 
 @torch.inference_mode()
