@@ -98,7 +98,8 @@ class TaskCommand(MethodsCommand):
     """What the tasks on text share."""
 
     text: tuple[Path, ...] = ()
-    """UTF-8 text files or folders that no hasher was trained on; without any, held-out standard-library modules."""
+    """Text that no hasher was trained on: UTF-8 files, .jsonl, .parquet, folders of them, or a data set of the Hub,
+    hub:OWNER/NAME[:SPLIT[:FIELD]] (extra `hashtrain[datasets]`); without any, held-out standard-library modules."""
     context: int = 4096
     """Tokens a context."""
 

@@ -104,7 +104,8 @@ class TuneCommand(TaskCommand):
     methods: Methods = ("quest", "quest-heads", "magicpig")
     """Rivals to tune."""
     text: tuple[Path, ...] = ()
-    """UTF-8 text files or folders that will not be judged on; without any, the sources that our hashers train on."""
+    """Text that will not be judged on: UTF-8 files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME; without any,
+    the sources that our hashers train on."""
     documents: int = 4
     """Contexts to measure on; a run may be continued with more."""
     pages: tuple[int, ...] = (4, 8, 16, 32)
