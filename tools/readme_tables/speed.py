@@ -71,13 +71,13 @@ def throughput(results: pathlib.Path) -> str:
     """Decode steps of a whole model as `evals throughput` measured them, a section a context and batch."""
     result = load(results / "throughput.json")
     config, machine = result.config, result.environment
-    if lacking := [name for name in ("processor", "threads", "date") if name not in machine]:
+    if lacking := [name for name in ("processor", "threads") if name not in machine]:
         raise ValueError(
             f"throughput.json does not say what it ran on ({', '.join(lacking)}); run `evals throughput` again"
         )
     cases = dict.fromkeys(row.where for row in result.rows)
     sections = [[_throughput_line(result, case, method) for method in config["methods"]] for case in cases]
-    where = f"{machine['processor']}, {machine['threads']} thread{'s' * (machine['threads'] != '1')}, {machine['date']}"
+    where = f"{machine['processor']}, {machine['threads']} thread{'s' * (machine['threads'] != '1')}"
     title = (
         f"Milliseconds of a decode step, random weights of shape `{config['model']}` in {config['dtype']}, "
         f"{percent(config['budget'])} selected from layer {config['dense_layers']} on, {config['bits']}-bit codes, "

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from typing import get_type_hints
 
 import pytest
 from evals import cli
+from evals.plan import Budgets, Methods
 from evals.tasks import ppl
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -69,6 +71,23 @@ def test_ppl_ends_with_json_and_leaves_the_files(typed, made, tmp_path, capsys):
 def test_iou_ends_with_json(typed, capsys):
     assert cli.main(typed("iou", rows="4", methods="lsh planes")) == 0
     assert {found["method"] for found in last_line(capsys)["results"]} == {"lsh", "planes"}
+
+
+def test_one_method_and_one_budget_may_be_said_so(typed, tmp_path, capsys):
+    words = typed(rules="visible")
+    alias = {"--methods": "--method", "--budgets": "--budget"}
+    assert cli.main([alias.get(word, word) for word in words]) == 0
+    assert cli.main(words) == 0
+    assert last_line(capsys)["results"][-1]["budget"] == 0.1
+
+
+@pytest.mark.parametrize("name", cli.TASKS)
+def test_every_task_knows_both_forms(name):
+    kind, _ = cli.TASKS[name]
+    hints = get_type_hints(kind, include_extras=True)
+    if name != "suggest":  # its budget is what is looked for
+        assert hints.get("budgets", Budgets) == Budgets
+    assert hints.get("methods", Methods) == Methods
 
 
 def test_list_names_the_methods(capsys):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hashtrain.corpus import read_texts
+from hashtrain.texts import HubText
 
 pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
 import pyarrow as pa
@@ -61,5 +62,31 @@ def test_hub_ids_are_streamed_by_the_real_loader(tmp_path, monkeypatch):
     assert [d.text for d in read_texts([Path("hub:owner/name:train:body")])] == ["one", "two"]
     with pytest.raises(ValueError, match="the data set owner/name, split test cannot be read"):
         read_texts([Path("hub:owner/name:test:body")])
-    with pytest.raises(ValueError, match="the data set nobody/nothing, split train cannot be read"):
+    remedy = r"; give a local \.jsonl or \.txt file to --text$"
+    with pytest.raises(ValueError, match=f"the data set nobody/nothing, split train cannot be read: .*{remedy}"):
         read_texts([Path("hub:nobody/nothing")])
+    with pytest.raises(ValueError, match=f"hub:nobody/nothing/some.jsonl cannot be read: .*{remedy}"):
+        read_texts([Path("hub:nobody/nothing/some.jsonl")])
+
+
+def test_rows_of_the_hub_that_fail_on_the_way_name_the_remedy(monkeypatch):
+    def broken():
+        yield {"text": "one"}
+        raise ConnectionError("no route to the Hub")
+
+    monkeypatch.setattr(HubText, "rows", lambda self: broken())
+    with pytest.raises(
+        ValueError, match=r"hub:owner/name cannot be read: no route.*; give a local \.jsonl or \.txt file"
+    ):
+        read_texts([Path("hub:owner/name")])
+
+
+@pytest.mark.parametrize(
+    ("path", "hinted"),
+    [("owner/name", True), ("texts/one.txt", False), ("a/b/c", False), ("name", False), ("../x", False)],
+)
+def test_a_path_that_may_be_a_hub_id_is_asked_about(tmp_path, monkeypatch, path, hinted):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="text file not found") as raised:
+        read_texts([Path(path)])
+    assert str(raised.value).endswith(f", or hub:{path} for the data set of the Hub") == hinted

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import tyro
 from hashtrain.usage import UsageError
 
-from evals.plan import MethodsCommand, at_least, each_once, each_positive
+from evals.plan import Methods, MethodsCommand, at_least, each_once, each_positive
 
 SparseRows = Literal["all", "continuation"]
 Truncation = Literal["middle", "left"]
@@ -19,7 +19,7 @@ Truncation = Literal["middle", "left"]
 class BenchmarkCommand(MethodsCommand):
     """What the benchmarks share."""
 
-    methods: tuple[str, ...] = ("oracle", "planes")
+    methods: Methods = ("oracle", "planes")
     """What to measure; `evals list` names them. Dense attention is always measured."""
     tokens: tuple[int, ...] = ()
     """Select these numbers of tokens in every row; with any of them, --budgets is not used."""

@@ -10,7 +10,7 @@ from hashtrain.plan import DEMO
 from hashtrain.usage import UsageError
 
 from evals.methods import CODED_NAMES, DEFAULT_NAMES
-from evals.plan import MethodsCommand, TaskCommand, at_least, each_once, each_positive
+from evals.plan import Methods, MethodsCommand, TaskCommand, at_least, each_once, each_positive
 from evals.result import versions
 from evals.synthetic import KINDS
 
@@ -19,7 +19,7 @@ from evals.synthetic import KINDS
 class OutputErrorCommand(TaskCommand):
     """Relative error of each layer's attention output, by method, on the inputs that dense attention gives it."""
 
-    methods: tuple[str, ...] = (*DEFAULT_NAMES, "quest", "quest-heads")
+    methods: Methods = (*DEFAULT_NAMES, "quest", "quest-heads")
     """What to measure; `evals list` names them."""
     documents: int = 8
     """Contexts to measure; a run may be continued with more."""
@@ -122,7 +122,7 @@ class ConesCommand(TaskCommand):
     """Where queries and keys lie (the paper's figure 2): angles, principal components, and how evenly hash bits and
     codes are used."""
 
-    methods: tuple[str, ...] = ("lsh", "paper", "planes", "transform")
+    methods: Methods = ("lsh", "paper", "planes", "transform")
     """Hashers whose codes to look at."""
     documents: int = 4
     """Contexts to look at; a run may be continued with more."""
@@ -139,7 +139,7 @@ class ConesCommand(TaskCommand):
 class CodelengthCommand(TaskCommand):
     """Overlap of untrained LSH at many code lengths beside the learned hashes, and the LSH length that equals each."""
 
-    methods: tuple[str, ...] = ("paper", "planes", "transform")
+    methods: Methods = ("paper", "planes", "transform")
     """Learned hashers to compare with."""
     more_hashers: tuple[Path, ...] = ()
     """Folders of hashers of other code lengths, as `hashtrain --bits 64 --out FOLDER` makes them: those of --methods

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import tyro
 from hashtrain.demo import demo_model_path
 from hashtrain.plan import DEMO, require_device_name
 from hashtrain.usage import UsageError
@@ -23,8 +24,11 @@ from evals.methods import (
 )
 from evals.result import versions
 
+Methods = Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--method",))]
+Budgets = Annotated[tuple[float, ...], tyro.conf.arg(aliases=("--budget",))]
 Rule = Literal["visible", "fixed"]
 Phase = Literal["everywhere", "decode"]
+RowsFrom = Literal["drawn", "last"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
@@ -36,9 +40,9 @@ class MethodsCommand:
     """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
     hashers: Path = Path("runs/demo")
     """The folder that `hashtrain` wrote, with one folder per hasher."""
-    methods: tuple[str, ...] = DEFAULT_NAMES
+    methods: Methods = DEFAULT_NAMES
     """What to measure; `evals list` names them. Dense attention is always measured, the rivals' own only if named."""
-    budgets: tuple[float, ...] = (0.02,)
+    budgets: Budgets = (0.02,)
     """Shares of the tokens that a row may select."""
     documents: int = 20
     """Contexts or exercises to measure; a run may be continued with more."""
@@ -94,7 +98,8 @@ class TaskCommand(MethodsCommand):
     """What the tasks on text share."""
 
     text: tuple[Path, ...] = ()
-    """UTF-8 text files or folders that no hasher was trained on; without any, held-out standard-library modules."""
+    """Text that no hasher was trained on: UTF-8 files, .jsonl, .parquet, folders of them, or a data set of the Hub,
+    hub:OWNER/NAME[:SPLIT[:FIELD]] (extra `hashtrain[datasets]`); without any, held-out standard-library modules."""
     context: int = 4096
     """Tokens a context."""
 
@@ -140,7 +145,7 @@ class PplCommand(TaskCommand):
     """Perplexity, and divergence from dense attention, on held-out text with every row sparse, or only those that are
     scored; these are the second half of each context."""
 
-    budgets: tuple[float, ...] = (0.02, 0.01, 0.005)
+    budgets: Budgets = (0.02, 0.01, 0.005)
     """Shares of the tokens that a row may select."""
     rules: tuple[Rule, ...] = ("visible", "fixed")
     """Share of what: `visible` to the row, at least 1 token; `fixed`, the paper's: the whole context, at least 20."""
@@ -175,13 +180,16 @@ class PplCommand(TaskCommand):
 
 @dataclass(frozen=True)
 class IouCommand(TaskCommand):
-    """Overlap of each method's selection with the largest exact attention, by layer and head; rows are drawn from the
-    last three quarters of each context."""
+    """Overlap of each method's selection with the largest exact attention, by layer and head; of rows drawn from the
+    last three quarters of each context, or of its last row."""
 
-    methods: tuple[str, ...] = SELECTION_DEFAULTS
+    methods: Methods = SELECTION_DEFAULTS
     """What to measure; `evals list` names them. The remainder selects nothing, so methods with it are not taken."""
     rows: int = 64
     """Rows measured in each context."""
+    rows_from: RowsFrom = "drawn"
+    """Which rows: `drawn` from the last three quarters of each context, or `last`, the paper's form: the last row
+    alone, one a context, whatever --rows says."""
     out: Path = Path("runs/iou")
     """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
 
@@ -190,6 +198,11 @@ class IouCommand(TaskCommand):
         if idle := [name for name in self.methods if name in SPARSE_NAMES and name not in SELECTION_NAMES]:
             raise UsageError(f"--methods of iou takes {', '.join(SELECTION_NAMES)}, got {', '.join(idle)}")
         at_least(self, rows=1)
+
+    def settings(self, task: str) -> dict[str, Any]:
+        """Return the settings that decide the numbers, as JSON values and with no path of the machine."""
+        given = super().settings(task)
+        return given if self.rows_from == "drawn" else given | {"rows": 1}
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ def iou_grid(result: Result, budget: float, heads: str) -> Grid:
     means = [result.one(method=n, layer=None, metric="iou", **at) for n in names]
     interval = ["IoU, 95 %", *(_interval(row, 3) for row in means)]
     n = means[0].n
-    title = f"IoU / attention mass {HEADS[heads]}, top {percent(budget)} of visible tokens, {_where(result, n)}"
+    rows = ", of the last row" if config.get("rows_from") == "last" else ""
+    title = f"IoU / attention mass {HEADS[heads]}{rows}, top {percent(budget)} of visible tokens, {_where(result, n)}"
     return Grid(title, ["layer", *names], [body, [line("mean", None), interval]])
 
 

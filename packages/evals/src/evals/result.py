@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import platform
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_type_hints
 
-import hashcore
 from hashtrain.atomic import write_text
 from hashtrain.untrusted import one_line, read_json_object
 
-PACKAGES = ("hashcore", "hashtrain", "sparse-decode", "evals")
-
+from evals.machine import PACKAGES
 
 _ON_MODELS = (
     *("ppl", "iou", "output-error", "fidelity", "needle", "ruler-synthetic", "longbench", "ruler", "fewshot"),
@@ -26,6 +23,7 @@ _ON_MODELS = (
 _FORMER = {task: {"dtype": "float32"} for task in _ON_MODELS}
 for _task in ("ppl", "suggest"):
     _FORMER[_task]["phase"] = "everywhere"
+_FORMER["iou"]["rows_from"] = "drawn"
 """By task, settings that older runs do not state, as those runs had them."""
 
 
@@ -83,7 +81,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: its settings, the software it ran on, and its rows."""
+    """A finished run: its settings, what it ran on, and its rows."""
 
     config: dict[str, Any]
     environment: dict[str, str]
@@ -104,12 +102,6 @@ class Result:
 def versions() -> str:
     """Return this project's packages and their versions, in one line."""
     return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-
-
-def environment() -> dict[str, str]:
-    """Return the versions that results may depend on; nothing that names the machine."""
-    packages = {name: version(name) for name in ("torch", "transformers", "numpy", "numba", *PACKAGES[1:])}
-    return {"python": platform.python_version(), "hashcore": hashcore.__version__, **packages}
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -1,7 +1,7 @@
 """A run on disk: one sample file per document, so that a run killed at any moment goes on where it stopped.
 
 runs/NAME/config.json        the settings; other settings are refused
-          environment.json   versions
+          environment.json   the software of all samples, and the hardware that made some of them
           samples/0000.json  what one document gave
           rows.json  rows.parquet  report.md  figure.png    when all documents are done
 """
@@ -17,7 +17,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from evals.documents import Measured
-from evals.result import environment, read_json, stated, write_json
+from evals.machine import HARDWARE, environment
+from evals.result import read_json, stated, write_json
 
 _GROWS = ("documents",)  # a run may be continued with more documents
 
@@ -28,11 +29,12 @@ class RunFolder:
     Args:
         folder: made if missing.
         settings: everything the numbers depend on, as JSON values.
+        device: where the model runs.
     Raises: ValueError, before anything is written, if the folder holds a run with other settings or other files.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any]):
-        self.folder = folder
+    def __init__(self, folder: Path, settings: dict[str, Any], device: str = "cpu"):
+        self.folder, self._here, self._noted = folder, environment(device), False
         held = folder / "config.json"
         if held.is_file():
             former = read_json(held, "delete that folder or choose another --out")
@@ -40,7 +42,35 @@ class RunFolder:
         elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no run of evals; choose another --out")
         write_json(held, settings)
-        write_json(folder / "environment.json", environment())
+        if not self._environment.is_file():
+            self.renew()
+
+    @property
+    def _environment(self) -> Path:
+        return self.folder / "environment.json"
+
+    def renew(self) -> None:
+        """State the present environment as that of the run, all of which is measured anew."""
+        write_json(self._environment, self._here)
+
+    def _note(self) -> None:
+        """Before a sample is made here, refuse other software than the stored samples', and add this hardware.
+
+        Raises: ValueError if a version differs.
+        """
+        if self._noted:
+            return
+        stored = environment_of(self.folder)
+        for name in self._here.keys() - set(HARDWARE):
+            if stored.get(name) != self._here[name]:
+                raise ValueError(
+                    f"{self.folder} has samples made with {name} {stored.get(name)}, this is {name} "
+                    f"{self._here[name]}; choose another --out, or go on with the former version"
+                )
+        added = {name: _joined(stored.get(name, "not stored"), self._here[name]) for name in HARDWARE}
+        if stored != (merged := {**stored, **added}):
+            write_json(self._environment, merged)
+        self._noted = True
 
     def sample(
         self,
@@ -53,11 +83,13 @@ class RunFolder:
 
         Args:
             check: raises KeyError, TypeError or ValueError on a sample that lacks something.
-        Raises: ValueError naming the file if it is corrupt or of another text.
+        Raises: ValueError naming the file if it is corrupt or of another text; or, where it is to be computed, if the
+            samples before it were made with other versions.
         """
         path = self.folder / "samples" / f"{number:04d}.json"
         identity = {"document": document.name, "tokens": document.digest}
         if not path.exists():
+            self._note()
             sample = {**identity, **compute()}
             write_json(path, sample)
             return sample, True
@@ -70,6 +102,20 @@ class RunFolder:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is corrupt ({type(error).__name__}: {error}); {remedy}") from error
         return sample, False
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """Read what the samples of a run were made with. Raises: ValueError if the file is damaged."""
+    path, remedy = folder / "environment.json", "delete that folder or choose another --out"
+    found = read_json(path, remedy)
+    if wrong := [name for name, value in found.items() if not isinstance(value, str)]:
+        raise ValueError(f"{path} is corrupt ({wrong[0]} must be a text); {remedy}")
+    return found
+
+
+def _joined(former: str, here: str) -> str:
+    """List the hardware of a run, each once."""
+    return former if here in former.split("; ") else f"{former}; {here}"
 
 
 def _require_same(folder: Path, held: dict[str, Any], settings: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from hashtrain.plan import require_device_name
 from hashtrain.usage import UsageError
 
-from evals.plan import at_least, each_once, each_positive
+from evals.plan import Methods, at_least, each_once, each_positive
 from evals.result import versions
 from evals.shapes import SMALL
 
@@ -76,7 +76,7 @@ class ThroughputCommand(SpeedCommand):
     """Decode steps of a whole model with random weights over synthetic caches: milliseconds, tokens per second, memory.
     The roofline is printed before."""
 
-    methods: tuple[str, ...] = ENDTOEND
+    methods: Methods = ENDTOEND
     """Dense: sdpa, eager, compiled. Sparse from layer 2 on: planes, recent, planes-compiled. The compiled ones decode
     over a static cache under torch.compile, which needs a C++ compiler on the CPU."""
     batches: tuple[int, ...] = (1,)

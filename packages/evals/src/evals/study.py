@@ -10,7 +10,7 @@ import tyro
 from hashtrain.usage import UsageError
 
 from evals.methods import RIVAL_NAMES, SELECTION_NAMES, SPARSE_NAMES
-from evals.plan import Phase, TaskCommand, at_least, each_positive
+from evals.plan import Methods, Phase, TaskCommand, at_least, each_positive
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SuggestCommand(TaskCommand):
     """Find the smallest budget that meets a target on your text and model: a bound on the KL from dense, or a share of
     the attention mass that the best selection holds."""
 
-    methods: tuple[str, ...] = ("transform",)
+    methods: Methods = ("transform",)
     """The method to find a budget for, one."""
     budgets: tyro.conf.Suppress[tuple[float, ...]] = (1.0,)
     """Nothing to give: the budget is what is looked for."""
@@ -101,10 +101,11 @@ class TuneCommand(TaskCommand):
     """Tune the rivals on text that nothing is judged on: page size of Quest at a budget, bits and tables of MagicPIG at
     a density, by mean KL from dense."""
 
-    methods: tuple[str, ...] = ("quest", "quest-heads", "magicpig")
+    methods: Methods = ("quest", "quest-heads", "magicpig")
     """Rivals to tune."""
     text: tuple[Path, ...] = ()
-    """UTF-8 text files or folders that will not be judged on; without any, the sources that our hashers train on."""
+    """Text that will not be judged on: UTF-8 files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME; without any,
+    the sources that our hashers train on."""
     documents: int = 4
     """Contexts to measure on; a run may be continued with more."""
     pages: tuple[int, ...] = (4, 8, 16, 32)

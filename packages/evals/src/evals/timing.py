@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,17 +63,6 @@ def quantiles(times: list[list[float]], seed: int) -> dict[str, Estimate]:
     milliseconds = 1000 * np.array(times)
     columns = np.stack([np.percentile(milliseconds, share, axis=1) for share in QUANTILES.values()], axis=1)
     return dict(zip(QUANTILES, bootstrap(columns, seed), strict=True))
-
-
-def machine_of(device: str) -> dict[str, str]:
-    """Say what times were measured on, and when: the processor or GPU, torch's threads, the date (UTC)."""
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.machine()
-    if device.startswith("cuda"):
-        name = torch.cuda.get_device_name(device)
-    return {"processor": name, "threads": str(torch.get_num_threads()), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
 
 
 def reset_peak(device: str) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 HUB = "hub:"
+_DATA_SET = "the data set "
 _PLAIN = {".txt", ".md", ".py"}
 _TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _FIELDS = ("text", "content", "code")
@@ -68,7 +69,7 @@ class HubText:
                 data_files=f"hf://datasets/{self.repository}/{self.file}",
             )
         return _stream(
-            self.repository, f"the data set {self.repository}, split {self.split}", self.split, name=self.config
+            self.repository, f"{_DATA_SET}{self.repository}, split {self.split}", self.split, name=self.config
         )
 
 
@@ -87,7 +88,8 @@ def read_texts(paths: list[Path], at_most: int = 200_000) -> list[Document]:
             documents += _of_rows(source.rows(), source.field, str(path), at_most)
             continue
         if not path.exists():
-            raise ValueError(f"text file not found: expected a file or folder at {path}")
+            hint = f", or {HUB}{path} for the data set of the Hub" if _is_hub_id(path) else ""
+            raise ValueError(f"text file not found: expected a file or folder at {path}{hint}")
         known = _PLAIN | set(_TABLES)
         for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known):
             documents += _read_file(file, at_most)
@@ -157,7 +159,7 @@ def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iter
     try:
         return datasets.load_dataset(path, split=split, streaming=True, **options)
     except (OSError, ValueError, DatasetsError) as error:
-        raise ValueError(f"{shown} cannot be read: {_first_line(error)}") from error
+        raise _unreadable(shown, error) from error
 
 
 def _of_rows(rows: Iterable[dict[str, Any]], field: str | None, name: str, at_most: int) -> list[Document]:
@@ -170,8 +172,19 @@ def _of_rows(rows: Iterable[dict[str, Any]], field: str | None, name: str, at_mo
                 raise ValueError(f"expected a text in the field {wanted}, got the fields {', '.join(row)}")
             documents.append(Document(f"{name}, row {number + 1}", text))
     except Exception as error:  # each reader below `datasets` raises its own kind
-        raise ValueError(f"{name} cannot be read: {_first_line(error)}") from error
+        raise _unreadable(name, error) from error
     return documents
+
+
+def _unreadable(shown: str, error: BaseException) -> ValueError:
+    """Say why a table or a data set cannot be read; for one of the Hub, what does without it."""
+    remedy = "; give a local .jsonl or .txt file to --text" if shown.startswith((HUB, _DATA_SET)) else ""
+    return ValueError(f"{shown} cannot be read: {_first_line(error)}{remedy}")
+
+
+def _is_hub_id(path: Path) -> bool:
+    """Say whether a path that is nowhere has the form OWNER/NAME of a data set."""
+    return len(path.parts) == 2 and not path.is_absolute() and not path.suffix and not str(path).startswith(".")
 
 
 def _first_line(error: BaseException) -> str:

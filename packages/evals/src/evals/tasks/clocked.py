@@ -7,19 +7,18 @@ from typing import Any
 from rich.console import Console
 
 from evals.metrics import Estimate
-from evals.result import Result, Row, environment, write_json
-from evals.runner import RunFolder
+from evals.result import Result, Row
+from evals.runner import RunFolder, environment_of
 from evals.speed import SpeedCommand
 from evals.tasks.formula import formula_row
 from evals.tasks.setup import store
-from evals.timing import machine_of, read_bandwidth
+from evals.timing import read_bandwidth
 
 
 def open_run(command: SpeedCommand, task: str) -> dict[str, Any]:
     """Make the run's folder and return its settings. Raises: ValueError if it holds something else."""
     settings = command.settings(task)
-    RunFolder(command.out, settings)
-    write_json(command.out / "environment.json", _environment(command))
+    RunFolder(command.out, settings, command.device).renew()
     return settings
 
 
@@ -36,9 +35,4 @@ def timed_row(command: SpeedCommand, task: str, method: str, metric: str, found:
 
 def store_times(command: SpeedCommand, settings: dict[str, Any], rows: list[Row], console: Console) -> Result:
     """Write a measured result. A second run measures anew: times are not resumed."""
-    return store(command.out, Result(settings, _environment(command), rows), console)
-
-
-def _environment(command: SpeedCommand) -> dict[str, str]:
-    """Return versions, and what the times are of."""
-    return {**environment(), **machine_of(command.device)}
+    return store(command.out, Result(settings, environment_of(command.out), rows), console)

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from evals.commands import ShapeCommand
-from evals.result import Result, Row, environment, versions
-from evals.runner import RunFolder
+from evals.result import Result, Row, versions
+from evals.runner import RunFolder, environment_of
 from evals.tasks.setup import store
 
 PHASE = "formula"
@@ -24,6 +24,6 @@ def formula_row(task: str, method: str, metric: str, value: float, **more: Any) 
 def store_formula(command: ShapeCommand, task: str, rows: list[Row], console: Console) -> Result:
     """Write a computed result as a measured one is written. Raises: ValueError if the folder holds something else."""
     settings = command.settings(task)
-    RunFolder(command.out, settings)
-    result = Result(settings, environment(), rows)
+    RunFolder(command.out, settings).renew()
+    result = Result(settings, environment_of(command.out), rows)
     return store(command.out, result, console)

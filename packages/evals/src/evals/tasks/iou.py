@@ -50,7 +50,7 @@ def run(command: IouCommand, console: Console) -> Result:
     cells = [Cell(m.name, b, heads) for heads in HEADS for b in command.budgets for m in methods]
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        positions = drawn_rows(command, command.rows, number)
+        positions = positions_of(command, number)  # the same rows for all methods
         found = measure(ready.model, document.ids, positions, methods, command.budgets)
         step("selections")
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
@@ -68,6 +68,13 @@ def run(command: IouCommand, console: Console) -> Result:
 
     samples = each_document(command, ready, console, 1, check, compute)
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
+
+
+def positions_of(command: IouCommand, number: int) -> Tensor:
+    """Return the rows to measure in a context, int64 [R]: drawn by its number, or the last one."""
+    if command.rows_from == "last":
+        return torch.tensor([command.context - 1])
+    return drawn_rows(command, command.rows, number)
 
 
 @torch.inference_mode()

@@ -25,8 +25,8 @@ from evals.metrics import Estimate
 from evals.parquet import write_parquet
 from evals.plan import MethodsCommand, TaskCommand
 from evals.report import grids
-from evals.result import Result, Row, environment, rows_to_text, versions
-from evals.runner import RunFolder, model_identity
+from evals.result import Result, Row, rows_to_text, versions
+from evals.runner import RunFolder, environment_of, model_identity
 
 Sample = dict[str, Any]
 
@@ -134,7 +134,7 @@ def each_document(
         steps: how often `compute` calls its third argument, each time with what it is about to do.
         check: raises if a stored sample lacks something.
     """
-    folder, samples = RunFolder(command.out, ready.settings), []
+    folder, samples = RunFolder(command.out, ready.settings, str(ready.model.device)), []
     with tracking(console, steps * len(ready.documents)) as advance:
         for number, document in enumerate(ready.documents):
 
@@ -169,7 +169,7 @@ def require_cells(sample: Sample, cells: Sequence[Any], which: str = "methods or
 
 def finish(command: MethodsCommand, ready: Ready, rows: list[Row], console: Console) -> Result:
     """Store the rows, the report and the figure; show the tables."""
-    return store(command.out, Result(ready.settings, environment(), rows), console)
+    return store(command.out, Result(ready.settings, environment_of(command.out), rows), console)
 
 
 def store(out: Path, result: Result, console: Console) -> Result:

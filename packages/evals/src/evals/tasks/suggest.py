@@ -11,8 +11,8 @@ from rich.console import Console
 from evals.documents import TokenDocument
 from evals.methods import LoadedMethod
 from evals.metrics import Estimate, bootstrap
-from evals.result import Result, Row, environment
-from evals.runner import RunFolder, finite
+from evals.result import Result, Row
+from evals.runner import RunFolder, environment_of, finite
 from evals.study import SuggestCommand
 from evals.tasks import iou, ppl
 from evals.tasks.setup import Ready, Sample, drawn_rows, prepare, rows_of, store
@@ -28,7 +28,7 @@ def run(command: SuggestCommand, console: Console) -> Result:
     """
     ready = prepare(command, "suggest", console)
     (method,) = [found for found in ready.methods if found.selector]
-    folder = RunFolder(command.out, ready.settings)
+    folder = RunFolder(command.out, ready.settings, str(ready.model.device))
     everything = TokenDocument("all documents", torch.cat([document.ids for document in ready.documents]))
     probed: dict[float, Estimate] = {}
 
@@ -57,7 +57,7 @@ def run(command: SuggestCommand, console: Console) -> Result:
     for budget, found in sorted(probed.items()):
         where = "suggested" if budget == chosen else "tried"
         rows.append(row(method.name, command.metric, found, budget=budget, rule="visible", density=None, where=where))
-    return store(command.out, Result(ready.settings, environment(), rows), console)
+    return store(command.out, Result(ready.settings, environment_of(command.out), rows), console)
 
 
 def smallest(meets: Callable[[int], bool], count: int) -> int:

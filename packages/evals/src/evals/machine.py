@@ -1,0 +1,33 @@
+"""What a run ran on: software, which decides its numbers, and hardware, which decides its times."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import hashcore
+import torch
+
+PACKAGES = ("hashcore", "hashtrain", "sparse-decode", "evals")
+HARDWARE = ("processor", "threads", "device")
+
+
+def environment(device: str = "cpu") -> dict[str, str]:
+    """Return the versions, the processor, torch's threads and the device; no name, user or path of the machine.
+
+    Args:
+        device: where the model runs; a CUDA device is stated by its model, such as `NVIDIA H100`.
+    """
+    packages = {name: version(name) for name in ("torch", "transformers", "numpy", "numba", *PACKAGES[1:])}
+    software = {"python": platform.python_version(), "hashcore": hashcore.__version__, **packages}
+    named = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+    return {**software, "processor": processor(), "threads": str(torch.get_num_threads()), "device": named}
+
+
+def processor() -> str:
+    """Return what the machine calls its processor; its architecture where the system does not say."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
