@@ -11,9 +11,9 @@ import torch
 from evals import cli, paper
 from evals.compare import compare
 from evals.documents import load_documents
-from evals.grid import Grid
+from evals.grid import Grid, to_markdown
 from evals.metrics import Estimate
-from evals.page import section_of, to_html, write_page
+from evals.page import Section, section_of, to_html, write_page
 from evals.plan import IouCommand, PplCommand
 from evals.result import read_result
 from evals.study import PaperCommand, SuggestCommand
@@ -111,6 +111,23 @@ def test_runs_are_compared_where_they_have_the_same(runs):
     assert {tuple(entry["a"]) for entry in entries} == {("planes", 0.2)}
     assert [entry["mean"] for entry in entries] == pytest.approx([0, 0], abs=1e-7)
     assert len(grid.sections[0]) == 1
+
+
+def test_runs_of_other_versions_are_compared_with_a_note(runs, tmp_path, capsys):
+    assert compare(runs / "first", runs / "second", ALL, NONE)[1].note == ""
+    shutil.copytree(runs / "second", tmp_path / "former")
+    for name, key in (("config", "versions"), ("environment", "torch")):
+        path = tmp_path / "former" / f"{name}.json"
+        held = json.loads(path.read_text())
+        former = {"versions": held[key].replace("evals 1", "evals 0"), "torch": "0.1"} if key in held else {}
+        path.write_text(json.dumps({**held, key: former[key]}))
+    _, grid = compare(runs / "first", tmp_path / "former", ALL, NONE)
+    now = read_result(runs / "first").environment
+    sentence = f"the two runs were made by different versions: torch {now['torch']} and 0.1, evals {now['evals']} and 0"
+    for text in (grid.note, to_markdown(grid), to_html("", [Section("", (), (grid,), None, "")])):
+        assert sentence in text
+    assert cli.main(["compare", str(runs / "first"), str(tmp_path / "former")]) == 0
+    assert "different versions" in capsys.readouterr().err
 
 
 def test_two_methods_at_two_budgets_are_compared_document_by_document(runs):

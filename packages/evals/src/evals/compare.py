@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from evals.grid import Grid, amount
+from evals.machine import HARDWARE
 from evals.metrics import Estimate, bootstrap
 from evals.result import Result, as_written, read_json, read_result
 
@@ -24,7 +25,7 @@ _BENCHMARKS = ("longbench", "ruler", "fewshot")
 """Their samples hold a number of each item, of every metric that has them."""
 _PLACES = ("rule", "heads", "kind", "length", "depth")
 _FREE = ("methods", "budgets", "tokens", "documents", "method_identities", "versions")
-"""Settings in which runs of one protocol may differ."""
+"""Settings in which runs of one protocol may differ; of versions the table says so."""
 
 Place = tuple[tuple[str, Any], ...]
 Values = dict[tuple[str, float | None, Place], dict[str, list[float]]]
@@ -52,7 +53,7 @@ def compare(
     with as_written(f"{first} or {second}"):
         a, b = (_values(result, found[:n]) for result, found in zip(results, samples, strict=True))
         entries = list(_differences(a, b, methods, budgets, results[0].config["seed"]))
-        table = _grid(entries, n, results[0]) if entries else None
+        table = _grid(entries, n, results) if entries else None
     if table is None:
         raise ValueError(f"no method and budget of {first} pairs with one of {second}; name them with --method-a, ...")
     return entries, table
@@ -125,7 +126,8 @@ def _differences(
             yield {**label, **estimate._asdict()}
 
 
-def _grid(entries: list[dict[str, Any]], n: int, result: Result) -> Grid:
+def _grid(entries: list[dict[str, Any]], n: int, results: list[Result]) -> Grid:
+    result = results[0]
     metrics = list(dict.fromkeys(entry["metric"] for entry in entries))
     lines: dict[str, list[str]] = {}
     rule = "tokens" if result.config.get("tokens") else "visible"
@@ -139,7 +141,22 @@ def _grid(entries: list[dict[str, Any]], n: int, result: Result) -> Grid:
     if result.config["task"] in _BENCHMARKS:
         n, shared = len({entry["task"] for entry in entries}), "tasks, item by item"
     title = f"`{result.config['task']}`: mean difference over {n} shared {shared} [95 % paired bootstrap interval]"
-    return Grid(title, ["first - second", *metrics], [[[label, *cells] for label, cells in lines.items()]])
+    sections = [[[label, *cells] for label, cells in lines.items()]]
+    return Grid(title, ["first - second", *metrics], sections, version_note(*results))
+
+
+def version_note(first: Result, second: Result) -> str:
+    """Say which software differs between two runs, or nothing: a difference of theirs may be its doing."""
+    a, b = (_software(result) for result in (first, second))
+    differing = [f"{n} {a.get(n, 'not stored')} and {b.get(n, 'not stored')}" for n in a | b if a.get(n) != b.get(n)]
+    return f"Note: the two runs were made by different versions: {', '.join(differing)}." if differing else ""
+
+
+def _software(result: Result) -> dict[str, str]:
+    """Return the versions of a run: those of its settings, which guard all its samples, and of its environment."""
+    own = [part.split(" ") for part in result.config["versions"].split(", ")]
+    found = {name: value for name, value in result.environment.items() if name not in HARDWARE}
+    return found | dict(pair for pair in own if len(pair) == 2)
 
 
 def _cell(x: Estimate) -> str:

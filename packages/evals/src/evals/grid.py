@@ -18,11 +18,13 @@ class Grid:
     title: str
     header: list[str]
     sections: list[list[list[str]]]
+    note: str = ""
+    """What a reader must know of the numbers; below the table."""
 
 
 def to_rich(grid: Grid) -> Table:
     """Lay a table out for the terminal."""
-    table = Table(title=grid.title)
+    table = Table(title=grid.title, caption=grid.note or None)
     for i, name in enumerate(grid.header):
         table.add_column(name, justify="left" if i == 0 else "right")
     for section in grid.sections:
@@ -36,7 +38,8 @@ def to_markdown(grid: Grid) -> str:
     """Write a table as Markdown, with its title as a paragraph above."""
     lines = [grid.header, ["---"] + ["---:"] * (len(grid.header) - 1)]
     lines += [line for section in grid.sections for line in section]
-    return "\n".join([f"{grid.title}", "", *("| " + " | ".join(line) + " |" for line in lines)])
+    below = ["", grid.note] if grid.note else []
+    return "\n".join([f"{grid.title}", "", *("| " + " | ".join(line) + " |" for line in lines), *below])
 
 
 def amount(budget: float, rule: str) -> str:

@@ -40,7 +40,7 @@ class Section:
     tables: tuple[Grid, ...]
     figure: Path | None
     facts: str
-    """Software, settings: small print."""
+    """Settings, software and hardware: small print."""
 
 
 def section_of(folder: Path, title: str | None = None, notes: Sequence[str] = ()) -> Section:
@@ -60,7 +60,7 @@ def facts_of(result: Result) -> str:
     """Say in a line on what a result stands."""
     settings = {k: v for k, v in result.config.items() if k not in ("versions", "method_identities")}
     software = ", ".join(f"{name} {version}" for name, version in result.environment.items())
-    return "; ".join(f"{name}: {value}" for name, value in settings.items()) + f". Software: {software}."
+    return "; ".join(f"{name}: {value}" for name, value in settings.items()) + f". Environment: {software}."
 
 
 def to_html(title: str, sections: Sequence[Section]) -> str:
@@ -93,7 +93,8 @@ def _table(grid: Grid) -> str:
         return "<tr>" + "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in cells) + "</tr>"
 
     bodies = "".join(f"<tbody>{''.join(line(x, 'td') for x in body)}</tbody>" for body in grid.sections)
-    return f"<table><caption>{_marked(grid.title)}</caption><thead>{line(grid.header, 'th')}</thead>{bodies}</table>"
+    table = f"<table><caption>{_marked(grid.title)}</caption><thead>{line(grid.header, 'th')}</thead>{bodies}</table>"
+    return table + (f"<p>{_marked(grid.note)}</p>" if grid.note else "")
 
 
 def to_page_markdown(title: str, sections: Sequence[Section]) -> str:
