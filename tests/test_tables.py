@@ -107,7 +107,7 @@ def test_throughput(table):
     assert stored.name == "throughput.json"
     assert "peak_bytes" not in stored.read_text()
     assert "shape `small` in bfloat16, 2 % selected from layer 2 on" in lines[2]
-    assert "Abacus 9, 1 thread, 2026-11-22: mean of 5 turns of 8 steps" in lines[2]
+    assert "Abacus 9, 1 thread: mean of 5 turns of 8 steps" in lines[2]
     assert "| 8192 tokens x 1, sdpa | 20 [19, 21] | 40 | 50.0 | 1.00 | 50 % | 67.1 | 0.0 | 100 % |" in lines
     assert "| 8192 tokens x 1, planes | 8 [7, 9] | 40 | 125.0 | 2.50 | 50 % | 67.1 | 1.0 | 2.12 % |" in lines
 
@@ -126,3 +126,45 @@ def test_times_of_an_unknown_machine_are_refused(table):
 def test_a_run_that_no_table_shows_is_not_stored(table):
     with pytest.raises(ValueError, match=r"got .*one of cones"):
         table("throughput", {"task": "cones"}, [])
+
+
+def paired(method, rule, against, metric, value):
+    at = {"method": method, "variant": method, "rule": rule, "against": against, "metric": metric, "value": value}
+    return {
+        **at,
+        "low": value - 0.1,
+        "high": value + 0.1,
+        "budget": 0.02,
+        "phase": "everywhere",
+        "bits": 128,
+        "n": 2,
+        "density": 0.02,
+    }
+
+
+def test_rivals(tool, table, tmp_path):
+    """Quest at a larger budget, MagicPIG without its ends at ours, and each of it at its own number of tokens."""
+    quest = {"a": ["planes", 0.02], "b": ["quest", 0.08], "mean": -0.5, "low": -0.6, "high": -0.4}
+    (tmp_path / "paper").mkdir()
+    entries = {"table 2": [{**quest, "metric": metric} for metric in ("kl", "nll")]}
+    (tmp_path / "paper" / "differences.json").write_text(json.dumps(entries))
+    assert tool.store(tmp_path / "paper", tmp_path).name == "differences.json"
+    rows = [
+        paired("planes", rule, against, metric, value)
+        for rule, against, value in (
+            ("visible", "magicpig-bare", -3.0),
+            ("visible", "magicpig", -0.9),  # at another density: no line
+            ("as magicpig", "magicpig", -0.7),
+            ("as magicpig-10x150", "magicpig-10x150", -0.2),
+        )
+        for metric in ("kl", "nll")
+    ]
+    config = {"task": "ppl", "documents": 2, "context": 4096, "dense_layers": 2, "match": ["magicpig"]}
+    lines, _ = table("rivals", config, rows, name="magicpig")
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| planes")] == [
+        "planes at 2 %, quest at 8 %",
+        "planes at 2 %, magicpig-bare",
+        "planes at as many tokens as magicpig took",
+        "planes at as many tokens as magicpig-10x150 took",
+    ]
+    assert "| planes at 2 %, quest at 8 % | -0.500 [-0.600, -0.400] | -0.500 [-0.600, -0.400] |" in lines

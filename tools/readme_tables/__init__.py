@@ -7,7 +7,7 @@ from evals import report
 from evals.grid import to_markdown
 from evals.lengths import codelength_grid
 
-from readme_tables import decoding, quality, searching, speed
+from readme_tables import decoding, quality, rivals, searching, speed
 from readme_tables.stored import stored
 
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
@@ -24,6 +24,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "recipe": lambda results: quality.training(results, "kv_head", "recipe"),
     "quest": quality.of_run("quest", report.ppl_grid),
     "magicpig": quality.with_matches("magicpig"),
+    "rivals": rivals.rivals,
     "ppl-decode": quality.with_matches("ppl_decode"),
     "code-lengths": quality.of_run("codelength", codelength_grid),
     "throughput": speed.throughput,

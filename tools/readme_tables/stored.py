@@ -15,6 +15,8 @@ _KEPT = {
     "throughput": ("p50_ms", "p99_ms", "tokens_per_s", "share_of_bandwidth", "kv_bytes", "code_bytes"),
 }
 """By task, the metrics that tables show."""
+DIFFERENCES = "differences.json"
+"""What `evals paper` leaves beside its report: the paired differences that its items show."""
 _DIGITS = 5
 _CURVE_POINTS = 60
 
@@ -29,6 +31,9 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") ->
             results / f"{name or 'training'}.json",
             json.dumps(_trim_metrics(read_json(run / "metrics.json", "run again")), indent=1),
         )
+    elif (run / DIFFERENCES).is_file():
+        target = results / f"{name or 'differences'}.json"
+        text = json.dumps(rounded(read_json(run / DIFFERENCES, "run `evals paper --all` again")), indent=1)
     else:
         result = read_result(run)
         task = result.config["task"]
