@@ -221,7 +221,8 @@ def test_behind_a_dense_prompt_the_divergence_is_that_of_the_scored_rows_alone(c
 
 
 def test_a_suggestion_is_for_the_recommended_hasher_and_the_mass_has_no_phase():
-    assert SuggestCommand(kl=0.1).methods == ("transform",)
+    assert SuggestCommand(kl=0.1).methods == ("transform+remainder",)
+    assert SuggestCommand(mass=0.9).methods == ("transform",)
     with pytest.raises(UsageError, match="takes no --phase, got decode"):
         SuggestCommand(mass=0.9, phase="decode")
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 from hashtrain.usage import UsageError
 
-from evals.methods import RIVAL_NAMES, SELECTION_NAMES, SPARSE_NAMES
+from evals.methods import REMAINDER, RIVAL_NAMES, SELECTION_NAMES, SPARSE_NAMES
 from evals.plan import Methods, Phase, TaskCommand, at_least, each_positive
 
 
@@ -49,8 +49,8 @@ class SuggestCommand(TaskCommand):
     """Find the smallest budget that meets a target on your text and model: a bound on the KL from dense, or a share of
     the attention mass that the best selection holds."""
 
-    methods: Methods = ("transform",)
-    """The method to find a budget for, one."""
+    methods: Methods = ()
+    """The method to find a budget for, one; without it `transform`, for --kl with the remainder, as `attach` has it."""
     budgets: tyro.conf.Suppress[tuple[float, ...]] = (1.0,)
     """Nothing to give: the budget is what is looked for."""
     documents: int = 8
@@ -68,6 +68,8 @@ class SuggestCommand(TaskCommand):
     """Where what was measured goes; the same command again goes on where it stopped."""
 
     def __post_init__(self) -> None:
+        if not self.methods:
+            object.__setattr__(self, "methods", ("transform" + (REMAINDER if self.mass is None else ""),))
         super().__post_init__()
         at_least(self, rows=1)
         if (self.kl is None) == (self.mass is None):
