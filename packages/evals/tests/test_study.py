@@ -315,7 +315,13 @@ def test_an_item_shows_the_differences_it_names(made, tmp_path, monkeypatch, cap
     items = (
         paper.Item("table 6", "Two", "iou", (*words, *budgets), 2, ("So.",), twice=True),
         paper.Item(
-            "table 10", "One", "iou", (*words, *budgets), 2, ("So.",), against=(("planes", 0.1, "planes", 0.2),)
+            "table 10",
+            "One",
+            "iou",
+            (*words, *budgets),
+            2,
+            ("So.",),
+            against=(("planes", 0.1, "planes", 0.2), ("planes", 0.2, "planes", 0.1)),
         ),
     )
     monkeypatch.setattr(paper, "ITEMS", items)
@@ -325,7 +331,11 @@ def test_an_item_shows_the_differences_it_names(made, tmp_path, monkeypatch, cap
     assert "planes 10 % - planes 10 %" in text
     assert "planes 10 % - planes 20 %" in text
     stored = json.loads((tmp_path / "paper" / "differences.json").read_text())
-    assert {(tuple(x["a"]), tuple(x["b"])) for x in stored["table 10"]} == {(("planes", 0.1), ("planes", 0.2))}
+    assert {(tuple(x["a"]), tuple(x["b"])) for x in stored["table 10"]} == {
+        (("planes", 0.1), ("planes", 0.2)),
+        (("planes", 0.2), ("planes", 0.1)),
+    }
+    assert text.count("paired bootstrap interval") == 2  # one table an item, whatever it compares
     runs = [read_result(tmp_path / "paper" / name) for name in ("table-6", "table-6-other")]
     at = {"method": "planes", "budget": 0.1, "metric": "iou", "heads": "kv_head", "layer": None, "head": None}
     assert runs[0].one(**at).value != runs[1].one(**at).value

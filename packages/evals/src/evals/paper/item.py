@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,4 +93,14 @@ class Item:
         found = [compare(first, first, (a, b), (x, y)) for a, x, b, y in pairs]
         if self.twice:
             found.append(compare(first, last, (None, None), (None, None)))
-        return [entry for entries, _ in found for entry in entries], [grid for _, grid in found]
+        return [entry for entries, _ in found for entry in entries], _joined([grid for _, grid in found])
+
+
+def _joined(grids: list[Grid]) -> list[Grid]:
+    """Make one table of those that have one title and header."""
+    found: dict[tuple[str, ...], Grid] = {}
+    for grid in grids:
+        key = grid.title, *grid.header
+        held = found.get(key)
+        found[key] = grid if held is None else replace(held, sections=[*held.sections, *grid.sections])
+    return list(found.values())
