@@ -41,6 +41,7 @@ EVERY_KERNEL = (
 
 FLASH_TESTS = "packages/sparse-decode/tests/test_flash_cuda.py"
 GPU_TESTS = ["packages/hashcore/tests/test_cuda.py", "packages/sparse-decode/tests/test_gather_cuda.py"]
+EVALS_TESTS = "packages/evals/tests/test_device.py"
 
 
 class Outcome(NamedTuple):
@@ -163,6 +164,10 @@ def sparse_tests(seconds: float) -> Outcome:
     return pytest(seconds, ["-m", "cuda", GPU_TESTS[1]], [])
 
 
+def evals_tests(seconds: float) -> Outcome:
+    return pytest(seconds, ["-m", "cuda", EVALS_TESTS, "-k", "bfloat16"], [])
+
+
 def flash_tests(seconds: float) -> Outcome:
     if missing(("flash_attn",)):  # an extra that is built from source: without it nothing is lacking
         return Outcome("unsupported", "flash-attn is not installed")
@@ -183,10 +188,11 @@ GPU_PARTS = [
     Part("hashcore: equal to numpy, graphs, compile, operators", 120, (*HASHCORE, "pytest"), hashcore_tests),
     Part("sparse_decode: attention equal to the CPU's", 60, (*SPARSE, "pytest"), sparse_tests),
     Part("sparse_decode: the paper's set-up through flash-attn", 20, (*SPARSE, "pytest"), flash_tests),
+    Part("evals: every task on a model", 35, (*SPARSE, "evals", "pytest"), evals_tests),
     Part("hashcore: benchmark of retrieval", 70, HASHCORE, hashcore_benchmark),
     Part("sparse_decode: benchmark of a step's attention", 100, SPARSE, sparse_benchmark),
-    Part("kernels: compute-sanitizer memcheck", 80, (*SPARSE, "pytest"), sanitized("memcheck")),
-    Part("kernels: compute-sanitizer racecheck", 80, (*SPARSE, "pytest"), sanitized("racecheck")),
+    Part("kernels: compute-sanitizer memcheck", 62, (*SPARSE, "pytest"), sanitized("memcheck")),
+    Part("kernels: compute-sanitizer racecheck", 62, (*SPARSE, "pytest"), sanitized("racecheck")),
 ]
 SIMULATED_PARTS = [
     Part("hashcore: simulated kernels", 400, ("torch", "numba", "pytest", "hypothesis"), hashcore_simulated),

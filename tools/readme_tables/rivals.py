@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from evals.grid import Grid, percent, to_markdown
 from evals.methods import OURS
+from evals.metrics import Estimate
 from evals.tasks.ppl import AS
 
 from readme_tables.stored import load, stored
@@ -13,26 +14,26 @@ METRICS = ("kl", "nll")
 HEADER = ["ours less the rival's", "KL from dense, nats", "loss, nats a token"]
 
 
-def differences(results: pathlib.Path) -> Iterator[tuple[str, dict[str, tuple[float, float, float]]]]:
-    """Name each comparison that issue and paper ask for, with (mean, low, high) of each metric."""
-    found: dict[str, dict[str, tuple[float, float, float]]] = {}
+def differences(results: pathlib.Path) -> Iterator[tuple[str, dict[str, Estimate]]]:
+    """Name each comparison of the paper's, and give the mean difference of each metric and its interval."""
+    found: dict[str, dict[str, Estimate]] = {}
     for entry in stored(results / "differences.json")["table 2"]:
         (ours, own), (rival, theirs) = entry["a"], entry["b"]
         label = f"{ours} at {percent(own)}, {rival} at {percent(theirs)}"
-        found.setdefault(label, {})[entry["metric"]] = entry["mean"], entry["low"], entry["high"]
+        found.setdefault(label, {})[entry["metric"]] = Estimate(entry["mean"], entry["low"], entry["high"])
     for row in load(results / "magicpig.json").rows:
         if row.method not in OURS or row.against is None or not row.against.startswith("magicpig"):
             continue
         matched = row.rule == AS + row.against
         if matched or (row.rule == "visible" and row.against == "magicpig-bare"):
-            at = f"as many tokens as {row.against} took" if matched else f"{percent(row.budget)}, {row.against}"
-            found.setdefault(f"{row.method} at {at}", {})[row.metric] = row.value, row.low, row.high
+            at = f"as many tokens as {row.against} took" if matched else f"{percent(row.budget or 0)}, {row.against}"
+            found.setdefault(f"{row.method} at {at}", {})[row.metric] = Estimate(row.value, row.low, row.high)
     yield from found.items()
 
 
 def rivals(results: pathlib.Path) -> str:
     """The table of them, a line a comparison."""
-    lines = [[label, *(_cell(*values[name]) for name in METRICS)] for label, values in differences(results)]
+    lines = [[label, *(_cell(values[name]) for name in METRICS)] for label, values in differences(results)]
     config = load(results / "magicpig.json").config
     title = (
         f"Mean difference over {config['documents']} held-out contexts of {config['context']:,} tokens, model "
@@ -42,5 +43,6 @@ def rivals(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, HEADER, [lines]))
 
 
-def _cell(mean: float, low: float, high: float) -> str:
-    return f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+def _cell(found: Estimate) -> str:
+    interval = "" if found.low is None or found.high is None else f" [{found.low:+.3f}, {found.high:+.3f}]"
+    return f"{found.mean:+.3f}{interval}"

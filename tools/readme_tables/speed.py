@@ -25,6 +25,7 @@ def speed(results: pathlib.Path) -> str:
     """How much faster a step is, by context: the attention of one layer, and a whole model."""
     names = ("attention", "model_decode", "model_break_even")
     attention, model, short = (stored(results / f"sparse_{name}.json") for name in names)
+    layers = short["layers"]
     whole = {row["n"]: row for row in model["rows"] if row["batch"] == 1}
     even = min(row["n"] for row in short["rows"] if row["sparse"]["ratio"] <= _AS_FAST)
     by_length: dict[int, dict[str, float]] = {}
@@ -40,8 +41,8 @@ def speed(results: pathlib.Path) -> str:
         f"Dense over sparse time of a decode step on a CPU ({attention['processor']}, {attention['threads']} thread), "
         f"{100 * attention['fraction']:g} % selected, random weights. Attention: a layer of "
         f"{attention['query_heads']} query and {attention['kv_heads']} KV heads of {attention['head_dim']}. Model: "
-        f"Qwen2.5-0.5B's shape, {model['layers']} of 24 layers, bfloat16; a sparse step is as fast as "
-        f"Hugging Face's dense one from about {even:,} tokens on"
+        f"Qwen2.5-0.5B's shape, {model['layers']} of 24 layers, bfloat16; with {layers} of them a sparse step is as "
+        f"fast as Hugging Face's dense one from about {even:,} tokens on. Hashers: `transform`"
     )
     dense = "against the fastest dense code we could write"
     header = [

@@ -60,11 +60,21 @@ def test_every_task_runs_in_bfloat16(command, name, monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the spy below runs without one")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_runs_on_cuda(command, name, dtype):
     module, given = arranged(command, name, device="cuda", dtype=dtype)
     assert module.run(given, QUIET).rows
+
+
+def test_float32_on_cuda_is_refused_before_a_model_is_loaded(command, monkeypatch):
+    """Its kernels take 16-bit types; the device need not be there to say so."""
+    monkeypatch.setattr(setup, "device_for", lambda asked, number: torch.device("cuda"))
+    monkeypatch.setattr(setup, "load_model", None)
+    module, given = arranged(command, "ppl", device="cuda")
+    with pytest.raises(ValueError, match="got float32; give --dtype bfloat16"):
+        module.run(given, QUIET)
+    assert not given.out.exists()
 
 
 def test_runs_of_two_types_are_not_one_and_are_not_compared(ppl_command, tmp_path):

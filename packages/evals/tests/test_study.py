@@ -295,6 +295,8 @@ def test_all_leaves_out_what_it_has_no_hashers_for(tmp_path, capsys):
         (tmp_path / name / "config.json").touch()
     few = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path))}
     with_tasks = {item.name for item in paper.ITEMS if item.task}
+    none = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path / "none"))}
+    assert {name for name in none if name.startswith("figure 6")} == {n for n in with_tasks if n.startswith("figure 6")}
     assert with_tasks - few == {"table 1", "table 6", "table 10", "table 11", "code length"}
     for candidate in ABLATIONS:
         (tmp_path / candidate.name).mkdir()

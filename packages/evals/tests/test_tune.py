@@ -125,6 +125,7 @@ def test_contexts_that_a_rival_was_tuned_on_judge_nothing(run, build):
 
 
 DAMAGE = {
+    "tuned for --phase decode": lambda data: {**data, "phase": "decode"},
     "of another model": lambda data: {**data, "model_identity": "0"},
     "is damaged": lambda data: {k: v for k, v in data.items() if k != "documents"},
     "parameters of planes": lambda data: {**data, "parameters": {"planes": {"page": 4}}},

@@ -1,4 +1,4 @@
-"""Attention by a method inside a block: the one place where tasks attach, so that all serve a prompt alike."""
+"""Attention by a method inside a block: where tasks that judge methods attach, so that all serve a prompt alike."""
 
 from __future__ import annotations
 

@@ -38,11 +38,11 @@ class RunFolder:
         held = folder / "config.json"
         if held.is_file():
             former = read_json(held, "delete that folder or choose another --out")
-            _require_same(folder, stated(former) if "task" in former else former, settings)
+            _require_same(folder, *(stated(x) if "task" in x else x for x in (former, settings)))
         elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no run of evals; choose another --out")
         write_json(held, settings)
-        if not self._environment.is_file():
+        if not self._environment.is_file() or not any(folder.glob("samples/*.json")):
             self.renew()
 
     @property

@@ -46,8 +46,11 @@ def rival(name: str, parameters: Mapping[str, int], label: str) -> LoadedMethod:
     return LoadedMethod(label, name, None, identity, own, heads)
 
 
-def read_tuned(folder: Path, model_identity: str) -> Tuned:
-    """Read what `evals tune` chose. Raises: ValueError in one sentence if it is missing, damaged, of another model."""
+def read_tuned(folder: Path, model_identity: str, phase: str) -> Tuned:
+    """Read what `evals tune` chose.
+
+    Raises: ValueError in one sentence if it is missing, damaged, of another model or phase.
+    """
     remedy = f"make it with `uv run evals tune --out {folder}`"
     path = folder / FILE
     if not path.is_file():
@@ -56,6 +59,8 @@ def read_tuned(folder: Path, model_identity: str) -> Tuned:
     try:
         if data["model_identity"] != model_identity:
             raise ValueError(f"{path} was tuned on another model or --dtype; {remedy} and the same --model and --dtype")
+        if data["phase"] != phase:
+            raise ValueError(f"{path} was tuned for --phase {data['phase']}, this is {phase}; {remedy} --phase {phase}")
         parameters, documents = data["parameters"], frozenset(data["documents"])
         for name, found in parameters.items():
             if name not in RIVAL_NAMES:

@@ -3,8 +3,19 @@
 import contextlib
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def _umask() -> int:
+    """Read the process's mask for new files, which POSIX only hands out in exchange for another."""
+    with _ONE_AT_A_TIME:
+        umask = os.umask(0)
+        os.umask(umask)
+    return umask
 
 
 @contextlib.contextmanager
@@ -17,9 +28,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("r+b") as file:
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp's 0600 would hide the file from the owner's group
+        temporary.chmod(0o666 & ~_umask())  # mkstemp's 0600 would hide the file from the owner's group
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -74,7 +74,9 @@ class Item:
         return self.task == "ppl" and not set(RIVAL_NAMES).isdisjoint(self.arguments)
 
     def lacking(self, settings: PaperCommand) -> list[str]:
-        """Name the hashers it needs that are not there."""
+        """Name the hashers it needs that are not there; tasks that take a shape make their own."""
+        if self.task in _BY_SHAPE:
+            return []
         words = list(self.arguments)
         start = words.index("--methods") + 1 if "--methods" in words else len(words)
         end = next((i for i in range(start, len(words)) if words[i].startswith("--")), len(words))

@@ -72,7 +72,8 @@ def run(command: PplCommand, console: Console) -> Result:
     """
     ready = prepare(command, "ppl", console)
     if command.tuned is not None:
-        ready = with_choice(command, ready, read_tuned(command.tuned, ready.settings["model_identity"]))
+        tuned = read_tuned(command.tuned, ready.settings["model_identity"], command.phase)
+        ready = with_choice(command, ready, tuned)
     cells = cells_of(command, [method.name for method in ready.methods if method.selector])
     methods = {method.name: method for method in ready.methods}
 

@@ -51,15 +51,25 @@ def load(command: MethodsCommand, task: str) -> Ready:
     """
     device = device_for(command.device, 0)
     dtype = None if command.dtype == "auto" else getattr(torch, command.dtype)
+    require_dtype(device, dtype)
     model, tokenizer = load_model(command.model_path, dtype, str(device))
+    require_dtype(device, model.dtype)  # what `auto` found
     shape = ModelShape.of(model.config)
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
     methods = load_methods(command.methods, command.hashers, model.config)
     identities = identities_of(methods, command)
-    settings = {**command.settings(task), "dtype": str(model.dtype).removeprefix("torch.")}  # what `auto` found
+    settings = {**command.settings(task), "dtype": str(model.dtype).removeprefix("torch.")}
     settings |= {"model_identity": model_identity(model), "method_identities": identities}
     return Ready(model, tokenizer, shape, methods, [], settings)
+
+
+def require_dtype(device: torch.device, dtype: torch.dtype | None) -> None:
+    """Raise ValueError for a type in which selections cannot be attended to on a device; None is not known yet."""
+    if device.type == "cuda" and dtype == torch.float32:
+        raise ValueError(
+            "attention over a selection on CUDA takes 16 bits a number, got float32; give --dtype bfloat16"
+        )
 
 
 def identities_of(methods: Sequence[LoadedMethod], command: MethodsCommand) -> dict[str, str]:
