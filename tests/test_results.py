@@ -102,3 +102,37 @@ def test_planes_keeps_perplexity_near_dense_at_two_percent(ppl, method, rule, at
 @pytest.mark.parametrize("rule", ["visible", "fixed"])
 def test_a_recent_window_of_the_same_size_is_far_worse(ppl, rule):
     assert ppl.one(method="recent", metric="perplexity_ratio", rule=rule, budget=0.02, against=None).value >= 1.08
+
+
+@pytest.mark.parametrize("ours", ["planes", "transform", "transform+remainder"])
+def test_ours_at_2_percent_lose_less_than_quest_at_8(ours):
+    found = [x for x in read("differences")["table 2"] if x["a"] == [ours, 0.02] and x["b"][1] == 0.08]
+    high = {(x["b"][0], x["metric"]): x["high"] for x in found}
+    for rival in ("quest", "quest-heads"):
+        assert high[rival, "kl"] < 0
+        assert high[rival, "nll"] < 0
+        assert high[f"{rival}-tuned", "kl"] < 0  # tuned on the hashers' own text
+
+
+@pytest.mark.parametrize("metric", ["kl", "nll"])
+@pytest.mark.parametrize("ours", ["planes", "transform", "transform+remainder"])
+def test_ours_lose_less_than_magicpig_at_its_own_density_and_than_its_bare_form(ours, metric):
+    data = read("magicpig")
+    rows = rows_from_json(data)
+    for rival, rule in (
+        ("magicpig", "as magicpig"),
+        ("magicpig-10x150", "as magicpig-10x150"),
+        ("magicpig-bare", "visible"),
+    ):
+        (row,) = (r for r in rows if (r.method, r.rule, r.against, r.metric) == (ours, rule, rival, metric))
+        assert row.high < 0, (rival, row)
+
+
+def test_every_learned_hash_finds_more_with_more_bits_up_to_128():
+    config, rows = read("codelength")["config"], rows_from_json(read("codelength"))
+    found = {r.method: r.value for r in rows if r.metric == "iou" and r.heads == "kv_head" and r.layer is None}
+    for name in ("paper", "linear", "group-xnor", "planes", "transform"):
+        assert name in config["methods"]
+        lengths = [found[f"{name} at {bits}"] for bits in (32, 64)] + [found[name]]
+        assert lengths == sorted(lengths), name
+        assert found["lsh-128"] < found[name]

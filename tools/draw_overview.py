@@ -76,12 +76,10 @@ def _quality(axes: Axes, result: Result) -> None:
 def _speed(axes: Axes, attention: dict, model: dict) -> None:
     for kind, colour in (("float32", "#0072b2"), ("bfloat16", "#56b4e9")):
         points = sorted((row["n"], row["ratio"]) for row in attention["rows"] if row["dtype"] == kind)
-        axes.plot(
-            *zip(*points, strict=True), marker="o", color=colour, label=f"attention of a layer, 28 heads of 128, {kind}"
-        )
+        axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=f"attention, {kind}")
     points = sorted((row["n"], row["ratio"]) for row in model["rows"] if row["batch"] == 1)
     axes.plot(
-        *zip(*points, strict=True), marker="s", color="#d55e00", label="model, 6 of Qwen2.5-0.5B's 24 layers, bfloat16"
+        *zip(*points, strict=True), marker="s", color="#d55e00", label=f"model of {model['layers']} layers, bfloat16"
     )
     axes.axhline(1, color="black", linewidth=0.8)
     lengths = sorted({row["n"] for row in attention["rows"]})
@@ -91,7 +89,7 @@ def _speed(axes: Axes, attention: dict, model: dict) -> None:
     axes.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 0.03))
     axes.set_title("Speed: decode step on one CPU core, 2 % selected", fontsize=10)
 
 
