@@ -14,7 +14,7 @@ import torch
 from hashtrain.cli import main
 from hashtrain.distribute import ALONE, Ranks, device_for
 from hashtrain_runs import model_and_text, stored
-from worker_jobs import rank
+from worker_jobs import join_late, rank
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +33,32 @@ def alone(arguments, tmp_path_factory):
     return stored(out)
 
 
-def run_two(arguments):
-    """Two gloo ranks, forked from a process that has imported everything already."""
+def two_processes(job, *rest):
+    """Two gloo ranks, forked from a process that has imported everything already. Returns: their exit codes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain", "hashtrain.pipeline"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [context.Process(target=rank, args=(number, 2, port, arguments)) for number in (0, 1)]
+    ranks = [context.Process(target=job, args=(number, 2, port, *rest)) for number in (0, 1)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(120)
     return [process.exitcode for process in ranks]
+
+
+def run_two(arguments):
+    return two_processes(rank, arguments)
+
+
+def test_no_process_goes_on_before_all_are_connected(tmp_path):
+    """Else one that ends at once, with an error, breaks the connections that the others still make."""
+    assert two_processes(join_late, tmp_path) == [0, 0]
+    connected, entered = (
+        [float((tmp_path / f"{w}-{n}").read_text()) for n in (0, 1)] for w in ("connected", "entered")
+    )
+    assert min(entered) > max(connected)
 
 
 def test_two_ranks_that_share_layers_make_the_bits_of_one_process(arguments, alone, tmp_path):

@@ -36,11 +36,31 @@ def command_line(arguments):
     raise SystemExit(main(arguments))
 
 
-def rank(number, world, port, arguments):
-    """Run `hashtrain` as torchrun's process `number` of `world` does."""
+def as_rank(number, world, port):
+    """Look like torchrun's process `number` of `world`."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def rank(number, world, port, arguments):
+    """Run `hashtrain` as torchrun's process `number` of `world` does."""
+    as_rank(number, world, port)
     command_line(arguments)
+
+
+def join_late(number, world, port, folder):
+    """Join as process `number` of `world`, the last one half a second late, and say when it was in and went on."""
+    from hashtrain import distribute
+
+    def connect(*args, own=distribute.dist.init_process_group, **how):
+        own(*args, **how)
+        time.sleep(number * 0.5)
+        (folder / f"connected-{number}").write_text(str(time.monotonic()))
+
+    distribute.dist.init_process_group = connect
+    as_rank(number, world, port)
+    with distribute.joined("cpu"):
+        (folder / f"entered-{number}").write_text(str(time.monotonic()))
 
 
 class Stubborn(Exception):

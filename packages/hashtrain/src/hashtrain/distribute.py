@@ -83,8 +83,10 @@ def joined(device: str) -> Iterator[Ranks]:
         rank=rank,
         world_size=world,
     )
+    ranks = Ranks(rank, world, local, local_world)
     try:
-        yield Ranks(rank, world, local, local_world)
+        ranks.wait()  # one that left at once, with an error, would break the connections that others still make
+        yield ranks
     finally:
         dist.destroy_process_group()
 
