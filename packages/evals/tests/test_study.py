@@ -260,6 +260,22 @@ def test_every_command_of_the_paper_is_one_of_ours(tmp_path):
                 assert {budget, other} <= set(command.budgets)
 
 
+def test_a_device_and_a_type_are_for_every_command_that_runs_a_model(tmp_path):
+    import tyro
+
+    settings = PaperCommand(out=tmp_path, other_hashers=tmp_path, device="cuda:1", dtype="bfloat16")
+    told = set()
+    for item in (item for item in paper.ITEMS if item.task):
+        for words in item.commands(settings):
+            command = tyro.extras.subcommand_cli_from_dict(cli.COMMANDS, args=words, prog="evals")
+            if hasattr(command, "device") and item.task != "kernels":  # whose kernels are the CPU's
+                assert (command.device, command.dtype) == ("cuda:1", "bfloat16")
+                told.add(item.task)
+    assert told >= {"ppl", "iou", "fidelity", "needle", "ruler-synthetic", "output-error", "cones", "throughput"}
+    with pytest.raises(UsageError, match="gpu"):
+        PaperCommand(device="gpu")
+
+
 def test_tables_and_figures_are_numbered_as_in_the_paper():
     for kind, last in (("table", 11), ("figure", 11)):
         numbers = dict.fromkeys(i.name.partition(" (")[0] for i in paper.ITEMS if i.name.startswith(kind))

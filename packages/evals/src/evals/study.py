@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from hashtrain.plan import require_device_name
 from hashtrain.usage import UsageError
 
 from evals.methods import REMAINDER, RIVAL_NAMES, SELECTION_NAMES, SPARSE_NAMES
-from evals.plan import Methods, Phase, TaskCommand, at_least, each_positive
+from evals.plan import Dtype, Methods, Phase, TaskCommand, at_least, each_positive
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,16 @@ class PaperCommand:
     """A folder of `evals tune`: tables 2 and 3 have the rivals with what it chose, too."""
     documents: int | None = None
     """Contexts or exercises of each task; without it, few enough for half an hour on two cores."""
+    device: str = "cpu"
+    """Where the tasks that run a model run: cpu, cuda, cuda:N, or auto."""
+    dtype: Dtype = "float32"
+    """Of the model's weights, as for the tasks; throughput has its own."""
     out: Path = Path("runs/paper")
     """A folder for each task goes here, and report.html."""
 
     def __post_init__(self) -> None:
         if sum([self.table is not None, self.figure is not None, self.all]) > 1:
             raise UsageError("give one of --table, --figure and --all, got several")
+        require_device_name(self.device)
         if self.documents is not None:
             at_least(self, documents=1)

@@ -13,6 +13,8 @@ from evals.study import PaperCommand
 
 _BY_SHAPE = ("codesize", "complexity", "throughput", "kernels")
 """Tasks that take a model's shape: no model, hashers or documents."""
+_ON_CPU = ("codesize", "complexity", "kernels")
+"""Tasks that run no model."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ class Item:
         found = []
         for folder, made in zip(self.folders(settings), hashers, strict=True):
             words = [self.task, *self.arguments, "--out", str(folder)]
+            if self.task not in _ON_CPU:
+                words += ["--device", settings.device]
             if self.task not in _BY_SHAPE:
+                words += ["--dtype", settings.dtype]
                 words += ["--model", settings.model, "--hashers", str(made), "--documents", count]
             if self.task == "codelength" and settings.more_hashers:
                 words += ["--more-hashers", *map(str, settings.more_hashers)]

@@ -7,7 +7,6 @@ static cache of its own. All caches stand at once, so the peaks of two methods d
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -95,18 +94,6 @@ def fill(
         cache.update(k, v, layer)
 
 
-@contextlib.contextmanager
-def attending(
-    model: PreTrainedModel, selector: Selector | None, command: ThroughputCommand
-) -> Iterator[Attachment | None]:
-    """Attend by a selector inside the block."""
-    if selector is None:
-        yield None
-        return
-    with attach(model, selector, Budget(command.budget), dense_layers=command.dense_layers) as attachment:
-        yield attachment
-
-
 def _measure(
     command: ThroughputCommand,
     model: PreTrainedModel,
@@ -117,7 +104,7 @@ def _measure(
     speed: float,
 ) -> list[Row]:
     selectors: dict[str, Selector | None] = {"planes": HashSelector(hasher), "recent": RecentSelector()}
-    shape, dtype = hasher.config.shape, getattr(torch, command.dtype)
+    shape, dtype, budget = hasher.config.shape, getattr(torch, command.dtype), Budget(command.budget)
     cache = DynamicCache(config=model.config)  # the methods share it: a turn takes its tokens off again
     fill(cache, model.config, shape, n, batch, dtype, command.seed)
     for layer in layers_of(cache):
@@ -142,7 +129,9 @@ def _measure(
                     own.attachment.reset_density()
                 return
             model.set_attn_implementation("eager" if method == "eager" else "sdpa")
-            held[0] = stack.enter_context(attending(model, selectors.get(method), command))
+            if (selector := selectors.get(method)) is not None:
+                sparse = attach(model, selector, budget, dense_layers=command.dense_layers)
+                held[0] = stack.enter_context(sparse)
 
         def step(i: int) -> object:
             if own is not None:
