@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from sparse_decode_doubles import Auditor, SignHasher, generate, prompts, tiny_m
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
+
+PLACED = pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers places models with accelerate")
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,7 @@ def folder(tmp_path_factory):
     logging.enable_progress_bar()
 
 
+@PLACED
 def test_two_ranks_give_the_tokens_of_one_process(folder):
     expected = tensor_parallel.results(folder)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -118,6 +122,7 @@ def test_layers_of_a_hasher_follow_the_keys_to_their_device():
     assert {x.device.type for x in placed.hasher.state_dict().values()} == {"cpu"}
 
 
+@PLACED
 def test_layers_placed_by_a_device_map_and_read_from_disk(folder, tmp_path, monkeypatch):
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     places |= {f"model.layers.{layer}": "disk" if layer == 3 else "cpu" for layer in range(4)}
