@@ -71,8 +71,8 @@ class Target:
 TOPK, SEARCH = "packages/hashcore/tests/test_topk.py", "packages/hashcore/tests/test_search.py"
 REFUSALS, INTO = "packages/hashcore/tests/test_arguments.py", "packages/hashcore/tests/test_out.py"
 PLAN = "packages/hashcore/tests/test_plan.py"
-PREPARED, CACHE = "packages/hashcore/tests/test_prepared.py", "packages/sparse-decode/tests/test_cache.py"
-BUFFER = "packages/sparse-decode/tests/test_buffer.py"
+PREPARED, BUFFER = "packages/hashcore/tests/test_prepared.py", "packages/sparse-decode/tests/test_buffer.py"
+CACHE = ("packages/sparse-decode/tests/test_cache.py", "packages/sparse-decode/tests/test_cache_codes.py")
 SLOW = ("every_integer_dtype", "inputs_are_not_modified", "imports_no_torch", "threads_may_call")
 MODELS = ("torch", "transformers.cache_utils", "hashtrain", "hashcore.cpu")
 TARGETS = {
@@ -123,8 +123,8 @@ TARGETS = {
         ),
         SLOW,
     ),
-    "buffer": Target("sparse_decode.buffer", (BUFFER, CACHE), warm=MODELS),
-    "cache": Target("sparse_decode.cache", (CACHE,), warm=MODELS),
+    "buffer": Target("sparse_decode.buffer", (BUFFER, *CACHE), warm=MODELS),
+    "cache": Target("sparse_decode.cache", CACHE, warm=MODELS),
 }
 _KERNELS = "hashcore/cpu/kernels.py"
 _CPU = "hashcore/cpu/__init__.py"

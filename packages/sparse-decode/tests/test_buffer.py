@@ -59,3 +59,22 @@ def test_there_is_room_for_64_rows_or_an_eighth_more(held, spare):
     buffer.append(rows(1))
     assert buffer.view().data_ptr() != place
     assert torch.equal(buffer.view()[:, :, :-1], before)
+
+
+def test_a_buffer_without_rows_says_so():
+    with pytest.raises(ValueError, match="empty"):
+        GrowingBuffer().view()
+    assert GrowingBuffer().nbytes == 0
+
+
+def test_rows_of_others_are_never_written_to():
+    theirs = torch.arange(12.0).view(1, 1, 6, 2)
+    buffer, before = GrowingBuffer(), theirs.clone()
+    buffer.adopt(theirs)
+    buffer.truncate(4)
+    buffer.append(torch.full((1, 1, 2, 2), -1.0))
+    assert torch.equal(theirs, before)
+    assert torch.equal(buffer.view()[0, 0, :, 0], torch.tensor([0.0, 2.0, 4.0, 6.0, -1.0, -1.0]))
+    held = buffer.view()
+    buffer.append(torch.zeros(1, 1, 1, 2))  # its own room is used
+    assert buffer.view().data_ptr() == held.data_ptr()

@@ -2,94 +2,13 @@
 
 import copy
 
-import hashcore
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sparse_decode import cache
-from sparse_decode.buffer import GrowingBuffer
-from sparse_decode.cache import (
-    CodedDynamicLayer,
-    CodedQuantisedLayer,
-    CodedStaticLayer,
-    Encoder,
-    carry_codes,
-    coded_type,
-    drop_codes,
-)
-from sparse_decode.offload import HostLayer
 from sparse_decode.remainder import RunningMeans, StaticMeans
-from sparse_decode_doubles import WholeNumberLayer
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Fp8QuantizedLayer, StaticLayer
-
-WEIGHTS = torch.randint(0, 2, (2, 16, 128), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
-ROOM = 64
-KINDS = {
-    "dynamic": (DynamicLayer, CodedDynamicLayer),
-    "host": (DynamicLayer, HostLayer),
-    "static": (lambda: StaticLayer(ROOM), CodedStaticLayer),
-    "quantised": (lambda: WholeNumberLayer(residual_length=4), coded_type(WholeNumberLayer)),
-}
-RESIZABLE = ("dynamic", "host")
-
-
-def encode(k):
-    return hashcore.pack(k @ WEIGHTS)  # whole numbers times signs: exact
-
-
-def make(kind, encoder=None):
-    plain, coded = KINDS[kind]
-    return carry_codes(plain(), encoder or Encoder(encode), coded)
-
-
-def cached_keys(layer):
-    """The keys the layer would attend to, and their number."""
-    length = int(layer.get_seq_length())
-    if isinstance(layer, CodedQuantisedLayer):
-        return layer._all_keys()
-    return layer.keys[:, :, :length]
-
-
-def check(layer):
-    length = int(layer.get_seq_length())
-    if length:
-        assert layer.codes.shape[2] == (ROOM if isinstance(layer, StaticLayer) else length)
-        assert torch.equal(layer.codes[:, :, :length], encode(cached_keys(layer)))
-    elif isinstance(layer, CodedDynamicLayer):
-        assert not len(layer._codes)
-
-
-def update(layer, tokens, seed, batch=2):
-    # Cropped to nothing, or static, a layer keeps its batch size.
-    batch = layer.keys.shape[0] if layer.is_initialized and layer.keys.dim() == 4 else batch
-    k, v = torch.randint(-4, 5, (2, batch, 2, tokens, 16), generator=torch.Generator().manual_seed(seed)).float()
-    before = int(layer.get_seq_length())
-    keys, values = layer.update(k, v)
-    assert int(layer.get_seq_length()) == before + tokens
-    assert torch.equal(keys[:, :, before : before + tokens], k)
-    assert torch.equal(values[:, :, before : before + tokens], v)
-
-
-def stored(layer):
-    """The keys and values the layer would attend to."""
-    length = int(layer.get_seq_length())
-    if isinstance(layer, CodedQuantisedLayer):
-        values = layer._dequantize(layer._quantized_values)
-        values = layer._apply_pending_reorder(values, values)[0]
-        return layer._all_keys(), torch.cat([values, layer.values], dim=-2)
-    return layer.keys[:, :, :length], layer.values[:, :, :length]
-
-
-def check_means(layer, padding, rows):
-    """The running means of the last rows are those of the whole cache: exactly, on whole numbers."""
-    (k, v), length = stored(layer), int(layer.get_seq_length())
-    seen = None if padding is None else torch.arange(length) >= padding[:, None]
-    first = max(0, length - rows)
-    found, expected = (means.rows(k, v, seen, first, length) for means in (layer.means, RunningMeans()))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+from sparse_decode_layers import ACTS, KINDS, RESIZABLE, ROOM, check, check_all, check_means, make, stored, update
 
 
 class Machine(RuleBasedStateMachine):
@@ -175,15 +94,6 @@ def machine(kind_name):
 
 TestDynamic, TestHost, TestStatic, TestQuantised = (machine(kind) for kind in KINDS)
 
-
-ACTS = {
-    "update": lambda layer: update(layer, 3, 1, layer.codes.shape[0]),
-    "crop": lambda layer: layer.crop(-2),
-    "reorder_cache": lambda layer: layer.reorder_cache(torch.arange(layer.codes.shape[0]).flip(0)),
-    "batch_repeat_interleave": lambda layer: layer.batch_repeat_interleave(2),
-    "batch_select_indices": lambda layer: layer.batch_select_indices(torch.tensor([1])),
-    "reset": lambda layer: layer.reset(),
-}
 OVERRIDES = {
     "dynamic": tuple(ACTS),
     "host": tuple(ACTS),
@@ -205,11 +115,6 @@ def tour(kind):
         check_all(layer)
 
 
-def check_all(layer):
-    check(layer)
-    check_means(layer, None, 1)
-
-
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OVERRIDES.items() for name in names])
 def test_the_law_breaks_without(kind, name, monkeypatch):
     tour(kind)
@@ -218,43 +123,6 @@ def test_the_law_breaks_without(kind, name, monkeypatch):
     monkeypatch.setattr(owner, name, getattr(coded.plain, name))
     with pytest.raises((AssertionError, RuntimeError, IndexError, TypeError, AttributeError, ValueError)):
         tour(kind)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_key_is_hashed_once(kind):
-    hashed = []
-
-    def counting(k):
-        hashed.append(k.shape[2])
-        return encode(k)
-
-    layer = make(kind, Encoder(counting))
-    for seed in range(4):
-        update(layer, 3, seed)
-        _ = layer.codes
-    assert hashed == [1] * (kind == "static") + [3, 3, 3, 3]  # a static layer asks once for the codes' shape
-
-
-def test_keys_of_dense_steps_are_hashed_when_they_are_needed_and_in_their_order():
-    hashed = []
-
-    def counting(k):
-        hashed.append(k.shape[2])
-        return encode(k)
-
-    layer = make("dynamic", Encoder(counting))
-    update(layer, 20, 0)  # prefill: at once
-    for seed in range(3):
-        update(layer, 1, seed)
-    layer.crop(-1)
-    assert hashed == [20]
-    update(layer, 30, 4)
-    assert hashed == [20, 2, 30]
-    assert torch.equal(layer.codes, encode(layer.keys))
-    update(layer, 1, 5)
-    layer.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(layer.codes, encode(layer.keys))
-    assert hashed == [20, 2, 30, 1]
 
 
 GUARDS = {"drop": RESIZABLE, "map_batch": tuple(KINDS), "reset": ("static",)}
@@ -279,122 +147,6 @@ def test_a_step_sums_only_what_is_new(kind):
     poisoned = (x.index_fill(2, torch.arange(9), torch.nan) for x in (k, v))
     for found, wanted in zip(layer.means.rows(*poisoned, None, 9, 10), expected, strict=True):
         assert torch.equal(found, wanted)
-
-
-def test_a_long_prefill_is_hashed_in_pieces(monkeypatch):
-    monkeypatch.setattr(cache, "_CHUNK", 20)
-    hashed = []
-    layer = make("dynamic", Encoder(lambda k: (hashed.append(k.shape[2]), encode(k))[1]))
-    update(layer, 50, 0)
-    check(layer)
-    assert hashed == [20, 20, 10]
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "host", "static"])
-def test_appending_copies_nothing_that_was_there(kind):
-    layer = make(kind)
-    update(layer, 10, 0)
-    places = set()
-    for seed in range(40):
-        update(layer, 1, seed)
-        places.add((layer.codes.data_ptr(), layer.keys.data_ptr(), layer.values.data_ptr()))
-    assert len(places) == 1
-    check(layer)
-
-
-def test_codes_are_sixteen_bytes_per_token_and_head():
-    for kind in KINDS:
-        layer = make(kind)
-        update(layer, ROOM, 0)
-        kv, codes = layer.memory()
-        assert codes == 2 * 2 * ROOM * 16
-        assert kv == 2 * 2 * 2 * ROOM * 16 * (1 if kind == "quantised" else 4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_retyping_keeps_the_object_and_can_be_undone(kind):
-    plain, coded = KINDS[kind]
-    layer = plain()
-    update(layer, 3, 0)
-    before = type(layer)
-    names = set(vars(layer))
-    assert carry_codes(layer, Encoder(encode), coded) is layer
-    check(layer)
-    update(layer, 2, 1)
-    check(layer)
-    carry_codes(layer, Encoder(lambda k: ~encode(k)))  # another hasher takes it over
-    assert torch.equal(layer.codes[:, :, :5], ~encode(cached_keys(layer)))
-    drop_codes(layer)
-    assert type(layer) is before
-    assert set(vars(layer)) == names
-    update(layer, 1, 2)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_released_encoder_lets_go_of_copies_too_but_not_of_what_another_took_over(kind):
-    first, second = Encoder(encode), Encoder(encode)
-    layer = make(kind, first)
-    update(layer, 3, 0)
-    twin, taken = copy.deepcopy(layer), copy.deepcopy(layer)
-    assert twin.encoder is first
-    carry_codes(taken, second)
-    first.release()
-    assert type(layer) is type(twin) is layer.__class__
-    assert not hasattr(layer, "encoder")
-    assert not hasattr(twin, "encoder")
-    check(taken)
-
-
-def test_a_quantised_layer_filled_before_is_hashed_from_what_it_holds():
-    layer = Fp8QuantizedLayer()
-    update(layer, 6, 0)
-    carry_codes(layer, Encoder(encode))
-    assert torch.equal(layer.codes, encode(layer._dequantize(layer._quantized_keys)))
-
-
-@pytest.mark.parametrize("act", ["crop", "batch_repeat_interleave", "batch_select_indices"])
-def test_what_a_quantised_layer_cannot_do_is_refused(act):
-    layer = make("quantised")
-    update(layer, 9, 0)
-    layer.crop(0)
-    with pytest.raises(ValueError, match=r"a quantised cache cannot .* use DynamicCache\(\)"):
-        ACTS[act](layer)
-
-
-def test_other_layers_are_refused():
-    assert coded_type(DynamicSlidingWindowLayer) is None
-    with pytest.raises(ValueError, match="got DynamicSlidingWindowLayer"):
-        carry_codes(DynamicSlidingWindowLayer(8), Encoder(encode))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_filled_layer_is_hashed_when_it_is_taken_over(kind):
-    hashed = []
-    plain, coded = KINDS[kind]
-    layer = plain()
-    update(layer, 6, 0)
-    carry_codes(layer, Encoder(lambda k: (hashed.append(k.shape[2]), encode(k))[1]), coded)
-    assert hashed == [1] * (kind == "static") + [6]
-    check(layer)
-    assert hashed == [1] * (kind == "static") + [6]
-
-
-def test_the_rows_of_a_filled_layer_go_to_the_host_and_come_back():
-    with FakeTensorMode():  # tensors of a GPU that is not there
-        layer = DynamicLayer()
-        layer.update(*torch.zeros(2, 1, 2, 6, 16, device="cuda"))
-        carry_codes(
-            layer, Encoder(lambda k: torch.zeros(*k.shape[:3], 4, dtype=torch.int32, device=k.device)), HostLayer
-        )
-        assert {layer.keys.device.type, layer.values.device.type} == {"cpu"}
-        assert layer.codes.device.type == "cuda"
-        drop_codes(layer)
-        assert {layer.keys.device.type, layer.values.device.type} == {"cuda"}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_layer_takes_no_memory(kind):
-    assert make(kind).memory() == (0, 0)
 
 
 def test_what_a_static_layer_adds_stays_in_place_and_is_empty_after_a_reset():
@@ -426,22 +178,3 @@ def test_reordering_an_empty_static_layer_leaves_its_room():
     layer.reorder_cache(torch.tensor([0]))
     update(layer, 6, 1)
     check(layer)
-
-
-def test_a_buffer_without_rows_says_so():
-    with pytest.raises(ValueError, match="empty"):
-        GrowingBuffer().view()
-    assert GrowingBuffer().nbytes == 0
-
-
-def test_rows_of_others_are_never_written_to():
-    theirs = torch.arange(12.0).view(1, 1, 6, 2)
-    buffer, before = GrowingBuffer(), theirs.clone()
-    buffer.adopt(theirs)
-    buffer.truncate(4)
-    buffer.append(torch.full((1, 1, 2, 2), -1.0))
-    assert torch.equal(theirs, before)
-    assert torch.equal(buffer.view()[0, 0, :, 0], torch.tensor([0.0, 2.0, 4.0, 6.0, -1.0, -1.0]))
-    held = buffer.view()
-    buffer.append(torch.zeros(1, 1, 1, 2))  # its own room is used
-    assert buffer.view().data_ptr() == held.data_ptr()

@@ -1,0 +1,97 @@
+"""Coded cache layers of every kind, what may be done to them, and the law that they must keep."""
+
+import hashcore
+import torch
+from sparse_decode.cache import (
+    CodedDynamicLayer,
+    CodedQuantisedLayer,
+    CodedStaticLayer,
+    Encoder,
+    carry_codes,
+    coded_type,
+)
+from sparse_decode.offload import HostLayer
+from sparse_decode.remainder import RunningMeans
+from sparse_decode_doubles import WholeNumberLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+WEIGHTS = torch.randint(0, 2, (2, 16, 128), generator=torch.Generator().manual_seed(0)).float() * 2 - 1
+ROOM = 64
+KINDS = {
+    "dynamic": (DynamicLayer, CodedDynamicLayer),
+    "host": (DynamicLayer, HostLayer),
+    "static": (lambda: StaticLayer(ROOM), CodedStaticLayer),
+    "quantised": (lambda: WholeNumberLayer(residual_length=4), coded_type(WholeNumberLayer)),
+}
+RESIZABLE = ("dynamic", "host")
+
+
+def encode(k):
+    return hashcore.pack(k @ WEIGHTS)  # whole numbers times signs: exact
+
+
+def make(kind, encoder=None):
+    plain, coded = KINDS[kind]
+    return carry_codes(plain(), encoder or Encoder(encode), coded)
+
+
+def cached_keys(layer):
+    """The keys the layer would attend to, and their number."""
+    length = int(layer.get_seq_length())
+    if isinstance(layer, CodedQuantisedLayer):
+        return layer._all_keys()
+    return layer.keys[:, :, :length]
+
+
+def check(layer):
+    length = int(layer.get_seq_length())
+    if length:
+        assert layer.codes.shape[2] == (ROOM if isinstance(layer, StaticLayer) else length)
+        assert torch.equal(layer.codes[:, :, :length], encode(cached_keys(layer)))
+    elif isinstance(layer, CodedDynamicLayer):
+        assert not len(layer._codes)
+
+
+def update(layer, tokens, seed, batch=2):
+    # Cropped to nothing, or static, a layer keeps its batch size.
+    batch = layer.keys.shape[0] if layer.is_initialized and layer.keys.dim() == 4 else batch
+    k, v = torch.randint(-4, 5, (2, batch, 2, tokens, 16), generator=torch.Generator().manual_seed(seed)).float()
+    before = int(layer.get_seq_length())
+    keys, values = layer.update(k, v)
+    assert int(layer.get_seq_length()) == before + tokens
+    assert torch.equal(keys[:, :, before : before + tokens], k)
+    assert torch.equal(values[:, :, before : before + tokens], v)
+
+
+def stored(layer):
+    """The keys and values the layer would attend to."""
+    length = int(layer.get_seq_length())
+    if isinstance(layer, CodedQuantisedLayer):
+        values = layer._dequantize(layer._quantized_values)
+        values = layer._apply_pending_reorder(values, values)[0]
+        return layer._all_keys(), torch.cat([values, layer.values], dim=-2)
+    return layer.keys[:, :, :length], layer.values[:, :, :length]
+
+
+def check_means(layer, padding, rows):
+    """The running means of the last rows are those of the whole cache: exactly, on whole numbers."""
+    (k, v), length = stored(layer), int(layer.get_seq_length())
+    seen = None if padding is None else torch.arange(length) >= padding[:, None]
+    first = max(0, length - rows)
+    found, expected = (means.rows(k, v, seen, first, length) for means in (layer.means, RunningMeans()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+ACTS = {
+    "update": lambda layer: update(layer, 3, 1, layer.codes.shape[0]),
+    "crop": lambda layer: layer.crop(-2),
+    "reorder_cache": lambda layer: layer.reorder_cache(torch.arange(layer.codes.shape[0]).flip(0)),
+    "batch_repeat_interleave": lambda layer: layer.batch_repeat_interleave(2),
+    "batch_select_indices": lambda layer: layer.batch_select_indices(torch.tensor([1])),
+    "reset": lambda layer: layer.reset(),
+}
+
+
+def check_all(layer):
+    check(layer)
+    check_means(layer, None, 1)
