@@ -1,10 +1,12 @@
-"""What the tests of scripts share: tools, examples and extensions of the site are installed by no package."""
+"""What tests share: scripts, which are installed by no package, and a folder; puts their helpers on the path."""
 
 import importlib
 import pathlib
+import sys
 
 import pytest
 
+sys.path.insert(0, str(pathlib.Path(__file__).parent))  # which importing tests by file leaves off it
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -20,3 +22,9 @@ def load():
         return module
 
     return imported
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder for what the tests of one file read."""
+    return tmp_path_factory.mktemp("folder")

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/test_fuzz.py",)
+TESTS = ("tests/test_fuzz_hashers.py", "tests/test_fuzz_stored.py", "tests/test_fuzz_runs.py")
 
 
 def main() -> int:
