@@ -1,0 +1,124 @@
+"""Tasks of lm-evaluation-harness and their data: local files, shipped ones, groups, and what cannot be loaded."""
+
+import os
+import random
+import shutil
+
+import numpy as np
+import pytest
+from evals.benchmarks import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
+from hashtrain.usage import UsageError
+
+if os.environ.get("CI") != "true":
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: `uv sync --group lm-eval`")
+
+from evals.harness import load
+from evals.harness.attributes import FILES, FOLDER, lines_of
+from evals.harness.load import as_guest, load_tasks
+
+
+def test_the_example_is_made_by_its_rule():
+    for file in FILES:
+        assert (FOLDER / file).read_text() == lines_of(file)
+
+
+def folder_with(path, **files):
+    for name, text in files.items():
+        (path / f"{name}.yaml").write_text(text)
+    return {"include_path": (path,), "limit": 2}
+
+
+def test_a_local_file_includes_a_shipped_task(tmp_path):
+    (tmp_path / "mine.jsonl").write_text((FOLDER / "long.jsonl").read_text())
+    data = "dataset_path: json\ndataset_kwargs: {data_files: {test: mine.jsonl}}\n"
+    given = folder_with(
+        tmp_path, a=f"include: longbench_triviaqa\ntask: mine\n{data}", b="include: nobody\ntask: other"
+    )
+    (found,) = load_tasks(LongbenchCommand(tasks=("mine",), **given))
+    assert found.name == "mine"
+    assert found.task.config.doc_to_text.startswith("Answer the question based on the given passage.")
+    assert len(found.task.instances) == 2
+    # Without a name of its own it stands for the shipped task, in groups, too.
+    (tmp_path / "a.yaml").write_text(f"include: longbench_triviaqa\n{data}")
+    (found,) = load_tasks(LongbenchCommand(tasks=("longbench_triviaqa",), **given))
+    assert found.task.config.dataset_path == "json"
+    assert found.task.config.dataset_name is None  # that of the shipped data
+
+
+@pytest.fixture
+def few_shipped(tmp_path, monkeypatch):
+    """A harness that ships two folders of tasks: reading all of them takes many seconds."""
+    for folder in ("arc", "longbench"):
+        shutil.copytree(load._SHIPPED / folder, tmp_path / "shipped" / folder)
+    monkeypatch.setattr(load, "_SHIPPED", tmp_path / "shipped")
+
+
+def test_tasks_beyond_the_default_ones_are_found(few_shipped):
+    (found,) = load_tasks(LongbenchCommand(tasks=("python_attributes",), include_path=(FOLDER,), limit=1))
+    assert found.task.config.doc_to_choice == "{{choices}}"
+
+
+def test_unknown_names_are_named(few_shipped, tmp_path):
+    with pytest.raises(ValueError, match="unknown to lm-evaluation-harness and --include-path: --tasks nobody"):
+        load_tasks(LongbenchCommand(tasks=("nobody", "longbench")))
+    given = folder_with(tmp_path, a="include: nobody\ntask: mine\ndataset_path: json")
+    with pytest.raises(ValueError, match=r"`include: nobody` in .*a\.yaml"):
+        load_tasks(LongbenchCommand(tasks=("mine",), **given))
+
+
+def test_groups_and_tags_are_expanded(few_shipped):
+    manager = load._manager(LongbenchCommand())
+    leaves = load._leaves(manager, "longbench")
+    assert len(leaves) == len(set(leaves)) == 21
+    assert {"longbench_lcc", "longbench_triviaqa", "longbench_vcsum"} < set(leaves)
+
+
+def test_a_missing_data_set_is_named_with_the_way_out(tmp_path):
+    with pytest.raises(ValueError, match=r"data set Xnhyacinth/LongBench trec .* --include-path"):
+        load_tasks(LongbenchCommand(tasks=("longbench_trec",)))
+    broken = "include: longbench_trec\ntask: mine\ndataset_path: json\ndataset_kwargs: {data_files: {test: no.jsonl}}"
+    with pytest.raises(ValueError, match="cannot load the data of mine, data set json"):
+        load_tasks(LongbenchCommand(tasks=("mine",), **folder_with(tmp_path, a=broken)))
+
+
+def test_the_same_worked_examples_whatever_was_loaded_before():
+    command = FewshotCommand(tasks=("python_attributes",), include_path=(FOLDER,), limit=3)
+    random.seed(5)
+    before = random.getstate()
+    first, again = (load_tasks(command)[0] for _ in range(2))
+    assert random.getstate() == before
+    assert first.digest == again.digest
+    assert first.task.instances[0].args[0].count("class Store") == 6
+    for other in (FewshotCommand(**{**vars(command), "seed": 1}), FewshotCommand(**{**vars(command), "shots": 2})):
+        assert load_tasks(other)[0].digest != first.digest
+
+
+def test_guests_leave_stdout_and_random_numbers_alone(capsys):
+    with as_guest(3):
+        print("guest")
+        drawn = random.random(), np.random.random()
+    with as_guest(3):
+        assert (random.random(), np.random.random()) == drawn
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("", "guest\n")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LongbenchCommand(limit=0),
+        lambda: LongbenchCommand(tokens=(0,)),
+        lambda: LongbenchCommand(tasks=()),
+        lambda: LongbenchCommand(shots=-1),
+        lambda: LongbenchCommand(batch_size=0),
+        lambda: RulerBenchmarkCommand(lengths=(0,)),
+    ],
+)
+def test_settings_that_cannot_be_used(make):
+    with pytest.raises(UsageError, match="got"):
+        make()
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(UsageError, match="must be a folder"):
+        LongbenchCommand(include_path=(tmp_path / "nowhere",))
