@@ -1,43 +1,21 @@
-"""The perplexity task: what it measures, and that a run goes on where it stopped."""
+"""What the perplexity task measures, each number against one got another way."""
 
-import json
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-from evals import result as results
 from evals.methods import DEFAULT_NAMES, NAMES, REMAINDER, SPARSE_NAMES, load_methods
-from evals.result import read_result
 from evals.rivals import MagicPigSelector, QuestSelector
-from evals.tasks import ppl
 from evals.tasks.ppl import Cell, measure, prompt_of, sparse_log_probs
 from hashtrain import Hasher
-from hashtrain.usage import UsageError
-from rich.console import Console
 from sparse_decode import Budget, attach
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
 
-QUIET = Console(quiet=True)
 PHASES = ("everywhere", "decode")
 
 
 def score(loaded, *cells, dense_layers=1):
     return measure(loaded.model, loaded.ids, list(cells), loaded.methods, dense_layers)
-
-
-@pytest.fixture
-def forwards(monkeypatch):
-    """Counts the model's forward passes: [count]."""
-    count, original = [0], LlamaForCausalLM.forward
-
-    def counted(self, *arguments, **keywords):
-        count[0] += 1
-        return original(self, *arguments, **keywords)
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
-    return count
 
 
 def test_dense_loss_is_that_of_the_second_half(loaded):
@@ -132,21 +110,6 @@ def test_everywhere_a_rival_is_what_it_is_made_as(loaded):
     assert torch.equal(found, logits)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("name", ["quest", "magicpig"])
-def test_samples_of_a_rival_that_knew_of_no_prompt_are_not_gone_on_with(ppl_command, loaded, name, phase):
-    """Where every row is sparse nothing has changed: such a run goes on."""
-    command = ppl_command(methods=(name,), rules=("visible",), documents=1, phase=phase)
-    first = ppl.run(command, QUIET)
-    path, old = command.out / "config.json", {name: loaded.methods[name].identity}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "method_identities": old}))
-    if phase == "everywhere":
-        assert ppl.run(command, QUIET) == first
-        return
-    with pytest.raises(ValueError, match=f"method_identities was {{'{name}.*, now .*-after-prompt'}}"):
-        ppl.run(command, QUIET)
-
-
 def test_of_a_context_with_a_dense_prompt_the_scored_rows_are_sparse_and_counted(loaded):
     cells = [Cell("lsh", "visible", 0.05)]
     whole = measure(loaded.model, loaded.ids, cells, loaded.methods, 1)
@@ -155,60 +118,6 @@ def test_of_a_context_with_a_dense_prompt_the_scored_rows_are_sparse_and_counted
     assert served["cells"][0]["density"] == pytest.approx(sum(n // 20 for n in seen) / sum(seen))
     assert served["dense"]["nll"] == whole["dense"]["nll"]
     assert 1e-4 < served["cells"][0]["kl"] < whole["cells"][0]["kl"]
-
-
-def test_the_phase_is_in_rows_and_captions_and_has_a_curve_over_budgets(ppl_command):
-    command = ppl_command(methods=("lsh", "planes"), budgets=(0.3, 0.1, 0.05), rules=("visible",), phase="decode")
-    found = ppl.run(command, QUIET)
-    assert {row.phase for row in found.rows} == {"decode"}
-    curve = [found.one(method="lsh", metric="kl", budget=budget).value for budget in command.budgets]
-    assert curve == sorted(curve)
-    report = (command.out / "report.md").read_text()
-    assert "after a dense prompt, the scored rows sparse from layer 1 on" in report
-    assert "paired over documents, the prompt dense" in report
-    assert "everywhere" not in report
-
-
-def test_a_run_made_before_there_were_phases_goes_on_as_everywhere(ppl_command):
-    command = ppl_command(methods=("recent",), rules=("visible",), documents=1)
-    first = ppl.run(command, QUIET)
-    path = command.out / "config.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "phase"}))
-    assert read_result(command.out) == first
-    assert ppl.run(command, QUIET) == first
-    with pytest.raises(ValueError, match="phase was everywhere, now decode"):
-        ppl.run(ppl_command(methods=("recent",), rules=("visible",), documents=1, phase="decode"), QUIET)
-
-
-def test_ours_take_what_a_rival_took_on_the_same_context(ppl_command):
-    """A window of 10 % stands for a rival: it is measured first, and its density is what ours get, not 2 %."""
-    command = ppl_command(methods=("recent", "planes"), budgets=(0.1,), rules=("fixed",), match=("recent",))
-    result = ppl.run(command, QUIET)
-    theirs, ours = (
-        result.one(method=m, rule=rule, metric="kl", against=None)
-        for m, rule in (("recent", "fixed"), ("planes", "as recent"))
-    )
-    assert theirs.density is not None
-    assert theirs.density > 0.2  # at least 20 tokens
-    assert ours.density == pytest.approx(theirs.density, abs=0.01)
-    difference = result.one(method="planes", rule="as recent", against="recent", metric="kl")
-    assert difference.value == pytest.approx(ours.value - theirs.value)
-    report = (command.out / "report.md").read_text()
-    assert "At the density that `recent` takes" in report
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"match": ("recent",)}, "not ours, got recent"),
-        ({"methods": ("planes", "lsh"), "match": ("planes",)}, "not ours, got planes"),
-        ({"methods": ("lsh",), "match": ("lsh",)}, "needs one of planes"),
-        ({"methods": ("planes", "lsh"), "match": ("lsh", "lsh")}, "each method once"),
-    ],
-)
-def test_a_match_that_cannot_be_is_refused(ppl_command, settings, message):
-    with pytest.raises(UsageError, match=message):
-        ppl_command(**{"methods": ("planes",), **settings})
 
 
 def test_divergence_is_from_dense_to_the_method(loaded):
@@ -226,125 +135,6 @@ def test_divergence_is_from_dense_to_the_method(loaded):
 def test_dense_layers_are_left_dense(loaded):
     kl = [score(loaded, Cell("recent", "visible", 0.1), dense_layers=n)["cells"][0]["kl"] for n in (0, 1, 2)]
     assert kl[0] > kl[1] > kl[2] > 0
-
-
-def test_rows_follow_from_the_samples(ppl_command):
-    command = ppl_command(methods=("lsh", "planes"), rules=("visible",), seed=5)
-    found = ppl.run(command, QUIET)
-    samples = [json.loads((command.out / "samples" / f"{i:04d}.json").read_text()) for i in range(3)]
-    dense = [sample["dense"]["nll"] for sample in samples]
-    lsh, planes = ([sample["cells"][i] for sample in samples] for i in (0, 1))
-    at = {"rule": "visible", "budget": 0.1, "against": None}
-    nll = [cell["nll"] for cell in planes]
-    mean = sum(nll) / 3
-    assert found.one(method="planes", metric="perplexity", **at).value == pytest.approx(math.exp(mean))
-    per_document = found.one(method="planes", metric="perplexity_per_document", **at)
-    assert per_document.value == pytest.approx(sum(map(math.exp, nll)) / 3)
-    ratio = found.one(method="planes", metric="perplexity_ratio", **at)
-    assert ratio.value == pytest.approx(math.exp(mean - sum(dense) / 3))
-    assert ratio.low <= ratio.value <= ratio.high
-    kl = found.one(method="lsh", metric="kl", **at)
-    assert kl.value == pytest.approx(sum(cell["kl"] for cell in lsh) / 3)
-    assert (kl.n, kl.seed, kl.bits, kl.variant) == (3, 5, 64, "lsh")
-    assert kl.density == pytest.approx(sum(cell["density"] for cell in lsh) / 3)
-    pair = found.one(method="planes", against="lsh", metric="kl", budget=0.1, rule="visible")
-    gaps = [a["kl"] - b["kl"] for a, b in zip(planes, lsh, strict=True)]
-    assert pair.value == pytest.approx(sum(gaps) / 3)
-    assert min(gaps) <= pair.low <= pair.high <= max(gaps)
-    assert read_result(command.out) == found
-
-
-def test_a_finished_run_recomputes_nothing_and_grows(ppl_command, forwards):
-    settings = {"methods": ("lsh", "oracle"), "rules": ("visible",)}
-    first = ppl.run(ppl_command(documents=2, **settings), QUIET)
-    assert forwards[0] == 2 * (1 + 2)
-    again = ppl.run(ppl_command(documents=2, **settings), QUIET)
-    assert forwards[0] == 6
-    assert again == first
-    assert ppl.run(ppl_command(documents=3, **settings), QUIET).rows[0].n == 3
-    assert forwards[0] == 9
-
-
-def test_a_stopped_run_goes_on(ppl_command, forwards, monkeypatch):
-    command = ppl_command(methods=("lsh",), rules=("visible",))
-    whole = ppl.measure
-
-    def stop(model, ids, *rest):
-        if forwards[0] == 2:
-            raise KeyboardInterrupt
-        return whole(model, ids, *rest)
-
-    monkeypatch.setattr(ppl, "measure", stop)
-    with pytest.raises(KeyboardInterrupt):
-        ppl.run(command, QUIET)
-    assert [path.name for path in (command.out / "samples").iterdir()] == ["0000.json"]
-    with pytest.raises(ValueError, match="no finished run"):
-        read_result(command.out)
-    monkeypatch.setattr(ppl, "measure", whole)
-    ppl.run(command, QUIET)
-    assert forwards[0] == 3 * 2
-
-
-DAMAGE = {
-    "cut": lambda text: text[: len(text) // 2],
-    "not an object": lambda text: "[]",
-    "a cell is gone": lambda text: json.dumps({**json.loads(text), "cells": []}),
-    "no dense": lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "dense"}),
-    "NaN": lambda text: json.dumps({**json.loads(text), "dense": {"nll": math.nan}}),
-    "a word for a number": lambda text: json.dumps({**json.loads(text), "dense": {"nll": "two"}}),
-    "another text": lambda text: json.dumps({**json.loads(text), "tokens": "0"}),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_sample_is_named(ppl_command, damage):
-    command = ppl_command(methods=("recent",), rules=("visible",), documents=2)
-    ppl.run(command, QUIET)
-    path = command.out / "samples" / "0001.json"
-    path.write_text(DAMAGE[damage](path.read_text()))
-    with pytest.raises(ValueError, match="delete that file") as raised:
-        ppl.run(command, QUIET)
-    assert str(path) in str(raised.value)
-    assert "\n" not in str(raised.value)
-    path.unlink()
-    ppl.run(command, QUIET)
-
-
-@pytest.mark.parametrize(
-    "changed", [{"context": 64}, {"budgets": (0.2,)}, {"methods": ("lsh",)}, {"seed": 1}, {"dense_layers": 0}], ids=str
-)
-def test_other_settings_are_refused(ppl_command, changed):
-    command = {"methods": ("recent",), "rules": ("visible",), "documents": 1}
-    ppl.run(ppl_command(**command), QUIET)
-    with pytest.raises(ValueError, match="other settings"):
-        ppl.run(ppl_command(**{**command, **changed}), QUIET)
-
-
-def test_retrained_hashers_are_refused(ppl_command, made, tmp_path):
-    import shutil
-
-    hashers = tmp_path / "hashers"
-    shutil.copytree(made.hashers, hashers)
-    command = ppl_command(hashers=hashers, methods=("lsh",), rules=("visible",), documents=1)
-    ppl.run(command, QUIET)
-    shutil.rmtree(hashers / "lsh")
-    shutil.copytree(made.hashers / "planes", hashers / "lsh")
-    with pytest.raises(ValueError, match="method_identities"):
-        ppl.run(command, QUIET)
-
-
-def test_a_folder_of_something_else_is_left_alone(ppl_command, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="not empty"):
-        ppl.run(ppl_command(), QUIET)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
-
-
-def test_rows_survive_their_file(ppl_command):
-    found = ppl.run(ppl_command(methods=("lsh",), rules=("visible",), documents=1), QUIET)
-    assert results.rows_from_json(json.loads(results.rows_to_text(found.rows))) == found.rows
-    assert set(found.environment) >= {"python", "torch", "transformers", "evals", "hashcore"}
 
 
 def test_the_table_of_methods_is_whole():
@@ -373,21 +163,3 @@ def test_a_hasher_without_a_remainder_is_refused(made, loaded, tmp_path):
     assert load_methods(["lsh"], tmp_path, loaded.model.config)
     with pytest.raises(ValueError, match="has no remainder"):
         load_methods(["lsh+remainder"], tmp_path, loaded.model.config)
-
-
-def test_each_of_our_methods_is_paired_with_every_other(ppl_command):
-    found = ppl.run(ppl_command(methods=("lsh", "planes", "planes+remainder"), rules=("visible",)), QUIET)
-    pairs = {(row.method, row.against) for row in found.rows if row.against}
-    ours = {"planes", "planes+remainder"}
-    assert pairs == {(a, b) for a in ours for b in (*ours, "lsh") if a != b}
-
-
-def test_an_empty_sample_is_counted_in_the_rows(ppl_command, monkeypatch):
-    monkeypatch.setattr(
-        "evals.methods.MagicPigSelector", lambda *_, **given: MagicPigSelector(31, 2, **given, prefill=96)
-    )
-    found = ppl.run(ppl_command(methods=("magicpig", "magicpig-bare"), rules=("visible",), documents=1), QUIET)
-    assert {(row.sink, row.recent) for row in found.select(method="magicpig")} == {(4, 64)}
-    row = found.one(metric="empty", method="magicpig-bare", budget=0.1)
-    assert row.value > 0.99
-    assert found.one(metric="kl", method="magicpig-bare", budget=0.1, against=None).value > 0
