@@ -2,10 +2,12 @@
 
 import os
 import random
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).parent))  # for the helpers: importing tests by file leaves folders off it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 
 import pytest

@@ -1,6 +1,5 @@
 """The commands as typed: their last line, and one sentence and exit code 2 for what cannot be used."""
 
-import json
 import shutil
 from typing import get_type_hints
 
@@ -8,6 +7,7 @@ import pytest
 from evals import cli
 from evals.plan import Budgets, Methods
 from evals.tasks import ppl
+from evals_output import last_line
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -31,10 +31,6 @@ def typed(made, tmp_path):
         return [task, *(word for name, value in given.items() for word in (f"--{name}", *str(value).split(" ")))]
 
     return build
-
-
-def last_line(capsys):
-    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
 def refused(arguments, capsys):

@@ -1,0 +1,7 @@
+"""What tests of commands as typed end with: the JSON of the last line."""
+
+import json
+
+
+def last_line(capsys):
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])

@@ -1,0 +1,126 @@
+"""The paper's tables and figures: their commands, what is left out, and the differences that they show."""
+
+import json
+import shutil
+
+import pytest
+from evals import cli, paper
+from evals.result import read_result
+from evals.study import PaperCommand
+from evals_output import last_line
+from hashtrain.plan import ABLATIONS
+from hashtrain.usage import UsageError
+
+
+def test_every_command_of_the_paper_is_one_of_ours(tmp_path):
+    import tyro
+
+    settings = PaperCommand(out=tmp_path, other_hashers=tmp_path)
+    for item in paper.ITEMS:
+        assert item.differs
+        if item.task is None:
+            with pytest.raises(ValueError, match="has no command"):
+                item.commands(settings)
+            continue
+        for words, folder in zip(item.commands(settings), item.folders(settings), strict=True):
+            command = tyro.extras.subcommand_cli_from_dict(cli.COMMANDS, args=words, prog="evals")
+            assert type(command) is cli.TASKS[item.task][0]
+            assert command.out == folder
+            for mine, budget, theirs, other in item.against:
+                assert {mine, theirs} <= set(command.methods)
+                assert {budget, other} <= set(command.budgets)
+
+
+def test_a_device_and_a_type_are_for_every_command_that_runs_a_model(tmp_path):
+    import tyro
+
+    settings = PaperCommand(out=tmp_path, other_hashers=tmp_path, device="cuda:1", dtype="bfloat16")
+    told = set()
+    for item in (item for item in paper.ITEMS if item.task):
+        for words in item.commands(settings):
+            command = tyro.extras.subcommand_cli_from_dict(cli.COMMANDS, args=words, prog="evals")
+            if hasattr(command, "device") and item.task != "kernels":  # whose kernels are the CPU's
+                assert (command.device, command.dtype) == ("cuda:1", "bfloat16")
+                told.add(item.task)
+    assert told >= {"ppl", "iou", "fidelity", "needle", "ruler-synthetic", "output-error", "cones", "throughput"}
+    with pytest.raises(UsageError, match="gpu"):
+        PaperCommand(device="gpu")
+
+
+def test_tables_and_figures_are_numbered_as_in_the_paper():
+    for kind, last in (("table", 11), ("figure", 11)):
+        numbers = dict.fromkeys(i.name.partition(" (")[0] for i in paper.ITEMS if i.name.startswith(kind))
+        assert list(numbers) == [f"{kind} {n + 1}" for n in range(last)]
+        with pytest.raises(ValueError, match=f"1 to {last}, got 99"):
+            paper.chosen(PaperCommand(**{kind: 99}))
+    with pytest.raises(UsageError, match="one of"):
+        PaperCommand(table=1, all=True)
+
+
+def test_the_paper_lists_and_runs_its_commands(tmp_path, monkeypatch, capsys):
+    assert cli.main(["paper"]) == 0
+    assert len(last_line(capsys)["items"]) == len(paper.ITEMS)
+    few = tuple(item for item in paper.ITEMS if item.name in ("figure 6 (code size)", "figure 6 (complexity)"))
+    monkeypatch.setattr(paper, "ITEMS", few)  # the other parts take minutes
+    assert cli.main(["paper", "--figure", "6", "--out", str(tmp_path)]) == 0
+    assert last_line(capsys)["items"] == [item.name for item in few]
+    assert "figure 6 (complexity): Efficiency" in (tmp_path / "report.md").read_text()
+    monkeypatch.undo()
+    assert cli.main(["paper", "--table", "5", "--out", str(tmp_path)]) == 2
+    assert "needs models of several sizes" in capsys.readouterr().err
+    assert cli.main(["paper", "--table", "6", "--out", str(tmp_path)]) == 2
+    assert "give --other-hashers" in capsys.readouterr().err
+
+
+def test_all_leaves_out_what_it_has_no_hashers_for(tmp_path, capsys):
+    for name in ("lsh", "paper", "planes", "transform"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    few = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path))}
+    with_tasks = {item.name for item in paper.ITEMS if item.task}
+    none = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path / "none"))}
+    assert {name for name in none if name.startswith("figure 6")} == {n for n in with_tasks if n.startswith("figure 6")}
+    assert with_tasks - few == {"table 1", "table 6", "table 10", "table 11", "code length"}
+    for candidate in ABLATIONS:
+        (tmp_path / candidate.name).mkdir()
+        (tmp_path / candidate.name / "config.json").touch()
+    many = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path))}
+    assert with_tasks - many == {"table 6"}
+    assert {
+        i.name for i in paper.chosen(PaperCommand(all=True, hashers=tmp_path, other_hashers=tmp_path))
+    } == with_tasks
+
+
+def test_an_item_shows_the_differences_it_names(made, tmp_path, monkeypatch, capsys):
+    """Two sets of hashers, of which the second's `planes` is the first's `lsh`; and two methods of one set."""
+    other = tmp_path / "other"
+    shutil.copytree(made.hashers / "lsh", other / "planes")
+    words = ("--methods", "planes", "--context", "128", "--text", str(made.text), "--dense-layers", "1", "--rows", "8")
+    budgets = ("--budgets", "0.1", "0.2")
+    items = (
+        paper.Item("table 6", "Two", "iou", (*words, *budgets), 2, ("So.",), twice=True),
+        paper.Item(
+            "table 10",
+            "One",
+            "iou",
+            (*words, *budgets),
+            2,
+            ("So.",),
+            against=(("planes", 0.1, "planes", 0.2), ("planes", 0.2, "planes", 0.1)),
+        ),
+    )
+    monkeypatch.setattr(paper, "ITEMS", items)
+    common = ["--model", str(made.model), "--hashers", str(made.hashers), "--out", str(tmp_path / "paper")]
+    assert cli.main(["paper", "--all", "--other-hashers", str(other), *common]) == 0
+    text = (tmp_path / "paper" / "report.md").read_text()
+    assert "planes 10 % - planes 10 %" in text
+    assert "planes 10 % - planes 20 %" in text
+    stored = json.loads((tmp_path / "paper" / "differences.json").read_text())
+    assert {(tuple(x["a"]), tuple(x["b"])) for x in stored["table 10"]} == {
+        (("planes", 0.1), ("planes", 0.2)),
+        (("planes", 0.2), ("planes", 0.1)),
+    }
+    assert text.count("paired bootstrap interval") == 2  # one table an item, whatever it compares
+    runs = [read_result(tmp_path / "paper" / name) for name in ("table-6", "table-6-other")]
+    at = {"method": "planes", "budget": 0.1, "metric": "iou", "heads": "kv_head", "layer": None, "head": None}
+    assert runs[0].one(**at).value != runs[1].one(**at).value
