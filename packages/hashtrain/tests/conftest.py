@@ -10,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from hashtrain.capture import capture
+from hashtrain_runs import model_and_text
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -46,3 +47,11 @@ def data(model, tmp_path_factory):
     generator = torch.Generator().manual_seed(1)
     contexts = [torch.randint(0, 97, (512,), generator=generator) for _ in range(3)]
     return capture(model, contexts, tmp_path_factory.mktemp("capture"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_config):
+    """A model folder and a text file."""
+    root = tmp_path_factory.mktemp("cli")
+    model_and_text(root, tiny_config(vocab_size=4096), 2000)
+    return root

@@ -6,6 +6,23 @@ import torch
 from hashtrain.demo import demo_model_path
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+SMALL = [
+    "--context",
+    "512",
+    "--contexts",
+    "2",
+    "--held-out",
+    "1",
+    "--held-out-rows",
+    "4",
+    "--steps",
+    "2",
+    "--dense-layers",
+    "1",
+    "--workers",
+    "1",
+]
+
 
 def model_and_text(root, config, lines):
     """Make a random model with the demo tokenizer, and a text; the options that name them."""
@@ -14,6 +31,11 @@ def model_and_text(root, config, lines):
     AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(root / "model")
     (root / "text.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(lines)))
     return ["--model", str(root / "model"), "--text", str(root / "text.txt")]
+
+
+def command(folder, out, *more):
+    """The words of a small run on such a model and text."""
+    return ["--model", str(folder / "model"), "--text", str(folder / "text.txt"), "--out", str(out), *SMALL, *more]
 
 
 def stored(out):

@@ -1,0 +1,148 @@
+"""Whole runs of the command on a tiny model: streamed, stopped or by more workers, they end in the same bits."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from hashtrain import Hasher, remainder, sources, stream
+from hashtrain import prepare as prepare_module
+from hashtrain.cli import main
+from hashtrain.layers import transform
+from hashtrain_runs import command
+
+
+def test_a_run_stores_hashers_that_load_and_ends_with_json(folder, tiny_config, tmp_path, capsys):
+    assert main(command(folder, tmp_path / "run")) == 0
+    captured = capsys.readouterr()
+    last = json.loads(captured.out.strip().splitlines()[-1])
+    assert set(last["mean"]) == {"lsh", "paper", "planes", "transform"}
+    assert "uv run evals ppl" in captured.out + captured.err
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    for name in last["mean"]:
+        Hasher.from_pretrained(tmp_path / "run" / name).require_match(tiny_config())
+        assert 0 < metrics["hashers"][name]["kv_head"]["mean"]["iou"] <= 1
+    for figure in ("training.png", "heads.png", "bits.png"):
+        assert (tmp_path / "run" / figure).read_bytes().startswith(b"\x89PNG")
+    assert not list((tmp_path / "run").glob(".work*"))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {(line["hasher"], line["layer"]) for line in lines} == {(name, n) for name in last["mean"] for n in (0, 1)}
+
+
+def test_tensorboard_gets_what_the_metrics_get(folder, tmp_path):
+    pytest.importorskip("tensorboard", reason="hashtrain[tensorboard] is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert main(command(folder, tmp_path / "run", "--only", "planes", "--steps", "25", "--tensorboard")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    steps = [(line["step"], line["loss"]) for line in lines if "loss" in line and line["layer"] == 1]
+    events = [(event.step, event.value) for event in found.Scalars("planes/loss/1")]
+    assert events == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in steps]
+    assert steps
+    judged = {line["layer"]: line["iou"]["kv_head"] for line in lines if "iou" in line}
+    assert {event.step: event.value for event in found.Scalars("planes/iou/kv_head")} == pytest.approx(judged, rel=1e-5)
+
+
+def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on(folder, tmp_path, monkeypatch, capsys):
+    """Three contexts, of which the remainder may see one: the others are never on the disk."""
+    monkeypatch.setattr(prepare_module, "MAX_CONTEXTS", 1)
+    monkeypatch.setattr(remainder, "MAX_CONTEXTS", 1)
+    monkeypatch.setattr(transform, "CONTEXTS", 1)  # at most as many as are stored: test_transform.py
+    found, kinds = [], ("--only", "lsh", "planes", "transform", "--contexts", "3", "--steps", "5")
+    for more in ((), ("--stream",)):
+        out = tmp_path / f"run{len(found)}"
+        assert main(command(folder, out, *kinds, *more)) == 0
+        metrics = json.loads((out / "metrics.json").read_text())
+        del metrics["seconds"]
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        states = [Hasher.from_pretrained(out / name).state_dict() for name in ("lsh", "planes", "transform")]
+        found.append((metrics, sorted(lines), states))
+    (one, lines, mine), (other, others, theirs) = found
+    assert one == other
+    assert lines == others
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(mine, theirs, strict=True) for name in a)
+    capsys.readouterr()
+    for more in ((), ("--stream",)):
+        assert main(command(folder, tmp_path / "dry", *kinds, *more, "--dry-run")) == 0
+        found.append(json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]["disk"])
+    assert found[3] == found[2] // 2  # one context of three to train on, one to judge on
+    assert main(command(folder, tmp_path / "no", *kinds, "--stream", "--spread", "data")) == 2
+    assert "use --spread layers" in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_run_layer_by_layer_to_the_same_bits(folder, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("accelerate", reason="hashtrain[offload] is not installed")
+    placed, original = [], sources.load_model
+
+    def noted(*given):
+        model, tokenizer = original(*given)
+        placed.append(set(getattr(model, "hf_device_map", {"": "whole"}).values()))
+        return model, tokenizer
+
+    monkeypatch.setattr(sources, "load_model", noted)
+    found = []
+    for more in ((), ("--backbone-memory", "0.002")):
+        out = tmp_path / f"run{len(found)}"
+        assert main(command(folder, out, "--only", "planes", *more)) == 0
+        found.append(Hasher.from_pretrained(out / "planes").state_dict())
+    assert placed[0] == {"whole"}
+    assert "disk" in placed[-1]  # what stays in the file
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(command(folder, tmp_path / "no", "--backbone-memory", "0.003")) == 2
+    assert "install hashtrain[offload]" in capsys.readouterr().err
+
+
+def test_a_streamed_run_goes_on_where_it_was_stopped(folder, tmp_path, monkeypatch):
+    kinds = ("--only", "planes", "--contexts", "3", "--steps", "6", "--stream", "--checkpoint-seconds", "0")
+    assert main(command(folder, tmp_path / "whole", *kinds)) == 0
+    original, runs = stream.queries_and_keys, []
+
+    def dies(model, ids):
+        runs.append(len(ids))
+        if len(runs) == 4:
+            raise OSError("the power went")
+        return original(model, ids)
+
+    monkeypatch.setattr(stream, "queries_and_keys", dies)
+    assert main(command(folder, tmp_path / "cut", *kinds)) == 2
+    assert main(command(folder, tmp_path / "cut", *kinds)) == 0
+    assert len(runs) == 4 + 3  # three steps were done, three are left
+    whole, cut = (Hasher.from_pretrained(tmp_path / name / "planes").state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_hashers_and_figures_do_not_depend_on_the_number_of_workers(folder, tmp_path):
+    found = []
+    for workers in ("1", "3"):
+        out = tmp_path / workers
+        assert main(command(folder, out, "--only", "lsh", "planes", "--workers", workers)) == 0
+        metrics = json.loads((out / "metrics.json").read_text())
+        del metrics["seconds"]
+        found.append((metrics, Hasher.from_pretrained(out / "planes").state_dict()))
+    (one, mine), (other, theirs) = found
+    assert one == other
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_stored_config_repeats_the_run_and_the_command_line_wins(folder, tmp_path):
+    changed = ("--only", "lsh", "--bits", "64", "--fraction", "0.1", "--stream")
+    assert main(command(folder, tmp_path / "one", *changed)) == 0
+    stored = tmp_path / "one" / "config.toml"
+    assert "stream = true\n" in stored.read_text()
+    assert main(["train", "--config", str(stored), "--out", str(tmp_path / "two")]) == 0
+    assert main([f"--config={stored}", "--out", str(tmp_path / "three"), "--bits", "32"]) == 0
+    one, two, three = (Hasher.from_pretrained(tmp_path / name / "lsh") for name in ("one", "two", "three"))
+    assert all(torch.equal(tensor, two.state_dict()[name]) for name, tensor in one.state_dict().items())
+    assert (one.config.bits, three.config.bits) == (64, 32)
+    assert json.loads((tmp_path / "two" / "metrics.json").read_text())["fraction"] == 0.1
+    assert json.loads((tmp_path / "two" / "environment.json").read_text())["device"] == "cpu"
+
+
+def test_capture_alone_is_gone_on_from_by_train(folder, tmp_path, monkeypatch):
+    words = command(folder, tmp_path / "run", "--only", "lsh")
+    assert main(["capture", *words]) == 0
+    assert len(list((tmp_path / "run" / ".work").glob("*/*.safetensors"))) == 3
+    monkeypatch.delattr("hashtrain.sources.capture_one")
+    assert main(["train", *words]) == 0
