@@ -26,12 +26,12 @@ OUT = ROOT / "docs" / "figures" / "overview.png"
 INPUTS = ("ppl.json", "sparse_attention.json", "sparse_model_decode.json")
 # Names as drawn; a line each, in the order of the legend.
 METHODS = {
-    "lsh": "random hashing",
-    "paper": "the paper's MLP",
+    "lsh": "lsh: random hashing",
+    "paper": "paper: its MLP",
     "planes": "planes",
     "transform": "transform",
-    "transform+remainder": "transform + remainder",
-    "oracle": "exact top-k",
+    "transform+remainder": "transform+remainder",
+    "oracle": "oracle: exact top-k",
 }
 
 

@@ -14,8 +14,8 @@ def install(results: pathlib.Path) -> str:
     """What the commands of README.md took in a fresh clone."""
     found = stored(results / "readme.json")
     title = (
-        f"The commands below in a fresh clone, empty caches, Python {found['python']}, {found['cores']} cores, "
-        f"{found['date']}; {found['disk'] / 1e9:.1f} GB installed"
+        f"What the commands of this page took in a fresh clone with empty caches, Python {found['python']}, "
+        f"{found['cores']} cores, {found['date']}; {found['disk'] / 1e9:.1f} GB installed"
     )
     lines = [[f"`{block['title']}`", f"{block['seconds'] / 60:.1f} minutes"] for block in found["blocks"]]
     return to_markdown(Grid(title, ["command", "took"], [lines]))
