@@ -59,6 +59,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 Command = TrainCommand | CaptureCommand | ConvertCommand | InspectCommand | PushCommand
+COMMANDS: dict[str, Any] = {
+    "train": TrainCommand,
+    "capture": CaptureCommand,
+    "convert": ConvertCommand,
+    "inspect": InspectCommand,
+    "push": PushCommand,
+}
+_HELP = """Learned hashing of the KV cache: train hashers for a model, look at them, publish them.
+
+Without a subcommand it trains: `hashtrain --model NAME` is `hashtrain train --model NAME`, and `hashtrain train --help`
+lists the flags."""
 
 
 def _run(arguments: list[str]) -> int:
@@ -91,21 +102,19 @@ def parse(arguments: list[str]) -> Command:
 
 def _named(arguments: list[str]) -> list[str]:
     """Name the command: `train` if none is."""
-    bare = not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help"))
+    general = ("-h", "--help", "--tyro-")  # the last: tyro's own, for the shell's completion
+    bare = not arguments or (arguments[0].startswith("-") and not arguments[0].startswith(general))
     return ["train", *arguments] if bare else arguments
 
 
 def _parse(arguments: list[str], defaults: dict[str, Any]) -> Command:
-    kinds = (
-        Annotated[TrainCommand, tyro.conf.subcommand("train", default=TrainCommand(**defaults))],
-        Annotated[CaptureCommand, tyro.conf.subcommand("capture", default=CaptureCommand(**defaults))],
-        Annotated[ConvertCommand, tyro.conf.subcommand("convert")],
-        Annotated[InspectCommand, tyro.conf.subcommand("inspect")],
-        Annotated[PushCommand, tyro.conf.subcommand("push")],
-    )
-    return tyro.cli(
-        cast(Any, Union)[kinds], args=arguments, prog="hashtrain", config=(tyro.conf.OmitSubcommandPrefixes,)
-    )
+    name, *rest = arguments
+    if name in COMMANDS:  # parsed alone, so that a complaint about a flag points to the help that lists it
+        kind = COMMANDS[name]
+        default = kind(**defaults) if issubclass(kind, TrainCommand) else None
+        return tyro.cli(kind, args=rest, prog=f"hashtrain {name}", default=default)
+    kinds = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())
+    return tyro.cli(cast(Any, Union)[kinds], args=arguments, prog="hashtrain", description=_HELP, default=TrainCommand())
 
 
 def _console() -> Console:

@@ -148,7 +148,7 @@ ITEMS = (
         ),
         twice=True,
     ),
-    Item("table 7", "Training settings", None, (), 0, ("it lists settings: `hashtrain --help` shows ours.",)),
+    Item("table 7", "Training settings", None, (), 0, ("it lists settings: `hashtrain train --help` shows ours.",)),
     Item(
         "table 8",
         "Few-shot tasks at 20 tokens",

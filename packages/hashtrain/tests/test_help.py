@@ -1,0 +1,43 @@
+"""Where the command's help and its complaints about flags lead."""
+
+import pytest
+from hashtrain.cli import COMMANDS, main
+
+
+def left(arguments, capsys):
+    """Return the exit code and, without its frame and line ends, what was said."""
+    with pytest.raises(SystemExit) as leaving:
+        main(arguments)
+    captured = capsys.readouterr()
+    return leaving.value.code, " ".join((captured.out + captured.err).replace("│", " ").split())
+
+
+def test_the_help_says_that_it_trains_and_where_the_flags_are(capsys):
+    code, said = left(["--help"], capsys)
+    assert code == 0
+    assert "Without a subcommand it trains" in said
+    assert "`hashtrain train --help` lists the flags" in said
+    assert "required" not in said
+    assert all(f"• {name} " in said for name in COMMANDS)
+    assert "--model" in left(["train", "--help"], capsys)[1]
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_a_wrong_flag_points_to_the_help_that_lists_the_right_ones(name, capsys):
+    code, said = left([*name.split(), "--modle", "x"], capsys)
+    assert code == 2
+    assert f"hashtrain {name or 'train'} --help" in said
+    assert "hashtrain --help" not in said
+
+
+def test_an_unknown_subcommand_points_to_the_list_of_them(capsys):
+    code, said = left(["trian"], capsys)
+    assert code == 2
+    assert ", ".join(COMMANDS) in said
+    assert "hashtrain --help" in said
+
+
+def test_the_shells_completion_is_of_all_subcommands(capsys):
+    code, said = left(["--tyro-print-completion", "bash"], capsys)
+    assert not code
+    assert all(f"'{name}'" in said for name in COMMANDS)
