@@ -19,8 +19,10 @@ README = ROOT / "README.md"
 READMES = [README, ROOT / "docs" / "results.md", *sorted(ROOT.glob("packages/*/README.md"))]
 # Unrelated projects of these names exist in the public index: install by path.
 FROM_INDEX = re.compile(
-    r"(?:pip install|uv add)(?:[ \t]+[^\s`&;|]+)*?[ \t]+['\"]?(?:hashcore|hashtrain|sparse[-_]decode|evals)(?![\w/.-])"
+    r"(?:(?:pip install|uv add)(?:[ \t]+[^\s`&;|]+)*?|\binstall)"
+    r"[ \t]+(?:the extra )?['\"`]?(?:hashcore|hashtrain|sparse[-_]decode|evals)(?![\w/.-])"
 )
+_SPLIT = re.compile(r"""["']\s*\n\s*f?["']""")  # one text over two lines of a source
 
 readmes = pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -102,16 +104,40 @@ def test_nothing_of_ours_is_installed_by_name(readme):
     assert not FROM_INDEX.search(readme.read_text()), "write the path form: pip install ./packages/NAME"
 
 
+def from_index(source: str) -> str | None:
+    """Return the words of a source or document that install one of our packages by its name."""
+    found = FROM_INDEX.search(_SPLIT.sub("", source))
+    return found and found[0]
+
+
+def test_no_message_and_no_document_installs_ours_by_name():
+    places = ("packages/*/src", "packages/*/benchmarks", "examples", "tools", "docs")
+    files = {path for place in places for folder in ROOT.glob(place) for path in folder.rglob("*")}
+    files = {path for path in files if path.suffix in (".py", ".md", ".ipynb")} | set(ROOT.glob("*.md"))
+    assert {"texts.py", "chat.py", "relock.py", "tutorial.md", "CONTRIBUTING.md"} <= {path.name for path in files}
+    found = {str(path.relative_to(ROOT)): words for path in sorted(files) if (words := from_index(path.read_text()))}
+    assert not found, "write the path form: uv pip install './packages/NAME[EXTRA]'"
+
+
 def test_the_pattern_tells_names_from_paths():
-    for line in ("pip install evals", "pip install -q 'torch' hashcore", "uv pip install --no-deps 'sparse-decode'"):
-        assert FROM_INDEX.search(line), line
+    for line in (
+        "pip install evals",
+        "pip install -q 'torch' hashcore",
+        "uv pip install --no-deps 'sparse-decode'",
+        "uv pip install 'hashtrain[datasets]'",
+        "not installed; install sparse-decode[flash] where",
+        '"not installed: install the extra "\n    "`evals[lm-eval]`"',
+    ):
+        assert from_index(line), line
     for line in (
         "pip install uv && uv run evals ppl",
         "pip install ./packages/evals",
         "pip install uv",
         "uv run evals",
+        "uv pip install './packages/hashtrain[datasets]'",
+        "install it and run evals",
     ):
-        assert not FROM_INDEX.search(line), line
+        assert not from_index(line), line
 
 
 def test_what_is_run_and_what_is_not(check):

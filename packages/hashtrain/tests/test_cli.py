@@ -18,7 +18,7 @@ from transformers import Gemma2Config, MistralConfig
 def test_without_tensorboard_its_option_is_refused_before_anything_is_written(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(command(folder, tmp_path / "run", "--tensorboard")) == 2
-    assert "install hashtrain[tensorboard]" in capsys.readouterr().err
+    assert "uv pip install './packages/hashtrain[tensorboard]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

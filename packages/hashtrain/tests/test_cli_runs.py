@@ -91,7 +91,7 @@ def test_a_model_that_does_not_fit_is_run_layer_by_layer_to_the_same_bits(folder
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(command(folder, tmp_path / "no", "--backbone-memory", "0.003")) == 2
-    assert "install hashtrain[offload]" in capsys.readouterr().err
+    assert "uv pip install './packages/hashtrain[offload]'" in capsys.readouterr().err
 
 
 def test_a_streamed_run_goes_on_where_it_was_stopped(folder, tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ def require_board() -> None:
     """Raise UsageError if TensorBoard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
-            "--tensorboard needs the package tensorboard, not installed here: install hashtrain[tensorboard], or in "
-            "a checkout `uv sync --group tensorboard`"
+            "--tensorboard needs the package tensorboard, not installed here: in the checkout "
+            "`uv pip install './packages/hashtrain[tensorboard]'` or `uv sync --group tensorboard`"
         )
 
 

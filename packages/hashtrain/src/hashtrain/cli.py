@@ -114,7 +114,9 @@ def _parse(arguments: list[str], defaults: dict[str, Any]) -> Command:
         default = kind(**defaults) if issubclass(kind, TrainCommand) else None
         return tyro.cli(kind, args=rest, prog=f"hashtrain {name}", default=default)
     kinds = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())
-    return tyro.cli(cast(Any, Union)[kinds], args=arguments, prog="hashtrain", description=_HELP, default=TrainCommand())
+    return tyro.cli(
+        cast(Any, Union)[kinds], args=arguments, prog="hashtrain", description=_HELP, default=TrainCommand()
+    )
 
 
 def _console() -> Console:

@@ -58,7 +58,10 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 def _placement(device: str, memory: float) -> dict[str, Any]:
     if importlib.util.find_spec("accelerate") is None:
-        raise ValueError("a limit on the model's memory needs the package accelerate: install hashtrain[offload]")
+        raise ValueError(
+            "a limit on the model's memory needs the package accelerate, not installed here: in the checkout "
+            "`uv pip install './packages/hashtrain[offload]'`"
+        )
     most = f"{int(memory * 1000)}MB"
     if device == "cpu":
         return {"device_map": "auto", "max_memory": {"cpu": most}}

@@ -155,7 +155,8 @@ def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iter
         import datasets
         from datasets.exceptions import DatasetsError
     except ImportError as error:
-        raise ValueError(f"reading {shown} needs the extra `datasets`: uv pip install 'hashtrain[datasets]'") from error
+        install = "in the checkout `uv pip install './packages/hashtrain[datasets]'`"
+        raise ValueError(f"reading {shown} needs the package datasets, not installed here: {install}") from error
     try:
         return datasets.load_dataset(path, split=split, streaming=True, **options)
     except (OSError, ValueError, DatasetsError) as error:

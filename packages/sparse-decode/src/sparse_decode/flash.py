@@ -28,8 +28,9 @@ def require(device: torch.device, dtype: torch.dtype, head_dims: Collection[int]
     """Raise ValueError with one sentence if flash-attn cannot serve a model of this device, type and head sizes."""
     if importlib.util.find_spec("flash_attn") is None:
         raise ValueError(
-            'kernel="flash" needs the package flash-attn, which is not installed; install sparse-decode[flash] where '
-            'there is a CUDA compiler, or use kernel="gather"'
+            'kernel="flash" needs the package flash-attn, which is not installed; in the checkout '
+            "`uv pip install './packages/sparse-decode[flash]'` where there is a CUDA compiler, or "
+            'use kernel="gather"'
         )
     if device.type not in DEVICES:
         raise ValueError(

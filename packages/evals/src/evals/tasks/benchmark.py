@@ -35,8 +35,8 @@ def run(command: BenchmarkCommand, console: Console) -> Result:
     """
     if find_spec("lm_eval") is None:
         raise ValueError(
-            "this task runs through lm-evaluation-harness, which is not installed: install the extra "
-            "`evals[lm-eval]`, in a checkout with `uv sync --group lm-eval`"
+            "this task runs through lm-evaluation-harness, which is not installed: in the checkout "
+            "`uv pip install './packages/evals[lm-eval]'` or `uv sync --group lm-eval`"
         )
     from evals.harness.load import load_tasks
     from evals.harness.measure import measure
