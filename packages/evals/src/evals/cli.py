@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import tyro
-from hashtrain.usage import guarded
+from hashtrain.usage import guarded, require_folder
 from rich.console import Console
 
 from evals.benchmarks import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
@@ -71,10 +71,17 @@ def main(arguments: list[str] | None = None) -> int:
 def _main(arguments: list[str] | None) -> int:
     # Tables share stdout with the JSON line only where a person reads them.
     console = Console(stderr=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160)
-    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="evals")
+    command = _parse(arguments)
     last = _SPECIAL.get(type(command), _run)(command, console)
     print(json.dumps(last), flush=True)
     return 0
+
+
+def _parse(arguments: list[str] | None) -> Any:
+    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=arguments, prog="evals")
+    if hasattr(command, "out"):
+        require_folder(command.out)
+    return command
 
 
 def _run(command: Any, console: Console) -> dict[str, Any]:
@@ -146,7 +153,7 @@ def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
         console.rule(f"{item.name}: {item.title}")
         for words in runs:
             console.print("evals " + " ".join(words), highlight=False)
-            _run(tyro.extras.subcommand_cli_from_dict(COMMANDS, args=words, prog="evals"), console)
+            _run(_parse(words), console)
         first, *others = (section_of(folder, f"{item.name}: {item.title}") for folder in item.folders(command))
         differences[item.name], shown = item.differences(command)
         tables = [*first.tables, *(grid for other in others for grid in other.tables), *shown]

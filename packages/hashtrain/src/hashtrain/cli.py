@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from hashtrain.plan import CANDIDATES, DEMO, PAPER, TrainCommand, base_model
-from hashtrain.usage import guarded
+from hashtrain.usage import guarded, require_folder
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,10 @@ lists the flags."""
 def _run(arguments: list[str]) -> int:
     from hashtrain.settings import with_config
 
-    match command := parse(with_config(_named(arguments))):
+    command = parse(with_config(_named(arguments)))
+    if isinstance(command, TrainCommand | ConvertCommand):
+        require_folder(command.out)
+    match command:
         case CaptureCommand():
             return _capture(command)
         case TrainCommand():
