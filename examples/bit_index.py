@@ -97,8 +97,10 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     else:
         try:
             vectors = np.load(given.vectors, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            parser.error(f"--vectors must be an .npy file of floats, got {given.vectors}: {error}")
+        except OSError as error:
+            parser.error(f"cannot read --vectors {given.vectors}: {error.strerror}; name an .npy file of floats")
+        except (EOFError, ValueError):  # numpy's words would advise to unpickle it
+            parser.error(f"--vectors must be an .npy file of floats as numpy.save writes it, got {given.vectors}")
     if vectors.ndim != 2 or not np.issubdtype(vectors.dtype, np.floating):
         parser.error(f"--vectors must be floats of shape [n, D], got {vectors.dtype} {list(vectors.shape)}")
     if given.queries < 1 or len(vectors) - given.queries < 4 * K:

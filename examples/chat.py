@@ -23,7 +23,7 @@ from hashtrain.models import load_model
 from hashtrain.usage import guarded
 from rich.console import Console
 from sparse_decode import Attachment, Budget, attach
-from sparse_decode.streaming import TimedStreamer, load_selector, warm_up
+from sparse_decode.streaming import TimedStreamer, load_selector, read_text, warm_up
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -175,7 +175,7 @@ def run(arguments: list[str] | None) -> int:
         parser.error(f"expected new tokens and no negative temperature, got {given.new_tokens}, {given.temperature}")
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # its redrawn line would fill a log file
-    document = "" if given.document is None else given.document.read_text(encoding="utf-8")
+    document = "" if given.document is None else read_text(given.document, "--document")
     model, tokenizer = load_model(given.model)
     # A few first and last tokens beside the selection cost little and steady short conversations.
     budget = Budget(given.fraction, min_tokens=16, sink=4, recent=16)

@@ -57,7 +57,9 @@ def test_bit_index_takes_vectors_of_ones_own(bit_index, tmp_path, capsys):
     np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(SystemExit):
         bit_index.main(["--vectors", str(tmp_path / "pickled.npy")])
-    assert "--vectors must be an .npy file of floats" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--vectors must be an .npy file of floats" in said
+    assert "pickle" not in said.replace("pickled.npy", "")
 
 
 @pytest.mark.parametrize(("fraction", "least", "most"), [("1", 100, 100), ("0.1", 8, 10)])
@@ -83,6 +85,12 @@ def test_attach_local_says_what_is_missing(load, tmp_path, capsys):
 @pytest.fixture(scope="module")
 def chat(load):
     return load("examples", "chat")
+
+
+def test_chat_says_which_document_it_cannot_read(chat, tmp_path, capsys):
+    assert chat.main(["--document", str(tmp_path / "none")]) == 2
+    said = f"chat: cannot read --document {tmp_path}/none: No such file or directory; name a text file\n"
+    assert capsys.readouterr().err == said
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
@@ -80,7 +81,7 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
         second after it, density, bytes of keys and values in all layers, bytes of codes.
     Raises: UsageError or ValueError with one sentence if the prompt, the model or the hasher cannot be used.
     """
-    text = _read(command)
+    text = read_text(command.prompt_file)
     model, tokenizer = load_model(command.model_path)
     ids = _tokens(command, text, model, tokenizer)
     selector = load_selector(command.hasher, model)
@@ -137,15 +138,16 @@ def _measured(attachment: Attachment, streamer: TimedStreamer, cache: DynamicCac
     }
 
 
-def _read(command: GenerateCommand) -> str:
+def read_text(path: Path, flag: str = "--prompt-file") -> str:
+    """Read the text of a file that a flag named. Raises: UsageError if it cannot be read, is no UTF-8, or is empty."""
     try:
-        text = command.prompt_file.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"--prompt-file must be UTF-8 text, got other bytes in {command.prompt_file}") from error
+        raise UsageError(f"{flag} must be UTF-8 text, got other bytes in {path}") from error
     except OSError as error:
-        raise UsageError(f"cannot read --prompt-file {command.prompt_file}: {error.strerror}") from error
+        raise UsageError(f"cannot read {flag} {path}: {error.strerror}; name a text file") from error
     if not text.strip():
-        raise UsageError(f"--prompt-file must hold some text, got an empty {command.prompt_file}")
+        raise UsageError(f"{flag} must hold some text, got an empty {path}")
     return text
 
 

@@ -68,6 +68,8 @@ def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: i
 def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Encoder, Rows, int]:
     """Return what was written. Raises: ValueError, before any allocation, for a file that is not whole and ours."""
     path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"expected a file that BitIndex.save wrote, got the folder {path}; name a file in it")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         header = file.read(HEADER)
