@@ -1,13 +1,14 @@
 """The command from end to end on a tiny model, and its complaints."""
 
 import json
+import shutil
 
 import pytest
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.demo import demo_model_path
 from sparse_decode.cli import main
 from sparse_decode_doubles import tiny_model
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,24 @@ def test_untrained_codes_and_a_part_of_the_prompt(folder, capsys):
     found = last_line(capsys)
     assert found["prompt_tokens"] == 11
     assert found["sparse"]["tokens_per_second"] is None
+
+
+@pytest.mark.parametrize(("ends", "made"), [(0, "1 token of"), (2, "3 tokens of"), (None, "")])
+def test_a_text_that_the_model_ends_early_is_explained(folder, tmp_path, ends, made, capsys):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    settings = tmp_path / "model" / "generation_config.json"
+    words = arguments(folder, "--model", str(tmp_path / "model"), "--fraction", "1")
+    if ends is not None:
+        ids = AutoTokenizer.from_pretrained(demo_model_path())((folder / "prompt.txt").read_text(), return_tensors="pt")
+        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+        written = model.generate(**ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, -6:].tolist()
+        assert written[ends] not in written[:ends]
+        settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token_id": written[ends]}))
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert ("the model ended its text after " + made in said) == (ends is not None)
+    assert ("A prompt that stops midway is continued further." in said) == (ends is not None)
+    assert ("speed and density are of the tokens after the first" in said) == (ends == 0)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 DEMO = "demo"
+_REMEDY = "A prompt that stops midway is continued further."
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ def _main(arguments: list[str] | None) -> int:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # its redrawn line would fill a log file
     found = generate(command, sys.stdout)
-    Console(stderr=not sys.stdout.isatty()).print(_table(found))
+    console = Console(stderr=not sys.stdout.isatty())
+    console.print(_table(found))
+    for sentence in _early_ends(found, command.max_new_tokens):
+        console.print(sentence, highlight=False, soft_wrap=True)
     print(json.dumps(found), flush=True)
     return 0
 
@@ -99,6 +103,17 @@ def _table(found: dict[str, Any]) -> Table:
     if "same_tokens" in found:
         table.add_row("tokens alike from the start", str(found["same_tokens"]), "")
     return table
+
+
+def _early_ends(found: dict[str, Any], most: int) -> list[str]:
+    """Say of each run that made fewer tokens than asked for why, and what to do."""
+    said: list[str] = []
+    for name in ("sparse", "dense"):
+        if name in found and (made := found[name]["new_tokens"]) < most:
+            none = "; speed and density are of the tokens after the first" if made == 1 else ""
+            tokens = f"{made} token{'s' * (made != 1)} of at most {most}"
+            said.append(f"{name}: the model ended its text after {tokens}{none}. {_REMEDY}")
+    return said
 
 
 if __name__ == "__main__":
