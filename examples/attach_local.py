@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from hashtrain.corpus import held_out_sources
-from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
+from hashtrain.plan import DEMO, model_path
 from hashtrain.usage import guarded
 from sparse_decode import Attachment, Budget, attach
 from sparse_decode.streaming import TimedStreamer, load_selector, warm_up
@@ -68,7 +68,7 @@ def compare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, given: a
 def run(arguments: list[str] | None) -> int:
     """Read the arguments, load and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(demo_model_path()), help="a folder or hub id; the demo model without it")
+    parser.add_argument("--model", default=DEMO, help="a folder or hub id; the demo model without it")
     parser.add_argument("--hasher", default="runs/demo/transform", help="a folder of `hashtrain`, or lsh")
     parser.add_argument("--prompt-file", type=pathlib.Path, help="a text; a held-out Python module without it")
     parser.add_argument("--prompt-tokens", type=int, default=3800, help="use the first so many at most")
@@ -79,7 +79,7 @@ def run(arguments: list[str] | None) -> int:
         parser.error(f"--prompt-tokens and --tokens must be 1 or more, got {given.prompt_tokens} and {given.tokens}")
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # its redrawn line would fill a log file
-    model, tokenizer = load_model(given.model)
+    model, tokenizer = load_model(model_path(given.model))
     path = given.prompt_file
     text = next(d.text for d in held_out_sources() if d.name == "tempfile.py") if path is None else path.read_text()
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
+from hashtrain.plan import DEMO, model_path
 from hashtrain.usage import guarded
 from rich.console import Console
 from sparse_decode import Attachment, Budget, attach
@@ -164,7 +164,7 @@ def converse(chat: Chat, console: Console) -> int:
 def run(arguments: list[str] | None) -> int:
     """Read the arguments, load, and converse."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(demo_model_path()), help="a folder or hub id; the demo model without it")
+    parser.add_argument("--model", default=DEMO, help="a folder or hub id; the demo model without it")
     parser.add_argument("--hasher", default="runs/demo/transform", help="a folder of `hashtrain`, or lsh")
     parser.add_argument("--document", type=pathlib.Path, help="a text to talk about")
     parser.add_argument("--new-tokens", type=int, default=100, help="the most tokens of an answer")
@@ -176,7 +176,7 @@ def run(arguments: list[str] | None) -> int:
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # its redrawn line would fill a log file
     document = "" if given.document is None else read_text(given.document, "--document")
-    model, tokenizer = load_model(given.model)
+    model, tokenizer = load_model(model_path(given.model))
     # A few first and last tokens beside the selection cost little and steady short conversations.
     budget = Budget(given.fraction, min_tokens=16, sink=4, recent=16)
     with attach(model, load_selector(given.hasher, model), budget) as attachment:

@@ -16,10 +16,10 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig, train_layer
 from hashtrain.capture import Capture, capture
 from hashtrain.corpus import contexts, read_texts, split
-from hashtrain.demo import demo_model_path
 from hashtrain.layers import LayerHasher
 from hashtrain.metrics import hash_quality
 from hashtrain.models import load_model
+from hashtrain.plan import DEMO, base_model, model_path
 from hashtrain.remainder import calibrate
 from hashtrain.usage import guarded
 from transformers.utils import logging
@@ -41,7 +41,7 @@ def judge(hasher: LayerHasher, layer: int, held: Capture) -> tuple[float, float]
 
 def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
     """Train every layer, print what it found before and after, and return the hasher."""
-    model, tokenizer = load_model(given.model)
+    model, tokenizer = load_model(model_path(given.model))
     # 1. Text, parted into what is trained on and what is judged on, cut into contexts of tokens.
     seen, unseen = split(read_texts(given.text))
     lots = contexts(seen, tokenizer, given.context, given.contexts), contexts(unseen, tokenizer, given.context, 8)
@@ -49,8 +49,7 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
     learnt, held = (capture(model, lot, folder / str(i), dtype=torch.bfloat16) for i, lot in enumerate(lots))
     print(f"{len(learnt)} contexts of {given.context} tokens to train on, {len(held)} held out")
     # 3. A hasher of the model's shape. It starts as a random rotation, which is untrained LSH.
-    name = pathlib.Path(given.model).name if pathlib.Path(given.model).is_dir() else given.model
-    hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config), base_model=name))
+    hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config), base_model=base_model(given.model)))
     settings = TrainConfig(FRACTION, given.steps, learning_rate=given.learning_rate, min_position=given.context // 16)
     for number in range(hasher.config.shape.num_layers):
         layer = hasher.layer(number)
@@ -70,7 +69,7 @@ def run(arguments: list[str] | None) -> int:
     """Read the arguments, train and store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=pathlib.Path, nargs="+", help="files and folders of text")
-    parser.add_argument("--model", default=str(demo_model_path()), help="a folder or hub id; the demo model without it")
+    parser.add_argument("--model", default=DEMO, help="a folder or hub id; the demo model without it")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/folder"), help="the hasher's folder")
     parser.add_argument("--context", type=int, default=2048, help="tokens a context")
     parser.add_argument("--contexts", type=int, default=40, help="the most contexts to train on")

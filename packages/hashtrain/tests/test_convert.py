@@ -6,11 +6,14 @@ import zipfile
 
 import pytest
 import torch
-from hashtrain import Hasher
+from hashtrain import Hasher, ModelShape
+from hashtrain.cli import main
 from hashtrain.convert import convert
+from hashtrain.demo import demo_model_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import silu
+from transformers import AutoConfig
 
 
 def published(layers=2, heads=4, d=32):
@@ -128,3 +131,11 @@ def test_two_files_of_one_name_are_refused(whole, tiny_config):
 def test_tensors_that_are_not_dense_are_refused(tmp_path, tiny_config, tensor):
     with pytest.raises(ValueError, match=r"expected floats of|it asks for"):
         convert(stored(tmp_path, [*published()[:7], tensor]), tiny_config(), tmp_path / "h")
+
+
+def test_the_command_knows_the_demo_model_by_its_name(tmp_path, capsys):
+    shape = ModelShape.of(AutoConfig.from_pretrained(demo_model_path()))
+    content = published(shape.num_layers, shape.num_query_heads, shape.head_dim)
+    out = tmp_path / "made"
+    assert main(["convert", str(stored(tmp_path, content)), "--model", "demo", "--out", str(out)]) == 0
+    assert Hasher.from_pretrained(out).config.base_model == "hashtrain demo"

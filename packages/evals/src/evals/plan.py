@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from hashtrain.demo import demo_model_path
-from hashtrain.plan import DEMO, require_device_name
+from hashtrain.plan import DEMO, model_path, require_device_name
 from hashtrain.usage import UsageError
 
 from evals.methods import (
@@ -74,7 +73,7 @@ class MethodsCommand:
     @property
     def model_path(self) -> str:
         """What `from_pretrained` is given."""
-        return str(demo_model_path()) if self.model == DEMO else self.model
+        return model_path(self.model)
 
     @property
     def longest(self) -> tuple[str, int]:

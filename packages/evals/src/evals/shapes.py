@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hashtrain.config import ModelShape
-from hashtrain.demo import demo_model_path
-from hashtrain.plan import DEMO
+from hashtrain.plan import DEMO, model_path
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 
@@ -55,7 +54,7 @@ def load_config(name: str) -> PretrainedConfig:
     """
     if name in PRESETS:
         return PRESETS[name]()
-    path = str(demo_model_path()) if name == DEMO else name
+    path = model_path(name)
     remedy = f"use {', '.join(PRESETS)}, {DEMO} or a model's folder"
     if not Path(path).is_dir() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):  # no hub id either
         raise ValueError(f"no shape {name}: there is no folder of that name; {remedy}")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, cast
 import tyro
 from rich.console import Console
 
-from hashtrain.plan import CANDIDATES, DEMO, PAPER, TrainCommand, base_model
+from hashtrain.plan import CANDIDATES, DEMO, PAPER, TrainCommand, base_model, model_path
 from hashtrain.usage import guarded, require_folder
 
 
@@ -28,7 +28,7 @@ class ConvertCommand:
     file: Annotated[Path, tyro.conf.Positional]
     """The published file."""
     model: str
-    """A folder or hub id of the model that it was trained for."""
+    """A folder or hub id of the model that it was trained for; `demo` is the model that ships with hashtrain."""
     out: Path
     """The folder to write."""
 
@@ -143,7 +143,7 @@ def _convert(command: ConvertCommand) -> int:
     from hashtrain.convert import convert
 
     try:
-        config = AutoConfig.from_pretrained(command.model)
+        config = AutoConfig.from_pretrained(model_path(command.model))
     except (OSError, ValueError) as error:
         raise ValueError(f"no config of the model {command.model}: {str(error).splitlines()[0]}") from error
     convert(command.file, config, command.out, base_model(command.model))

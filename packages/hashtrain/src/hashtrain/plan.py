@@ -193,12 +193,17 @@ class TrainCommand:
     @property
     def model_path(self) -> str:
         """What `from_pretrained` is given."""
-        return str(demo_model_path()) if self.model == DEMO else self.model
+        return model_path(self.model)
 
     @property
     def first_row(self) -> int:
         """Rows before this one are not judged (1,024 of 4,096)."""
         return self.context // 4
+
+
+def model_path(name: str) -> str:
+    """Return what `from_pretrained` is given for a --model: the folder of `demo`, any other name as it is."""
+    return str(demo_model_path()) if name == DEMO else name
 
 
 def base_model(name: str) -> str:

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from hashtrain.demo import demo_model_path
+from hashtrain.plan import DEMO, model_path
 from hashtrain.usage import UsageError, guarded
 from rich.console import Console
 from rich.table import Table
 
-DEMO = "demo"
 _REMEDY = "A prompt that stops midway is continued further."
 
 
@@ -61,7 +60,7 @@ class GenerateCommand:
     @property
     def model_path(self) -> str:
         """What `from_pretrained` is given."""
-        return str(demo_model_path()) if self.model == DEMO else self.model
+        return model_path(self.model)
 
 
 def main(arguments: list[str] | None = None) -> int:
