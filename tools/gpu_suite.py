@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 530  # for all parts together
 SANITIZER_FAILED = 86
 HASHCORE = ("torch", "numpy", "numba", "cuda.core", "cuda.bindings")
-LEAST = {"torch": (2, 11), "cuda.core": (1, 0), "cuda.bindings": (13, 0), "transformers": (5, 15)}
+LEAST = {"torch": (2, 11), "cuda.core": (1, 0), "cuda.bindings": (13, 0), "transformers": (5, 17)}
 SPARSE = (*HASHCORE, "transformers", "safetensors")
 # One launch of every kernel, small: the sanitizer slows them down by a factor of 10 to 100.
 EVERY_KERNEL = (

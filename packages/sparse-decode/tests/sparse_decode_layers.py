@@ -3,6 +3,7 @@
 import hashcore
 import torch
 from sparse_decode.cache import (
+    QUANTISED,
     CodedDynamicLayer,
     CodedQuantisedLayer,
     CodedStaticLayer,
@@ -21,8 +22,9 @@ KINDS = {
     "dynamic": (DynamicLayer, CodedDynamicLayer),
     "host": (DynamicLayer, HostLayer),
     "static": (lambda: StaticLayer(ROOM), CodedStaticLayer),
-    "quantised": (lambda: WholeNumberLayer(residual_length=4), coded_type(WholeNumberLayer)),
 }
+if QUANTISED:  # older versions of transformers have none that are whole
+    KINDS["quantised"] = (lambda: WholeNumberLayer(residual_length=4), coded_type(WholeNumberLayer))
 RESIZABLE = ("dynamic", "host")
 
 

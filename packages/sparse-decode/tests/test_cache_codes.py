@@ -7,9 +7,13 @@ import torch
 from sparse_decode import cache
 from sparse_decode.cache import Encoder, carry_codes, coded_type, drop_codes
 from sparse_decode.offload import HostLayer
+from sparse_decode_doubles import WholeNumberLayer
 from sparse_decode_layers import ACTS, KINDS, ROOM, cached_keys, check, encode, make, update
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Fp8QuantizedLayer
+from transformers import cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+QUANTISED = pytest.mark.skipif(not cache.QUANTISED, reason="quantised caches need transformers 5.21")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,13 +117,23 @@ def test_a_released_encoder_lets_go_of_copies_too_but_not_of_what_another_took_o
     check(taken)
 
 
+def test_quantised_layers_that_are_not_whole_are_refused_before_anything_is_changed(monkeypatch):
+    monkeypatch.setattr(cache, "QUANTISED", False)
+    layer = WholeNumberLayer()
+    with pytest.raises(ValueError, match=r"needs transformers 5\.21 or newer, got \d.*; use DynamicCache\(\)"):
+        carry_codes(layer, Encoder(encode))
+    assert type(layer) is WholeNumberLayer
+
+
+@QUANTISED
 def test_a_quantised_layer_filled_before_is_hashed_from_what_it_holds():
-    layer = Fp8QuantizedLayer()
+    layer = cache_utils.Fp8QuantizedLayer()
     update(layer, 6, 0)
     carry_codes(layer, Encoder(encode))
     assert torch.equal(layer.codes, encode(layer._dequantize(layer._quantized_keys)))
 
 
+@QUANTISED
 @pytest.mark.parametrize("act", ["crop", "batch_repeat_interleave", "batch_select_indices"])
 def test_what_a_quantised_layer_cannot_do_is_refused(act):
     layer = make("quantised")

@@ -13,12 +13,12 @@ import torch
 from hashtrain import ModelShape
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.cache_utils import BaseQuantizedLayer, Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from sparse_decode import flash
 from sparse_decode.break_even import break_even
 from sparse_decode.budget import Budget
-from sparse_decode.cache import CODED, carry_codes, coded_type
+from sparse_decode.cache import CODED, carry_codes, coded_type, is_quantised
 from sparse_decode.interface import FLASH_NAME, KEYWORD, NAMES, Call, register
 from sparse_decode.model import require_all_full, require_attachable, set_attention, sparse_modules
 from sparse_decode.offload import HostLayer
@@ -231,7 +231,7 @@ class Attachment:
             if getattr(held, "encoder", None) is plan.encoder:
                 return cast(CacheLayerMixin, held)
         held = _cache_layer(cache, plan.layer)
-        if self._kernel == "flash" and (not isinstance(held, DynamicLayer) or isinstance(held, BaseQuantizedLayer)):
+        if self._kernel == "flash" and (not isinstance(held, DynamicLayer) or is_quantised(type(held))):
             raise ValueError(f'kernel="flash" needs a DynamicCache, got a layer of type {type(held).__name__}')
         if not plan.selector.needs_codes:
             return held
@@ -239,7 +239,7 @@ class Attachment:
             raise ValueError("the first call with a cache must not be compiled; call prepare(cache) on the attachment")
         if not self._on_host:
             return carry_codes(held, plan.encoder)
-        if not isinstance(held, DynamicLayer) or isinstance(held, BaseQuantizedLayer):
+        if not isinstance(held, DynamicLayer) or is_quantised(type(held)):
             raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
         return carry_codes(held, plan.encoder, HostLayer)
 

@@ -9,16 +9,26 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakSet
 
 import torch
+import transformers
 from torch import Tensor
-from transformers.cache_utils import BaseQuantizedLayer, CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
+from transformers import cache_utils
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 
 from sparse_decode.buffer import GrowingBuffer
 from sparse_decode.opaque import enrol, write_codes
 from sparse_decode.remainder import RunningMeans, StaticMeans
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import BaseQuantizedLayer
+else:  # before transformers 5.21 there is one kind of quantised layers, and no name for what all kinds share
+    BaseQuantizedLayer = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)
+
+QUANTISED = hasattr(QuantizedLayer, "_apply_pending_reorder")
+"""Whether transformers keeps quantised layers whole: before 5.21 `reset` and beam search forgot what is quantised."""
 
 Encode = Callable[[Tensor], Tensor]
 """Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
@@ -172,6 +182,8 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
 
     def reset(self) -> None:
         """Empty the layer."""
+        self.keys = self.values = None  # dropped, where transformers before 5.21 would leave zeros of full length
+        self.is_initialized = False
         super().reset()
         self.means = RunningMeans()
         for buffer in self._buffers():
@@ -346,13 +358,27 @@ def _quantised(plain: type[BaseQuantizedLayer]) -> type[CodedQuantisedLayer]:
     )
 
 
+def is_quantised(layer_type: type) -> bool:
+    """Say whether layers of a class keep their keys and values quantised."""
+    return issubclass(layer_type, BaseQuantizedLayer)
+
+
 def coded_type(plain: type) -> type[_Coded] | None:
-    """Return the class that carries codes for layers of a plain class; None for one that nobody told us about."""
+    """Return the class that carries codes for layers of a plain class; None for one that nobody told us about.
+
+    Raises: ValueError for quantised layers of a transformers in which they are not whole.
+    """
     if plain is DynamicLayer:
         return CodedDynamicLayer
     if plain is StaticLayer:
         return CodedStaticLayer
-    return _quantised(plain) if issubclass(plain, BaseQuantizedLayer) else None
+    if not is_quantised(plain):
+        return None
+    if not QUANTISED:
+        raise ValueError(
+            f"a quantised cache needs transformers 5.21 or newer, got {transformers.__version__}; use DynamicCache()"
+        )
+    return _quantised(plain)
 
 
 def carry_codes(layer: CacheLayerMixin, encoder: Encoder, coded: type[_Coded] | None = None) -> Any:

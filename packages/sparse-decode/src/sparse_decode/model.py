@@ -81,10 +81,17 @@ def _is_attention(module: nn.Module) -> bool:
     )  # fmt: skip
 
 
+def _reuses(config: Any, layer: int) -> bool:
+    """Say whether a layer attends to another one's keys. transformers before 5.21 says how many of the last ones do."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is not None:
+        return modes[layer] == "reuse"
+    return layer >= config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+
+
 def _is_full(config: Any, layer: int) -> bool:
     """Say whether a layer sees the whole context through keys of its own."""
-    sharing = getattr(config, "kv_sharing_modes", None)
-    if sharing is not None and sharing[layer] == "reuse":  # another layer's keys, of which the cache has none here
+    if _reuses(config, layer):  # another layer's keys, of which the cache has none here
         return False
     types = getattr(config, "layer_types", None)
     if types is not None:
