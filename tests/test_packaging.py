@@ -175,6 +175,32 @@ def test_what_hashcore_brings_is_counted(install, more, size, sentence):
     assert sentence is None or any(sentence in line for line in said)
 
 
+def test_the_lowest_versions_are_asked_for_of_what_is_named_and_without_the_pins(install, monkeypatch, tmp_path):
+    asked: list[list[str]] = []
+    monkeypatch.setattr(install, "uv", lambda *words: asked.append([str(word) for word in words]) or "")
+    monkeypatch.setattr(install.check_wheels, "made", lambda wheels, name, pattern: wheels / name)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    for lowest in (False, True):
+        install.environment("hashtrain", tmp_path, tmp_path, "3.11", lowest)
+    _, pinned, _, low = asked
+    assert pinned[-4:-2] == ["--constraints", str(ROOT / "requirements.txt")]
+    assert "lowest-direct" not in pinned
+    assert low[low.index("--resolution") + 1] == "lowest-direct"
+    assert not any("requirements.txt" in word for word in low)
+    assert not Path(low[low.index("--directory") + 1]).is_relative_to(ROOT)  # where uv would find the constraints
+    stated = {text for name in ("hashcore", "hashtrain") for text in install.wanted(name).values()}
+    assert {text for text in stated if not text.startswith("hashcore")} <= set(low)
+    assert pinned[-2:] == low[-2:] == [str(tmp_path / "hashcore"), str(tmp_path / "hashtrain")]
+
+
+def test_lowest_versions_need_not_be_pinned(install):
+    listed = dict.fromkeys(install.HASHCORE_BRINGS, "0.1")
+    assert len(install.brought("hashcore", listed, 1)) == 1
+    assert install.brought("hashcore", listed, 1, lowest=True) == []
+    assert install.floors("hashcore", listed) == "llvmlite 0.1, numba 0.1, numpy 0.1"
+
+
 def test_a_python_that_is_not_to_be_had_is_said_in_a_line(install, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("UV_OFFLINE", "1")
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))

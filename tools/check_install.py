@@ -4,10 +4,12 @@
     uv run --no-project tools/check_install.py --all                    # every test of every package: 11 minutes
     uv run --no-project tools/check_install.py --all --python 3.13      # the same under another Python
     uv run --no-project tools/check_install.py --python 3.13 --if-found --package hashcore
+    uv run --no-project tools/check_install.py --all --lowest           # with the oldest versions that are allowed
 
 The wheels are built here and looked into (tools/check_wheels.py); an environment gets one of them, those of ours that
 it depends on, and the pinned versions of everything else, without extras. hashcore must bring numpy and numba (with its
-llvmlite), no torch, and less than LIMIT bytes. Exit code 1 if anything is wrong.
+llvmlite), no torch, and less than LIMIT bytes. --lowest takes no pins: of what our packages name themselves the lowest
+version that they allow, of the rest what fits. Exit code 1 if anything is wrong.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from typing import Any
 
 import check_wheels
@@ -34,6 +37,8 @@ QUICK = {
     "hashtrain": ["test_loss_and_target.py", "test_hub.py"],
     "sparse_decode": ["test_budget.py", "test_positions.py"],
 }
+RUNNERS = {"hypothesis", "pytest", "pytest-xdist"}  # of what runs the tests, the pinned versions always
+AWAY = ("--directory", tempfile.gettempdir())
 
 
 def uv(*arguments: str | pathlib.Path) -> str:
@@ -50,13 +55,28 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def wanted(package: str) -> dict[str, str]:
+    """What a package of ours depends on, without extras: each requirement under its normal name."""
+    texts = check_wheels.project(check_wheels.folders()[package])["dependencies"]
+    return {normal(re.split(r"[^\w.-]", text)[0]): text for text in texts}
+
+
 def ours(package: str) -> set[str]:
     """The packages of this repository that a package needs, itself among them."""
     folders, found, new = check_wheels.folders(), set(), {package}
     while new:
         found |= new
-        wanted = (text for name in new for text in check_wheels.project(folders[name])["dependencies"])
-        new = {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in wanted} & folders.keys() - found
+        new = {other.replace("-", "_") for name in new for other in wanted(name)} & folders.keys() - found
+    return found
+
+
+def others(package: str) -> dict[str, set[str]]:
+    """What a package and those of ours that it needs name themselves, by name: the requirements that each states."""
+    found: dict[str, set[str]] = {}
+    for one in ours(package):
+        for name, text in wanted(one).items():
+            if name.replace("-", "_") not in check_wheels.folders():
+                found.setdefault(name, set()).add(text)
     return found
 
 
@@ -82,23 +102,33 @@ def interpreter(asked: str) -> str | None:
     return found.stdout.strip() if found.returncode == 0 else None
 
 
-def environment(package: str, wheels: pathlib.Path, folder: pathlib.Path, python: str) -> pathlib.Path:
+def versions(package: str, lowest: bool) -> list[str | pathlib.Path]:
+    """What tells uv which versions to install of what is not ours."""
+    if not lowest:
+        return ["--constraints", ROOT / "requirements.txt"]
+    day = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["exclude-newer"]
+    # Away from the workspace, whose settings have the pins among them. What a wheel requires is not direct to uv.
+    named = sorted(text for texts in others(package).values() for text in texts)
+    return [*AWAY, "--resolution", "lowest-direct", "--exclude-newer", day, *named]
+
+
+def environment(package: str, wheels: pathlib.Path, folder: pathlib.Path, python: str, lowest: bool) -> pathlib.Path:
     """Make an environment with the package's wheel and what it needs, and return its interpreter."""
     uv("venv", "--quiet", "--no-project", "--clear", "--python", python, folder)
     inside = next(path for path in (folder / "bin" / "python", folder / "Scripts" / "python.exe") if path.exists())
     files = [check_wheels.made(wheels, name, "*.whl") for name in sorted(ours(package))]
     # Ours have no pin, so none of them can come from an index: each is named by its file.
-    uv("pip", "install", "--quiet", "--python", inside, "--constraints", ROOT / "requirements.txt", *files)
+    uv("pip", "install", "--quiet", "--python", inside, *versions(package, lowest), *files)
     return inside
 
 
-def brought(package: str, listed: dict[str, str], size: int) -> list[str]:
+def brought(package: str, listed: dict[str, str], size: int, lowest: bool = False) -> list[str]:
     """What is wrong with an environment that holds these versions, and this many bytes."""
     own, wrong = {normal(name) for name in ours(package)}, []
     if (got := listed.keys() & {normal(name) for name in check_wheels.folders()}) != own:
         wrong.append(f"{package}: expected {sorted(own)} of ours, got {sorted(got)}; look at its dependencies")
     loose = sorted(" ".join(one) for one in listed.items() if one[0] not in own and one not in pins())
-    if loose:
+    if loose and not lowest:
         wrong.append(f"{package}: expected what requirements.txt pins, got {', '.join(loose)}; run tools/relock.py")
     if package == "hashcore" and listed.keys() != HASHCORE_BRINGS:
         wrong.append(f"hashcore: expected {sorted(HASHCORE_BRINGS)}, got {sorted(listed)}; look at its dependencies")
@@ -118,6 +148,11 @@ def size_of(folder: pathlib.Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
+def floors(package: str, listed: dict[str, str]) -> str:
+    """The versions that came of what our packages name themselves, in a line."""
+    return ", ".join(f"{name} {listed[name]}" for name in sorted(others(package)))
+
+
 def starts(package: str, python: pathlib.Path, folder: pathlib.Path) -> list[str]:
     """Import the installed package, run its commands' help, and return what is wrong."""
     where = run([python, "-c", f"import {package}; print({package}.__file__)"], folder, capture_output=True)
@@ -135,8 +170,8 @@ def starts(package: str, python: pathlib.Path, folder: pathlib.Path) -> list[str
 
 def tests(package: str, python: pathlib.Path, folder: pathlib.Path, whole: bool) -> list[str]:
     """Run the package's tests, or the quick ones, on what is installed; return what is wrong."""
-    constraints = ("--constraints", ROOT / "requirements.txt")
-    uv("pip", "install", "--quiet", "--python", python, *constraints, "pytest", "pytest-xdist", "hypothesis")
+    pinned = [f"{name}=={version}" for name, version in sorted(pins()) if name in RUNNERS]
+    uv("pip", "install", "--quiet", *AWAY, "--python", python, *pinned)
     place, chosen = check_wheels.folders()[package] / "tests", None if whole else QUICK[package]
     options = ["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
     files = [place] if chosen is None else [place / name for name in chosen]
@@ -145,19 +180,24 @@ def tests(package: str, python: pathlib.Path, folder: pathlib.Path, whole: bool)
     return []
 
 
-def check(package: str, wheels: pathlib.Path, python: str, whole: bool) -> list[str]:
+def check(package: str, wheels: pathlib.Path, python: str, whole: bool, lowest: bool) -> list[str]:
     """Everything about one package; what is wrong with it."""
     folder = wheels / "environment"  # one path for all, so that bytecode made for one environment serves the next
-    inside = environment(package, wheels, folder, python)
+    inside = environment(package, wheels, folder, python, lowest)
     listed, size = installed(inside), size_of(folder) if package == "hashcore" else 0
     print(f"{package}: {len(listed)} packages" + (f" in {size / 1e6:.0f} MB" if size else ""), flush=True)
-    wrong = brought(package, listed, size) or starts(package, inside, folder)
+    if lowest:
+        print(f"{package}: the lowest versions: {floors(package, listed)}", flush=True)
+    wrong = brought(package, listed, size, lowest) or starts(package, inside, folder)
     return wrong or tests(package, inside, folder, whole)
 
 
 def settings(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Install each package's wheel alone and run its tests there.")
     parser.add_argument("--all", action="store_true", help="every test, not the quick ones only")
+    parser.add_argument(
+        "--lowest", action="store_true", help="the lowest versions that are allowed, not the pinned ones"
+    )
     parser.add_argument("--python", default=sys.executable, help="a version or the path of an interpreter")
     parser.add_argument("--if-found", action="store_true", help="if there is no such Python, say so and succeed")
     parser.add_argument("--package", action="append", choices=sorted(QUICK), help="this one only; may be repeated")
@@ -175,7 +215,7 @@ def main(arguments: list[str]) -> int:
         check_wheels.build(wheels)
         wrong = check_wheels.complaints(wheels)
         for package in asked.package or check_wheels.folders():
-            wrong += check(package, wheels, python, asked.all)
+            wrong += check(package, wheels, python, asked.all, asked.lowest)
             print(f"{package}: done after {time.monotonic() - begun:.0f} s, {python}", flush=True)
     for line in wrong:
         print(f"check_install: {line}", file=sys.stderr)
