@@ -1,6 +1,7 @@
 """What tools/mutation.py changes, draws and stores; the measurement itself takes 20 minutes."""
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -68,13 +69,14 @@ def test_survivors_are_counted_and_those_that_are_equivalent_are_not(tool, monke
     target, possible = tool.TARGETS["buffer"], tool.mutants(SOURCE)[:4]
     monkeypatch.setitem(tool.EQUIVALENT, ("sparse_decode/buffer.py", possible[0].text, possible[0].change), "a reason")
     ends = ["passed", "passed", "failed", "timed out"]
-    found = tool.summary(target, 11, 0, possible, ends, None)
+    found = tool.summary(target, SOURCE, 0, possible, ends, None)
+    assert found["possible"] == len(EXPECTED)
     assert [x["reason"] for x in found["equivalent"]] == ["a reason"]
     assert [x["line"] for x in found["survivors"]] == [possible[1].line]
     assert (found["tried"], found["killed"], found["score"]) == (4, 2, 0.6667)
     again = tool.draw("buffer", possible, 1, 0, found)
     assert again == possible[:2]
-    found = tool.summary(target, 11, 0, again, ["passed", "failed"], found)
+    found = tool.summary(target, SOURCE, 0, again, ["passed", "failed"], found)
     assert (found["tried"], found["killed"], found["score"], found["survivors"]) == (4, 3, 1.0, [])
 
 
@@ -85,3 +87,20 @@ def test_every_target_has_its_file_functions_and_tests(tool):
         }
         assert set(target.functions) <= names
         assert all((ROOT / test).is_file() for test in target.tests)
+
+
+def test_a_module_that_changed_since_is_named(tool):
+    name, target = next(iter(tool.TARGETS.items()))
+    text = (ROOT / target.file).read_text()
+    assert name not in tool.stale({name: tool.summary(target, text, 0, [], [], None)})
+    assert name in tool.stale({name: tool.summary(target, text + "\n", 0, [], [], None)})
+    assert tool.stale({}) == list(tool.TARGETS)
+
+
+def test_what_is_stored_says_of_which_text_it_is(tool, monkeypatch, capsys):
+    stored = json.loads(tool.OUT.read_text())
+    assert {len(found["sha256"]) for found in stored.values()} == {64}
+    monkeypatch.setattr("sys.argv", ["mutation.py", "--stale"])
+    assert tool.main() == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in tool.stale(stored))

@@ -5,8 +5,9 @@
 
 A mutant is a module with one change (`changes` lists the kinds), in a copy of its package's source that is imported in
 place of the package. A forked process runs the target's tests on it: it is killed if they fail, crash or take too
-long. Which mutants are tried is drawn with --seed. docs/results/mutation.json has the scores and every survivor;
-EQUIVALENT explains those that change nothing a test could see.
+long. Which mutants are tried is drawn with --seed. docs/results/mutation.json has the scores, every survivor, and a
+digest of the file that was changed: `--stale` names the targets whose file is another by now (CI prints them).
+EQUIVALENT explains those survivors that change nothing a test could see.
 
 mutmut was not tried: it calls each function through another one, which numba should not be able to compile.
 """
@@ -14,6 +15,7 @@ mutmut was not tried: it calls each function through another one, which numba sh
 import argparse
 import ast
 import contextlib
+import hashlib
 import importlib
 import json
 import os
@@ -146,13 +148,22 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (_CPU, "row = scores.reshape(count, -1)[wide, low[wide] : high[wide]]", "1 -> 2"): "numpy takes -2 as it takes -1",
     (
         _CPU,
-        "_search_parts(made, query, keys, *(x.reshape(-1, made.shape[-1]) for x in found))",
+        "rows = -1, made.shape[-1]",
         "1 -> 2",
     ): "numpy takes -2 as it takes -1",
     (_BUFFER, "self._own = True", "removed"): "it is read only where there are rows, and what sets the rows sets it",
     (_BUFFER, "self._own = True", "True -> False"): "the same",
     (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "one part of _CHUNK keys is split into one part",
+    (_CACHE, "super().reset()", "removed"): "the lines before it empty a dynamic layer",
+    (_CACHE, "self.is_initialized = False", "removed"): "transformers 5.21 and later does so, too",
+    (_CACHE, "memo[id(self)] = twin", "removed"): "deepcopy notes the twin when it is made; no layer holds itself",
+    (
+        _CACHE,
+        "keys = torch.cat([self._apply_pending_reorder(keys, keys)[0], cast(Tensor, self.keys)], dim=-2)",
+        "0 -> 1",
+    ): "both are of the same keys",
     (_CACHE, "raise NotImplementedError", "removed"): "every class that is made has a method of its own",
+    (_CACHE, "if keys is not None and values is not None:", "and -> or"): "they are set together",
     (_CACHE, "if self.codes is not None and self.means is not None:", "and -> or"): "they are set together",
 }
 """(file below src, line, change): why no test can tell."""
@@ -385,8 +396,24 @@ def measure(name: str, target: Target, chosen: list[Mutant]) -> list[str]:
     return ends
 
 
+def digest(source: str) -> str:
+    """SHA-256 of a module's text: with another text, the lines and the scores stored of it may not hold."""
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def stale(results: dict[str, Any]) -> list[str]:
+    """The targets that were not measured on their module as it is now."""
+    now = {name: digest((ROOT / target.file).read_text(encoding="utf-8")) for name, target in TARGETS.items()}
+    return [name for name, text in now.items() if results.get(name, {}).get("sha256") != text]
+
+
+def rerun(names: list[str]) -> str:
+    """The commands that measure these targets."""
+    return "run " + " && ".join(f"uv run tools/mutation.py --target '{name}'" for name in names)
+
+
 def summary(
-    target: Target, possible: int, seed: int, chosen: list[Mutant], ends: list[str], before: dict[str, Any] | None
+    target: Target, source: str, seed: int, chosen: list[Mutant], ends: list[str], before: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Return what is stored of a target; `before` is the measurement that had all but the chosen mutants end."""
     ended = Counter(ends) + Counter(before["by"] if before else {})
@@ -401,10 +428,11 @@ def summary(
     killed = sum(by.values())
     return {
         "file": target.file,
+        "sha256": digest(source),
         "functions": list(target.functions) or "all",
         "tests": list(target.tests),
         "seed": before["seed"] if before else seed,
-        "possible": possible,
+        "possible": len(mutants(source, target.functions)),
         "tried": killed + len(alive),
         "killed": killed,
         "by": by,
@@ -431,7 +459,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which ones are drawn (0)")
     parser.add_argument("--again", action="store_true", help="try only the stored survivors, with the tests of today")
     parser.add_argument("--out", type=Path, default=OUT, help="where the scores go (docs/results/mutation.json)")
+    parser.add_argument("--stale", action="store_true", help="measure nothing: name what was measured on another text")
     args = parser.parse_args()
+    if args.stale:
+        old = stale(json.loads(args.out.read_text(encoding="utf-8")))
+        print(f"not measured on the code as it is: {', '.join(old)}; {rerun(old)}" if old else "all are of this code")
+        return 0
     single = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a fork with threads may hang
     os.environ |= dict.fromkeys(single, "1") | {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take a second to load, and no test of these needs them
@@ -441,10 +474,15 @@ def main() -> int:
     names = [args.target] if args.target else list(TARGETS)  # hashcore's come first: sparse_decode's import it
     for name in names:
         target, before = TARGETS[name], results.get(name) if args.again else None
-        possible = mutants((ROOT / target.file).read_text(encoding="utf-8"), target.functions)
+        if args.again and name in stale(results):
+            raise SystemExit(
+                f"--again needs {name} measured on {target.file} as it is, it was another; {rerun([name])}"
+            )
+        source = (ROOT / target.file).read_text(encoding="utf-8")
+        possible = mutants(source, target.functions)
         chosen = draw(name, possible, target.count if args.count is None else args.count, args.seed, before)
         ends = measure(name, target, chosen)
-        results[name] = summary(target, len(possible), args.seed, chosen, ends, before)
+        results[name] = summary(target, source, args.seed, chosen, ends, before)
         temporary = args.out.with_suffix(".new")
         ordered = {name: results[name] for name in TARGETS if name in results}
         temporary.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")

@@ -117,6 +117,15 @@ def test_a_released_encoder_lets_go_of_copies_too_but_not_of_what_another_took_o
     check(taken)
 
 
+def test_a_compiled_step_writes_the_codes_of_its_keys():
+    layer = make("static")
+    update(layer, 3, 0)
+    step = torch.compile(layer.update, backend="eager", fullgraph=True)
+    step(*torch.randint(-4, 5, (2, 2, 2, 1, 16)).float())
+    assert int(layer.get_seq_length()) == 4
+    check(layer)
+
+
 def test_quantised_layers_that_are_not_whole_are_refused_before_anything_is_changed(monkeypatch):
     monkeypatch.setattr(cache, "QUANTISED", False)
     layer = WholeNumberLayer()
