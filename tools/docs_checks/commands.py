@@ -19,7 +19,7 @@ from sparse_decode.cli import GenerateCommand
 from torch.distributed.run import get_args_parser
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PLAIN = {"basedpyright", "cd", "chmod", "cp", "git", "mkdir", "nix", "pre-commit", "ruff"}
+PLAIN = {"basedpyright", "cd", "chmod", "cp", "git", "head", "mkdir", "nix", "pre-commit", "ruff"}
 """Commands that are not ours and are taken as they are."""
 UV_FLAGS = {
     "--no-project",
