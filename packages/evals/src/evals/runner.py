@@ -34,7 +34,8 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], device: str = "cpu"):
-        self.folder, self._here, self._noted = folder, environment(device), False
+        self.folder: Path = folder
+        self._here, self._noted = environment(device), False
         held = folder / "config.json"
         if held.is_file():
             former = read_json(held, "delete that folder or choose another --out")
