@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 else:  # before transformers 5.21 there is one kind of quantised layers, and no name for what all kinds share
     BaseQuantizedLayer = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)
 
-QUANTISED = hasattr(QuantizedLayer, "_apply_pending_reorder")
+QUANTISED = hasattr(cache_utils, "BaseQuantizedLayer")
 """Whether transformers keeps quantised layers whole: before 5.21 `reset` and beam search forgot what is quantised."""
 
 Encode = Callable[[Tensor], Tensor]
