@@ -137,15 +137,46 @@ def test_relock_that_fails_changes_nothing(relock, arguments):
 
 
 @pytest.mark.parametrize(
-    "resolved", [EXPORT.replace("1.0", "1.1"), EXPORT.replace("aa", "ac"), EXPORT.partition("beta")[0]]
+    "resolved",
+    [
+        EXPORT.replace("1.0", "1.1"),
+        EXPORT.replace("aa", "ac"),
+        EXPORT.partition("beta")[0],
+        EXPORT.replace("'linux'", "'win32'"),
+        EXPORT.replace("==", "!=").replace("!=", "==", 2),
+        EXPORT.replace("'linux'", "'linux' and python_full_version >= '3.12'"),
+        EXPORT.replace(" ; sys_platform == 'linux'", ""),
+    ],
 )
-def test_check_sees_drift_of_version_hash_and_package(relock, resolved):
+def test_check_sees_drift_of_version_hash_package_and_environment(relock, resolved):
     assert relock("2026-01-02").returncode == 0
     before = contents(relock.checkout)
     done = relock("--check", RESOLVED=resolved)
     assert done.returncode == 1
     assert done.stderr.startswith("requirements.txt is not what resolves")
     assert contents(relock.checkout) == before
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("(m == 'a' and s == 'linux') or (m == 'b' and s == 'linux')", "(m == 'a' or m == 'b') and s == 'linux'"),
+        ("s == 'linux' and v >= '3.12'", "v >= '3.12' and s == 'linux'"),
+        ("v == '3.12.*'", "v >= '3.12' and v < '3.13'"),
+        ("v >= '3.11.5'", "v > '3.11.4'"),
+    ],
+)
+def test_check_takes_another_wording_of_a_marker(relock, one, other):
+    """uv 0.13.9 writes the first of these as the second, where older ones did not."""
+
+    def export(marker):
+        for short, name in [("m ", "platform_machine "), ("s ", "sys_platform "), ("v ", "python_full_version ")]:
+            marker = re.sub(rf"\b{short}", name, marker)
+        return EXPORT.replace("sys_platform == 'linux'", marker)
+
+    assert relock("2026-01-02", RESOLVED=export(one)).returncode == 0
+    done = relock("--check", RESOLVED=export(other))
+    assert (done.returncode, done.stderr) == (0, "the pins hold\n")
 
 
 def test_check_sees_a_constraint_edited_by_hand(relock):

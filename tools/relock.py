@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["packaging>=24"]
+# ///
 """Resolve the workspace and keep its pins: requirements.txt and the constraints in pyproject.toml.
 
     uv run --no-project tools/relock.py 2026-11-15    # upgrade to what was published before that day
@@ -11,6 +15,7 @@ here runs in a temporary copy of the pyproject files: a failure, or a kill at an
 import collections
 import contextlib
 import datetime
+import itertools
 import os
 import pathlib
 import re
@@ -19,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 from typing import NamedTuple
+
+from packaging.markers import Marker
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RELOCK = "uv run --no-project tools/relock.py"
@@ -32,6 +39,8 @@ CUTOFF = re.compile(r'^exclude-newer = "(\d{4}-\d\d-\d\d)T00:00:00Z"\n', re.M)
 CONSTRAINTS = re.compile(r"^constraint-dependencies = \[\n(?:    .*\n)*\]\n", re.M)
 PIN = re.compile(r"^([a-z0-9-]+)==([^\s;\\]+)(?: ; ([^\\\n]+?))? ?\\?$")
 HASH = re.compile(r"--hash=(\S+)")
+CONDITION = re.compile(r"(\w+) (?:[<>=!~]+|in|not in) '([^']*)'")
+PYTHONS = {f"3.{minor}.{patch}" for minor in range(10, 17) for patch in range(16)}
 
 
 class Pin(NamedTuple):
@@ -61,6 +70,28 @@ def constraint_block(pins: list[Pin]) -> str:
     count = collections.Counter(pin.name for pin in pins)
     lines = [f"{p.name}=={p.version}" + (f" ; {p.marker}" if count[p.name] > 1 else "") for p in pins]
     return "constraint-dependencies = [\n" + "".join(f'    "{line}",\n' for line in lines) + "]\n"
+
+
+def same_where(one: str, other: str) -> bool:
+    """Whether two markers hold in the same environments, however they are written: that is uv's choice, and changes."""
+    if one == other or not (one and other):
+        return one == other
+    values: dict[str, set[str]] = collections.defaultdict(set)
+    for variable, value in CONDITION.findall(f"{one} {other}"):
+        values[variable] |= PYTHONS if variable.startswith("python") else {value, "another"}
+    environments = (dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))
+    return all(Marker(one).evaluate(e) == Marker(other).evaluate(e) for e in environments)
+
+
+def drifted(pinned: list[Pin], resolved: list[Pin]) -> list[str]:
+    """The names of what differs in version, file hashes or the environments it is for."""
+    old, new = ({(pin.name, pin.version): pin for pin in pins} for pins in (pinned, resolved))
+    changed = {
+        key
+        for key in old.keys() & new.keys()
+        if old[key].hashes != new[key].hashes or not same_where(old[key].marker, new[key].marker)
+    }
+    return sorted({name for name, _ in changed | (old.keys() ^ new.keys())})
 
 
 def resolve(project: str) -> tuple[str, str]:
@@ -106,8 +137,7 @@ def check() -> str | None:
     project, pinned = (ROOT / "pyproject.toml").read_text(), parse((ROOT / "requirements.txt").read_text())
     if constraint_block(pinned) not in project:
         return f"constraint-dependencies in pyproject.toml is not what requirements.txt pins; run {RELOCK}"
-    resolved = parse(resolve(project)[0])
-    if drift := sorted({pin.name for pin in set(pinned) ^ set(resolved)}):
+    if drift := drifted(pinned, parse(resolve(project)[0])):
         return f"requirements.txt is not what resolves, {', '.join(drift)} differ; run {RELOCK}"
     return None
 
