@@ -1,11 +1,14 @@
 """Formulae against numbers worked out by hand, and the two tasks that print them."""
 
+import inspect
+
 import pytest
 from evals.commands import CodesizeCommand, ComplexityCommand
 from evals.costs import Cost, dense_step, kept_bytes, kv_bytes, sparse_step
 from evals.shapes import PRESETS, load_config, shape_of
+from evals.speed import KernelsCommand, ThroughputCommand
 from evals.tasks import codesize, complexity
-from hashtrain.config import ModelShape
+from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.usage import UsageError
 from rich.console import Console
 
@@ -44,6 +47,13 @@ def test_kept_bytes_worked_out_by_hand():
     }
 
 
+@pytest.mark.parametrize("command", [ComplexityCommand, CodesizeCommand, ThroughputCommand, KernelsCommand])
+def test_by_default_queries_have_the_planes_of_transform(command):
+    found = {variant: HasherConfig(variant, SHAPE, bits=32).planes for variant in ("transform", "planes")}
+    assert command().settings("task")["planes"] == found["transform"] != found["planes"]
+    assert f"{found['planes']} are those of `planes`" in inspect.getsource(command.__mro__[1])  # its help
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_shapes(name):
     shape = shape_of(load_config(name))
@@ -65,7 +75,9 @@ def test_complexity_stores_all_steps_and_their_sum(tmp_path):
     total = sum(found.one(where=f"1000 tokens, {step}", metric="bytes").value for step in steps)
     assert found.one(where="1000 tokens, all steps", metric="bytes").value == total
     assert found.one(where="1000 tokens, attention", metric="bytes_of_dense").value == 1
-    assert "1000 tokens, score" in (tmp_path / "run" / "report.md").read_text()
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "1000 tokens, score" in report
+    assert "model `qwen2.5-7b`, 128-bit codes, queries in 5 planes\n" in report
     assert complexity.run(command, QUIET) == found
     with pytest.raises(ValueError, match="other settings"):
         complexity.run(ComplexityCommand(contexts=(1000,), out=tmp_path / "run"), QUIET)

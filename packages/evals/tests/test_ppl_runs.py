@@ -2,11 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from evals import result as results
 from evals.result import read_result
-from evals.rivals import MagicPigSelector
+from evals.rivals import RIVALS
 from evals.tasks import ppl
 from hashtrain.usage import UsageError
 from rich.console import Console
@@ -225,9 +227,9 @@ def test_each_of_our_methods_is_paired_with_every_other(ppl_command):
 
 
 def test_an_empty_sample_is_counted_in_the_rows(ppl_command, monkeypatch):
-    monkeypatch.setattr(
-        "evals.methods.MagicPigSelector", lambda *_, **given: MagicPigSelector(31, 2, **given, prefill=96)
-    )
+    for name in ("magicpig", "magicpig-bare"):
+        build = partial(RIVALS[name].build, prefill=96)
+        monkeypatch.setitem(RIVALS, name, replace(RIVALS[name], build=build, published=({"bits": 31, "tables": 2},)))
     found = ppl.run(ppl_command(methods=("magicpig", "magicpig-bare"), rules=("visible",), documents=1), QUIET)
     assert {(row.sink, row.recent) for row in found.select(method="magicpig")} == {(4, 64)}
     row = found.one(metric="empty", method="magicpig-bare", budget=0.1)

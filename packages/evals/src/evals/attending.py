@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from sparse_decode import Budget, attach
 from transformers import PreTrainedModel
 
-from evals.methods import LoadedMethod
-from evals.rivals import MagicPigSelector
+from evals.methods import LoadedMethod, Sampling
 
 
 @dataclass
@@ -46,7 +45,7 @@ def attending(
     if selector is None:
         yield found
         return
-    if isinstance(selector, MagicPigSelector):
+    if isinstance(selector, Sampling):
         selector.sampled = selector.empty = 0
     start = 0 if prompt is None else prompt
     with attach(
@@ -56,5 +55,5 @@ def attending(
         for selected, visible in attachment.counts().values():
             found.selected += selected
             found.visible += visible
-    if isinstance(selector, MagicPigSelector):
+    if isinstance(selector, Sampling):
         found.empty = selector.empty / max(selector.sampled, 1)

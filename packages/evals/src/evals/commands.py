@@ -12,6 +12,7 @@ from hashtrain.usage import UsageError
 from evals.methods import CODED_NAMES, DEFAULT_NAMES
 from evals.plan import Methods, MethodsCommand, TaskCommand, at_least, each_once, each_positive
 from evals.result import versions
+from evals.shapes import PLANES
 from evals.synthetic import KINDS
 
 
@@ -173,8 +174,8 @@ class ShapeCommand:
     """qwen2.5-7b, llama3-8b, small, demo, or a folder with a config.json."""
     bits: int = 128
     """Bits of a code."""
-    planes: int = 3
-    """Bit planes of a query."""
+    planes: int = PLANES
+    """Bit planes of a query: by default as many as `transform` has, the hasher of `attach`; 3 are those of `planes`."""
     hidden: int = 128
     """Hidden width of the hash functions."""
     out: Path = Path("runs/shape")

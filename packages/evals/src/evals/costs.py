@@ -8,14 +8,12 @@ add) as one. Each step reads what the one before wrote; the values gathered stay
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.config import VARIANTS
 
-from evals.methods import RIVAL_NAMES
-from evals.tuned import PUBLISHED
+from evals.rivals import RIVALS
 
 _ELEMENT = 2  # bytes of a key, value or weight component
 _SCORE = 2
@@ -65,19 +63,8 @@ def kept_bytes(shape: ModelShape, bits: int) -> dict[str, float]:
     layer = replace(shape.at(0), num_layers=1)
     hidden = 2 * layer.head_dim  # enough for every variant's start; it keeps nothing
     codes = {v: Hasher(HasherConfig(v, layer, bits=bits, hidden=hidden), 0).layer(0).key_bits for v in VARIANTS}
-    rivals = {name: rival_bits(PUBLISHED[name][0], shape.head_dim) for name in RIVAL_NAMES}
+    rivals = {name: rival.kept_bits(rival.published[0], shape.head_dim) for name, rival in RIVALS.items()}
     return {name: found / 8 for name, found in {"oracle": 0, "recent": 0, **codes, **rivals}.items()}
-
-
-def rival_bits(parameters: Mapping[str, int], head_dim: int) -> int:
-    """Count the bits that a rival keeps per token and KV head.
-
-    Quest keeps a least and a greatest key of 16 bits a number for each page, MagicPIG a bucket of K bits in each of L
-    tables; the tables' own pointers are not counted.
-    """
-    if "page" in parameters:
-        return 2 * 8 * _ELEMENT * head_dim // parameters["page"]
-    return parameters["bits"] * parameters["tables"]
 
 
 def kv_bytes(shape: ModelShape) -> int:

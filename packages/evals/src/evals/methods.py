@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from hashtrain import Hasher
 from hashtrain.plan import ABLATIONS, CANDIDATES
 from sparse_decode import HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, Selector
 
-from evals.rivals import MagicPigSelector, QuestSelector
+from evals.rivals import RIVALS, rival_named
 from evals.scored import ScoreSelector
 
 REMAINDER = "+remainder"
@@ -27,6 +27,14 @@ class PromptAware(Protocol):
     def after_prompt(self, tokens: int) -> Selector:
         """Return the selector for the rows behind a dense prompt of so many tokens; the own one stays as it is."""
         ...
+
+
+@runtime_checkable
+class Sampling(Protocol):
+    """A selector that draws tokens, and counts the rows and heads that it sampled and those that drew none."""
+
+    sampled: int
+    empty: int
 
 
 @dataclass(frozen=True)
@@ -76,10 +84,27 @@ def _plain(name: str, selector: Selector | None, query_head_selector: Selector |
     return LoadedMethod(name, name, None, name, selector, query_head_selector)
 
 
-def _sampled(name: str, sink: int, local: int, folder: Path, bits: int = 15, tables: int = 100) -> LoadedMethod:
-    selector = MagicPigSelector(bits, tables, sink=sink, local=local)
-    identity = f"magicpig-{selector.bits}x{selector.tables}-{sink}-{local}-{selector.prefill}-{selector.seed}"
-    return LoadedMethod(name, "magicpig", selector.bits * selector.tables, identity, selector, None)
+def load_rival(name: str, parameters: Mapping[str, int], label: str, stored_as: str = "") -> LoadedMethod:
+    """Make a rival with these parameters, under a label.
+
+    Args:
+        stored_as: begins its identity in place of its name and parameters.
+    Raises: ValueError if there is no such rival, or the parameters cannot be used.
+    """
+    rival = rival_named(name)
+    rival.require(parameters)
+    selector = rival.build(**parameters)
+    given = (f"{key}{value}" for key, value in sorted(parameters.items()))
+    facts = (str(getattr(selector, fact)) for fact in rival.facts)
+    identity = "-".join((*((stored_as,) if stored_as else (name, *given)), *facts))
+    bits = rival.code_bits(parameters) if rival.code_bits else None
+    heads = rival.query_heads(**parameters) if rival.query_heads else None
+    return LoadedMethod(label, rival.variant or name, bits, identity, selector, heads)
+
+
+def _published(name: str, folder: Path) -> LoadedMethod:
+    rival = rival_named(name)
+    return load_rival(name, rival.published[0], name, rival.stored_as)
 
 
 def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
@@ -136,36 +161,12 @@ METHODS = (
     _whole("planes"),
     _whole("transform"),
     *(Method(c.name, f"ablation: {c.summary}", partial(_hashed, c.name)) for c in ABLATIONS),
-    Method(
-        "quest",
-        "pages of 16 by their least and greatest keys, one set per KV head",
-        partial(_plain, "quest", QuestSelector(), QuestSelector(per_query_head=True)),
-    ),
-    Method(
-        "quest-heads",
-        "the same, one set per query head, as published",
-        partial(_plain, "quest-heads", QuestSelector(per_query_head=True), None),
-    ),
-    Method(
-        "magicpig",
-        "samples by 100 hash tables of 15 bits, as in the Spotlight paper, 4 sink and 64 local tokens; heeds no budget",
-        partial(_sampled, "magicpig", 4, 64),
-    ),
-    Method(
-        "magicpig-bare",
-        "the same without sink and local tokens",
-        partial(_sampled, "magicpig-bare", 0, 0),
-    ),
-    Method(
-        "magicpig-10x150",
-        "magicpig with 150 tables of 10 bits, the default of its authors",
-        partial(_sampled, "magicpig-10x150", 4, 64, bits=10, tables=150),
-    ),
+    *(Method(rival.name, rival.summary, partial(_published, rival.name)) for rival in RIVALS.values()),
 )
 """Every method that a task can measure; `evals list` prints it."""
 NAMES = tuple(method.name for method in METHODS)
 SPARSE_NAMES = tuple(name for name in NAMES if name != DENSE)
-RIVAL_NAMES = ("quest", "quest-heads", "magicpig", "magicpig-bare", "magicpig-10x150")
+RIVAL_NAMES = tuple(RIVALS)
 """Those written from other papers: they take their own number of tokens, so compare them by measured density."""
 TUNED = "-tuned"
 """Behind a rival's name: with the parameters that `evals tune` found for the model."""
@@ -174,7 +175,8 @@ ABLATION_NAMES = tuple(candidate.name for candidate in ABLATIONS)
 CODED_NAMES = tuple(c.name for c in CANDIDATES + ABLATIONS if c.variant != "down-proj")
 """Hashers that make codes."""
 DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n not in (*RIVAL_NAMES, *ABLATION_NAMES))
-SELECTION_NAMES = tuple(name for name in SPARSE_NAMES if not name.endswith(REMAINDER) and name not in RIVAL_NAMES[1:])
+_ONE_FORM = tuple(rival.name for rival in RIVALS.values() if rival.query_heads is None)
+SELECTION_NAMES = tuple(name for name in SPARSE_NAMES if not name.endswith(REMAINDER) and name not in _ONE_FORM)
 """Those that differ in what they select, for either kind of head; the others differ in what they do with it."""
 SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in ABLATION_NAMES)
 OURS = ("planes", "planes" + REMAINDER, "transform", "transform" + REMAINDER)

@@ -235,7 +235,8 @@ def _title(result: Result, rows: list[Row]) -> str:
     counts = {row.n for row in rows}
     measured = f", mean of {rows[0].n} [95 % interval]" if len(counts) == 1 and rows[0].n else " [95 % interval]"
     measured = measured if any(counts) else ""
-    return f"`{config['task']}`{measured}, model `{config['model']}`"
+    code = f", {config['bits']}-bit codes, queries in {config['planes']} planes" if "planes" in config else ""
+    return f"`{config['task']}`{measured}, model `{config['model']}`{code}"
 
 
 def _signed_percent(ratio: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hashtrain.config import ModelShape
+from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.plan import DEMO, model_path
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
@@ -14,6 +14,8 @@ def _qwen(**sizes: Any) -> Qwen2Config:
     return Qwen2Config(**sizes, max_position_embeddings=1 << 22)
 
 
+PLANES = HasherConfig("transform", ModelShape(1, 1, 1, 128)).planes
+"""Bit planes of a query where none are given: those of `transform`, which `attach` has by default."""
 SMALL = "small"
 PRESETS = {
     # Qwen/Qwen2.5-7B and meta-llama/Meta-Llama-3-8B as their config.json say; positions are stretched to any length.

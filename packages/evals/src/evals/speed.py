@@ -11,7 +11,7 @@ from hashtrain.usage import UsageError
 
 from evals.plan import Methods, at_least, each_once, each_positive
 from evals.result import versions
-from evals.shapes import SMALL
+from evals.shapes import PLANES, SMALL
 
 ENDTOEND = ("sdpa", "eager", "compiled", "planes", "recent", "planes-compiled")
 DENSE_ENDTOEND = ("sdpa", "eager", "compiled")
@@ -31,8 +31,8 @@ class SpeedCommand:
     """Share of them to attend to."""
     bits: int = 128
     """Bits of a code."""
-    planes: int = 3
-    """Bit planes of a query."""
+    planes: int = PLANES
+    """Bit planes of a query: by default as many as `transform` has, the hasher of `attach`; 3 are those of `planes`."""
     hidden: int = 128
     """Hidden width of the hash functions."""
     repeats: int = 5

@@ -19,11 +19,10 @@ from transformers import PreTrainedModel
 
 from evals.attending import Attended, attending
 from evals.documents import TokenDocument
-from evals.methods import DENSE, OURS, LoadedMethod
+from evals.methods import DENSE, OURS, LoadedMethod, Sampling
 from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
 from evals.plan import Phase, PplCommand
 from evals.result import Result, Row
-from evals.rivals import MagicPigSelector
 from evals.runner import finite
 from evals.tasks.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of
 from evals.tuned import Tuned, read_tuned, with_tuned
@@ -84,9 +83,7 @@ def run(command: PplCommand, console: Console) -> Result:
         finite(sample["dense"]["nll"])
         require_cells(sample, cells, "methods, rules or budgets")
         for cell in sample["cells"]:
-            for name in _MEASURED + (
-                ("empty",) if isinstance(methods[cell["method"]].selector, MagicPigSelector) else ()
-            ):
+            for name in _MEASURED + (("empty",) if isinstance(methods[cell["method"]].selector, Sampling) else ()):
                 finite(cell[name])
 
     samples = each_document(command, ready, console, 1 + len(cells), check, compute)
@@ -119,7 +116,7 @@ def measure(
         ids: int64 [T]; tokens T // 2 ... T - 1 are scored.
         phase: which rows are sparse; see `prompt_of`.
     Returns: `scored`, `dense` {nll, seconds} and `cells`, in order, with nll and kl (nats per token), density, seconds;
-        from MagicPIG `empty`, too: the share of its sampled rows and heads that drew nothing.
+        from those that sample `empty`, too: the share of its sampled rows and heads that drew nothing.
     """
     scored = len(ids) - len(ids) // 2
     targets = ids[-scored:].to(model.device)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,15 +17,16 @@ from hashtrain.corpus import python_sources
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from evals.costs import rival_bits
 from evals.documents import TokenDocument, load_documents
+from evals.methods import load_rival
 from evals.metrics import Estimate, bootstrap
 from evals.result import Result, Row, write_json
+from evals.rivals import rival_named
 from evals.runner import finite
 from evals.study import TuneCommand
 from evals.tasks import ppl
 from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
-from evals.tuned import FILE, PUBLISHED, rival
+from evals.tuned import FILE
 
 
 class Setting(NamedTuple):
@@ -41,7 +43,7 @@ class Setting(NamedTuple):
     @property
     def published(self) -> bool:
         """Whether a paper has it."""
-        return dict(self.parameters) in PUBLISHED[self.name]
+        return self.parameters in rival_named(self.name).published
 
 
 def run(command: TuneCommand, console: Console) -> Result:
@@ -55,7 +57,9 @@ def run(command: TuneCommand, console: Console) -> Result:
         return load_documents(command.text, tokenizer, command.context, count, seed, python_sources)
 
     settings = grid(command)
-    methods = {setting.label: rival(*setting, setting.label) for setting in settings}  # refuses what cannot be used
+    methods = {
+        setting.label: load_rival(*setting, setting.label) for setting in settings
+    }  # refuses what cannot be used
     ready = prepare(command, "tune", console, make)
     ready = replace(ready, methods=list(methods.values()))
     cells = [ppl.Cell(label, "visible", command.budgets[0]) for label in methods]
@@ -96,11 +100,10 @@ def grid(command: TuneCommand) -> list[Setting]:
     """List every setting to measure: the command's grid, and the published ones of each rival."""
     found: list[Setting] = []
     for name in command.methods:
-        if "page" in PUBLISHED[name][0]:
-            points = [{"page": page} for page in command.pages]
-        else:
-            points = [{"bits": bits, "tables": tables} for bits in command.bits for tables in command.tables]
-        points += [point for point in PUBLISHED[name] if point not in points]
+        rival = rival_named(name)
+        values = [getattr(command, v) if isinstance(v, str) else v for v in rival.grid.values()]
+        points = [dict(zip(rival.grid, point, strict=True)) for point in itertools.product(*values)]
+        points += [dict(point) for point in rival.published if point not in points]
         found += [Setting(name, point) for point in points]
     return found
 
@@ -144,6 +147,7 @@ def _rows(
         label = setting.label
         at = {"budget": command.budgets[0], "rule": "visible", "density": density[label], "where": setting.name}
         yield row(label, "kl", *bootstrap([[value] for value in kl[label]], command.seed), **at)
-        facts = {"kept_bits": rival_bits(setting.parameters, head_dim), "published": setting.published}
+        kept = rival_named(setting.name).kept_bits(setting.parameters, head_dim)
+        facts = {"kept_bits": kept, "published": setting.published}
         for name, value in {**facts, "chosen": chosen[setting.name] == setting}.items():
             yield row(label, name, Estimate(float(value), None, None), **at)

@@ -1,0 +1,132 @@
+"""The table of rivals: one entry says all that the rest of `evals` knows of each. How to add one: CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from sparse_decode import Selector
+
+from evals.rivals.magicpig import MagicPigSelector
+from evals.rivals.quest import QuestSelector
+
+Parameters = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One rival: what it is called, how it is made, what it keeps, what is tuned.
+
+    Its selector has `after_prompt` if it differs behind a dense prompt (`evals.methods.PromptAware`), and counts
+    `sampled` and `empty` if it draws its tokens (`evals.methods.Sampling`).
+    """
+
+    name: str
+    summary: str
+    """Its line of `evals list`."""
+    build: Callable[..., Selector]
+    """Makes its selector from its parameters, given as keywords."""
+    published: tuple[Parameters, ...]
+    """Its parameters as published, all of them in each; the method of that name has the first."""
+    kept_bits: Callable[[Parameters, int], int]
+    """Bits that it keeps per token and KV head, from its parameters and head_dim."""
+    grid: Mapping[str, str | tuple[int, ...]]
+    """The values of each parameter that `evals tune` tries, or which of its settings lists them."""
+    query_heads: Callable[..., Selector] | None = None
+    """Makes the form of one set per query head, where `build` makes one per KV head and `iou` shall measure both."""
+    code_bits: Callable[[Parameters], int] | None = None
+    """Bits of its codes per token and KV head, if what it keeps are codes."""
+    variant: str = ""
+    """What kind of selector it is, if several entries share one; otherwise its name."""
+    facts: tuple[str, ...] = ()
+    """Attributes of its selector, beside its parameters, that its selections depend on: a part of its identity."""
+    stored_as: str = ""
+    """Identity of its published form in runs stored before this table was; otherwise it is made of the parameters."""
+
+    def require(self, parameters: Parameters) -> None:
+        """Raise ValueError unless these are its parameters."""
+        if parameters.keys() != self.published[0].keys():
+            expected, got = ", ".join(self.published[0]), ", ".join(parameters) or "none"
+            raise ValueError(f"{self.name} takes the parameters {expected}, got {got}; give these, each once")
+
+
+def _quest_bits(parameters: Parameters, head_dim: int) -> int:
+    """A least and a greatest key of 16 bits a number for each page."""
+    return 2 * 16 * head_dim // parameters["page"]
+
+
+def _bucket_bits(parameters: Parameters, head_dim: int = 0) -> int:
+    """A bucket of K bits in each of L tables; the tables' own pointers are not counted."""
+    return parameters["bits"] * parameters["tables"]
+
+
+def _magicpig(name: str, summary: str, published: tuple[Parameters, ...], sink: int = 4, local: int = 64) -> Rival:
+    return Rival(
+        name,
+        summary,
+        partial(MagicPigSelector, sink=sink, local=local),
+        published,
+        _bucket_bits,
+        {"bits": "bits", "tables": "tables"},
+        code_bits=_bucket_bits,
+        variant="magicpig",
+        facts=("sink", "local", "prefill", "seed"),
+        stored_as="magicpig-{bits}x{tables}".format(**published[0]),
+    )
+
+
+_HEADS = partial(QuestSelector, per_query_head=True)
+_PAGES: tuple[Parameters, ...] = ({"page": 16},)
+"""As Quest's paper runs it."""
+_SPOTLIGHT: Parameters = {"bits": 15, "tables": 100}
+"""MagicPIG as the paper on Spotlight Attention runs it."""
+_AUTHORS: Parameters = {"bits": 10, "tables": 150}
+"""MagicPIG by its authors' default."""
+RIVALS = {
+    rival.name: rival
+    for rival in (
+        Rival(
+            "quest",
+            "pages of 16 by their least and greatest keys, one set per KV head",
+            QuestSelector,
+            _PAGES,
+            _quest_bits,
+            {"page": "pages"},
+            query_heads=_HEADS,
+            stored_as="quest",
+        ),
+        Rival(
+            "quest-heads",
+            "the same, one set per query head, as published",
+            _HEADS,
+            _PAGES,
+            _quest_bits,
+            {"page": "pages"},
+            stored_as="quest-heads",
+        ),
+        _magicpig(
+            "magicpig",
+            "samples by 100 hash tables of 15 bits, as in the Spotlight paper, 4 sink and 64 local tokens; "
+            "heeds no budget",
+            (_SPOTLIGHT, _AUTHORS),
+        ),
+        _magicpig("magicpig-bare", "the same without sink and local tokens", (_SPOTLIGHT, _AUTHORS), 0, 0),
+        _magicpig(
+            "magicpig-10x150",
+            "magicpig with 150 tables of 10 bits, the default of its authors",
+            (_AUTHORS, _SPOTLIGHT),
+        ),
+    )
+}
+"""Those written from other papers, in the order of `evals list`."""
+
+
+def rival_named(name: str) -> Rival:
+    """Return a rival's entry. Raises: ValueError if there is none."""
+    if name not in RIVALS:
+        raise ValueError(
+            f"unknown rival {name}: expected one of {', '.join(RIVALS)}; use one of these, or add an entry for it to "
+            "RIVALS"
+        )
+    return RIVALS[name]

@@ -1,0 +1,175 @@
+"""The table of rivals: what its entries say, and that nothing outside it knows any by name or by its parameters."""
+
+import importlib.util
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+from evals import plan, study
+from evals.costs import kept_bytes
+from evals.methods import RIVAL_NAMES, load_methods, load_rival
+from evals.plan import PplCommand
+from evals.rivals import RIVALS, MagicPigSelector, QuestSelector, Rival
+from evals.study import TuneCommand
+from evals.tasks import tune
+from evals.tuned import Tuned, read_tuned, with_tuned
+from hashtrain.config import ModelShape
+from hashtrain.usage import UsageError
+from sparse_decode.select import NoCodes
+
+PUBLISHED = {
+    "quest": (QuestSelector(False, 16), None, "quest", "quest-page4"),
+    "quest-heads": (QuestSelector(True, 16), None, "quest-heads", "quest-heads-page4"),
+    "magicpig": (MagicPigSelector(15, 100), 1500, "magicpig-15x100-4-64-1024-0", "magicpig-bits8-tables50-4-64-1024-0"),
+    "magicpig-bare": (
+        MagicPigSelector(15, 100, 0, 0),
+        1500,
+        "magicpig-15x100-0-0-1024-0",
+        "magicpig-bare-bits8-tables50-0-0-1024-0",
+    ),
+    "magicpig-10x150": (
+        MagicPigSelector(10, 150),
+        1500,
+        "magicpig-10x150-4-64-1024-0",
+        "magicpig-10x150-bits8-tables50-4-64-1024-0",
+    ),
+}
+"""Selector, bits and identity as published, and the identity with other parameters, as stored runs have them."""
+
+
+@dataclass
+class Mine(NoCodes):
+    """A rival whose parameters are called as those of two others; it selects nothing."""
+
+    page: int
+    bits: int
+    other: int
+    window: int = 7
+
+    def select(self, rows):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    """A sixth entry, and what is derived of the table made anew with it."""
+    entry = Rival(
+        "mine",
+        "a test's",
+        Mine,
+        ({"page": 4, "bits": 2, "other": 3},),
+        lambda parameters, head_dim: parameters["other"] * head_dim,
+        {"page": "pages", "bits": (2, 5), "other": (3,)},
+        facts=("window",),
+    )
+    monkeypatch.setitem(RIVALS, "mine", entry)
+    methods = derived(monkeypatch)
+    for module in (plan, study):
+        for name in {"NAMES", "RIVAL_NAMES", "SPARSE_NAMES", "SELECTION_NAMES"} & vars(module).keys():
+            monkeypatch.setattr(module, name, getattr(methods, name))
+    return methods
+
+
+def derived(monkeypatch):
+    """Make the module of methods anew, from the table as it is."""
+    spec = importlib.util.spec_from_file_location("methods_with_mine", sys.modules["evals.methods"].__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    methods = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, methods)
+    spec.loader.exec_module(methods)
+    return methods
+
+
+def test_names_and_their_order():
+    assert tuple(PUBLISHED) == RIVAL_NAMES
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_forms_are_those_of_stored_runs(name):
+    selector, bits, identity, _ = PUBLISHED[name]
+    (found,) = load_methods([name], None, None)
+    assert (type(found.selector), vars(found.selector)) == (type(selector), vars(selector))
+    assert (found.variant, found.bits, found.identity) == ("magicpig" if bits else name, bits, identity)
+    heads = {"quest": vars(QuestSelector(True, 16))}.get(name)
+    assert (found.query_head_selector and vars(found.query_head_selector)) == heads
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_tuned_forms_are_those_of_stored_runs(name):
+    parameters = {"bits": 8, "tables": 50} if PUBLISHED[name][1] else {"page": 4}
+    found = load_rival(name, parameters, "label")
+    assert vars(found.selector).items() >= parameters.items()
+    assert (found.name, found.identity) == ("label", PUBLISHED[name][3])
+
+
+def test_an_entry_is_a_method_that_runs_only_when_named(mine):
+    assert (*RIVAL_NAMES, "mine") == mine.RIVAL_NAMES
+    assert mine.NAMES[-1] == "mine"
+    assert "mine" not in (*mine.DEFAULT_NAMES, *mine.SELECTION_NAMES)
+    (found,) = mine.load_methods(["mine"], None, None)
+    assert found.selector == Mine(4, 2, 3)
+    facts = found.name, found.variant, found.bits, found.identity, found.query_head_selector
+    assert facts == ("mine", "mine", None, "mine-bits2-other3-page4-7", None)
+
+
+def test_an_entry_with_a_form_for_query_heads_is_measured_for_either(monkeypatch, mine):
+    assert mine.SELECTION_NAMES[-1] == "quest"
+    monkeypatch.setitem(RIVALS, "mine", replace(RIVALS["mine"], query_heads=Mine, code_bits=lambda parameters: 9))
+    assert (*mine.SELECTION_NAMES, "mine") == derived(monkeypatch).SELECTION_NAMES
+    found = load_rival("mine", {"page": 1, "bits": 2, "other": 3}, "x")
+    assert (found.query_head_selector, found.bits) == (Mine(1, 2, 3), 9)
+
+
+def test_an_entry_is_built_with_other_parameters(mine):
+    given = {"other": 9, "page": 8, "bits": 1}
+    found = load_rival("mine", given, "label")
+    assert found.selector == Mine(8, 1, 9)
+    assert (found.name, found.identity) == ("label", "mine-bits1-other9-page8-7")
+    (method, tuned) = with_tuned(mine.load_methods(["mine"], None, None), Tuned({"mine": given}, frozenset()))
+    assert (method.name, tuned.name, tuned.selector) == ("mine", "mine-tuned", Mine(8, 1, 9))
+
+
+def test_an_entry_says_what_it_keeps(mine):
+    kept = kept_bytes(ModelShape(1, 4, 2, 32), 64)
+    assert list(kept)[-1] == "mine"
+    assert kept["mine"] == 3 * 32 / 8
+
+
+def test_an_entry_is_tuned_over_its_own_grid(mine):
+    found = tune.grid(TuneCommand(methods=("mine", "quest"), pages=(4, 6)))
+    points = [(4, 2, 3), (4, 5, 3), (6, 2, 3), (6, 5, 3)]
+    assert [tuple(s.parameters.values()) for s in found if s.name == "mine"] == points
+    assert [s.label for s in found if s.published] == ["mine, page 4, bits 2, other 3", "quest, page 16"]
+    assert [s.parameters["page"] for s in found if s.name == "quest"] == [4, 6, 16]
+
+
+def test_every_grid_is_of_the_published_parameters():
+    for rival in RIVALS.values():
+        assert {frozenset(p) for p in rival.published} == {frozenset(rival.grid)}
+        assert all(isinstance(v, tuple) or hasattr(TuneCommand, v) for v in rival.grid.values())
+
+
+@pytest.mark.parametrize("given", [{"page": 4}, {"bits": 8, "tables": 50}, {}], ids=str)
+def test_parameters_of_another_are_refused(mine, given):
+    expected = f"mine takes the parameters page, bits, other, got {', '.join(given) or 'none'}; give these"
+    with pytest.raises(ValueError, match=expected):
+        load_rival("mine", given, "mine")
+
+
+def test_an_entry_is_refused_where_others_are(mine, tmp_path):
+    with pytest.raises(UsageError, match=r"--methods of tune takes quest, .*, mine, got planes"):
+        TuneCommand(methods=("planes",))
+    with pytest.raises(UsageError, match="--match takes methods of --methods that are not ours, got mine-tuned"):
+        PplCommand(methods=("planes", "mine"), match=("mine-tuned",))
+    assert PplCommand(methods=("planes", "mine"), tuned=tmp_path, match=("mine-tuned",)).match == ("mine-tuned",)
+    text = '{"model_identity": "m", "phase": "decode", "documents": [], "parameters": {"mine": {"page": 4}}}'
+    (tmp_path / "tuned.json").write_text(text)
+    with pytest.raises(ValueError, match=r"tuned\.json: mine takes the parameters page, bits, other, got page; "):
+        read_tuned(tmp_path, "m", "decode")
+
+
+def test_a_name_that_is_no_rivals_is_refused():
+    for name in ("mine", "planes"):
+        with pytest.raises(ValueError, match=f"unknown rival {name}: expected one of quest, .*; use one of these"):
+            load_rival(name, {"page": 4}, name)
