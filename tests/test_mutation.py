@@ -97,10 +97,21 @@ def test_a_module_that_changed_since_is_named(tool):
     assert tool.stale({}) == list(tool.TARGETS)
 
 
-def test_what_is_stored_says_of_which_text_it_is(tool, monkeypatch, capsys):
+def test_what_is_stale_is_printed_and_nothing_else(tool, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(tool, "TARGETS", {name: tool.TARGETS[name] for name in ("reference", "plan")})
+    texts = {name: (ROOT / target.file).read_text() for name, target in tool.TARGETS.items()}
+    fresh = {name: tool.summary(tool.TARGETS[name], text, 0, [], [], None) for name, text in texts.items()}
+    old = fresh | {"plan": tool.summary(tool.TARGETS["plan"], texts["plan"] + "\n", 0, [], [], None)}
+    for stored, said in ((fresh, ""), (old, "plan")):
+        (tmp_path / "scores.json").write_text(json.dumps(stored))
+        monkeypatch.setattr("sys.argv", ["mutation.py", "--stale", "--out", str(tmp_path / "scores.json")])
+        assert tool.main() == 0
+        out = capsys.readouterr().out
+        assert [name for name in tool.TARGETS if f": {name};" in out] == [said] * bool(said)
+
+
+def test_what_is_stored_says_of_which_text_it_is_and_left_nothing_unexplained(tool):
     stored = json.loads(tool.OUT.read_text())
+    assert stored.keys() == tool.TARGETS.keys()
     assert {len(found["sha256"]) for found in stored.values()} == {64}
-    monkeypatch.setattr("sys.argv", ["mutation.py", "--stale"])
-    assert tool.main() == 0
-    said = capsys.readouterr().out
-    assert all(name in said for name in tool.stale(stored))
+    assert {name: found["survivors"] for name, found in stored.items() if found["survivors"]} == {}

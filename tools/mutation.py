@@ -131,10 +131,30 @@ TARGETS = {
 _KERNELS = "hashcore/cpu/kernels.py"
 _CPU = "hashcore/cpu/__init__.py"
 _BUFFER, _CACHE = "sparse_decode/buffer.py", "sparse_decode/cache.py"
+_SEEN = "seen |= state[r + same, FROM] < high and state[r + same, TO] > low"
+_SHRINK = "steps, quota = _threshold(kept[:count], np.uint64(48), np.uint64(base), np.int64(top - base), k, histogram)"
+_SORT = "_sort(kept[:count], wanted, max(floor - 1, 0), top, histogram, scores, indices)"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (_KERNELS, "histogram[:256] = 0", "256 -> 257"): "a bin more is cleared than is used",
     (_KERNELS, "histogram[: 4 * bins] = 0", "4 -> 5"): "more is cleared than is used",
     (_KERNELS, "whole = len(s) // 4 * 4", "4 -> 5"): "what is not counted in fours is counted one by one",
+    **dict.fromkeys(
+        [(_KERNELS, _SEEN, change) for change in ("< -> <=", "> -> >=", "and -> or")],
+        "more is scored than is used",
+    ),
+    (_KERNELS, "mask &= mask - np.uint64(1)", "1 -> 2"): "after four bits the lowest is not bit 0",
+    (_KERNELS, "stay_a_function()", "removed"): "it says how to compile, not what",
+    (_KERNELS, _SHRINK, "- -> +"): "the bins above the top are empty",
+    (_KERNELS, _SORT, "1 -> 2"): "a bin below the floor is empty",
+    (_KERNELS, "if count + size + MORE > kept.shape[1]:", "> -> >="): "when it shrinks does not matter",
+    (_KERNELS, "return 0", "return None"): "only topk_tasks is asked for what it returns",
+    (_KERNELS, "return 0", "0 -> 1"): "the same",
+    (_KERNELS, "if count > wanted:", "> -> >="): "the best of no more than wanted are all of them",
+    (
+        _KERNELS,
+        "_count(kept, np.uint64(48), np.uint64(base), top - base + 1, histogram)",
+        "1 -> 2",
+    ): "the bin above the top is empty",
     (
         _CPU,
         "workers = workers or threads.count(4 * scores.size)",

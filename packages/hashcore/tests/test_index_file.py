@@ -263,8 +263,17 @@ def test_what_the_system_refuses_is_passed_on(tmp_path):
         BitIndex.load(tmp_path / "none")
     with pytest.raises(FileNotFoundError):
         small_index().save(tmp_path / "none" / "index")
-    with pytest.raises(IsADirectoryError):
-        BitIndex.load(tmp_path)
+
+
+def test_a_folder_is_refused_with_what_to_do(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(IsADirectoryError, match="name a file in it"):
+        BitIndex.load(folder)
+    with pytest.raises(IsADirectoryError, match="name a file in it"):
+        small_index().save(folder)
+    assert os.listdir(tmp_path) == ["folder"]
+    assert not os.listdir(folder)
 
 
 def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):

@@ -76,6 +76,18 @@ def test_ragged_long_rows_search_as_the_reference(rng):
     assert_searches_as_reference(random_codes(rng, 2, 3, 3, 4), keys, 100, (1, 2, 4), **ranges)
 
 
+@pytest.mark.parametrize("words", [3, 4])
+@pytest.mark.parametrize("elsewhere", [0, 9000])
+def test_rows_that_see_different_parts_of_the_same_keys_search_as_the_reference(rng, words, elsewhere):
+    """A part is scored when any row of a block sees it that has these keys, and no row of others decides that."""
+    query, keys = random_codes(rng, 2, 2, 1, words), random_codes(rng, 2, 1, 9000, words)
+    ranges = np.array([[10, elsewhere], [1000, 9000]]), np.array([[0, elsewhere], [0, 5000]])
+    k = np.array([[5, 0], [40, 90]])
+    wanted = validation.selection((2, 2, 9000), k, *ranges, 0, 0)
+    expected = reference.search(query, keys, k, (1,), lengths=ranges[0], starts=ranges[1], order="index")
+    assert_pairs(cpu.search(query, keys, (1,), (2, 2), wanted, False, workers=1), expected)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_misleading_sample_changes_nothing(order):
     scores = np.tile(np.arange(20), 1000)
@@ -83,6 +95,19 @@ def test_a_misleading_sample_changes_nothing(order):
         scores[run * (20_000 - 64) // 7 :][:64] = 128  # the places that are sampled: they promise too much
     assert_searches_as_reference(ZEROS, keys_scoring(scores), 3000, order=order)
     assert_searches_as_reference(ZEROS, keys_scoring(128 - scores), 3000, order=order)  # and here too little
+
+
+def test_a_row_that_was_misled_is_searched_again_alone(rng):
+    """Its neighbours, which have the same keys, keep what they found: nothing is found twice."""
+    query, keys = random_codes(rng, 4, 1, 4), random_codes(rng, 20_000, 4)
+    for run in range(8):
+        keys[run * (20_000 - 64) // 7 :][:64] = query[0]
+    assert_searches_as_reference(query, keys, 1000, (1,))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_scores_of_zero_are_found_with_the_others(rng, order):
+    assert_searches_as_reference(ZEROS, keys_scoring(rng.integers(0, 3, 50)), 50, order=order)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -141,6 +166,15 @@ def test_any_number_of_threads_searches_as_one(rng, workers, best):
         assert_pairs(cpu.search(query, keys, (1, 2, 4), lead, wanted, best, workers=workers), serial)
 
 
+@pytest.mark.parametrize("best", [False, True])
+def test_the_first_key_of_all_is_found_in_parts(best):
+    keys = keys_scoring(np.where(np.arange(9000) < 3, 100, 50))
+    wanted = validation.selection((1, 9000), 5, None, None, 0, 0)
+    serial, parted = (cpu.search(ZEROS[None], keys, (1,), (1,), wanted, best, workers=n) for n in (1, 4))
+    assert parted[1][0, 0] == 0
+    assert_pairs(parted, serial)
+
+
 @pytest.mark.parametrize("room", [1, 3 * (2 * 60 + kernels.CHUNK)])
 def test_blocks_of_any_size_search_alike(rng, monkeypatch, room):
     query, keys, lead = random_codes(rng, 40, 1, 4), random_codes(rng, 3000, 4), (40,)
@@ -194,6 +228,14 @@ def test_leading_dimensions_broadcast_and_strides_do_not_matter(rng):
     for keys in (buffer[:, :, :33], buffer[::-1, :, ::2], buffer[:, :1], np.broadcast_to(buffer[0], (2, 3, 50, 4))):
         assert_searches_as_reference(query, keys, 7, (1, 3))
         assert_searches_as_reference(query, keys, 7)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("words", [1, 2, 4])
+def test_no_later_key_is_taken_when_every_one_has_the_largest_score(order, words):
+    """The floor is then one above it, and must fit 16 bits, too."""
+    keys = np.zeros((20_000, words), np.int32)
+    assert_searches_as_reference(keys[None, :1], keys, 700, (2047 // words,), order=order)
 
 
 def test_the_largest_sixteen_bit_score_is_found(rng):

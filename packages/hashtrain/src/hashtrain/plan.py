@@ -11,6 +11,7 @@ from hashtrain.demo import demo_model_path
 from hashtrain.usage import UsageError
 
 DEMO = "demo"
+"""What `--model` calls the model that ships inside."""
 
 
 @dataclass(frozen=True)

@@ -337,9 +337,7 @@ def _address(x):
 def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count):
     """Score keys [low, high), all but the last that fill no LANES, and append those that reach the floor as _append."""
     stay_a_function()
-    if floor >> 16:
-        return count
-    threshold = np.uint16(floor)
+    threshold = np.uint16(floor)  # it fits: a floor is at most one above the top, which validation.score_bits bounds
     p, w, out = _address(planes), _address(weights), _address(buffer)
     for i in range(low, high - LANES + 1, LANES):
         mask = score_pairs(keys, p, w, len(weights), threshold, out, buffer)
@@ -353,8 +351,6 @@ def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count):
 def _append(s, floor, base, kept, count):
     """Append the scores that reach the floor, with their indices counted from base; return how many are kept now."""
     stay_a_function()
-    if floor >> 16:
-        return count  # above every 16-bit score
     threshold = s.dtype.type(floor)
     whole = len(s) // LANES * LANES
     for group in range(0, whole, LANES):

@@ -49,6 +49,9 @@ Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: int) -> None:
     """Replace path by the rows that were not removed; on any failure it keeps its old content."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"expected a file to write, got the folder {path}; name a file in it")
     flags = MEAN * (encoder.mean is not None) + MATRIX * (encoder.matrix is not None) + ASCENDING * rows.ascending
     kept = KINDS.index(None if rows.vectors is None else rows.vectors.dtype.name)
     words = rows.codes.shape[1]
@@ -57,7 +60,7 @@ def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: i
     fields = FIELDS.pack(
         *(MAGIC, VERSION, HEADER, _length(shapes), len(rows), next_id, seed, words, encoder.dim, kept, flags)
     )
-    with replacing(Path(path)) as temporary, temporary.open("wb") as file:
+    with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(bytes(HEADER))
         digests = [_write_section(file, shapes[name], _pieces(name, encoder, rows)) for name in SECTIONS]
         head = fields + b"".join(digests)
