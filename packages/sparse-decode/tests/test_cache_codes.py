@@ -8,13 +8,13 @@ import transformers
 from sparse_decode import cache
 from sparse_decode.cache import Encoder, carry_codes, coded_type, drop_codes
 from sparse_decode.offload import HostLayer
-from sparse_decode_doubles import WholeNumberLayer
+from sparse_decode_doubles import NO_QUANTISED, WholeNumberLayer
 from sparse_decode_layers import ACTS, KINDS, ROOM, cached_keys, check, encode, make, update
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-QUANTISED = pytest.mark.skipif(not cache.QUANTISED, reason="quantised caches need transformers 5.21")
+quantised = pytest.mark.skipif(not cache.QUANTISED, reason=NO_QUANTISED)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,7 +141,7 @@ def test_quantised_layers_that_are_not_whole_are_refused_before_anything_is_chan
     assert type(layer) is WholeNumberLayer
 
 
-@QUANTISED
+@quantised
 def test_a_quantised_layer_filled_before_is_hashed_from_what_it_holds():
     layer = cache_utils.Fp8QuantizedLayer()
     update(layer, 6, 0)
@@ -149,7 +149,7 @@ def test_a_quantised_layer_filled_before_is_hashed_from_what_it_holds():
     assert torch.equal(layer.codes, encode(layer._dequantize(layer._quantized_keys)))
 
 
-@QUANTISED
+@quantised
 @pytest.mark.parametrize("act", ["crop", "batch_repeat_interleave", "batch_select_indices"])
 def test_what_a_quantised_layer_cannot_do_is_refused(act):
     layer = make("quantised")

@@ -8,7 +8,16 @@ from sparse_decode import Budget, OracleSelector, RecentSelector, attach, remain
 from sparse_decode.cache import QUANTISED
 from sparse_decode.offload import HostLayer
 from sparse_decode.plan import LayerPlan
-from sparse_decode_doubles import Auditor, Calibrated, PaperLikeHasher, SignHasher, generate, prompts, tiny_model
+from sparse_decode_doubles import (
+    NO_QUANTISED,
+    Auditor,
+    Calibrated,
+    PaperLikeHasher,
+    SignHasher,
+    generate,
+    prompts,
+    tiny_model,
+)
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache, cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, QuantizedLayer
@@ -38,7 +47,7 @@ def make_cache(kind, model):
     if kind == "dynamic":
         return DynamicCache(config=model.config)
     if not QUANTISED:
-        pytest.skip("quantised caches need transformers 5.21")
+        pytest.skip(NO_QUANTISED)
     layer = {"lossless": lambda: LosslessLayer(residual_length=8), "fp8": cache_utils.Fp8QuantizedLayer}[kind]
     return Cache(layers=[layer() for _ in range(model.config.num_hidden_layers)])
 
