@@ -131,6 +131,14 @@ def test_equations_are_numbered_from_1_without_a_gap(public_names):
     assert list(public_names.equations()) == [str(n) for n in range(1, len(public_names.equations()) + 1)]
 
 
+def test_what_pages_and_examples_import_from_modules_is_in_the_reference(public_names):
+    found = public_names.imported("hashtrain")
+    assert ("hashtrain.demo", "demo_model_path") in found  # a page
+    assert ("hashtrain.metrics", "best") in found  # the notebook
+    assert not {name for module, name in found if module == "hashtrain"}
+    assert ("hashcore.hostsim", "check_slack") in public_names.imported("hashcore")  # one of several
+
+
 def test_a_docstring_becomes_fields_with_links(public_names):
     lines = [
         "Do *it*.",

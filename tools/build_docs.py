@@ -4,7 +4,9 @@
 
 A warning of Sphinx is an error. Links within the site must lead somewhere; those that leave it are listed, not fetched.
 The Python of docs/, of the packages' READMEs and of examples/ must compile and name what exists, and their commands
-must be such as the command lines take. Exit code 1 after a sentence for each thing that is not so.
+must be such as the command lines take. Where there is a Chromium it opens every page as wide as a desk's and a phone's:
+each must show its text and images, and nothing may stick out of it; build/docs/pictures is for your own eyes. Exit
+code 1 after a sentence for each thing that is not so.
 """
 
 import os
@@ -13,13 +15,14 @@ import shutil
 import sys
 import time
 
-from docs_checks import commands, links, pages, snippets
+from docs_checks import browser, commands, links, pages, snippets
 from sphinx.cmd.build import build_main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHECKED = ("docs/*.md", "docs/adr/*.md", "docs/how-to/*.md", "packages/*/README.md", "examples/*.md", "[C-S]*.md")
 BUILD = ROOT / "build" / "docs"
 START = "docs/site/index.html"
+PICTURES = {"readme": "README.html", "results": "docs/results.html"}
 REDIRECT = (
     f'<!doctype html><meta http-equiv="refresh" content="0; url={START}"><a href="{START}">Spotlight Attention</a>\n'
 )
@@ -51,6 +54,21 @@ def build(site: pathlib.Path) -> bool:
     return not failed
 
 
+def looked_at(site: pathlib.Path) -> list[str]:
+    """Take pictures of some pages; return what is wrong with how any page looks."""
+    found = browser.find()
+    if found is None:
+        print("no page was looked at: expected chromium or google-chrome on the PATH, got neither")
+        return []
+    try:
+        for name, page in PICTURES.items():
+            for width in browser.WIDTHS:
+                browser.picture(found, site, page, width, BUILD / "pictures" / f"{name}-{width}.png")
+        return browser.problems(found, site)
+    except RuntimeError as error:
+        return [str(error)]
+
+
 def main() -> int:
     began = time.monotonic()
     shutil.rmtree(BUILD, ignore_errors=True)
@@ -65,6 +83,7 @@ def main() -> int:
     problems += followed.problems
     external = "".join(f"{address}  ({page})\n" for address, page in sorted(followed.external.items()))
     (BUILD / "external-links.txt").write_text(external, encoding="utf-8")
+    problems += looked_at(BUILD / "site")
     problems += snippets.problems(checker, modules)
     for problem in problems:
         print(problem, file=sys.stderr)
