@@ -188,6 +188,19 @@ def test_blocks_run_in_order_until_one_fails(check, tmp_path, capfd):
     assert stored["python"] == platform.python_version()
 
 
+def test_as_many_families_are_tested_as_it_says():
+    doubles = ast.parse((ROOT / "packages" / "sparse-decode" / "tests" / "sparse_decode_doubles.py").read_text())
+    (made,) = [x.value for x in doubles.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "_CONFIGS"]
+    (word,) = re.findall(r"(\w+) families are tested", README.read_text())
+    assert {"Fifteen": 15, "Sixteen": 16, "Seventeen": 17}[word] == len(made.keys)
+
+
+def test_the_stored_times_are_of_the_commands_that_stand_there(check):
+    stored = json.loads((ROOT / "docs" / "results" / "readme.json").read_text())
+    run = [block for block in check.blocks(README.read_text(), "bash") if not block.skipped]
+    assert [block["title"] for block in stored["blocks"]] == [block.title for block in run], "run tools/check_readme.py"
+
+
 def test_the_figure_is_of_the_stored_results(load, tmp_path):
     tool = load("tools", "draw_overview")
     assert tool.drawn_from(tool.OUT) == tool.digest(), "run `uv run tools/draw_overview.py`"

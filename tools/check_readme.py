@@ -21,6 +21,7 @@ import datetime
 import json
 import os
 import pathlib
+import platform
 import re
 import shutil
 import subprocess
@@ -53,9 +54,10 @@ class Block:
 
     @property
     def title(self) -> str:
-        """Its first line, shortened."""
-        first = self.code.strip().partition("\n")[0]
-        return first if len(first) <= 80 else first[:77] + "..."
+        """Its first line, shortened; the end of what goes on below it is a dot dot dot."""
+        first, goes_on, _ = self.code.strip().partition("\n")
+        first += " ..." if goes_on else ""
+        return first if len(first) <= 80 else first[:76] + " ..."
 
 
 def blocks(text: str, language: str | None = None) -> list[Block]:
@@ -138,6 +140,13 @@ def run_blocks(
     return first
 
 
+def processor() -> str:
+    """Name the processor, as far as the system says."""
+    about = pathlib.Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.is_file() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def store(
     out: pathlib.Path, chosen: Sequence[Block], times: Sequence[float], installed: pathlib.Path, python: str
 ) -> None:
@@ -148,6 +157,7 @@ def store(
     facts = {
         "date": datetime.date.today().isoformat(),
         "python": version,
+        "processor": processor(),
         "cores": os.cpu_count(),
         "disk": sum(path.lstat().st_size for path in installed.rglob("*")),
         "blocks": [{"title": b.title, "seconds": round(t, 1)} for b, t in zip(chosen, times, strict=True)],

@@ -7,10 +7,11 @@ from evals import report
 from evals.grid import to_markdown
 from evals.lengths import codelength_grid
 
-from readme_tables import decoding, quality, rivals, searching, speed
+from readme_tables import decoding, headline, quality, rivals, searching, speed
 from readme_tables.stored import stored
 
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
+    "headline": headline.headline,
     "glance": quality.glance,
     "speed": speed.speed,
     "install": speed.install,
@@ -40,4 +41,4 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "hashcore-index-recall": searching.index_recall,
     "hashcore-index-times": searching.index_times,
 }
-"""By name: each makes a table as Markdown from the folder of stored results. Raises: ValueError if one is missing."""
+"""By name: each makes a table or sentences, in Markdown, of stored results. Raises: ValueError if one is missing."""
