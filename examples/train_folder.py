@@ -48,11 +48,14 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
     # 2. Queries and keys of every layer, as attention sees them, on the disk.
     learnt, held = (capture(model, lot, folder / str(i), dtype=torch.bfloat16) for i, lot in enumerate(lots))
     print(f"{len(learnt)} contexts of {given.context} tokens to train on, {len(held)} held out")
-    # 3. A hasher of the model's shape. It starts as a random rotation, which is untrained LSH.
-    hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config), base_model=base_model(given.model)))
-    settings = TrainConfig(FRACTION, given.steps, learning_rate=given.learning_rate, min_position=given.context // 16)
+    # 3. A hasher of the model's shape, of the variant that finds most on the demo model.
+    hasher = Hasher(HasherConfig("transform", ModelShape.of(model.config), base_model=base_model(given.model)))
+    settings = TrainConfig(
+        FRACTION, given.steps, learning_rate=given.learning_rate, beta=4.0, min_position=given.context // 16
+    )
     for number in range(hasher.config.shape.num_layers):
         layer = hasher.layer(number)
+        layer.start(learnt, number)  # from two moments of queries and keys (eq. 18): good codes before any step
         before = judge(layer, number, held)
         # 4. Rank what exact attention ranks highest above the rest (docs/algorithm.md, eq. 10). Layers are independent.
         train_layer(layer, number, learnt, settings)
@@ -74,7 +77,7 @@ def run(arguments: list[str] | None) -> int:
     parser.add_argument("--context", type=int, default=2048, help="tokens a context")
     parser.add_argument("--contexts", type=int, default=40, help="the most contexts to train on")
     parser.add_argument("--steps", type=int, default=300, help="optimiser steps a layer")
-    parser.add_argument("--learning-rate", type=float, default=6e-3, help="the highest; the best for the demo model")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the highest; the best for the demo model")
     given = parser.parse_args(arguments)
     if given.context < 64 or given.contexts < 1:
         parser.error(f"expected contexts of at least 64 tokens, and one, got {given.context} and {given.contexts}")
