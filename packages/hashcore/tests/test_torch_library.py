@@ -1,5 +1,6 @@
 """The operators of torch: schemas, traced programs, and the way to the kernels, whose device here is the simulator."""
 
+import importlib
 import types
 
 import hashcore
@@ -99,7 +100,8 @@ def test_a_cache_that_fills_up_compiles_twice_at_most():
     def step(planes, keys):
         return hashcore.search(planes, keys, 5, (1, 2), order="index")
 
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    testing = importlib.import_module("torch._dynamo.testing")  # `import torch` alone does not bring it
+    counter = testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     planes, keys = codes(2, 2, 4), codes(2, 60, 4)
     for n in (40, 41, 42, 59):
