@@ -69,6 +69,16 @@ def test_members_accept_each_other():
     assert asked >= 8
 
 
+def test_the_tool_that_keeps_the_pins_uses_the_pinned_package_and_every_python(pinned, load):
+    (dependency,) = re.findall(
+        r'^# dependencies = \["packaging==([^"]+)"\]', (ROOT / "tools/relock.py").read_text(), re.M
+    )
+    assert ("packaging", dependency) in pinned
+    allowed = Requirement(f"python{PROJECTS[0]['project']['requires-python']}").specifier
+    everything = {f"3.{minor}.{patch}" for minor in range(30) for patch in range(16)}
+    assert set(allowed.filter(everything)) == load("tools", "relock").PYTHONS
+
+
 # tools/relock.py, with a script in place of uv that resolves to $RESOLVED, or fails.
 
 EXPORT = "alpha==1.0 \\\n    --hash=sha256:aa\nbeta==2.0 ; sys_platform == 'linux' \\\n    --hash=sha256:bb\n"
@@ -146,6 +156,7 @@ def test_relock_that_fails_changes_nothing(relock, arguments):
         EXPORT.replace("==", "!=").replace("!=", "==", 2),
         EXPORT.replace("'linux'", "'linux' and python_full_version >= '3.12'"),
         EXPORT.replace(" ; sys_platform == 'linux'", ""),
+        EXPORT.replace("sys_platform == 'linux'", "'lin' in sys_platform"),
     ],
 )
 def test_check_sees_drift_of_version_hash_package_and_environment(relock, resolved):
@@ -164,6 +175,7 @@ def test_check_sees_drift_of_version_hash_package_and_environment(relock, resolv
         ("s == 'linux' and v >= '3.12'", "v >= '3.12' and s == 'linux'"),
         ("v == '3.12.*'", "v >= '3.12' and v < '3.13'"),
         ("v >= '3.11.5'", "v > '3.11.4'"),
+        ("s == 'linux'", "s == 'linux' and v < '3.15'"),
     ],
 )
 def test_check_takes_another_wording_of_a_marker(relock, one, other):

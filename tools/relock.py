@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["packaging>=24"]
+# dependencies = ["packaging==26.3"]  # the one that is pinned for everything
 # ///
 """Resolve the workspace and keep its pins: requirements.txt and the constraints in pyproject.toml.
 
@@ -39,8 +39,9 @@ CUTOFF = re.compile(r'^exclude-newer = "(\d{4}-\d\d-\d\d)T00:00:00Z"\n', re.M)
 CONSTRAINTS = re.compile(r"^constraint-dependencies = \[\n(?:    .*\n)*\]\n", re.M)
 PIN = re.compile(r"^([a-z0-9-]+)==([^\s;\\]+)(?: ; ([^\\\n]+?))? ?\\?$")
 HASH = re.compile(r"--hash=(\S+)")
-CONDITION = re.compile(r"(\w+) (?:[<>=!~]+|in|not in) '([^']*)'")
-PYTHONS = {f"3.{minor}.{patch}" for minor in range(10, 17) for patch in range(16)}
+CONDITION = re.compile(r"\b([a-z_]+) (?:[<>=!~]+) '([^']*)'")
+JOINED = re.compile(r"[\s()]|\band\b|\bor\b")
+PYTHONS = {f"3.{minor}.{patch}" for minor in range(11, 15) for patch in range(16)}  # those of requires-python
 
 
 class Pin(NamedTuple):
@@ -73,8 +74,12 @@ def constraint_block(pins: list[Pin]) -> str:
 
 
 def same_where(one: str, other: str) -> bool:
-    """Whether two markers hold in the same environments, however they are written: that is uv's choice, and changes."""
-    if one == other or not (one and other):
+    """Whether two markers hold in the same environments, however they are written: that is uv's choice, and changes.
+
+    No, if one of them has a condition of a kind that is not read here.
+    """
+    unread = any(JOINED.sub("", CONDITION.sub("", marker)) for marker in (one, other))
+    if one == other or unread or not (one and other):
         return one == other
     values: dict[str, set[str]] = collections.defaultdict(set)
     for variable, value in CONDITION.findall(f"{one} {other}"):
