@@ -70,4 +70,13 @@ def test_a_picture_is_taken_of_where_a_page_sends_its_reader(browser, chromium, 
     browser.picture(chromium, tmp_path, "index.html", 600, out := tmp_path / "pictures" / "ink.png")
     image = pytest.importorskip("matplotlib.image").imread(out)[..., :3]
     assert image.shape == (browser.HEIGHT, 600, 3)
-    assert (image[900, 300] == (1, 0, 0)).all()
+    assert image[900, 300].tolist() == pytest.approx([1, 0, 0], abs=0.1)
+
+
+def test_a_browser_that_writes_no_picture_is_told(browser, tmp_path):
+    blind = tmp_path / "blind"
+    blind.write_text("#!/bin/sh\n")
+    blind.chmod(0o755)
+    (out := tmp_path / "old.png").write_bytes(b"of another day")
+    with pytest.raises(RuntimeError, match=r"expected .*blind to write .*old\.png, found nothing"):
+        browser.picture(str(blind), tmp_path, "index.html", 600, out)

@@ -68,11 +68,14 @@ def problems(browser: str, site: pathlib.Path, text: str = "article", widths: Se
 
 
 def picture(browser: str, site: pathlib.Path, page: str, width: int, out: pathlib.Path) -> None:
-    """Write the picture of a page, HEIGHT pixels of it, as PNG."""
+    """Write the picture of a page, HEIGHT pixels of it, as PNG. Raises: RuntimeError if the browser writes none."""
     out.parent.mkdir(parents=True, exist_ok=True)
+    out.unlink(missing_ok=True)
     with _served(site) as address:
         size = f"--window-size={width},{HEIGHT}"
         _run(browser, size, f"--screenshot={out}", "--virtual-time-budget=10000", f"{address}/{page}")
+    if not out.is_file():  # a browser in a sandbox of its own has other folders
+        raise RuntimeError(f"expected {browser} to write {out}, found nothing; take one that sees this folder")
 
 
 @contextlib.contextmanager
