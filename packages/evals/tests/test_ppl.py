@@ -9,6 +9,7 @@ from evals.rivals import MagicPigSelector, QuestSelector
 from evals.tasks.ppl import Cell, measure, prompt_of, sparse_log_probs
 from hashtrain import Hasher
 from sparse_decode import Budget, attach
+from sparse_decode.select import RecentSelector
 from torch.nn import functional as F
 
 PHASES = ("everywhere", "decode")
@@ -55,6 +56,30 @@ def test_density_is_counted_by_hand(loaded):
     # 5 % of 128 is 6, so the paper's minimum of 20 decides.
     assert least["density"] == pytest.approx(sum(min(n, 20) for n in seen) / sum(seen))
     assert fixed["density"] == pytest.approx(sum(min(n, 32) for n in seen) / sum(seen))
+
+
+class Drawing(RecentSelector):
+    """A window that says it sampled, with counts left from before."""
+
+    sampled, empty = 7, 7
+
+    def select(self, rows):
+        self.sampled, self.empty = self.sampled + 4, self.empty + 1
+        return super().select(rows)
+
+
+def test_any_selector_that_samples_is_told_by_its_counts_of_this_block_alone(loaded):
+    drawing = Drawing()
+    method = replace(loaded.methods["recent"], selector=drawing)
+    how = method, Budget(0.1, min_tokens=1), 1, None
+    counts = []
+    for _ in range(2):
+        _, attended = sparse_log_probs(loaded.model, loaded.ids, 64, *how)
+        counts.append(drawing.sampled)
+        assert attended.empty == 1 / 4
+    assert counts[0] == counts[1] > 0
+    _, attended = sparse_log_probs(loaded.model, loaded.ids, 64, loaded.methods["recent"], *how[1:])
+    assert attended.empty is None
 
 
 SMALL = {
