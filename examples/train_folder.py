@@ -19,7 +19,7 @@ from hashtrain.corpus import contexts, read_texts, split
 from hashtrain.layers import LayerHasher
 from hashtrain.metrics import hash_quality
 from hashtrain.models import load_model
-from hashtrain.plan import DEMO, base_model, model_path
+from hashtrain.plan import DEMO, TrainCommand, base_model, model_path
 from hashtrain.remainder import calibrate
 from hashtrain.usage import guarded
 from transformers.utils import logging
@@ -55,7 +55,8 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
     )
     for number in range(hasher.config.shape.num_layers):
         layer = hasher.layer(number)
-        layer.start(learnt, number)  # from two moments of queries and keys (eq. 18): good codes before any step
+        # From two moments of queries and keys (eq. 18): good codes before any step.
+        layer.start(learnt, number, TrainCommand.for_model(given.model).digits)
         before = judge(layer, number, held)
         # 4. Rank what exact attention ranks highest above the rest (docs/algorithm.md, eq. 10). Layers are independent.
         train_layer(layer, number, learnt, settings)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hashtrain import Hasher, ModelShape
 from hashtrain.cli import _best, _parse, main, next_command
-from hashtrain.plan import PAPER, TrainCommand
+from hashtrain.plan import OTHERS, TrainCommand
 from hashtrain.prepare import _check_model
 from hashtrain_runs import command
 from transformers import Gemma2Config, MistralConfig
@@ -34,6 +34,7 @@ def test_without_tensorboard_its_option_is_refused_before_anything_is_written(fo
         (["--steps", "0"], "at least 1"),
         (["--bits", "100"], "multiple of 32"),
         (["--planes", "9"], "between 1 and 8"),
+        (["--digits", "9"], "--digits must be between 1 and 8, got 9"),
         (["--only"], "--only needs one"),
         (["--dense-layers", "-1"], "0 or more"),
         (["--workers", "-1"], "0 or more"),
@@ -122,7 +123,7 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(folder, tmp_path, 
 
 
 def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():
-    demo, other = (_parse(["train", "--model", name], defaults) for name, defaults in (("demo", {}), ("x/y", PAPER)))
+    demo, other = (_parse(["train", "--model", name], defaults) for name, defaults in (("demo", {}), ("x/y", OTHERS)))
     assert (demo.context, demo.contexts, demo.steps, demo.learning_rate, demo.warmup) == (4096, 40, 800, None, 0.02)
     assert (other.context, other.contexts, other.steps, other.learning_rate, other.warmup) == (
         8192,
@@ -131,6 +132,7 @@ def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():
         1e-3,
         0.01,
     )
+    assert (demo.digits, other.digits) == (8, 4)
     assert other == TrainCommand.for_model("x/y")
 
 

@@ -49,7 +49,7 @@ def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on
     monkeypatch.setattr(prepare_module, "MAX_CONTEXTS", 1)
     monkeypatch.setattr(remainder, "MAX_CONTEXTS", 1)
     monkeypatch.setattr(transform, "CONTEXTS", 1)  # at most as many as are stored: test_transform.py
-    found, kinds = [], ("--only", "lsh", "planes", "transform", "--contexts", "3", "--steps", "5")
+    found, kinds = [], ("--only", "lsh", "planes", "transform", "--contexts", "3", "--steps", "5", "--digits", "5")
     for more in ((), ("--stream",)):
         out = tmp_path / f"run{len(found)}"
         assert main(command(folder, out, *kinds, *more)) == 0
@@ -62,6 +62,10 @@ def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on
     assert one == other
     assert lines == others
     assert all(torch.equal(a[name], b[name]) for a, b in zip(mine, theirs, strict=True) for name in a)
+    digits = [tensor for name, tensor in mine[2].items() if name.endswith("digits")]
+    assert digits
+    assert {int(tensor.max()) for tensor in digits} == {5}
+    assert one["digits"] == 5
     capsys.readouterr()
     for more in ((), ("--stream",)):
         assert main(command(folder, tmp_path / "dry", *kinds, *more, "--dry-run")) == 0

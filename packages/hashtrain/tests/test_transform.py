@@ -55,14 +55,16 @@ def test_the_table_of_quantisers_is_that_of_the_normal_distribution(bits):
     assert best <= min(error(STEPS[bits - 1] * 0.98), error(STEPS[bits - 1] * 1.02))
 
 
-@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=12), st.data())
-def test_no_digit_would_save_more_elsewhere(variances, data):
+@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=12), st.integers(1, MAX_DIGITS), st.data())
+def test_no_digit_would_save_more_elsewhere(variances, most, data):
     bits = data.draw(st.integers(0, MAX_DIGITS * len(variances)))
-    found = allocate(torch.tensor(variances, dtype=torch.float64), bits).long().tolist()
+    found = allocate(torch.tensor(variances, dtype=torch.float64), bits, most).long().tolist()
     left = (1.0, *DISTORTIONS)
+    most = max(most, math.ceil(bits / len(variances)))
     assert sum(found) == bits
+    assert max(found) <= most
     given_up = [v * (left[n - 1] - left[n]) for v, n in zip(variances, found, strict=True) if n]
-    wanted = [v * (left[n] - left[n + 1]) for v, n in zip(variances, found, strict=True) if n < MAX_DIGITS]
+    wanted = [v * (left[n] - left[n + 1]) for v, n in zip(variances, found, strict=True) if n < most]
     assert min(given_up, default=math.inf) >= max(wanted, default=0) * (1 - 1e-9)
 
 
@@ -116,6 +118,14 @@ def test_a_start_has_whole_digits_that_fill_the_code():
     layer.start(Captured(), 0)
     assert layer.digits.sum(-1).tolist() == [96, 96]
     assert layer.digits.max() > layer.digits.min()
+    assert layer.digits.max() > 4
+    layer.start(Captured(), 0, 4)
+    assert layer.digits.sum(-1).tolist() == [96, 96] == 2 * [16 * 6]
+    assert layer.digits.max() == 6  # 4 in 16 dimensions are too few for 96 bits
+    less = make(bits=32)
+    less.start(Captured(), 0, 4)
+    assert less.digits.sum(-1).tolist() == [32, 32]
+    assert less.digits.max() == 4
 
 
 def test_digits_are_those_of_the_quantiser():

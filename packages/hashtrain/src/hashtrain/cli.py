@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, cast
 import tyro
 from rich.console import Console
 
-from hashtrain.plan import CANDIDATES, DEMO, PAPER, TrainCommand, base_model, model_path
+from hashtrain.plan import CANDIDATES, DEMO, OTHERS, TrainCommand, base_model, model_path
 from hashtrain.usage import guarded, require_folder
 
 
@@ -99,7 +99,7 @@ def parse(arguments: list[str]) -> Command:
     given = _named(arguments)
     command = _parse(given, {})
     if isinstance(command, TrainCommand) and command.model != DEMO:  # whose defaults are others
-        command = _parse(given, PAPER)
+        command = _parse(given, OTHERS)
     return command
 
 

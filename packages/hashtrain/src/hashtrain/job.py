@@ -76,6 +76,7 @@ class LayerJob:
             "config": asdict(self.config),
             "training": asdict(self.training),
             "judged": judged,
+            "digits": self.command.digits,
             "layer": self.layer,
             "device": torch.device(self.device).type,
             "sharing": self.ranks.world,
@@ -109,7 +110,7 @@ def started(job: LayerJob) -> LayerHasher:
     """Make the layer's hash functions as they are before the first step, alike in all processes."""
     hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
     if job.ranks.first and not job.unfinished.exists():  # a checkpoint holds what a start would set
-        hasher.start(job.data, job.layer)
+        hasher.start(job.data, job.layer, job.command.digits)
     if job.ranks.world > 1:  # machines may round differently: the first one's start counts
         tensors = {name: tensor * job.ranks.first for name, tensor in hasher.state_dict().items()}
         job.ranks.add(*tensors.values())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import demo_model_path
 from hashtrain.usage import UsageError
 
@@ -77,6 +78,8 @@ ALL = (*CANDIDATES, *ABLATIONS)
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
 """The paper's schedule, where it differs from the demo's; the optimiser is the same (`hashtrain.trainer`)."""
+OTHERS: dict[str, Any] = {**PAPER, "digits": 4}
+"""The defaults for every model but the demo: digits as SmolLM2 wants them (docs/log.md, 2026-11-22)."""
 
 
 def require_device_name(device: str) -> None:
@@ -104,6 +107,9 @@ class TrainCommand:
     """Code length."""
     planes: int | None = None
     """Bit planes of the query side, 1 to 8; without it, each hasher's own."""
+    digits: int = MAX_DIGITS
+    """The most bits that `transform` gives one dimension of a head as it starts, 1 to 8. Large models have keys that
+    differ most in a few dimensions, where more than 4 take bits from all others."""
     fraction: float = 0.02
     """The budget that is trained and judged: share of each row's visible tokens."""
     context: int = 4096
@@ -168,6 +174,8 @@ class TrainCommand:
             raise UsageError(f"--bits must be a multiple of 32 between 32 and 4096, got {self.bits}")
         if self.planes is not None and not 1 <= self.planes <= 8:
             raise UsageError(f"--planes must be between 1 and 8, got {self.planes}")
+        if not 1 <= self.digits <= MAX_DIGITS:
+            raise UsageError(f"--digits must be between 1 and {MAX_DIGITS}, got {self.digits}")
         if not self.only:
             raise UsageError(f"--only needs one of {', '.join(c.name for c in ALL)}, or all")
         if self.context < 512:
@@ -180,11 +188,11 @@ class TrainCommand:
 
     @classmethod
     def for_model(cls, model: str, **settings: Any) -> TrainCommand:
-        """Make a command with the defaults that suit the model: the demo's own, or the paper's for any other.
+        """Make a command with the defaults that suit the model: the demo's own, or `OTHERS`.
 
         Source: paper, section 4: 8,192 samples of 8,192 tokens, batch 1, learning rate 1e-3 to 0, 1 % warm-up.
         """
-        return cls(model=model, **({} if model == DEMO else PAPER) | settings)
+        return cls(model=model, **({} if model == DEMO else OTHERS) | settings)
 
     @property
     def candidates(self) -> list[Candidate]:

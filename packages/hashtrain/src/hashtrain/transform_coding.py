@@ -6,6 +6,7 @@ go where they save the most error: the textbook way to spend a fixed number of b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -77,23 +78,24 @@ def moments(captured: Iterator[tuple[Tensor, Tensor]]) -> Moments:
     return Moments(query, key - mean[:, :, None] * mean[:, None, :], mean)
 
 
-def start(found: Moments, bits: int, coordinates: int) -> Start:
+def start(found: Moments, bits: int, coordinates: int, most: int = MAX_DIGITS) -> Start:
     """Derive the maps and the digits of each coordinate.
 
     Args:
         bits: of a code, at most `MAX_DIGITS` for each of the `coordinates`, at most D of which there are.
+        most: digits that one coordinate gets, more only where all have as many and bits are left.
     Source: docs/algorithm.md, eq. 18.
     """
-    heads = [_head(*parts, bits, coordinates) for parts in zip(*found, strict=True)]
+    heads = [_head(*parts, bits, coordinates, most) for parts in zip(*found, strict=True)]
     return Start(*(torch.stack(parts).float() for parts in zip(*heads, strict=True)))
 
 
-def _head(query: Tensor, key: Tensor, mean: Tensor, bits: int, coordinates: int) -> tuple[Tensor, ...]:
+def _head(query: Tensor, key: Tensor, mean: Tensor, bits: int, coordinates: int, most: int) -> tuple[Tensor, ...]:
     root, inverse = _roots(query)
     variances, vectors = torch.linalg.eigh(root @ key @ root)
     variances, vectors = variances.flip(0)[:coordinates], vectors.flip(1)[:, :coordinates]
     variances = variances.clamp(min=_SMALLEST**2 * variances.max().clamp(min=1e-30))
-    digits = allocate(variances, bits)
+    digits = allocate(variances, bits, most)
     half = torch.tensor([STEPS[max(int(n), 1) - 1] for n in digits], dtype=torch.float64) * variances.sqrt() * WIDER / 2
     to_key = root @ vectors / half
     return to_key, -(mean @ to_key)[None], inverse @ vectors * half * (digits > 0), digits
@@ -106,11 +108,12 @@ def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
     return vectors * values.sqrt() @ vectors.mT, vectors * values.rsqrt() @ vectors.mT
 
 
-def allocate(variances: Tensor, bits: int) -> Tensor:
+def allocate(variances: Tensor, bits: int, most: int = MAX_DIGITS) -> Tensor:
     """Hand out bits one by one, each to the coordinate where it removes the most error.
 
     Args:
         variances: float64 [C]. bits: at most `MAX_DIGITS` for each of them.
+        most: bits of one coordinate, as long as that is room for all.
     Returns: float64 [C], whole numbers that add up to `bits`.
     Raises: ValueError if there are more bits than that.
     """
@@ -118,11 +121,12 @@ def allocate(variances: Tensor, bits: int) -> Tensor:
         raise ValueError(
             f"{len(variances)} coordinates take at most {MAX_DIGITS * len(variances)} bits, got {bits}; use fewer bits"
         )
+    most = max(most, math.ceil(bits / len(variances)))
     left = torch.tensor((1.0, *DISTORTIONS), dtype=torch.float64)
     saved = torch.cat([left[:-1] - left[1:], torch.zeros(1, dtype=torch.float64)])  # by the next digit
     digits = torch.zeros(len(variances), dtype=torch.int64)
     for _ in range(bits):
-        digits[(variances * saved[digits]).where(digits < MAX_DIGITS, -1.0).argmax()] += 1
+        digits[(variances * saved[digits]).where(digits < most, -1.0).argmax()] += 1
     return digits.double()
 
 

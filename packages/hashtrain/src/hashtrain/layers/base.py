@@ -13,7 +13,7 @@ import hashcore
 import torch
 from torch import Tensor, nn
 
-from hashtrain.config import HasherConfig
+from hashtrain.config import MAX_DIGITS, HasherConfig
 from hashtrain.surrogate import estimator
 
 if TYPE_CHECKING:
@@ -75,11 +75,12 @@ class LayerHasher(nn.Module):
         """Whether `remainder` has been fitted (`hashtrain.remainder.calibrate`)."""
         return bool(self.remainder.any())
 
-    def start(self, data: Capture, layer: int) -> None:
+    def start(self, data: Capture, layer: int, most_digits: int = MAX_DIGITS) -> None:
         """Set what depends on captured queries and keys, before training; most variants depend on none.
 
         Args:
             data: the training capture; layer: the layer's index in the model.
+            most_digits: that `transform` gives one dimension of a head.
         Raises: FloatingPointError if no context has finite queries and keys.
         """
 

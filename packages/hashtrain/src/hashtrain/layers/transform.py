@@ -67,11 +67,11 @@ class Transform(LayerHasher):
         return {**super().shapes(config), "digits": (shape.num_kv_heads, coordinates), **key, **query}
 
     @torch.no_grad()
-    def start(self, data: Capture, layer: int) -> None:
+    def start(self, data: Capture, layer: int, most_digits: int = MAX_DIGITS) -> None:
         contexts = (data.read(context, layer)[:2] for context in range(min(len(data), CONTEXTS)))
         device = self.digits.device
         found = transform_coding.moments((q.to(device), k.to(device)) for q, k in contexts)
-        key, bias, query, shared = transform_coding.start(found, self.bits, self.digits.shape[1])
+        key, bias, query, shared = transform_coding.start(found, self.bits, self.digits.shape[1], most_digits)
         self.digits.copy_(shared)
         self._lay_out()
         self.key.r.copy_(key)
