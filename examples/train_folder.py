@@ -49,14 +49,16 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
     learnt, held = (capture(model, lot, folder / str(i), dtype=torch.bfloat16) for i, lot in enumerate(lots))
     print(f"{len(learnt)} contexts of {given.context} tokens to train on, {len(held)} held out")
     # 3. A hasher of the model's shape, of the variant that finds most on the demo model.
-    hasher = Hasher(HasherConfig("transform", ModelShape.of(model.config), base_model=base_model(given.model)))
+    usual, name = TrainCommand.for_model(given.model), base_model(given.model)
+    config = HasherConfig("transform", ModelShape.of(model.config), planes=usual.planes or 0, base_model=name)
+    hasher = Hasher(config)
     settings = TrainConfig(
         FRACTION, given.steps, learning_rate=given.learning_rate, beta=4.0, min_position=given.context // 16
     )
     for number in range(hasher.config.shape.num_layers):
         layer = hasher.layer(number)
         # From two moments of queries and keys (eq. 18): good codes before any step.
-        layer.start(learnt, number, TrainCommand.for_model(given.model).digits)
+        layer.start(learnt, number, usual.digits)
         before = judge(layer, number, held)
         # 4. Rank what exact attention ranks highest above the rest (docs/algorithm.md, eq. 10). Layers are independent.
         train_layer(layer, number, learnt, settings)

@@ -132,7 +132,7 @@ def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():
         1e-3,
         0.01,
     )
-    assert (demo.digits, other.digits) == (8, 4)
+    assert (demo.planes, demo.digits, other.planes, other.digits) == (None, 8, 6, 4)
     assert other == TrainCommand.for_model("x/y")
 
 

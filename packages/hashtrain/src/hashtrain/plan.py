@@ -78,8 +78,8 @@ ALL = (*CANDIDATES, *ABLATIONS)
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
 """The paper's schedule, where it differs from the demo's; the optimiser is the same (`hashtrain.trainer`)."""
-OTHERS: dict[str, Any] = {**PAPER, "digits": 4}
-"""The defaults for every model but the demo: digits as SmolLM2 wants them (docs/log.md, 2026-11-22)."""
+OTHERS: dict[str, Any] = {**PAPER, "planes": 6, "digits": 4}
+"""The defaults for every model but the demo: planes and digits as SmolLM2 wants them (docs/log.md, 2026-11-22)."""
 
 
 def require_device_name(device: str) -> None:
