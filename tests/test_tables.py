@@ -168,3 +168,69 @@ def test_rivals(tool, table, tmp_path):
         "planes at as many tokens as magicpig-10x150 took",
     ]
     assert "| planes at 2 %, quest at 8 % | -0.500 [-0.600, -0.400] | -0.500 [-0.600, -0.400] |" in lines
+
+
+def quality_rows(phase="everywhere", share=1.0):
+    """Two methods, out of order, with what must not be taken for their own: another rule, another budget, a pair."""
+    at = {"phase": phase, "variant": "", "bits": 128, "n": 2, "density": 0.02}
+    for method, kl in (("lsh", 0.5), ("transform", 0.25), ("transform+remainder", 0.125), ("recent", 2.0)):
+        for metric, value in (
+            ("kl", share * kl),
+            ("perplexity_ratio", 1 + share * kl if method != "transform" else 0.99),
+        ):
+            own = {**at, "method": method, "metric": metric}
+            yield {**own, "rule": "visible", "budget": 0.02, "value": value}
+            yield {**own, "rule": "fixed", "budget": 0.02, "value": 77.0}
+            yield {**own, "rule": "visible", "budget": 0.01, "value": 88.0}
+            yield {**own, "rule": "visible", "budget": 0.02, "value": -99.0, "against": "oracle"}
+
+
+QUALITY = {"task": "ppl", "phase": "everywhere", "rules": ["visible", "fixed"], "budgets": [0.02, 0.01]}
+QUALITY |= {"documents": 2, "context": 8192, "methods": ["lsh", "transform", "recent", "transform+remainder"]}
+
+
+@pytest.fixture
+def decode(tmp_path):
+    """Store what the same methods cost behind a dense prompt: half as much, on 5 contexts."""
+    rows = [Row(**{**AT, "task": "ppl", **row}) for row in quality_rows("decode", 0.5)]
+    config = {"config": {**QUALITY, "phase": "decode", "documents": 5}, "environment": {}}
+    (tmp_path / "second_decode.json").write_text(json.dumps({**config, **json.loads(rows_to_text(rows))}))
+
+
+@pytest.mark.usefixtures("decode")
+def test_glance_takes_each_methods_own_figures_best_first(table, tmp_path):
+    found = {"kv_head": {"mean": {"iou": 0.61234, "mass": 0.9}}}
+    trained = {"bits": 64, "held_out": 3, "hashers": {"transform": found}}
+    (tmp_path / "second_training.json").write_text(json.dumps(trained))
+    lines, _ = table("second-glance", QUALITY, quality_rows(), name="second_ppl")
+    assert lines[2].startswith(
+        "2 % of the visible tokens, 64-bit codes, SmolLM2-135M-Instruct, held-out contexts of 8,192"
+    )
+    assert "3 for IoU and mass" in lines[2]
+    assert "every row sparse (2 contexts) and as in serving" in lines[2]
+    assert lines[2].endswith("(5 contexts)")
+    assert lines[6:10] == [
+        "| transform+remainder | 0.612 | 0.900 | +12.5 % | 0.1250 | +6.2 % | 0.0625 |",
+        "| transform | 0.612 | 0.900 | -1.0 % | 0.2500 | -1.0 % | 0.1250 |",
+        "| lsh |  |  | +50.0 % | 0.5000 | +25.0 % | 0.2500 |",
+        "| recent |  |  | +200.0 % | 2.0000 | +100.0 % | 1.0000 |",
+    ]
+
+
+@pytest.mark.usefixtures("decode")
+def test_the_first_lines_say_of_both_models_how_many_texts_they_rest_on(tool, tmp_path):
+    for name in ("sparse_attention", "sparse_model_decode", "ppl_decode"):
+        (tmp_path / f"{name}.json").write_text((tool.RESULTS / f"{name}.json").read_text())
+    lines = tool.render("<!-- results:headline -->\n<!-- end -->\n", tmp_path).splitlines()
+    demo = json.loads((tmp_path / "ppl_decode.json").read_text())["config"]
+    (worse,) = [line for line in lines if "How much worse" in line]
+    assert "of SmolLM2-135M-Instruct by +6.2 % (5 texts of 8,192 tokens)" in worse
+    assert f"({demo['documents']} texts of {demo['context']:,} tokens)" in worse
+    assert "alone change them by +100.0 % and" in worse
+
+
+def test_a_model_has_its_name_in_place_of_its_folder(table):
+    config = {**QUALITY, "model": "runs/made", "dense_layers": 2, "match": []}
+    config |= {"methods": ["planes"], "rules": ["visible"], "budgets": [0.02]}
+    lines, _ = table("second-ppl", config, ppl_rows("everywhere"), name="second_ppl")
+    assert "3 held-out contexts of 8192 tokens, model `SmolLM2-135M-Instruct`" in lines[2]

@@ -8,11 +8,16 @@ from evals.grid import to_markdown
 from evals.lengths import codelength_grid
 
 from readme_tables import decoding, headline, quality, rivals, searching, speed
-from readme_tables.stored import stored
+from readme_tables.headline import SECOND_MODEL
+from readme_tables.stored import named, stored
 
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "headline": headline.headline,
-    "glance": quality.glance,
+    "glance": quality.glance(quality.Measured("ppl", "ppl_decode", "training"), "demo model"),
+    "second-glance": quality.glance(quality.Measured("second_ppl", "second_decode", "second_training"), SECOND_MODEL),
+    "second-layers": lambda results: quality.training(results, "kv_head", "second_training"),
+    "second-decode": quality.of_run("second_decode", lambda result: report.ppl_grid(named(result, SECOND_MODEL))),
+    "second-ppl": quality.of_run("second_ppl", lambda result: report.ppl_grid(named(result, SECOND_MODEL))),
     "speed": speed.speed,
     "install": speed.install,
     "iou": quality.of_run("iou", quality.iou("kv_head")),

@@ -2,6 +2,7 @@
 
 import pathlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 from evals import report
 from evals.grid import Grid, to_markdown
@@ -33,27 +34,46 @@ def with_matches(name: str) -> Callable[[pathlib.Path], str]:
     return tables
 
 
-def glance(results: pathlib.Path) -> str:
-    """The quality of each method at the first budget of the stored runs, best first."""
-    ppl, training = load(results / "ppl.json"), stored(results / "training.json")["hashers"]
-    budget, rule = ppl.config["budgets"][0], ppl.config["rules"][0]
+class Measured(NamedTuple):
+    """The stored runs of one model: every row sparse, behind a dense prompt, and the training."""
 
-    def value(method: str, metric: str) -> float | None:
-        wanted = (method, metric, (rule, budget) if method != "dense" else ("dense", None))
-        return next((r.value for r in ppl.rows if (r.method, r.metric, (r.rule, r.budget)) == wanted), None)
+    everywhere: str
+    decode: str
+    training: str
 
-    names = sorted(ppl.config["methods"], key=lambda name: value(name, "kl") or 0.0)
-    lines = []
-    for name in names:
-        found = training.get(name.removesuffix("+remainder"))
-        iou, mass = (f"{found['kv_head']['mean'][k]:.3f}" if found else "" for k in ("iou", "mass"))
-        ratio, kl = value(name, "perplexity_ratio"), value(name, "kl")
-        lines.append([name, iou, mass, f"{100 * ((ratio or 1) - 1):+.1f} %", f"{kl:.4f}"])
-    count, length = ppl.config["documents"], ppl.config["context"]
-    title = (
-        f"{100 * budget:g} % of the visible tokens, 128-bit codes, demo model, held-out contexts of {length:,} tokens: "
-        f"{stored(results / 'training.json')['held_out']} for IoU and mass, {count} for perplexity, which is "
-        f"{value('dense', 'perplexity'):.2f} dense"
-    )
-    header = ["method", "IoU with exact top-k", "attention mass found", "perplexity", "KL from dense, nats"]
-    return to_markdown(Grid(title, header, [lines]))
+
+def glance(names: Measured, subject: str) -> Callable[[pathlib.Path], str]:
+    """Return what makes the table of each method's quality at the first budget of a model's stored runs, best first."""
+
+    def table(results: pathlib.Path) -> str:
+        runs = [load(results / f"{name}.json") for name in (names.everywhere, names.decode)]
+        trained = stored(results / f"{names.training}.json")
+        budget, context = runs[0].config["budgets"][0], runs[0].config["context"]
+        lines = []
+        for name in sorted(runs[0].config["methods"], key=lambda name: cell(runs[0], name, "kl")):
+            found = trained["hashers"].get(name.removesuffix("+remainder"))
+            line = [name, *(f"{found['kv_head']['mean'][k]:.3f}" if found else "" for k in ("iou", "mass"))]
+            for run in runs:
+                line += [change(run, name), f"{cell(run, name, 'kl'):.4f}"]
+            lines.append(line)
+        title = (
+            f"{100 * budget:g} % of the visible tokens, {trained['bits']}-bit codes, {subject}, held-out contexts of "
+            f"{context:,} tokens: {trained['held_out']} for IoU and mass; perplexity and KL with every row sparse "
+            f"({runs[0].config['documents']} contexts) and as in serving, behind a dense prompt of half the context "
+            f"({runs[1].config['documents']} contexts)"
+        )
+        scores = ["perplexity", "KL from dense, nats", "perplexity, prompt dense", "KL, prompt dense"]
+        return to_markdown(Grid(title, ["method", "IoU with exact top-k", "attention mass found", *scores], [lines]))
+
+    return table
+
+
+def cell(ppl: Result, method: str, metric: str) -> float:
+    """Return a method's figure at a run's first budget and rule."""
+    wanted = {"rule": ppl.config["rules"][0], "budget": ppl.config["budgets"][0], "against": None}
+    return ppl.one(method=method, metric=metric, **wanted).value
+
+
+def change(ppl: Result, method: str) -> str:
+    """Write by how much a method changes the perplexity, at a run's first budget and rule."""
+    return f"{100 * (cell(ppl, method, 'perplexity_ratio') - 1):+.1f} %"

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from dataclasses import replace
 from typing import Any
 
 from evals.result import Result, read_json, read_result, rows_from_json, rows_to_text, stated
@@ -54,6 +55,11 @@ def load(path: pathlib.Path) -> Result:
     """Read a stored result."""
     data = stored(path)
     return Result(stated(data["config"]), data["environment"], rows_from_json(data))
+
+
+def named(result: Result, model: str) -> Result:
+    """Give the model of a result the name that readers know, in place of the folder where it lay."""
+    return replace(result, config={**result.config, "model": model})
 
 
 def stored(path: pathlib.Path) -> dict[str, Any]:
