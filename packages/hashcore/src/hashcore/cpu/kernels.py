@@ -287,7 +287,9 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
     for run in range(runs):
         for i in range(0, RUN, max(64 // max(abs(step), 1), 1)):
             prefetch(keys + (low + run * (n - RUN) // (runs - 1) + i) * step)
-    shift = 0 if top < LEVEL else 8
+    shift = 0
+    while top >> shift >= LEVEL:  # the finest bins that there is room for: coarse ones let too many pass
+        shift += 1
     histogram[: (top >> shift) + 1] = 0
     for run in range(runs):
         place = keys + (low + run * (n - RUN) // (runs - 1)) * step
