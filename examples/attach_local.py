@@ -11,7 +11,6 @@ the share of its tokens that sparse attention would have written as well is the 
 
 import argparse
 import pathlib
-import sys
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from sparse_decode import Attachment, Budget, attach
 from sparse_decode.streaming import TimedStreamer, load_selector, warm_up
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 
 def generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Tensor, count: int) -> list[int]:
@@ -77,8 +75,6 @@ def run(arguments: list[str] | None) -> int:
     given = parser.parse_args(arguments)
     if given.prompt_tokens < 1 or given.tokens < 1:
         parser.error(f"--prompt-tokens and --tokens must be 1 or more, got {given.prompt_tokens} and {given.tokens}")
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # its redrawn line would fill a log file
     model, tokenizer = load_model(model_path(given.model))
     path = given.prompt_file
     text = next(d.text for d in held_out_sources() if d.name == "tempfile.py") if path is None else path.read_text()

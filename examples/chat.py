@@ -12,7 +12,6 @@ turns stay in the cache: a turn reads only what is new. Long histories and docum
 
 import argparse
 import pathlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,6 @@ from rich.console import Console
 from sparse_decode import Attachment, Budget, attach
 from sparse_decode.streaming import TimedStreamer, load_selector, read_text, warm_up
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 
 @dataclass(frozen=True)
@@ -173,8 +171,6 @@ def run(arguments: list[str] | None) -> int:
     given = parser.parse_args(arguments)
     if given.new_tokens < 1 or given.temperature < 0:
         parser.error(f"expected new tokens and no negative temperature, got {given.new_tokens}, {given.temperature}")
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # its redrawn line would fill a log file
     document = "" if given.document is None else read_text(given.document, "--document")
     model, tokenizer = load_model(model_path(given.model))
     # A few first and last tokens beside the selection cost little and steady short conversations.

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from hashtrain import ModelShape
+from hashtrain.models import pretrained
 from hashtrain.usage import UsageError, guarded
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -62,13 +63,13 @@ def reading(file: pathlib.Path) -> Iterator[None]:
 
 def read_weights(where: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
     """Return the model with plain weights. Raises: UsageError if the file lacks some, which would be random."""
-    both: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, output_loading_info=True)
+    both: Any = pretrained(AutoModelForCausalLM, **where, dtype=dtype, output_loading_info=True)
     found, report = both
     if missing := sorted(report["missing_keys"]):
         raise UsageError(f"expected every weight in {where['gguf_file']}, {', '.join(missing[:3])} are not in it")
     # What was read counts as quantised still, and would not be saved.
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
     model.load_state_dict(found.state_dict(), assign=True)
     model.tie_weights()
     return model
@@ -91,12 +92,12 @@ def convert(file: pathlib.Path, out: pathlib.Path, dtype: torch.dtype) -> ModelS
     """Write model and tokenizer; `out` appears whole or not at all. Returns: the model's shape."""
     file, out = file.absolute(), out.absolute()
     # The whole path: transformers would prefer a file of the same name in the working folder.
-    where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": str(file)}
+    where: dict[str, Any] = {"name": str(file.parent), "gguf_file": str(file)}
     with reading(file):
         rule = word_rule(file)
-        config = AutoConfig.from_pretrained(**where)
+        config = pretrained(AutoConfig, **where)
         shape = ModelShape.of(config)  # refuses compressed keys
-        tokenizer = AutoTokenizer.from_pretrained(**where)
+        tokenizer = pretrained(AutoTokenizer, **where)
         model = read_weights(where, config, dtype)
     if rule not in SPLITS_AS_GPT2 and isinstance(tokenizer.backend_tokenizer.pre_tokenizer, ByteLevel):
         told = f"the file parts text by the rule `{rule}`, which transformers does not know: it takes GPT-2's"
@@ -123,8 +124,6 @@ def run(arguments: list[str] | None) -> int:
     given = parser.parse_args(arguments)
     check(given.file, given.out)
     logging.set_verbosity_error()  # what is missing is told in a sentence
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # its redrawn line would fill a log file
     shape = convert(given.file, given.out, getattr(torch, given.dtype))
     heads = f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}"
     print(f"{given.out}: {shape.num_layers} layers, {heads}; next: uv run hashtrain --model {given.out} --dry-run")

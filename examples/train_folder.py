@@ -9,7 +9,6 @@ parts, or to put them together otherwise. Takes .txt, .md and .py files; .jsonl 
 
 import argparse
 import pathlib
-import sys
 import tempfile
 
 import torch
@@ -22,7 +21,6 @@ from hashtrain.models import load_model
 from hashtrain.plan import DEMO, TrainCommand, base_model, model_path
 from hashtrain.remainder import calibrate
 from hashtrain.usage import guarded
-from transformers.utils import logging
 
 FRACTION = 0.02  # of the visible tokens: what is trained for and judged
 
@@ -84,8 +82,6 @@ def run(arguments: list[str] | None) -> int:
     given = parser.parse_args(arguments)
     if given.context < 64 or given.contexts < 1:
         parser.error(f"expected contexts of at least 64 tokens, and one, got {given.context} and {given.contexts}")
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # its redrawn line would fill a log file
     with tempfile.TemporaryDirectory() as folder:
         hasher = train(given, pathlib.Path(folder))
     # 6. A folder of a config and one safetensors file.

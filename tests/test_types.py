@@ -58,7 +58,10 @@ def sources(module, name):
     if path is None:
         return set()
     found = {path}
-    for node in tree_of(path).body:
+    body = tree_of(path).body
+    for block in [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]:
+        body = body + block.body  # where a package tells its lazy names (hashtrain.lazy)
+    for node in body:
         if isinstance(node, ast.ImportFrom) and node.module != module:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:

@@ -15,9 +15,9 @@ import torch
 from hashtrain.atomic import write_text
 from hashtrain.corpus import HELD_OUT, HELD_OUT_TABLES, held_out_sources
 from hashtrain.demo import demo_model_path
+from hashtrain.models import load_model
 from rich.progress import track
 from tokens import INSTALLED
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FULL, SCORED = 4096, 256
 CONTEXTS = (512, 2048, 4096)
@@ -98,8 +98,7 @@ def licence(package):
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else demo_model_path()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_model(str(folder), torch.float32)
     texts = [torch.tensor(tokenizer(d.text, verbose=False).input_ids) for d in held_out_sources()]
     documents = [ids[:FULL] for ids in texts if len(ids) >= FULL]
     lengths = by_context(model, documents)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from hashtrain.corpus import python_sources
 from hashtrain.demo import demo_model_path
+from hashtrain.models import pretrained
 from rich.progress import track
 from transformers import AutoTokenizer
 
@@ -56,7 +57,7 @@ def folders(documents):
 def main() -> None:
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    tokenizer = pretrained(AutoTokenizer, str(demo_model_path()))
     documents = list(folders(python_sources(tests=True, installed=INSTALLED)))
     pieces, starts, size = [], [], 0
     for document in track(documents, "tokenizing"):

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from hashtrain.corpus import held_out_sources
 from hashtrain.demo import demo_model_path
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from hashtrain.models import load_model
+from transformers import AutoModelForCausalLM
 
 CONTEXT = 4096
 SHORT, CONTEXTS_PER_STEP = 2048, {2048: 4, 4096: 2}
@@ -64,7 +65,7 @@ def optimizers(model):
 
 
 def save(model, tokenizer, out: Path):
-    bf16 = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    bf16 = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False, dtype=torch.bfloat16)
     bf16.load_state_dict(model.state_dict())
     fresh = out.with_name(out.name + ".new")
     bf16.save_pretrained(fresh)
@@ -85,8 +86,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     tokens, starts = np.load(args.tokens / "train.npy", mmap_mode="r"), np.load(args.tokens / "starts.npy")
-    tokenizer = AutoTokenizer.from_pretrained(args.init)
-    model = AutoModelForCausalLM.from_pretrained(args.init, dtype=torch.float32).train()
+    model, tokenizer = load_model(str(args.init), torch.float32)
+    model = model.requires_grad_(True).train()
     held = [tokenizer(d.text, return_tensors="pt", verbose=False).input_ids[0, :CONTEXT] for d in held_out_sources()]
     held = [ids for ids in held if len(ids) == CONTEXT][::3]
     rng, optims = np.random.default_rng(args.seed), optimizers(model)

@@ -4,7 +4,6 @@ import pathlib
 
 from evals.grid import Grid, cell_of, percent, to_markdown
 from evals.result import Result
-from hashtrain import HasherConfig, ModelShape
 
 from readme_tables.stored import load, stored
 
@@ -38,7 +37,6 @@ def speed(results: pathlib.Path) -> str:
         step = whole.get(n)
         own = f"{step['shipped_ms'] / step['sparse_ms']:.0f} x" if step else ""
         lines.append([f"{n:,}", *layer, f"{step['ratio']:.1f} x" if step else "", own])
-    planes = HasherConfig("transform", ModelShape(1, 1, 1, 128)).planes  # as the benchmarks make it
     title = (
         f"Dense over sparse time of a decode step on a CPU ({attention['processor']}, {attention['threads']} thread), "
         f"{100 * attention['fraction']:g} % selected, random weights; dense is the fastest dense code we could write, "
@@ -46,7 +44,8 @@ def speed(results: pathlib.Path) -> str:
         f"Attention: a layer of {attention['query_heads']} query and {attention['kv_heads']} KV heads of "
         f"{attention['head_dim']}. Model: "
         f"Qwen2.5-0.5B's shape, {model['layers']} of 24 layers, bfloat16; with {layers} of them a sparse step is as "
-        f"fast as Hugging Face's dense one from about {even:,} tokens on. Hashers: `transform`, {planes} query planes"
+        f"fast as Hugging Face's dense one from about {even:,} tokens on. Hashers: `transform`, "
+        f"{attention['planes']} query planes"
     )
     header = ["context", "attention, bfloat16", "attention, float32", "model", "model, against Hugging Face's step"]
     return to_markdown(Grid(title, header, [lines]))

@@ -89,6 +89,8 @@ def command(made, tmp_path):
             "documents": 3,
             "context": CONTEXT,
             "dense_layers": 1,
+            "sink": 0,
+            "recent": 0,
             "out": tmp_path / "run",
         }
         named = {field.name for field in fields(kind)}  # exercises made by rule take no text

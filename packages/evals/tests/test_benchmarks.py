@@ -11,6 +11,7 @@ from evals.compare import compare
 from evals.methods import DENSE
 from evals.page import section_of
 from evals.tasks import benchmark
+from hashtrain import models
 from rich.console import Console
 
 if os.environ.get("CI") != "true":
@@ -41,7 +42,14 @@ def example(tmp_path_factory):
 def build(made, tmp_path, example):
     def command(name, **changed) -> BenchmarkCommand:
         kind, task, _, settings = RUNS[name]
-        common = {"model": str(made.model), "hashers": made.hashers, "dense_layers": 1, "limit": 4}
+        common = {
+            "model": str(made.model),
+            "hashers": made.hashers,
+            "dense_layers": 1,
+            "sink": 0,
+            "recent": 0,
+            "limit": 4,
+        }
         common |= {"methods": ("planes",), "tasks": (task,), "include_path": (example,), "out": tmp_path / name}
         return kind(**{**common, **settings, **changed})
 
@@ -67,6 +75,7 @@ def test_a_run_is_whole_and_a_second_one_computes_nothing(build, name, monkeypat
     assert str(command.out.parent) not in written
     from transformers import LlamaForCausalLM
 
+    monkeypatch.setattr(models, "_take_a_step", lambda *given: None)  # which loading does
     monkeypatch.setattr(LlamaForCausalLM, "forward", None)
     assert benchmark.run(command, QUIET) == found
 

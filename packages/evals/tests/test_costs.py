@@ -77,7 +77,7 @@ def test_complexity_stores_all_steps_and_their_sum(tmp_path):
     assert found.one(where="1000 tokens, attention", metric="bytes_of_dense").value == 1
     report = (tmp_path / "run" / "report.md").read_text()
     assert "1000 tokens, score" in report
-    assert "model `qwen2.5-7b`, 128-bit codes, queries in 5 planes\n" in report
+    assert "model `qwen2.5-7b`, 128-bit codes, queries in 6 planes\n" in report
     assert complexity.run(command, QUIET) == found
     with pytest.raises(ValueError, match="other settings"):
         complexity.run(ComplexityCommand(contexts=(1000,), out=tmp_path / "run"), QUIET)

@@ -8,6 +8,7 @@ import torch
 from evals.compare import compare
 from evals.documents import load_documents
 from evals.methods import SELECTION_NAMES
+from evals.plan import Always
 from evals.tasks import iou
 from evals.tasks.iou import HEADS, METRICS, Cell, _estimates, measure
 from hashtrain.capture import capturing
@@ -16,13 +17,14 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 QUIET = Console(quiet=True)
+NONE = Always(0, 0, 0)  # nothing is read without a search, as in the paper
 POSITIONS = torch.tensor([32, 63, 64, 100, 127])
 LAYERS = 3
 
 
-def quality_of(loaded, names, budget):
+def quality_of(loaded, names, budget, always=NONE):
     methods = [loaded.methods[name] for name in names]
-    return measure(loaded.model, loaded.ids, POSITIONS, methods, (budget,))
+    return measure(loaded.model, loaded.ids, POSITIONS, methods, (budget,), always)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -35,7 +37,7 @@ def test_oracle_is_perfect_and_everything_is_at_the_whole_budget(loaded, heads):
 
 @pytest.mark.parametrize("name", ["lsh", "paper", "planes"])
 def test_hashed_methods_agree_with_hashtrain(loaded, name):
-    found = quality_of(loaded, [name], 0.1)
+    found = quality_of(loaded, [name], 0.1, Always())
     hasher = loaded.methods[name].selector.hasher
     seen = []
 
@@ -131,7 +133,7 @@ def test_the_last_row_alone_is_the_papers_form(iou_command, loaded, made, tmp_pa
     assert "of the last row" in (command.out / "report.md").read_text()
     document = load_documents(command.text, AutoTokenizer.from_pretrained(made.model), 128, 2, 0)[0]
     cell = iou.Cell("planes", 0.1, "kv_head")
-    own = iou.measure(loaded.model, document.ids, torch.tensor([127]), [loaded.methods["planes"]], (0.1,))[cell]
+    own = iou.measure(loaded.model, document.ids, torch.tensor([127]), [loaded.methods["planes"]], (0.1,), NONE)[cell]
     stored = json.loads((command.out / "samples" / "0000.json").read_text())["cells"][0]
     assert np.array(stored["iou"]) == pytest.approx(np.array(own["iou"]))
     drawn = iou_command(methods=("planes",), rows=1, documents=2)  # one row, too, but another one

@@ -40,6 +40,19 @@ def test_kl_is_the_mean_over_all_rows_however_they_are_cut(rows):
     assert mean_kl(p, p) == 0
 
 
+@pytest.mark.parametrize("rows", [1, 256, 600])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_give_what_their_log_probabilities_do(rows, dtype):
+    draw = torch.Generator().manual_seed(2)
+    a, b = (torch.randn(rows, 50, generator=draw).to(dtype) * 9 for _ in range(2))
+    p, q = a.float().log_softmax(-1), b.float().log_softmax(-1)
+    targets = torch.randint(50, (rows,), generator=draw)
+    expected = -p.gather(-1, targets[:, None])[:, 0].double()
+    torch.testing.assert_close(token_losses(a, targets), expected, atol=EXACT, rtol=0)
+    torch.testing.assert_close(token_losses(p, targets), expected, atol=1e-5, rtol=0)
+    assert mean_kl(a, b) == pytest.approx(((p - q) * p.exp()).double().sum(-1).mean().item(), rel=1e-6)
+
+
 def test_kl_of_an_impossible_token_is_zero_not_nan():
     assert mean_kl(log([1.0, 0.0]), log([0.5, 0.5])) == pytest.approx(math.log(2), abs=EXACT)
 

@@ -8,6 +8,8 @@ from evals.rivals import MagicPigSelector, QuestSelector
 from evals.rivals.magicpig import log_draw_probability
 from sparse_decode import Budget, Rows, attach
 
+TENTH = Budget(0.1, sink=0, recent=0)
+
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
@@ -257,7 +259,10 @@ def test_the_correction_reaches_the_model(loaded):
     """Without the selector's own attention its sample would be weighed as a selection is."""
 
     def logits(selector):
-        with torch.inference_mode(), attach(loaded.model, selector, Budget(0.1), dense_layers=1, sparse_rows=0):
+        with (
+            torch.inference_mode(),
+            attach(loaded.model, selector, TENTH, dense_layers=1, sparse_rows=0),
+        ):
             return loaded.model(loaded.ids[None]).logits
 
     arguments = {"bits": 4, "tables": 8, "prefill": 32, "sink": 1, "local": 2}

@@ -33,7 +33,7 @@ def runs(made, tmp_path_factory):
     """Two runs of one protocol, one of another, one of another task."""
     root = tmp_path_factory.mktemp("runs")
     common = {"model": str(made.model), "hashers": made.hashers, "text": (made.text,), "context": 128}
-    common |= {"dense_layers": 1, "documents": 3}
+    common |= {"dense_layers": 1, "sink": 0, "recent": 0, "documents": 3}
     made_by = {
         "first": PplCommand(
             **common, methods=("lsh", "planes"), budgets=(0.1, 0.2), rules=("visible",), out=root / "first"
@@ -211,7 +211,7 @@ def test_behind_a_dense_prompt_the_divergence_is_that_of_the_scored_rows_alone(c
     row = next(row for row in found.rows if row.budget < 1)
     with torch.inference_mode():
         dense = loaded.model(tokens[None]).logits[0, 63:-1].log_softmax(-1)
-        selector, budget = loaded.methods["lsh"].selector, Budget(row.budget, min_tokens=1)
+        selector, budget = loaded.methods["lsh"].selector, Budget(row.budget, min_tokens=1, sink=0, recent=0)
         with attach(loaded.model, selector, budget, dense_layers=1, sparse_rows=63, remainder=False):
             sparse = loaded.model(tokens[None]).logits[0, 63:-1].log_softmax(-1)
     expected = (dense.exp() * (dense - sparse)).sum(-1).mean().item()

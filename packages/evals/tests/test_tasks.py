@@ -15,14 +15,19 @@ from evals.commands import (
     RulerCommand,
 )
 from evals.methods import DENSE, load_methods
-from evals.plan import MethodsCommand
+from evals.plan import Always, MethodsCommand
 from evals.synthetic import Exercise
 from evals.tasks import codelength, cones, fidelity, needle, output_error, ruler
 from evals.tasks.answers import continue_greedily, read_answer
 from evals.tasks.setup import identities_of
+from hashtrain import models
 from hashtrain.usage import UsageError
 from rich.console import Console
 from sparse_decode import Budget, attach
+
+FIRST_DENSE = Always(1, 0, 0)  # and nothing is read without a search
+
+TENTH = Budget(0.1, sink=0, recent=0)
 
 QUIET = Console(quiet=True)
 POSITIONS = torch.tensor([40, 64, 100, 127])
@@ -45,7 +50,7 @@ def question(loaded):
 def test_whole_budget_has_no_error_and_half_of_it_has(loaded):
     names = ("oracle", "recent", "lsh", "planes", "planes+remainder", "quest", "quest-heads", "magicpig")
     methods = [loaded.methods[name] for name in names]
-    found = output_error.measure(loaded.model, loaded.ids, POSITIONS, methods, (1.0, 0.1))
+    found = output_error.measure(loaded.model, loaded.ids, POSITIONS, methods, (1.0, 0.1), Always(0, 0, 0))
     for (name, budget), cell in found.items():
         assert len(cell["error"]) == 3
         if budget == 1.0:
@@ -64,12 +69,19 @@ def test_error_is_that_of_an_attachment_in_the_first_layer(loaded, name):
     method, seen = loaded.methods[name], []
     hook = loaded.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda m, x: seen.append(x[0][0]))
     loaded.model(loaded.ids[None])
-    with attach(loaded.model, method.selector, Budget(0.1), dense_layers=0, sparse_rows=0, remainder=method.remainder):
+    with attach(
+        loaded.model,
+        method.selector,
+        TENTH,
+        dense_layers=0,
+        sparse_rows=0,
+        remainder=method.remainder,
+    ):
         loaded.model(loaded.ids[None])
     hook.remove()
     dense, sparse = (x[POSITIONS] for x in seen)
     expected = ((sparse - dense).norm(dim=-1) / dense.norm(dim=-1)).mean().item()
-    found = output_error.measure(loaded.model, loaded.ids, POSITIONS, [method], (0.1,))
+    found = output_error.measure(loaded.model, loaded.ids, POSITIONS, [method], (0.1,), Always(0, 0, 0))
     assert found[output_error.Cell(name, 0.1)]["error"][0] == pytest.approx(expected, rel=1e-4)
 
 
@@ -80,26 +92,28 @@ def test_dense_answer_is_the_models_own(loaded, dense, question):
     logits = loaded.model(loaded.ids[None, :59]).logits[0, 49:].log_softmax(-1)
     picked = logits.gather(-1, question.answer[:, None])
     right = logits.argmax(-1) == question.answer
-    found = read_answer(loaded.model, question, dense, None, 1)
+    found = read_answer(loaded.model, question, dense, None, FIRST_DENSE)
     assert found.log_prob == pytest.approx(picked.mean().item(), rel=1e-5)
     assert (found.tokens, found.exact) == (right.float().mean().item(), 0.0)
 
 
 def test_a_greedy_answer_is_exact(loaded, dense, question):
     for method, budget in ((dense, None), (loaded.methods["lsh"], 0.1)):
-        written, density = continue_greedily(loaded.model, question.prompt, 6, method, budget, 1)
+        written, density = continue_greedily(loaded.model, question.prompt, 6, method, budget, FIRST_DENSE)
         own = Exercise("made", 56, 0.0, question.prompt, written, "")
-        found = read_answer(loaded.model, own, method, budget, 1)
+        found = read_answer(loaded.model, own, method, budget, FIRST_DENSE)
         assert found.exact == found.tokens == 1
         assert (density == 1) == (budget is None)
         changed = Exercise("made", 56, 0.0, question.prompt, written.roll(1), "")
-        assert read_answer(loaded.model, changed, method, budget, 1).tokens < 1
+        assert read_answer(loaded.model, changed, method, budget, FIRST_DENSE).tokens < 1
 
 
 def test_whole_budget_answers_as_dense(loaded, dense, question):
-    whole = read_answer(loaded.model, question, loaded.methods["planes"], 1.0, 1)
-    assert whole.log_prob == pytest.approx(read_answer(loaded.model, question, dense, None, 1).log_prob, abs=1e-5)
-    some = read_answer(loaded.model, question, loaded.methods["planes"], 0.05, 1)
+    whole = read_answer(loaded.model, question, loaded.methods["planes"], 1.0, FIRST_DENSE)
+    assert whole.log_prob == pytest.approx(
+        read_answer(loaded.model, question, dense, None, FIRST_DENSE).log_prob, abs=1e-5
+    )
+    some = read_answer(loaded.model, question, loaded.methods["planes"], 0.05, FIRST_DENSE)
     assert abs(some.log_prob - whole.log_prob) > 1e-3
     assert some.density < 0.06
 
@@ -108,14 +122,14 @@ def test_whole_budget_answers_as_dense(loaded, dense, question):
 def test_a_rival_answers_a_short_prompt_by_its_own_rule_in_every_row(loaded, question, name):
     """Behind 49 tokens: Quest has 3 of 4 pages in the first rows, MagicPIG draws; neither takes all that it sees."""
     method = loaded.methods[name]
-    found = read_answer(loaded.model, question, method, 0.1, 1)
+    found = read_answer(loaded.model, question, method, 0.1, FIRST_DENSE)
     how = {"dense_layers": 1, "sparse_rows": 49, "remainder": False}
-    with attach(loaded.model, method.selector_after(49), Budget(0.1), **how) as attachment:
+    with attach(loaded.model, method.selector_after(49), TENTH, **how) as attachment:
         logits = loaded.model(loaded.ids[None, :59]).logits[0, 49:].log_softmax(-1)
     assert found.log_prob == pytest.approx(logits.gather(-1, question.answer[:, None]).mean().item(), rel=1e-5)
     assert found.density < 0.95
     assert set(attachment.density().values()) != {1.0}
-    written, density = continue_greedily(loaded.model, question.prompt, 3, method, 0.1, 1)
+    written, density = continue_greedily(loaded.model, question.prompt, 3, method, 0.1, FIRST_DENSE)
     assert len(written) == 3
     assert density < 0.95
 
@@ -169,7 +183,14 @@ SYNTHETIC = ("ruler", "needle")
 def build(made, tmp_path):
     def command(name, **changed):
         _, kind, settings = COMMANDS[name]
-        common = {"model": str(made.model), "hashers": made.hashers, "dense_layers": 1, "documents": 2}
+        common = {
+            "model": str(made.model),
+            "hashers": made.hashers,
+            "dense_layers": 1,
+            "sink": 0,
+            "recent": 0,
+            "documents": 2,
+        }
         common |= {"budgets": (0.1,), "out": tmp_path / "run"}
         if name not in SYNTHETIC:
             common |= {"text": (made.text,), "context": 128}
@@ -191,6 +212,7 @@ def test_a_run_is_whole_and_a_second_one_computes_nothing(build, name, monkeypat
         assert method in text
     from transformers import LlamaForCausalLM
 
+    monkeypatch.setattr(models, "_take_a_step", lambda *given: None)  # which loading does
     monkeypatch.setattr(LlamaForCausalLM, "forward", None)
     assert module.run(command, QUIET) == found
 

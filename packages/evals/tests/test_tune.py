@@ -31,6 +31,7 @@ def see_early(monkeypatch):
 def finished(made, tmp_path_factory):
     """A tuning on two of the four texts: its command and its result."""
     common = {"model": str(made.model), "hashers": made.hashers, "budgets": (0.1,), "context": 128, "dense_layers": 1}
+    common |= {"sink": 0, "recent": 0}
     texts = tuple(made.text / f"{i}.txt" for i in (0, 1))
     asked = TuneCommand(**common, **GRID, text=texts, documents=2, out=tmp_path_factory.mktemp("tune") / "run")
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -10,3 +10,12 @@ def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def assert_same(actual, expected) -> None:
     assert actual.dtype == expected.dtype
     np.testing.assert_array_equal(actual, expected, strict=True)
+
+
+def unaligned(x: np.ndarray) -> np.ndarray:
+    """Return a copy that begins one byte after where its elements should."""
+    memory = np.empty(x.nbytes + 1, np.uint8)
+    moved = memory[1:].view(x.dtype).reshape(x.shape)
+    moved[...] = x
+    assert not moved.flags.aligned
+    return moved

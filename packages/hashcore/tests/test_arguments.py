@@ -166,6 +166,16 @@ REFUSED = {
         "the scores of a search must stay below 65536, got sum(weights) * 32 * W = 65536; use smaller weights or fewer",
     ),
     "search words": (lambda: hashcore.search(CODES, CODES[:, :3], 1), ValueError, "same number of words, got 4 and 3;"),
+    "k a table": (
+        lambda: hashcore.topk(SCORES, 2, sink=np.zeros((9, 9))),
+        TypeError,
+        "sink must be an integer, got array([[0., 0... 0., 0., 0.]]); convert it",
+    ),
+    "an order for every row": (
+        lambda: hashcore.search(CODES, CODES, 1, order=np.array(["best", "index"])),
+        ValueError,
+        "(ascending), got array(['best'..., dtype='<U5'); choose one",
+    ),
     "k a list": (lambda: hashcore.topk(SCORES, [1, 2]), TypeError, "k must be an integer, got [1, 2];"),
 }
 

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from hashcore import BitIndex
+from hashcore.index import encoder
 
 X = np.linspace(-1, 1, 5 * 40).reshape(5, 40).astype(np.float32)
 CODES = np.arange(10, dtype=np.int32).reshape(5, 2)
@@ -51,6 +52,16 @@ BUILDING = {
     "vectors as codes": (lambda: BitIndex.from_codes(X), TypeError, "must be int32 words, got float32; make them"),
     "no words": (lambda: BitIndex.from_codes(CODES[:, :0]), ValueError, "at least one word per code"),
     "two means": (lambda: BitIndex.from_vectors(X, centre=True, mean=X[0]), ValueError, "centre=True takes the mean"),
+    "a mean beyond float32": (
+        lambda: BitIndex.from_vectors(broken(1e300, float), centre=True),
+        ValueError,
+        "mean must be finite in float32, got",
+    ),
+    "a vector far from the mean": (
+        lambda: BitIndex.from_vectors(np.full((1, 32), 3e38), encoder="sign", mean=np.full(32, -3e38)),
+        ValueError,
+        "small enough to be centred and rotated in float32, got an overflow in row 0; scale them",
+    ),
     "mean of none": (lambda: BitIndex.from_vectors(X[:0], centre=True), ValueError, "got none or mean= as well"),
 }
 
@@ -69,6 +80,12 @@ ADDING = {
     "int64": (lambda i: i.add(CODES.astype(int)), TypeError, "floats or codes of int32 words, got int64; convert"),
     "NaN": (lambda i: i.add(broken(np.nan)), ValueError, "finite in float32, got NaN or infinity in row 3; remove"),
     "1e300": (lambda i: i.add(broken(1e300, float)), ValueError, "finite in float32, got NaN or infinity in row 3;"),
+    "an overflow": (
+        lambda i: i.add(np.full((5, 40), 3e38, np.float32)),
+        ValueError,
+        "vectors must be small enough to be centred and rotated in float32, got an overflow in row 0; scale them",
+    ),
+    "codes of nothing": (lambda i: i.add(CODES[:0, :1]), ValueError, "codes must have shape [n, 2] for this index"),
     "few ids": (lambda i: i.add(X, [7, 8]), ValueError, "one id for each of the 5 rows, got shape [2]; match them"),
     "a grid of ids": (lambda i: i.add(X, [[7] * 5]), TypeError, "integers in one dimension, got int64 [1, 5]; flatten"),
     "float ids": (lambda i: i.add(X, np.arange(5.0)), TypeError, "integers in one dimension, got float64 [5]"),
@@ -93,6 +110,31 @@ SEARCHING = {
         lambda i: i.search(broken(np.nan), 1),
         ValueError,
         "must be finite in float32, got NaN or infinity in row 3",
+    ),
+    "an overflow in a query": (
+        lambda i: i.search(np.full((5, 40), 3e38, np.float32), 1),
+        ValueError,
+        "queries must be small enough to be centred and rotated in float32, got an overflow in row 0; scale them",
+    ),
+    "an overflow to encode": (
+        lambda i: i.encode(np.full((5, 40), 3e38, np.float32)),
+        ValueError,
+        "vectors must be small enough to be centred and rotated in float32, got an overflow in row 0; scale them",
+    ),
+    "rerank by NaN": (
+        lambda i: i.search(X, 1, rerank=9, vectors=broken(np.nan)),
+        ValueError,
+        "vectors= must be finite in float32, got NaN or infinity in row 3; remove or repair it",
+    ),
+    "rerank by 1e300": (
+        lambda i: i.search(X, 1, rerank=9, vectors=broken(1e300, float)),
+        ValueError,
+        "vectors= must be finite in float32, got NaN or infinity in row 3; remove or repair it",
+    ),
+    "an exact score beyond float32": (
+        lambda i: i.search(X, 1, rerank=9, vectors=np.full((5, 40), 3e38, np.float32)),
+        ValueError,
+        "exact scores must fit float32, got larger ones; scale the vectors or use metric='cosine'",
     ),
     "9 planes": (lambda i: i.search(X, 1, planes=9), ValueError, "planes must be in 1..8, got 9;"),
     "planes of codes": (lambda i: i.search(CODES, 1, planes=1), ValueError, "quantises queries that are vectors, got"),
@@ -146,6 +188,12 @@ def test_a_refusal_says_what_was_expected_and_changes_nothing(case):
     np.testing.assert_array_equal(index.codes, before)
     index.add(X)
     assert list(index) == list(range(10))
+
+
+def test_the_row_of_a_refusal_is_counted_from_the_first_of_all(monkeypatch):
+    monkeypatch.setattr(encoder, "BLOCK", 2)
+    with pytest.raises(ValueError, match="got NaN or infinity in row 3"):
+        vectors().add(broken(np.nan))
 
 
 def test_codes_for_an_index_that_keeps_vectors_are_refused():

@@ -20,7 +20,7 @@ def test_codes_are_the_signs_of_the_centred_rotation(data, dim, bits, centred, s
     y = x - mean if centred else x
     for j, row in enumerate(encoder.rotation(dim, bits, seed)):  # one rounding an addition, first dimension first
         projected += y[:, j, None] * row
-    np.testing.assert_array_equal(index._encoder.project(x), projected)
+    np.testing.assert_array_equal(index._encoder.project("vectors", x), projected)
     np.testing.assert_array_equal(index.codes, reference.pack(projected))
 
 

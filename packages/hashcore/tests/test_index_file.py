@@ -97,6 +97,20 @@ def test_a_loaded_index_changes_as_the_one_it_came_from(folder, mapped, seed):
     assert (folder / "index").read_bytes() == before
 
 
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_loaded_index_takes_nothing_new_and_stays_where_it_is(folder, mapped):
+    for index, nothing in (
+        (small_index(keep="float16"), np.empty((0, 8), np.float32)),
+        (small_index(), np.empty((0, 1), np.int32)),
+    ):
+        index.save(folder / "index")
+        loaded = BitIndex.load(folder / "index", mmap=mapped)
+        loaded.add(nothing)
+        loaded.add(nothing, [])
+        assert everything(loaded) == everything(index)
+        assert not loaded._rows.codes.flags.writeable
+
+
 def test_a_mapped_index_reads_the_file_and_copies_nothing(folder):
     index = BitIndex.from_codes(np.zeros((200_000, 8), np.int32))
     index.save(folder / "large")

@@ -52,6 +52,14 @@ def test_pack_equals_the_reference(rows, words, dtype, device, seed):
     assert_same(out, reference.pack((typed > 0).numpy()))
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64"])
+def test_pack_of_what_has_no_kernel_equals_the_reference(rng, dtype):
+    x = rng.integers(0, 3, (5, 64)).astype(dtype) * np.iinfo(dtype).max
+    out = empty(5, 2)
+    tensors.pack(torch.from_numpy(x), out, simulated.Device())
+    assert_same(out, reference.pack(x))
+
+
 @few
 @given(
     st.integers(1, 9), st.integers(1, 9), st.integers(1, 8), st.sampled_from(DTYPES[:4]), orders(), st.integers(0, 99)
@@ -222,6 +230,53 @@ def test_bounds_in_memory_are_clamped(rng):
     clamped = {"lengths": lengths.clip(0, 300), "starts": starts.clip(0, 300), "sink": 1, "recent": 1}
     for got, expected in zip(ours, expected_search(case | clamped), strict=True):
         assert_same(got, expected)
+
+
+@pytest.mark.parametrize("far", [2**31, 2**32, 2**32 + 5, 2**63 - 1, -(2**32) + 5, -(2**63)])
+def test_bounds_beyond_int32_are_clamped_too(rng, far):
+    query, keys = random_codes(rng, 4, 3, 4), random_codes(rng, 4, 300, 4)
+    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "sink": 1, "recent": 1, "wide": False}
+    rows = {
+        "k": np.array([far, 9, 9, 9]),
+        "lengths": np.array([300, far, 300, 300]),
+        "starts": np.array([0, 0, 0, far]),
+    }
+    width = 300
+    values, indices = empty(4, width), empty(4, width)
+    bounds = tensors.Bounds(tensor_or(rows["lengths"]), tensor_or(rows["starts"]), 1, 1)
+    tensors.search(
+        *(inside(query), inside(keys), tensor_or(rows["k"]), (1, 2, 4), bounds, values, indices),
+        run=simulated.Device(),
+    )
+    clamped = {name: value.clip(0, 300) for name, value in rows.items()}
+    scores = reference.score(query, keys, case["weights"])
+    expected = simulated.window_topk(scores, clamped["k"], clamped["lengths"], clamped["starts"], 1, 1, width)
+    assert_same(values, expected[0])
+    assert_same(indices, expected[1])
+
+
+def test_more_than_the_kernels_can_count_is_refused():
+    def launched(*_):
+        pytest.fail("nothing may be launched")
+
+    one, far = torch.zeros(1, 1, 4, dtype=torch.int32), 2**30 + 1
+    keys, scores = one.expand(1, far, 4), torch.zeros(1, 1, dtype=torch.int32).expand(1, far)
+    out = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    words = "on CUDA a row may have at most 1073741824 positions, got 1073741825; split the keys"
+    for call in (
+        lambda: tensors.search(one, keys, 1, (1,), tensors.Bounds(), *out, run=launched),
+        lambda: tensors.score(one, keys, (1,), scores, launched),
+        lambda: tensors.score(one, keys, None, scores[:, None], launched),
+        lambda: tensors.topk(scores, 1, tensors.Bounds(), *out, run=launched),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    many = [x.expand(2**31, *x.shape[1:]) for x in (one, one, out[0], out[1])]
+    words = "on CUDA a call may have fewer than 2147483648 rows, got 2147483648; split the queries"
+    with pytest.raises(ValueError, match=words):
+        tensors.search(many[0], one, 1, (1,), tensors.Bounds(), *many[2:], run=launched)
+    with pytest.raises(ValueError, match=words):
+        tensors.group_planes(many[0][:, None, 0, :1], many[2][:, :, None], launched)
 
 
 @few

@@ -81,7 +81,7 @@ torch.cuda.get_device_capability = lambda index: (9, 0)
 for broken in (one._replace(grid=(1, 99)), one._replace(source="planes.cu")):
     capturing = broken.source == "planes.cu"
     try:
-        launch.run([broken], device)
+        launch.run([one] * capturing + [broken], device)  # the first is loaded and could go, the second cannot
     except RuntimeError as error:
         print(error)
 """

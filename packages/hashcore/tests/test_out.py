@@ -67,6 +67,34 @@ def test_memory_around_the_result_is_left_alone(rng):
     assert (np.delete(buffer, range(10, 13), 1) == -7).all()
 
 
+@pytest.mark.parametrize("shape", [(3, 2, 0), (0, 2, 5), (3, 0, 5), (0, 0, 0)])
+def test_an_empty_result_is_written_too(shape):
+    *lead, n = shape
+    codes, keys = np.zeros((*lead, 4), np.int32), np.zeros((lead[0], n, 4), np.int32)
+    out = np.empty(shape, np.int32)
+    assert hashcore.score(codes, keys, out=out) is out
+    pair = np.empty((*lead, 0), np.int32), np.empty((*lead, 0), np.int64)
+    assert hashcore.search(codes, keys, 0, out=pair) is pair
+    assert hashcore.topk(out, 0, out=pair) is pair
+    words = np.empty((*lead, 1), np.int32)[:0]
+    assert hashcore.pack(np.zeros((0, *lead[1:], 32)), out=words) is words
+
+
+def test_int32_indices_that_positions_do_not_fit_are_refused():
+    codes, far = np.zeros((1, 1), np.int32), 2**31 + 1
+    keys = np.broadcast_to(codes, (far, 1))
+    pair = np.empty((1, 2), np.int32), np.empty((1, 2), np.int32)
+    words = r"out\[1\] must be int64 for positions beyond int32, got int32 for 2147483649 of them; pass int64"
+    with pytest.raises(TypeError, match=words):
+        hashcore.search(codes, keys, 2, out=pair)
+    with pytest.raises(TypeError, match=words):
+        hashcore.topk(np.broadcast_to(codes, (1, far)), 2, out=pair)
+    torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
+    there = [torch.empty(x.shape, dtype=torch.int32, device="meta") for x in (codes, *pair)]
+    with pytest.raises(TypeError, match=words):
+        hashcore.search(there[0], there[0].expand(far, 1), 2, out=tuple(there[1:]))
+
+
 CODES = np.zeros((3, 4), np.int32)
 READ_ONLY = np.zeros((3, 3), np.int32)
 READ_ONLY.flags.writeable = False
@@ -139,7 +167,6 @@ def test_a_selection_goes_to_a_pair(out):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda out: hashcore.topk(np.array([[0, 1, 2], [0, 2**16, 1]], np.int32), 1, out=out),
         lambda out: hashcore.topk(np.zeros((2, 3), np.int32), np.array([1, 4]), out=out),
         lambda out: hashcore.search(CODES[:2], CODES, 1, lengths=np.array([1, 4]), out=out),
         lambda out: hashcore.search(CODES[:2], CODES, 1, (600, 600), out=(out[0][0], out[1][0])),

@@ -324,3 +324,41 @@ def test_an_output_that_overlaps_an_input_is_refused(on_device):
     codes = torch.zeros(6, 4, dtype=torch.int32)
     with pytest.raises(ValueError, match="out must not share memory with another argument"):
         hashcore.score(codes[:2], codes[2:], out=codes.view(-1)[4:12].view(2, 4))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int64"])
+def test_what_rows_ask_for_may_be_of_any_integer_dtype(rng, on_device, dtype):
+    scores, asked = rng.integers(0, 100, (3, 70)).astype(np.int32), np.array([5, 0, 70], dtype)
+    options = {"lengths": np.array([70, 60, 50], dtype), "starts": asked // 3}
+    ours = hashcore.topk(torch.from_numpy(scores), torch.from_numpy(asked), **as_tensors(options))
+    for tensor, array in zip(ours, hashcore.topk(scores, asked, **options), strict=True):
+        assert_equal(tensor, array)
+
+
+def test_words_of_every_integer_dtype_are_packed(rng, on_device):
+    for dtype in ("uint16", "uint32", "uint64"):
+        x = rng.integers(0, 3, (3, 64)).astype(dtype) * np.iinfo(dtype).max
+        assert_equal(hashcore.pack(torch.from_numpy(x)), hashcore.pack(x))
+
+
+def test_bounds_that_the_device_cannot_read_are_refused():
+    scores, k = torch.zeros(2, 5, dtype=torch.int32, device="meta"), torch.zeros(2, dtype=torch.uint64, device="meta")
+    with pytest.raises(TypeError, match="k on meta must be integers that int64 holds, got uint64; convert it"):
+        hashcore.topk(scores, k)
+
+
+def test_what_is_no_tensor_is_refused_beside_one_that_is():
+    codes = torch.zeros(5, 4, dtype=torch.int32, device="meta")
+    for keys in (5, "a", None, [1]):
+        with pytest.raises(TypeError, match=f"not mixed, got keys: {type(keys).__name__}; convert them to one kind"):
+            hashcore.score(codes, keys)
+
+
+def test_no_rows_select_nothing_whatever_k_says(on_device):
+    none = torch.zeros(0, 5, dtype=torch.int32)
+    assert hashcore.topk(none, torch.tensor([4]))[0].shape == hashcore.topk(none.numpy(), np.array([4]))[0].shape
+
+
+def test_outputs_on_meta_share_no_memory():
+    codes, out = (torch.zeros(*shape, dtype=torch.int32, device="meta") for shape in ((5, 4), (5, 5)))
+    assert hashcore.score(codes, codes, out=out) is out

@@ -26,9 +26,10 @@ from hashtrain.atomic import write_text
 from hashtrain.capture import capture
 from hashtrain.demo import demo_model_path
 from hashtrain.layers import BY_VARIANT
+from hashtrain.models import load_config
 from hashtrain.plan import CANDIDATES
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 CONTEXT, CONTEXTS, SQUARE, WARM = 4096, 2, 1024, 10
 PARTS = ("read the context", "exact attention", "draw pairs", "hash, score, loss", "backward", "clip, AdamW")
@@ -59,7 +60,7 @@ class Clock:
 
 def make_training(name: str, steps: int, scratch: Path) -> trainer.Training:
     """Build the training of one layer of the demo model's shape, its weights random and its contexts random tokens."""
-    config = LlamaConfig.from_pretrained(demo_model_path())
+    config = load_config(str(demo_model_path()))
     config.num_hidden_layers = 1
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hashtrain import Hasher, ModelShape
 from hashtrain.cli import _best, _parse, main, next_command
-from hashtrain.plan import OTHERS, TrainCommand
+from hashtrain.plan import PAPER, TrainCommand
 from hashtrain.prepare import _check_model
 from hashtrain_runs import command
 from transformers import Gemma2Config, MistralConfig
@@ -36,8 +36,8 @@ def test_without_tensorboard_its_option_is_refused_before_anything_is_written(fo
         (["--planes", "9"], "between 1 and 8"),
         (["--digits", "9"], "--digits must be between 1 and 8, got 9"),
         (["--only"], "--only needs one"),
-        (["--dense-layers", "-1"], "0 or more"),
-        (["--workers", "-1"], "0 or more"),
+        (["--dense-layers", "-1"], "at least 0"),
+        (["--workers", "-1"], "at least 0"),
         (["--dense-layers", "2"], "must leave one of 2 layers"),
         (["--model", "models/none"], "there is no folder of that name"),
     ],
@@ -123,7 +123,7 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(folder, tmp_path, 
 
 
 def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():
-    demo, other = (_parse(["train", "--model", name], defaults) for name, defaults in (("demo", {}), ("x/y", OTHERS)))
+    demo, other = (_parse(["train", "--model", name], defaults) for name, defaults in (("demo", {}), ("x/y", PAPER)))
     assert (demo.context, demo.contexts, demo.steps, demo.learning_rate, demo.warmup) == (4096, 40, 800, None, 0.02)
     assert (other.context, other.contexts, other.steps, other.learning_rate, other.warmup) == (
         8192,
@@ -132,7 +132,7 @@ def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():
         1e-3,
         0.01,
     )
-    assert (demo.planes, demo.digits, other.planes, other.digits) == (None, 8, 6, 4)
+    assert (demo.planes, demo.digits) == (other.planes, other.digits) == (None, 5)
     assert other == TrainCommand.for_model("x/y")
 
 
@@ -143,7 +143,7 @@ def test_a_published_list_is_converted(folder, tiny_config, tmp_path, capsys):
     words = ["convert", str(tmp_path / "list.pth"), "--model", str(folder / "model"), "--out", str(tmp_path / "made")]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["variant"] == "paper"
-    Hasher.from_pretrained(tmp_path / "made").require_match(tiny_config())
+    Hasher.from_pretrained(tmp_path / "made" / "paper").require_match(tiny_config())
     words[1] = str(tmp_path / "none.pth")
     assert main(words) == 2
     assert "no file" in capsys.readouterr().err
@@ -167,7 +167,8 @@ def test_push_hands_the_hasher_to_the_hub(folder, tmp_path, capsys, monkeypatch)
     [
         ({}, ""),
         ({"only": ("all",)}, ""),
-        ({"only": ("linear", "planes")}, "--methods planes"),
+        ({"only": ("linear", "planes")}, "--methods planes linear"),
+        ({"only": ("lsh", "transform-start")}, "--methods lsh transform-start"),
         ({"context": 8192, "dense_layers": 1}, "--context 8192 --dense-layers 1"),
     ],
 )

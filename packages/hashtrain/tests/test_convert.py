@@ -138,4 +138,4 @@ def test_the_command_knows_the_demo_model_by_its_name(tmp_path, capsys):
     content = published(shape.num_layers, shape.num_query_heads, shape.head_dim)
     out = tmp_path / "made"
     assert main(["convert", str(stored(tmp_path, content)), "--model", "demo", "--out", str(out)]) == 0
-    assert Hasher.from_pretrained(out).config.base_model == "hashtrain demo"
+    assert Hasher.from_pretrained(out / "paper").config.base_model == "hashtrain demo"

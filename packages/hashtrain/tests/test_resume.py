@@ -129,11 +129,12 @@ def test_a_killed_run_leaves_the_old_hasher(arguments, tmp_path):
 
 
 def test_half_written_files_of_killed_runs_are_swept_away(tmp_path):
-    ours = [".metrics.json.abcd1234", "planes/.config.json.abcd_234", ".work/train/.00001.safetensors.abcd1234"]
-    theirs = ["notes.txt", ".hidden", "planes/config.json", ".work/train/00000.safetensors"]
+    left = ".hashcore-0123456789abcdef"
+    ours = [f"{left}/metrics.json", f"planes/{left}/config.json", f".work/train/{left}/.00001.safetensors"]
+    theirs = ["notes.txt", ".hidden", "planes/config.json", ".work/train/00000.safetensors", ".hashcore-notes/mine"]
     for name in (*ours, *theirs):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     with locked(tmp_path):
-        assert not any((tmp_path / name).exists() for name in ours)
+        assert not any((tmp_path / name).parent.exists() for name in ours)
         assert all((tmp_path / name).exists() for name in theirs)

@@ -31,6 +31,12 @@ class Skewed:
         return self.contexts[context]
 
 
+def test_contexts_no_longer_than_the_first_row_trained_on_are_refused():
+    with pytest.raises(ValueError, match="longer than min_position = 256, got 256 tokens"):
+        train_layer(layer_of("planes"), 0, Skewed(t=256), TrainConfig(steps=1))
+    assert len(train_layer(layer_of("planes"), 0, Skewed(t=257), TrainConfig(steps=1))) == 1
+
+
 def layer_of(variant, init="rotation"):
     config = HasherConfig(variant, SHAPE, bits=64, hidden=64, init=init)
     return BY_VARIANT[variant](config, torch.Generator().manual_seed(0))

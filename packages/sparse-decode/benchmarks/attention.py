@@ -150,6 +150,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     shape = {"query_heads": HQ, "kv_heads": HKV, "head_dim": D, "fraction": FRACTION, "threads": given.threads}
+    shape["planes"] = HasherConfig("transform", ModelShape(1, HQ, HKV, D)).planes
     facts = {"processor": processor(), "torch": torch.__version__, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     result = {**shape, **facts, "repeats": given.repeats, "rows": []}
     with torch.no_grad():

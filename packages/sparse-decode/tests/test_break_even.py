@@ -48,7 +48,9 @@ def test_a_call_of_short_rows_is_bitwise_dense_and_counted(family):
 def test_layers_may_have_budgets_of_their_own():
     model, (ids, mask) = tiny_model(), prompts((40, 27))
     budgets = {1: Budget(0.5), 3: Budget(1.0, dense_below=100)}
-    with attach(model, OracleSelector(), Budget(0.1), layer_budgets=budgets, dense_layers=1) as attachment:
+    with attach(
+        model, OracleSelector(), Budget(0.1, sink=0, recent=0), layer_budgets=budgets, dense_layers=1
+    ) as attachment:
         generate(model, ids, mask, new_tokens=3)
         seen = [40 + 1, 40 + 2, 27 + 1, 27 + 2]
         assert attachment.counts() == {
@@ -60,7 +62,7 @@ def test_layers_may_have_budgets_of_their_own():
 
 def test_a_budget_for_a_layer_that_is_not_sparse_is_refused():
     with pytest.raises(ValueError, match=r"must name sparse layers, \[2, 3\], got \[0, 7\]"):
-        attach(tiny_model(), SignHasher(), layer_budgets={0: Budget(), 7: Budget(), 2: Budget()})
+        attach(tiny_model(), SignHasher(), dense_layers=2, layer_budgets={0: Budget(), 7: Budget(), 2: Budget()})
 
 
 @pytest.mark.parametrize(("crossing", "expected"), [(2048, 2048), (256, 256), (1 << 30, 2 * module.LENGTHS[-1])])

@@ -11,9 +11,9 @@ from sparse_decode import Budget
 FRACTIONS = st.sampled_from(["0.005", "0.01", "0.02", "0.07", "0.1", "0.29", "0.57", "1"])
 
 
-def by_hand(n, fraction, least, most):
+def by_hand(n, fraction, least, most, ends=0):
     count = max(least, int(Fraction(fraction) * n))
-    return min(n, count if most is None else min(count, most))
+    return min(n, max(ends, count if most is None else min(count, most)))
 
 
 @settings(deadline=None)
@@ -22,10 +22,21 @@ def by_hand(n, fraction, least, most):
     FRACTIONS,
     st.integers(1, 50),
     st.none() | st.integers(50, 500),
+    st.integers(0, 80),
+    st.integers(0, 9),
 )
-def test_each_row_counts_its_own_tokens(visible, fraction, least, most):
-    budget = Budget(float(fraction), least, most)
-    assert budget.count(torch.tensor(visible)).tolist() == [by_hand(n, fraction, least, most) for n in visible]
+def test_each_row_counts_its_own_tokens_and_those_always_read(visible, fraction, least, most, sink, recent):
+    budget = Budget(float(fraction), least, most, sink, recent)
+    counts = [by_hand(n, fraction, least, most, sink + recent) for n in visible]
+    assert budget.count(torch.tensor(visible)).tolist() == counts
+    assert budget.ends(torch.tensor(visible)).tolist() == [min(n, sink + recent) for n in visible]
+
+
+def test_the_first_tokens_and_the_own_one_are_always_read_by_default():
+    assert (Budget().sink, Budget().recent) == (4, 1)
+    assert Budget().count_row(3) == 3
+    assert Budget().count_row(100) == 5  # more than 2 %
+    assert Budget().count_row(1000) == 20  # counted within the fraction
 
 
 @settings(deadline=None)
@@ -45,7 +56,7 @@ def test_a_number_is_counted_as_a_tensor(visible, fraction, least, most, dense_b
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 5_000), min_size=1, max_size=8), FRACTIONS, st.integers(1, 50))
 def test_the_papers_rule_takes_the_fraction_of_the_length_for_every_row(visible, fraction, least):
-    budget = Budget(float(fraction), least, of="length")
+    budget = Budget(float(fraction), least, sink=0, recent=0, of="length")
     counts = budget.count(torch.tensor([visible]), torch.tensor([[max(visible)]]))
     assert counts.tolist() == [[min(n, by_hand(max(visible), fraction, least, None)) for n in visible]]
 

@@ -1,14 +1,29 @@
 """The law of the coded cache layers: their codes are those of their keys, after anything that is done to them."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sparse_decode.cache import Encoder, _Coded, carry_codes
 from sparse_decode.remainder import RunningMeans, StaticMeans
-from sparse_decode_layers import ACTS, KINDS, RESIZABLE, ROOM, check, check_all, check_means, make, stored, update
+from sparse_decode_layers import (
+    ACTS,
+    KINDS,
+    RESIZABLE,
+    ROOM,
+    check,
+    check_all,
+    check_means,
+    encode,
+    make,
+    stored,
+    update,
+)
+from transformers.cache_utils import DynamicLayer
 
 
 class Machine(RuleBasedStateMachine):
@@ -123,8 +138,108 @@ def test_the_law_breaks_without(kind, name, monkeypatch):
     coded = KINDS[kind][1]
     owner = next(part for part in coded.__mro__ if name in vars(part))
     monkeypatch.setattr(owner, name, getattr(coded.plain, name))
+    monkeypatch.setattr(_Coded, "settle", lambda layer: None)
     with pytest.raises((AssertionError, RuntimeError, IndexError, TypeError, AttributeError, ValueError)):
         tour(kind)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in RESIZABLE for name in OVERRIDES[kind]])
+def test_what_a_plain_method_does_behind_our_back_is_noticed(kind, name, monkeypatch):
+    owner = next(part for part in KINDS[kind][1].__mro__ if name in vars(part))
+    monkeypatch.setattr(owner, name, getattr(DynamicLayer, name))
+    layer = make(kind)
+    update(layer, 5, 0)
+    ACTS[name](layer)
+    check_all(layer) if layer.get_seq_length() else update(layer, 3, 1)
+    update(layer, 4, 7)
+    check_all(layer)
+
+
+def prune(layer):
+    """Keep the first and the last tokens, as presses do."""
+    keys, values = stored(layer)
+    layer.keys, layer.values = (torch.cat([x[:, :, :2], x[:, :, -2:]], dim=2).contiguous() for x in (keys, values))
+
+
+def scale(layer):
+    layer.keys[:, :, 1:3] *= -1
+    layer.values.add_(1)
+
+
+def shorten(layer):
+    """A static layer cropped by hand."""
+    layer.cumulative_length.sub_(3)
+
+
+def requantise(layer):
+    """What a press does to a quantised layer."""
+    keys, values = stored(layer)
+    layer._quantized_keys = layer._quantize(keys[:, :, 2:], axis=layer.axis_key)
+    layer._quantized_values = layer._quantize(values[:, :, 2:], axis=layer.axis_value)
+    layer.keys, layer.values = torch.zeros(0), torch.zeros(0)
+    layer.cumulative_length = keys.shape[2] - 2
+
+
+EDITS = [(kind, edit) for kind in RESIZABLE for edit in (prune, scale)] + [("static", scale), ("static", shorten)]
+EDITS += [("quantised", requantise)] * ("quantised" in KINDS)
+
+
+@pytest.mark.parametrize(("kind", "edit"), EDITS)
+@pytest.mark.parametrize("then", ["update", "reorder_cache", "copy", "nothing"])
+def test_what_others_do_to_keys_and_values_is_noticed(kind, edit, then):
+    layer = make(kind)
+    update(layer, 9, 0)
+    check_all(layer)
+    edit(layer)
+    length = int(layer.get_seq_length())
+    if then == "copy":
+        layer = copy.deepcopy(layer)
+        check_all(layer)
+        edit(layer)
+        length = int(layer.get_seq_length())
+    elif then != "nothing":
+        ACTS[then](layer)
+    assert int(layer.get_seq_length()) == length + 3 * (then == "update")
+    check_all(layer)
+    update(layer, 8, 3)
+    check_all(layer)
+
+
+def test_a_layer_with_fewer_values_than_keys_is_refused():
+    layer = make("dynamic")
+    update(layer, 6, 0)
+    layer.keys = layer.keys[:, :, :3]
+    with pytest.raises(ValueError, match=r"as many keys as values, got \(2, 2, 3, 16\) and \(2, 2, 6, 16\)"):
+        update(layer, 1, 1)
+
+
+def test_nothing_is_hashed_twice_while_nobody_else_touches_a_layer():
+    hashed = []
+    layer = make("dynamic", Encoder(lambda k: (hashed.append(k.shape[2]), encode(k))[1]))
+    update(layer, 9, 0)
+    for act in ("reorder_cache", "batch_repeat_interleave", "crop", "update", "batch_select_indices"):
+        ACTS[act](layer)
+        check_all(layer)
+    check(copy.deepcopy(layer))
+    assert hashed == [9, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", [copy.copy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_pickled_layer_is_a_plain_one_of_the_same_tokens(kind, way):
+    layer = make(kind)
+    update(layer, 9, 0)
+    check_all(layer)
+    twin = way(layer)
+    assert type(twin) is KINDS[kind][1].plain
+    assert not {"encoder", "means", "_codes", "_marks"} & set(vars(twin))
+    assert twin.keys.untyped_storage().nbytes() == twin.keys.nbytes
+    before = stored(layer)
+    update(twin, 3, 1)
+    assert torch.equal(stored(layer)[0], before[0])
+    check_all(layer)
+    carry_codes(twin, Encoder(encode), KINDS[kind][1])
+    check_all(twin)
 
 
 GUARDS = {"drop": RESIZABLE, "map_batch": tuple(KINDS), "reset": ("static",)}

@@ -7,6 +7,7 @@ import pytest
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.demo import demo_model_path
 from sparse_decode.cli import main
+from sparse_decode.streaming import _last_tokens
 from sparse_decode_doubles import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,7 +48,7 @@ def test_it_streams_and_ends_with_json(folder, capsys):
     steps = range(n + 1, n + 6)
     row = 2 * 2 * 16 * 4  # bytes of a token's key and value, of two heads of 16 float32
     assert made["kv_bytes"] == 4 * (n + 5) * row
-    assert made["code_bytes"] == 2 * (n + 5) * 2 * 16
+    assert made["code_bytes"] == 4 * (n + 5) * 2 * 16
     least, most = (sum(t // 10 + extra for t in steps) / sum(steps) for extra in (0, 3))
     assert least <= made["density"] <= most
     assert "tokens per second" in captured.err
@@ -88,12 +89,28 @@ def test_a_text_that_the_model_ends_early_is_explained(folder, tmp_path, ends, m
     assert ("speed and density are of the tokens after the first" in said) == (ends == 0)
 
 
+def test_of_a_long_prompt_only_the_end_is_turned_into_tokens(folder, tmp_path, capsys):
+    text = "".join(f"def name_{i}(x): return x * {i}\n" for i in range(100_000))
+    (tmp_path / "long.txt").write_text(text)
+    tokenizer, seen = AutoTokenizer.from_pretrained(folder / "model"), []
+
+    def counted(part, **settings):
+        seen.append(len(part))
+        return tokenizer(part, **settings)
+
+    last = _last_tokens(text, counted, 50)
+    assert last.tolist() == tokenizer(text[-5000:], verbose=False).input_ids[-50:]
+    assert sum(seen) <= 2 << 20 < len(text)
+    assert main(arguments(folder, "--prompt-file", str(tmp_path / "long.txt"))) == 2
+    assert "must fit the model's context of 512, got at least " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
         (["--fraction", "0"], "--fraction must be above 0 and at most 1, got 0"),
-        (["--max-new-tokens", "0"], "--max-new-tokens must be 1 or more, got 0"),
-        (["--recent", "-1"], "--recent must be 0 or more, got -1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+        (["--recent", "-1"], "--recent must be at least 0, got -1"),
         (["--dense-layers", "4"], "dense_layers must leave a full-attention layer"),
         (["--model", "no/such/folder"], "model folder not found"),
         (["--hasher", "no/such/folder"], "no hasher at no/such/folder"),

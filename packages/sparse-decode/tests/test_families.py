@@ -7,7 +7,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach
 from sparse_decode_doubles import ATTENTION, FAMILIES, Auditor, SignHasher, generate, prompts, tiny_model
 
-TENTH = Budget(0.1, min_tokens=2)
+TENTH = Budget(0.1, min_tokens=2, sink=0, recent=0)
 
 
 def gemma4(**changes):

@@ -87,7 +87,7 @@ def test_a_model_gives_what_it_gives_without(double, monkeypatch, selector, star
         counted(name)
     found = []
     for kernel in ("gather", "flash"):
-        with attach(model, selector, BUDGET, kernel=kernel, sparse_rows=start) as attachment:
+        with attach(model, selector, BUDGET, dense_layers=2, kernel=kernel, sparse_rows=start) as attachment:
             logits, cache = [], None
             for part in (ids[:, :20], ids[:, 20:37], ids[:, 37:38], ids[:, 38:39]):
                 step = model(part, past_key_values=cache, use_cache=True)
@@ -157,7 +157,7 @@ def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch):
 
 def test_what_is_refused_at_first_use(double):
     model, (ids, mask) = tiny_model().to(torch.bfloat16), prompts((30, 20))
-    with attach(model, SignHasher(), BUDGET, kernel="flash"):
+    with attach(model, SignHasher(), BUDGET, dense_layers=2, kernel="flash"):
         with pytest.raises(ValueError, match="takes no padding and no mask"):
             model(ids, attention_mask=mask)
         with pytest.raises(ValueError, match="needs a DynamicCache, got a layer of type StaticLayer"):

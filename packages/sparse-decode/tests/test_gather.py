@@ -213,7 +213,10 @@ def test_a_missing_barrier_is_found():
 REFUSED = [
     ({"kind": (128, 128, torch.float32)}, "takes bfloat16 or float16, got torch.float32; convert the model"),
     ({"group": 17}, "takes up to 16 query heads an index set, got 17"),
-    ({"kind": (72, 64, torch.float16)}, "keys on CUDA must have a multiple of 16 components, at most 256, got 72"),
+    (
+        {"kind": (72, 64, torch.float16)},
+        "keys and values on CUDA must have a multiple of 16 components, at most 256, got 72",
+    ),
     ({"kind": (64, 272, torch.float16)}, "values on CUDA must have a multiple of 16 components, at most 256, got 272"),
 ]
 

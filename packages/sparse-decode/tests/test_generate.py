@@ -12,7 +12,7 @@ from sparse_decode_doubles import FAMILIES, Auditor, PaperLikeHasher, SignHasher
 from transformers import DynamicCache
 
 WAYS = {"greedy": {}, "beam": {"num_beams": 3}, "sampling": {"do_sample": True}}
-TENTH = Budget(0.1, min_tokens=2)
+TENTH = Budget(0.1, min_tokens=2, sink=0, recent=0)
 EVERY_SELECTOR = {
     "planes": SignHasher(),
     "paper": PaperLikeHasher(),
@@ -48,7 +48,7 @@ def test_every_step_keeps_the_laws(selector, way, implementation, monkeypatch):
     auditor = Auditor(monkeypatch)
     with attach(model, EVERY_SELECTOR[selector], TENTH):
         run(model, ids, mask, new_tokens=6, **WAYS[way])
-    assert auditor.steps == auditor.padded == 2 * 5  # two sparse layers, all but the first new token
+    assert auditor.steps == auditor.padded == 4 * 5  # four layers, all but the first new token
     for visible, selected in auditor.sizes:
         assert torch.equal(selected, (visible // 10).clamp(min=2).expand(selected.shape))
 
@@ -153,7 +153,7 @@ def test_a_whole_generation_hashes_each_key_once():
     model, (ids, _), hasher = tiny_model(), prompts((40,)), Counting()
     with attach(model, hasher, TENTH):
         run(model, ids, new_tokens=8)
-    assert hasher.tokens == 2 * (40 + 7)
+    assert hasher.tokens == 4 * (40 + 7)
 
 
 def test_a_copied_prefix_cache_and_one_filled_before_attaching(monkeypatch):

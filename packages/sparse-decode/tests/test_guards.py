@@ -13,7 +13,7 @@ from sparse_decode.plan import RowRule
 from sparse_decode_doubles import VOCABULARY, Auditor, Calibrated, SignHasher, generate, prompts, tiny_model
 from transformers import AttentionMaskInterface, DynamicCache, StaticCache
 
-TENTH = Budget(0.1, min_tokens=2)
+TENTH = Budget(0.1, min_tokens=2, sink=0, recent=0)
 
 
 def padded(lengths):
@@ -29,7 +29,7 @@ def poisoned_padding(monkeypatch):
     auditor = Auditor(monkeypatch)
     with attach(model, SignHasher(), TENTH):
         generate(model, ids, mask, new_tokens=4)
-    assert auditor.padded == auditor.steps == 6
+    assert auditor.padded == auditor.steps == 12
 
 
 def padded_is_alone(monkeypatch):

@@ -136,7 +136,21 @@ def test_layers_placed_by_a_device_map_and_read_from_disk(folder, tmp_path, monk
     auditor = Auditor(monkeypatch)
     with attach(placed, hasher, budget) as attachment:
         assert torch.equal(generate(placed, ids, mask, new_tokens=8), expected)
-        assert auditor.steps == 2 * 7
-        assert attachment.layers == (2, 3)
+        assert auditor.steps == 4 * 7
+        assert attachment.layers == (0, 1, 2, 3)
         assert attachment.remainder
     assert torch.equal(generate(placed, ids, mask, new_tokens=8), generate(whole, ids, mask, new_tokens=8))
+
+
+@pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x.copy_(-x)])
+def test_a_copy_on_another_device_follows_the_weights(change):
+    hasher = Hasher(HasherConfig("lsh", ModelShape(1, 2, 1, 16)))
+    placed, other = PlacedHasher(hasher), torch.device("meta")
+    first = placed.layer(0, other)
+    assert placed.layer(0, other) is first
+    weights = next(x for x in (*hasher.layer(0).parameters(), *hasher.layer(0).buffers()) if x.is_floating_point())
+    change(weights)
+    assert placed.layer(0, other) is not first
+    hasher.load_state_dict(hasher.state_dict())
+    assert placed.layer(0, other) is placed.layer(0, other)
+    assert placed.layer(0, torch.device("cpu")) is hasher.layer(0)

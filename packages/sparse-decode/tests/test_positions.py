@@ -5,7 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode.positions import (
+    between,
     count_visible,
+    ends_by_sorting,
     first_visible,
     last_visible,
     merge,
@@ -16,6 +18,7 @@ from sparse_decode.positions import (
 from sparse_decode_doubles import as_sets
 
 CPU = torch.device("cpu")
+ENDS = st.integers(0, 11)
 
 
 def lists(indices):
@@ -96,11 +99,38 @@ def test_without_a_mask_the_span_is_all():
 
 
 @settings(deadline=None)
-@given(st.lists(st.sets(st.integers(0, 8)), min_size=1, max_size=4), st.integers(0, 11), st.integers(0, 11))
-def test_ends_are_merged_as_any_other_set(rows, sink, recent):
-    width = max(map(len, rows))
-    selected = torch.tensor([sorted(row) + [-1] * (width - len(row)) for row in rows], dtype=torch.int64)[None, :, None]
-    expected = selected
-    for size, listed in ((sink, first_visible), (recent, last_visible)):
-        expected = merge(expected, listed(None, torch.full((1, 1), min(size, 9)), 9), 9)
-    assert torch.equal(with_ends(selected, sink, recent, 9), expected)
+@given(
+    st.lists(st.sets(st.integers(0, 8)), min_size=1, max_size=4),
+    st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), min_size=1, max_size=4),
+    st.integers(0, 11),
+    st.integers(0, 11),
+    st.sampled_from(["cpu", "meta's way"]),
+)
+def test_ends_stand_around_what_is_selected_of_the_others(heads, spans, sink, recent, way):
+    width = max(map(len, heads))
+    selected = torch.tensor([sorted(row) + [-1] * (width - len(row)) for row in heads], dtype=torch.int64)
+    selected = selected[None, :, None].expand(1, -1, len(spans), -1)
+    starts, ends = torch.tensor([sorted(span) for span in spans]).T[:, None]
+    function = with_ends if way == "cpu" else ends_by_sorting
+    merged = function(selected, starts, ends, sink, recent)
+    for head, tokens in enumerate(heads):
+        for row, (start, end) in enumerate(sorted(span) for span in spans):
+            seen = list(range(start, end))
+            always = {*seen[:sink], *(seen[-recent:] if recent else [])}
+            assert lists(merged[:, head, row]) == [sorted(always | (tokens & set(seen)))]
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=9, max_size=9), min_size=1, max_size=4), ENDS, ENDS)
+def test_candidates_are_what_a_row_sees_but_its_ends(rows, sink, recent):
+    visible = torch.tensor(rows)[:, None, None]
+    found = between(visible, sink, recent, 1, 9, CPU)
+    for row, kept in zip(rows, found[:, 0, 0].tolist(), strict=True):
+        seen = [i for i, bit in enumerate(row) if bit]
+        middle = seen[sink : max(sink, len(seen) - recent)]
+        assert [i for i, bit in enumerate(kept) if bit] == middle
+
+
+def test_candidates_without_a_mask():
+    assert between(None, 0, 0, 2, 5, CPU) is None
+    assert between(None, 1, 2, 2, 5, CPU).tolist() == [[[[False, True, True, False, False]] * 2]]

@@ -12,7 +12,8 @@ from sparse_decode.remainder import RunningMeans
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-HEADS, DIM, TOKENS, CHUNK = 2, 64, 4096, 256
+HEADS, DIM, TOKENS = 2, 64, 4096
+CHUNK = 1 << 18  # bytes
 BITS = 128
 
 
@@ -35,20 +36,22 @@ def prefill(kind, k, v):
     layer = carry_codes(plain, Encoder(lambda keys: selector.encode_keys(0, keys)))
     layer.update(k, v)
     means = RunningMeans()
-    means.rows(k, v, None, TOKENS - 1, TOKENS)
+    means.rows(k, v, None, k.shape[2] - 1, k.shape[2])
+    means.drop(k, v, 1)
 
 
 @pytest.mark.parametrize("kind", [DynamicLayer, StaticLayer])
-def test_no_temporary_is_as_long_as_the_context(monkeypatch, kind):
+@pytest.mark.parametrize("batch", [1, 4])
+def test_no_temporary_grows_with_the_context_or_the_batch(monkeypatch, kind, batch):
     monkeypatch.setattr(cache_module, "_CHUNK", CHUNK)
     monkeypatch.setattr(remainder, "_CHUNK", CHUNK)
-    k, v = torch.randn(2, 1, HEADS, TOKENS, DIM).bfloat16()
-    chunk = HEADS * CHUNK * max(DIM * 8, BITS * 4)  # a chunk's float64 keys, or its float32 hidden layer
+    k, v = torch.randn(2, batch, HEADS, TOKENS // batch, DIM).bfloat16()
     with LargestFloats() as largest:
         prefill(kind, k, v)
-    assert 0 < largest.nbytes <= chunk < k.numel() * 4
+    weights = batch * HEADS * BITS * BITS * 4  # torch repeats a batched product's second factor
+    assert 0 < largest.nbytes <= max(CHUNK, weights) < k.numel() * 4
     tracemalloc.start()  # what numpy allocates
     prefill(kind, k, v)
     codes = HEADS * TOKENS * BITS // 8
-    assert tracemalloc.get_traced_memory()[1] < chunk + 4 * codes
+    assert tracemalloc.get_traced_memory()[1] < 4 * CHUNK + 4 * codes
     tracemalloc.stop()

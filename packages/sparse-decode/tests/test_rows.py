@@ -1,5 +1,7 @@
 """The evaluation rule: one forward pass scores a text as decoding it token by token would."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach, attend_reference
@@ -17,7 +19,7 @@ from sparse_decode_doubles import (
 )
 from transformers import DynamicCache
 
-BUDGET = Budget(0.1, min_tokens=2)
+BUDGET = Budget(0.1, min_tokens=2, sink=0, recent=0)
 LENGTH = 40
 
 
@@ -147,7 +149,7 @@ def test_a_selector_may_bring_its_own_attention(start):
     model, (ids, _) = tiny_model(), prompts((LENGTH, LENGTH))
 
     def logits(selector):
-        with attach(model, selector, Budget(0.1, sink=1), sparse_rows=start) as attachment:
+        with attach(model, selector, Budget(0.1, sink=0, recent=0), sparse_rows=start) as attachment:
             return model(ids).logits, attachment.counts()
 
     plain, counts = logits(RecentSelector())
@@ -173,8 +175,9 @@ def test_an_attention_of_its_own_has_no_remainder():
         attach(model, WeighingHashes(Calibrated()), BUDGET)
     assert torch.equal(model(ids).logits, dense)
     logits = []
+    alike = replace(BUDGET, sink=0, recent=0)  # which an attention of its own is to read itself
     for selector in (WeighingHashes(Calibrated()), HashSelector(Calibrated())):
-        with attach(model, selector, BUDGET, sparse_rows=0, remainder=False) as attachment:
+        with attach(model, selector, alike, sparse_rows=0, remainder=False) as attachment:
             logits.append(model(ids).logits)
             assert not attachment.remainder
     close(*logits)

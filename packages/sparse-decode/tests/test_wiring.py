@@ -20,7 +20,7 @@ def test_every_variant_generates_and_scores(variant, per_query_head, monkeypatch
     auditor = Auditor(monkeypatch)
     with attach(model, selector, Budget(0.1)) as attachment:
         generate(model, ids, mask, new_tokens=4)
-    assert auditor.steps == 6
+    assert auditor.steps == 12
     assert attachment.counts()[2][1] == 4 * sum(n + step for n in (40, 27, 33) for step in (1, 2, 3))
     with attach(model, selector, Budget(0.1), sparse_rows=0):
         assert model(ids[:1]).logits.isfinite().all()

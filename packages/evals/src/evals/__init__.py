@@ -1,11 +1,23 @@
 """Quality of sparse attention, every method in one harness."""
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
-from evals.methods import METHODS, LoadedMethod, load_methods
-from evals.metrics import bootstrap, mean_kl, perplexity, token_losses
-from evals.result import Result, Row, read_result
+from hashtrain.lazy import export
 
+if TYPE_CHECKING:
+    from evals.methods import METHODS, LoadedMethod, load_methods
+    from evals.metrics import bootstrap, mean_kl, perplexity, token_losses
+    from evals.result import Result, Row, read_result
+
+export(
+    __name__,
+    {
+        "methods": ("METHODS", "LoadedMethod", "load_methods"),
+        "metrics": ("bootstrap", "mean_kl", "perplexity", "token_losses"),
+        "result": ("Result", "Row", "read_result"),
+    },
+)
 __version__ = version("evals")
 __all__ = [
     "METHODS",

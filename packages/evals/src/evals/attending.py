@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparse_decode import Budget, attach
 from transformers import PreTrainedModel
 
 from evals.methods import LoadedMethod, Sampling
+from evals.plan import Always
 
 
 @dataclass
@@ -31,13 +32,13 @@ class Attended:
 
 @contextlib.contextmanager
 def attending(
-    model: PreTrainedModel, method: LoadedMethod, budget: Budget, dense_layers: int, prompt: int | None
+    model: PreTrainedModel, method: LoadedMethod, budget: Budget, always: Always, prompt: int | None
 ) -> Iterator[Attended]:
     """Attend by a method inside the block.
 
     Args:
-        budget: tokens per row; dense attention heeds none.
-        dense_layers: the first layers, which stay dense.
+        budget: tokens per row, `always.sink` and `always.recent` among them; dense attention heeds none.
+        always: layers that stay dense, beside those that the method's hasher names.
         prompt: None makes every row sparse. With a number of tokens the rows of these first ones are dense, every later
             row is sparse, and the method is told: see `LoadedMethod.selector_after`.
     """
@@ -48,8 +49,10 @@ def attending(
     if isinstance(selector, Sampling):
         selector.sampled = selector.empty = 0
     start = 0 if prompt is None else prompt
+    budget = replace(budget, sink=always.sink, recent=always.recent)
+    dense = {*range(always.dense_layers), *getattr(selector, "dense_layers", ())}
     with attach(
-        model, selector, budget, dense_layers=dense_layers, sparse_rows=start, remainder=method.remainder
+        model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder
     ) as attachment:
         yield found
         for selected, visible in attachment.counts().values():

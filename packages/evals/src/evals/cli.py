@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 from hashtrain.usage import guarded, require_folder
@@ -25,15 +25,15 @@ from evals.commands import (
     OutputErrorCommand,
     RulerCommand,
 )
-from evals.compare import compare
-from evals.grid import to_rich
 from evals.methods import METHODS
-from evals.page import section_of, write_page
-from evals.paper import ITEMS, Item, chosen, why_not
 from evals.plan import IouCommand, ListCommand, PplCommand
-from evals.result import Result, write_json
 from evals.speed import KernelsCommand, ThroughputCommand
 from evals.study import CompareCommand, PaperCommand, ReportCommand, SuggestCommand, TuneCommand
+
+# What else a command needs is imported where it runs, so that `--help` does not wait for torch and transformers.
+if TYPE_CHECKING:
+    from evals.paper import Item
+    from evals.result import Result
 
 TASKS = {  # name: command, module of evals.tasks
     "ppl": (PplCommand, "ppl"),
@@ -85,13 +85,8 @@ def _parse(arguments: list[str] | None) -> Any:
 
 
 def _run(command: Any, console: Console) -> dict[str, Any]:
-    from transformers.utils import logging
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # its redrawn line would fill a log file
     began = time.monotonic()
     module = next(module for kind, module in TASKS.values() if type(command) is kind)
-    # transformers' models load here, not for --help
     result: Result = importlib.import_module(f"evals.tasks.{module}").run(command, console)
     console.print(
         f"stored in {command.out}: report.md, figure.png, rows.json, rows.parquet and samples", highlight=False
@@ -125,6 +120,8 @@ def _list(command: ListCommand, console: Console) -> dict[str, Any]:
 
 
 def _report(command: ReportCommand, console: Console) -> dict[str, Any]:
+    from evals.page import section_of, write_page
+
     sections = [section_of(folder) for folder in command.runs]
     write_page(command.out, command.title, sections)
     console.print(f"written: {command.out / 'report.html'} and report.md", highlight=False)
@@ -132,6 +129,9 @@ def _report(command: ReportCommand, console: Console) -> dict[str, Any]:
 
 
 def _compare(command: CompareCommand, console: Console) -> dict[str, Any]:
+    from evals.compare import compare
+    from evals.grid import to_rich
+
     methods, budgets = (command.method_a, command.method_b), (command.budget_a, command.budget_b)
     entries, grid = compare(command.first, command.second, methods, budgets)
     console.print(to_rich(grid))
@@ -139,6 +139,10 @@ def _compare(command: CompareCommand, console: Console) -> dict[str, Any]:
 
 
 def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
+    from evals.page import section_of, write_page
+    from evals.paper import ITEMS, chosen, why_not
+    from evals.result import write_json
+
     items = chosen(command)
     if not items:
         for item in ITEMS:

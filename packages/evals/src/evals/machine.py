@@ -6,9 +6,6 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-import hashcore
-import torch
-
 PACKAGES = ("hashcore", "hashtrain", "sparse-decode", "evals")
 HARDWARE = ("processor", "threads", "device")
 
@@ -19,6 +16,9 @@ def environment(device: str = "cpu") -> dict[str, str]:
     Args:
         device: where the model runs; a CUDA device is stated by its model, such as `NVIDIA H100`.
     """
+    import hashcore  # here: `--help` needs only the packages' names
+    import torch
+
     packages = {name: version(name) for name in ("torch", "transformers", "numpy", "numba", *PACKAGES[1:])}
     software = {"python": platform.python_version(), "hashcore": hashcore.__version__, **packages}
     named = torch.cuda.get_device_name(device) if device.startswith("cuda") else device

@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from hashtrain import Hasher
+import hashtrain
+import sparse_decode
 from hashtrain.plan import ABLATIONS, CANDIDATES
-from sparse_decode import HashSelector, OracleSelector, QueryHeadHasher, RecentSelector, Selector
 
 from evals.rivals import RIVALS, rival_named
-from evals.scored import ScoreSelector
+
+if TYPE_CHECKING:
+    from sparse_decode import Selector
 
 REMAINDER = "+remainder"
 _AFTER_PROMPT = "-after-prompt"
@@ -80,8 +82,18 @@ class Method:
     load: Callable[[Path], LoadedMethod]
 
 
-def _plain(name: str, selector: Selector | None, query_head_selector: Selector | None, folder: Path) -> LoadedMethod:
-    return LoadedMethod(name, name, None, name, selector, query_head_selector)
+def _dense(folder: Path) -> LoadedMethod:
+    return LoadedMethod(DENSE, DENSE, None, DENSE, None, None)
+
+
+def _oracle(folder: Path) -> LoadedMethod:
+    forms = sparse_decode.OracleSelector(), sparse_decode.OracleSelector(per_query_head=True)
+    return LoadedMethod("oracle", "oracle", None, "oracle", *forms)
+
+
+def _recent(folder: Path) -> LoadedMethod:
+    forms = sparse_decode.RecentSelector(), sparse_decode.RecentSelector()
+    return LoadedMethod("recent", "recent", None, "recent", *forms)
 
 
 def load_rival(name: str, parameters: Mapping[str, int], label: str, stored_as: str = "") -> LoadedMethod:
@@ -114,8 +126,8 @@ def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
             f"no hasher `{path.name}` in {folder}: make it with `uv run hashtrain --only {path.name} --out {folder}`, "
             "and --model if it is for another than the demo model"
         )
-    hasher = Hasher.from_pretrained(path)
-    if remainder and hasher.remainder(len(hasher.layers) - 1) is None:
+    hasher = hashtrain.Hasher.from_pretrained(path)
+    if remainder and all(hasher.remainder(layer) is None for layer in range(len(hasher.layers))):
         raise ValueError(
             f"the hasher `{path.name}` in {folder} has no remainder: train it anew with `uv run hashtrain`"
         )
@@ -124,8 +136,11 @@ def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
     first = hasher.layer(0)
     facts = name, hasher.config.variant, first.key_bits, identity
     if not first.has_codes:
+        from evals.scored import ScoreSelector  # here: `--help` names the methods without torch
+
         return LoadedMethod(*facts, ScoreSelector(hasher), ScoreSelector(hasher, per_query_head=True))
-    return LoadedMethod(*facts, HashSelector(hasher), HashSelector(QueryHeadHasher(hasher)), remainder)
+    by_query_head = sparse_decode.HashSelector(sparse_decode.QueryHeadHasher(hasher))
+    return LoadedMethod(*facts, sparse_decode.HashSelector(hasher), by_query_head, remainder)
 
 
 def _whole(name: str) -> Method:
@@ -139,16 +154,16 @@ def _whole(name: str) -> Method:
 
 DENSE = "dense"
 METHODS = (
-    Method(DENSE, "every visible token: what the others are measured against", partial(_plain, DENSE, None, None)),
+    Method(DENSE, "every visible token: what the others are measured against", _dense),
     Method(
         "oracle",
         "the largest exact attention: the bound of any selection",
-        partial(_plain, "oracle", OracleSelector(), OracleSelector(per_query_head=True)),
+        _oracle,
     ),
     Method(
         "recent",
         "the last tokens: a sliding window of the same size",
-        partial(_plain, "recent", RecentSelector(), RecentSelector()),
+        _recent,
     ),
     Method("lsh", "signs of a random rotation, untrained", partial(_hashed, "lsh")),
     Method("paper", "the paper's MLP, from a random start", partial(_hashed, "paper")),

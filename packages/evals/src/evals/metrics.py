@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -15,19 +15,24 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-_CHUNK = 256  # rows at once: temporaries stay small beside the logits of a large vocabulary
+_CHUNK = 1 << 20  # numbers at once, 4 MB: temporaries stay small beside the logits of a large vocabulary
 _RESAMPLES = 10_000
 
 
-def token_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
-    """Read off each target's negative log-probability, in nats.
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute each target's negative log-probability, in nats.
 
     Args:
-        log_probs: [R, V].
+        logits: [R, V], of any float type; log-probabilities are logits, too.
         targets: int64 [R].
     Returns: float64 [R].
     """
-    return -log_probs.gather(-1, targets[:, None])[:, 0].double()
+    found, start = torch.empty(len(targets), dtype=torch.float64, device=logits.device), 0
+    for p in _log_probs(logits):
+        end = start + len(p)
+        found[start:end] = -p.gather(-1, targets[start:end, None])[:, 0]
+        start = end
+    return found
 
 
 def perplexity(losses: Sequence[float], tokens: Sequence[int]) -> float:
@@ -37,14 +42,19 @@ def perplexity(losses: Sequence[float], tokens: Sequence[int]) -> float:
 
 
 def mean_kl(reference: Tensor, other: Tensor) -> float:
-    """Return the mean over rows of KL(reference || other), in nats, for log-probabilities [R, V]."""
+    """Return the mean over rows of KL(reference || other), in nats, for logits [R, V] of any float type."""
     total = 0.0
-    parts, others = (cast("tuple[Tensor, ...]", x.split(_CHUNK)) for x in (reference, other))
-    for p, q in zip(parts, others, strict=True):
+    for p, q in zip(_log_probs(reference), _log_probs(other), strict=True):
         # A token of probability 0 adds nothing, whatever the other says; 0 * inf would be NaN.
         gap = (p - q).masked_fill_(p == -torch.inf, 0)
         total += gap.mul_(p.exp()).sum(dtype=torch.float64).item()
     return total / len(reference)
+
+
+def _log_probs(logits: Tensor) -> Iterator[Tensor]:
+    """Give the float32 log-probabilities of some rows after the other, of _CHUNK numbers or fewer: [r, V]."""
+    for part in cast("tuple[Tensor, ...]", logits.split(max(1, _CHUNK // logits.shape[-1]))):
+        yield part.float().log_softmax(-1)
 
 
 @functools.lru_cache(maxsize=4)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
+from hashtrain.config import RECENT, SINK
 from hashtrain.plan import DEMO, model_path, require_device_name
-from hashtrain.usage import UsageError
+from hashtrain.usage import UsageError, require_counts, require_seed
 
 from evals.methods import (
     DEFAULT_NAMES,
@@ -31,6 +32,17 @@ RowsFrom = Literal["drawn", "last"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
+class Always(NamedTuple):
+    """What no method decides: the first layers, which stay dense, and the tokens that every row reads."""
+
+    dense_layers: int = 0
+    sink: int = SINK
+    recent: int = RECENT
+
+
+ALWAYS = Always()
+
+
 @dataclass(frozen=True)
 class MethodsCommand:
     """What the tasks that run a model share."""
@@ -45,8 +57,12 @@ class MethodsCommand:
     """Shares of the tokens that a row may select."""
     documents: int = 20
     """Contexts or exercises to measure; a run may be continued with more."""
-    dense_layers: int = 2
-    """The first layers, which stay dense."""
+    dense_layers: int = 0
+    """The first layers, which stay dense for every method, beside those that a hasher names (the paper: 2)."""
+    sink: int = SINK
+    """First tokens that every row reads, whatever the method, within its budget (the paper: 0)."""
+    recent: int = RECENT
+    """Last tokens that every row reads, whatever the method, within its budget (the paper: 0)."""
     seed: int = 0
     """Draws the order of documents, the exercises, the sampled rows and the bootstrap."""
     device: str = "cpu"
@@ -58,7 +74,8 @@ class MethodsCommand:
     """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
 
     def __post_init__(self) -> None:
-        at_least(self, documents=1, dense_layers=0)
+        at_least(self, documents=1, dense_layers=0, sink=0, recent=0)
+        require_seed(self.seed)
         require_device_name(self.device)
         for name in ("methods", "budgets"):
             each_once(self, name)
@@ -74,6 +91,11 @@ class MethodsCommand:
     def model_path(self) -> str:
         """What `from_pretrained` is given."""
         return model_path(self.model)
+
+    @property
+    def always(self) -> Always:
+        """What no method decides."""
+        return Always(self.dense_layers, self.sink, self.recent)
 
     @property
     def longest(self) -> tuple[str, int]:
@@ -113,10 +135,8 @@ class TaskCommand(MethodsCommand):
 
 
 def at_least(command: Any, **bounds: int) -> None:
-    """Raise UsageError if a field is below its bound."""
-    for name, least in bounds.items():
-        if getattr(command, name) < least:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(command, name)}")
+    """Raise UsageError if a field is below its bound, or larger than any count."""
+    require_counts(command, **bounds)
 
 
 def each_once(command: Any, name: str) -> None:
@@ -129,8 +149,7 @@ def each_once(command: Any, name: str) -> None:
 def each_positive(command: Any, name: str) -> None:
     """Raise UsageError if a field of several numbers has none, one twice, or one below 1."""
     each_once(command, name)
-    if (least := min(getattr(command, name))) < 1:
-        raise UsageError(f"--{name} must be at least 1, got {least}")
+    require_counts(command, **{name: 1})
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_type_hints
 
-from hashtrain.atomic import write_text
 from hashtrain.untrusted import one_line, read_json_object
 
 from evals.machine import PACKAGES
@@ -106,6 +105,8 @@ def versions() -> str:
 
 def write_json(path: Path, data: Any) -> None:
     """Replace a file by JSON; a kill leaves the old one or the new one."""
+    from hashtrain.atomic import write_text  # here: it brings torch, and `--help` needs only the versions
+
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 

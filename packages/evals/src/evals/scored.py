@@ -27,10 +27,11 @@ class ScoreSelector(NoCodes):
         self.hasher.require_match(model_config)
 
     def select(self, rows: Rows) -> Tensor:
-        """Choose the best `counts` visible tokens of each row, int64 [B, Hq or Hkv, Q, K]; see `Selector`."""
+        """Choose the best `counts` candidates of each row, int64 [B, Hq or Hkv, Q, K]; see `Selector`."""
         with torch.no_grad():
             own = self.hasher.layer(rows.layer).to(rows.q.device)
             scores = own.scores(rows.q, rows.k, self.per_query_head)
-        if rows.visible is not None:
-            scores = scores.masked_fill(~rows.visible, -torch.inf)
+        candidates = rows.candidates()
+        if candidates is not None:
+            scores = scores.masked_fill(~candidates, -torch.inf)
         return best_floats(scores, rows.counts[:, None].expand(scores.shape[:-1]))

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.plan import DEMO, model_path
-from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
-def _qwen(**sizes: Any) -> Qwen2Config:
+def _qwen(**sizes: Any) -> PretrainedConfig:
+    from transformers import Qwen2Config  # here and below: not for --help
+
     return Qwen2Config(**sizes, max_position_embeddings=1 << 22)
+
+
+def _llama(**sizes: Any) -> PretrainedConfig:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**sizes, max_position_embeddings=1 << 22)
 
 
 PLANES = HasherConfig("transform", ModelShape(1, 1, 1, 128)).planes
@@ -27,14 +37,13 @@ PRESETS = {
         num_key_value_heads=4,
         vocab_size=152064,
     ),
-    "llama3-8b": lambda: LlamaConfig(
+    "llama3-8b": lambda: _llama(
         hidden_size=4096,
         intermediate_size=14336,
         num_hidden_layers=32,
         num_attention_heads=32,
         num_key_value_heads=8,
         vocab_size=128256,
-        max_position_embeddings=1 << 22,
     ),
     # The groups and heads of Qwen2.5-7B, 4 layers, little beside attention: for two CPU cores.
     SMALL: lambda: _qwen(
@@ -56,14 +65,16 @@ def load_config(name: str) -> PretrainedConfig:
     """
     if name in PRESETS:
         return PRESETS[name]()
+    from hashtrain.models import load_config as load
+
     path = model_path(name)
     remedy = f"use {', '.join(PRESETS)}, {DEMO} or a model's folder"
     if not Path(path).is_dir() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):  # no hub id either
         raise ValueError(f"no shape {name}: there is no folder of that name; {remedy}")
     try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"no shape {name}: its config.json cannot be read; {remedy}") from error
+        return load(path)
+    except ValueError as error:
+        raise ValueError(f"no shape {name}: its config.json cannot be read ({error}); {remedy}") from error
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:

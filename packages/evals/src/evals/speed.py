@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hashtrain.plan import require_device_name
-from hashtrain.usage import UsageError
+from hashtrain.usage import UsageError, require_seed
 
 from evals.plan import Methods, at_least, each_once, each_positive
 from evals.result import versions
@@ -53,6 +53,7 @@ class SpeedCommand:
     """Where the rows, the report and the figure go."""
 
     def __post_init__(self) -> None:
+        require_seed(self.seed)
         at_least(self, bits=32, planes=1, hidden=1, repeats=1, steps=1, warmup=0)
         require_device_name(self.device)
         each_positive(self, "contexts")
@@ -81,7 +82,7 @@ class ThroughputCommand(SpeedCommand):
     over a static cache under torch.compile, which needs a C++ compiler on the CPU."""
     batches: tuple[int, ...] = (1,)
     """Sequences at once."""
-    dense_layers: int = 2
+    dense_layers: int = 0
     """The first layers, which stay dense."""
     out: Path = Path("runs/throughput")
     """Where the rows, the report and the figure go."""
@@ -91,8 +92,7 @@ class ThroughputCommand(SpeedCommand):
         at_least(self, dense_layers=0)
         for name in ("methods", "batches"):
             each_once(self, name)
-        if min(self.batches) < 1:
-            raise UsageError(f"--batches must be at least 1, got {min(self.batches)}")
+        at_least(self, batches=1)
         if strange := [name for name in self.methods if name not in ENDTOEND]:
             raise UsageError(f"--methods of throughput takes {', '.join(ENDTOEND)}, got {', '.join(strange)}")
 

@@ -25,6 +25,10 @@ class ReportCommand:
     out: Path = Path("runs/report")
     """Where report.md and report.html go."""
 
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise UsageError("report needs the folder of a run or more, got none")
+
 
 @dataclass(frozen=True)
 class CompareCommand:

@@ -10,10 +10,11 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 NAMES = [
     "apple",
@@ -112,6 +113,8 @@ def exercise(kind: str, tokenizer: PreTrainedTokenizerBase, length: int, depth: 
         depth: 0 is the beginning, 1 the end; None draws it.
     Raises: ValueError if the length leaves no room for the question.
     """
+    import torch  # here: `--help` needs only the kinds
+
     draw = random.Random(f"{kind} {seed}")
     lines, question, text = KINDS[kind](draw)
     depth = draw.random() if depth is None else depth

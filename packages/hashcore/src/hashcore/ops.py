@@ -147,7 +147,8 @@ def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, ou
     """Count matching bits between query codes, or weighted query planes, and every key code.
 
     Leading dimensions broadcast as in numpy. Keys are read where they lie, whatever the strides of all dimensions but
-    the last: neither broadcast keys nor the used part of a larger buffer are copied.
+    the last: neither broadcast keys nor the used part of a larger buffer are copied. On CUDA the codes of one row must
+    follow each other, too; keys of other strides are copied there.
 
     Args:
         query: int32 words, shape [..., Q, W]; with weights the planes of one query, shape [..., P, W].
@@ -186,8 +187,7 @@ def topk(
     """Select the k highest scores of each row; ties go to the lowest index.
 
     Args:
-        scores: integers, shape [..., N]; within the eligible part of a row the largest and the smallest differ by less
-            than 2^16.
+        scores: integers, shape [..., N].
         k: how many to select, 0 <= k <= N; or one integer per row.
         lengths, starts: a row sees positions [start, length), 0 <= start <= length <= N; all of them by default.
         sink, recent: how many of the first and of the last of these are not eligible, because the caller takes them
@@ -196,7 +196,7 @@ def topk(
     k, lengths and starts are integers, or arrays of integers that broadcast to the shape of the rows, [...].
     Returns: scores [..., K] in the input's dtype and indices int64 [..., K], in ascending index order. K is k, or the
         largest k: a row that selects fewer, or has fewer eligible positions, ends in slots of score 0 and index -1.
-    Raises: ValueError if k, a length or a start is out of range, a row's scores lie too far apart, or out does not fit.
+    Raises: ValueError if k, a length or a start is out of range, or out does not fit.
     Source: docs/algorithm.md, eq. 6 and 13.
     """
     values, indices = validation.pair(out)
@@ -206,7 +206,8 @@ def topk(
     wanted = validation.selection(array.shape, k, lengths, starts, sink, recent)
     if out is not None:
         native = array.dtype.newbyteorder("=")
-        validation.outputs(values, indices, (*array.shape[:-1], wanted.width), native, [array, k, lengths, starts])
+        shape = *array.shape[:-1], wanted.width
+        validation.outputs(values, indices, shape, native, array.shape[-1], [array, k, lengths, starts])
 
     found = _numba_backend().topk(array, *wanted)
     if out is None:
@@ -303,6 +304,6 @@ def _search(
     if out is None:
         scores, found = cpu.run_search(plan, *cpu.layout.addresses(q, c))
         return restore(scores), restore(found)
-    validation.outputs(values, indices, plan.shape, np.int32, [q, c, *rows])
+    validation.outputs(values, indices, plan.shape, np.int32, c.shape[-2], [q, c, *rows])
     cpu.run_search(plan, *cpu.layout.addresses(q, c), (values, indices))
     return out

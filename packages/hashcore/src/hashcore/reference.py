@@ -29,7 +29,7 @@ def quantise(w: NDArray[Any], planes: int = 3) -> tuple[NDArray[Any], NDArray[np
     with np.errstate(over="ignore"):
         w, m, limits = w.astype(np.float32), np.float32(2**planes - 1), np.finfo(np.float32)
     w, nan = np.clip(np.where(np.isnan(w), np.float32(0), w), limits.min, limits.max), np.isnan(w)
-    s = np.float32(0.8) * abs(w).max(-1, keepdims=True) / m
+    s = np.float32(0.8 if planes < 6 else 1) * abs(w).max(-1, keepdims=True) / m
     s = np.where(s < limits.tiny, limits.tiny, s)
     level = np.where(nan, -1, np.clip(2 * np.floor(w / s / 2) + 1, -m, m))
     return level.astype(np.int8 if planes <= 7 else np.int16), s

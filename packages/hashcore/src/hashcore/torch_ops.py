@@ -120,7 +120,8 @@ def topk(
     wanted = _wanted((*scores.shape,), k, lengths, starts, sink, recent, indices)
     if values is None or indices is None:
         return OPERATORS.topk(scores, *wanted)
-    _check_outputs(values, indices, (*scores.shape[:-1], wanted.width), seen.dtype, scores, k, lengths, starts)
+    shape = *scores.shape[:-1], wanted.width
+    _check_outputs(values, indices, shape, seen.dtype, scores.shape[-1], scores, k, lengths, starts)
     _write(lambda *pair: OPERATORS.topk_out(scores, *wanted, *pair), values, indices)
     return values, indices
 
@@ -154,7 +155,8 @@ def search(
     arguments = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best
     if values is None or indices is None:
         return OPERATORS.search(*arguments)
-    _check_outputs(values, indices, (*rows, wanted.width), np.int32, query, keys, k, lengths, starts)
+    shape = *rows, wanted.width
+    _check_outputs(values, indices, shape, np.int32, keys.shape[-2], query, keys, k, lengths, starts)
     _write(lambda *pair: OPERATORS.search_out(*arguments, *pair, workspace), values, indices)
     return values, indices
 
@@ -210,7 +212,7 @@ def _wanted(
             "a tensor k needs out in a compiled program, got none; its last dimension says how many at most"
         )
     else:
-        count = validation.position("k", int(k.max()) if k.numel() else 0, n)
+        count = validation.position("k", int(k.to(torch.int64).max()) if k.numel() and 0 not in rows else 0, n)
     return Wanted(
         count,
         k if isinstance(k, Tensor) else None,
@@ -257,12 +259,16 @@ def _check_devices(**arrays: Any) -> None:
 def _check_row_tensor(name: str, value: Tensor, rows: Sequence[int]) -> None:
     if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
         raise TypeError(f"{name} must be an integer or an array of integers, got {_dtype(value)}; convert it")
+    if value.dtype == torch.uint64 and value.device.type != "cpu":
+        raise TypeError(f"{name} on {value.device} must be integers that int64 holds, got uint64; convert it")
     aligned = zip(reversed(value.shape), reversed(rows), strict=False)
     if value.ndim > len(rows) or any(size not in (1, row) for size, row in aligned):
         raise validation.not_per_row(name, rows, value.shape)
 
 
-def _stand_in(name: str, x: Tensor) -> StandIn:
+def _stand_in(name: str, x: Any) -> StandIn:
+    if not isinstance(x, Tensor):
+        raise validation.mixed_kinds({name: x})
     if x.layout != torch.strided:
         raise validation.not_strided(x)
     itemsize = x.element_size()
@@ -285,9 +291,10 @@ def _check_output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[
         raise validation.shared_memory(name)
 
 
-def _check_outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any, *inputs: Any) -> None:
+def _check_outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any, n: int, *inputs: Any) -> None:
     _check_output("out[0]", values, shape, [dtype], inputs)
     _check_output("out[1]", indices, shape, [np.int64, np.int32], [*inputs, values])
+    validation.index_fits("out[1]", _stand_in("out[1]", indices), n)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -298,7 +305,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
             x.data_ptr() + x.element_size() * (1 + sum(s * (n - 1) for s, n in zip(x.stride(), x.shape, strict=True))),
         )
         for x in (a, b)
-        if x.numel()
+        if x.numel() and not x.is_meta
     ]
     return len(spans) == 2 and spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
 

@@ -2,6 +2,7 @@
 
 import math
 import operator
+import reprlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
@@ -299,8 +300,10 @@ def _eligible(start: int, end: int, sink: int, recent: int, n: int) -> tuple[int
 
 def order(name: Any) -> bool:
     """Tell whether results come best first."""
-    if name not in ("best", "index"):
-        raise ValueError(f'order must be "best" (highest score first) or "index" (ascending), got {name!r}; choose one')
+    if not isinstance(name, str) or name not in ("best", "index"):  # an array is not equal to one word
+        raise ValueError(
+            f'order must be "best" (highest score first) or "index" (ascending), got {shown(name)}; choose one'
+        )
     return name == "best"
 
 
@@ -322,10 +325,17 @@ def pair(out: Any) -> tuple[Any, Any]:
     return out[0], out[1]
 
 
-def outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any, inputs: Sequence[Any]) -> None:
-    """Require a pair of arrays that can take a selection."""
+def outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any, n: int, inputs: Sequence[Any]) -> None:
+    """Require a pair of arrays that can take a selection from n positions."""
     output("out[0]", values, shape, [dtype], inputs)
     output("out[1]", indices, shape, [np.int64, np.int32], [*inputs, values])
+    index_fits("out[1]", indices, n)
+
+
+def index_fits(name: str, indices: Described, n: int) -> None:
+    """Require integers that hold every position below n."""
+    if indices.dtype == np.int32 and n > 1 << 31:
+        raise TypeError(f"{name} must be int64 for positions beyond int32, got int32 for {n} of them; pass int64")
 
 
 def output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -339,7 +349,7 @@ def output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], i
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(out.shape)}; slice or reshape it")
     if not out.flags.writeable:
         raise ValueError(f"{name} must be writeable, got a read-only array; pass another")
-    if _overlaps_itself(out):
+    if 0 not in shape and _overlaps_itself(out):
         raise ValueError(
             f"{name} must have memory of its own for every element, got strides {list(out.strides)}; "
             "pass an array that is not broadcast"
@@ -453,4 +463,9 @@ def _integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}; convert it with int()") from None
+        raise TypeError(f"{name} must be an integer, got {shown(value)}; convert it with int()") from None
+
+
+def shown(value: Any) -> str:
+    """Return what any value is in one short line."""
+    return " ".join(reprlib.repr(value).split())

@@ -34,15 +34,19 @@ Sink = Callable[[int, Tensor, Tensor, float], None]
 # By the attention that computes the output. Hugging Face looks for "sdpa" and "flash" inside names: keep them out.
 _NAMES = {"sdpa": "hashtrain_capture", "eager": "hashtrain_capture_eager"}
 _sink: ContextVar[Sink | None] = ContextVar("hashtrain_sink", default=None)
+Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+_instead: ContextVar[Attention | None] = ContextVar("hashtrain_instead", default=None)
 
 
 def _capturing_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    sink = _sink.get()
+    sink, instead = _sink.get(), _instead.get()
+    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     if sink is not None:
-        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         sink(module.layer_idx, query.detach(), key.detach(), scaling)
+    if instead is not None:
+        return instead(module.layer_idx, query, key, value, scaling), None
     forward = cast("Callable[..., Any]", sdpa_attention.sdpa_attention_forward)
     if module.config._attn_implementation == _NAMES["eager"]:  # knows what SDPA does not: soft-capping, learned sinks
         forward = sys.modules[type(module).__module__].eager_attention_forward
@@ -56,19 +60,41 @@ def capturing(model: PreTrainedModel, sink: Sink) -> Generator[None]:
     q is [B, Hq, T, D], k is [B, Hkv, T, D], after RoPE and after any query or key norm: what attention multiplies.
     A model with "eager" attention keeps computing its outputs with it, any other with SDPA.
     """
+    token = _sink.set(sink)
+    try:
+        with _our_attention(model):
+            yield
+    finally:
+        _sink.reset(token)
+
+
+@contextlib.contextmanager
+def replacing(model: PreTrainedModel, attend: Attention) -> Generator[None]:
+    """Compute the output [B, T, Hq, Dv] of every attention layer inside the block by `attend(layer, q, k, v, scaling)`.
+
+    q, k and v are what attention is given, a cache's tokens included; there is no mask: `attend` knows who sees what.
+    """
+    token = _instead.set(attend)
+    try:
+        with _our_attention(model):
+            yield
+    finally:
+        _instead.reset(token)
+
+
+@contextlib.contextmanager
+def _our_attention(model: PreTrainedModel) -> Generator[None]:
     for dense in _NAMES:
         mask: Callable[..., Any] = getattr(masking_utils, f"{dense}_mask")
         AttentionInterface.register(_NAMES[dense], _capturing_attention)
         AttentionMaskInterface.register(_NAMES[dense], mask)
     config = cast(Any, model.get_decoder().config)
     before: str = config._attn_implementation or "sdpa"
-    token = _sink.set(sink)
     _set_attention(model, _NAMES["eager" if before == "eager" else "sdpa"])
     try:
         yield
     finally:
         _set_attention(model, before)
-        _sink.reset(token)
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:

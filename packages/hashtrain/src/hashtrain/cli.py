@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, cast
 import tyro
 from rich.console import Console
 
-from hashtrain.plan import CANDIDATES, DEMO, OTHERS, TrainCommand, base_model, model_path
+from hashtrain.plan import CANDIDATES, DEMO, PAPER, TrainCommand, base_model, model_path
 from hashtrain.usage import guarded, require_folder
 
 
@@ -30,7 +30,7 @@ class ConvertCommand:
     model: str
     """A folder or hub id of the model that it was trained for; `demo` is the model that ships with hashtrain."""
     out: Path
-    """The folder to write."""
+    """The folder that the hasher goes into, below the name `paper`: what `evals --hashers` takes."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def parse(arguments: list[str]) -> Command:
     given = _named(arguments)
     command = _parse(given, {})
     if isinstance(command, TrainCommand) and command.model != DEMO:  # whose defaults are others
-        command = _parse(given, OTHERS)
+        command = _parse(given, PAPER)
     return command
 
 
@@ -123,10 +123,6 @@ def _parse(arguments: list[str], defaults: dict[str, Any]) -> Command:
 
 
 def _console() -> Console:
-    from transformers.utils import logging
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # its redrawn line would fill a log file
     return Console(stderr=not sys.stdout.isatty(), width=None if sys.stderr.isatty() else 120)
 
 
@@ -138,16 +134,15 @@ def _capture(command: CaptureCommand) -> int:
 
 
 def _convert(command: ConvertCommand) -> int:
-    from transformers import AutoConfig
-
     from hashtrain.convert import convert
+    from hashtrain.models import load_config
 
-    try:
-        config = AutoConfig.from_pretrained(model_path(command.model))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no config of the model {command.model}: {str(error).splitlines()[0]}") from error
-    convert(command.file, config, command.out, base_model(command.model))
-    return _inspect(InspectCommand(command.out))
+    made = command.out / "paper"  # below --out, as `hashtrain` lays its hashers and `evals --hashers` looks for them
+    convert(command.file, load_config(model_path(command.model)), made, base_model(command.model))
+    words = ["uv", "run", "evals", "ppl", "--documents", "4", "--hashers", str(command.out), "--methods", "paper"]
+    words += ["--model", command.model] if command.model != DEMO else []
+    _console().print(f"stored in {made}; next:\n{shlex.join(words)}", highlight=False, soft_wrap=True)
+    return _inspect(InspectCommand(made))
 
 
 def _push(command: PushCommand) -> int:
@@ -199,11 +194,11 @@ def next_command(command: TrainCommand) -> str:
     default = TrainCommand()  # evals knows nothing of a model's own defaults
     if command.context != default.context:
         words += ["--context", str(command.context)]
-    if command.dense_layers != default.dense_layers:
+    if command.dense_layers is not None:
         words += ["--dense-layers", str(command.dense_layers)]
-    compared = [c.name for c in CANDIDATES if c in command.candidates]  # evals compares no ablations
-    if len(compared) < len(CANDIDATES):
-        words += ["--methods", *(compared or ["oracle"])]
+    made = [c.name for c in command.candidates]
+    if not {c.name for c in CANDIDATES} <= set(made):  # evals' own choice needs all of these
+        words += ["--methods", *made]
     return shlex.join(words)
 
 

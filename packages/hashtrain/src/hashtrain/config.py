@@ -9,6 +9,11 @@ from typing import Any, TypeGuard
 ESTIMATORS = ("straight-through", "softsign")
 VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "transform", "down-proj")
 FORMAT_VERSION = 2
+SINK = 4
+"""First tokens of a text that every row reads by default. Heads that have nothing to look up rest on them: a row that
+misses them loses most of its attention (docs/log.md, 2026-11-22)."""
+RECENT = 1
+"""Last tokens that every row reads by default: its own."""
 MAX_DIGITS = 8
 """Bits that `transform` gives one dimension of a head at most: as many as a query has planes."""
 
@@ -58,7 +63,8 @@ class ModelShape:
     def of(cls, model_config: Any) -> ModelShape:
         """Read the shape of a Hugging Face causal LM's config.
 
-        Raises: ValueError if the model keeps compressed keys (MLA), which have no per-head key to hash.
+        Raises: ValueError if the model keeps compressed keys (MLA), which have no per-head key to hash, or its config
+            tells no heads.
         """
         config = model_config.get_text_config(decoder=True)
         if getattr(config, "kv_lora_rank", None):
@@ -66,11 +72,17 @@ class ModelShape:
                 f"{config.model_type} keeps compressed keys (multi-head latent attention), expected one key per KV "
                 "head; hash retrieval does not apply to it"
             )
-        count = config.num_hidden_layers
-        # Configs of one shape give a view of themselves here, heterogeneous ones (Gemma 4) a config for each layer.
-        layers = getattr(config, "per_layer_config", None) or [config] * count
-        heads = [_heads(layers[layer]) for layer in range(count)]
-        hq, hkv, d = heads[0]
+        try:
+            count = config.num_hidden_layers
+            # Configs of one shape give a view of themselves here, heterogeneous ones (Gemma 4) a config for each layer.
+            layers = getattr(config, "per_layer_config", None) or [config] * count
+            heads = [_heads(layers[layer]) for layer in range(count)]
+            hq, hkv, d = heads[0]
+        except (AttributeError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise ValueError(
+                f"the config of {config.model_type} tells no heads of each layer ({type(error).__name__}: {error}); a "
+                "causal LM with attention is needed"
+            ) from error
         rope = dict(getattr(config, "rope_parameters", None) or {})
         return cls(count, hq, hkv, d, rope, tuple(heads) if len(set(heads)) > 1 else ())
 
@@ -108,7 +120,7 @@ class HasherConfig:
     shape: ModelShape
     bits: int = 128
     planes: int = 0
-    """Bit planes of the query side (eq. 5), of `planes` and `transform`; 0 becomes the variant's own: 3 and 5."""
+    """Bit planes of the query side (eq. 5), of `planes` and `transform`; 0 becomes the variant's own: 3 and 6."""
     hidden: int = 128
     """Hidden width of the MLP; `paper` from a rotation needs at least twice head_dim."""
     init: str = "rotation"
@@ -117,6 +129,8 @@ class HasherConfig:
     """`paper` only: the residuals and the second bias of the authors' published hashers, from a small random start."""
     estimator: str = ""
     """What stands for the sign in training: `straight-through`, `softsign`, or the variant's own."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that are to stay dense, because sparse ones were measured to cost too much."""
     base_model: str = ""
     base_revision: str | None = None
     format_version: int = FORMAT_VERSION
@@ -126,8 +140,15 @@ class HasherConfig:
             raise ValueError(
                 f"base_model and base_revision must be texts, got {self.base_model!r} and {self.base_revision!r}"
             )
+        if not _is_list(self.dense_layers) or any(
+            type(layer) is not int or not 0 <= layer < self.shape.num_layers for layer in self.dense_layers
+        ):
+            raise ValueError(
+                f"dense_layers must list layers from 0 to {self.shape.num_layers - 1}, got {self.dense_layers!r}"
+            )
+        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))  # JSON has lists
         if type(self.planes) is int and self.planes == 0:
-            object.__setattr__(self, "planes", 5 if self.variant == "transform" else 3)
+            object.__setattr__(self, "planes", 6 if self.variant == "transform" else 3)
         if self.variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {self.variant!r}")
         if type(self.bits) is not int or not 32 <= self.bits <= 4096 or self.bits % 32:

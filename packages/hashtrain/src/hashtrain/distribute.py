@@ -123,11 +123,11 @@ def device_for(asked: str, local: int) -> torch.device:
     """
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(asked)
-    if device.type == "cpu":
-        return device
+    kind, _, index = asked.partition(":")
+    if kind == "cpu":
+        return torch.device("cpu")
     count = torch.cuda.device_count()
-    number = local % max(1, count) if device.index is None else device.index
+    number = int(index) if index else local % max(1, count)
     if number >= count:
         raise ValueError(f"--device {asked} is not there: expected one of {count} CUDA devices; use --device cpu")
     return torch.device("cuda", number)

@@ -60,6 +60,11 @@ class Hasher(nn.Module, ModelHubMixin):
             make_layer(config, layer, seed) for layer in range(config.shape.num_layers)
         )
 
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers that are to stay dense when a model decodes through this hasher."""
+        return self.config.dense_layers
+
     def layer(self, index: int) -> LayerHasher:
         """Return one layer's hash functions."""
         return cast(LayerHasher, self.layers[index])

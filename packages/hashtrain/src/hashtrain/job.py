@@ -22,6 +22,7 @@ from hashtrain.judge import judge_layer
 from hashtrain.layers import LayerHasher
 from hashtrain.plan import Candidate, TrainCommand
 from hashtrain.remainder import calibrate
+from hashtrain.repair import repair
 from hashtrain.trainer import TrainConfig, Training
 
 
@@ -133,6 +134,11 @@ def make(job: LayerJob, report: Report) -> None:
     if job.ranks.rank != job.judge:
         return
     with torch.device(job.device):
+        command = job.command
+        mended = repair(hasher, job.layer, job.data, job.config, command.seed, command.digits, command.fraction)
+        if mended:
+            said = ", ".join(f"head {head}: {what}" for head, what in sorted(mended.items()))
+            report(f"{name}: {said}", 0, {"hasher": job.candidate.name, "layer": job.layer, "repaired": mended})
         calibrate(hasher, job.layer, job.data, job.command.seed)
         quality = judge_layer(job.command, hasher, job.layer, job.held)
     _store(job, hasher, losses, stopped, quality)

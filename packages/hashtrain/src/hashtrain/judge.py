@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import hashcore
@@ -15,9 +15,13 @@ from hashtrain.metrics import hash_quality
 from hashtrain.plan import TrainCommand
 from hashtrain.remainder import measure, share_errors
 
+LEAST_LOW, MOST_LOST = 0.6, 0.001
+"""A head fails if the 5th percentile of its rows' mass is below the first, or if more of its rows than the second find
+less than half of the mass that the oracle finds."""
+
 
 def judge_layer(command: TrainCommand, hasher: LayerHasher, layer: int, held: Capture) -> dict[str, dict[str, Any]]:
-    """Mean quality of one layer and of its heads on held-out rows.
+    """Quality of one layer and of its heads on held-out rows: means, and how bad the worst rows are.
 
     `remainder` is the share of the softmax that a selection leaves out, and the root mean square error of its estimate;
     `bits` is `bit_statistics` of the first context's keys.
@@ -34,7 +38,7 @@ def judge_layer(command: TrainCommand, hasher: LayerHasher, layer: int, held: Ca
         q, k, rows = q.to(device), k.to(device), rows.to(device)
         for heads, rows_of in samples.items():
             found = hash_quality(hasher, q[:, :, rows], k, rows, command.fraction, scaling, heads == "query_head")
-            rows_of.append([m.double().mean(-1)[0] for m in found])  # per head, mean over rows
+            rows_of.append([m[0].double().cpu() for m in found])  # per head and row
         ((evidence, exact),) = measure(hasher, q[:, :, rows], k, rows, scaling, [command.fraction])
         share, error = share_errors(hasher, evidence, exact)
         shares.append(share.double())
@@ -45,10 +49,13 @@ def judge_layer(command: TrainCommand, hasher: LayerHasher, layer: int, held: Ca
     return {"remainder": remainder, "bits": bits, **{heads: _summary(rows_of) for heads, rows_of in samples.items()}}
 
 
-def summarise(layers: Sequence[dict[str, dict[str, Any]]], dense_layers: int) -> dict[str, Any]:
+def summarise(layers: Sequence[dict[str, dict[str, Any]]], dense: Collection[int]) -> dict[str, Any]:
     """Put the figures of `judge_layer` side by side, with their means over the layers that will be sparse."""
     by_heads = {heads: [layer[heads] for layer in layers] for heads in ("kv_head", "query_head", "remainder", "bits")}
-    return {heads: {"layers": found, "mean": _mean(found[dense_layers:])} for heads, found in by_heads.items()}
+    sparse = [number for number in range(len(layers)) if number not in dense]
+    return {
+        heads: {"layers": found, "mean": _mean(found[number] for number in sparse)} for heads, found in by_heads.items()
+    }
 
 
 def bit_statistics(hasher: LayerHasher, k: Tensor) -> dict[str, Any]:
@@ -70,14 +77,41 @@ def bit_statistics(hasher: LayerHasher, k: Tensor) -> dict[str, Any]:
     }
 
 
+def fails(mass: Tensor) -> bool:
+    """Say whether a head whose rows found this mass [R], as shares of the oracle's, loses too much in its worst."""
+    return bool(mass.quantile(0.05) < LEAST_LOW or (mass < 0.5).double().mean() > MOST_LOST)
+
+
+def failing(layers: Sequence[dict[str, Any]], dense: Collection[int] = ()) -> list[tuple[int, int]]:
+    """Name the heads, as (layer, head), whose worst rows lose too much; layers that stay dense lose nothing.
+
+    Args:
+        layers: `judge_layer`'s figures of one kind of head, by layer.
+    """
+    return [
+        (number, head)
+        for number, layer in enumerate(layers)
+        if number not in dense
+        for head, (low, lost) in enumerate(zip(layer["low_by_head"], layer["lost_by_head"], strict=True))
+        if low < LEAST_LOW or lost > MOST_LOST
+    ]
+
+
 def _summary(contexts_of: list[list[Tensor]]) -> dict[str, Any]:
-    """Means over contexts, and per head; one document is one sample."""
-    iou, recall, mass = (torch.stack([c[i] for c in contexts_of]) for i in range(3))
+    """Means over contexts and rows, and by head. `low` is the 5th percentile of the rows' mass, of the worst head;
+    `lost` the share of rows that find less than half of the oracle's mass, of all heads."""
+    iou, recall, mass = (torch.cat([c[i] for c in contexts_of], dim=1) for i in range(3))  # [H, rows]
+    low, lost = mass.quantile(0.05, dim=1), (mass < 0.5).double().mean(1)
     return {
         "iou": iou.mean().item(),
         "recall": recall.mean().item(),
         "mass": mass.mean().item(),
-        "iou_by_head": iou.mean(0).tolist(),
+        "low": low.min().item(),
+        "lost": lost.mean().item(),
+        "iou_by_head": iou.mean(1).tolist(),
+        "mass_by_head": mass.mean(1).tolist(),
+        "low_by_head": low.tolist(),
+        "lost_by_head": lost.tolist(),
     }
 
 

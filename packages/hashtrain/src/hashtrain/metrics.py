@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hashtrain.layers import LayerHasher
-from hashtrain.target import attention, top_count
+from hashtrain.target import always_read, attention, top_count
 
 
 class Quality(NamedTuple):
@@ -43,15 +43,18 @@ def hash_quality(
         scaling: the model's factor on attention logits.
         per_query_head: one selection per query head against that head's attention, instead of one per KV head.
     """
-    counts = top_count(positions + 1, fraction)
+    counts, always = top_count(positions + 1, fraction), always_read(positions, k.shape[2])
     unseen = torch.arange(k.shape[2]) > positions[:, None]
-    selected = best(layer.scores(q, k, per_query_head), unseen, counts)
+    selected = best(layer.scores(q, k, per_query_head), unseen | always, (counts - always.sum(-1)).clamp(min=0))
     p = attention(q, k, positions, scaling, heads="query" if per_query_head else "kv")
-    return quality(p, selected, counts)
+    return quality(p, selected, counts, always)
 
 
 def best(scores: Tensor, unseen: Tensor, counts: Tensor) -> Tensor:
-    """Select the best `counts` [R] of each row of scores [..., R, T] (eq. 6): int64 [..., R, K], -1 in unused slots."""
+    """Select the best `counts` [R] of each row of scores [..., R, T] (eq. 6), but no token that is `unseen` [R, T].
+
+    Returns: int64 [..., R, K], -1 in unused slots.
+    """
     if scores.is_floating_point():  # an ablation's: hashcore selects integers
         most = int(counts.max())
         chosen = scores.masked_fill(unseen, -torch.inf).topk(most, dim=-1).indices
@@ -60,21 +63,48 @@ def best(scores: Tensor, unseen: Tensor, counts: Tensor) -> Tensor:
     return hashcore.topk(scores.masked_fill(unseen, -1), counts)[1]
 
 
-def quality(p: Tensor, selected: Tensor, counts: Tensor) -> Quality:
+def reading(selected: Tensor, always: Tensor) -> Tensor:
+    """Say which tokens rows read: those selected, int64 [..., R, K] with -1 in unused slots, and those `always` read.
+
+    Args:
+        always: bool [R, T].
+    Returns: bool [..., R, T].
+    """
+    t = always.shape[-1]
+    taken = torch.zeros(*selected.shape[:-1], t + 1, dtype=torch.bool, device=selected.device)
+    return taken.scatter_(-1, selected.masked_fill(selected < 0, t), True)[..., :t] | always
+
+
+def quality(p: Tensor, selected: Tensor, counts: Tensor, always: Tensor | None = None) -> Quality:
     """Compare selections with the target sets of attention probabilities.
+
+    IoU and recall are of the tokens that are searched for; the mass is of all that a row reads, over that of the best
+    `counts` tokens.
 
     Args:
         p: [B, H, R, T], unseen tokens -1.
         selected: int64 indices [B, H, R, K], -1 in unused slots.
-        counts: int64 [R], the budget of each row.
+        counts: int64 [R], tokens that each row reads, more if more are always read.
+        always: bool [R, T], those of them that are read without a search; None for none.
     """
-    best = p.topk(int(counts.max()), dim=-1)
-    wanted = torch.arange(best.indices.shape[-1], device=p.device) < counts[:, None]
-    target = torch.zeros(p.shape, dtype=torch.bool, device=p.device)
-    target = target.scatter_(-1, best.indices, wanted.expand_as(best.indices))
-    used = selected >= 0
-    safe = selected.clamp(min=0)
-    hits = (target.gather(-1, safe) & used).sum(-1)
-    union = wanted.sum(-1) + used.sum(-1) - hits
-    mass = (p.gather(-1, safe) * used).sum(-1) / (best.values * wanted).sum(-1)
-    return Quality(hits / union, hits / wanted.sum(-1), mass)
+    t = p.shape[-1]
+    always = torch.zeros(t, dtype=torch.bool, device=p.device) if always is None else always
+    counts = counts.maximum(always.sum(-1).expand_as(counts))
+    searched = counts - always.sum(-1)
+    taken = reading(selected, always.expand(p.shape[-2], t))
+    mass = (p * taken).sum(-1)
+    taken = taken & ~always
+    target = torch.zeros_like(taken)
+    if int(searched.max()):
+        found = p.masked_fill(always, -1.0).topk(int(searched.max()), dim=-1).indices
+        target.scatter_(
+            -1, found, (torch.arange(found.shape[-1], device=p.device) < searched[:, None]).expand_as(found)
+        )
+    hits = (target & taken).sum(-1)
+    union = (target | taken).sum(-1)
+    top = p.topk(int(counts.max()), dim=-1).values
+    most = (top * (torch.arange(top.shape[-1], device=p.device) < counts[:, None])).sum(-1)
+    mass = mass / most
+    whole = union == 0  # nothing was searched for
+    iou, recall = hits / union.clamp(min=1), hits / target.sum(-1).clamp(min=1)
+    return Quality(iou.masked_fill(whole, 1.0), recall.masked_fill(target.sum(-1) == 0, 1.0), mass)

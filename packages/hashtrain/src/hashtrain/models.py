@@ -1,23 +1,51 @@
-"""Load a causal LM and its tokenizer from a folder or the hub, or say in a sentence why not."""
+"""Load a causal LM and its tokenizer from a folder or the hub, or say in a sentence why not.
+
+What comes with a model is data: this is the only module that calls `from_pretrained` of transformers, and it lets no
+code of a model run, whatever standard input says (tests/test_safety.py).
+"""
 
 # Configs of transformers, and some methods of torch, have no types.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import re
+import sys
+import textwrap
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from hashtrain.untrusted import one_line
+
+_ATTENTIONS = (None, "eager", "sdpa")
+"""What a config may ask for: any other name is a package, or a kernel on the Hub, which is code."""
+_COUNTED = re.compile(r"(num|n)_(\w+_)?(layers?|experts)")
+_MOST_COUNTED = 1024
+"""Layers, or experts: each is made before a weight is read. The deepest known models have some 130 and 500."""
+_REASON = 240  # characters of what transformers says, which may be a page
+_PROBE = "def f(x): return 1"
 
 
 def load_model(
     name: str, dtype: torch.dtype | None = None, device: str | None = None, memory: float | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, ready for inference.
+    """Load a model, ready for inference, and let it take a step.
 
     Args:
         name: a local folder, or a hub id.
@@ -28,32 +56,123 @@ def load_model(
     Raises: ValueError if there is no loadable model of that name, it does not fit, or accelerate is missing.
     """
     placed = {} if memory is None else _placement(device or "cpu", memory)
+    load_config(name)  # refuses what must not be built
+    with _readable(name):
+        tokenizer = cast(PreTrainedTokenizerBase, pretrained(AutoTokenizer, name))
+        more = {"dtype": dtype or "auto", "output_loading_info": True, **placed}
+        model, report = pretrained(AutoModelForCausalLM, name, **more)
+        if missing := sorted(report["missing_keys"]):
+            raise ValueError(f"its weights lack {missing[0]}, one of {len(missing)} that would be random")
+    model = cast(PreTrainedModel, model.eval().requires_grad_(False))
+    if device is not None and memory is None:
+        try:
+            model = cast(Any, model).to(device)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"{name} does not fit on {device}: {error}; use --device cpu") from error
+    if memory is None:  # else a step would bring in every layer
+        with _readable(name):
+            _take_a_step(model, tokenizer)
+    return model, tokenizer
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """Read a model's config; nothing is made of it.
+
+    Args:
+        name: a local folder, or a hub id.
+    Raises: ValueError if there is none of that name, it cannot be read, or asks for what is not a model's to ask.
+    """
     if ("/" in name or name.startswith(".")) and not _is_hub_id(name) and not Path(name).is_dir():
         raise ValueError(f"model folder not found: expected a Hugging Face model at {name}")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"{name} holds no config.json: expected a folder written by save_pretrained")
-    try:
-        tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(name))
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", **placed)
-    except SafetensorError as error:
-        raise ValueError(f"the weights of {name} are truncated or damaged ({error}); fetch them again") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        local = "" if Path(name).is_dir() else " (there is no folder of that name)"
-        raise ValueError(f"cannot load the model {name}{local}: {first}") from error
-    model = model.eval().requires_grad_(False)
-    if device is None or memory is not None:
-        return model, tokenizer
-    try:
-        return cast(Any, model).to(device), tokenizer
-    except torch.OutOfMemoryError as error:
-        raise ValueError(f"{name} does not fit on {device}: {error}; use --device cpu") from error
+    with _readable(name):
+        found, _ = cast("tuple[dict[str, Any], Any]", PretrainedConfig.get_config_dict(name))
+        _require_bearable(found)  # lists as long as there are layers are made with the config
+        config = cast(PretrainedConfig, pretrained(AutoConfig, name))
+        _require_plain_attention(config)
+    return config
+
+
+def pretrained(kind: Any, name: str, **more: Any) -> Any:
+    """Call `from_pretrained` of one of transformers' Auto classes, without the code that may lie beside the model.
+
+    Left open, transformers would ask on standard input whether to run it, and take a piped `y` for consent.
+    """
+    with _quiet():
+        return kind.from_pretrained(name, trust_remote_code=False, **more)
+
+
+def require_vocabulary(model: PreTrainedModel, *contexts: Tensor) -> None:
+    """Raise ValueError if a token, of int64 [...], has no row in the model's embeddings."""
+    rows = cast(Any, model.get_input_embeddings()).weight.shape[0]
+    largest = max((int(ids.max()) for ids in contexts if len(ids)), default=0)
+    if largest >= rows:
+        raise ValueError(
+            f"the tokenizer gives token {largest}, expected less than {rows}, the rows of the model's embeddings; use "
+            "the tokenizer that the model was trained with"
+        )
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """Return where a model runs, which for one that accelerate has spread is not where its weights are."""
     device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
     return model.device if device is None else torch.device(device)
+
+
+@contextlib.contextmanager
+def _readable(name: str) -> Generator[None]:
+    """Turn whatever a folder makes transformers stumble over into one sentence that names it. Raises: ValueError."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {name} are truncated or damaged ({error}); fetch them again") from error
+    except Exception as error:  # of a strange config or tokenizer, any kind of error, from Rust the bare class
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        local = "" if Path(name).is_dir() else " (there is no folder of that name)"
+        reason = textwrap.shorten(kind + one_line(error), _REASON, placeholder=" ...")
+        raise ValueError(f"cannot load the model {name}{local}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Show no progress bar where stderr is no terminal: its redrawn line would fill a log file."""
+    shown = logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _require_bearable(found: dict[str, Any]) -> None:
+    """Refuse counts that would take hours or all memory to build. Raises: ValueError."""
+    for key, value in found.items():
+        if isinstance(value, dict):
+            _require_bearable(cast("dict[str, Any]", value))
+        elif _COUNTED.fullmatch(key) and isinstance(value, int) and not 0 <= value <= _MOST_COUNTED:
+            raise ValueError(f"its config.json says {key} {value}, expected 0 to {_MOST_COUNTED}")
+
+
+def _require_plain_attention(config: PretrainedConfig) -> None:
+    """Refuse an attention that would have to be fetched or installed. Raises: ValueError."""
+    inner = cast("dict[str, object]", config.sub_configs)
+    for part in (config, *(getattr(config, key, None) for key in inner)):
+        asked = cast(object, getattr(part, "_attn_implementation", None))
+        if asked not in _ATTENTIONS:
+            raise ValueError(f"its config.json asks for the attention {asked!r}, expected eager, sdpa or none")
+
+
+@torch.inference_mode()
+def _take_a_step(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Read a line, so that what is wrong with a config shows before anything is made of the model."""
+    ids = cast(Tensor, tokenizer(_PROBE, return_tensors="pt", verbose=False)["input_ids"])
+    require_vocabulary(model, ids)
+    logits = cast(Tensor, model(ids.to(device_of(model)), use_cache=False).logits)
+    if logits.isnan().any():
+        raise ValueError("it predicts no numbers for a line of text; are its weights and its config whole?")
 
 
 def _placement(device: str, memory: float) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,17 @@ from rich.console import Console
 import hashtrain
 from hashtrain.atomic import write_text
 from hashtrain.board import open_board, require_board
-from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.config import RECENT, SINK, HasherConfig, ModelShape
+from hashtrain.cost import layer_costs, steps_of
 from hashtrain.distribute import ALONE, Ranks, joined
 from hashtrain.estimate import estimate
 from hashtrain.hasher import Hasher
 from hashtrain.job import LayerJob, LayerResult, make, result
-from hashtrain.judge import summarise
+from hashtrain.judge import failing, summarise
 from hashtrain.plan import DEMO, Candidate, TrainCommand, base_model
 from hashtrain.prepare import Prepared, prepare
 from hashtrain.progress import live, tracking
-from hashtrain.report import card, draw, draw_bits, draw_heads, quality_table
+from hashtrain.report import card, draw, draw_bits, draw_heads, draw_worst, quality_table, worst_lines
 from hashtrain.settings import as_toml, environment
 from hashtrain.sources import loaded, make_all
 from hashtrain.stream import train_all
@@ -70,6 +71,8 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         f"{shape.head_dim}; {len(prepared.contexts)} contexts of {command.context} tokens to train on, "
         f"{len(held.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
     )
+    if len(prepared.contexts) < command.contexts:
+        console.print(f"the text has {len(prepared.contexts)} contexts to train on, {command.contexts} asked for")
     if command.tensorboard:
         require_board()
     hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.candidates}
@@ -96,12 +99,17 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         ranks.wait()
         if not ranks.first:
             return {}
-        found = _collect(command, hashers, jobs, console)
+        found = _collect(prepared, hashers, jobs, console)
         metrics = {**_facts(command, shape, len(prepared.contexts), len(held.contexts)), "hashers": found}
         metrics["seconds"] = round(time.monotonic() - began, 1)
         for name, hasher in hashers.items():
             hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
-        for paint, name in ((draw, "training.png"), (draw_heads, "heads.png"), (draw_bits, "bits.png")):
+        for paint, name in (
+            (draw, "training.png"),
+            (draw_heads, "heads.png"),
+            (draw_worst, "worst.png"),
+            (draw_bits, "bits.png"),
+        ):
             paint(metrics, command.out / name)
         write_text(command.out / "config.toml", as_toml(command))
         write_text(command.out / "environment.json", json.dumps(environment(prepared.device), indent=1) + "\n")
@@ -109,6 +117,8 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         end(command.out)
     for heads in ("query_head", "kv_head"):
         console.print(quality_table(metrics, heads))
+    for line in worst_lines(metrics):
+        console.print(line, highlight=False)
     return metrics
 
 
@@ -164,9 +174,9 @@ def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console)
 
 
 def _collect(
-    command: TrainCommand, hashers: dict[str, Hasher], jobs: Sequence[LayerJob], console: Console
+    prepared: Prepared, hashers: dict[str, Hasher], jobs: Sequence[LayerJob], console: Console
 ) -> dict[str, Any]:
-    """Put all layers into their hashers and return what was found of each."""
+    """Put all layers into their hashers, settle which layers stay dense, and return what was found of each."""
     by_name: dict[str, list[LayerResult]] = {name: [] for name in hashers}
     for job in jobs:
         found = result(job)
@@ -174,7 +184,32 @@ def _collect(
         hashers[job.candidate.name].layer(job.layer).load_state_dict(found.tensors)
         if found.stopped:
             console.print(f"{job.candidate.name}, layer {job.layer} {found.stopped}", highlight=False)
-    return {name: _found(layers, command.dense_layers) for name, layers in by_name.items()}
+    costs = _costs(prepared, hashers, console)
+    for name, hasher in hashers.items():
+        first = prepared.command.dense_layers
+        dense = costs.get(name, {}).get("dense", []) if first is None else range(first)
+        if len(dense) < prepared.shape.num_layers:
+            hasher.config = replace(hasher.config, dense_layers=tuple(dense))
+    return {
+        name: {**_found(layers, hashers[name].dense_layers), **({"cost": costs[name]} if name in costs else {})}
+        for name, layers in by_name.items()
+    }
+
+
+def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> dict[str, dict[str, Any]]:
+    """Measure what sparse attention costs in each layer, on training contexts, for every hasher made from data."""
+    command = prepared.command
+    drawn = {c.name for c in command.candidates if not c.trained and c.variant != "transform"}
+    coded = {name: hasher for name, hasher in hashers.items() if hasher.layer(0).has_codes and name not in drawn}
+    if not coded:
+        return {}
+    model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
+    steps = steps_of(model, prepared.train.contexts, command.seed)
+    with tracking(console, prepared.shape.num_layers * len(coded)) as advance:
+        return {
+            name: layer_costs(steps, hasher.to(prepared.device), command.fraction, advance)
+            for name, hasher in coded.items()
+        }
 
 
 def _config(prepared: Prepared, candidate: Candidate) -> HasherConfig:
@@ -192,11 +227,12 @@ def _config(prepared: Prepared, candidate: Candidate) -> HasherConfig:
     )
 
 
-def _found(layers: list[LayerResult], dense_layers: int) -> dict[str, Any]:
+def _found(layers: list[LayerResult], dense: Collection[int]) -> dict[str, Any]:
     whole = [layer.losses for layer in layers if layer.losses and not layer.stopped]
     stopped = {str(number): layer.stopped for number, layer in enumerate(layers) if layer.stopped}
     found = {"losses": whole, **({"stopped": stopped} if stopped else {})}
-    return {**found, **summarise([layer.quality for layer in layers], dense_layers)}
+    bad = failing([layer.quality["kv_head"] for layer in layers], dense)
+    return {**found, "failing": bad, **summarise([layer.quality for layer in layers], dense)}
 
 
 def _facts(command: TrainCommand, shape: ModelShape, contexts: int, held_out: int) -> dict[str, Any]:
@@ -211,5 +247,8 @@ def _facts(command: TrainCommand, shape: ModelShape, contexts: int, held_out: in
         "contexts": contexts,
         "held_out": held_out,
         **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_FACTS},
+        "dense_layers": command.dense_layers or 0,
+        "sink": SINK,
+        "recent": RECENT,
         "learning_rates": {c.name: command.learning_rate or c.learning_rate for c in command.candidates if c.trained},
     }

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import demo_model_path
-from hashtrain.usage import UsageError
+from hashtrain.usage import UsageError, require_counts, require_seed
 
 DEMO = "demo"
 """What `--model` calls the model that ships inside."""
@@ -78,8 +78,8 @@ ALL = (*CANDIDATES, *ABLATIONS)
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
 """The paper's schedule, where it differs from the demo's; the optimiser is the same (`hashtrain.trainer`)."""
-OTHERS: dict[str, Any] = {**PAPER, "planes": 6, "digits": 4}
-"""The defaults for every model but the demo: planes and digits as SmolLM2 wants them (docs/log.md, 2026-11-22)."""
+DIGITS = 5
+"""The most bits of one dimension: best on the demo model and on SmolLM2, English and Python (docs/log.md)."""
 
 
 def require_device_name(device: str) -> None:
@@ -107,11 +107,11 @@ class TrainCommand:
     """Code length."""
     planes: int | None = None
     """Bit planes of the query side, 1 to 8; without it, each hasher's own."""
-    digits: int = MAX_DIGITS
-    """The most bits that `transform` gives one dimension of a head as it starts, 1 to 8. Large models have keys that
-    differ most in a few dimensions, where more than 4 take bits from all others."""
+    digits: int = DIGITS
+    """The most bits that `transform` gives one dimension of a head as it starts, 1 to 8. A query's planes cannot weigh
+    many more digits than these."""
     fraction: float = 0.02
-    """The budget that is trained and judged: share of each row's visible tokens."""
+    """The budget that is trained and judged: share of each row's visible tokens, those always read included."""
     context: int = 4096
     """Tokens a context."""
     contexts: int = 40
@@ -122,8 +122,9 @@ class TrainCommand:
     """Rows judged in each held-out context, drawn from its last three quarters."""
     steps: int = 800
     """Optimiser steps a layer and hasher."""
-    dense_layers: int = 2
-    """Layers that stay dense when deployed: left out of the means, trained all the same."""
+    dense_layers: int | None = None
+    """First layers that stay dense when deployed, left out of the means, trained all the same; without it, those whose
+    measured cost is too high, if any."""
     rows: int = 64
     """Query rows a step."""
     learning_rate: float | None = None
@@ -154,22 +155,18 @@ class TrainCommand:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("contexts", "held_out", "held_out_rows", "steps", "rows"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        require_counts(self, contexts=1, held_out=1, held_out_rows=1, steps=1, rows=1, context=512)
+        require_counts(self, workers=0, dense_layers=0)
+        require_seed(self.seed)
         require_device_name(self.device)
         if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
             raise UsageError(f"--learning-rate must be above 0, got {self.learning_rate}")
-        if self.backbone_memory is not None and not 0 < self.backbone_memory < float("inf"):
-            raise UsageError(f"--backbone-memory must be above 0, got {self.backbone_memory}")
+        if self.backbone_memory is not None and not 0 < self.backbone_memory <= 1e6:
+            raise UsageError(f"--backbone-memory must be above 0 and at most 1000000, got {self.backbone_memory}")
         if not 0 <= self.warmup <= 1:
             raise UsageError(f"--warmup must be between 0 and 1, got {self.warmup}")
-        if self.workers < 0:
-            raise UsageError(f"--workers must be 0 or more, got {self.workers}")
         if not 0 <= self.checkpoint_seconds < float("inf"):
             raise UsageError(f"--checkpoint-seconds must be 0 or more, got {self.checkpoint_seconds}")
-        if self.dense_layers < 0:
-            raise UsageError(f"--dense-layers must be 0 or more, got {self.dense_layers}")
         if not 32 <= self.bits <= 4096 or self.bits % 32:
             raise UsageError(f"--bits must be a multiple of 32 between 32 and 4096, got {self.bits}")
         if self.planes is not None and not 1 <= self.planes <= 8:
@@ -178,8 +175,6 @@ class TrainCommand:
             raise UsageError(f"--digits must be between 1 and {MAX_DIGITS}, got {self.digits}")
         if not self.only:
             raise UsageError(f"--only needs one of {', '.join(c.name for c in ALL)}, or all")
-        if self.context < 512:
-            raise UsageError(f"--context must be at least 512 tokens, got {self.context}")
         if not 0 < self.fraction <= 1:
             raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}")
         known = ["all", *(c.name for c in ALL)]
@@ -188,11 +183,11 @@ class TrainCommand:
 
     @classmethod
     def for_model(cls, model: str, **settings: Any) -> TrainCommand:
-        """Make a command with the defaults that suit the model: the demo's own, or `OTHERS`.
+        """Make a command with the defaults that suit the model: the demo's own, or `PAPER`.
 
         Source: paper, section 4: 8,192 samples of 8,192 tokens, batch 1, learning rate 1e-3 to 0, 1 % warm-up.
         """
-        return cls(model=model, **({} if model == DEMO else OTHERS) | settings)
+        return cls(model=model, **({} if model == DEMO else PAPER) | settings)
 
     @property
     def candidates(self) -> list[Candidate]:

@@ -14,6 +14,7 @@ from hashtrain.config import ModelShape
 from hashtrain.corpus import contexts, held_out_sources, python_sources, split
 from hashtrain.distribute import ALONE, Ranks, device_for
 from hashtrain.manifest import identity, weights_hash
+from hashtrain.models import require_vocabulary
 from hashtrain.plan import TrainCommand
 from hashtrain.remainder import MAX_CONTEXTS
 from hashtrain.sources import Source, loaded
@@ -61,6 +62,7 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     _check_model(command, model.config, shape)
     texts = dict(zip(("train", "held"), _texts(command, tokenizer), strict=True))
     every = texts["train"]
+    require_vocabulary(model, *every, *texts["held"])
     weights = weights_hash(model)
 
     def of(ids: list[Tensor]) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
     longest = getattr(config, "max_position_embeddings", None)
     if longest and command.context > longest:
         raise ValueError(f"--context must be at most the model's {longest} tokens, got {command.context}")
-    if command.dense_layers >= shape.num_layers:
+    if command.dense_layers is not None and command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hashtrain.capture import Capture
 from hashtrain.layers import LayerHasher
-from hashtrain.metrics import best
-from hashtrain.target import top_count
+from hashtrain.metrics import best, reading
+from hashtrain.target import always_read, top_count
 
 FRACTIONS = (0.005, 0.01, 0.02, 0.05)
 """Budgets of the rows that the fit sees: what is fitted holds between them."""
@@ -118,19 +118,41 @@ def measure(
     mean_key = (grouped * mean_keys[:, None]).sum(-1) * scaling
     found: list[tuple[Evidence, Tensor]] = []
     for fraction in fractions:
-        counts = top_count(visible, fraction)
-        chosen = best(scores, unseen, counts)
-        used = (chosen >= 0)[:, None]
-        picked = logits.gather(-1, chosen.clamp(min=0)[:, None].expand(*logits.shape[:-1], -1))
-        taken = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device).scatter_(
-            -1, chosen.clamp(min=0), True
-        )
-        taken[..., 0] = (chosen == 0).any(-1)  # unused slots have marked it too
-        mean = picked.masked_fill(~used, 0).sum(-1) / counts
-        lse = picked.masked_fill(~used, -torch.inf).logsumexp(-1)
-        exact = logits.masked_fill(taken[:, None], -torch.inf).logsumexp(-1)
-        found.append((Evidence(mean, lse, mean_key, visible, counts), exact))
+        taken = tokens_read(hasher, q, k, positions, fraction, scores)[:, None]
+        exact = logits.masked_fill(taken, -torch.inf).logsumexp(-1)
+        found.append((evidence(logits, taken, mean_key, visible), exact))
     return found
+
+
+def tokens_read(
+    hasher: LayerHasher, q: Tensor, k: Tensor, positions: Tensor, fraction: float, scores: Tensor | None = None
+) -> Tensor:
+    """Say which tokens some rows read: those that are always read and the best of the others, bool [Hkv, R, T].
+
+    Args:
+        q: queries of the rows, [1, Hq, R, D]; k: all keys, [1, Hkv, T, D]; positions: int64 [R].
+        fraction: the budget, of each row's visible tokens (eq. 7).
+        scores: `hasher.scores(q, k)[0]`, if known.
+    """
+    t = k.shape[2]
+    scores = hasher.scores(q, k)[0] if scores is None else scores
+    always = always_read(positions, t)
+    searched = (top_count(positions + 1, fraction) - always.sum(-1)).clamp(min=0)
+    unseen = torch.arange(t, device=positions.device) > positions[:, None]
+    chosen = best(scores, unseen | always, searched)
+    return reading(chosen, always)
+
+
+def evidence(logits: Tensor, taken: Tensor, mean_key: Tensor, visible: Tensor) -> Evidence:
+    """Gather what attention over the tokens `taken` knows of each row.
+
+    Args:
+        logits: [..., R, T], -inf where a row does not see; taken: bool, broadcast against them.
+        mean_key: logit of the mean key, [..., R]; visible: tokens each row sees, [R].
+    """
+    read = taken.sum(-1)
+    mean = logits.masked_fill(~taken, 0).sum(-1) / read
+    return Evidence(mean, logits.masked_fill(~taken, -torch.inf).logsumexp(-1), mean_key, visible, read)
 
 
 def share_errors(hasher: LayerHasher, e: Evidence, exact: Tensor) -> tuple[Tensor, Tensor]:

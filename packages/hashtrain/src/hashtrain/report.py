@@ -25,7 +25,7 @@ def quality_table(metrics: Metrics, heads: str) -> Table:
     found = {name: metrics["hashers"][name][heads] for name in metrics["hashers"]}
     labels = [f"{n} (dense)" if n < metrics["dense_layers"] else str(n) for n in range(metrics["layers"])]
     cells = {name: [*map(_pair, of["layers"]), _pair(of["mean"])] for name, of in found.items()}
-    table = Table(title=f"IoU / attention mass, held out, {HEADS[heads]}")
+    table = Table(title=f"IoU / attention mass / its 5th percentile, worst head; held out, {HEADS[heads]}")
     if len(found) > _COLUMNS:  # as many columns do not fit a terminal: the means alone
         for title in ("hasher", "mean of the sparse layers"):
             table.add_column(title)
@@ -43,7 +43,7 @@ def quality_table(metrics: Metrics, heads: str) -> Table:
 
 
 def _pair(quality: dict[str, float]) -> str:
-    return f"{quality['iou']:.3f} / {quality['mass']:.3f}"
+    return f"{quality['iou']:.3f} / {quality['mass']:.3f} / {quality['low']:.2f}"
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -68,8 +68,38 @@ def draw(metrics: Metrics, path: Path) -> None:
     plt.close(figure)
 
 
+def worst_lines(metrics: Metrics) -> list[str]:
+    """Say of each hasher how bad its worst rows are, which heads fail, and which layers are to stay dense."""
+    lines: list[str] = []
+    for name, result in metrics["hashers"].items():
+        layers = result["kv_head"]["layers"]
+        low, layer = min((found["low"], number) for number, found in enumerate(layers))
+        lost = max(share for found in layers for share in found["lost_by_head"])
+        line = f"{name}: of the worst head (layer {layer}) the 5th percentile of the mass is {low:.2f}; "
+        line += f"at most {100 * lost:.2g} % of a head's rows find under half of it"
+        if failed := result["failing"]:
+            line += f"; {len(failed)} heads fail: {', '.join(f'{a}.{b}' for a, b in failed[:8])}" + (
+                " ..." if len(failed) > 8 else ""
+            )
+        if cost := result.get("cost"):
+            dense = ", ".join(map(str, cost["dense"])) or "none"
+            line += f"; every layer sparse moves a step by {cost['all']:.3f} nats, layers to keep dense: {dense}"
+            line += f", without a remainder: {', '.join(map(str, cost['bare'])) or 'none'}"
+        lines.append(line)
+    return lines
+
+
 def draw_heads(metrics: Metrics, path: Path) -> None:
     """Draw a heat map of IoU per layer and KV head for each hasher: what training does to each head."""
+    _draw_by_head(metrics, path, "iou_by_head", "IoU, held out")
+
+
+def draw_worst(metrics: Metrics, path: Path) -> None:
+    """Draw a heat map of the worst rows' mass per layer and KV head for each hasher."""
+    _draw_by_head(metrics, path, "low_by_head", "5th percentile of the rows' mass, held out")
+
+
+def _draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
     names = list(metrics["hashers"])
     across = min(len(names), 5)
     down = math.ceil(len(names) / across)
@@ -79,7 +109,7 @@ def draw_heads(metrics: Metrics, path: Path) -> None:
         axis.set_axis_off()
     shown = None
     for axis, name in zip(axes.flat, names, strict=False):
-        by_layer = [layer["iou_by_head"] for layer in metrics["hashers"][name]["kv_head"]["layers"]]
+        by_layer = [layer[what] for layer in metrics["hashers"][name]["kv_head"]["layers"]]
         heads = max(map(len, by_layer))  # layers may differ in heads
         shown = axis.imshow(
             [row + [math.nan] * (heads - len(row)) for row in by_layer], vmin=0, vmax=1, cmap="viridis", aspect="auto"
@@ -92,7 +122,7 @@ def draw_heads(metrics: Metrics, path: Path) -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel("layer")
     assert shown is not None  # there is no figure of no hashers
-    figure.colorbar(shown, ax=axes.ravel().tolist(), label="IoU, held out")
+    figure.colorbar(shown, ax=axes.ravel().tolist(), label=label)
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
     plt.close(figure)
 
@@ -129,7 +159,8 @@ def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
     """Write a hasher's README: what it is for, how it was made, and how well it selects."""
     result, shape = metrics["hashers"][name], config.shape
     rows = "\n".join(
-        f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {q['iou']:.3f} | {q['mass']:.3f} "
+        f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {kv['low']:.2f} | {100 * kv['lost']:.2f} % "
+        f"| {q['iou']:.3f} | {q['mass']:.3f} "
         f"| {rest['share']:.3f} | {rest['error']:.3f} |"
         for layer, (kv, q, rest) in enumerate(
             zip(*(result[part]["layers"] for part in ("kv_head", "query_head", "remainder")), strict=True)
@@ -143,7 +174,9 @@ def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
         f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}.\n"
         f"Made by hashtrain {metrics['version']}: {metrics['steps']} steps a layer, {metrics['contexts']} contexts of "
         f"{metrics['context']} tokens ({metrics['corpus']}).\n"
-        f"Judged on {metrics['held_out']} held-out contexts at a budget of {budget}."
+        f"Judged on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "
+        f"{metrics['sink']} and the last {metrics['recent']} are always read.\n"
+        f"Layers that stay dense: {', '.join(map(str, config.dense_layers)) or 'none'}."
     )
     base = f"base_model: {config.base_model}\n" if "/" in config.base_model else ""
     return f"""---
@@ -155,12 +188,13 @@ license: apache-2.0
 
 {made}
 
-| layer | IoU, KV head | mass, KV head | IoU, query head | mass, query head | left out | error of its estimate |
-|---|---|---|---|---|---|---|
+| layer | IoU, KV head | mass, KV head | low | lost | IoU, query head | mass, query head | left out | its error |
+|---|---|---|---|---|---|---|---|---|
 {rows}
 
-"Left out" is the share of the softmax that the selection misses (per query head, mean over rows), which the remainder
-estimates; its error is the root mean square over rows.
+"Low" is the 5th percentile of the mass over rows, of the layer's worst head; "lost" the share of rows that find less
+than half of the mass of an exact selection. "Left out" is the share of the softmax that the selection misses (per query
+head, mean over rows), which the remainder estimates; its error is the root mean square over rows.
 
     from hashtrain import Hasher
     hasher = Hasher.from_pretrained("this/folder")

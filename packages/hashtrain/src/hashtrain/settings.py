@@ -10,13 +10,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
 import hashtrain
 from hashtrain.plan import TrainCommand
 from hashtrain.untrusted import read_text
-from hashtrain.usage import UsageError
+from hashtrain.usage import UsageError, sentence
 
 _NOT_STORED = {"config", "dry_run"}
 _MAX_BYTES = 1 << 20
@@ -40,7 +37,7 @@ def with_config(arguments: list[str]) -> list[str]:
     try:
         found = tomllib.loads(read_text(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:  # a ValueError of another kind for digits by the thousand
-        raise UsageError(f"--config {path} is not a TOML file that can be read: {error}") from error
+        raise UsageError(f"--config {path} is not a TOML file that can be read: {sentence(error)}") from error
     return [words[0], *_words(path, found), *words[1:at], *words[at + 2 :]]
 
 
@@ -79,6 +76,9 @@ def as_toml(command: TrainCommand) -> str:
 
 def environment(device: str) -> dict[str, Any]:
     """Say what the run ran on."""
+    import torch  # here: `--config` is read before `--help` is answered
+    import transformers
+
     return {
         "hashtrain": hashtrain.__version__,
         "python": platform.python_version(),

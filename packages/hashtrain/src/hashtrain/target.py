@@ -7,6 +7,8 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
+from hashtrain.config import RECENT, SINK
+
 
 @overload
 def top_count(visible: int, fraction: float, min_tokens: int = 1, max_tokens: int | None = None) -> int: ...
@@ -25,6 +27,16 @@ def top_count(
     # The small number keeps floor(0.07 * 100) at 7: products of decimal fractions land just below whole numbers.
     count = (n.double() * fraction + 1e-9).floor().long().clamp(min=min_tokens, max=max_tokens).minimum(n.long())
     return count if isinstance(visible, Tensor) else int(count)
+
+
+def always_read(positions: Tensor, t: int, sink: int = SINK, recent: int = RECENT) -> Tensor:
+    """Say which of `t` tokens each row reads without a search: bool [R, t], its first `sink` and last `recent`.
+
+    Args:
+        positions: int64 [R]; row r sees tokens 0 ... positions[r].
+    """
+    tokens, last = torch.arange(t, device=positions.device), positions[:, None]
+    return ((tokens < sink) | (tokens > last - recent)) & (tokens <= last)
 
 
 def attention(q: Tensor, k: Tensor, positions: Tensor, scaling: float, heads: str = "kv") -> Tensor:
@@ -66,10 +78,13 @@ def sample_pairs(
 
     Args:
         p: probabilities of `attention`, [B, H, R, T].
-        positions: int64 [R]; row r sees positions[r] + 1 tokens and its target set is the top `fraction` of them.
+        positions: int64 [R]; row r sees positions[r] + 1 tokens and reads `fraction` of them, those that are always
+            read included: the target set is the best of the others.
         max_top, max_rest: how many of each to draw: A a row, C for all.
     """
-    counts = top_count(positions + 1, fraction)
+    always = always_read(positions, p.shape[-1])
+    counts = (top_count(positions + 1, fraction) - always.sum(-1)).clamp(min=1)
+    p = p.masked_fill(always, -1.0)
     best = p.topk(int(counts.max()), dim=-1)
     draws = torch.rand((*p.shape[:-1], max_top), generator=generator)
     top = best.indices.gather(-1, (draws * counts[:, None]).long())

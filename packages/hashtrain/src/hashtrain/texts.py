@@ -17,16 +17,23 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hashtrain.usage import require_plain_file
 
 HUB = "hub:"
 _DATA_SET = "the data set "
 _PLAIN = {".txt", ".md", ".py"}
 _TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _FIELDS = ("text", "content", "code")
+_ENDS = r"\n\v\f\x1c-\x1e\x85\u2028\u2029"  # with \r those of `str.splitlines`
+_LINE = re.compile(rf"[^\r{_ENDS}]+")
+_LINE_END = re.compile(rf"(\r\n?+|[{_ENDS}])(?!\Z)")
+_MOST_BYTES = 1 << 30
 _LONG_LINE, _FEW_LINES = 30, 5  # characters, and lines, below which a likeness may be chance
 
 
@@ -91,9 +98,12 @@ def read_texts(paths: list[Path], at_most: int = 200_000) -> list[Document]:
             hint = f", or {HUB}{path} for the data set of the Hub" if _is_hub_id(path) else ""
             raise ValueError(f"text file not found: expected a file or folder at {path}{hint}")
         known = _PLAIN | set(_TABLES)
-        for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known):
+        require_plain_file(path, "the text")
+        # Whatever else has such a name, a folder, a pipe or a link to nowhere, is no text.
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
+        for file in files:
             documents += _read_file(file, at_most)
-    documents = [document for document in documents if document.text.strip()]
+    documents = [document for document in documents if document.text and not document.text.isspace()]
     if not documents:
         found = ", ".join(map(str, paths))
         raise ValueError(f"no text found: expected non-empty .txt, .md, .py, .jsonl or .parquet files in {found}")
@@ -112,7 +122,8 @@ def require_apart(train: list[Document], held: list[Document]) -> None:
         for line in own if len(own) >= _FEW_LINES else ():
             lines.setdefault(line, set()).add(number)
     for document in train:
-        shared = collections.Counter(n for line in set(long_lines(document.text)) for n in lines.get(line, ()))
+        known = {line for line in long_lines(document.text) if line in lines}
+        shared = collections.Counter(n for line in known for n in lines[line])
         copies = [held[number] for number, count in shared.items() if count > len(wanted[number]) / 2]
         if same := texts.get(document.text.strip()) or next(iter(copies), None):
             raise ValueError(
@@ -121,11 +132,22 @@ def require_apart(train: list[Document], held: list[Document]) -> None:
             )
 
 
-def long_lines(text: str) -> list[str]:
-    """Return the lines long enough to be nobody else's by chance; of a text in one line, its sentences."""
-    lines = text.splitlines()
-    pieces = lines if len(lines) > 1 else text.split(". ")
-    return [stripped for line in pieces if len(stripped := line.strip()) >= _LONG_LINE]
+def long_lines(text: str) -> Iterator[str]:
+    """Give the lines long enough to be nobody else's by chance; of a text in one line, its sentences."""
+    several = _LINE_END.search(text) is not None
+    for piece in (found[0] for found in _LINE.finditer(text)) if several else _sentences(text):
+        if len(stripped := piece.strip()) >= _LONG_LINE:
+            yield stripped
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """Part a text at each full stop before a space, one piece at a time: the text may be large."""
+    start = 0
+    while start < len(text):
+        end = text.find(". ", start)
+        end = len(text) if end < 0 else end
+        yield text[start:end]
+        start = end + 2
 
 
 def _read_file(file: Path, at_most: int) -> list[Document]:
@@ -133,7 +155,10 @@ def _read_file(file: Path, at_most: int) -> list[Document]:
         if not file.stat().st_size:
             raise ValueError(f"{file} is empty: expected rows with a text")
         return _of_rows(_stream(_builder(file), file.name, data_files=str(file)), None, file.name, at_most)
-    content = file.read_bytes()
+    if (size := file.stat().st_size) > _MOST_BYTES:
+        raise ValueError(f"{file} has {size} bytes, expected at most {_MOST_BYTES}; cut it into several files")
+    with file.open("rb") as opened:
+        content = opened.read(_MOST_BYTES)  # no more, should it grow
     if b"\0" in content:
         raise ValueError(f"{file} is binary: expected UTF-8 text, got a zero byte at {content.index(0)}")
     try:

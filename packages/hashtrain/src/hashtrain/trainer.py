@@ -192,6 +192,11 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(step)
         q, k, scaling = self.data.read(step % len(self.data), self.layer)
+        if k.shape[2] <= config.min_position:
+            raise ValueError(
+                f"contexts must be longer than min_position = {config.min_position}, got {k.shape[2]} tokens; capture "
+                "longer ones, or lower min_position"
+            )
         with torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext():
             positions = torch.randint(config.min_position, k.shape[2], (config.rows,), generator=self.generator)
             positions = positions[self.ranks.rank :: self.ranks.world]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hashtrain.config import MAX_DIGITS
+from hashtrain.config import MAX_DIGITS, SINK
 
 # The best uniform quantisers of a standard normal number with 1 to 8 bits (J. Max, "Quantizing for minimum distortion",
 # IRE Transactions on Information Theory, 1960; a test computes them): the width of a step, and the mean squared error
@@ -57,13 +57,14 @@ def moments(captured: Iterator[tuple[Tensor, Tensor]]) -> Moments:
 
     Args:
         captured: for each context queries [1, Hq, T, D] and keys [1, Hkv, T, D].
-    Contexts with infinities or NaN are left out, as training stops at them.
+    The first tokens of a context are always read: no bit is spent on them. Contexts with infinities or NaN are left
+    out, as training stops at them.
     Raises: FloatingPointError if none is left.
     """
     query, key, mean, count = 0.0, 0.0, 0.0, 0
     for q, k in captured:
         grouped = q[0].float().unflatten(0, (k.shape[1], -1)).sum(1)
-        keys = k[0].float()
+        keys = k[0, :, SINK:].float()
         if not (grouped.isfinite().all() and keys.isfinite().all()):
             continue
         query = query + (grouped.mT @ grouped).double().cpu() / grouped.shape[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,9 +72,15 @@ def inside(path: Path) -> Path:
 
     A link is followed within the folder, and to the blobs of the Hub's cache if the folder is one of its snapshots.
 
-    Raises: ValueError if it lies elsewhere; FileNotFoundError if there is none.
+    Raises: ValueError if it lies elsewhere, or a link leads back to itself; FileNotFoundError if there is none.
     """
-    folder, target = path.parent.resolve(), path.resolve(strict=True)
+    # Not `resolve`, which before Python 3.13 has an error of its own for a link that leads back to itself.
+    try:
+        folder, target = (Path(os.path.realpath(place, strict=True)) for place in (path.parent, path))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} is a link that leads to no file ({error.strerror}), expected a file") from error
     homes = [folder, folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else [folder]
     if target.parent not in homes:
         raise ValueError(f"{path} is a link to a place outside its folder, expected a file; copy the file itself there")

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
+
+LARGEST = (1 << 31) - 1
+"""Of a count that a flag gives: more are not counted anywhere."""
+LARGEST_SEED = (1 << 32) - 1
+"""Every library's generators take these; those of torch, multiplied by the number of a layer or a document, no more."""
+PIPE_CLOSED = 128 + 13  # as of a program that SIGPIPE ended
 
 
 class UsageError(Exception):
@@ -19,13 +30,92 @@ def require_folder(out: Path) -> None:
         raise UsageError(f"--out must be a folder or a new name, got {out}, where {there} is a file; choose another")
 
 
+def require_counts(command: object, **bounds: int) -> None:
+    """Raise UsageError if a field, or one of its values, is below its bound or larger than any count."""
+    for name, least in bounds.items():
+        given: int | tuple[int, ...] | None = getattr(command, name)
+        for value in given if isinstance(given, tuple) else (given,):
+            if value is not None and not least <= value <= LARGEST:
+                bound = f"at least {least}" if value < least else f"at most {LARGEST}"
+                raise UsageError(f"--{name.replace('_', '-')} must be {bound}, got {value}")
+
+
+def require_seed(seed: int) -> None:
+    """Raise UsageError unless every generator takes this --seed."""
+    if not 0 <= seed <= LARGEST_SEED:
+        raise UsageError(f"--seed must be between 0 and {LARGEST_SEED}, got {seed}")
+
+
+def require_plain_file(path: Path, flag: str = "") -> None:
+    """Raise UsageError if a path is a pipe or a device, which may keep a reader waiting, or never end."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        raise UsageError(f"{flag} {path} is {kind}, expected a plain file; copy what it gives into one".strip())
+
+
 def guarded(program: str, call: Callable[[], int], interrupted: str = "stopped") -> int:
-    """Return what `call` returns, 2 after its one-sentence complaint about the input, or 130 if it was interrupted."""
+    """Return what `call` returns; 2 after its one-sentence complaint about the input; 130 if it was interrupted; 141
+    without a word if nobody reads the output any more, as after `| head`."""
+    streams: list[TextIO | None] = [sys.stdout, sys.stderr]  # None where the shell has closed one: `>&-`
+    if streams[1] is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 kept for as long as the program runs
+    if streams[0] is None:
+        return _complain(program, "standard output is closed: expected a terminal, a file or a pipe")
+    for stream in streams:
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")  # a terminal of few characters must not end a run midway
     try:
-        return call()
-    except (UsageError, ValueError, OSError, FloatingPointError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 2
+        try:
+            return call()
+        finally:
+            sys.stdout.flush()
+    except (UsageError, ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:
+        if isinstance(error, BrokenPipeError):
+            _drop_output()
+            return PIPE_CLOSED
+        if isinstance(error, RuntimeError) and not _is_lack_of_memory(error):
+            raise  # a fault of ours
+        return _complain(program, sentence(error))
     except KeyboardInterrupt:
-        print(f"{program}: {interrupted}", file=sys.stderr)
-        return 130
+        return _complain(program, interrupted, 130)
+    except SystemExit as leaving:
+        if isinstance(leaving.__context__, BrokenPipeError):  # rich leaves so
+            _drop_output()
+            return PIPE_CLOSED
+        raise
+
+
+def _complain(program: str, words: str, code: int = 2) -> int:
+    with contextlib.suppress(OSError):  # nobody hears it
+        print(f"{program}: {words}", file=sys.stderr, flush=True)
+    _drop_output()
+    return code
+
+
+def _drop_output() -> None:
+    """Let what can no longer be written vanish, so that Python does not stumble over it as it ends."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
+def sentence(error: BaseException) -> str:
+    """Say what an error says went wrong; of what the system says, no numbers."""
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        return f"{where}{error.strerror}" + ("; free some space and type the same command again" if full else "")
+    if isinstance(error, MemoryError | RuntimeError):
+        first = next(iter(str(error).splitlines()), "")
+        return f"not enough memory ({first or 'no block of that size'}); ask for less at once"
+    return str(error)
+
+
+def _is_lack_of_memory(error: RuntimeError) -> bool:
+    """Say whether torch, which has no class of its own for it on the CPU, found no memory."""
+    return type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)

@@ -11,16 +11,14 @@ The folder is removed when the run has stored its hashers.
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from hashcore.atomic import sweep
 
 from hashtrain.atomic import write_text
-
-_HALF_WRITTEN = re.compile(r"\..+\.(json|jsonl|md|png|safetensors|toml)\.\w{8}")  # `atomic.replace`, killed
 
 
 @contextlib.contextmanager
@@ -75,8 +73,6 @@ def end(out: Path) -> None:
 def _sweep(out: Path) -> None:
     """Remove what kills have left half written or half removed, here, in the hashers' folders and in the captures."""
     shutil.rmtree(out / ".work-done", ignore_errors=True)
-    folders = [path for pattern in ("*", ".work/*") for path in out.glob(pattern) if path.is_dir()]
-    for folder in (out, *folders):
-        for path in folder.iterdir():
-            if _HALF_WRITTEN.fullmatch(path.name):
-                path.unlink()
+    for folder in (out, *out.glob("*"), *out.glob(".work/*")):
+        if folder.is_dir():
+            sweep(folder)

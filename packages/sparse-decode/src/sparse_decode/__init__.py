@@ -1,20 +1,44 @@
 """Top-k retrieval inside Hugging Face attention: `attach(model, hasher, budget)`."""
 
-from sparse_decode.attach import Attachment, attach
-from sparse_decode.attend import attend, attend_reference
-from sparse_decode.budget import Budget
-from sparse_decode.oracle import OracleSelector
-from sparse_decode.select import (
-    AttendingSelector,
-    HashSelector,
-    KeyQueryHasher,
-    LshSelector,
-    QueryHeadHasher,
-    RecentSelector,
-    Rows,
-    Selector,
-)
+from typing import TYPE_CHECKING
 
+from hashtrain.lazy import export
+
+if TYPE_CHECKING:
+    from sparse_decode.attach import Attachment, attach
+    from sparse_decode.attend import attend, attend_reference
+    from sparse_decode.budget import Budget
+    from sparse_decode.oracle import OracleSelector
+    from sparse_decode.select import (
+        AttendingSelector,
+        HashSelector,
+        KeyQueryHasher,
+        LshSelector,
+        QueryHeadHasher,
+        RecentSelector,
+        Rows,
+        Selector,
+    )
+
+export(
+    __name__,
+    {
+        "attach": ("Attachment", "attach"),
+        "attend": ("attend", "attend_reference"),
+        "budget": ("Budget",),
+        "oracle": ("OracleSelector",),
+        "select": (
+            "AttendingSelector",
+            "HashSelector",
+            "KeyQueryHasher",
+            "LshSelector",
+            "QueryHeadHasher",
+            "RecentSelector",
+            "Rows",
+            "Selector",
+        ),
+    },
+)
 __all__ = [
     "Attachment",
     "AttendingSelector",

@@ -5,22 +5,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from hashtrain import ModelShape
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
 from sparse_decode import flash
 from sparse_decode.break_even import break_even
 from sparse_decode.budget import Budget
-from sparse_decode.cache import CODED, carry_codes, coded_type, is_quantised
-from sparse_decode.interface import FLASH_NAME, KEYWORD, NAMES, Call, register
-from sparse_decode.model import require_all_full, require_attachable, set_attention, sparse_modules
+from sparse_decode.cache import CODED, CodedDynamicLayer, carry_codes, coded_type, is_quantised
+from sparse_decode.interface import FLASH_NAME, KEYWORD, NAMES, AttentionName, Call, register
+from sparse_decode.model import (
+    CACHE_NAMES,
+    OTHER_STATES,
+    Attention,
+    dense_name,
+    require_all_full,
+    require_attachable,
+    require_kernels,
+    require_own_keys,
+    set_attention,
+    sparse_modules,
+    text_decoder,
+)
 from sparse_decode.offload import HostLayer
 from sparse_decode.parallel import head_shard, shard, shard_shape
 from sparse_decode.plan import Kernel, LayerPlan, RowRule
@@ -33,7 +46,7 @@ def attach(
     budget: Budget | None = None,
     *,
     layer_budgets: Mapping[int, Budget] | None = None,
-    dense_layers: int = 2,
+    dense_layers: int | Collection[int] | None = None,
     sparse_rows: Literal["decode"] | int = "decode",
     decode_rows: int = 1,
     kv: Literal["device", "host"] = "device",
@@ -47,7 +60,8 @@ def attach(
         selector: a hasher (such as `hashtrain.Hasher`), another `Selector`, or None to leave everything dense.
         budget: tokens per row; 2 % by default.
         layer_budgets: budgets of single layers, which they have instead.
-        dense_layers: the first layers, which stay dense.
+        dense_layers: which layers stay dense: so many of the first, or their indices; by default those that the hasher
+            names, because training measured that they cost too much, and none with another selector.
         sparse_rows: "decode": prefill is dense and decode steps are sparse. An integer n: in every call the rows from
             position n of their sequence on are sparse, which scores a whole text in one forward pass as decoding
             token by token after a dense prefill of n would (n = 0: sparse everywhere), and tells prefill from decoding
@@ -72,7 +86,8 @@ def attach(
         raise ValueError(f'kernel must be "gather" or "flash", got {kernel!r}')
     rule = RowRule(None if sparse_rows == "decode" else sparse_rows, decode_rows)
     how = kv == "host", remainder, kernel
-    return Attachment(model, selector, budget or Budget(), layer_budgets or {}, dense_layers, rule, *how)
+    dense = _dense_layers(selector, dense_layers)
+    return Attachment(model, selector, budget or Budget(), layer_budgets or {}, dense, rule, *how)
 
 
 class Attachment:
@@ -92,7 +107,7 @@ class Attachment:
         selector: KeyQueryHasher | Selector | None,
         budget: Budget,
         layer_budgets: Mapping[int, Budget],
-        dense_layers: int,
+        dense_layers: Collection[int],
         rule: RowRule,
         on_host: bool,
         remainder: bool,
@@ -101,21 +116,21 @@ class Attachment:
         require_attachable(model)
         self._kernel: Kernel = kernel
         if kernel == "flash":
-            shape = ModelShape.of(model.get_decoder().config)
+            shape = ModelShape.of(text_decoder(model).config)
             flash.require(model.device, model.dtype, [shape.at(i).head_dim for i in range(shape.num_layers)])
             require_all_full(model)
             if on_host:
                 raise ValueError('kernel="flash" gathers on the model\'s device; use kv="device"')
-        modules: dict[int, Any] = {}
+        modules: dict[int, Attention] = {}
         self.model: PreTrainedModel = model
         self._handles: list[RemovableHandle] = []
         self._plans: dict[int, LayerPlan] = {}
-        self._dense_name: str | None = None
+        self._name: AttentionName | None = None
         self.break_even: int | None = None
         self._on_host = on_host
         if selector is not None:
             chosen = _as_selector(selector)
-            chosen.require_match(model.get_decoder().config)
+            chosen.require_match(text_decoder(model).config)
             if on_host and not chosen.needs_codes:
                 raise ValueError(
                     f"keys and values can be on the host only for a selector that works on codes, got "
@@ -127,8 +142,12 @@ class Attachment:
                     'kernel="gather"'
                 )
             modules = sparse_modules(model, dense_layers)
-            shape = ModelShape.of(model.get_decoder().config)
-            rank, size = head_shard(next(iter(modules.values())), shape.at(min(modules)))
+            shape = ModelShape.of(text_decoder(model).config)
+            if kernel == "gather" and not isinstance(chosen, AttendingSelector):
+                require_kernels(model, modules, shape, getattr(chosen, "per_query_head", False))
+            if on_host:
+                require_own_keys(model)
+            rank, size = head_shard(next(iter(modules.values())).module, shape.at(min(modules)))
             chosen = chosen if size == 1 else shard(chosen, rank, size)
             if strangers := sorted(set(layer_budgets) - set(modules)):
                 raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
@@ -137,7 +156,7 @@ class Attachment:
                 layer = next(layer for layer, found in budgets.items() if found.dense_below == "measured")
                 heads = shape.at(layer) if size == 1 else shard_shape(shape.at(layer), size)
                 facts = chosen, budgets[layer], model.dtype, model.device, kernel
-                self.break_even = break_even(modules[layer], layer, heads, *facts)
+                self.break_even = break_even(modules[layer].module, layer, heads, *facts)
             coefficients = getattr(chosen, "remainder", None) if remainder else None
             for layer, found in budgets.items():
                 left_out = None if coefficients is None else coefficients(layer)
@@ -156,10 +175,14 @@ class Attachment:
         self.layers: tuple[int, ...] = tuple(modules)
         if modules:
             register()
-            config = cast(Any, model.get_decoder().config)
-            self._dense_name = str(config._attn_implementation)
-            set_attention(model, FLASH_NAME if kernel == "flash" else NAMES[self._dense_name])
-            self._handles = [m.register_forward_pre_hook(self._hook, with_kwargs=True) for m in modules.values()]
+            self._config = cast(Any, text_decoder(model).config)
+            dense = dense_name(model)
+            name = AttentionName.of(FLASH_NAME if kernel == "flash" else NAMES[dense], dense)
+            set_attention(model, name)
+            self._name = name
+            for found in modules.values():
+                hook = partial(self._hook, found.arguments)
+                self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _settled(self, budget: Budget) -> Budget:
         return replace(budget, dense_below=self.break_even) if budget.dense_below == "measured" else budget
@@ -175,9 +198,11 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._dense_name is not None:
-            set_attention(self.model, self._dense_name)
-            self._dense_name = None
+        if self._name is not None:
+            self._name.live = False
+            if self._config._attn_implementation == self._name:  # somebody may have set another one
+                set_attention(self.model, self._name.dense)
+            self._name = None
         for plan in self._plans.values():
             plan.encoder.release()
 
@@ -198,11 +223,26 @@ class Attachment:
         for plan in self._plans.values():
             plan.forget_counts()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a model to which sparse attention is attached cannot be copied or pickled; call detach() first, and "
+            "attach to the copy"
+        )
+
     def _hook(
-        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, arguments: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Hand the attention function its call; make the layer's cache carry codes at first sight."""
-        plan, cache = self._plans[module.layer_idx], kwargs.get("past_key_values")
+        if self._config._attn_implementation != self._name:
+            raise ValueError(
+                f'attention was set to "{self._config._attn_implementation}" while sparse attention is attached; call '
+                "detach() before set_attn_implementation, and attach again"
+            )
+        given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+        if any(given.get(name) is not None for name in OTHER_STATES):
+            return args, kwargs  # this call attends to another sequence
+        plan = self._plans[module.layer_idx]
+        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
         held = None if cache is None else self._held(plan, cache)
         return args, {**kwargs, KEYWORD: Call(plan, held)}
 
@@ -239,14 +279,22 @@ class Attachment:
             raise ValueError("the first call with a cache must not be compiled; call prepare(cache) on the attachment")
         if not self._on_host:
             return carry_codes(held, plan.encoder)
-        if not isinstance(held, DynamicLayer) or is_quantised(type(held)):
+        if type(held) not in (DynamicLayer, CodedDynamicLayer, HostLayer):
             raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
         return carry_codes(held, plan.encoder, HostLayer)
 
 
+def _dense_layers(selector: object, given: int | Collection[int] | None) -> Collection[int]:
+    """Return the indices of the layers that stay dense."""
+    if given is None:
+        return getattr(selector, "dense_layers", ())
+    return range(given) if isinstance(given, int) else given
+
+
 def _check_rows(dense_layers: object, sparse_rows: object, decode_rows: object) -> None:
-    if not isinstance(dense_layers, int) or dense_layers < 0:
-        raise ValueError(f"dense_layers must be an integer of 0 or more, got {dense_layers!r}")
+    given = cast("Collection[object]", dense_layers) if isinstance(dense_layers, Collection) else [dense_layers or 0]
+    if any(not isinstance(layer, int) or layer < 0 for layer in given):
+        raise ValueError(f"dense_layers must be an integer of 0 or more, or a set of them, got {dense_layers!r}")
     if sparse_rows != "decode" and (not isinstance(sparse_rows, int) or sparse_rows < 0):
         raise ValueError(f'sparse_rows must be "decode" or an integer of 0 or more, got {sparse_rows!r}')
     if not isinstance(decode_rows, int) or decode_rows < 1:
@@ -273,15 +321,17 @@ def _cache_layer(cache: Any, layer: int) -> CacheLayerMixin:
         raise ValueError(
             f"past_key_values must be a transformers Cache, got {type(cache).__name__}; use DynamicCache()"
         )
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
     if getattr(cache, "offloading", False):
         raise ValueError("a cache that offloads its layers is not supported yet; use DynamicCache()")
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= layer:
             cache.layers.append(cache.layer_class_to_replicate())
     held = cache.layers[layer]
-    if not hasattr(held, "encoder") and coded_type(type(held)) is None:
+    if not hasattr(held, "encoder") and coded_type(cast(type, type(held))) is None:
         raise ValueError(
-            f"cache layers of type DynamicLayer, StaticLayer or a quantised one are needed, got {type(held).__name__} "
-            f"in layer {layer}; use DynamicCache(), the default of generate"
+            f"cache layers of type DynamicLayer, StaticLayer, a hybrid or a quantised one are needed, got "
+            f"{type(held).__name__} in layer {layer}; use DynamicCache(config=model.config), the default of generate"
         )
     return cast(CacheLayerMixin, held)

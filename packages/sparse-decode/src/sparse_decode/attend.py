@@ -18,6 +18,7 @@ What the selection leaves out (eq. 15, 16) is added in the same task.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -111,6 +112,22 @@ def attend(
     if q.requires_grad:
         result = _NoBackward.apply(result, q)  # pyright: ignore[reportAssignmentType]
     return (result, logits) if facts else result  # pyright: ignore[reportReturnType]
+
+
+def require(device: torch.device, dtype: torch.dtype, dims: Collection[int] = (), group: int = 1) -> None:
+    """Raise ValueError with one sentence if no kernel attends on a device in a type, to heads of these sizes.
+
+    Args:
+        dims: components of keys and of values; group: query heads that share an index set.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"sparse attention runs on the CPU or on CUDA, got {device}; move the model")
+    if dtype not in _KINDS:
+        raise ValueError(f"sparse attention takes float32, bfloat16 or float16, got {dtype}; convert the model")
+    if device.type == "cuda":
+        from sparse_decode import gather
+
+        gather.require(dtype, dims, group)
 
 
 def _on_device(
@@ -223,6 +240,30 @@ def attend_reference(
         logits = torch.cat([logits, sinks.float()[None, :, None, None].expand(*logits.shape[:3], 1)], dim=-1)
     p = logits.softmax(-1)[..., : dead.shape[-1]].masked_fill(dead, 0)
     return (p[..., None] * values).sum(-2).transpose(1, 2).to(q.dtype)
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, indices: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Return the weights that `attend` gives the tokens, [B, Hq, Q, N] in q's type: for those who look at them.
+
+    Args: as those of `attend`; k may be on another device.
+    """
+    hq, hkv, n = q.shape[1], k.shape[1], k.shape[2]
+    wanted = indices.repeat_interleave(hq // indices.shape[1], 1)  # [B, Hq, Q, K]
+    here = wanted.clamp(min=0).to(k.device)
+    batch = torch.arange(q.shape[0], device=k.device)[:, None, None, None]
+    head = (torch.arange(hq, device=k.device) // (hq // hkv))[:, None, None]
+    logits = (q.float()[..., None, :] * k[batch, head, here].to(q.device).float()).sum(-1) * scaling
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    logits = logits.masked_fill(wanted < 0, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.float()[None, :, None, None].expand(*logits.shape[:3], 1)], dim=-1)
+    weights = logits.softmax(-1)[..., : wanted.shape[-1]].nan_to_num(0)  # no token, no weight
+    found = weights.new_zeros(*q.shape[:3], n + 1)  # unused slots write behind the last token
+    found.scatter_(-1, torch.where(wanted < 0, n, wanted), weights)
+    return found[..., :n].to(q.dtype)
 
 
 class _NoBackward(torch.autograd.Function):

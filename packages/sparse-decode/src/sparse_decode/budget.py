@@ -7,27 +7,30 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from hashtrain.config import RECENT, SINK
 from hashtrain.target import top_count
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens that one row selects, of the tokens that it sees (padding is not seen).
+    """Tokens that one row reads, of the tokens that it sees (padding is not seen).
+
+    The first `sink` and the last `recent` of them are always read and count within the budget; the others are selected.
 
     Source: docs/algorithm.md, eq. 7 and 8.
     """
 
     fraction: float = 0.02
-    """Share of the row's tokens to select, above 0 and at most 1."""
+    """Share of the row's tokens to read, above 0 and at most 1."""
     min_tokens: int = 1
-    """Select at least this many, or all the row sees if that is fewer."""
+    """Read at least this many, or all the row sees if that is fewer."""
     max_tokens: int | None = None
-    """Select at most this many."""
-    sink: int = 0
-    """Also attend to the first tokens that the row sees, on top of the selection."""
-    recent: int = 0
-    """Also attend to the last tokens that the row sees, on top of the selection."""
+    """Read at most this many, but never fewer than `sink + recent`."""
+    sink: int = SINK
+    """Always read this many of the first tokens that the row sees; heads often rest on the very first."""
+    recent: int = RECENT
+    """Always read this many of the last tokens that the row sees; the last one is its own."""
     of: Literal["visible", "length"] = "visible"
     """What `fraction` is taken of: tokens the row sees, or (the paper's rule) those its sequence's last row sees."""
     dense_below: int | Literal["measured"] = 0
@@ -51,7 +54,7 @@ class Budget:
             raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
 
     def count(self, visible: Tensor, length: Tensor | None = None) -> Tensor:
-        """Count the tokens each row selects, without sink and recent: all of them below `dense_below`.
+        """Count the tokens each row reads, sink and recent included: all of them below `dense_below`.
 
         Args:
             visible: tokens each row sees, integers of any shape.
@@ -67,6 +70,7 @@ class Budget:
             raise ValueError('a budget of="length" needs the length of each sequence, got None')
         else:
             counts = top_count(length, self.fraction, self.min_tokens, self.max_tokens).minimum(visible.long())
+        counts = counts.maximum(self.ends(visible))
         return torch.where(visible < self.dense_below, visible.long(), counts) if self.dense_below else counts
 
     def count_row(self, visible: int) -> int:
@@ -76,7 +80,12 @@ class Budget:
         if visible < self.dense_below:
             return visible
         count = max(self.min_tokens, math.floor(visible * self.fraction + 1e-9))  # as hashtrain.target.top_count
-        return min(visible, count if self.max_tokens is None else min(count, self.max_tokens))
+        count = count if self.max_tokens is None else min(count, self.max_tokens)
+        return min(visible, max(count, self.sink + self.recent))
+
+    def ends(self, visible: Tensor) -> Tensor:
+        """Count the tokens that each row always reads: int64, the shape of `visible`."""
+        return visible.long().clamp(max=self.sink + self.recent)
 
 
 def _is_number(value: object) -> bool:

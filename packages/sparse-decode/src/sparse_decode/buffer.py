@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sparse_decode.modes import ordinary_tensors
+
 _SLACK = 64  # rows; and an eighth of what is held, so that all the copies of growing cost eight writes a row
 
 
@@ -49,14 +51,23 @@ class GrowingBuffer:
             self._data, self._length, self._own = rows, rows.shape[2], False
 
     def append(self, rows: Tensor) -> None:
-        """Write the rows of the next tokens, [B, H, t, X]."""
-        end = self._length + rows.shape[2]
-        if self._data is None or not self._own or end > self._data.shape[2]:
-            grown = self._room(rows, end + max(_SLACK, end // 8))
-            if self._data is not None:
+        """Write the rows of the next tokens, [B, H, t, X]; of another type, all get the type that holds both.
+
+        Raises: ValueError if they are on another device.
+        """
+        end, data = self._length + rows.shape[2], self._data
+        if data is not None and not self._host and rows.device != data.device:
+            raise ValueError(
+                f"a cache filled on {data.device} needs rows there, got some on {rows.device}; begin with a new cache"
+            )
+        kind = rows.dtype if data is None else torch.promote_types(data.dtype, rows.dtype)
+        if data is None or not self._own or end > data.shape[2] or kind != data.dtype:
+            grown = self._room(rows, end + max(_SLACK, end // 8), kind)
+            if data is not None:
                 grown[:, :, : self._length] = self.view()
-            self._data, self._own = grown, True
-        self._data[:, :, self._length : end] = rows
+            data = self._data = grown
+            self._own = True
+        data[:, :, self._length : end] = rows
         self._length = end
 
     def truncate(self, length: int) -> None:
@@ -69,9 +80,11 @@ class GrowingBuffer:
         """Replace the buffer by a change of its batch dimension."""
         if self._data is not None:
             self._data = change(self._data)
+            self._own = not self._data.is_inference()
 
-    def _room(self, like: Tensor, tokens: int) -> Tensor:
+    def _room(self, like: Tensor, tokens: int, kind: torch.dtype) -> Tensor:
         shape = (*like.shape[:2], tokens, like.shape[3])
         device = torch.device("cpu") if self._host else like.device
         pinned = self._host and like.device.type == "cuda"
-        return torch.empty(shape, dtype=like.dtype, device=device, pin_memory=pinned)
+        with ordinary_tensors():
+            return torch.empty(shape, dtype=kind, device=device, pin_memory=pinned)

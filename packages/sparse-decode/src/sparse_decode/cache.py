@@ -2,6 +2,10 @@
 
 A layer is re-typed in place, so that the cache and every reference to it stay valid; `drop_codes` turns it back. The
 codes are those of the keys as they arrived: a quantised layer's keys change when it quantises them, its codes do not.
+
+Keys and values are everybody's: a press prunes them, a caller crops them by hand. Each layer remembers the tensors that
+it left, and their versions, which torch counts up with every write; where they differ, it begins anew with what it
+finds. Only inside compiled graphs, where no version can be read, nobody looks.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 
 from sparse_decode.buffer import GrowingBuffer
+from sparse_decode.modes import no_autocast, ordinary_tensors
 from sparse_decode.opaque import enrol, write_codes
 from sparse_decode.remainder import RunningMeans, StaticMeans
 
@@ -34,7 +39,8 @@ Encode = Callable[[Tensor], Tensor]
 """Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
 
 _LATER = 16  # tokens of an update that are hashed only when their codes are needed
-_CHUNK = 8192  # tokens hashed at once: a long prefill makes no full-length float32 temporary
+_CHUNK = 1 << 26  # bytes of float32 temporaries of the tokens hashed at once, whatever the batch and the context
+_WIDTHS = 8  # numbers that hashing a key makes, over the numbers of the key: itself, hidden, bits, and their sums
 
 
 class Encoder:
@@ -48,11 +54,13 @@ class Encoder:
         self._layers = WeakSet[CacheLayerMixin]()
         self.number: int = enrol(self)
 
-    def __call__(self, keys: Tensor) -> Tensor:
-        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
-        if keys.shape[2] <= _CHUNK:
-            return self._encode(keys)
-        return torch.cat([self._encode(part) for part in keys.split(_CHUNK, dim=2)], dim=2)
+    def __call__(self, keys: Tensor, device: torch.device | None = None) -> Tensor:
+        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W], on another device if one is named."""
+        device = keys.device if device is None else device
+        tokens = max(1, _CHUNK // (keys[:, :, :1].numel() * 4 * _WIDTHS + 1))
+        with no_autocast(device):
+            parts = [self._encode(part.to(device)) for part in keys.split(tokens, dim=2)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def write(self, codes: Tensor, keys: Tensor, at: Tensor) -> None:
         """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on."""
@@ -92,6 +100,8 @@ class _Coded(CacheLayerMixin):
     encoder: Encoder
     plain: type[CacheLayerMixin]
     """The class that the layer had."""
+    _watched = ("keys", "values")
+    """Attributes that hold what others may change."""
 
     def begin(self) -> None:
         """Make the codes of what the layer holds already."""
@@ -101,13 +111,51 @@ class _Coded(CacheLayerMixin):
         """Leave the layer as its plain class would have it."""
         raise NotImplementedError
 
+    def mark(self) -> None:
+        """Remember what the layer holds: all changes so far were its own."""
+        if not torch.compiler.is_compiling():
+            self._marks = self._stamps()
+
+    def settle(self) -> None:
+        """Begin anew with what the layer holds, if somebody else has changed that."""
+        if torch.compiler.is_compiling():
+            return
+        for (held, version), (was, before) in zip(self._stamps(), self._marks, strict=True):
+            if held is not was or version != before:
+                self.begin()
+                return self.mark()
+
+    def _stamps(self) -> list[tuple[Any, int]]:
+        found = [getattr(self, name) for name in self._watched]
+        return [(x, x._version if isinstance(x, Tensor) and not x.is_inference() else 0) for x in found]
+
+    def plainly(self) -> CacheLayerMixin:
+        """Return a plain layer that holds the same, without the codes."""
+        self.settle()
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        drop_codes(twin)
+        for name in self._watched:  # without the spare room behind them
+            if isinstance(held := getattr(twin, name), Tensor):
+                setattr(twin, name, held.clone())
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self.plainly(),)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Coded:
+        self.settle()
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         for name, value in vars(self).items():
             setattr(twin, name, copy.deepcopy(value, memo))
+        twin.mark()
         self.encoder.adopt(twin)
         return twin
+
+
+def _itself(layer: CacheLayerMixin) -> CacheLayerMixin:
+    return layer
 
 
 class CodedDynamicLayer(_Coded, DynamicLayer):
@@ -129,10 +177,15 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         self._codes = GrowingBuffer()
         if self.get_seq_length():
             keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
-            self._codes.append(self.encoder(keys))
+            if keys.shape[:3] != values.shape[:3]:
+                raise ValueError(
+                    f"a cache layer needs as many keys as values, got {tuple(keys.shape)} and {tuple(values.shape)}; "
+                    "who changes one must change the other"
+                )
+            self._codes.append(self.encoder(keys, self.device))
             self._keys.adopt(keys)
             self._values.adopt(values)
-            self._show()
+            self.keys, self.values = self._keys.view(), self._values.view()
 
     def end(self) -> None:
         if self.get_seq_length():
@@ -142,12 +195,14 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
     @property
     def codes(self) -> Tensor:
         """Codes of the cached keys, int32 [B, H, T, W]."""
+        self.settle()
         if len(self._codes) < len(self._keys):
             self._codes.append(self.encoder(self._keys.view()[:, :, len(self._codes) :]))
         return self._codes.view()
 
     def memory(self) -> tuple[int, int]:
         """Return bytes of keys and values, and of codes."""
+        self.settle()
         return self._keys.nbytes + self._values.nbytes, self.codes.nbytes if self.get_seq_length() else 0
 
     def _buffers(self) -> tuple[GrowingBuffer, GrowingBuffer, GrowingBuffer]:
@@ -156,13 +211,14 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
     def _show(self) -> None:
         """Point `keys` and `values`, which Hugging Face reads, at the buffers."""
         self.keys, self.values = self._keys.view(), self._values.view()
+        self.mark()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, Hkv, t, D] and hash the new keys, later if they are few and stay here."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        ahead = len(self._codes) > len(self._keys)  # something dropped keys behind our back: `Call.codes` will say so
-        if self.on_host or ahead or key_states.shape[2] > _LATER:
+        self.settle()
+        if self.on_host or key_states.shape[2] > _LATER:
             if len(self._codes) < len(self._keys):
                 _ = self.codes  # in the order of the keys
             self._codes.append(self.encoder(key_states))
@@ -173,12 +229,14 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop tokens from the end, with their codes."""
+        self.settle()
         keys, values = self.keys, self.values
         super().crop(tokens_to_remove)
         if keys is not None and values is not None:
             self.means.drop(keys, values, self.get_seq_length())
         for buffer in self._buffers():
             buffer.truncate(self.get_seq_length())
+        self.mark()
 
     def reset(self) -> None:
         """Empty the layer."""
@@ -188,6 +246,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         self.means = RunningMeans()
         for buffer in self._buffers():
             buffer.truncate(0)
+        self.mark()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take the batch rows `beam_idx`, as beam search asks."""
@@ -202,6 +261,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         self._map_batch(lambda x: x[indices.to(x.device), ...])
 
     def _map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.settle()
         if self.get_seq_length():
             for buffer in self._buffers():
                 buffer.map_batch(change)
@@ -213,23 +273,35 @@ class CodedStaticLayer(_Coded, StaticLayer):
     """A `StaticLayer` with a static buffer of codes, so that a compiled step appends to it in place."""
 
     plain: type[CacheLayerMixin] = StaticLayer
+    _watched = ("keys", "values", "cumulative_length")
+    _codes: Tensor | None = None
+    means: StaticMeans | None = None
 
     def begin(self) -> None:
-        self.codes: Tensor | None = None
-        self.means: StaticMeans | None = None
-        if self.is_initialized:
-            keys = cast(Tensor, self.keys)
+        if not self.is_initialized:
+            return self.end()
+        keys, codes = cast(Tensor, self.keys), self._codes
+        if codes is None or self.means is None or len(codes) != len(keys) or codes.device != keys.device:
             codes = self._allocate()
-            self.encoder.write(codes, keys[:, :, : int(self.cumulative_length)], torch.tensor(0))
+        else:
+            self.means.reset()
+        self.encoder.write(codes, keys[:, :, : int(self.cumulative_length)], torch.tensor(0))
 
     def end(self) -> None:
-        del self.codes, self.means
+        for name in ("_codes", "means"):
+            vars(self).pop(name, None)
+
+    @property
+    def codes(self) -> Tensor | None:
+        """Codes of the keys, int32 [B, H, N, W], of all the room; None before there is any."""
+        self.settle()
+        return self._codes
 
     def memory(self) -> tuple[int, int]:
         """Return bytes of keys and values, and of codes: all of the static buffers."""
         if not self.is_initialized:
             return 0, 0
-        return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, cast(Tensor, self.codes).nbytes
+        return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, cast(Tensor, self._codes).nbytes
 
     def _allocate(self) -> Tensor:
         """Make room for the codes and the sums beside keys and values."""
@@ -238,41 +310,49 @@ class CodedStaticLayer(_Coded, StaticLayer):
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         # The hasher says how many code heads and words a key has.
         batch, heads, _, width = self.encoder(keys.new_zeros(*keys.shape[:2], 1, keys.shape[3])).shape
-        self.codes = torch.zeros(batch, heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
-        self.means = StaticMeans.empty(keys, values)
-        for x in (self.codes, *self.means.tensors):
+        with ordinary_tensors():
+            codes = torch.zeros(batch, heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
+            self._codes, self.means = codes, StaticMeans.empty(keys, values)
+        for x in (codes, *self.means.tensors):
             torch._dynamo.mark_static_address(x)
-        return self.codes
+        return codes
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate keys, values, codes and sums."""
-        super().lazy_initialization(key_states, value_states)
-        self._allocate()
+        super().lazy_initialization(*args, **kwargs)
+        if self.is_initialized and self._codes is None:  # a hybrid layer initialises its two parts one by one
+            self._allocate()
+        self.mark()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write keys and values [B, Hkv, t, D] at the present length, and the new keys' codes."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        codes = cast(Tensor, self.codes)
+        codes = cast(Tensor, self.codes)  # settled
         if torch.compiler.is_compiling():
             write_codes(codes, key_states, self.cumulative_length, self.encoder.number)
         else:
             self.encoder.write(codes, key_states, self.cumulative_length)
-        return super().update(key_states, value_states, *args, **kwargs)
+        found = super().update(key_states, value_states, *args, **kwargs)
+        self.mark()
+        return found
 
     def reset(self) -> None:
         """Empty the layer."""
         super().reset()
-        if self.codes is not None and self.means is not None:
-            self.codes.zero_()
+        if self._codes is not None and self.means is not None:
+            self._codes.zero_()
             self.means.reset()
+        self.mark()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take the batch rows `beam_idx`, as beam search asks."""
+        self.settle()
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
-        if self.codes is not None and self.means is not None and self.get_seq_length() > 0:
-            self.codes = self.codes.index_select(0, beam_idx.to(self.codes.device))
+        if self._codes is not None and self.means is not None and self.get_seq_length() > 0:
+            self._codes = self._codes.index_select(0, beam_idx.to(self._codes.device))
             self.means.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self.mark()
 
 
 class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
@@ -282,6 +362,7 @@ class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
     """
 
     means: RunningMeans
+    _watched = ("keys", "values", "_quantized_keys", "_quantized_values")
 
     def begin(self) -> None:
         self.means = RunningMeans()
@@ -295,6 +376,7 @@ class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
     @property
     def codes(self) -> Tensor:
         """Codes of the cached keys, int32 [B, H, T, W]."""
+        self.settle()
         return self._codes.view()
 
     def memory(self) -> tuple[int, int]:
@@ -310,20 +392,26 @@ class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, Hkv, t, D] and hash the new keys."""
+        self.settle()
         self._codes.append(self.encoder(key_states))
-        return super().update(key_states, value_states, *args, **kwargs)
+        found = super().update(key_states, value_states, *args, **kwargs)
+        self.mark()
+        return found
 
     def reset(self) -> None:
         """Empty the layer."""
         super().reset()
         self._codes.truncate(0)
         self.means = RunningMeans()
+        self.mark()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take the batch rows `beam_idx`, as beam search asks."""
+        self.settle()
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
         for held in (self._codes, self.means):
             held.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self.mark()
 
     # Hugging Face's own versions of these three change the unquantised rest alone.
     def crop(self, tokens_to_remove: int) -> None:
@@ -358,6 +446,28 @@ def _quantised(plain: type[BaseQuantizedLayer]) -> type[CodedQuantisedLayer]:
     )
 
 
+HYBRIDS = tuple(
+    getattr(cache_utils, name)
+    for name in ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer")
+    if hasattr(cache_utils, name)
+)
+"""Layers that keep a recurrent state, too."""
+
+
+@functools.cache
+def _hybrid(plain: type[CacheLayerMixin]) -> type[_Coded]:
+    coded = CodedDynamicLayer if issubclass(plain, DynamicLayer) else CodedStaticLayer
+
+    def reorder_cache(layer: Any, beam_idx: Tensor) -> None:
+        """Take the batch rows `beam_idx` of both parts, as beam search asks."""
+        if coded is CodedDynamicLayer:  # the other one calls `super`, which is both parts
+            cache_utils.LinearAttentionLayer.reorder_cache(layer, beam_idx)  # pyright: ignore[reportArgumentType]
+        coded.reorder_cache(layer, beam_idx)
+
+    own = {"plain": plain, "reorder_cache": reorder_cache}
+    return cast("type[_Coded]", type(f"Coded{plain.__name__}", (coded, plain), own))
+
+
 def is_quantised(layer_type: type) -> bool:
     """Say whether layers of a class keep their keys and values quantised."""
     return issubclass(layer_type, BaseQuantizedLayer)
@@ -372,6 +482,8 @@ def coded_type(plain: type) -> type[_Coded] | None:
         return CodedDynamicLayer
     if plain is StaticLayer:
         return CodedStaticLayer
+    if plain in HYBRIDS:
+        return _hybrid(plain)
     if not is_quantised(plain):
         return None
     if not QUANTISED:
@@ -398,6 +510,7 @@ def carry_codes(layer: CacheLayerMixin, encoder: Encoder, coded: type[_Coded] | 
     assert isinstance(layer, _Coded)
     layer.encoder = encoder
     layer.begin()
+    layer.mark()
     encoder.adopt(layer)
     return layer
 
@@ -405,5 +518,5 @@ def carry_codes(layer: CacheLayerMixin, encoder: Encoder, coded: type[_Coded] | 
 def drop_codes(layer: Any) -> None:
     """Turn a layer back into what it was before `carry_codes`."""
     layer.end()
-    del layer.encoder
+    del layer.encoder, layer._marks
     layer.__class__ = layer.plain

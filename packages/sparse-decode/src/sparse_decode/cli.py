@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from hashtrain.config import RECENT, SINK
 from hashtrain.plan import DEMO, model_path
-from hashtrain.usage import UsageError, guarded
+from hashtrain.usage import UsageError, guarded, require_counts
 from rich.console import Console
 from rich.table import Table
 
@@ -32,30 +33,22 @@ class GenerateCommand:
     max_prompt_tokens: int | None = None
     """Use only so many tokens of the prompt, the last ones."""
     fraction: float = 0.02
-    """Share of the visible tokens that a step selects, above 0 and at most 1."""
+    """Share of the visible tokens that a step reads, above 0 and at most 1."""
     min_tokens: int = 16
-    """Tokens to select at least."""
-    sink: int = 4
-    """First tokens to attend to as well."""
-    recent: int = 16
-    """Last tokens to attend to as well."""
-    dense_layers: int = 2
-    """First layers that stay dense."""
+    """Tokens to read at least."""
+    sink: int = SINK
+    """First tokens, always read."""
+    recent: int = RECENT
+    """Last tokens, always read."""
+    dense_layers: int | None = None
+    """First layers that stay dense; without it, those that the hasher names."""
     compare: bool = False
     """Generate with dense attention, too."""
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("max_prompt_tokens", 1), ("min_tokens", 1), ("sink", 0)):
-            self._require(name, least)
-        self._require("recent", 0)
-        self._require("dense_layers", 0)
+        require_counts(self, max_new_tokens=1, max_prompt_tokens=1, min_tokens=1, sink=0, recent=0, dense_layers=0)
         if not 0 < self.fraction <= 1:
             raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}; 0.02 selects 2 %")
-
-    def _require(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value is not None and value < least:
-            raise UsageError(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
 
     @property
     def model_path(self) -> str:
@@ -70,12 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _main(arguments: list[str] | None) -> int:
     command = tyro.cli(GenerateCommand, args=arguments, prog="sparse-decode")
-    from transformers.utils import logging
+    from sparse_decode.streaming import generate  # torch and transformers load here, not for --help
 
-    from sparse_decode.streaming import generate  # transformers loads here, not for --help
-
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()  # its redrawn line would fill a log file
     found = generate(command, sys.stdout)
     console = Console(stderr=not sys.stdout.isatty())
     console.print(_table(found))

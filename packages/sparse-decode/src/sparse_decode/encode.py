@@ -149,12 +149,13 @@ def _pack(x, threshold, words):  # pragma: no cover - compiled
 def _quantise(x, planes, levels, words):  # pragma: no cover - compiled
     """Write the planes of eq. 5, in the operations of `hashcore.planes`; say whether all numbers were finite."""
     top, peak = np.float32(2**planes - 1), np.float32(0)
+    clip = np.float32(0.8) if planes < 6 else np.float32(1)
     for j in range(len(x)):
         size = abs(x[j])
         if not np.isfinite(size):
             return False
         peak = max(peak, size)
-    scale = max(np.float32(np.float32(0.8) * peak / top), TINY)
+    scale = max(np.float32(clip * peak / top), TINY)
     for j in range(len(x)):
         level = np.floor(x[j] / scale * np.float32(0.5)) * np.float32(2) + np.float32(1)
         level = min(max(level, -top), top)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -49,16 +49,20 @@ def macros(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[tuple[str, str
     return tuple((name, str(value)) for name, value in named.items())
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
-    """Refuse, in a sentence, what the kernel is not made for."""
-    group = q.shape[1] // indices.shape[1]
-    if q.dtype not in _TYPES:
-        raise ValueError(f"sparse attention on CUDA takes bfloat16 or float16, got {q.dtype}; convert the model")
+def require(dtype: torch.dtype, dims: Collection[int], group: int) -> None:
+    """Refuse types, sizes of keys and values, and numbers of query heads an index set that the kernel does not take."""
+    if dtype not in _TYPES:
+        raise ValueError(f"sparse attention on CUDA takes bfloat16 or float16, got {dtype}; convert the model")
     if group > MAX_GROUP:
         raise ValueError(f"sparse attention on CUDA takes up to {MAX_GROUP} query heads an index set, got {group}")
+    if odd := [dim for dim in dims if dim % 16 or not 16 <= dim <= 256]:
+        raise ValueError(f"keys and values on CUDA must have a multiple of 16 components, at most 256, got {odd[0]}")
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
+    """Refuse, in a sentence, what the kernel is not made for."""
+    require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // indices.shape[1])
     for name, x in (("keys", k), ("values", v)):
-        if x.shape[3] % 16 or not 16 <= x.shape[3] <= 256:
-            raise ValueError(f"{name} on CUDA must have a multiple of 16 components, at most 256, got {x.shape[3]}")
         steps = [step for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
         if x.data_ptr() % 16 or any(step % 8 for step in steps):
             raise ValueError(

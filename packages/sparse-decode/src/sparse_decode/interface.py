@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import CacheLayerMixin, StaticLayer
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode import flash
+from sparse_decode.attend import require
+from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
+from sparse_decode.modes import autocasts, no_autocast
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import attend_step
 from sparse_decode.plan import Inputs, LayerPlan, trim
+from sparse_decode.positions import visible_rows
 from sparse_decode.remainder import StaticMeans
 
 # Hugging Face looks for "flash", "sdpa" and "flex" inside these names: keep such words out.
@@ -31,6 +36,31 @@ FLASH_NAME = "sparse_decode_fa"
 """Our attention with every dense call through flash-attn, whatever it replaces."""
 
 KEYWORD = "sparse_decode"
+
+
+class AttentionName(str):
+    """One of our names as the config of an attached model has it: copies and files of the config get the dense name.
+
+    Attributes:
+        dense: what it replaces; live: whether the attachment that wrote it is still there.
+    """
+
+    dense: str
+    live: bool
+
+    @classmethod
+    def of(cls, name: str, dense: str) -> AttentionName:
+        """Make a name that is in use."""
+        made = cls(name)
+        made.dense, made.live = dense, True
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return self.dense
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.dense,)
+
 
 Output = tuple[Tensor, Tensor | None]
 
@@ -97,9 +127,19 @@ def attention(
             k, v = call.cache.all_on(query.device)
         return dense_attention(module)(module, query, k, v, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
 
-    if call is None or not call.plan.rule.may_be_sparse(query.shape[2], end):
+    if call is None:
         return dense()
-    _refuse(kwargs, dropout)
+    sparse_call = call.plan.rule.may_be_sparse(query.shape[2], end)
+    one_way = getattr(module, "is_causal", True) or attention_mask is not None or query.shape[2] == 1
+    _refuse(kwargs if one_way else {**kwargs, "is_causal": False}, dropout, sparse_call)
+    attention_mask = _as_wide(attention_mask, query, key)
+    if not compiling:
+        require_serves(module, call, query, key, value, attention_mask)
+    if not sparse_call:
+        return dense()
+    if autocasts(query.device):  # as torch's own attention does
+        kind = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(kind) for x in (query, key, value))
     plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
     if compiling:
@@ -108,18 +148,105 @@ def attention(
         sums = means.tensors if plan.remainder is not None and isinstance(means, StaticMeans) else []
         rest = (sinks, plan.tally, sums, plan.number, factor, softcap)
         return attend_step(query, key, value, codes, attention_mask, length, *rest), None
+    with no_autocast(query.device):
+        return _sparse(module, call, query, key, value, attention_mask, length, factor, kwargs, dense)
+
+
+def _sparse(
+    module: Any,
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    length: Tensor | None,
+    factor: float,
+    kwargs: dict[str, Any],
+    dense: Callable[[], Output],
+) -> Output:
+    """Do a call that may hold a sparse row, outside of compiled graphs."""
+    plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
+    end = key.shape[2] if length is None else int(length)
     host = call.cache if isinstance(call.cache, HostLayer) else None
     small = plan.all_dense(end)
     k, v, codes = trim(key, value, None if small else call.codes(key), length)
     means = getattr(call.cache, "means", None)
-    x = Inputs(query, k, v, attention_mask, codes, host, factor, softcap, sinks, means)
+    weights = query.new_zeros(*query.shape[:3], key.shape[2]) if _weights_wanted(module, plan, kwargs) else None
+    x = Inputs(query, k, v, mask, codes, host, factor, softcap, sinks, means, weights)
     if small:
         plan.count_dense(x)
         return dense()
     out, sparse = plan.attend(x)
     if sparse is None or sparse.all():
-        return out, None
-    return torch.where(sparse[..., None, None], out, dense()[0]), None
+        return out, weights
+    whole, all_weights = dense()
+    out = torch.where(sparse[..., None, None], out, whole)
+    if weights is not None and all_weights is not None:
+        weights = torch.where(sparse[:, None, :, None], weights, all_weights)
+    return out, weights
+
+
+def _weights_wanted(module: Any, plan: LayerPlan, kwargs: dict[str, Any]) -> bool:
+    """Say whether the caller of the model asked for attention weights, which only eager attention returns.
+
+    Raises: ValueError if they would not be those of the attention that is done.
+    """
+    recorded = _active_collector.get() or ()
+    wanted = kwargs.get("output_attentions") or any("attentions" in name for name in recorded)
+    if not wanted or module.config._attn_implementation != NAMES["eager"]:
+        return False
+    if plan.remainder is not None:
+        raise ValueError(
+            "attention weights have no column for what a selection leaves out; attach with remainder=False, or leave "
+            "out output_attentions"
+        )
+    if plan.weighs_itself:
+        raise ValueError(
+            f"{type(plan.selector).__name__} has an attention of its own and returns no weights; leave out "
+            "output_attentions"
+        )
+    return True
+
+
+def _as_wide(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Expand a mask to [.., .., Q, N] where torch would. Raises: ValueError if it is narrower than the keys."""
+    shape = query.shape[2], key.shape[2]
+    if mask is None or mask.shape[-2:] == shape:
+        return mask
+    if any(got not in (1, size) for got, size in zip(mask.shape[-2:], shape, strict=True)):
+        raise ValueError(
+            f"a mask for {shape[0]} rows and {shape[1]} keys is needed, got shape {tuple(mask.shape)}; if the cache's "
+            "layers differ in length, give each call a mask of None"
+        )
+    return mask.expand(*mask.shape[:2], *shape)
+
+
+def require_serves(module: Any, call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    """Raise ValueError with one sentence if a call of this form cannot be sparse, now or in a later step."""
+    plan, held = call.plan, call.cache
+    if getattr(module, "masked_key_indices", None) is not None:
+        raise ValueError(
+            "keys masked head by head (masked_key_indices, as AdaKV's presses set it) cannot be left out by sparse "
+            "attention; use a press that removes keys"
+        )
+    if plan.selector.needs_codes and isinstance(held, CodedDynamicLayer | CodedStaticLayer):
+        own = cast(Tensor, held.keys)
+        if key.shape != own.shape or key.data_ptr() != own.data_ptr():
+            raise ValueError(
+                f"layer {plan.layer} must attend to the keys in its cache, {tuple(own.shape)}, got others, "
+                f"{tuple(key.shape)}; leave this model dense"
+            )
+        if query.shape[2] > 1 and (codes := cast(Tensor, held.codes).shape[1]) not in (key.shape[1], query.shape[1]):
+            raise ValueError(
+                f"codes of {key.shape[1]} KV heads or {query.shape[1]} query heads are needed in layer {plan.layer}, "
+                f"got {codes}; the model's config does not say how many it has"
+            )
+    if not plan.weighs_itself and plan.kernel == "gather" and not autocasts(query.device):
+        group = 1 if getattr(plan.selector, "per_query_head", False) else query.shape[1] // key.shape[1]
+        require(query.device, query.dtype, (key.shape[3], value.shape[3]), group)
+    if mask is not None and query.shape[2] > 1:
+        rows, n = query.shape[2], key.shape[2]
+        visible_rows(mask, rows - 1, rows, rows, n, query.device)  # its form is what later steps will have
 
 
 def dense_attention(module: Any) -> Callable[..., Output]:
@@ -147,10 +274,10 @@ def flash_attention(
     return flash.dense(query, key, value, factor, kwargs.get("softcap")), None
 
 
-def _refuse(kwargs: dict[str, Any], dropout: float) -> None:
+def _refuse(kwargs: dict[str, Any], dropout: float, sparse_call: bool) -> None:
     if kwargs.get("position_bias") is not None:
         raise ValueError("sparse attention does not support position_bias; leave this model dense")
-    if kwargs.get("is_causal") is False:
+    if kwargs.get("is_causal") is False and sparse_call:
         raise ValueError("sparse attention is causal, got is_causal=False; leave this model dense")
-    if dropout:
+    if dropout and (sparse_call or not torch.is_grad_enabled()):  # a dense call of training has its own
         raise ValueError(f"sparse attention has no dropout, got {dropout}; call model.eval() first")

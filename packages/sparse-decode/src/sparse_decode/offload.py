@@ -22,7 +22,7 @@ class HostLayer(CodedDynamicLayer):
     """Bytes of keys and values brought to the model's device so far."""
 
     def begin(self) -> None:
-        self.crossed = 0
+        self.crossed = getattr(self, "crossed", 0)  # goes on where somebody else's change makes the layer begin anew
         super().begin()
 
     def end(self) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from sparse_decode.compiled import run
 from sparse_decode.select import NoCodes, Rows
 
+_WIDENED = 1 << 28  # bytes of keys that are float32 at once
+
 
 class OracleSelector(NoCodes):
     """Selects by the exact attention probabilities (eq. 9): what a perfect selector would select.
@@ -29,7 +31,11 @@ class OracleSelector(NoCodes):
     def select(self, rows: Rows) -> Tensor:
         (batch, hq, n_rows, dim), (hkv, n) = rows.q.shape, rows.k.shape[1:3]
         grouped = rows.q.detach().float().reshape(batch, hkv, -1, dim)
-        logits = (grouped @ rows.k.detach().float().transpose(-1, -2)).mul_(rows.scaling).view(batch, hq, n_rows, n)
+        tokens = n if rows.k.dtype == torch.float32 else max(1, _WIDENED // (4 * rows.k[:, :, :1].numel() + 1))
+        chunks = cast("tuple[Tensor, ...]", rows.k.detach().split(tokens, dim=2))
+        parts = [grouped @ chunk.float().transpose(-1, -2) for chunk in chunks]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        logits = logits.mul_(rows.scaling).view(batch, hq, n_rows, n)
         if rows.softcap is not None:
             logits = logits.div_(rows.softcap).tanh_().mul_(rows.softcap)
         if rows.visible is not None:
@@ -39,8 +45,9 @@ class OracleSelector(NoCodes):
             p *= (logits.logsumexp(-1, keepdim=True) - rows.sinks.float()[:, None, None]).sigmoid()
         if not self.per_query_head:
             p = cast(Tensor, p.unflatten(1, (hkv, hq // hkv))).sum(2)
-        if rows.visible is not None:
-            p = p.masked_fill_(~rows.visible, -1.0)  # an unseen token loses even to a seen one whose p rounds to 0
+        candidates = rows.candidates()
+        if candidates is not None:
+            p = p.masked_fill_(~candidates, -1.0)  # any other token loses even to a candidate whose p rounds to 0
         return best_floats(p, rows.counts[:, None].expand(p.shape[:-1]))
 
 

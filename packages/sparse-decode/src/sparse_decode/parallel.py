@@ -69,18 +69,31 @@ def shard_shape(shape: ModelShape, size: int) -> ModelShape:
 
 
 class PlacedHasher:
-    """A `hashtrain.Hasher` whose layers are found on the device of the keys; copied there once if they are not."""
+    """A `hashtrain.Hasher` whose layers are found on the device of the keys; copied there if they are not.
+
+    A copy is made anew when the weights it was made of have changed.
+    """
 
     def __init__(self, hasher: Hasher):
         self.hasher = hasher
-        self._copies: dict[tuple[int, torch.device], LayerHasher] = {}
+        self._copies: dict[tuple[int, torch.device], tuple[_Versions, LayerHasher]] = {}
 
     def layer(self, index: int, device: torch.device) -> LayerHasher:
         """Return one layer's hash functions on a device."""
         own = self.hasher.layer(index)
         if own.remainder.device == device:
             return own
-        key = (index, device)
-        if key not in self._copies:
-            self._copies[key] = cast(LayerHasher, copy.deepcopy(own).to(device))
-        return self._copies[key]
+        key, versions = (index, device), _versions(own)
+        known = self._copies.get(key)
+        if known is None or known[0] != versions:
+            known = self._copies[key] = versions, cast(LayerHasher, copy.deepcopy(own).to(device))
+        return known[1]
+
+
+_Versions = list[tuple[int, int]]
+
+
+def _versions(layer: LayerHasher) -> _Versions:
+    """Tell the weights of a layer apart from those it had: torch counts up a tensor's version with every write."""
+    tensors = (*layer.parameters(), *layer.buffers())
+    return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]

@@ -15,12 +15,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparse_decode import flash
-from sparse_decode.attend import LeftOut, attend
+from sparse_decode.attend import LeftOut, attend, attention_weights
 from sparse_decode.budget import Budget
 from sparse_decode.cache import Encoder
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import enrol
-from sparse_decode.positions import count_visible, first_visible, last_visible, merge, visible_rows, with_ends
+from sparse_decode.positions import (
+    count_visible,
+    first_visible,
+    last_visible,
+    merge,
+    visible_rows,
+    visible_span,
+    with_ends,
+)
 from sparse_decode.remainder import RunningMeans, StaticMeans
 from sparse_decode.select import AttendingSelector, Rows, Selector
 
@@ -45,7 +53,8 @@ class RowRule:
     def rows(self, visible: Tensor, n_queries: int, n: int) -> Tensor:
         """Say which rows are sparse, bool like `visible` [B, Q], the tokens that each row sees."""
         if self.start is None:
-            return torch.full_like(visible, self.may_be_sparse(n_queries, n), dtype=torch.bool)
+            # A row that sees nothing has nothing to select: it gets what dense attention makes of it.
+            return (visible > 0) & self.may_be_sparse(n_queries, n)
         # A padded row is as far along as the tokens it sees, so it turns sparse where it would alone.
         return visible > self.start
 
@@ -60,6 +69,7 @@ class Inputs:
         host: the cache layer whose k and v are in host memory, if they are.
         scaling, softcap, sinks: what the model does to its logits.
         means: running means of the keys and values, kept by the cache if it can.
+        weights: where to write the attention weights [B, Hq, Q, N or more], zeros so far; None if nobody asked.
     """
 
     q: Tensor
@@ -72,6 +82,7 @@ class Inputs:
     softcap: float | None
     sinks: Tensor | None
     means: RunningMeans | StaticMeans | None = None
+    weights: Tensor | None = None
 
 
 class Part(NamedTuple):
@@ -80,7 +91,8 @@ class Part(NamedTuple):
     Attributes:
         first, last: rows first..last-1, R of them.
         visible: tokens that each sees, int64 [B, R].
-        counts: tokens that each selects, without sink and recent, int64 [B, R]; 0 where it is not sparse.
+        counts: tokens that each reads, int64 [B, R], 0 where it is not sparse; in a plain step those that the selector
+            is to choose: the others are the same for all rows.
         sparse: which are sparse, bool [B, R]; None in a plain step: all, and each sees every token.
         each: in a plain step, `counts` as a number.
     """
@@ -122,12 +134,18 @@ class LayerPlan:
         self.rule: RowRule = rule
         self.kernel: Kernel = kernel
         self._own = selector if isinstance(selector, AttendingSelector) else None
+        self._ends = (0, 0) if self._own else (budget.sink, budget.recent)  # tokens that every row reads unasked
         self.remainder = remainder
         self.encoder: Encoder = Encoder(lambda k: selector.encode_keys(layer, k))
         self.tally: Tensor = torch.zeros(2, dtype=torch.int64)
         self.number: int = enrol(self)
         self._lock = Lock()
         self._selected = self._visible = 0
+
+    @property
+    def weighs_itself(self) -> bool:
+        """Whether the selector has an attention of its own."""
+        return self._own is not None
 
     def counted(self) -> tuple[int, int]:
         """Return tokens selected and visible so far."""
@@ -179,7 +197,7 @@ class LayerPlan:
         After the rest of a model has filled the caches of a processor, each operation costs ten times its time.
         """
         shape, n = (x.q.shape[0], 1), x.k.shape[2]
-        count = self.budget.count_row(n)
+        count = max(0, self.budget.count_row(n) - sum(self._ends))
         counts = torch.full(shape, count, dtype=torch.int64, device=x.q.device)
         visible = torch.full(shape, n, dtype=torch.int64, device=x.q.device)
         return Part(0, 1, visible, counts, None, count)
@@ -199,6 +217,7 @@ class LayerPlan:
         softcap: float | None,
     ) -> Tensor:
         """Do a whole step of a compiled graph: rows that are not sparse attend to all they see. [B, Q, Hq, Dv]"""
+        room = v
         k, v, codes = trim(k, v, codes, length)
         if codes is None and self.selector.needs_codes:
             codes = self.encoder(k)
@@ -207,9 +226,9 @@ class LayerPlan:
         visible, sparse = self._rows(x)
         if self.all_dense(k.shape[2]) and softcap is None and sinks is None:
             self._count(visible * q.shape[1], visible * q.shape[1], sparse, tally)
-            return _dense(x)
+            return _blind(_dense(x), room, mask, visible)
         counts = torch.where(sparse, self._counts(visible), visible)
-        return self._select_and_attend(x, visible, sparse, counts, tally)
+        return _blind(self._select_and_attend(x, visible, sparse, counts, tally), room, mask, visible)
 
     def _rows(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Count the tokens that each row sees, and say which rows are sparse: [B, Q] both."""
@@ -241,6 +260,9 @@ class LayerPlan:
         rows = self._rows_of(x, part)
         indices = self._select(rows, part)
         self._count_selected(x, part, indices, tally)
+        if x.weights is not None:
+            found = attention_weights(rows.q, rows.k, indices, x.scaling, x.softcap, x.sinks)
+            x.weights[:, :, part.first : part.last, : found.shape[-1]] = found
         left_out = None if self.remainder is None else self._left_out(x, part, indices, means)
         return self._attend(x, rows, indices, left_out)
 
@@ -249,29 +271,38 @@ class LayerPlan:
         seen = visible_rows(x.mask, part.first, part.last, n_queries, n, x.q.device)
         # Without a mask, these rows see nothing from there on.
         end = n if x.mask is not None else n - n_queries + part.last
+        sink, recent = self._ends
+        chosen = part.counts if part.each is not None else (part.counts - sink - recent).clamp(min=0)
         return Rows(
             self.layer,
             x.q[:, :, part.first : part.last],
             x.k[:, :, :end],
             None if x.codes is None else x.codes[:, :, :end],
             None if seen is None else seen[..., :end],
-            part.counts,
+            chosen,
             x.scaling,
             x.softcap,
             x.sinks,
             part.each,
+            sink,
+            recent,
         )
 
     def _select(self, rows: Rows, part: Part) -> Tensor:
         """Choose tokens by the selector, sink and recent: int64 [B, H, R, K]."""
         indices, n = self.selector.select(rows), rows.k.shape[2]
-        sink, recent = self.budget.sink, self.budget.recent
-        if part.sparse is None:
-            return with_ends(indices, sink, recent, n) if sink or recent else indices
+        sink, recent = self._ends
+        if not sink and not recent:
+            return indices
+        span = visible_span(rows.visible, n)
+        if span is not None:
+            starts, ends = span
+            if part.sparse is not None:  # rows that are not sparse read nothing here
+                starts = torch.where(part.counts > 0, starts, ends)
+            return with_ends(indices, starts, ends, sink, recent)
         for size, listed in ((sink, first_visible), (recent, last_visible)):
             if size:
-                ends = listed(rows.visible, part.visible.clamp(max=size).masked_fill(~part.sparse, 0), n)
-                indices = merge(indices, ends, n)
+                indices = merge(indices, listed(rows.visible, part.counts.clamp(max=size), n), n)
         return indices
 
     def _left_out(self, x: Inputs, part: Part, indices: Tensor, means: RunningMeans | StaticMeans) -> LeftOut:
@@ -299,6 +330,7 @@ class LayerPlan:
             return attend(q, x.k, x.v, indices, x.scaling, **model, left_out=left_out)
         batch, hq, n_rows, dim = q.shape
         k, v, slots = x.host.rows_on(indices, q.device)
+        k, v = k.to(x.k.dtype), v.to(x.v.dtype)  # autocast may have made another type of these
         one_by_one = q.transpose(1, 2).reshape(batch * n_rows, hq, 1, dim)
         if left_out is not None:
             keys, values = (mean.transpose(1, 2).flatten(0, 1)[:, :, None] for mean in left_out[1:3])
@@ -357,6 +389,17 @@ def _dense(x: Inputs) -> Tensor:
     seen = visible_rows(x.mask, 0, n_queries, n_queries, n, x.q.device)
     out = F.scaled_dot_product_attention(x.q, x.k, x.v, seen, scale=x.scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous()
+
+
+def _blind(out: Tensor, v: Tensor, mask: Tensor | None, visible: Tensor) -> Tensor:
+    """Give the rows of out [B, Q, Hq, Dv] that see nothing what eager attention gives them: the mean of all values.
+
+    Its mask adds to each logit the same most negative number, beside which they are all alike.
+    """
+    if mask is None or mask.dtype == torch.bool or bool((visible > 0).all()):
+        return out
+    mean = v.float().mean(2).repeat_interleave(out.shape[2] // v.shape[1], 1).to(out.dtype)
+    return torch.where((visible > 0)[..., None, None], out, mean[:, None])
 
 
 def _chunk(q: Tensor, n: int) -> int:

@@ -50,6 +50,26 @@ def visible_span(visible: Tensor | None, n: int) -> tuple[Tensor | int, Tensor |
     return (first, end) if bool((end - first == counts).all()) else None
 
 
+def between(
+    visible: Tensor | None, sink: int, recent: int, n_queries: int, n: int, device: torch.device
+) -> Tensor | None:
+    """Leave out the first `sink` and the last `recent` tokens that each row sees.
+
+    Args:
+        visible: bool [B or 1, 1, Q, N]; None if every row sees all `n` tokens.
+    Returns: bool [B or 1, 1, Q, N]; None if every row keeps every token.
+    """
+    if not sink and not recent:
+        return visible
+    slots, span = torch.arange(n, device=device), visible_span(visible, n)
+    if span is not None:
+        start, end = (torch.as_tensor(x, device=device).expand(1, n_queries) if isinstance(x, int) else x for x in span)
+        return ((slots >= start[..., None] + sink) & (slots < end[..., None] - recent))[:, None]
+    assert visible is not None
+    rank = visible.cumsum(-1, dtype=torch.int32)
+    return visible & (rank > sink) & (rank <= rank[..., -1:] - recent)
+
+
 def count_visible(mask: Tensor | None, batch: int, n_queries: int, n: int, device: torch.device, chunk: int) -> Tensor:
     """Count the tokens each query row sees, int64 [B, n_queries], `chunk` rows at a time."""
     if mask is None:
@@ -87,37 +107,51 @@ def _by_rank(visible: Tensor | None, low: Tensor, high: Tensor, n: int) -> Tenso
     return chosen
 
 
-def with_ends(selected: Tensor, sink: int, recent: int, n: int) -> Tensor:
-    """Merge sets of tokens with the first `sink` and the last `recent` of `n` tokens that every row sees.
+def with_ends(selected: Tensor, starts: Tensor | int, ends: Tensor | int, sink: int, recent: int) -> Tensor:
+    """Put the first `sink` and the last `recent` tokens of a stretch around what was selected of the others.
 
     Args:
-        selected: int64 [B, H, Q, K] on the CPU, ascending, then -1.
-    Returns: int64 [B, H, Q, K'], ascending, then -1; K' is the size of the largest union. `merge` of the same.
+        selected: int64 [B, H, Q, K], ascending, then -1; other tokens than those it is to be put between are dropped.
+        starts, ends: the row sees tokens starts..ends-1: integers or int64 [B or 1, Q]; none where they are equal.
+    Returns: int64 [B, H, Q, K + sink + recent], ascending, then -1.
     """
-    sink = min(sink, n)
-    recent = min(recent, n - sink)
-    flat = selected.flatten(0, 2).numpy()
-    merged = np.full((len(flat), flat.shape[1] + sink + recent), -1, np.int64)
-    width = compiled(_with_ends)(flat, sink, recent, n, merged)
-    return torch.from_numpy(merged[:, :width]).view(*selected.shape[:-1], width)
+    batch, heads, n_queries, width = selected.shape
+    bounds = [torch.as_tensor(x, device=selected.device).expand(batch, n_queries) for x in (starts, ends)]
+    if selected.device.type == "cpu":
+        merged = selected.new_empty(batch, heads, n_queries, width + sink + recent)
+        arrays = (selected.numpy(), *(x.numpy() for x in bounds))
+        compiled(_with_ends)(*arrays, sink, recent, merged.numpy())
+        return merged
+    return ends_by_sorting(selected, bounds[0], bounds[1], sink, recent)
 
 
-def _with_ends(selected, sink, recent, n, merged):  # pragma: no cover - compiled
-    width = 0
-    for i in range(len(selected)):
-        used = 0
-        for token in range(sink):
-            merged[i, used] = token
+def ends_by_sorting(selected: Tensor, starts: Tensor, ends: Tensor, sink: int, recent: int) -> Tensor:
+    """Do what `with_ends` does, in operations of torch: on a GPU."""
+    start, end = (x[:, None, :, None] for x in (starts, ends))
+    first = start + torch.arange(sink, device=selected.device)
+    last = end - recent + torch.arange(recent, device=selected.device)
+    kept = (selected >= start + sink) & (selected < end - recent)
+    parts = ((first, first < end), (selected, kept), (last, last >= start + sink))
+    shape, none = selected.shape[:3], torch.iinfo(torch.int64).max
+    whole = torch.cat([torch.where(used, x, none).expand(*shape, -1) for x, used in parts], -1).sort(-1).values
+    return whole.masked_fill(whole == none, -1)
+
+
+def _with_ends(selected, starts, ends, sink, recent, merged):  # pragma: no cover - compiled
+    for b, h, q in np.ndindex(selected.shape[:3]):
+        row, out, used = selected[b, h, q], merged[b, h, q], 0
+        start, end = starts[b, q], ends[b, q]
+        for token in range(start, min(start + sink, end)):
+            out[used] = token
             used += 1
-        for token in selected[i]:
-            if sink <= token < n - recent:
-                merged[i, used] = token
+        for token in row:
+            if start + sink <= token < end - recent:
+                out[used] = token
                 used += 1
-        for token in range(n - recent, n):
-            merged[i, used] = token
+        for token in range(max(start + sink, end - recent), end):
+            out[used] = token
             used += 1
-        width = max(width, used)
-    return width
+        out[used:] = -1
 
 
 def merge(selected: Tensor, extra: Tensor, n: int) -> Tensor:

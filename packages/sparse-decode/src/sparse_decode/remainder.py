@@ -12,7 +12,7 @@ import torch
 from hashtrain.remainder import Evidence, add_remainder, log_weight
 from torch import Tensor
 
-_CHUNK = 8192  # tokens summed at once: no full-length float32 temporary
+_CHUNK = 1 << 26  # bytes of float64 keys or values that are summed at once, whatever the batch and the context
 
 
 class RunningMeans:
@@ -74,8 +74,8 @@ class RunningMeans:
             return self._forget()
         assert self._keys is not None
         assert self._values is not None
-        self._keys = self._keys - _shown(k, self._seen, length, self.length).sum(2)
-        self._values = self._values - _shown(v, self._seen, length, self.length).sum(2)
+        self._keys = self._keys - _sum(k, self._seen, length, self.length)
+        self._values = self._values - _sum(v, self._seen, length, self.length)
         self._seen = None if self._seen is None else self._seen[:, :length]
         self.length = length
 
@@ -100,9 +100,8 @@ class RunningMeans:
         """Sum the tokens up to `length`, or anew if these are not the tokens that were summed."""
         if self.length > length or not self._same(seen, k.shape[0]):
             self._forget()
-        for first in range(self.length, length, _CHUNK):
-            last = min(first + _CHUNK, length)
-            keys, values = (_shown(x, seen, first, last).sum(2) for x in (k, v))
+        if self.length < length:
+            keys, values = (_sum(x, seen, self.length, length) for x in (k, v))
             self._keys = keys if self._keys is None else self._keys + keys
             self._values = values if self._values is None else self._values + values
         self._note(seen, length)
@@ -192,6 +191,15 @@ def with_remainder(
     weight = log_weight(coefficients.to(q.device), evidence)
     whole = add_remainder(out, lse, values.transpose(1, 2), weight)
     return torch.where((selected > 0)[..., None], whole, out.float()).to(out.dtype)
+
+
+def _sum(x: Tensor, seen: Tensor | None, first: int, last: int) -> Tensor:
+    """Sum tokens first..last-1 of [B, Hkv, N, X] that are no padding: float64 [B, Hkv, X]."""
+    tokens = max(1, _CHUNK // (8 * x[:, :, :1].numel() + 1))
+    total = x.new_zeros(*x.shape[:2], x.shape[3], dtype=torch.float64)
+    for start in range(first, last, tokens):
+        total += _shown(x, seen, start, min(start + tokens, last)).sum(2)
+    return total
 
 
 def _shown(x: Tensor, seen: Tensor | None, first: int, last: int) -> Tensor:

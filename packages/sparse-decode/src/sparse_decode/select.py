@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparse_decode.encode import FewTokens, takes
 from sparse_decode.parallel import PlacedHasher, shard
-from sparse_decode.positions import last_visible, visible_span
+from sparse_decode.positions import between, last_visible, visible_span
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,12 @@ class Rows:
         q: queries, [B, Hq, Q, D]; k: the keys they may see, [B, Hkv, N, D]; both after RoPE.
         codes: the keys' codes, int32 [B, H, N, W]; None if the selector needs none.
         visible: bool [B, 1, Q, N], the tokens each row sees; None means that every row sees every token.
-        counts: int64 [B, Q], tokens to select; at most the row's visible tokens, 0 for rows that are not sparse.
+        counts: int64 [B, Q], tokens to select; at most the row's candidates, 0 for rows that are not sparse.
         scaling: the model's factor on attention logits.
         softcap: the bound of its soft-capped logits, or None.
         sinks: its learned sink logits, one per query head [Hq], or None.
         each: what every row selects, where `counts` is the same for all; None where that is not known.
+        sink, recent: the first and the last tokens that each row sees are read anyway: the candidates are the others.
     """
 
     layer: int
@@ -41,13 +42,19 @@ class Rows:
     softcap: float | None = None
     sinks: Tensor | None = None
     each: int | None = None
+    sink: int = 0
+    recent: int = 0
+
+    def candidates(self) -> Tensor | None:
+        """Say which tokens each row may select, bool [B or 1, 1, Q, N]; None for every token."""
+        return between(self.visible, self.sink, self.recent, self.q.shape[2], self.k.shape[2], self.q.device)
 
 
 @runtime_checkable
 class Selector(Protocol):
     """Chooses tokens.
 
-    The result of `select` is int64 [B, H, Q, K], H = Hkv or Hq: in each row `counts` visible tokens in ascending order,
+    The result of `select` is int64 [B, H, Q, K], H = Hkv or Hq: in each row `counts` candidates in ascending order,
     then -1. Equal scores go to the lowest index. For a model split over tensor-parallel ranks it needs a further
     method, `shard(rank, size)`, which returns the selector of one rank's heads.
     """
@@ -70,14 +77,17 @@ class Selector(Protocol):
 
 @runtime_checkable
 class AttendingSelector(Selector, Protocol):
-    """A selector that also weighs what it selected, as one that samples must. It has no remainder."""
+    """A selector that also weighs what it selected, as one that samples must. It has no remainder.
+
+    What is always read is its own affair too: its rows have `sink` and `recent` 0, and `counts` is the whole budget.
+    """
 
     def attend(self, rows: Rows, v: Tensor, indices: Tensor) -> Tensor:
         """Attend to the selected tokens of v [B, Hkv, N, Dv]: [B, Q, Hq, Dv] in q's type, zeros without a token.
 
         Args:
             rows: what `select` was given.
-            indices: what it returned, with the budget's sink and recent tokens, int64 [B, H, Q, K].
+            indices: what it returned, int64 [B, H, Q, K].
         """
         ...
 
@@ -112,6 +122,11 @@ class HashSelector:
         self.hasher = hasher
         self._encoder: KeyQueryHasher = PerHead(hasher) if isinstance(hasher, Hasher) else hasher
 
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers that the hasher wants dense."""
+        return getattr(self.hasher, "dense_layers", ())
+
     def require_match(self, model_config: Any) -> None:
         self.hasher.require_match(model_config)
 
@@ -122,6 +137,11 @@ class HashSelector:
     def encode_keys(self, layer: int, k: Tensor) -> Tensor:
         with torch.no_grad():
             return self._encoder.encode_keys(layer, k)
+
+    @property
+    def per_query_head(self) -> bool:
+        """Whether every query head has a set of its own."""
+        return bool(getattr(self._encoder, "per_query_head", False))
 
     def remainder(self, layer: int) -> Tensor | None:
         """Return the coefficients of eq. 15, [Hq, 5], if the hasher has been calibrated."""
@@ -134,16 +154,18 @@ class HashSelector:
         with torch.no_grad():
             planes, weights = self._encoder.encode_queries(rows.layer, rows.q)
         keys, counts = rows.codes[:, :, None], rows.counts[:, None]
+        how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index"}
         if rows.each is not None and rows.visible is None:  # nothing that differs by row has to be looked at
-            return hashcore.search(planes, keys, rows.each, weights, order="index")[1]
+            return hashcore.search(planes, keys, rows.each, weights, **how)[1]
         span = visible_span(rows.visible, rows.k.shape[2])
         if span is not None:  # one pass, and no scores of the full length
             starts, lengths = (x if isinstance(x, int) else x[:, None] for x in span)
             counts = counts.expand(planes.shape[:3])
-            return hashcore.search(planes, keys, counts, weights, starts=starts, lengths=lengths, order="index")[1]
-        assert rows.visible is not None
+            return hashcore.search(planes, keys, counts, weights, starts=starts, lengths=lengths, **how)[1]
+        candidates = rows.candidates()
+        assert candidates is not None
         scores = hashcore.score(planes, keys, weights=weights)
-        scores = scores.masked_fill_(~rows.visible, -1)  # below every score; counts never reach them
+        scores = scores.masked_fill_(~candidates, -1)  # below every score; counts never reach them
         return hashcore.topk(scores, counts.expand(scores.shape[:-1]))[1]
 
 
@@ -172,6 +194,11 @@ class PerHead:
         self._placed = PlacedHasher(hasher)
         self._few = FewTokens()
 
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers that the hasher wants dense."""
+        return self.hasher.dense_layers
+
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
         own = self._placed.layer(layer, k.device)
@@ -186,6 +213,10 @@ class PerHead:
         if not takes(own, q):
             return own.encode_queries(q, per_query_head=self.per_query_head)
         return self._few.queries(own, q, self.per_query_head)
+
+    def remainder(self, layer: int) -> Tensor | None:
+        """Return the hasher's coefficients of eq. 15, [Hq, 5], if it has been calibrated: they are per query head."""
+        return self.hasher.remainder(layer)
 
     def require_match(self, model_config: Any) -> None:
         """Raise ValueError if the hasher is another model's, or keeps no codes."""
@@ -226,5 +257,5 @@ class RecentSelector(NoCodes):
     """Selects the last tokens that the row sees: a sliding window of the budget's size."""
 
     def select(self, rows: Rows) -> Tensor:
-        chosen = last_visible(rows.visible, rows.counts, rows.k.shape[2])
+        chosen = last_visible(rows.candidates(), rows.counts, rows.k.shape[2])
         return chosen[:, None].expand(-1, rows.k.shape[1], -1, -1)

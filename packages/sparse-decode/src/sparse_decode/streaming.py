@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 from hashtrain import Hasher
-from hashtrain.models import load_model
-from hashtrain.usage import UsageError
+from hashtrain.corpus import token_ids
+from hashtrain.models import load_model, require_vocabulary
+from hashtrain.usage import UsageError, require_plain_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from sparse_decode.cli import GenerateCommand
 
 UNTRAINED = "lsh"
+_MOST_BYTES = 1 << 28  # of a prompt: more than any model reads
 _WARM_UP = 32  # tokens of prompt; the kernels are compiled or loaded by them
 
 
@@ -141,7 +143,11 @@ def _measured(attachment: Attachment, streamer: TimedStreamer, cache: DynamicCac
 def read_text(path: Path, flag: str = "--prompt-file") -> str:
     """Read the text of a file that a flag named. Raises: UsageError if it cannot be read, is no UTF-8, or is empty."""
     try:
-        text = path.read_text(encoding="utf-8")
+        require_plain_file(path, flag)
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise UsageError(f"{flag} must have at most {_MOST_BYTES} bytes, got {size} in {path}")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MOST_BYTES)
     except UnicodeDecodeError as error:
         raise UsageError(f"{flag} must be UTF-8 text, got other bytes in {path}") from error
     except OSError as error:
@@ -153,16 +159,29 @@ def read_text(path: Path, flag: str = "--prompt-file") -> str:
 
 def _tokens(command: GenerateCommand, text: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Turn the prompt into ids [1, T], on the model's device."""
-    ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
-    assert isinstance(ids, Tensor)
-    if command.max_prompt_tokens is not None:
-        ids = ids[:, -command.max_prompt_tokens :]
     room = getattr(cast(Any, model.get_decoder().config), "max_position_embeddings", None)
+    if command.max_prompt_tokens is None:
+        ids = token_ids(text, tokenizer, room, special=True)[None]
+    else:
+        ids = _last_tokens(text, tokenizer, command.max_prompt_tokens)[None]
+    require_vocabulary(model, ids)
     if room is not None and ids.shape[1] + command.max_new_tokens > room:
         fitting = room - command.max_new_tokens
         remedy = f"give --max-prompt-tokens {fitting}" if fitting > 0 else "give fewer --max-new-tokens"
+        least = "at least " if ids.shape[1] > room else ""  # a long text is read no further
         raise UsageError(
-            f"prompt and new tokens must fit the model's context of {room}, got {ids.shape[1]} and "
+            f"prompt and new tokens must fit the model's context of {room}, got {least}{ids.shape[1]} and "
             f"{command.max_new_tokens}; {remedy}"
         )
     return ids.to(model.device)
+
+
+def _last_tokens(text: str, tokenizer: PreTrainedTokenizerBase, most: int) -> Tensor:
+    """Turn the end of a text into its last tokens, without a look at the rest of a long one."""
+    size = max(1 << 20, 32 * most)
+    while size < len(text):
+        ids = token_ids(text[-size:], tokenizer)
+        if len(ids) > most:  # the first may be half of what it is in the whole text
+            return ids[-most:]
+        size *= 4
+    return token_ids(text, tokenizer, special=True)[-most:]

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from evals.attending import attending
 from evals.benchmarks import SparseRows, Truncation
 from evals.methods import LoadedMethod
+from evals.plan import ALWAYS, Always
 
 Key = TypeVar("Key", bound=Hashable)
 TokenRequest = tuple[Any, list[int], list[int]]
@@ -49,7 +50,7 @@ class SparseLM(_HFLM):
         model, tokenizer: as loaded; the model is the caller's and is dense again after every call.
         method: dense attention if it has no selector.
         budget: tokens per row.
-        dense_layers: the first layers, which stay dense.
+        always: layers that stay dense and tokens that every row reads, whatever the method.
         sparse_rows: "all", or "continuation": the row that predicts the first token of a continuation or an answer,
             and all after it; rows before it are dense.
         batch_size: requests of one length at once.
@@ -65,7 +66,7 @@ class SparseLM(_HFLM):
         method: LoadedMethod,
         budget: Budget,
         *,
-        dense_layers: int = 2,
+        always: Always = ALWAYS,
         sparse_rows: SparseRows = "continuation",
         batch_size: int = 8,
         truncation_side: Truncation = "left",
@@ -74,7 +75,7 @@ class SparseLM(_HFLM):
             super().__init__(pretrained=model, tokenizer=cast(Any, tokenizer), backend="causal", batch_size=batch_size)
         self.method: LoadedMethod = method
         self.budget: Budget = budget
-        self.dense_layers: int = dense_layers
+        self.always: Always = always
         self.sparse_rows, self.truncation_side = sparse_rows, truncation_side
         self.selected: int = 0
         self.visible: int = 0
@@ -95,7 +96,7 @@ class SparseLM(_HFLM):
     def _attending(self, start: int) -> Iterator[None]:
         """Attend by the method inside the block, from the row that predicts the continuation on, or in all."""
         prompt = start if self.sparse_rows == "continuation" else None
-        how = self.method, self.budget, self.dense_layers, prompt
+        how = self.method, self.budget, self.always, prompt
         with attending(cast(PreTrainedModel, self.model), *how) as attended:
             yield
         self.selected += attended.selected

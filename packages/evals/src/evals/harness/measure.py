@@ -47,7 +47,7 @@ def measure(
     found, items = [], None
     for method, amount, rule in cells:
         how: dict[str, Any] = {
-            "dense_layers": command.dense_layers,
+            "always": command.always,
             "sparse_rows": command.rows,
             "batch_size": command.batch_size,
         }

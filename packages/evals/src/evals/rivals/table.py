@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from sparse_decode import Selector
+from evals import rivals
 
-from evals.rivals.magicpig import MagicPigSelector
-from evals.rivals.quest import QuestSelector
+if TYPE_CHECKING:
+    from sparse_decode import Selector
 
 Parameters = Mapping[str, int]
 
@@ -61,11 +62,23 @@ def _bucket_bits(parameters: Parameters, head_dim: int = 0) -> int:
     return parameters["bits"] * parameters["tables"]
 
 
+def _quest(**parameters: Any) -> Selector:
+    return rivals.QuestSelector(**parameters)
+
+
+def _quest_heads(**parameters: Any) -> Selector:
+    return rivals.QuestSelector(per_query_head=True, **parameters)
+
+
+def _sampling(**parameters: Any) -> Selector:
+    return rivals.MagicPigSelector(**parameters)
+
+
 def _magicpig(name: str, summary: str, published: tuple[Parameters, ...], sink: int = 4, local: int = 64) -> Rival:
     return Rival(
         name,
         summary,
-        partial(MagicPigSelector, sink=sink, local=local),
+        partial(_sampling, sink=sink, local=local),
         published,
         _bucket_bits,
         {"bits": "bits", "tables": "tables"},
@@ -76,7 +89,6 @@ def _magicpig(name: str, summary: str, published: tuple[Parameters, ...], sink: 
     )
 
 
-_HEADS = partial(QuestSelector, per_query_head=True)
 _PAGES: tuple[Parameters, ...] = ({"page": 16},)
 """As Quest's paper runs it."""
 _SPOTLIGHT: Parameters = {"bits": 15, "tables": 100}
@@ -89,17 +101,17 @@ RIVALS = {
         Rival(
             "quest",
             "pages of 16 by their least and greatest keys, one set per KV head",
-            QuestSelector,
+            _quest,
             _PAGES,
             _quest_bits,
             {"page": "pages"},
-            query_heads=_HEADS,
+            query_heads=_quest_heads,
             stored_as="quest",
         ),
         Rival(
             "quest-heads",
             "the same, one set per query head, as published",
-            _HEADS,
+            _quest_heads,
             _PAGES,
             _quest_bits,
             {"page": "pages"},

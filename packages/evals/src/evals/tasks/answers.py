@@ -14,6 +14,7 @@ from evals.attending import attending
 from evals.commands import SyntheticCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE, LoadedMethod
+from evals.plan import Always
 from evals.synthetic import Exercise
 from evals.tasks.setup import Ready
 
@@ -57,11 +58,11 @@ class Answer(NamedTuple):
 
 @torch.inference_mode()
 def read_answer(
-    model: PreTrainedModel, exercise: Exercise, method: LoadedMethod, budget: float | None, dense_layers: int
+    model: PreTrainedModel, exercise: Exercise, method: LoadedMethod, budget: float | None, always: Always
 ) -> Answer:
     """Score an answer in one pass: rows before the prompt's last are dense, from it on they are the method's."""
     ids, count = torch.cat([exercise.prompt, exercise.answer]), len(exercise.answer)
-    with attending(model, method, Budget(budget or 1.0), dense_layers, len(exercise.prompt) - 1) as attended:
+    with attending(model, method, Budget(budget or 1.0), always, len(exercise.prompt) - 1) as attended:
         logits = model(ids[None, :-1].to(model.device), use_cache=False, logits_to_keep=count).logits[0]
     log_probs = logits.float().log_softmax(-1).cpu()
     right = log_probs.argmax(-1) == exercise.answer
@@ -71,12 +72,12 @@ def read_answer(
 
 @torch.inference_mode()
 def continue_greedily(
-    model: PreTrainedModel, ids: Tensor, count: int, method: LoadedMethod, budget: float | None, dense_layers: int
+    model: PreTrainedModel, ids: Tensor, count: int, method: LoadedMethod, budget: float | None, always: Always
 ) -> tuple[Tensor, float]:
     """Generate `count` tokens after ids [T]; every one of them is the method's, the first, too: the prompt is dense but
     for its last row. Returns: the tokens [count] and the density of these rows.
     """
-    with attending(model, method, Budget(budget or 1.0), dense_layers, len(ids) - 1) as attended:
+    with attending(model, method, Budget(budget or 1.0), always, len(ids) - 1) as attended:
         prompt = ids[None].to(model.device)
         options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "num_beams": 1}
         options |= {"pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}

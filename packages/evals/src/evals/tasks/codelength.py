@@ -40,7 +40,7 @@ def run(command: CodelengthCommand, console: Console) -> Result:
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
         positions = drawn_rows(command, command.rows, number)
-        found = measure(ready.model, document.ids, positions, ready.methods, command.budgets)
+        found = measure(ready.model, document.ids, positions, ready.methods, command.budgets, command.always)
         step("selections")
         dense = command.dense_layers
         means = {m: {cell: float(np.mean(found[cell][m][dense:])) for cell in cells} for m in METRICS}

@@ -32,7 +32,7 @@ def run(command: FidelityCommand, console: Console) -> Result:
         prompt = document.ids[: command.context - command.new_tokens]
 
         def written(cell: Cell) -> tuple[list[int], str, float]:
-            how = methods[cell.method], cell.budget, command.dense_layers
+            how = methods[cell.method], cell.budget, command.always
             ids, density = continue_greedily(ready.model, prompt, command.new_tokens, *how)
             step(cell.method)
             return ids.tolist(), to_text(ready.tokenizer, ids), density

@@ -7,22 +7,23 @@ selector that decoding uses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from hashtrain.capture import capturing
-from hashtrain.metrics import Quality, quality
-from hashtrain.target import attention, top_count
+from hashtrain.metrics import Quality, quality, reading
+from hashtrain.target import always_read, attention, top_count
 from rich.console import Console
-from sparse_decode import Rows
+from sparse_decode import AttendingSelector, Rows
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from evals.documents import TokenDocument
 from evals.methods import LoadedMethod
 from evals.metrics import Estimate, bootstrap
-from evals.plan import IouCommand
+from evals.plan import Always, IouCommand
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
@@ -51,7 +52,7 @@ def run(command: IouCommand, console: Console) -> Result:
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
         positions = positions_of(command, number)  # the same rows for all methods
-        found = measure(ready.model, document.ids, positions, methods, command.budgets)
+        found = measure(ready.model, document.ids, positions, methods, command.budgets, command.always)
         step("selections")
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
 
@@ -79,18 +80,25 @@ def positions_of(command: IouCommand, number: int) -> Tensor:
 
 @torch.inference_mode()
 def measure(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, methods: list[LoadedMethod], budgets: tuple[float, ...]
+    model: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    methods: list[LoadedMethod],
+    budgets: tuple[float, ...],
+    always: Always,
 ) -> dict[Cell, dict[str, Any]]:
     """Compare every method's selections with the target on some rows of one context.
 
     Args:
         ids: int64 [T].
         positions: the rows, int64 [R].
+        always: the tokens that every row reads without a search.
     Returns: for each cell `iou`, `recall` and `mass` as [layer][head] means over the rows, and its `density`.
     """
     layers: dict[Cell, list[tuple[Quality, float]]] = {}
     positions = positions.to(model.device)
     visible = (torch.arange(len(ids), device=model.device) <= positions[:, None])[None, None]
+    ends = always_read(positions, len(ids), always.sink, always.recent)
 
     def sink(layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
         q = q[:, :, positions]
@@ -102,10 +110,14 @@ def measure(
                 codes = selector.encode_keys(layer, k) if selector.needs_codes else None
                 for budget in budgets:
                     counts = top_count(positions + 1, budget)
-                    selected = selector.select(Rows(layer, q, k, codes, visible, counts[None], scaling))
-                    density = (selected >= 0).sum().item() / (visible.sum().item() * selected.shape[1])
+                    rows = Rows(layer, q, k, codes, visible, counts[None], scaling)
+                    if not isinstance(selector, AttendingSelector):
+                        searched = (counts - ends.sum(-1)).clamp(min=0)
+                        rows = replace(rows, counts=searched[None], sink=always.sink, recent=always.recent)
+                    selected = selector.select(rows)
                     selected = selected.repeat_interleave(p.shape[1] // selected.shape[1], 1)
-                    found = quality(p, selected, counts)
+                    found, taken = quality(p, selected, counts, ends), reading(selected, ends)
+                    density = taken.sum().item() / (visible.sum().item() * taken.shape[1])
                     layers.setdefault(Cell(method.name, budget, heads), []).append((found, density))
 
     with capturing(model, sink):

@@ -47,7 +47,7 @@ def run(command: NeedleCommand, console: Console) -> Result:
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
         found = []
         for cell in cells:
-            how = methods[cell.method], cell.budget, command.dense_layers
+            how = methods[cell.method], cell.budget, command.always
             for x in made[number]:
                 told = read_answer(ready.model, x, *how)
                 written, density = continue_greedily(ready.model, x.prompt, len(x.answer) + _BEYOND, *how)

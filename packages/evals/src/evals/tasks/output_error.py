@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hashtrain.target import top_count
 from rich.console import Console
 from sparse_decode import AttendingSelector, Budget, Rows, attach, attend
+from sparse_decode.positions import with_ends
 from sparse_decode.remainder import with_remainder
 from sparse_decode.select import NoCodes
 from torch import Tensor
@@ -20,6 +22,7 @@ from evals.commands import OutputErrorCommand
 from evals.documents import TokenDocument
 from evals.methods import LoadedMethod
 from evals.metrics import bootstrap
+from evals.plan import Always
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
@@ -45,7 +48,7 @@ def run(command: OutputErrorCommand, console: Console) -> Result:
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
         positions = drawn_rows(command, command.rows, number)
-        found = measure(ready.model, document.ids, positions, methods, command.budgets)
+        found = measure(ready.model, document.ids, positions, methods, command.budgets, command.always)
         step("layers")
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
 
@@ -63,16 +66,21 @@ def run(command: OutputErrorCommand, console: Console) -> Result:
 
 @torch.inference_mode()
 def measure(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, methods: list[LoadedMethod], budgets: tuple[float, ...]
+    model: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    methods: list[LoadedMethod],
+    budgets: tuple[float, ...],
+    always: Always,
 ) -> dict[Cell, dict[str, Any]]:
     """Compare each method's attention output with dense attention's, on some rows of one context.
 
     Args:
-        ids: int64 [T]; positions: the rows, int64 [R].
+        ids: int64 [T]; positions: the rows, int64 [R]; always: the tokens that every row reads.
     Returns: for each cell `error`, by layer the mean over rows of |out - dense| / |dense|, norms over all heads; and
         its `density`.
     """
-    probe = _Probe(positions.to(model.device), methods, budgets)
+    probe = _Probe(positions.to(model.device), methods, budgets, always)
     with attach(model, probe, Budget(1.0), dense_layers=0, sparse_rows=0):
         model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
     return {
@@ -87,8 +95,8 @@ def measure(
 class _Probe(NoCodes):
     """Attends densely, and on the way measures what each method would have given."""
 
-    def __init__(self, positions: Tensor, methods: list[LoadedMethod], budgets: tuple[float, ...]):
-        self.positions, self.methods, self.budgets = positions, methods, budgets
+    def __init__(self, positions: Tensor, methods: list[LoadedMethod], budgets: tuple[float, ...], always: Always):
+        self.positions, self.methods, self.budgets, self.always = positions, methods, budgets, always
         cells = [Cell(method.name, budget) for budget in budgets for method in methods]
         self.errors: dict[Cell, dict[int, list[Tensor]]] = {cell: {} for cell in cells}
         self.selected, self.visible = dict.fromkeys(cells, 0), dict.fromkeys(cells, 0)
@@ -117,7 +125,12 @@ class _Probe(NoCodes):
             for budget in self.budgets:
                 counts = top_count(total, budget)[None]
                 part = Rows(rows.layer, q, rows.k, codes, visible, counts, rows.scaling, rows.softcap, rows.sinks)
-                indices = selector.select(part)
+                _, sink, recent = self.always
+                if isinstance(selector, AttendingSelector):
+                    indices = selector.select(part)
+                else:
+                    part = replace(part, counts=(counts - sink - recent).clamp(min=0), sink=sink, recent=recent)
+                    indices = with_ends(selector.select(part), 0, total[None], sink, recent)
                 out = _attend(method, part, v, indices, total)
                 cell = Cell(method.name, budget)
                 gap = (out.float() - dense.float()).flatten(2).norm(dim=-1) / dense.float().flatten(2).norm(dim=-1)

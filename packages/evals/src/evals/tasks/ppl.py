@@ -1,7 +1,8 @@
 """Perplexity and divergence from dense attention, in one forward pass a method by the evaluation rule "rows from n on
 are sparse": n = 0 is sparse everywhere, n = the prompt's length is decoding token by token after a dense prefill.
 
-A document is one context. Its dense log-probabilities are computed once, compared with each method's, and dropped.
+A document is one context. Its dense logits are computed once, in the model's own type, compared with each method's, and
+dropped; log-probabilities, in float32, are made of some rows at a time.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import torch
 from rich.console import Console
 from sparse_decode import Budget
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from evals.attending import Attended, attending
 from evals.documents import TokenDocument
 from evals.methods import DENSE, OURS, LoadedMethod, Sampling
 from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
-from evals.plan import Phase, PplCommand
+from evals.plan import Always, Phase, PplCommand
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.tasks.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of
@@ -77,7 +78,7 @@ def run(command: PplCommand, console: Console) -> Result:
     methods = {method.name: method for method in ready.methods}
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        return measure(ready.model, document.ids, cells, methods, command.dense_layers, step, command.phase)
+        return measure(ready.model, document.ids, cells, methods, command.always, step, command.phase)
 
     def check(sample: Sample) -> None:
         finite(sample["dense"]["nll"])
@@ -106,7 +107,7 @@ def measure(
     ids: Tensor,
     cells: list[Cell],
     methods: dict[str, LoadedMethod],
-    dense_layers: int,
+    always: Always,
     step: Callable[[str], None] = lambda doing: None,
     phase: Phase = "everywhere",
 ) -> dict[str, Any]:
@@ -120,8 +121,9 @@ def measure(
     """
     scored = len(ids) - len(ids) // 2
     targets = ids[-scored:].to(model.device)
-    began = time.monotonic()
-    reference = log_probs(model, ids, scored)
+    began, prompt = time.monotonic(), prompt_of(phase, len(ids), scored)
+    cache = None if prompt is None else prefilled(model, ids[:prompt])  # dense for every cell
+    reference = scored_logits(model, ids, scored, cache)
     dense = {"nll": token_losses(reference, targets).mean().item(), "seconds": round(time.monotonic() - began, 2)}
     step(DENSE)
     found = []
@@ -129,8 +131,7 @@ def measure(
         began = time.monotonic()
         fraction = _density_of(cell.rival, cell.budget, found) if cell.rival else cell.budget
         budget = budget_of(cell.rule, fraction)
-        how = methods[cell.method], budget, dense_layers, prompt_of(phase, len(ids), scored)
-        other, attended = sparse_log_probs(model, ids, scored, *how)
+        other, attended = sparse_logits(model, ids, scored, methods[cell.method], budget, always, prompt, cache)
         nll, kl = token_losses(other, targets).mean().item(), mean_kl(reference, other)
         measured = {"nll": nll, "kl": kl, "density": attended.density, "seconds": round(time.monotonic() - began, 2)}
         empty = {} if attended.empty is None else {"empty": attended.empty}
@@ -149,25 +150,41 @@ def prompt_of(phase: Phase, length: int, scored: int) -> int | None:
     return None if phase == "everywhere" else length - scored - 1
 
 
-def sparse_log_probs(
+def sparse_logits(
     model: PreTrainedModel,
     ids: Tensor,
     scored: int,
     method: LoadedMethod,
     budget: Budget,
-    dense_layers: int,
+    always: Always,
     prompt: int | None,
+    cache: Cache | None = None,
 ) -> tuple[Tensor, Attended]:
-    """Return `log_probs` with every row sparse, or those behind a dense prompt, and what these rows attended to."""
-    with attending(model, method, budget, dense_layers, prompt) as attended:
-        found = log_probs(model, ids, scored)
+    """Return `scored_logits` with every row sparse, or those behind a dense prompt, and what these rows attended to."""
+    with attending(model, method, budget, always, prompt) as attended:
+        found = scored_logits(model, ids, scored, cache)
     return found, attended
 
 
-def log_probs(model: PreTrainedModel, ids: Tensor, scored: int) -> Tensor:
-    """Return the float32 log-probabilities [scored, V] of the rows that predict the last `scored` tokens."""
-    logits = model(ids[None].to(model.device), use_cache=False, logits_to_keep=scored + 1).logits
-    return logits[0, :-1].float().log_softmax(-1)
+def prefilled(model: PreTrainedModel, prompt: Tensor) -> Cache:
+    """Return a cache of the keys and values of a prompt, int64 [T], made by dense attention."""
+    cache = DynamicCache(config=model.config)
+    model(prompt[None].to(model.device), past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def scored_logits(model: PreTrainedModel, ids: Tensor, scored: int, cache: Cache | None = None) -> Tensor:
+    """Return the logits [scored, V], in the model's type, of the rows that predict the last `scored` tokens.
+
+    Args:
+        cache: of the tokens before the first of these rows, which are then not run again; it is left as it was.
+    """
+    rows = scored + 1
+    if cache is None:
+        return model(ids[None].to(model.device), use_cache=False, logits_to_keep=rows).logits[0, :-1]
+    found = model(ids[None, -rows:].to(model.device), past_key_values=cache).logits[0, :-1]
+    cache.crop(-rows)
+    return found
 
 
 def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:

@@ -39,7 +39,7 @@ def run(command: RulerCommand, console: Console) -> Result:
         found = []
         for cell in cells:
             for x in made[number]:
-                answer = read_answer(ready.model, x, methods[cell.method], cell.budget, command.dense_layers)
+                answer = read_answer(ready.model, x, methods[cell.method], cell.budget, command.always)
                 found.append({**cell._asdict(), "kind": x.kind, "length": x.length, **answer._asdict()})
             step(cell.method)
         return {"answers": found}

@@ -11,7 +11,7 @@ import torch
 from hashtrain.atomic import write_text
 from hashtrain.config import ModelShape
 from hashtrain.distribute import device_for
-from hashtrain.models import load_model
+from hashtrain.models import load_model, require_vocabulary
 from hashtrain.progress import tracking
 from rich.console import Console
 from torch import Tensor
@@ -100,6 +100,7 @@ def prepare(
         documents = load_documents(command.text, ready.tokenizer, command.context, command.documents, command.seed)
     else:
         raise TypeError(f"{type(command).__name__} names no text: expected a function that makes its documents")
+    require_vocabulary(ready.model, *(document.ids for document in documents if isinstance(document, TokenDocument)))
     if len(documents) < command.documents:
         console.print(f"{len(documents)} contexts of {length} tokens found, {command.documents} asked for")
     return replace(ready, documents=documents)
@@ -120,8 +121,9 @@ def rows_of(command: MethodsCommand, ready: Ready, phase: str, n: int) -> Callab
     def row(method: str, metric: str, estimate: Estimate, **more: Any) -> Row:
         found = methods.get(method)
         facts = {"variant": found.variant if found else method, "bits": found.bits if found else None}
-        selector = found.selector if found else None  # only MagicPIG brings sink and local tokens of its own
-        facts |= {"sink": getattr(selector, "sink", 0), "recent": getattr(selector, "local", 0)}
+        selector = found.selector if found else None  # MagicPIG brings sink and local tokens of its own
+        own = {"sink": getattr(selector, "sink", command.sink), "recent": getattr(selector, "local", command.recent)}
+        facts |= dict.fromkeys(own, 0) if method == DENSE else own
         if method == DENSE:
             more |= {"budget": None, "rule": DENSE, "density": 1.0}
         value = {"value": estimate.mean, "low": estimate.low, "high": estimate.high}

@@ -90,9 +90,11 @@ def _value(command: SuggestCommand, ready: Ready, method: LoadedMethod, budget: 
     """Measure one document: its KL from dense, or the mass its selections hold of the best ones'."""
     ids = ready.documents[number].ids
     if command.metric == "kl":
-        cells, methods, dense = [ppl.Cell(method.name, "visible", budget)], {method.name: method}, command.dense_layers
+        cells, methods, dense = [ppl.Cell(method.name, "visible", budget)], {method.name: method}, command.always
         return ppl.measure(ready.model, ids, cells, methods, dense, phase=command.phase)["cells"][0]["kl"]
     positions = drawn_rows(command, command.rows, number)
-    found: Any = iou.measure(ready.model, ids, positions, [method], (budget,))[iou.Cell(method.name, budget, "kv_head")]
+    found: Any = iou.measure(ready.model, ids, positions, [method], (budget,), command.always)[
+        iou.Cell(method.name, budget, "kv_head")
+    ]
     sparse = found["mass"][command.dense_layers :]
     return sum(map(sum, sparse)) / sum(map(len, sparse))

@@ -43,7 +43,8 @@ def run(command: ThroughputCommand, console: Console) -> Result:
     reset_peak(command.device)  # refuses before anything is written where it cannot be read
     settings = open_run(command, "throughput")
     torch.manual_seed(command.seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, command.dtype)).eval().to(command.device)
+    made = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=getattr(torch, command.dtype))
+    model = made.eval().to(command.device)
     hasher = Hasher(
         HasherConfig("planes", shape, bits=command.bits, planes=command.planes, hidden=command.hidden), command.seed
     )

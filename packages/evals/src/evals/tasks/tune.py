@@ -65,7 +65,7 @@ def run(command: TuneCommand, console: Console) -> Result:
     cells = [ppl.Cell(label, "visible", command.budgets[0]) for label in methods]
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        return ppl.measure(ready.model, document.ids, cells, methods, command.dense_layers, step, command.phase)
+        return ppl.measure(ready.model, document.ids, cells, methods, command.always, step, command.phase)
 
     def check(sample: Sample) -> None:
         if [cell["method"] for cell in sample["cells"]] != list(methods):

@@ -90,7 +90,7 @@ def topk_tasks(
     values: NDArray[Any],
     indices: NDArray[np.int64],
 ) -> int:
-    """Select from rows [first, last) at addresses scores; return a row whose scores lie too far apart, or -1."""
+    """Select from rows [first, last) at addresses scores."""
     histogram = np.empty(4 * LEVEL, np.int32)
     for row in range(first, last):
         if low[row] == high[row]:
@@ -102,16 +102,14 @@ def topk_tasks(
             largest = max(largest, s[i])
         # Differences are taken modulo 2^64: right for every integer type, signed or not.
         span = np.uint64(largest) - np.uint64(smallest)
-        if span >= np.uint64(1 << 16):
-            return row
         wanted = min(k[row], len(s))
         if wanted == 0:
             continue
-        step, quota = _threshold(s, np.uint64(0), np.uint64(smallest), np.int64(span), wanted, histogram)  # (2), (3)
+        step, quota = _threshold(s, np.uint64(0), np.uint64(smallest), span, wanted, histogram)  # (2), (3)
         _compact(s, s.dtype.type(np.uint64(smallest) + step), quota, indices[row], low[row])
         for i in range(wanted):
             values[row, i] = s[indices[row, i] - low[row]]
-    return -1
+    return 0
 
 
 def search_tasks(
@@ -400,7 +398,7 @@ def _shrink(kept, count, k, floor, top, histogram):
     """
     stay_a_function()
     base = max(floor - 1, 0)
-    steps, quota = _threshold(kept[:count], np.uint64(48), np.uint64(base), np.int64(top - base), k, histogram)
+    steps, quota = _threshold(kept[:count], np.uint64(48), np.uint64(base), np.uint64(top - base), k, histogram)
     threshold = np.uint64(base) + steps
     taken = 0
     for i in range(count):
@@ -417,21 +415,24 @@ def _shrink(kept, count, k, floor, top, histogram):
 def _threshold(s, drop, smallest, span, quota, histogram):
     """Find the quota-th best score, s >> drop, of those in smallest + [0, span]: its distance, and its own quota."""
     stay_a_function()
-    if span < LEVEL:
-        _count(s, drop, smallest, span + 1, histogram)
-        return _walk(histogram, np.uint64(span), quota)
-    shift = np.uint64(8)
-    histogram[: (np.uint64(span) >> shift) + np.uint64(1)] = 0
-    for i in range(len(s)):
-        histogram[((np.uint64(s[i]) >> drop) - smallest) >> shift] += 1
-    coarse, quota = _walk(histogram, np.uint64(span) >> shift, quota)
-    histogram[:256] = 0
-    for i in range(len(s)):
-        distance = (np.uint64(s[i]) >> drop) - smallest
-        if distance >> shift == coarse:
-            histogram[distance & np.uint64(255)] += 1
-    fine, quota = _walk(histogram, np.uint64(255), quota)
-    return coarse << shift | fine, quota
+    if span < np.uint64(LEVEL):
+        _count(s, drop, smallest, np.int64(span) + 1, histogram)
+        return _walk(histogram, span, quota)
+    shift, found = np.uint64(0), np.uint64(0)
+    while span >> shift >= np.uint64(LEVEL):
+        shift += np.uint64(8)
+    while True:  # the score in question is smallest + found + [0, span]
+        histogram[: (span >> shift) + np.uint64(1)] = 0
+        for i in range(len(s)):
+            distance = (np.uint64(s[i]) >> drop) - smallest - found
+            if distance <= span:
+                histogram[distance >> shift] += 1
+        bin, quota = _walk(histogram, span >> shift, quota)
+        found += bin << shift
+        if shift == 0:
+            return found, quota
+        span = (np.uint64(1) << shift) - np.uint64(1)
+        shift -= np.uint64(8)
 
 
 @numba.njit

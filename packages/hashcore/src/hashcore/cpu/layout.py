@@ -27,7 +27,7 @@ def addresses(query: NDArray[Any], keys: NDArray[Any]) -> tuple[int, int]:
 
 def aligned(planes: NDArray[Any]) -> NDArray[Any]:
     """Return planes [..., P, W] as the kernels read them; a copy if need be."""
-    return planes if planes.flags.aligned else np.ascontiguousarray(planes)
+    return planes if planes.flags.aligned else dense(planes)
 
 
 def readable(codes: NDArray[Any]) -> NDArray[Any]:
@@ -35,7 +35,12 @@ def readable(codes: NDArray[Any]) -> NDArray[Any]:
     if codes.ndim < 2 or ((codes.strides[-1] == codes.itemsize or codes.shape[-1] == 1) and codes.flags.aligned):
         return codes
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in codes.strides[:-2])
-    return np.broadcast_to(np.ascontiguousarray(codes[once]), codes.shape)
+    return np.broadcast_to(dense(codes[once]), codes.shape)
+
+
+def dense(x: NDArray[Any]) -> NDArray[Any]:
+    """Copy to plain memory; np.ascontiguousarray returns what is contiguous as it is, aligned or not."""
+    return np.array(x, x.dtype.newbyteorder("="), order="C")
 
 
 def offsets(shape: tuple[int, ...], strides: tuple[int, ...], lead: tuple[int, ...]) -> NDArray[np.int64]:

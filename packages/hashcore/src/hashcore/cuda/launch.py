@@ -20,7 +20,8 @@ def run(launches: Iterable[Launch], device: "torch.device", folder: Path = HASHC
     """Launch kernels one after the other on torch's current stream of a CUDA device.
 
     The first launch of a kernel compiles it, or reads it from the disk cache, and loads it: 1 to 300 ms, not allowed
-    while a CUDA graph is captured. Later launches touch neither disk nor lock, and may be captured.
+    while a CUDA graph is captured. Later launches touch neither disk nor lock, and may be captured. If one of the
+    kernels cannot be loaded, none is launched.
 
     Args:
         folder: where the launches' sources lie.
@@ -33,9 +34,10 @@ def run(launches: Iterable[Launch], device: "torch.device", folder: Path = HASHC
     with torch.cuda.device(index):  # cuLaunchKernel goes to the calling thread's current context
         _bind(index)
         stream = torch.cuda.current_stream(index).cuda_stream
-        for launch in launches:
-            function = _function(index, folder, launch.source, launch.macros, launch.kernel)
-            _launch(function, launch, stream, launch.programmatic and _starts_early(index))
+        # All of them before the first is launched: one that cannot be loaded must not leave half a search behind.
+        ready = [(_function(index, folder, one.source, one.macros, one.kernel), one) for one in launches]
+        for function, one in ready:
+            _launch(function, one, stream, one.programmatic and _starts_early(index))
 
 
 def processors(device: "torch.device") -> int:

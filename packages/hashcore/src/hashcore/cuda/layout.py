@@ -69,6 +69,18 @@ class Levels(ctypes.Structure):
 INT32_LEVELS = Levels.of((21, 10, 0), (2048, 2048, 1024))
 
 
+def require_positions(n: int) -> None:
+    """Refuse more positions than the kernels can add in 32 bits."""
+    if n > MAX_POSITIONS:
+        raise ValueError(f"on CUDA a row may have at most {MAX_POSITIONS} positions, got {n}; split the keys")
+
+
+def require_rows(rows: int) -> None:
+    """Refuse more rows than the kernels can number in 32 bits."""
+    if rows >= 1 << 31:
+        raise ValueError(f"on CUDA a call may have fewer than {1 << 31} rows, got {rows}; split the queries")
+
+
 def score_levels(words: int, weights: Sequence[int]) -> Levels:
     """Return the levels of scores in [0, 32 W sum(weights)].
 
@@ -129,7 +141,10 @@ class Workspace(NamedTuple):
         Args:
             processors: multiprocessors of the device.
             scores: whether the 16-bit scores are kept here, too.
+        Raises: ValueError for more than the kernels can count.
         """
+        require_rows(rows)
+        require_positions(n)
         stride = -(-n // VECTOR) * VECTOR
         per_row = 4 * (levels.width + 1) + (2 * stride if scores else 0)
         rows = max(1, min(rows, MAX_WORKSPACE // (per_row + 4 * levels.width)))

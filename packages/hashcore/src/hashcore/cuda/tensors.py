@@ -30,6 +30,7 @@ PACKED = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 QUANTISED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 SIMULATED_PROCESSORS = 3  # of a device that is none: few enough that a row has several chunks, and more than one turn
 
@@ -37,7 +38,7 @@ SIMULATED_PROCESSORS = 3  # of a device that is none: few enough that a row has 
 def pack(x: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
     """Pack [..., 32 W] numbers into contiguous int32 [..., W] (eq. 1)."""
     if out.numel():
-        x = x.contiguous()
+        x = (x.view(UNSIGNED[x.dtype]) != 0 if x.dtype in UNSIGNED else x).contiguous()  # all that is not 0 is positive
         _run(run, [kernels.pack(PACKED[x.dtype], x.data_ptr(), out.data_ptr(), out.numel())], x.device)
 
 
@@ -45,16 +46,18 @@ def planes(w: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
     """Quantise [..., 32 W] weights into contiguous int32 [..., P, W] (eq. 5)."""
     count, words = out.shape[-2:]
     if out.numel():
-        w = (w if w.dtype in QUANTISED else w.float()).contiguous()
         rows = out.numel() // (count * words)
+        layout.require_rows(rows)
+        w = (w if w.dtype in QUANTISED else w.float()).contiguous()
         _run(run, [kernels.planes(QUANTISED[w.dtype], w.data_ptr(), out.data_ptr(), rows, words, count)], w.device)
 
 
 def quantise(w: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor, planes: int, run: Run | None = None) -> None:
     """Quantise [..., D] weights into contiguous int16 levels [..., D] and float32 scales [..., 1] (eq. 5)."""
     if levels.numel():
-        w = (w if w.dtype in QUANTISED else w.float()).contiguous()
         size = w.shape[-1]
+        layout.require_rows(w.numel() // size)
+        w = (w if w.dtype in QUANTISED else w.float()).contiguous()
         addresses = w.data_ptr(), levels.data_ptr(), scales.data_ptr()
         _run(run, [kernels.levels(QUANTISED[w.dtype], *addresses, w.numel() // size, size, planes)], w.device)
 
@@ -63,8 +66,9 @@ def group_planes(codes: torch.Tensor, out: torch.Tensor, run: Run | None = None)
     """Merge [..., G, W] codes into contiguous int32 [..., P, W] (eq. 3)."""
     group, words = codes.shape[-2:]
     if out.numel():
-        codes = codes.contiguous()
         rows = codes.numel() // (group * words)
+        layout.require_rows(rows)
+        codes = codes.contiguous()
         _run(run, [kernels.group_planes(codes.data_ptr(), out.data_ptr(), rows, group, words)], codes.device)
 
 
@@ -75,6 +79,7 @@ def score(
     if not out.numel():
         return
     n, words = keys.shape[-2:]
+    layout.require_positions(n)
     if weights is None:
         lead = out.shape[:-2]
         at = _operands(query, keys, lead)
@@ -105,7 +110,7 @@ class Bounds(NamedTuple):
         values: list[int] = []
         for bound, default in ((self.lengths, n), (self.starts, 0)):
             if isinstance(bound, torch.Tensor):
-                kept.append(bound.to(torch.int32).expand(lead).contiguous())
+                kept.append(_int32(bound, n).expand(lead).contiguous())
                 addresses.append(kept[-1].data_ptr())
                 values.append(default)
             else:
@@ -150,9 +155,9 @@ def search(
         return
     if weights is None:  # each of the Q queries is one plane of weight 1
         query, keys, weights = query.unsqueeze(-2), keys.unsqueeze(-3), (1,)
-    at = _operands(query, keys, lead)
     rows, device = math.prod(lead), scores.device
     plan = Workspace.plan(rows, n, layout.score_levels(words, weights), _processors(device))
+    at = _operands(query, keys, lead)
     if scratch is None:
         scratch = _scratch(plan, device)
     elif scratch.numel() != plan.words:
@@ -184,12 +189,12 @@ def topk(
     if not values.numel():
         return
     rows, device = math.prod(lead), scores.device
+    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, _processors(device), scores=False)
     stride = -(-n // layout.VECTOR) * layout.VECTOR
     aligned = scores.to(torch.int32).reshape(rows, n)
     if stride != n or aligned.data_ptr() % 16 or not aligned.is_contiguous():
         aligned = torch.nn.functional.pad(aligned, (0, stride - n))
         aligned = aligned.clone() if aligned.data_ptr() % 16 else aligned.contiguous()
-    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, _processors(device), scores=False)
     scratch = _scratch(plan, device)
     window, kept = bounds.window(lead, n)
     selection, counts = _selection(k, lead, values.shape[-1])
@@ -212,6 +217,7 @@ class _Operands(NamedTuple):
 
 def _operands(query: torch.Tensor, keys: torch.Tensor, lead: Sequence[int]) -> _Operands:
     """Return the operands in a form the kernels can address, copied only where they are not."""
+    layout.require_rows(math.prod(lead))
     query, keys = _rows(query), _rows(keys)
     for attempt in range(3):
         query_lead, keys_lead = query.expand(*lead, *query.shape[-2:]), keys.expand(*lead, *keys.shape[-2:])
@@ -239,8 +245,15 @@ def _rows(codes: torch.Tensor) -> torch.Tensor:
 def _selection(k: int | torch.Tensor, lead: Sequence[int], width: int) -> tuple[Selection, torch.Tensor | None]:
     if isinstance(k, int):
         return Selection(None, k, width), None
-    counts = k.to(torch.int32).expand(lead).contiguous()
+    counts = _int32(k, width).expand(lead).contiguous()
     return Selection(counts.data_ptr(), 0, width), counts
+
+
+def _int32(values: torch.Tensor, most: int) -> torch.Tensor:
+    """Return integers as int32; wider ones are clamped to 0..most here, before they could wrap."""
+    if values.element_size() < 4 or values.dtype == torch.int32:
+        return values.to(torch.int32)  # clamped by the kernels
+    return values.to(torch.int64).clamp(0, most).to(torch.int32)
 
 
 def _scratch(plan: Workspace, device: torch.device) -> torch.Tensor:

@@ -136,7 +136,11 @@ class BitIndex:
         (array,), _ = validation.host_arrays(items=items)
         coded = checks.is_codes(array)
         checks.last_dimension("codes" if coded else "vectors", array, self._width(coded), rows=True)
+        if coded and self.keep:
+            raise ValueError(f"an index with keep={self.keep!r} takes vectors, got codes; add the vectors instead")
         given = None if ids is None else checks.new_ids(ids, len(array))
+        if len(array) == 0:
+            return  # a mapped index stays in its file
         with self._changing:
             before = self._rows
             if given is None:
@@ -147,7 +151,7 @@ class BitIndex:
             self._fill(after, array, coded)
             after = after.appended(given)
             self._positions.added(before, after)
-            self._next_id = max(self._next_id, int(given.max(initial=-1)) + 1)
+            self._next_id = max(self._next_id, int(given.max()) + 1)
             self._rows = after
 
     def remove(self, ids: Any) -> None:
@@ -230,7 +234,9 @@ class BitIndex:
             if weights is not None:
                 raise ValueError("weights belong to ready planes of int32 words, got vectors; leave weights out")
             checks.last_dimension("queries", array, self.dim, rows=False)
-            projected = self._encoder.project(array.reshape(-1, self.dim)).reshape(*array.shape[:-1], self.bits)
+            projected = self._encoder.project("queries", array.reshape(-1, self.dim)).reshape(
+                *array.shape[:-1], self.bits
+            )
             return ops.planes(projected, 3 if planes is None else planes)
         if planes is not None:
             raise ValueError("planes= quantises queries that are vectors, got codes; leave it out or give vectors")
@@ -266,8 +272,6 @@ class BitIndex:
         """Write codes and vectors past the last row."""
         place = slice(after.count, after.count + len(array))
         if coded:
-            if after.vectors is not None:
-                raise ValueError(f"an index with keep={self.keep!r} takes vectors, got codes; add the vectors instead")
             after.codes[place] = array
             return
         self._encoder.encode(array, after.codes[place])

@@ -20,7 +20,7 @@ def integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}; convert it with int()") from None
+        raise TypeError(f"{name} must be an integer, got {validation.shown(value)}; convert it with int()") from None
     if not low <= number <= high:
         raise ValueError(f"{name} must be in {low}..{high}, got {number}; {remedy}")
     return number
@@ -28,8 +28,9 @@ def integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
 
 def choice(name: str, value: Any, allowed: Any) -> Any:
     """Return value if it is one of those allowed."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}; choose one of them")
+    if not isinstance(value, str | None) or value not in allowed:
+        wanted = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name} must be one of {wanted}, got {validation.shown(value)}; choose one of them")
     return value
 
 
@@ -70,12 +71,33 @@ def last_dimension(name: str, x: NDArray[Any], size: int, rows: bool) -> None:
         raise ValueError(f"{name} must have shape {dims} for this index, got {list(x.shape)}; reshape or rebuild it")
 
 
-def finite(name: str, x: NDArray[Any]) -> None:
-    """Require finite numbers in float32."""
+def finite(name: str, x: NDArray[Any], first: int = 0) -> None:
+    """Require finite numbers in float32, in rows counted from first."""
+    if (row := _not_finite(x)) is not None:
+        raise ValueError(
+            f"{name} must be finite in float32, got NaN or infinity in row {first + row}; remove or repair it"
+        )
+
+
+def projected(name: str, x: NDArray[Any], first: int) -> None:
+    """Require that what was made of finite rows is finite, too."""
+    if (row := _not_finite(x)) is not None:
+        raise ValueError(
+            f"{name} must be small enough to be centred and rotated in float32, got an overflow in row {first + row}; "
+            "scale them"
+        )
+
+
+def exact(scores: NDArray[np.float32]) -> None:
+    """Require finite scores of finite vectors."""
+    if not np.isfinite(scores).all():
+        raise ValueError("exact scores must fit float32, got larger ones; scale the vectors or use metric='cosine'")
+
+
+def _not_finite(x: NDArray[Any]) -> int | None:
+    """Return the first row of [n, D] that is not finite."""
     good = np.isfinite(x).all(axis=-1)
-    if not good.all():
-        row = int(np.argmin(good))
-        raise ValueError(f"{name} must be finite in float32, got NaN or infinity in row {row}; remove or repair it")
+    return None if good.all() else int(np.argmin(good))
 
 
 def fits(kept: NDArray[Any]) -> None:
@@ -97,7 +119,8 @@ def mean(value: Any, dim: int) -> NDArray[np.float32]:
     validation.real("mean", array, "[D]")
     if array.shape != (dim,):
         raise ValueError(f"mean must have shape [{dim}], got {list(array.shape)}; average the vectors over their rows")
-    array = array.astype(np.float32)
+    with np.errstate(over="ignore"):
+        array = array.astype(np.float32)
     finite("mean", array[None])
     return array
 

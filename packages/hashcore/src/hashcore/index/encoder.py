@@ -27,25 +27,30 @@ class Encoder:
     matrix: NDArray[np.float32] | None = None
     seed: int | None = None
 
-    def project(self, x: NDArray[Any]) -> NDArray[np.float32]:
-        """Return f of rows [n, dim] as float32 [n, bits]. Raises: ValueError for a row that is not finite."""
+    def project(self, name: str, x: NDArray[Any], first: int = 0) -> NDArray[np.float32]:
+        """Return f of rows [n, dim] as float32 [n, bits].
+
+        Raises: ValueError, which counts the rows from `first`, if a row or what becomes of it is not finite.
+        """
         with np.errstate(over="ignore"):  # what float32 cannot hold becomes inf, which is refused
             rows = np.ascontiguousarray(x, np.float32)
-        checks.finite("vectors", rows)
-        if self.mean is not None:
-            rows = rows - self.mean
-        if self.matrix is None:
-            return rows
+            checks.finite(name, rows, first)
+            if self.mean is None and self.matrix is None:
+                return rows
+            if self.mean is not None:
+                rows = rows - self.mean
+        if self.matrix is not None:
+            from hashcore.index import projection  # numba takes half a second to import
 
-        from hashcore.index import projection  # numba takes half a second to import
-
-        return projection.project(rows, self.matrix)
+            rows = projection.project(rows, self.matrix)
+        checks.projected(name, rows, first)
+        return rows
 
     def encode(self, x: NDArray[Any], out: NDArray[np.int32]) -> None:
         """Write the codes of rows [n, dim] to out, int32 [n, bits / 32], a block at a time."""
         for start in range(0, len(x), BLOCK):
             block = slice(start, start + BLOCK)
-            out[block] = bits.pack(self.project(x[block]))
+            out[block] = bits.pack(self.project("vectors", x[block], start))
 
 
 def rotation(dim: int, count: int, seed: int) -> NDArray[np.float32]:
@@ -69,4 +74,5 @@ def mean_of(x: NDArray[Any]) -> NDArray[np.float32]:
     total = np.zeros(x.shape[1])
     for start in range(0, len(x), BLOCK):
         total += x[start : start + BLOCK].sum(axis=0, dtype=np.float64)
-    return (total / len(x)).astype(np.float32)
+    with np.errstate(over="ignore"):  # refused as a mean
+        return (total / len(x)).astype(np.float32)

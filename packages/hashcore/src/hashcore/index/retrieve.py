@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hashcore import ops
+from hashcore.index import checks
 from hashcore.index.rows import Rows
 
 GATHERED = 1 << 22  # numbers of original vectors gathered at a time: 16 MiB
@@ -57,20 +58,33 @@ def rerank_best(
     step = max(1, GATHERED // max(1, width * queries.shape[-1]))
     for start in range(0, count, step):
         block = slice(start, start + step)
-        exact = _exact(queries[block], vectors[at[block]], cosine)
+        exact = _exact(queries[block], _finite(vectors, at[block]), cosine)
         order = np.lexsort((candidates[block], -exact), axis=-1)[:, :k]
         scores[block] = np.take_along_axis(exact, order, -1)
         positions[block] = np.take_along_axis(candidates[block], order, -1)
     return scores.reshape(*lead, k), positions.reshape(*lead, k)
 
 
-def _exact(queries: NDArray[np.float32], candidates: NDArray[Any], cosine: bool) -> NDArray[np.float32]:
+def _finite(vectors: NDArray[Any], at: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return rows [Q, C] of vectors as float32 [Q, C, D]."""
+    with np.errstate(over="ignore"):
+        chosen = vectors[at].astype(np.float32, copy=False)
+    good = np.isfinite(chosen).all(axis=-1)
+    if not good.all():
+        raise ValueError(
+            f"vectors= must be finite in float32, got NaN or infinity in row {at[~good][0]}; remove or repair it"
+        )
+    return chosen
+
+
+def _exact(queries: NDArray[np.float32], candidates: NDArray[np.float32], cosine: bool) -> NDArray[np.float32]:
     """Return inner products or cosines, float32 [Q, C], of [Q, D] and [Q, C, D]; the cosine of a zero vector is 0."""
-    wide = candidates.astype(np.float32, copy=False)
-    products = np.einsum("qcd,qd->qc", wide, queries, dtype=np.float64)
+    products = np.einsum("qcd,qd->qc", candidates, queries, dtype=np.float64)
     if cosine:
-        norms = np.sqrt(np.einsum("qcd,qcd->qc", wide, wide, dtype=np.float64))
+        norms = np.sqrt(np.einsum("qcd,qcd->qc", candidates, candidates, dtype=np.float64))
         norms *= np.sqrt(np.einsum("qd,qd->q", queries, queries, dtype=np.float64))[:, None]
         products = np.divide(products, norms, out=np.zeros_like(products), where=norms > 0)
     with np.errstate(over="ignore"):
-        return products.astype(np.float32)
+        scores = products.astype(np.float32)
+    checks.exact(scores)
+    return scores

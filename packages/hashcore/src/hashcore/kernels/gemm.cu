@@ -65,7 +65,7 @@ __device__ __forceinline__ void clear_sums(int (&sums)[KEYS][COUNT]) {
 extern "C" __global__ void __launch_bounds__(GEMM_THREADS)
     score_pairs(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ scores, RowMap map,
                 i32 batch, i32 queries, i32 n) {
-  __shared__ u32 shared[QUERIES * BLOCK];
+  __shared__ __align__(16) u32 shared[QUERIES * BLOCK];
   const int key_tiles = (n + KEYS * GEMM_THREADS - 1) / (KEYS * GEMM_THREADS);
   const int first_query = blockIdx.x / key_tiles * QUERIES;
   const int first_key = blockIdx.x % key_tiles * (KEYS * GEMM_THREADS) + threadIdx.x;

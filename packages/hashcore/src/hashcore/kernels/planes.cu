@@ -25,7 +25,7 @@ __device__ __forceinline__ float row_scale(const T* __restrict__ w, i64 size, in
     const u32 other = __shfl_xor_sync(FULL_WARP, peak, step);
     peak = peak > other ? peak : other;
   }
-  const float scale = 0.8f * __uint_as_float(peak) / top;
+  const float scale = (top < 63.0f ? 0.8f : 1.0f) * __uint_as_float(peak) / top;  // 63: six planes
   return scale < TINY ? TINY : scale;
 }
 

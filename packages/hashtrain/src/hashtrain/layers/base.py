@@ -84,6 +84,15 @@ class LayerHasher(nn.Module):
         Raises: FloatingPointError if no context has finite queries and keys.
         """
 
+    @torch.no_grad()
+    def take_head(self, other: LayerHasher, head: int) -> None:
+        """Copy the functions of one KV head, and of the query heads that share it, from another layer of this kind."""
+        mine = self.state_dict()
+        for name, theirs in other.state_dict().items():
+            width = len(theirs) // self.hkv  # tensors are by KV head or by query head
+            mine[name][head * width : (head + 1) * width] = theirs[head * width : (head + 1) * width]
+        self.load_state_dict(mine)
+
     def by_group(self, x: Tensor) -> Tensor:
         """View [B, Hq, T, ...] as [B, Hkv, G, T, ...]."""
         return cast(Tensor, x.unflatten(1, (self.hkv, self.group)))

@@ -1,0 +1,61 @@
+"""Heads of `transform` that training made worse, or that fail: each gets the functions that measure best."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hashtrain.capture import Capture
+from hashtrain.config import HasherConfig
+from hashtrain.hasher import make_layer
+from hashtrain.judge import fails
+from hashtrain.layers import LayerHasher
+from hashtrain.layers.transform import Transform
+from hashtrain.metrics import hash_quality
+
+OTHER_DIGITS = (4, 6, 8, 3)
+"""Limits of digits whose starts are tried for heads that fail."""
+_CONTEXTS, _ROWS = 4, 48
+
+
+@torch.no_grad()
+def repair(
+    hasher: LayerHasher, layer: int, data: Capture, config: HasherConfig, seed: int, digits: int, fraction: float
+) -> dict[int, str]:
+    """Give each KV head of a layer the best of its trained functions and of untrained starts, in place.
+
+    A start of `digits` is compared for every head, those of `OTHER_DIGITS` for heads that fail
+    (`hashtrain.judge.fails`). What counts is the mean attention mass of rows of the training contexts.
+
+    Args:
+        config, seed: what the layer was made from (`hashtrain.hasher.make_layer`).
+    Returns: what heads got, by head; the others kept theirs. Variants other than `transform` keep all.
+    """
+    if not isinstance(hasher, Transform):
+        return {}
+    device = hasher.remainder.device
+    best = _mass(hasher, layer, data, fraction)
+    taken: dict[int, str] = {}
+    for most in (digits, *(n for n in OTHER_DIGITS if n != digits)):
+        wanted = [head for head in range(hasher.hkv) if most == digits or fails(best[head])]
+        if not wanted:
+            continue
+        other = make_layer(config, layer, seed).to(device)
+        other.start(data, layer, most)
+        found = _mass(other, layer, data, fraction)
+        for head in wanted:
+            if found[head].mean() > best[head].mean():
+                hasher.take_head(other, head)
+                best[head], taken[head] = found[head], f"start of {most} digits"
+    return taken
+
+
+def _mass(hasher: LayerHasher, layer: int, data: Capture, fraction: float) -> list[Tensor]:
+    """Return the mass that rows of some training contexts find, by KV head."""
+    draw, rows_of = torch.Generator().manual_seed(layer), []
+    for context in range(min(len(data), _CONTEXTS)):
+        q, k, scaling = data.read(context, layer)
+        rows = torch.randint(k.shape[2] // 4, k.shape[2], (_ROWS,), generator=draw, device="cpu")
+        q, k, rows = (x.to(hasher.remainder.device) for x in (q, k, rows))
+        rows_of.append(hash_quality(hasher, q[:, :, rows], k, rows, fraction, scaling).mass[0].double().cpu())
+    return list(torch.cat(rows_of, dim=1))

@@ -1,0 +1,81 @@
+"""What sparse attention costs in each layer: against decoding itself, and the layers that it makes dense."""
+
+import pytest
+import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.cost import DENSE_ABOVE, Steps, layer_costs
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=97, num_hidden_layers=3, head_dim=32, max_position_embeddings=256, **sizes)
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def steps(model):
+    ids = torch.randint(97, (160,), generator=torch.Generator().manual_seed(1))
+    return Steps(model, ids, torch.tensor([60, 99, 100, 159]))
+
+
+def lsh(model):
+    return Hasher(HasherConfig("lsh", ModelShape.of(model.config)))
+
+
+def test_dense_steps_are_the_rows_of_a_whole_pass(model, steps):
+    with torch.inference_mode():
+        whole = model(steps.ids[None]).logits[0].log_softmax(-1)
+    torch.testing.assert_close(steps.dense, whole[steps.positions], atol=TOLERANCE, rtol=0)
+
+
+def test_steps_do_not_see_each_other(model, steps):
+    alone = Steps(model, steps.ids, steps.positions[1:2])
+    torch.testing.assert_close(alone.dense[0], steps.dense[1], atol=TOLERANCE, rtol=0)
+    found, single = (s.log_probs(lsh(model), range(3), 0.1) for s in (steps, alone))
+    torch.testing.assert_close(single[0], found[1], atol=TOLERANCE, rtol=0)
+
+
+def test_a_whole_budget_costs_nothing_and_less_costs_something(model, steps):
+    assert steps.cost(lsh(model), range(3), 1.0).abs().max() < TOLERANCE
+    assert steps.cost(lsh(model), (), 0.1).abs().max() < TOLERANCE
+    assert steps.cost(lsh(model), range(3), 0.05).min() > 10 * TOLERANCE
+
+
+def test_the_costliest_layers_stay_dense_but_few(steps):
+    class Given:
+        def cost(self, hasher, layers, fraction):
+            return torch.tensor([5.0 if len(layers) > 1 else DENSE_ABOVE * (layers[0] + 0.5)])
+
+    shape = ModelShape(30, 4, 2, 32)
+    hasher = torch.nn.Module()
+    hasher.remainder = lambda layer: None
+    hasher.config = HasherConfig("lsh", shape)
+    found = layer_costs([Given()], hasher, 0.02, lambda doing, count: None)
+    assert found["all"] == 5.0
+    assert found["dense"] == [27, 28, 29]  # of the 29 above the bound
+    hasher.config = HasherConfig("lsh", ModelShape(9, 4, 2, 32))
+    assert layer_costs([Given()], hasher, 0.02, lambda doing, count: None)["dense"] == []
+
+
+def test_a_remainder_that_makes_a_layer_worse_is_taken_off(model):
+    """Costs are made up: the remainder of layer 0 costs, those of the others gain."""
+
+    class Given:
+        def cost(self, hasher, layers, fraction):
+            whole = [hasher.remainder(layer) is not None for layer in layers]
+            return torch.tensor([sum((0.3 if n == 0 else -0.1) * on for n, on in zip(layers, whole, strict=True)) + 1])
+
+    hasher = lsh(model)
+    for layer in range(3):
+        hasher.layer(layer).remainder[:] = layer + 1.0
+    found = layer_costs([Given()], hasher, 0.02, lambda doing, count: None)
+    assert found["bare"] == [0]
+    assert hasher.remainder(0) is None
+    assert [hasher.remainder(layer).unique().tolist() for layer in (1, 2)] == [[2.0], [3.0]]
+    assert found["layers"] == pytest.approx([1.0, 0.9, 0.9])
+    assert found["all"] == pytest.approx(0.8)

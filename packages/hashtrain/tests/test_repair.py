@@ -1,0 +1,60 @@
+"""Heads of `transform` get back what selects better, and only they."""
+
+import torch
+from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.hasher import make_layer
+from hashtrain.judge import fails
+from hashtrain.repair import repair
+
+SHAPE = ModelShape(1, 4, 2, 16)
+CONFIG = HasherConfig("transform", SHAPE, bits=32, hidden=8)
+
+
+class Captured:
+    """Contexts whose keys differ most in a few directions."""
+
+    def __init__(self):
+        draw = torch.Generator().manual_seed(0)
+        spread = torch.logspace(1, -2, 16)
+        self.k = torch.randn(3, 2, 300, 16, generator=draw) * spread
+        self.q = torch.randn(3, 4, 300, 16, generator=draw)
+
+    def __len__(self):
+        return 3
+
+    def read(self, context, layer):
+        return self.q[context : context + 1], self.k[context : context + 1], 0.5
+
+
+def spoiled(head):
+    data, layer = Captured(), make_layer(CONFIG, 0, 0)
+    layer.start(data, 0, 5)
+    with torch.no_grad():
+        layer.key.r[head] = torch.randn(layer.key.r[head].shape, generator=torch.Generator().manual_seed(1))
+    return data, layer
+
+
+def test_a_head_that_training_spoiled_gets_its_start_back_and_the_other_keeps_its_own():
+    data, layer = spoiled(1)
+    own = layer.key.r[0].clone()
+    with torch.no_grad():
+        layer.key.b2[0] += 1e-6  # trained, no better and no worse than its start
+    bias = layer.key.b2[0].clone()
+    found = repair(layer, 0, data, CONFIG, 0, 5, 0.3)
+    assert found[1].startswith("start of")
+    fresh = make_layer(CONFIG, 0, 0)
+    fresh.start(data, 0, int(found[1].split()[2]))
+    assert torch.equal(layer.key.r[1], fresh.key.r[1])
+    assert torch.equal(layer.query.r[2:], fresh.query.r[2:])
+    assert torch.equal(layer.key.r[0], own)
+    assert 0 in found or torch.equal(layer.key.b2[0], bias)
+
+
+def test_other_variants_keep_what_they_have():
+    assert repair(make_layer(HasherConfig("planes", SHAPE, bits=32), 0, 0), 0, Captured(), CONFIG, 0, 5, 0.1) == {}
+
+
+def test_a_head_fails_by_its_worst_rows():
+    assert not fails(torch.full((1000,), 0.7))
+    assert fails(torch.cat([torch.full((940,), 0.99), torch.full((60,), 0.55)]))  # 5th percentile
+    assert fails(torch.cat([torch.full((997,), 0.99), torch.full((3,), 0.4)]))  # three rows in a thousand are lost

@@ -1,0 +1,321 @@
+"""An attached model in the hands of others: modes of torch, other types, copies, files, training, other settings."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import transformers
+from sparse_decode import Budget, QueryHeadHasher, attach
+from sparse_decode.interface import NAMES
+from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+WHOLE = Budget(1.0)
+
+
+@pytest.mark.parametrize("hasher", [SignHasher(), Calibrated()])
+def test_a_prefix_prefilled_in_inference_mode_is_gone_on_with(hasher):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    dense = generate(model, ids)
+    with attach(model, hasher, WHOLE, dense_layers=0):
+        cache = DynamicCache(config=model.config)
+        with torch.inference_mode():
+            model(ids[:, :30], past_key_values=cache)
+            model(ids[:, 30:32], past_key_values=cache)
+            cache.batch_repeat_interleave(2)
+            cache.batch_select_indices(torch.tensor([0]))
+        found = generate(model, ids, past_key_values=cache)
+        with torch.inference_mode():
+            assert torch.equal(generate(model, ids), dense)
+    assert torch.equal(found, dense)
+
+
+@pytest.mark.parametrize("hasher", [SignHasher(), Calibrated()])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_autocast(hasher, implementation):
+    model, (ids, _) = tiny_model(implementation=implementation), prompts((40, 40))
+
+    def run():
+        cache = DynamicCache(config=model.config)  # a static one fails without us: it casts nothing
+        with torch.autocast("cpu", torch.bfloat16):
+            return [model(part, past_key_values=cache).logits[:, -1].float() for part in ids.split([36, 1, 1, 2], 1)]
+
+    dense = run()
+    with attach(model, hasher, WHOLE, dense_layers=0, remainder=False) as attachment:
+        for found, expected in zip(run(), dense, strict=True):
+            torch.testing.assert_close(found, expected, atol=0.15, rtol=0.05)
+        assert attachment.density() == dict.fromkeys(range(4), 1.0)
+    with attach(model, hasher, Budget(0.1), dense_layers=0):
+        few = run()
+    with attach(model, hasher, Budget(0.1), dense_layers=0, kv="host"):
+        for found, expected in zip(run(), few, strict=True):
+            torch.testing.assert_close(found, expected, atol=0.15, rtol=0.05)
+
+
+def test_codes_are_the_same_inside_and_outside_of_autocast():
+    model, (ids, _) = tiny_model(), prompts((40,))
+    with attach(model, SignHasher(), dense_layers=0) as attachment:
+        inside, outside = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        model(ids, past_key_values=outside)
+        for held, twin in zip(attachment.prepare(inside).layers, outside.layers, strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                held.update(twin.keys, twin.values)
+            assert torch.equal(held.codes, twin.codes)
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+def test_a_change_of_type_while_attached_is_as_without_us(first):
+    other = torch.bfloat16 if first == torch.float32 else torch.float32
+    model, (ids, _) = tiny_model().to(first), prompts((40,))
+    dense = generate(model, ids), generate(model.to(other), ids)
+    with attach(model.to(first), SignHasher(), WHOLE):
+        assert torch.equal(generate(model, ids), dense[0])
+        assert torch.equal(generate(model.to(other), ids), dense[1])
+
+
+def test_a_cache_takes_the_type_that_holds_all_it_was_given():
+    plain = DynamicCache()
+    model = tiny_model()
+    with attach(model, SignHasher(), dense_layers=0) as attachment:
+        ours = attachment.prepare(DynamicCache(config=model.config))
+        for kind in (torch.bfloat16, torch.float32, torch.bfloat16):
+            k, v = torch.randn(2, 1, 2, 3, 16).to(kind)
+            found, expected = ours.update(k, v, 3), plain.update(k, v, 0)
+            assert torch.equal(found[0], expected[0])
+            assert found[0].dtype == expected[0].dtype
+            assert found[1].dtype == expected[1].dtype
+
+
+def test_float64_is_refused():
+    with pytest.raises(ValueError, match=r"takes float32, bfloat16 or float16, got torch.float64; convert the model"):
+        attach(tiny_model().double(), SignHasher())
+    model = tiny_model()
+    with attach(model, SignHasher()), pytest.raises(ValueError, match=r"got torch.float64; convert the model"):
+        model.double()(prompts((40,))[0])  # at prefill
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
+def test_copying_an_attached_model_is_refused_in_one_sentence(copied):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    dense = generate(model, ids)
+    attachment = attach(model, SignHasher(), WHOLE)
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled; call detach\(\) first"):
+        copied(model)
+    attachment.detach()
+    assert torch.equal(generate(copy.deepcopy(model), ids), dense)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
+def test_the_cache_of_an_attached_model_can_be_kept(way):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    dense = generate(model, ids)
+    with attach(model, SignHasher(), WHOLE):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :30], past_key_values=cache)
+        if way == "deepcopy":
+            twin = copy.deepcopy(cache)
+        elif way == "pickle":
+            twin = pickle.loads(pickle.dumps(cache))
+        else:
+            torch.save(cache, file := io.BytesIO())
+            twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        assert torch.equal(generate(model, ids, past_key_values=twin), dense)
+        assert torch.equal(generate(model, ids, past_key_values=cache), dense)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)), copy.copy])
+def test_a_config_copied_while_attached_belongs_to_nobody(way):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    dense = generate(model, ids)
+    with attach(model, SignHasher(), WHOLE):
+        config = way(model.config)
+        assert "sparse_decode" not in config.to_json_string()
+    assert way is copy.copy or config._attn_implementation == "sdpa"
+    other = AutoModelForCausalLM.from_config(config).eval()
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(generate(other, ids), dense)
+    with attach(other, SignHasher(), WHOLE):
+        assert torch.equal(generate(other, ids), dense)
+    assert other.config._attn_implementation == "sdpa"
+
+
+def test_a_model_saved_while_attached_is_a_plain_one(tmp_path):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    with attach(model, SignHasher()):
+        model.save_pretrained(tmp_path)
+    assert "sparse_decode" not in (tmp_path / "config.json").read_text()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_another_attention_set_while_attached_is_refused_and_stays(name):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    attachment = attach(model, SignHasher())
+    model.set_attn_implementation(name)
+    with pytest.raises(ValueError, match=rf'set to "{name}" while sparse attention is attached; call detach\(\)'):
+        generate(model, ids)
+    attachment.detach()
+    assert model.config._attn_implementation == name
+    generate(model, ids)
+
+
+def test_attention_that_cannot_be_set_is_refused_and_nothing_is_changed(monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(type(model.model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.raises(ValueError, match='which keeps "sdpa"; leave this model dense'):
+        attach(model, SignHasher())
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_while_attached_has_the_gradients_of_the_dense_model(checkpointing):
+    model, (ids, _) = tiny_model(attention_dropout=0.0).train(), prompts((40, 40))
+    if checkpointing:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+    def gradients():
+        model.zero_grad()
+        with torch.enable_grad():
+            model(ids, labels=ids).loss.backward()
+        return [x.grad.clone() for x in model.parameters()]
+
+    dense = gradients()
+    with attach(model, SignHasher(), dense_layers=0):
+        for found, expected in zip(gradients(), dense, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_dropout_is_refused_at_prefill():
+    model, (ids, _) = tiny_model(attention_dropout=0.5).train(), prompts((40,))
+    with attach(model, SignHasher()), pytest.raises(ValueError, match=r"call model.eval\(\)"):
+        model(ids)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("rule", ["decode", 0, 36])
+def test_eager_attention_returns_the_weights_of_sparse_steps(family, rule):
+    model, (ids, mask) = tiny_model(family, implementation="eager"), prompts((40, 33))
+    options = {"output_attentions": True, "return_dict_in_generate": True, "new_tokens": 4}
+    dense = generate(model, ids, mask, **options)
+    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule):
+        found = generate(model, ids, mask, **options)
+    assert torch.equal(found.sequences, dense.sequences)
+    for step, expected in zip(found.attentions, dense.attentions, strict=True):
+        for one, other in zip(step, expected, strict=True):
+            torch.testing.assert_close(one[0], other[0], atol=1e-4, rtol=1e-4)  # nothing is padding
+    with attach(model, SignHasher(), Budget(0.2), dense_layers=0, sparse_rows=rule):
+        few = generate(model, ids, mask, **options).attentions[2][3]
+    assert few.shape == dense.attentions[2][3].shape
+    if rule != 36:
+        assert int((few[0, 0, 0] > 0).sum()) == int(few.shape[3] * 0.2)
+
+
+def test_assisted_decoding_with_eager_attention_returns_weights():
+    model, (ids, _) = tiny_model(implementation="eager"), prompts((40,))
+    options = {"output_attentions": True, "return_dict_in_generate": True, "prompt_lookup_num_tokens": 3}
+    dense = generate(model, ids, **options)
+    for rule in ("decode", 0):
+        with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, decode_rows=4):
+            assert torch.equal(generate(model, ids, **options).sequences, dense.sequences)
+
+
+def test_weights_with_a_remainder_are_refused():
+    model, (ids, _) = tiny_model(implementation="eager"), prompts((40,))
+    with attach(model, Calibrated(), sparse_rows=0):
+        model(ids)
+        with pytest.raises(ValueError, match="no column for what a selection leaves out; attach with remainder=False"):
+            model(ids, output_attentions=True)
+
+
+def masked(rows, n, blind, kind):
+    """A causal mask [1, 1, rows, n] of the last rows, of which some see nothing."""
+    seen = torch.ones(n, n, dtype=torch.bool).tril()[n - rows :].clone()
+    seen[blind] = False
+    return seen[None, None] if kind == "sdpa" else torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("rule", ["decode", 0])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_row_that_sees_nothing_is_as_in_dense_attention(implementation, rule, static, compiled):
+    model, (ids, _) = tiny_model(implementation=implementation), prompts((24,))
+
+    def run():
+        cache = StaticCache(config=model.config, max_cache_len=24) if static else DynamicCache(config=model.config)
+        model(ids[:, :20], past_key_values=cache)
+        step = torch.compile(model, backend="eager") if compiled and static else model
+        return step(ids[:, 20:], past_key_values=cache, attention_mask=masked(4, 24, [1, 3], implementation)).logits
+
+    dense = run()
+    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, decode_rows=4):
+        torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["decode", 0])
+def test_a_mask_narrower_than_the_keys_is_refused_and_one_of_width_one_is_as_torch_takes_it(rule):
+    model = tiny_model()
+    attention = model.model.layers[3].self_attn
+    states = torch.randn(1, 24, 64)
+    rotary = model.model.rotary_emb(states, torch.arange(24)[None])
+
+    def call(mask, cache):
+        rotations = tuple(x[:, 20:] for x in rotary)
+        return attention(states[:, 20:], position_embeddings=rotations, attention_mask=mask, past_key_values=cache)[0]
+
+    def prefilled():
+        cache = DynamicCache(config=model.config)
+        parts = {"position_embeddings": tuple(x[:, :20] for x in rotary), "attention_mask": None}
+        attention(states[:, :20], past_key_values=cache, **parts)
+        return cache
+
+    wide = torch.ones(1, 1, 4, 1, dtype=torch.bool)
+    dense = call(wide, prefilled())
+    with attach(model, SignHasher(), WHOLE, sparse_rows=rule, decode_rows=4):
+        torch.testing.assert_close(call(wide, prefilled()), dense, atol=1e-5, rtol=1e-5)
+        cache = prefilled()
+        with pytest.raises(ValueError, match=r"4 rows and 24 keys is needed, got shape \(1, 1, 4, 12\)"):
+            call(torch.ones(1, 1, 4, 12, dtype=torch.bool), cache)
+
+
+def test_a_mask_with_biases_is_refused_at_prefill():
+    model, (ids, _) = tiny_model(implementation="eager"), prompts((40,))
+    biased = torch.linspace(-3, 0, 40).expand(1, 1, 40, 40)
+    with attach(model, SignHasher()), pytest.raises(ValueError, match="got one with biases"):
+        model(ids, attention_mask=biased)
+
+
+def test_a_query_head_hasher_adds_the_remainder_too():
+    from hashtrain import Hasher, HasherConfig, ModelShape
+
+    model, (ids, _) = tiny_model(), prompts((40,))
+    hasher = Hasher(HasherConfig("lsh", ModelShape.of(model.config)))
+    assert not attach_and_detach(model, QueryHeadHasher(hasher)).remainder
+    for layer in hasher.layers:
+        layer.remainder.copy_(Calibrated.coefficients)
+    attachment = attach(model, QueryHeadHasher(hasher), Budget(0.1), sparse_rows=0)
+    with attachment:
+        whole = model(ids).logits
+    assert attachment.remainder
+    with attach(model, QueryHeadHasher(hasher), Budget(0.1), sparse_rows=0, remainder=False):
+        assert not torch.allclose(model(ids).logits, whole, atol=1e-3)
+
+
+def attach_and_detach(model, selector):
+    attachment = attach(model, selector)
+    attachment.detach()
+    return attachment
+
+
+def test_our_names_are_not_left_in_transformers_configs():
+    model = tiny_model()
+    attachment = attach(model, SignHasher())
+    assert model.config._attn_implementation == NAMES["sdpa"]
+    attachment.detach()
+    assert type(model.config._attn_implementation) is str
+    assert transformers.AutoConfig.for_model("llama")._attn_implementation != NAMES["sdpa"]

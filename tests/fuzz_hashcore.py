@@ -1,0 +1,197 @@
+"""Every function of hashcore, on arguments drawn at random, against the oracles of fuzz_oracles.py: tolerance 0.
+
+A case is one call: numpy or torch on the CPU, the latter also through the operators that torch.compile sees; arrays
+anywhere in memory (axes in any order, gaps, backwards, repeated, unaligned, of the other byte order), empty ones,
+extreme values, ragged rows, results written to `out`. One in eight is spoilt first: then ValueError or TypeError in one
+line may come instead, and nothing may have been written.
+"""
+
+from typing import Any, NamedTuple
+
+import fuzz_oracles
+import hashcore
+import numpy as np
+import torch
+from fuzz_arrays import REALS, bounds, codes, lay, lead, part, place, reals, scores, size
+from hashcore import torch_ops
+from hashcore.cpu import threads
+
+
+class Call(NamedTuple):
+    """A call in numpy's terms: positional arguments, options by name, and which of them may be of any byte order."""
+
+    function: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    any_order: bool = False
+
+
+# ---- Calls ---------------------------------------------------------------------------------------------------------
+
+
+def draw(rng) -> Call:
+    """Draw a call that must succeed."""
+    function = str(
+        rng.choice(["pack", "unpack", "quantise", "planes", "group_planes", *["score", "topk", "search"] * 2])
+    )
+    words, shape = int(rng.choice([1, 2, 3, 4, 4, 4, 5, 8, 9])), lead(rng)
+    match function:
+        case "pack":
+            x = reals(rng, (*shape, 32 * words), rng.choice(np.array(REALS, object)))
+            if x.dtype.kind == "f":
+                x = np.where(rng.random(x.shape) < 0.05, rng.choice([np.nan, np.inf, -np.inf], x.shape), x)
+                with np.errstate(over="ignore"):
+                    x = x.astype(rng.choice([np.float16, np.float32, np.float64]))
+            return Call(function, (x,), {}, any_order=True)
+        case "unpack":
+            return Call(function, (codes(rng, *shape, words),), {})
+        case "quantise" | "planes":
+            last = 32 * words if function == "planes" else size(rng, 300) or 1
+            w = reals(rng, (*shape, last), rng.choice(np.array(REALS, object)))
+            options = {"check": False} if function == "planes" and rng.random() < 0.3 else {}
+            if options and w.dtype.kind == "f":
+                w = np.where(
+                    rng.random(w.shape) < 0.1, np.array([np.nan, np.inf, -np.inf], w.dtype)[rng.integers(3)], w
+                )
+            return Call(function, (w, int(rng.integers(1, 9))), options, any_order=True)
+        case "group_planes":
+            return Call(function, (codes(rng, *shape, int(rng.integers(1, 20)), words),), {})
+        case "topk":
+            n = size(rng)
+            shape = shape if n < 1000 else shape[:1]
+            x = scores(rng, (*shape, n))
+            k, options = bounds(rng, shape, n)
+            return Call(function, (x, k), options, any_order=True)
+    return drawn_comparison(rng, function, shape, words)
+
+
+def drawn_comparison(rng, function, shape, words) -> Call:
+    """Draw a score or a search."""
+    n, count = size(rng), int(rng.choice([0, 1, 1, 2, 3, 5]))
+    shape = shape if n < 1000 else shape[:1]
+    weights, most = None, (2**31 - 1 if function == "score" else 2**16 - 1) // (32 * words)
+    if rng.random() < 0.5:
+        weights = tuple(int(x) for x in rng.integers(1, min(200, most // 5), count))
+        if weights and rng.random() < 0.2:  # the largest score there may be
+            weights = (*weights[1:], most - sum(weights[1:]))
+    query, keys = codes(rng, *part(rng, shape), count, words), codes(rng, *part(rng, shape), n, words)
+    rows = np.broadcast_shapes(query.shape[:-2], keys.shape[:-2])
+    rows = rows if weights is not None else (*rows, count)
+    if function == "score":
+        return Call(function, (query, keys, weights), {})
+    k, options = bounds(rng, rows, n)
+    return Call(function, (query, keys, k, weights), {**options, "order": str(rng.choice(["best", "index"]))})
+
+
+# ---- Cases ---------------------------------------------------------------------------------------------------------
+
+
+def case(rng: np.random.Generator) -> int:
+    """Make one call and compare it with its oracle; return 1, the calls made."""
+    call = draw(rng)
+    tensors = bool(rng.random() < 0.4) and not any(getattr(x, "dtype", None) == np.longdouble for x in call.arguments)
+    arguments = [lay(rng, x, tensors, call.any_order) if isinstance(x, np.ndarray) else x for x in call.arguments]
+    options = {k: lay(rng, x, tensors, True) if isinstance(x, np.ndarray) else x for k, x in call.options.items()}
+    half = tensors and call.any_order and rng.random() < 0.3 and round_to_bfloat16(arguments[0])
+    expected = oracle(call.function, arguments, {name: x for name, x in options.items() if name != "check"})
+    outputs = written(rng, call.function, expected, tensors)
+    given = dict(options) if outputs is None else {**options, "out": [x.array for x in outputs]}
+    if outputs is not None and len(outputs) == 1:
+        [given["out"]] = given["out"]
+    spoilt = rng.random() < 0.125 and spoil(rng, arguments, given)
+    before = None if outputs is None else [(x.around(), x.buffer.tobytes()) for x in outputs]
+    refused, found = None, None
+    grain, threads.GRAIN = threads.GRAIN, int(rng.choice([1 << 10, threads.GRAIN], p=[0.1, 0.9]))  # parts, or one
+    try:
+        found = made(rng, call.function, arguments, given, tensors, half)
+    except (ValueError, TypeError) as error:
+        refused = str(error)
+    finally:
+        threads.GRAIN = grain
+    if refused is not None:
+        assert spoilt, f"{call.function} refused what it should take: {refused}"
+        assert "\n" not in refused
+        assert before is None or [x.buffer.tobytes() for x in outputs] == [whole for _, whole in before]
+    elif not spoilt:
+        compare(found, expected, None if outputs is None else [x.array.dtype for x in outputs])
+        assert before is None or [x.around() for x in outputs] == [around for around, _ in before]
+    return 1
+
+
+def oracle(function, arguments, options):
+    """What a call should return, as a tuple."""
+    found = getattr(fuzz_oracles, function)(*arguments, **options)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def written(rng, function, expected, tensors):
+    """Places for the results, or None to have them made."""
+    if function not in ("pack", "score", "topk", "search") or rng.random() < 0.6:
+        return None
+    places = [place(rng, x.shape, x.dtype, tensors) for x in expected]
+    if len(places) == 2 and rng.random() < 0.5:
+        places[1] = place(rng, expected[1].shape, np.int32, tensors)
+    return places
+
+
+def spoil(rng, arguments, options) -> bool:
+    """Put something in place of an argument; say so, because it may still be right."""
+    places = [(arguments, at) for at in range(len(arguments))] + [(options, x) for x in options if x != "check"]
+    holder, key = places[rng.integers(len(places))]
+    x, hostile = (
+        holder[key],
+        [None, -1, 1.5, "a", 2**31, 2**63, 2**70, -(2**70), (), [1], np.zeros((2, 3)), np.int32(3)],
+    )
+    if isinstance(x, np.ndarray) and x.ndim and rng.random() < 0.6:
+        hostile = [
+            x[..., :-1],
+            x[0] if len(x) else x,
+            x[None],
+            x[..., None],
+            x.astype(complex),
+            np.zeros(x.shape, "f4"),
+        ]
+    holder[key] = hostile[rng.integers(len(hostile))]
+    return True
+
+
+def round_to_bfloat16(x) -> bool:
+    """Round float32 in place, if it stays finite."""
+    if x.dtype != np.float32 or not x.flags.writeable:
+        return False
+    rounded = torch.from_numpy(x).bfloat16().float().numpy()
+    if not np.isfinite(rounded).all():
+        return False
+    x[...] = rounded
+    return True
+
+
+def made(rng, function, arguments, options, tensors, half):
+    """Make the call on arrays, or on tensors over the same memory; return what came as a list."""
+    module = hashcore
+    if tensors:
+        arguments = [tensor(x) for x in arguments]
+        options = {name: tensor(x) for name, x in options.items()}
+        module = torch_ops if rng.random() < 0.25 else hashcore
+        if half and isinstance(arguments[0], torch.Tensor) and arguments[0].dtype == torch.float32:
+            arguments[0] = arguments[0].bfloat16()
+    found = getattr(module, function)(*arguments, **options)
+    found = found if isinstance(found, tuple | list) else [found]
+    assert all(isinstance(x, torch.Tensor if tensors else np.ndarray) for x in found[:2] if not isinstance(x, tuple))
+    return [x.numpy() if isinstance(x, torch.Tensor) else x for x in found]
+
+
+def tensor(x):
+    """The tensor over an array's memory, or over those in a list; anything else as it is."""
+    if isinstance(x, list):
+        return [tensor(each) for each in x]
+    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+
+
+def compare(found, expected, dtypes):
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if isinstance(theirs, np.ndarray):
+            assert ours.dtype == (theirs.dtype if dtypes is None else dtypes[number])
+            np.testing.assert_array_equal(ours, theirs, strict=dtypes is None)
+        else:
+            assert ours == theirs

@@ -1,0 +1,75 @@
+"""BitIndex against a list of its rows: any history of additions and removals, then searches of every kind."""
+
+import fuzz_oracles
+import numpy as np
+from fuzz_arrays import codes, lay
+from hashcore import BitIndex
+from hashcore.index import rows
+
+
+def case(rng: np.random.Generator) -> int:
+    """Build an index, change it and search it; return how many searches were compared."""
+    dim, plain = 32 * int(rng.integers(1, 5)), bool(rng.random() < 0.5)
+    keep = rng.choice([None, "float16", "float32"])
+    index, known = BitIndex(dim, encoder="sign", keep=keep), {}
+    waiting, rows.DEAD = rows.DEAD, int(rng.choice([0, 3, rows.DEAD]))
+    try:
+        for _ in range(int(rng.integers(1, 6))):
+            change(rng, index, known, dim, plain)
+        assert list(index) == list(known)
+        return search(rng, index, known, dim, plain)
+    finally:
+        rows.DEAD = waiting
+
+
+def change(rng, index, known, dim, plain):
+    """Add or remove a few rows, by default or by ids of any order."""
+    if known and rng.random() < 0.4:
+        gone = rng.choice(np.array(list(known)), rng.integers(len(known) + 1), replace=False)
+        index.remove(gone)
+        for number in gone.tolist():
+            del known[number]
+        return
+    count = int(rng.choice([0, 1, 7, 70, 900]))
+    x = rng.integers(-3, 4, (count, dim)).astype(rng.choice([np.float16, np.float32, np.float64]))
+    x = lay(rng, x, plain, any_order=True)
+    if rng.random() < 0.5:
+        ids, first = None, index._next_id
+        numbers = range(first, first + count)
+    else:
+        free = np.setdiff1d(np.arange(4000), np.array(list(known), np.int64))
+        ids = lay(rng, rng.permutation(free)[:count], plain, any_order=False)
+        ids = np.unique(ids) if len(np.unique(ids)) == count else rng.permutation(free)[:count]
+        numbers = ids.tolist()
+    index.add(x, ids)
+    known |= {number: row.astype(np.float64) for number, row in zip(numbers, x, strict=True)}
+
+
+def search(rng, index, known, dim, plain) -> int:
+    """Search by codes, weighted planes, vectors, and exactly."""
+    ids, x = np.array(list(known), np.int64), np.array(list(known.values())).reshape(len(known), dim)
+    keys, k = fuzz_oracles.pack(x), int(rng.integers(0, len(known) + 1))
+    query = lay(rng, codes(rng, int(rng.integers(0, 4)), dim // 32), plain, any_order=False)
+    same(index.search(query, k), fuzz_oracles.search(query, keys, k), ids)
+    w = lay(rng, rng.integers(-9, 10, (int(rng.integers(1, 4)), dim)).astype(np.float32), plain, any_order=True)
+    planes, weights = fuzz_oracles.planes(w, count := int(rng.integers(1, 9)))
+    expected = fuzz_oracles.search(planes, keys, k, weights)
+    same(index.search(w, k, planes=count), expected, ids)
+    same(index.search(planes, k, weights=weights), expected, ids)
+    if index.keep:
+        cosine, exact = bool(rng.random() < 0.5), w.astype(np.float64) @ x.T
+        if cosine:
+            norms = np.sqrt((w.astype(np.float64) ** 2).sum(-1)[:, None] * (x**2).sum(-1))
+            exact = np.divide(exact, norms, out=np.zeros_like(exact), where=norms > 0)
+        found, at = index.search(w, k, rerank=len(ids) + 1, metric="cosine" if cosine else "dot")
+        place = np.argsort(ids)[np.searchsorted(ids, at, sorter=np.argsort(ids))] if k else at
+        np.testing.assert_allclose(found, np.take_along_axis(exact, place, -1), rtol=1e-6, atol=1e-6)
+        best = -np.sort(-exact, axis=-1)[:, :k]
+        np.testing.assert_allclose(found, best, rtol=1e-6, atol=1e-6)
+    return 3 + bool(index.keep)
+
+
+def same(found, expected, ids):
+    scores, positions = expected
+    np.testing.assert_array_equal(found[0], scores, strict=True)
+    np.testing.assert_array_equal(found[1], ids[positions], strict=True)

@@ -1,0 +1,251 @@
+"""Whatever is typed: exit code 2 and a sentence, and nobody waits for it; output that nobody reads is no error."""
+
+import importlib
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from evals.cli import main as evals
+from hashtrain.cli import main as hashtrain
+from sparse_decode.cli import main as sparse_decode
+
+SECONDS = 10
+HELP_SECONDS = 1.5  # of processor time; with torch and transformers it were 14
+PROGRAMS = {"hashtrain": hashtrain, "evals": evals, "sparse-decode": sparse_decode}
+HUGE = "9" * 29
+INTS = {
+    "hashtrain": "contexts held-out held-out-rows steps rows context workers dense-layers bits planes digits seed",
+    "sparse-decode": "max-new-tokens max-prompt-tokens min-tokens sink recent dense-layers",
+    "evals ppl": "documents dense-layers seed context",
+    "evals throughput": "contexts bits planes hidden repeats steps warmup batches dense-layers seed",
+    "evals needle": "lengths",
+}
+FLOATS = {
+    "hashtrain": "fraction warmup learning-rate backbone-memory checkpoint-seconds",
+    "sparse-decode": "fraction",
+    "evals ppl": "budgets",
+    "evals throughput": "budget",
+    "evals needle": "depths",
+}
+OTHERS = {
+    "hashtrain": [
+        "--device gpu",
+        "--device cuda:x",
+        "--device meta",
+        f"--device cuda:{HUGE}",
+        "--only",
+        "--only magic",
+        "--spread thin",
+        "--config none.toml",
+        "--config",
+        "--out {file}",
+        "--out {file}/below",
+        "--model ./none",
+        "--model none/none/none",
+        "--text none.txt",
+        "--text {pipe}",
+        "--text /dev/zero",
+        "--modle demo",
+        "inspect",
+        "inspect none",
+        "inspect {file}",
+        "inspect /dev/null",
+        "convert",
+        "convert none.pth --model demo --out {new}",
+        "convert {pipe} --model demo --out {new}",
+        "push none owner/name",
+        "trian",
+    ],
+    "sparse-decode": [
+        "",
+        "--prompt-file none.txt",
+        "--prompt-file {folder}",
+        "--prompt-file {pipe}",
+        "--prompt-file /dev/zero",
+        "--prompt-file {file} --model ./none",
+        "--prompt-file {file} --what 1",
+        "--prompt-file {binary}",
+        "--prompt-file {loop}",
+    ],
+    "evals": [
+        "",
+        "none",
+        "ppl --methods magic",
+        "ppl --methods dense",
+        "ppl --methods lsh lsh",
+        "ppl --rules none",
+        "ppl --match quest",
+        f"ppl --device cuda:{HUGE}",
+        "ppl --device gpu",
+        "ppl --out {file}",
+        "ppl --model ./none",
+        "iou --methods lsh+remainder",
+        "codelength --bits 33",
+        "suggest",
+        "suggest --kl 1 --mass 0.5",
+        "suggest --kl nan",
+        "tune --bits 99",
+        "tune --methods lsh",
+        "codesize --shape none",
+        "codesize --shape {folder}",
+        "complexity --budget 2",
+        "kernels --device cuda",
+        "report",
+        "report {folder}",
+        "report none",
+        "compare none none",
+        "compare {file} {file}",
+        "paper --table 1 --figure 1",
+        "paper --table 99",
+        "ruler-synthetic --kinds none",
+        "fidelity --new-tokens 0",
+        "fidelity --new-tokens 4096 --context 64",
+    ],
+}
+
+
+def lines():
+    """Every bad command line: (program, words)."""
+    for flags, values in ((INTS, ("x", "1.5", "-1", HUGE)), (FLOATS, ("x", "nan", "-1", "inf"))):
+        for command, names in flags.items():
+            program, *words = command.split()
+            words += ["--prompt-file", "{file}"] * (program == "sparse-decode")
+            for name in names.split():
+                yield from ((program, [*words, f"--{name}", value]) for value in values)
+    for program, given in OTHERS.items():
+        yield from ((program, line.split()) for line in given)
+
+
+LINES = list(lines())
+
+
+@pytest.fixture(scope="module")
+def places(folder):
+    """What a command line may point at."""
+    (folder / "text.txt").write_text("text")
+    (folder / "binary").write_bytes(b"\xff\0")
+    os.mkfifo(folder / "pipe")
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "folder").mkdir()
+    names = {"file": "text.txt", "binary": "binary", "pipe": "pipe", "loop": "loop", "folder": "folder", "new": "new"}
+    return {name: str(folder / file) for name, file in names.items()}
+
+
+def test_there_are_enough_command_lines():
+    assert len(LINES) >= 200
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_bad_command_line_is_one_sentence(program, places, capsys, monkeypatch):
+    for module in ("hashtrain.pipeline", "sparse_decode.streaming", "evals.tasks.ppl"):
+        importlib.import_module(module)  # whose time is not a sentence's
+    monkeypatch.chdir(places["folder"])
+    wrong = []
+    for _, words in [line for line in LINES if line[0] == program]:
+        began = time.monotonic()
+        try:
+            code = PROGRAMS[program]([word.format(**places) for word in words])
+        except SystemExit as leaving:  # of the parser, after its own words
+            code = leaving.code
+        said, took = capsys.readouterr().err, time.monotonic() - began
+        sentence = (said.strip().splitlines() or [""])[-1].startswith(f"{program}: ") or "--help" in said
+        if code != 2 or took > SECONDS or not sentence or "Traceback" in said or "[Errno" in said:
+            wrong.append((words, code, round(took), said[-300:]))
+    assert not wrong
+    assert not list(pathlib.Path(places["folder"]).iterdir()), "something was written"
+
+
+def used(*words):
+    """Run Python on these words and return its processor seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("module", ["hashtrain", "evals", "sparse_decode"])
+def test_help_does_not_wait_for_torch(module):
+    words = ["-m", module, *(["ppl"] if module == "evals" else []), "--help"]
+    used(*words)  # the first may compile what was never imported
+    assert used(*words) < HELP_SECONDS
+
+
+def test_a_hasher_is_imported_without_transformers():
+    used("-c", "import sys; from hashtrain import Hasher; assert Hasher and 'transformers' not in sys.modules")
+
+
+def test_a_packages_function_is_not_hidden_by_the_module_of_its_name():
+    import sparse_decode.attach as module
+    from sparse_decode import attach
+
+    assert callable(attach)
+    assert module is attach
+    assert callable(sys.modules["sparse_decode"].attend)
+    assert {"attach", "attend", "Budget"} <= set(dir(sys.modules["sparse_decode"]))
+    with pytest.raises(AttributeError, match="no attribute 'none'"):
+        _ = sys.modules["sparse_decode"].none
+
+
+def guarded(body, shell="", **settings):
+    """Run `guarded` around a body in a process, with a piece of shell behind it: exit code and what stderr got."""
+    script = f"import sys\nfrom hashtrain.usage import guarded\ndef call():\n    {body}\n    return 0\n"
+    script += "raise SystemExit(guarded('it', call))"
+    line = f'set -o pipefail; "$0" -c "$1" {shell}'
+    words = ["bash", "-c", line, sys.executable, script]
+    found = subprocess.run(words, capture_output=True, text=True, check=False, **settings)
+    return found.returncode, found.stderr
+
+
+def test_output_that_nobody_reads_any_more_ends_the_program_without_a_word():
+    endless = "[print('x' * 99) for _ in range(99999)]"
+    assert guarded(endless, "| head -n 1 > /dev/null") == (141, "")
+    console = f"from rich.console import Console; c = Console(); {endless.replace('print', 'c.print')}"
+    assert guarded(console, "| head -n 1 > /dev/null") == (141, "")
+    assert guarded("print('one', flush=True); import time; time.sleep(0.3)", "| true")[1] == ""
+
+
+def test_closed_and_full_outputs_are_one_sentence():
+    assert guarded("print(1)", ">&-") == (2, "it: standard output is closed: expected a terminal, a file or a pipe\n")
+    code, said = guarded("print('x' * 99999)", "> /dev/full")
+    assert (code, said) == (2, "it: No space left on device; free some space and type the same command again\n")
+    assert guarded("print('few')", "> /dev/full")[0] == 2
+    assert guarded("raise ValueError('no')", "2>&-") == (2, "")
+
+
+def test_a_terminal_of_few_characters_stops_nothing():
+    settings = {"env": {**os.environ, "PYTHONIOENCODING": "ascii"}}
+    assert guarded("print('\\u2588 \\u00e9')", **settings) == (0, "")
+
+
+def test_what_the_system_says_has_no_numbers_and_a_fault_of_ours_its_traceback():
+    assert guarded("open('/none/x')") == (2, "it: /none/x: No such file or directory\n")
+    assert guarded("raise MemoryError")[1].startswith("it: not enough memory")
+    code, said = guarded("raise RuntimeError('ours')")
+    assert code == 1
+    assert "Traceback" in said
+
+
+def test_an_interruption_is_130():
+    assert guarded("import os, signal; os.kill(os.getpid(), signal.SIGINT)") == (130, "it: stopped\n")
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(tmp_path, capsys):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
+    words = ["codesize", "--shape", "small", "--out", str(tmp_path / "run")]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limit[1]))
+    try:
+        code = evals(words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 2
+    assert said.startswith("evals: ")
+    assert said.endswith("File too large; free some space and type the same command again")
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert evals(words) == 0

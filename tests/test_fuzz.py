@@ -1,0 +1,46 @@
+"""The fuzzers of tools/fuzz.py for a few seconds each, always on the same cases."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = {"functions": 500, "index": 60, "index-files": 1000}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_law_is_broken(load, name, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tests"), *sys.path])
+    fuzz = load("tools", "fuzz")
+    assert fuzz.run(name, 0, CASES[name], 20, 0) >= CASES[name]
+
+
+def test_every_fuzzer_is_tested_here_or_is_tests(load):
+    assert set(load("tools", "fuzz").FUZZERS) == {*CASES, "files"}
+
+
+def test_a_broken_law_ends_the_run_with_the_command_that_repeats_it(load, monkeypatch, capsys):
+    fuzz = load("tools", "fuzz")
+
+    class Broken:
+        @staticmethod
+        def case(rng: np.random.Generator) -> int:
+            assert rng.random() < 0.9, "drawn"
+            return 1
+
+    monkeypatch.setitem(sys.modules, "broken", Broken)
+    monkeypatch.setitem(fuzz.FUZZERS, "broken", "broken")
+    with pytest.raises(AssertionError, match="drawn"):
+        fuzz.run("broken", 60, None, 3, 0)
+    again = capsys.readouterr().err.split("uv run tools/fuzz.py broken ")[1].split()
+    with pytest.raises(AssertionError, match="drawn"):
+        fuzz.run("broken", 0, 1, int(again[1]), int(again[3]))
+
+
+def test_an_unknown_fuzzer_is_refused_in_a_sentence():
+    done = subprocess.run([sys.executable, "tools/fuzz.py", "nothing"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "expected fuzzers of functions, index, index-files, files, got nothing" in done.stderr

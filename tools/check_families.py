@@ -1,0 +1,189 @@
+"""Attach to a tiny random model of every causal family of the installed transformers: does any crash or differ?
+
+    uv run tools/check_families.py                     # all of them, 10 minutes
+    uv run tools/check_families.py llama falcon_h1     # these
+
+Each family's config is built with one set of small sizes, under the names that families give them. What can be built
+generates a few tokens dense, attached at a budget of 100 %, and detached. "equal" is token for token, with logits
+within a tolerance; "refused" is one sentence, at `attach` or at prefill; "not built" is a config that wants other
+arguments, or a model that cannot generate by itself. Prints a line for each family and exits 1 if one crashes or
+differs, or if fewer are equal than `LEAST`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from hashtrain import ModelShape
+from sparse_decode import Budget, LshSelector, attach
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+LEAST = 70
+TOLERANCE = 1e-3
+MOST_WEIGHTS = 50_000_000
+PROMPT, NEW = 24, 6
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "d_model": 64,
+    "n_embd": 64,
+    "embed_dim": 64,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "num_hidden_layers": 4,
+    "num_layers": 4,
+    "n_layer": 4,
+    "n_layers": 4,
+    "decoder_layers": 4,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "n_positions": 512,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"num_key_value_heads": 4},
+    {"head_dim": None},
+    {"sliding_window": None},
+    {"layer_types": ["linear_attention", "full_attention"] * 2},
+    {"attn_layer_indices": [1, 3], "attn_layer_period": 2, "attn_layer_offset": 1},
+    {"num_key_value_heads": 1},
+)
+"""Changes of the sizes, None to leave one out, tried in turn until a family is taken."""
+
+
+class Found(NamedTuple):
+    """What became of a family: a word of the docstring above, and a remark."""
+
+    verdict: str
+    remark: str = ""
+
+
+def build(name: str, change: dict[str, Any]) -> PreTrainedModel:
+    """Make a tiny random model of a family. Raises: what its config or its model raises, of any type."""
+    sizes: dict[str, Any] = {
+        key: value for key, value in {**SIZES, **change}.items() if value is not None or key not in change
+    }
+    if change.get("sliding_window", 0) is None:
+        sizes["sliding_window"] = None
+    make: Any = CONFIG_MAPPING[name]
+    config = make(**sizes)
+    with torch.device("meta"):  # first without memory: some are large whatever the sizes
+        weights = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"{weights:,} weights, more than {MOST_WEIGHTS:,}")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    heads = ModelShape.of(config)
+    with torch.no_grad():
+        cache: Any = model(torch.arange(3, 9)[None], use_cache=True).past_key_values
+    for layer, held in enumerate(getattr(cache, "layers", ())):
+        keys = getattr(held, "keys", None)
+        if keys is not None and keys.shape[1] != heads.at(layer).num_kv_heads:  # an attribute that the model ignores
+            raise ValueError(f"{keys.shape[1]} KV heads where the config says {heads.at(layer).num_kv_heads}")
+    return model
+
+
+def generate(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generate greedily from a prompt: tokens [B, T], logits [steps, B, vocabulary]."""
+    ids = torch.randint(3, 90, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    with torch.no_grad():
+        found: Any = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)  # pyright: ignore[reportCallIssue]
+    return found.sequences, torch.stack(found.logits)
+
+
+def differs(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> str:
+    """Say how two generations differ, an empty string if they do not."""
+    if not torch.equal(one[0], other[0]):
+        return f"tokens differ from number {int((one[0] != other[0]).any(0).int().argmax())} on"
+    apart = float((one[1] - other[1]).nan_to_num().abs().max())
+    return f"logits are {apart:.2g} apart" if apart > TOLERANCE * max(1.0, float(one[1].abs().max())) else ""
+
+
+def check(name: str) -> Found:
+    """Check one family with the sizes that it takes."""
+    found = [Found("not built")]
+    for change in CHANGES:
+        found.append(check_with(name, change))
+        if found[-1].verdict in ("equal", "differs", "crashes"):
+            return found[-1]
+    return next((one for one in found if one.verdict == "refused"), found[1])
+
+
+def check_with(name: str, change: dict[str, Any]) -> Found:
+    """Compare one family dense, attached at 100 % in both rules, and detached."""
+    try:
+        model = build(name, change)
+        dense = generate(model)
+    except Exception as error:  # any failure of a model that is not ours
+        return Found("not built", f"{type(error).__name__}: {error}".splitlines()[0][:100])
+    if again := differs(dense, generate(model)):
+        return Found("not built", f"dense generations differ from each other: {again}")
+    layers: tuple[int, ...] = ()
+    for rule in ("decode", 0):
+        try:
+            attachment = attach(model, LshSelector(model.config), Budget(1.0), dense_layers=0, sparse_rows=rule)
+        except ValueError as error:
+            return Found("refused", str(error))
+        except Exception as error:  # this is what is looked for
+            return Found("crashes", f"attach: {type(error).__name__}: {error}"[:200])
+        try:
+            with attachment:
+                layers = attachment.layers
+                if apart := differs(dense, generate(model)):
+                    return Found("differs", f"sparse_rows={rule!r}: {apart}")
+                if set(attachment.density()) != set(layers):
+                    return Found("differs", f"sparse_rows={rule!r}: layers {sorted(attachment.density())} were sparse")
+        except ValueError as error:
+            return Found("refused", str(error))
+        except Exception as error:  # this is what is looked for
+            return Found("crashes", f"sparse_rows={rule!r}: {type(error).__name__}: {error}"[:200])
+        if apart := differs(dense, generate(model)):
+            return Found("differs", f"detached: {apart}")
+    return Found("equal", f"layers {', '.join(map(str, layers))}")
+
+
+def main(arguments: list[str]) -> int:
+    """Check the named families, or all; 1 if one crashes or differs or too few are equal."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", choices=[[], *CAUSAL], metavar="family")
+    asked = parser.parse_args(arguments).families
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    counts: dict[str, int] = {}
+    for name in asked or CAUSAL:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            found = check(name)
+        counts[found.verdict] = counts.get(found.verdict, 0) + 1
+        print(f"{name:28} {found.verdict:10} {found.remark}", flush=True)
+    print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    too_few = not asked and counts.get("equal", 0) < LEAST
+    if too_few:
+        print(f"expected at least {LEAST} equal families; see those that were refused", file=sys.stderr)
+    return int(too_few or bool(counts.get("crashes", 0) + counts.get("differs", 0)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
