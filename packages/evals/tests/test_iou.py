@@ -41,7 +41,7 @@ def test_hashed_methods_agree_with_hashtrain(loaded, name):
     hasher = loaded.methods[name].selector.hasher
     seen = []
 
-    def sink(layer, q, k, scaling):
+    def sink(layer, q, k, v, scaling):
         for heads in HEADS:
             by_query_head = heads == "query_head"
             other = hash_quality(hasher.layer(layer), q[:, :, POSITIONS], k, POSITIONS, 0.1, scaling, by_query_head)
@@ -60,7 +60,7 @@ def test_recent_window_by_set_arithmetic(loaded):
     found = quality_of(loaded, ["recent"], budget)
     expected = {heads: {metric: [] for metric in METRICS} for heads in HEADS}
 
-    def sink(layer, q, k, scaling):
+    def sink(layer, q, k, v, scaling):
         p = {heads: [] for heads in HEADS}
         for head in range(4):
             logits = q[0, head].double() @ k[0, head // 2].double().T * scaling

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 def test_capture_is_post_rope_q_and_k(model):
     ids = torch.arange(1, 41)[None]
     seen = {}
-    with torch.no_grad(), capturing(model, lambda layer, q, k, s: seen.update({layer: (q, k, s)})):
+    with torch.no_grad(), capturing(model, lambda layer, *found: seen.update({layer: found})):
         model(ids, use_cache=False)
         layer = model.model.layers[0]
         x = layer.input_layernorm(model.model.embed_tokens(ids))
@@ -23,7 +23,8 @@ def test_capture_is_post_rope_q_and_k(model):
     assert sorted(seen) == [0, 1]
     torch.testing.assert_close(seen[0][0], q)
     torch.testing.assert_close(seen[0][1], k)
-    assert seen[0][2] == pytest.approx(32**-0.5)
+    torch.testing.assert_close(seen[0][2], layer.self_attn.v_proj(x).view(1, 40, 2, 32).transpose(1, 2))
+    assert seen[0][3] == pytest.approx(32**-0.5)
 
 
 def test_capturing_changes_no_output_and_restores_the_model(model):
@@ -53,10 +54,10 @@ def test_capturing_changes_no_output_of_models_with_their_own_attention(family):
     ids, seen = torch.arange(1, 41)[None], []
     with torch.no_grad():
         before = model(ids).logits
-        with capturing(model, lambda layer, q, k, scaling: seen.append((layer, q.shape, k.shape, scaling))):
+        with capturing(model, lambda layer, q, k, v, scaling: seen.append((layer, q.shape, k.shape, v.shape, scaling))):
             inside = model(ids).logits
     assert torch.equal(before, inside)
-    assert seen == [(layer, (1, 4, 40, 16), (1, 2, 40, 16), 0.25) for layer in (0, 1)]
+    assert seen == [(layer, (1, 4, 40, 16), (1, 2, 40, 16), (1, 2, 40, 16), 0.25) for layer in (0, 1)]
     assert model.config._attn_implementation == "eager"
 
 

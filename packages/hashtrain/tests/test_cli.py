@@ -116,7 +116,7 @@ def test_a_config_that_cannot_be_used_is_one_sentence(folder, tmp_path, capsys, 
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(folder, tmp_path, capsys):
     assert main(command(folder, tmp_path / "run", "--only", "lsh", "planes", "--dry-run")) == 0
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]
-    assert found["disk"] == 3 * 512 * 2 * (4 + 2) * 32 * 2  # contexts, tokens, layers, heads, head_dim, bytes
+    assert found["disk"] == 3 * 512 * 2 * (4 + 2 + 2) * 32 * 2  # contexts, tokens, layers, heads, head_dim, bytes
     assert found["train_seconds"] > 0
     assert found["capture_seconds"] > 0
     assert not (tmp_path / "run").exists()

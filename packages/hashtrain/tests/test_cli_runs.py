@@ -101,7 +101,7 @@ def test_a_model_that_does_not_fit_is_run_layer_by_layer_to_the_same_bits(folder
 def test_a_streamed_run_goes_on_where_it_was_stopped(folder, tmp_path, monkeypatch):
     kinds = ("--only", "planes", "--contexts", "3", "--steps", "6", "--stream", "--checkpoint-seconds", "0")
     assert main(command(folder, tmp_path / "whole", *kinds)) == 0
-    original, runs = stream.queries_and_keys, []
+    original, runs = stream.run_context, []
 
     def dies(model, ids):
         runs.append(len(ids))
@@ -109,7 +109,7 @@ def test_a_streamed_run_goes_on_where_it_was_stopped(folder, tmp_path, monkeypat
             raise OSError("the power went")
         return original(model, ids)
 
-    monkeypatch.setattr(stream, "queries_and_keys", dies)
+    monkeypatch.setattr(stream, "run_context", dies)
     assert main(command(folder, tmp_path / "cut", *kinds)) == 2
     assert main(command(folder, tmp_path / "cut", *kinds)) == 0
     assert len(runs) == 4 + 3  # three steps were done, three are left

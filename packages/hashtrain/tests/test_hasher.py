@@ -100,7 +100,7 @@ def edit(folder, **changes):
             {"shape": {"num_layers": 1 << 20, "num_query_heads": 1 << 20, "num_kv_heads": 1, "head_dim": 1 << 20}},
             "expected tensors of 1048576 layers, got 22 tensors",
         ),
-        ({"format_version": 1}, "format_version must be 2"),
+        ({"format_version": 1}, "format_version must be 3"),
         ({"weights": "../hasher.safetensors"}, "names no weight file of its own folder"),
         ({"weights": "gone.safetensors"}, "names no weight file of its own folder"),
         ({"weights": f"hasher-{0:012}.safetensors"}, "missing"),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hashtrain import Hasher
 from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.layers import BY_VARIANT, REMAINDER_TERMS
-from hashtrain.remainder import Evidence, add_remainder, calibrate, log_weight, measure, share_errors
+from hashtrain.layers import BY_VARIANT
+from hashtrain.remainder import Evidence, add_remainder, calibrate, linear_values, log_weight, measure, share_errors
 from hashtrain.target import top_count
 
 SHAPE = ModelShape(2, 4, 2, 32)
@@ -30,7 +30,7 @@ def evidence(mean=0.0, lse=3.0, mean_key=0.0, visible=100, selected=4):
 
 def test_measure_agrees_with_sums_written_out(rows):
     q, k, positions = rows
-    (found, exact) = measure(lsh(), q, k, positions, 0.3, [0.2])[0]
+    found, exact, *_ = next(measure(lsh(), q, k, positions, 0.3, [0.2]))
     planes, weights = lsh().encode_queries(q)
     codes = lsh().encode_keys(k)
     import hashcore
@@ -54,7 +54,7 @@ def test_measure_agrees_with_sums_written_out(rows):
 
 def test_with_the_exact_weight_and_equal_values_attention_is_dense(rows):
     q, k, positions = rows
-    (found, exact) = measure(lsh(), q, k, positions, 0.3, [0.2])[0]
+    found, exact, *_ = next(measure(lsh(), q, k, positions, 0.3, [0.2]))
     value = torch.randn(32, generator=torch.Generator().manual_seed(4))
     # Whatever is selected, attention over equal values is that value; half of it stands in for a wrong sum.
     half = (value / 2).expand(2, 2, 5, 32)
@@ -64,7 +64,7 @@ def test_with_the_exact_weight_and_equal_values_attention_is_dense(rows):
 
 def test_a_row_that_selected_all_it_sees_has_no_remainder():
     e = evidence(visible=4, selected=4)
-    weight = log_weight(torch.ones(REMAINDER_TERMS), e)
+    weight = log_weight(torch.ones(5), e)
     assert weight.item() == -math.inf
     out = torch.tensor([[1.0, 2.0]])
     torch.testing.assert_close(add_remainder(out, e.lse, torch.tensor([9.0, 9.0]), weight), out, rtol=0, atol=0)
@@ -76,11 +76,11 @@ def test_a_token_left_out_weighs_at_most_the_mean_selected_one():
     assert log_weight(torch.tensor([-1e3, 0, 0, 0, 0]), e).item() == pytest.approx(-1e3 + math.log(96))
 
 
-@pytest.mark.parametrize("term", range(REMAINDER_TERMS))
+@pytest.mark.parametrize("term", range(5))
 def test_each_term_multiplies_its_own_fact(term):
     e = evidence(mean=-2.0, lse=50.0, mean_key=-3.0, visible=1000, selected=10)
     facts = (1.0, -2.0, -3.0, math.log(1000), math.log(10))
-    coefficients = torch.zeros(REMAINDER_TERMS)
+    coefficients = torch.zeros(5)
     coefficients[term] = 0.5
     assert log_weight(coefficients, e).item() == pytest.approx(0.5 * facts[term] + math.log(990), rel=1e-5)
 
@@ -92,11 +92,49 @@ def test_calibration_beats_leaving_the_rest_out_and_is_unbiased_on_its_rows(data
     assert hasher.calibrated
     q, k, scaling = data.read(0, 1)
     positions = torch.arange(128, 512)
-    for e, exact in measure(hasher, q[:, :, positions], k, positions, scaling, (0.01, 0.02)):
+    for e, exact, *_ in measure(hasher, q[:, :, positions], k, positions, scaling, (0.01, 0.02)):
         share, error = share_errors(hasher, e, exact)
         assert share.mean() > 0.3
         assert error.square().mean().sqrt() < 0.2 * share.mean()
         assert abs(error.mean()) < 0.05 * share.mean()
+
+
+def test_linear_values_are_the_mean_and_the_covariance_written_out(rows):
+    q, k, positions = rows
+    v = torch.randn(1, 2, 60, 24, generator=torch.Generator().manual_seed(4))
+    slopes = torch.tensor([0.0, 0.3, -0.2, 1.5])
+    found = linear_values(q, k, v, positions, slopes)
+    for head in range(4):
+        for row, position in enumerate(positions.tolist()):
+            keys, values = (x[0, head // 2, : position + 1].double() for x in (k, v))
+            covariance = (values - values.mean(0)).T @ (keys - keys.mean(0)) / (position + 1)
+            expected = values.mean(0) + slopes[head] * covariance @ q[0, head, row].double()
+            torch.testing.assert_close(found[0, head, row].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+class Linear:
+    """Normal keys, and values linear in them: what a selection leaves out is the mean plus all of the covariance."""
+
+    def __init__(self):
+        draw = torch.Generator().manual_seed(0)
+        self.q, self.k = (torch.randn(1, heads, 4096, 32, generator=draw) for heads in (4, 2))
+        self.v = self.k @ torch.randn(32, 32, generator=draw)
+
+    def __len__(self):
+        return 1
+
+    def read(self, context, layer):
+        return self.q, self.k, 0.1
+
+    def values(self, context, layer):
+        return self.v
+
+
+def test_the_slope_is_that_of_normal_keys_and_linear_values():
+    hasher = lsh()
+    calibrate(hasher, 0, Linear())
+    # A selection takes the best tokens away, so that the rest leans a little less towards the query.
+    assert ((hasher.remainder[:, -1] > 0.6) & (hasher.remainder[:, -1] < 1.0)).all()
 
 
 def test_calibration_is_the_same_twice(data):

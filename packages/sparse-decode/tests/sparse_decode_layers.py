@@ -12,7 +12,7 @@ from sparse_decode.cache import (
     coded_type,
 )
 from sparse_decode.offload import HostLayer
-from sparse_decode.remainder import RunningMeans
+from sparse_decode.remainder import RunningMoments
 from sparse_decode_doubles import WholeNumberLayer
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
@@ -76,12 +76,16 @@ def stored(layer):
 
 
 def check_means(layer, padding, rows):
-    """The running means of the last rows are those of the whole cache: exactly, on whole numbers."""
+    """The running sums of the last rows are those of the whole cache: exactly, on whole numbers, but for the spread."""
     (k, v), length = stored(layer), int(layer.get_seq_length())
     seen = None if padding is None else torch.arange(length) >= padding[:, None]
     first = max(0, length - rows)
-    found, expected = (means.rows(k, v, seen, first, length) for means in (layer.means, RunningMeans()))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    q = torch.randn(len(k), 4, length - first, k.shape[3], generator=torch.Generator().manual_seed(1))
+    both = (layer.moments, RunningMoments())
+    (keys, values, counts), expected = (moments.rows(q, k, v, seen, first, length) for moments in both)
+    assert torch.equal(keys, expected[0])
+    torch.testing.assert_close(values, expected[1], atol=1e-4, rtol=1e-5)
+    assert torch.equal(counts, expected[2])
 
 
 ACTS = {

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sparse_decode.cache import Encoder, _Coded, carry_codes
-from sparse_decode.remainder import RunningMeans, StaticMeans
+from sparse_decode.remainder import RunningMoments, StaticMoments
 from sparse_decode_layers import (
     ACTS,
     KINDS,
@@ -232,7 +232,7 @@ def test_a_pickled_layer_is_a_plain_one_of_the_same_tokens(kind, way):
     check_all(layer)
     twin = way(layer)
     assert type(twin) is KINDS[kind][1].plain
-    assert not {"encoder", "means", "_codes", "_marks"} & set(vars(twin))
+    assert not {"encoder", "moments", "_codes", "_marks"} & set(vars(twin))
     assert twin.keys.untyped_storage().nbytes() == twin.keys.nbytes
     before = stored(layer)
     update(twin, 3, 1)
@@ -247,7 +247,7 @@ GUARDS = {"drop": RESIZABLE, "map_batch": tuple(KINDS), "reset": ("static",)}
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for name, kinds in GUARDS.items() for kind in kinds])
 def test_the_means_break_without(kind, name, monkeypatch):
-    owner = StaticMeans if kind == "static" else RunningMeans
+    owner = StaticMoments if kind == "static" else RunningMoments
     monkeypatch.setattr(owner, name, lambda *arguments: None)
     with pytest.raises(AssertionError):
         tour(kind)
@@ -260,17 +260,18 @@ def test_a_step_sums_only_what_is_new(kind):
     check_means(layer, None, 1)
     update(layer, 1, 1)
     k, v = stored(layer)
-    expected = RunningMeans().rows(k, v, None, 9, 10)
+    steep = torch.randn(len(k), 4, 1, k.shape[3], generator=torch.Generator().manual_seed(1))
+    expected = RunningMoments().rows(steep, k, v, None, 9, 10)
     poisoned = (x.index_fill(2, torch.arange(9), torch.nan) for x in (k, v))
-    for found, wanted in zip(layer.means.rows(*poisoned, None, 9, 10), expected, strict=True):
-        assert torch.equal(found, wanted)
+    for found, wanted in zip(layer.moments.rows(steep, *poisoned, None, 9, 10), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
 
 
 def test_what_a_static_layer_adds_stays_in_place_and_is_empty_after_a_reset():
     layer = make("static")
     update(layer, 6, 0)
     check_means(layer, None, 1)
-    added = [layer.codes, *layer.means.tensors]
+    added = [layer.codes, *layer.moments.tensors]
     assert all(hasattr(x, "_dynamo_static_input_type") for x in added)  # as torch._dynamo.mark_static_address says it
     assert layer.codes.any()
     layer.reset()

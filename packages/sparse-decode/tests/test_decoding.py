@@ -178,7 +178,7 @@ def test_a_compiled_step_keeps_the_means(graphs, monkeypatch):
         monkeypatch.setattr(remainder, "_shown", lambda *a, f=remainder._shown: (summed.append(a[3] - a[2]), f(*a))[1])
         for _ in range(2):  # the second time through the graph of the first
             assert torch.equal(run(model, ids, mask, past_key_values=cache, **compiling()), expected)
-            assert sum(summed) == 2 * (40 + 15)  # keys and values: the prefill once, then each step's own token
+            assert sum(summed) == 2 * (40 + 2 * 15)  # keys and values: the prefill, then each step's own token
             summed.clear()
             cache.reset()
         assert graphs() == (1, 0)

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
         hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config), hidden=16))
         for layer in range(4):  # some remainder, another one in each head: a rank must take its own
             shares = torch.linspace(0.3, 1.4, 4)[:, None]
-            hasher.layer(layer).remainder.copy_(shares * torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1]))
+            hasher.layer(layer).remainder.copy_(shares * torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1, 0.6]))
         hasher.save_pretrained(folder / f"{model.config.model_type}-hasher")
     yield folder
     logging.enable_progress_bar()
@@ -78,7 +78,7 @@ def test_a_slice_of_a_hasher_hashes_its_heads(variant, per_query_head):
 def test_a_slice_of_a_hasher_has_the_remainder_of_its_query_heads():
     whole = Hasher(HasherConfig("planes", ModelShape(1, 8, 4, 16)))
     assert shard(HashSelector(whole), 1, 2).remainder(0) is None
-    whole.layer(0).remainder.copy_(torch.arange(40.0).view(8, 5))
+    whole.layer(0).remainder.copy_(torch.arange(48.0).view(8, 6))
     for rank, heads in ((0, slice(4)), (1, slice(4, 8))):
         assert torch.equal(shard(HashSelector(whole), rank, 2).remainder(0), whole.remainder(0)[heads])
 

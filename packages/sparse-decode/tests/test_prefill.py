@@ -8,7 +8,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import HashSelector, remainder
 from sparse_decode import cache as cache_module
 from sparse_decode.cache import Encoder, carry_codes
-from sparse_decode.remainder import RunningMeans
+from sparse_decode.remainder import RunningMoments
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
@@ -35,9 +35,9 @@ def prefill(kind, k, v):
     plain = DynamicLayer() if kind is DynamicLayer else StaticLayer(max_cache_len=TOKENS + 8)
     layer = carry_codes(plain, Encoder(lambda keys: selector.encode_keys(0, keys)))
     layer.update(k, v)
-    means = RunningMeans()
-    means.rows(k, v, None, k.shape[2] - 1, k.shape[2])
-    means.drop(k, v, 1)
+    moments, steep = RunningMoments(), torch.ones(len(k), 2 * HEADS, 1, DIM)
+    moments.rows(steep, k, v, None, k.shape[2] - 1, k.shape[2])
+    moments.drop(k, v, 1)
 
 
 @pytest.mark.parametrize("kind", [DynamicLayer, StaticLayer])

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from hashtrain.remainder import Evidence, add_remainder, log_weight
+from hashtrain.remainder import Evidence, add_remainder, linear_values, log_weight
 from sparse_decode import Budget, attach, attend
-from sparse_decode.remainder import RunningMeans
+from sparse_decode.remainder import RunningMoments
 from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
 
 
@@ -32,52 +32,68 @@ def plain_means(k, v, seen, first, last):
     return found
 
 
-def check(means, k, v, seen, first, last):
-    keys, values, counts = means.rows(k, v, seen, first, last)
-    for found, expected in zip((keys, values), plain_means(k, v, seen, first, last), strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+def steep(k, first, last):
+    """Queries of two heads for each KV head, the slope and the scaling in them."""
+    return torch.randn(len(k), 4, last - first, 8, generator=torch.Generator().manual_seed(first))
+
+
+def check(moments, k, v, seen, first, last):
+    q = steep(k, first, last)
+    keys, values, counts = moments.rows(q, k, v, seen, first, last)
+    mean_keys, mean_values = plain_means(k, v, seen, first, last)
+    torch.testing.assert_close(keys, mean_keys, atol=1e-5, rtol=1e-5)
     assert torch.equal(counts, seen[:, :last].cumsum(1)[:, first:])
+    for b in range(len(k)):
+        mine = [x[b : b + 1, :, seen[b, : x.shape[2]].nonzero()[:, 0]] for x in (k[:, :, :last], v[:, :, :last])]
+        rows = (counts[b] > 0).nonzero()[:, 0]
+        expected = linear_values(q[b : b + 1, :, rows], *mine, counts[b, rows] - 1, torch.ones(4))
+        torch.testing.assert_close(values[b : b + 1, :, rows], expected, atol=1e-4, rtol=1e-4)
+        blind = (counts[b] == 0).nonzero()[:, 0]
+        assert torch.equal(values[b, ::2, blind], mean_values[b][:, blind])
 
 
 def test_means_step_by_step_are_those_of_their_definition(cache):
-    means = RunningMeans()
+    moments = RunningMoments()
     for first, last in ((0, 10), (10, 25), (25, 26), (26, 27), (38, 40)):
-        check(means, *cache, first, last)
+        check(moments, *cache, first, last)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plain_step_gives_the_means_of_its_row(cache, dtype):
     k, v = (x.to(dtype) for x in cache[:2])
-    means, by_rows = RunningMeans(), RunningMeans()
-    assert means.step(k[:, :, :30], v[:, :, :30]) is None  # nothing is summed yet
+    moments, by_rows = RunningMoments(), RunningMoments()
+    assert moments.step(steep(k, 29, 30), k[:, :, :30], v[:, :, :30]) is None  # nothing is summed yet
     for n in range(30, 35):
-        part = k[:, :, :n], v[:, :, :n]
-        expected = by_rows.rows(*part, None, n - 1, n)[:2]
-        found = means.step(*part) if n > 30 else means.rows(*part, None, n - 1, n)[:2]
-        assert all(map(torch.equal, found, expected))
-    assert means.step(k[:, :, :37], v[:, :, :37]) is None  # two tokens are new
-    padded = RunningMeans()
-    padded.rows(*cache, 29, 30)
-    assert padded.step(k[:, :, :31], v[:, :, :31]) is None  # its sums leave some tokens out
+        q, part = steep(k, n - 1, n), (k[:, :, :n], v[:, :, :n])
+        expected = by_rows.rows(q, *part, None, n - 1, n)[:2]
+        keys, values = moments.step(q, *part) if n > 30 else moments.rows(q, *part, None, n - 1, n)[:2]
+        assert torch.equal(keys, expected[0])
+        torch.testing.assert_close(values, expected[1], atol=1e-5, rtol=1e-5)
+    assert moments.step(q, k[:, :, :37], v[:, :, :37]) is None  # two tokens are new
+    padded = RunningMoments()
+    padded.rows(q, *cache, 29, 30)
+    assert padded.step(q, k[:, :, :31], v[:, :, :31]) is None  # its sums leave some tokens out
 
 
 def test_a_step_reads_only_what_is_new(cache):
     k, v, seen = cache
-    means = RunningMeans()
-    means.rows(k, v, seen, 29, 30)
-    expected = means.rows(k, v, seen, 30, 31)
-    again = RunningMeans()
-    again.rows(k, v, seen, 29, 30)
+    moments = RunningMoments()
+    moments.rows(steep(k, 29, 30), k, v, seen, 29, 30)
+    q = steep(k, 30, 31)
+    expected = moments.rows(q, k, v, seen, 30, 31)
+    again = RunningMoments()
+    again.rows(q, k, v, seen, 29, 30)
     poisoned = [x.index_fill(2, torch.arange(30), torch.nan) for x in (k, v)]
-    for found, wanted in zip(again.rows(*poisoned, seen, 30, 31), expected, strict=True):
+    for found, wanted in zip(again.rows(q, *poisoned, seen, 30, 31), expected, strict=True):
         assert torch.equal(found, wanted)
 
 
 def test_padding_may_hold_anything(cache):
     k, v, seen = cache
+    q = steep(k, 20, 40)
     poisoned = (x.masked_fill(~seen[:, None, :, None], torch.nan) for x in (k, v))
     for found, wanted in zip(
-        RunningMeans().rows(*poisoned, seen, 20, 40), RunningMeans().rows(k, v, seen, 20, 40), strict=True
+        RunningMoments().rows(q, *poisoned, seen, 20, 40), RunningMoments().rows(q, k, v, seen, 20, 40), strict=True
     ):
         assert torch.equal(found, wanted)
 
@@ -85,30 +101,30 @@ def test_padding_may_hold_anything(cache):
 @pytest.mark.parametrize("length", [0, 5, 29, 30])
 def test_means_after_dropping_tokens(cache, length):
     k, v, seen = cache
-    means = RunningMeans()
-    means.rows(k, v, seen, 29, 30)
-    means.drop(k, v, length)
+    moments = RunningMoments()
+    moments.rows(steep(k, 29, 30), k, v, seen, 29, 30)
+    moments.drop(k, v, length)
     other = [x.clone() for x in (k, v)]
     for x in other:
         x[:, :, length:] += 1  # other tokens come in their place
-    check(means, *other, seen, 31, 33)
+    check(moments, *other, seen, 31, 33)
 
 
 def test_means_of_reordered_rows(cache):
     k, v, seen = cache
-    means = RunningMeans()
-    means.rows(k, v, seen, 29, 30)
+    moments = RunningMoments()
+    moments.rows(steep(k, 29, 30), k, v, seen, 29, 30)
     order = torch.tensor([2, 0, 0])
-    means.map_batch(lambda x: x.index_select(0, order))
-    check(means, k[order], v[order], seen[order], 30, 32)
+    moments.map_batch(lambda x: x.index_select(0, order))
+    check(moments, k[order], v[order], seen[order], 30, 32)
 
 
 def test_another_mask_or_batch_is_noticed(cache):
     k, v, seen = cache
-    means = RunningMeans()
-    means.rows(k, v, seen, 29, 30)
-    check(means, k, v, ~seen | (torch.arange(40) > 20), 30, 32)
-    check(means, k[:2], v[:2], seen[:2], 32, 34)
+    moments = RunningMoments()
+    moments.rows(steep(k, 29, 30), k, v, seen, 29, 30)
+    check(moments, k, v, ~seen | (torch.arange(40) > 20), 30, 32)
+    check(moments, k[:2], v[:2], seen[:2], 32, 34)
 
 
 @pytest.mark.parametrize("budget", [0.1, 0.5])
@@ -143,8 +159,11 @@ def test_attention_with_the_remainder_is_that_of_its_equations(budget):
             mean_key = keys.mean(0) @ q[b, head, row] * x.scaling
             sizes = torch.tensor(len(tokens)), torch.tensor(len(chosen))
             e = Evidence(logits.mean(), logits.logsumexp(0), mean_key, *sizes)
-            weight = log_weight(hasher.coefficients[head], e)
-            expected = add_remainder(out[b, row, head], e.lse, values.mean(0), weight)
+            weight = log_weight(hasher.coefficients[head, :-1], e)
+            slope = hasher.coefficients[head, -1:] * x.scaling
+            last = torch.tensor([len(tokens) - 1])
+            value = linear_values(*(y[None, None] for y in (q[b, head, row, None], keys, values)), last, slope)[0, 0, 0]
+            expected = add_remainder(out[b, row, head], e.lse, value, weight)
             torch.testing.assert_close(whole[b, row, head], expected, atol=1e-4, rtol=1e-4)
 
 

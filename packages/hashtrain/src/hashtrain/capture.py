@@ -1,4 +1,4 @@
-"""q and k out: run a causal LM over token contexts and store each layer's post-RoPE queries and keys.
+"""q, k and v out: run a causal LM over token contexts and store each layer's post-RoPE queries, keys, and values.
 
 One safetensors file per context, written atomically, so that a killed run leaves only whole files, which the next one
 keeps (`hashtrain.manifest`). Reading is lazy: a layer's training maps just that layer's bytes.
@@ -30,7 +30,7 @@ from hashtrain.manifest import begin, checksum, finish, identity, missing
 from hashtrain.models import device_of
 from hashtrain.untrusted import open_tensors
 
-Sink = Callable[[int, Tensor, Tensor, float], None]
+Sink = Callable[[int, Tensor, Tensor, Tensor, float], None]
 # By the attention that computes the output. Hugging Face looks for "sdpa" and "flash" inside names: keep them out.
 _NAMES = {"sdpa": "hashtrain_capture", "eager": "hashtrain_capture_eager"}
 _sink: ContextVar[Sink | None] = ContextVar("hashtrain_sink", default=None)
@@ -44,7 +44,7 @@ def _capturing_attention(
     sink, instead = _sink.get(), _instead.get()
     scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     if sink is not None:
-        sink(module.layer_idx, query.detach(), key.detach(), scaling)
+        sink(module.layer_idx, query.detach(), key.detach(), value.detach(), scaling)
     if instead is not None:
         return instead(module.layer_idx, query, key, value, scaling), None
     forward = cast("Callable[..., Any]", sdpa_attention.sdpa_attention_forward)
@@ -55,9 +55,10 @@ def _capturing_attention(
 
 @contextlib.contextmanager
 def capturing(model: PreTrainedModel, sink: Sink) -> Generator[None]:
-    """Call `sink(layer, q, k, scaling)` for every attention layer of every forward pass inside the block.
+    """Call `sink(layer, q, k, v, scaling)` for every attention layer of every forward pass inside the block.
 
     q is [B, Hq, T, D], k is [B, Hkv, T, D], after RoPE and after any query or key norm: what attention multiplies.
+    v is [B, Hkv, T, Dv].
     A model with "eager" attention keeps computing its outputs with it, any other with SDPA.
     """
     token = _sink.set(sink)
@@ -105,7 +106,7 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 class Capture:
-    """Stored queries and keys of some contexts; `read(context, layer)` gives that layer's (q, k, scaling)."""
+    """Stored queries, keys and values of some contexts; `read(context, layer)` gives that layer's (q, k, scaling)."""
 
     def __init__(self, folder: Path, count: int):
         self.folder: Path = folder
@@ -135,6 +136,17 @@ class Capture:
             )
         return q, k, _scaling(path, scaling, remedy)
 
+    def values(self, context: int, layer: int) -> Tensor:
+        """Read v [1, Hkv, T, Dv] in the stored dtype. Raises: as `read` does."""
+        path, remedy = self.file(context), "delete it and capture again"
+        with open_tensors(path, remedy) as file:
+            v, k = file.get_tensor(f"v.{layer}"), file.get_slice(f"k.{layer}").get_shape()
+        if v.ndim != 4 or list(v.shape[:3]) != k[:3] or not v.is_floating_point():
+            raise ValueError(
+                f"{path} holds no values [1, Hkv, T, Dv] of layer {layer}, got {v.dtype} {tuple(v.shape)}; {remedy}"
+            )
+        return v
+
 
 def _scaling(path: Path, text: str, remedy: str) -> float:
     try:
@@ -153,7 +165,7 @@ def capture(
     on_context: Callable[[], None] = lambda: None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Capture:
-    """Run the model over token contexts (int64 [T] each) and store q and k of every layer below `folder` as `dtype`.
+    """Run the model over token contexts (int64 [T] each) and store q, k and v of every layer below `folder` as `dtype`.
 
     What an interrupted capture of the same model and contexts left there is kept, anything else replaced.
 
@@ -173,22 +185,22 @@ def capture(
 
 
 def capture_one(model: PreTrainedModel, ids: Tensor, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Store q and k of one context, int64 [T], and then its size and checksum beside it."""
-    tensors, scalings = queries_and_keys(model, ids, dtype)
+    """Store q, k and v of one context, int64 [T], and then its size and checksum beside it."""
+    tensors, scalings = run_context(model, ids, dtype)
     save_tensors(tensors, path, metadata=scalings)
     write_text(path.with_suffix(".json"), json.dumps(checksum(path)))
 
 
-def queries_and_keys(
+def run_context(
     model: PreTrainedModel, ids: Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Run one context; return its tensors and scalings by their names in the file."""
     tensors: dict[str, Tensor] = {}
     scalings: dict[str, str] = {}
 
-    def sink(layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
-        tensors[f"q.{layer}"] = q.to("cpu", dtype).contiguous()
-        tensors[f"k.{layer}"] = k.to("cpu", dtype).contiguous()
+    def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            tensors[f"{name}.{layer}"] = x.to("cpu", dtype).contiguous()
         scalings[f"scaling.{layer}"] = repr(scaling)
 
     with torch.inference_mode(), capturing(model, sink):
@@ -200,7 +212,7 @@ def capture_bytes(model: PreTrainedModel, contexts: Sequence[Tensor], dtype: tor
     """Return the bytes that `capture` will write."""
     shape = ModelShape.of(model.config)
     layers = [shape.at(layer) for layer in range(shape.num_layers)]
-    per_token = sum((at.num_query_heads + at.num_kv_heads) * at.head_dim for at in layers)
+    per_token = sum((at.num_query_heads + 2 * at.num_kv_heads) * at.head_dim for at in layers)
     return sum(len(ids) for ids in contexts) * per_token * dtype.itemsize
 
 

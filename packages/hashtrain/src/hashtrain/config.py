@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 
 ESTIMATORS = ("straight-through", "softsign")
 VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "transform", "down-proj")
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 SINK = 4
 """First tokens of a text that every row reads by default. Heads that have nothing to look up rest on them: a row that
 misses them loses most of its attention (docs/log.md, 2026-11-22)."""

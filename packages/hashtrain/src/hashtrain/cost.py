@@ -19,11 +19,13 @@ from transformers import DynamicCache, PreTrainedModel
 from hashtrain.capture import replacing
 from hashtrain.hasher import Hasher
 from hashtrain.models import device_of
-from hashtrain.remainder import add_remainder, evidence, log_weight, tokens_read
+from hashtrain.remainder import add_remainder, evidence, linear_values, log_weight, tokens_read
 
 DENSE_ABOVE, MOST_DENSE = 0.02, 0.1
 """A layer stays dense if its selections alone move a step's probabilities by more than the first, in nats of KL; of all
 layers at most the second share, the costliest."""
+BARE_ABOVE = 0.001
+"""A remainder is taken off if a layer without it moves a step's probabilities by so much less, in nats of KL."""
 CONTEXTS, ROWS = 2, 16
 """Training contexts that costs are measured on, and steps in each."""
 
@@ -85,11 +87,12 @@ class Steps:
         out = p @ values[:, None] + p[:, :, own, at][..., None] * (own_values - values[:, at])[:, None]
         rest = None if hasher is None else hasher.remainder(layer)
         if rest is not None and taken is not None:
-            mean_keys, mean_values = (x.cumsum(1)[:, at] / (at + 1)[:, None] for x in (keys, values))
-            mean_key = (grouped * mean_keys[:, None]).sum(-1) * scaling
+            mean_key = (grouped * (keys.cumsum(1)[:, at] / (at + 1)[:, None])[:, None]).sum(-1) * scaling
             known = evidence(logits, taken[:, None], mean_key, at + 1)
-            weight = log_weight(cast(Tensor, rest.to(q.device).unflatten(0, (hkv, -1)))[:, :, None], known)
-            out = add_remainder(out, known.lse, mean_values[:, None], weight)
+            rest = rest.to(q.device)
+            weight = log_weight(cast(Tensor, rest.unflatten(0, (hkv, -1)))[:, :, None, :-1], known)
+            value = linear_values(q, k[:, :, :t], v[:, :, :t], at, rest[:, -1] * scaling)[0]
+            out = add_remainder(out, known.lse, cast(Tensor, value.unflatten(0, (hkv, -1))), weight)
         return out.flatten(0, 1).transpose(0, 1)[None].to(q.dtype)
 
 
@@ -106,7 +109,7 @@ def layer_costs(
 ) -> dict[str, Any]:
     """Measure what each layer costs alone, and all together; remainders that make a layer worse are taken off.
 
-    Values that attention avoids may be the largest of all, as in the first layer of SmolLM2. Then the mean value stands
+    Values that attention avoids may be the largest of all, as in the first layer of SmolLM2. Then a mean value stands
     badly for what a selection leaves out, however well its weight is known.
 
     Returns: `layers`, the mean KL of each in nats; `all`, that of every layer sparse; `dense`, those to keep dense;
@@ -124,7 +127,7 @@ def layer_costs(
         if fitted is not None:
             kept = fitted.clone()
             fitted.zero_()
-            if (without := mean((layer,))) < cost:
+            if (without := mean((layer,))) < cost - BARE_ABOVE:
                 cost = without
                 bare.append(layer)
             else:

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hashtrain.capture import Capture, queries_and_keys
+from hashtrain.capture import Capture, run_context
 from hashtrain.hasher import make_layer
 from hashtrain.job import LayerJob
 from hashtrain.judge import judge_layer
@@ -51,7 +51,7 @@ class Estimate:
 
 
 class _Sample:
-    """The queries and keys of one context, in memory."""
+    """The queries, keys and values of one context, in memory."""
 
     def __init__(self, tensors: dict[str, Tensor], scalings: dict[str, str]):
         self.tensors, self.scalings = tensors, scalings
@@ -62,6 +62,9 @@ class _Sample:
     def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
         scaling = float(self.scalings[f"scaling.{layer}"])
         return self.tensors[f"q.{layer}"], self.tensors[f"k.{layer}"], scaling
+
+    def values(self, context: int, layer: int) -> Tensor:
+        return self.tensors[f"v.{layer}"]
 
 
 def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Estimate:
@@ -74,7 +77,7 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
     model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
     with one_thread():
         began = time.perf_counter()
-        tensors, scalings = queries_and_keys(model, prepared.train.contexts[0])
+        tensors, scalings = run_context(model, prepared.train.contexts[0])
         once = time.perf_counter() - began
         sample = cast(Capture, _Sample(tensors, scalings))
         seconds = {job.candidate.name: _layer_seconds(prepared, job, sample) for job in jobs if job.layer == 0}

@@ -80,7 +80,7 @@ class Hasher(nn.Module, ModelHubMixin):
         return self.layer(layer).encode_queries(queries)
 
     def remainder(self, layer: int) -> Tensor | None:
-        """Return the coefficients of eq. 15 of one layer, float32 [Hq, 5]; None if they have not been fitted."""
+        """Return a layer's coefficients of eq. 15 and slope of eq. 16, float32 [Hq, 6]; None if they are not fitted."""
         found = self.layer(layer)
         return found.remainder if found.calibrated else None
 

@@ -39,7 +39,7 @@ def judge_layer(command: TrainCommand, hasher: LayerHasher, layer: int, held: Ca
         for heads, rows_of in samples.items():
             found = hash_quality(hasher, q[:, :, rows], k, rows, command.fraction, scaling, heads == "query_head")
             rows_of.append([m[0].double().cpu() for m in found])  # per head and row
-        ((evidence, exact),) = measure(hasher, q[:, :, rows], k, rows, scaling, [command.fraction])
+        evidence, exact, *_ = next(measure(hasher, q[:, :, rows], k, rows, scaling, [command.fraction]))
         share, error = share_errors(hasher, evidence, exact)
         shares.append(share.double())
         errors.append(error.double())

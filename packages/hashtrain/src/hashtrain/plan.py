@@ -40,7 +40,7 @@ CANDIDATES = (
     Candidate("lsh", "lsh", trained=False),
     Candidate("paper", "paper", "random", 3e-3),
     Candidate("planes", "planes"),
-    Candidate("transform", "transform", learning_rate=3e-3, beta=4.0),
+    Candidate("transform", "transform", learning_rate=3e-3, beta=16.0),
 )
 # The paper's ablations and ours; `--only all` makes them too.
 _STRAIGHT = "straight-through"

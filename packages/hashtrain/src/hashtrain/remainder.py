@@ -1,8 +1,9 @@
 """The remainder: what the tokens that were not selected would have added, as one token (docs/algorithm.md, eq. 15, 16).
 
-A selection drops a tenth to a half of the softmax. Its value is close to the mean value of all visible tokens, which a
-cache can keep; its weight is predicted from the selected logits and the logit of the mean key, by five numbers per
-query head. They are fitted here, in closed form, on captured rows.
+A selection drops a tenth to a half of the softmax, in some layers three quarters. Were keys normally distributed and
+values linear in them, the value of all that is dropped would be the mean value plus the covariance of values and keys
+times the query: linear attention. A cache can keep both. The weight is predicted from the selected logits and the logit
+of the mean key. Six numbers per query head, fitted here in closed form on captured rows.
 """
 
 # Some methods of torch have no types.
@@ -10,7 +11,7 @@ query head. They are fitted here, in closed form, on captured rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -45,7 +46,7 @@ def log_weight(coefficients: Tensor, e: Evidence) -> Tensor:
     """Estimate the log of the summed exp(logit) of all tokens that a row sees and did not select.
 
     Args:
-        coefficients: `LayerHasher.remainder`, [..., 5], broadcast against the evidence.
+        coefficients: the first five of `LayerHasher.remainder`, [..., 5], broadcast against the evidence.
         e: see `Evidence`; every row has selected at least one token.
     Returns: float32; -inf for rows that selected all they see. An unselected token is never taken to weigh more than
         the mean selected one.
@@ -56,56 +57,123 @@ def log_weight(coefficients: Tensor, e: Evidence) -> Tensor:
     return torch.minimum(typical, e.lse - selected.log()) + (e.visible - e.selected).float().log()
 
 
-def add_remainder(out: Tensor, lse: Tensor, mean_value: Tensor, log_weight: Tensor) -> Tensor:
+def linear_values(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slopes: Tensor) -> Tensor:
+    """Estimate the value of what each row leaves out: mean v + slope cov(v, k) q, over the tokens that the row sees.
+
+    Args:
+        q: queries of the rows, [B, Hq, R, D]; k: [B, Hkv, T, D]; v: [B, Hkv, T, Dv]; positions: int64 [R].
+        slopes: of each query head, times the factor on the logits: [Hq].
+    Returns: float32 [B, Hq, R, Dv]. Source: docs/algorithm.md, eq. 16.
+    """
+    hkv, t = k.shape[1], k.shape[2]
+    steep = cast(Tensor, (q.float() * slopes[:, None, None]).unflatten(1, (hkv, -1)))  # [B, Hkv, G, R, D]
+    visible = (positions + 1)[:, None].float()
+    mean_k, mean_v = (x.double().cumsum(2)[:, :, positions].div(visible).float()[:, :, None] for x in (k, v))
+    unseen = torch.arange(t, device=positions.device) > positions[:, None]
+    products = (steep @ k.float()[:, :, None].mT).masked_fill_(unseen, 0)
+    tilt = products @ v.float()[:, :, None] / visible - (steep * mean_k).sum(-1, keepdim=True) * mean_v
+    return (mean_v + tilt).flatten(1, 2)
+
+
+def add_remainder(out: Tensor, lse: Tensor, value: Tensor, log_weight: Tensor) -> Tensor:
     """Add the remainder to softmax attention over a selection, as one more token of that value and weight.
 
     Args:
-        out: attention over the selection, [..., D]; mean_value: mean of all visible values, broadcast against it.
+        out: attention over the selection, [..., D]; value: `linear_values`, broadcast against it.
         lse: log sum exp of the selected logits, [...]; log_weight: `log_weight`, [...].
     Returns: float32 [..., D].
     Source: docs/algorithm.md, eq. 16.
     """
-    return torch.lerp(out.float(), mean_value.float(), torch.sigmoid(log_weight - lse)[..., None])
+    return torch.lerp(out.float(), value.float(), torch.sigmoid(log_weight - lse)[..., None])
 
 
 @torch.no_grad()
 def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> None:
-    """Fit `hasher.remainder` on captured queries and keys: weighted least squares of eq. 15, for each query head.
+    """Fit `hasher.remainder` on captured queries, keys and values: for each query head first the weight, then the slope.
 
-    A row counts by what its estimate can change: share (1 - share), the slope of the remainder's share in the softmax.
+    Both are weighted least squares. For the weight a row counts by what its estimate can change: share (1 - share), the
+    slope of the remainder's share in the softmax; for the slope, rows count alike whatever the size of their output.
     """
+    samples = list(_samples(hasher, layer, data, seed))
+    hasher.remainder[:, :-1] = _fit_weight(samples)
+    hasher.remainder[:, -1] = _fit_slope(hasher, samples)
+
+
+class _Rows(NamedTuple):
+    """Some rows of a context at one budget, all [Hkv, G, R] or with a last dimension."""
+
+    evidence: Evidence
+    exact: Tensor
+    """The exact `log_weight`."""
+    selected: Tensor
+    """Attention to the selection alone, [..., Dv]."""
+    dense: Tensor
+    """Attention to all tokens."""
+    mean: Tensor
+    """Mean value."""
+    tilt: Tensor
+    """What a slope of 1 adds to it."""
+
+
+def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Iterator[_Rows]:
     generator, device = torch.Generator().manual_seed(seed * 1_000_003 + layer), hasher.remainder.device
-    features: list[Tensor] = []
-    logs: list[Tensor] = []
-    weights: list[Tensor] = []
     for context in range(min(len(data), MAX_CONTEXTS)):
         q, k, scaling = data.read(context, layer)
         rows = torch.randint(min(_FIRST_ROW, k.shape[2] - 1), k.shape[2], (_ROWS,), generator=generator, device="cpu")
-        q, k, rows = q.to(device), k.to(device), rows.to(device)
-        for e, exact in measure(hasher, q[:, :, rows], k, rows, scaling, FRACTIONS):
-            share = torch.sigmoid(exact - e.lse)
-            features.append(_features(e).flatten(0, 1))
-            logs.append((exact - (e.visible - e.selected).log()).flatten(0, 1))
-            weights.append((share * (1 - share)).flatten(0, 1))
+        q, k, v, rows = (x.to(device) for x in (q[:, :, rows], k, data.values(context, layer), rows))
+        by_group = (hasher.hkv, hasher.group)
+        flat, steep = (
+            linear_values(q, k, v, rows, torch.full((hasher.hq,), slope, device=device))[0].unflatten(0, by_group)
+            for slope in (0.0, scaling)
+        )
+        values = v[0, :, None].float()
+        for e, exact, logits, taken in measure(hasher, q, k, rows, scaling, FRACTIONS):
+            selected = logits.masked_fill(~taken, -torch.inf).softmax(-1) @ values
+            yield _Rows(e, exact, selected, logits.softmax(-1) @ values, flat, steep - flat)
+
+
+def _fit_weight(samples: Sequence[_Rows]) -> Tensor:
+    """Return the five coefficients of each query head, float64 [Hq, 5]."""
+    features: list[Tensor] = []
+    logs: list[Tensor] = []
+    weights: list[Tensor] = []
+    for e, exact, *_ in samples:
+        share = torch.sigmoid(exact - e.lse)
+        features.append(_features(e).flatten(0, 1))
+        logs.append((exact - (e.visible - e.selected).log()).flatten(0, 1))
+        weights.append((share * (1 - share)).flatten(0, 1))
     x, y, w = (torch.cat(found, dim=1).double().cpu() for found in (features, logs, weights))
     known = y.isfinite()  # not where nothing was left unselected
     root = torch.where(known, w, 0.0).sqrt()[..., None]
     y = torch.where(known, y, 0.0)[..., None]
     # gelsd: the columns may depend on each other, as when every context is short or every count is 1.
-    solution = cast(Tensor, torch.linalg.lstsq(x * root, y * root, driver="gelsd").solution)
-    hasher.remainder.copy_(solution[..., 0])
+    return cast(Tensor, torch.linalg.lstsq(x * root, y * root, driver="gelsd").solution)[..., 0]
+
+
+def _fit_slope(hasher: LayerHasher, samples: Sequence[_Rows]) -> Tensor:
+    """Return the slope of each query head that brings attention closest to dense, float64 [Hq]."""
+    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hasher.hkv, hasher.group)))[:, :, None, :-1]
+    product = square = torch.zeros(hasher.hkv, hasher.group, dtype=torch.float64, device=hasher.remainder.device)
+    for e, _, selected, dense, mean, tilt in samples:
+        share = torch.sigmoid(log_weight(coefficients, e) - e.lse)[..., None]
+        missing = dense - torch.lerp(selected, mean, share)
+        size = dense.square().sum(-1, keepdim=True).clamp(min=1e-12)
+        product = product + (missing * share * tilt / size).double().sum((-1, -2))
+        square = square + ((share * tilt).square() / size).double().sum((-1, -2))
+    return (product / square.clamp(min=1e-12)).flatten()
 
 
 @torch.no_grad()
 def measure(
     hasher: LayerHasher, q: Tensor, k: Tensor, positions: Tensor, scaling: float, fractions: Sequence[float]
-) -> list[tuple[Evidence, Tensor]]:
+) -> Iterator[tuple[Evidence, Tensor, Tensor, Tensor]]:
     """Select for some rows and look at all of their logits.
 
     Args:
         q: queries of the rows, [1, Hq, R, D]; k: all keys, [1, Hkv, T, D]; positions: int64 [R].
         fractions: budgets, of each row's visible tokens (eq. 7).
-    Returns: for each fraction the evidence, each [Hkv, G, R] or broadcast to it, and the exact `log_weight`.
+    Yields: for each fraction the evidence, each [Hkv, G, R] or broadcast to it; the exact `log_weight`; the logits
+        [Hkv, G, R, T], -inf where a row does not see; and which tokens it reads, bool [Hkv, 1, R, T].
     """
     hkv, t = k.shape[1], k.shape[2]
     scores = hasher.scores(q, k)[0]
@@ -116,12 +184,10 @@ def measure(
     visible = positions + 1
     mean_keys = keys.cumsum(1)[:, positions] / visible[:, None]
     mean_key = (grouped * mean_keys[:, None]).sum(-1) * scaling
-    found: list[tuple[Evidence, Tensor]] = []
     for fraction in fractions:
         taken = tokens_read(hasher, q, k, positions, fraction, scores)[:, None]
         exact = logits.masked_fill(taken, -torch.inf).logsumexp(-1)
-        found.append((evidence(logits, taken, mean_key, visible), exact))
-    return found
+        yield evidence(logits, taken, mean_key, visible), exact, logits, taken
 
 
 def tokens_read(
@@ -157,7 +223,7 @@ def evidence(logits: Tensor, taken: Tensor, mean_key: Tensor, visible: Tensor) -
 
 def share_errors(hasher: LayerHasher, e: Evidence, exact: Tensor) -> tuple[Tensor, Tensor]:
     """Return the remainder's exact share of the softmax and the estimate's error of it, each [Hkv, G, R]."""
-    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (exact.shape[0], -1)))[:, :, None]
+    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (exact.shape[0], -1)))[:, :, None, :-1]
     share = torch.sigmoid(exact - e.lse)
     return share, torch.sigmoid(log_weight(coefficients, e) - e.lse) - share
 

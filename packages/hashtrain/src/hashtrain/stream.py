@@ -15,7 +15,7 @@ from typing import cast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hashtrain.capture import Capture, queries_and_keys
+from hashtrain.capture import Capture, run_context
 from hashtrain.checkpoint import Checkpoint
 from hashtrain.job import LayerJob, Report, following, started
 from hashtrain.trainer import Training
@@ -38,7 +38,7 @@ class LiveCapture:
     def load(self, context: int) -> None:
         """Run a context, unless it is the current one."""
         if context != self.current:
-            self._tensors, self._scalings = queries_and_keys(self.model, self.contexts[context])
+            self._tensors, self._scalings = run_context(self.model, self.contexts[context])
             self.current = context
 
     def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:

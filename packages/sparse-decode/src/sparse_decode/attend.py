@@ -39,11 +39,11 @@ class LeftOut(NamedTuple):
     """What is known of the tokens that a selection leaves out (eq. 15)."""
 
     coefficients: Tensor
-    """float32 [Hq, 5]: `LayerHasher.remainder`."""
+    """float32 [Hq, 5]: the first five of `LayerHasher.remainder`."""
     mean_keys: Tensor
     """Mean of the keys that each row sees, float32 [B, Hkv, Q, D]."""
-    mean_values: Tensor
-    """Mean of the values that each row sees, float32 [B, Hkv, Q, Dv]."""
+    values: Tensor
+    """What stands for their values in each query head (eq. 16), float32 [B, Hq, Q, Dv]."""
     visible: Tensor
     """Tokens that each row sees, int64 [B, Q]."""
 
@@ -146,9 +146,9 @@ def _on_device(
     out, facts = gather.attend(q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks)
     if left_out is None:
         return out, facts
-    coefficients, *means, visible = left_out
+    coefficients, mean_keys, values, visible = left_out
     used = (indices >= 0).sum(-1).repeat_interleave(q.shape[1] // indices.shape[1], 1).transpose(1, 2)
-    return with_remainder(out, facts, q, (means[0], means[1]), coefficients, visible, used, scaling), facts
+    return with_remainder(out, facts, q, mean_keys, values, coefficients, visible, used, scaling), facts
 
 
 def on_host(
@@ -318,10 +318,10 @@ def _check(
 
 def _check_left_out(q: Tensor, v: Tensor, hkv: int, left_out: LeftOut) -> None:
     batch, hq, n_rows, dim = q.shape
-    wanted = (hq, 5), (batch, hkv, n_rows, dim), (batch, hkv, n_rows, v.shape[3]), (batch, n_rows)
+    wanted = (hq, 5), (batch, hkv, n_rows, dim), (batch, hq, n_rows, v.shape[3]), (batch, n_rows)
     if (got := tuple(tuple(x.shape) for x in left_out)) != wanted or left_out.visible.dtype != torch.int64:
         raise ValueError(
-            "what is left out must be [Hq, 5], [B, Hkv, Q, D], [B, Hkv, Q, Dv] and int64 [B, Q], expected shapes "
+            "what is left out must be [Hq, 5], [B, Hkv, Q, D], [B, Hq, Q, Dv] and int64 [B, Q], expected shapes "
             f"{wanted}, got {got} and {left_out.visible.dtype}"
         )
 

@@ -97,7 +97,7 @@ def _exp(x, top, out, bits):  # pragma: no cover - compiled
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _task(
     task, q, k, k_at, v, v_at, indices, out, facts, counts, scaling, softcap, sinks, kind,
-    coefficients, mean_keys, mean_values, visible,
+    coefficients, mean_keys, values, visible,
 ):  # pragma: no cover - compiled  # fmt: skip
     sets, n_rows = indices.shape[1:3]
     hq, dim, dim_v = q.shape[1], q.shape[3], out.shape[3]
@@ -185,9 +185,9 @@ def _task(
             h = first + g
             known = facts[0, b, r, h], facts[1, b, r, h]
             share = _share(coefficients[h], known, q[b, h, r], mean_keys[b, kv, r], scaling, sizes)
-            line, mean = out[b, r, h], mean_values[b, kv, r]
+            line, value = out[b, r, h], values[b, h, r]
             for i in range(dim_v):
-                line[i] += share * (mean[i] - line[i])
+                line[i] += share * (value[i] - line[i])
 
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
@@ -207,7 +207,7 @@ def tasks(
     v_address: int, v_reach: int, v_at: tuple[int, ...], like: NDArray[Any], indices: NDArray[np.int64],
     out: NDArray[np.float32], facts: NDArray[np.float32], counts: NDArray[np.int64], scaling: np.float32,
     softcap: np.float32, sinks: NDArray[np.float32], kind: int, coefficients: NDArray[np.float32],
-    mean_keys: NDArray[np.float32], mean_values: NDArray[np.float32], visible: NDArray[np.int64],
+    mean_keys: NDArray[np.float32], values: NDArray[np.float32], visible: NDArray[np.int64],
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Attend for tasks [first, last): keys and values lie at addresses, k_reach and v_reach numbers of like's type.
 
@@ -219,5 +219,5 @@ def tasks(
     for task in range(first, last):
         _task(
             task, q, k, k_at, v, v_at, indices, out, facts, counts, scaling, softcap, sinks, kind,
-            coefficients, mean_keys, mean_values, visible,
+            coefficients, mean_keys, values, visible,
         )  # fmt: skip

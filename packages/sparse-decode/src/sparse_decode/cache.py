@@ -25,7 +25,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLay
 from sparse_decode.buffer import GrowingBuffer
 from sparse_decode.modes import no_autocast, ordinary_tensors
 from sparse_decode.opaque import enrol, write_codes
-from sparse_decode.remainder import RunningMeans, StaticMeans
+from sparse_decode.remainder import RunningMoments, StaticMoments
 
 if TYPE_CHECKING:
     from transformers.cache_utils import BaseQuantizedLayer
@@ -167,12 +167,12 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
     plain: type[CacheLayerMixin] = DynamicLayer
     keys: Tensor | None
     values: Tensor | None
-    means: RunningMeans
+    moments: RunningMoments
     on_host = False
     """Whether keys and values live in host memory, whatever the device of the model."""
 
     def begin(self) -> None:
-        self.means = RunningMeans()
+        self.moments = RunningMoments()
         self._keys, self._values = GrowingBuffer(self.on_host), GrowingBuffer(self.on_host)
         self._codes = GrowingBuffer()
         if self.get_seq_length():
@@ -190,7 +190,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
     def end(self) -> None:
         if self.get_seq_length():
             self.keys, self.values = (cast(Tensor, x).to(self.device) for x in (self.keys, self.values))
-        del self._keys, self._values, self._codes, self.means
+        del self._keys, self._values, self._codes, self.moments
 
     @property
     def codes(self) -> Tensor:
@@ -203,7 +203,8 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
     def memory(self) -> tuple[int, int]:
         """Return bytes of keys and values, and of codes."""
         self.settle()
-        return self._keys.nbytes + self._values.nbytes, self.codes.nbytes if self.get_seq_length() else 0
+        ours = self.codes.nbytes if self.get_seq_length() else 0
+        return self._keys.nbytes + self._values.nbytes, ours + self.moments.nbytes
 
     def _buffers(self) -> tuple[GrowingBuffer, GrowingBuffer, GrowingBuffer]:
         return self._keys, self._values, self._codes
@@ -233,7 +234,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         keys, values = self.keys, self.values
         super().crop(tokens_to_remove)
         if keys is not None and values is not None:
-            self.means.drop(keys, values, self.get_seq_length())
+            self.moments.drop(keys, values, self.get_seq_length())
         for buffer in self._buffers():
             buffer.truncate(self.get_seq_length())
         self.mark()
@@ -243,7 +244,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         self.keys = self.values = None  # dropped, where transformers before 5.21 would leave zeros of full length
         self.is_initialized = False
         super().reset()
-        self.means = RunningMeans()
+        self.moments = RunningMoments()
         for buffer in self._buffers():
             buffer.truncate(0)
         self.mark()
@@ -265,7 +266,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         if self.get_seq_length():
             for buffer in self._buffers():
                 buffer.map_batch(change)
-            self.means.map_batch(change)
+            self.moments.map_batch(change)
             self._show()
 
 
@@ -275,20 +276,20 @@ class CodedStaticLayer(_Coded, StaticLayer):
     plain: type[CacheLayerMixin] = StaticLayer
     _watched = ("keys", "values", "cumulative_length")
     _codes: Tensor | None = None
-    means: StaticMeans | None = None
+    moments: StaticMoments | None = None
 
     def begin(self) -> None:
         if not self.is_initialized:
             return self.end()
         keys, codes = cast(Tensor, self.keys), self._codes
-        if codes is None or self.means is None or len(codes) != len(keys) or codes.device != keys.device:
+        if codes is None or self.moments is None or len(codes) != len(keys) or codes.device != keys.device:
             codes = self._allocate()
         else:
-            self.means.reset()
+            self.moments.reset()
         self.encoder.write(codes, keys[:, :, : int(self.cumulative_length)], torch.tensor(0))
 
     def end(self) -> None:
-        for name in ("_codes", "means"):
+        for name in ("_codes", "moments"):
             vars(self).pop(name, None)
 
     @property
@@ -312,8 +313,8 @@ class CodedStaticLayer(_Coded, StaticLayer):
         batch, heads, _, width = self.encoder(keys.new_zeros(*keys.shape[:2], 1, keys.shape[3])).shape
         with ordinary_tensors():
             codes = torch.zeros(batch, heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
-            self._codes, self.means = codes, StaticMeans.empty(keys, values)
-        for x in (codes, *self.means.tensors):
+            self._codes, self.moments = codes, StaticMoments.empty(keys, values)
+        for x in (codes, *self.moments.tensors):
             torch._dynamo.mark_static_address(x)
         return codes
 
@@ -340,38 +341,38 @@ class CodedStaticLayer(_Coded, StaticLayer):
     def reset(self) -> None:
         """Empty the layer."""
         super().reset()
-        if self._codes is not None and self.means is not None:
+        if self._codes is not None and self.moments is not None:
             self._codes.zero_()
-            self.means.reset()
+            self.moments.reset()
         self.mark()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take the batch rows `beam_idx`, as beam search asks."""
         self.settle()
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
-        if self._codes is not None and self.means is not None and self.get_seq_length() > 0:
+        if self._codes is not None and self.moments is not None and self.get_seq_length() > 0:
             self._codes = self._codes.index_select(0, beam_idx.to(self._codes.device))
-            self.means.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+            self.moments.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
         self.mark()
 
 
 class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
     """A quantised layer whose codes are those of the keys before quantisation. `_quantised` makes its subclasses.
 
-    Its means are those of keys and values as attention first saw them.
+    Its moments are those of keys and values as attention first saw them.
     """
 
-    means: RunningMeans
+    moments: RunningMoments
     _watched = ("keys", "values", "_quantized_keys", "_quantized_values")
 
     def begin(self) -> None:
-        self.means = RunningMeans()
+        self.moments = RunningMoments()
         self._codes = GrowingBuffer()
         if self.is_initialized:
             self._codes.append(self.encoder(self._all_keys()))
 
     def end(self) -> None:
-        del self._codes, self.means
+        del self._codes, self.moments
 
     @property
     def codes(self) -> Tensor:
@@ -382,7 +383,7 @@ class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
     def memory(self) -> tuple[int, int]:
         """Return bytes of keys and values as they are stored, and of codes."""
         stored = (self.keys, self.values, self._quantized_keys, self._quantized_values)
-        return sum(map(_nbytes, stored)), self._codes.nbytes
+        return sum(map(_nbytes, stored)), self._codes.nbytes + self.moments.nbytes
 
     def _all_keys(self) -> Tensor:
         keys = cast(Tensor, self._dequantize(self._quantized_keys))
@@ -402,14 +403,14 @@ class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
         """Empty the layer."""
         super().reset()
         self._codes.truncate(0)
-        self.means = RunningMeans()
+        self.moments = RunningMoments()
         self.mark()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take the batch rows `beam_idx`, as beam search asks."""
         self.settle()
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
-        for held in (self._codes, self.means):
+        for held in (self._codes, self.moments):
             held.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
         self.mark()
 

@@ -26,7 +26,7 @@ from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import attend_step
 from sparse_decode.plan import Inputs, LayerPlan, trim
 from sparse_decode.positions import visible_rows
-from sparse_decode.remainder import StaticMeans
+from sparse_decode.remainder import StaticMoments
 
 # Hugging Face looks for "flash", "sdpa" and "flex" inside these names: keep such words out.
 NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager"}
@@ -144,8 +144,8 @@ def attention(
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
     if compiling:
         codes = None if call.cache is None else call.codes(key)  # without a cache they are hashed inside
-        means = getattr(call.cache, "means", None)
-        sums = means.tensors if plan.remainder is not None and isinstance(means, StaticMeans) else []
+        moments = getattr(call.cache, "moments", None)
+        sums = moments.tensors if plan.remainder is not None and isinstance(moments, StaticMoments) else []
         rest = (sinks, plan.tally, sums, plan.number, factor, softcap)
         return attend_step(query, key, value, codes, attention_mask, length, *rest), None
     with no_autocast(query.device):
@@ -170,9 +170,9 @@ def _sparse(
     host = call.cache if isinstance(call.cache, HostLayer) else None
     small = plan.all_dense(end)
     k, v, codes = trim(key, value, None if small else call.codes(key), length)
-    means = getattr(call.cache, "means", None)
+    moments = getattr(call.cache, "moments", None)
     weights = query.new_zeros(*query.shape[:3], key.shape[2]) if _weights_wanted(module, plan, kwargs) else None
-    x = Inputs(query, k, v, mask, codes, host, factor, softcap, sinks, means, weights)
+    x = Inputs(query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights)
     if small:
         plan.count_dense(x)
         return dense()

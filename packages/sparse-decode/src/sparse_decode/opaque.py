@@ -78,7 +78,7 @@ def attend_step(
 ) -> Tensor:
     """Attend sparsely as the plan `step` says: [B, Q, Hq, Dv].
 
-    Counts into `tally` and brings `sums` up to date, the tensors of a `StaticMeans` or none.
+    Counts into `tally` and brings `sums` up to date, the tensors of a `StaticMoments` or none.
     """
     return _registered[step].run(q, k, v, codes, mask, length, sinks, tally, sums, scaling, softcap)
 

@@ -29,7 +29,7 @@ from sparse_decode.positions import (
     visible_span,
     with_ends,
 )
-from sparse_decode.remainder import RunningMeans, StaticMeans
+from sparse_decode.remainder import RunningMoments, StaticMoments
 from sparse_decode.select import AttendingSelector, Rows, Selector
 
 _CHUNK_SCORES = 1 << 23  # scores at once, B x Hq x rows x N: 32 MiB of int32 or float32, whatever the context
@@ -68,7 +68,7 @@ class Inputs:
         codes: int32 [B, H, N, W], None if the selector needs none.
         host: the cache layer whose k and v are in host memory, if they are.
         scaling, softcap, sinks: what the model does to its logits.
-        means: running means of the keys and values, kept by the cache if it can.
+        moments: running sums over the keys and values, kept by the cache if it can.
         weights: where to write the attention weights [B, Hq, Q, N or more], zeros so far; None if nobody asked.
     """
 
@@ -81,7 +81,7 @@ class Inputs:
     scaling: float
     softcap: float | None
     sinks: Tensor | None
-    means: RunningMeans | StaticMeans | None = None
+    moments: RunningMoments | StaticMoments | None = None
     weights: Tensor | None = None
 
 
@@ -115,7 +115,7 @@ class LayerPlan:
     Attributes:
         tally: int64 [2], tokens selected and visible so far, over sparse rows and query heads; those of plain steps,
             where they are numbers anyway, are kept apart. `counted` has the sum.
-        remainder: coefficients [Hq, 5] of what a selection leaves out (eq. 15); None to leave it out.
+        remainder: coefficients and slope [Hq, 6] of what a selection leaves out (eq. 15, 16); None to leave it out.
         number: how a compiled graph names this plan.
     """
 
@@ -135,7 +135,8 @@ class LayerPlan:
         self.kernel: Kernel = kernel
         self._own = selector if isinstance(selector, AttendingSelector) else None
         self._ends = (0, 0) if self._own else (budget.sink, budget.recent)  # tokens that every row reads unasked
-        self.remainder = remainder
+        self.remainder = None if remainder is None else remainder[:, :-1].contiguous()
+        self._slopes = None if remainder is None else remainder[:, -1, None, None].clone()
         self.encoder: Encoder = Encoder(lambda k: selector.encode_keys(layer, k))
         self.tally: Tensor = torch.zeros(2, dtype=torch.int64)
         self.number: int = enrol(self)
@@ -181,7 +182,7 @@ class LayerPlan:
         Returns: [B, Q, Hq, Dv], zeros in the other rows; and which rows were sparse, bool [B, Q], None if all were.
         """
         if self._is_step(x):
-            return self._attend_part(x, self._step(x), x.means or RunningMeans(), self.tally), None
+            return self._attend_part(x, self._step(x), x.moments or RunningMoments(), self.tally), None
         visible, sparse = self._rows(x)
         counts = self._counts(visible).masked_fill(~sparse, 0)
         return self._select_and_attend(x, visible, sparse, counts, self.tally), sparse
@@ -221,8 +222,8 @@ class LayerPlan:
         k, v, codes = trim(k, v, codes, length)
         if codes is None and self.selector.needs_codes:
             codes = self.encoder(k)
-        means = StaticMeans(sums) if sums else None
-        x = Inputs(q, k, v, mask, codes, None, scaling, softcap, sinks, means)
+        moments = StaticMoments(sums) if sums else None
+        x = Inputs(q, k, v, mask, codes, None, scaling, softcap, sinks, moments)
         visible, sparse = self._rows(x)
         if self.all_dense(k.shape[2]) and softcap is None and sinks is None:
             self._count(visible * q.shape[1], visible * q.shape[1], sparse, tally)
@@ -243,19 +244,19 @@ class LayerPlan:
     def _select_and_attend(self, x: Inputs, visible: Tensor, sparse: Tensor, counts: Tensor, tally: Tensor) -> Tensor:
         """Work through the query rows, a chunk at a time; rows of count 0 stay zero."""
         (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
-        chunk, means = _chunk(x.q, n), x.means or RunningMeans()
+        chunk, moments = _chunk(x.q, n), x.moments or RunningMoments()
         pieces = []
         for first in range(0, n_queries, chunk):
             last = min(first + chunk, n_queries)
             at = slice(first, last)
             part = Part(first, last, visible[:, at], counts[:, at], sparse[:, at])
             if part.counts.any():
-                pieces.append(self._attend_part(x, part, means, tally))
+                pieces.append(self._attend_part(x, part, moments, tally))
             else:
                 pieces.append(x.q.new_zeros(batch, last - first, hq, x.v.shape[3]))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
-    def _attend_part(self, x: Inputs, part: Part, means: RunningMeans | StaticMeans, tally: Tensor) -> Tensor:
+    def _attend_part(self, x: Inputs, part: Part, moments: RunningMoments | StaticMoments, tally: Tensor) -> Tensor:
         """Select, count what was selected, and attend to it, with the remainder if there is one: [B, R, Hq, Dv]."""
         rows = self._rows_of(x, part)
         indices = self._select(rows, part)
@@ -263,7 +264,7 @@ class LayerPlan:
         if x.weights is not None:
             found = attention_weights(rows.q, rows.k, indices, x.scaling, x.softcap, x.sinks)
             x.weights[:, :, part.first : part.last, : found.shape[-1]] = found
-        left_out = None if self.remainder is None else self._left_out(x, part, indices, means)
+        left_out = None if self.remainder is None else self._left_out(x, part, indices, moments)
         return self._attend(x, rows, indices, left_out)
 
     def _rows_of(self, x: Inputs, part: Part) -> Rows:
@@ -305,13 +306,16 @@ class LayerPlan:
                 indices = merge(indices, listed(rows.visible, part.counts.clamp(max=size), n), n)
         return indices
 
-    def _left_out(self, x: Inputs, part: Part, indices: Tensor, means: RunningMeans | StaticMeans) -> LeftOut:
-        """Describe what a selection [B, H, R, K] leaves out; `means` learns of the part's tokens."""
+    def _left_out(self, x: Inputs, part: Part, indices: Tensor, moments: RunningMoments | StaticMoments) -> LeftOut:
+        """Describe what a selection [B, H, R, K] leaves out; `moments` learn of the part's tokens."""
         assert self.remainder is not None
-        found = means.step(x.k, x.v) if part.sparse is None and isinstance(means, RunningMeans) else None
+        assert self._slopes is not None
+        steep = x.q[:, :, part.first : part.last] * (self._slopes * x.scaling)
+        plain = part.sparse is None and isinstance(moments, RunningMoments)
+        found = moments.step(steep, x.k, x.v) if plain else None
         if found is None:
             past = x.k.shape[2] - x.q.shape[2]
-            *found, seen = means.rows(x.k, x.v, _unpadded(x), past + part.first, past + part.last)
+            *found, seen = moments.rows(steep, x.k, x.v, _unpadded(x), past + part.first, past + part.last)
             if x.mask is not None:
                 _require_causal(seen.to(part.visible.device), part.visible, (indices >= 0).any(-1).any(1))
         known = self.remainder, *found, part.visible

@@ -75,7 +75,7 @@ def measure(model: PreTrainedModel, ids: Tensor, methods: list[LoadedMethod], se
     layers: dict[str, list[dict[str, float]]] = {name: [] for name in (DENSE, *(m.name for m in methods))}
     seen: list[dict[str, list[list[float]]]] = []
 
-    def sink(layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
+    def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
         q, k = q[0].float(), k[0].float()
         layers[DENSE].append(geometry(q, k, generator))

@@ -100,7 +100,7 @@ def measure(
     visible = (torch.arange(len(ids), device=model.device) <= positions[:, None])[None, None]
     ends = always_read(positions, len(ids), always.sink, always.recent)
 
-    def sink(layer: int, q: Tensor, k: Tensor, scaling: float) -> None:
+    def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
         q = q[:, :, positions]
         for heads in HEADS:
             p = attention(q, k, positions, scaling, "kv" if heads == "kv_head" else "query")

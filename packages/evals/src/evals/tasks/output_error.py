@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from hashtrain.remainder import linear_values
 from hashtrain.target import top_count
 from rich.console import Console
 from sparse_decode import AttendingSelector, Budget, Rows, attach, attend
@@ -148,10 +149,11 @@ def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total:
     if not method.remainder:
         return out
     coefficients = method.selector.remainder(rows.layer)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    divisor = total[None, None, :, None]
-    mean_key, mean_value = (x.double().cumsum(2)[:, :, total - 1].div(divisor).float() for x in (rows.k, v))
+    mean_keys = rows.k.double().cumsum(2)[:, :, total - 1].div(total[None, None, :, None]).float()
+    values = linear_values(rows.q, rows.k, v, total - 1, coefficients[:, -1] * rows.scaling)
     selected = (indices >= 0).sum(-1).repeat_interleave(rows.q.shape[1] // indices.shape[1], 1).transpose(1, 2)
-    return with_remainder(out, facts, rows.q, (mean_key, mean_value), coefficients, total[None], selected, rows.scaling)
+    known = mean_keys, values, coefficients[:, :-1], total[None], selected
+    return with_remainder(out, facts, rows.q, *known, rows.scaling)
 
 
 def _rows(command: OutputErrorCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:

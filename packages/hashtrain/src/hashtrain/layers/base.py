@@ -19,7 +19,8 @@ from hashtrain.surrogate import estimator
 if TYPE_CHECKING:
     from hashtrain.capture import Capture
 
-REMAINDER_TERMS = 5  # of eq. 15
+REMAINDER_TERMS = 6
+"""Five coefficients of eq. 15, and the slope of eq. 16."""
 
 Draw = torch.Generator | None
 """Where a start comes from; None leaves memory as it is, for tensors about to be loaded."""
@@ -57,7 +58,7 @@ class LayerHasher(nn.Module):
     has_codes = True
     """Whether keys become bits, which is what decoding needs; an ablation may score something else."""
     remainder: Tensor
-    """Coefficients of eq. 15, float32 [Hq, 5]; zeros until they are fitted."""
+    """Coefficients of eq. 15 and the slope of eq. 16, float32 [Hq, 6]; zeros until they are fitted."""
 
     def __init__(self, config: HasherConfig):
         super().__init__()
