@@ -140,7 +140,7 @@ def test_what_must_be_in_a_wheel_is_known_of_every_package(wheels, install):
     for package, folder in wheels.folders().items():
         held = wheels.sources(folder)
         assert wheels.content(package, held, held) == []
-        for name in install.QUICK[package] or ():
+        for name in install.QUICK[package]:
             assert (folder / "tests" / name).is_file()
 
 

@@ -56,10 +56,12 @@ def glance(names: Measured, subject: str) -> Callable[[pathlib.Path], str]:
             for run in runs:
                 line += [change(run, name), f"{cell(run, name, 'kl'):.4f}"]
             lines.append(line)
+        scored = runs[1].config["scored"]
+        prompt = "half the context" if scored is None else f"{context - scored - 1:,} tokens"
         title = (
             f"{100 * budget:g} % of the visible tokens, {trained['bits']}-bit codes, {subject}, held-out contexts of "
             f"{context:,} tokens: {trained['held_out']} for IoU and mass; perplexity and KL with every row sparse "
-            f"({runs[0].config['documents']} contexts) and as in serving, behind a dense prompt of half the context "
+            f"({runs[0].config['documents']} contexts) and as in serving, behind a dense prompt of {prompt} "
             f"({runs[1].config['documents']} contexts)"
         )
         scores = ["perplexity", "KL from dense, nats", "perplexity, prompt dense", "KL, prompt dense"]

@@ -11,7 +11,7 @@ from hashtrain.atomic import write_text
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
 _KEPT = {
     "ppl": ("perplexity", "perplexity_per_document", "perplexity_ratio", "kl", "nll"),
-    "iou": ("iou", "recall", "mass"),
+    "iou": ("iou", "recall", "mass", "low", "lost"),
     "codelength": ("iou", "equal_lsh_bits", "times_shorter"),
     "throughput": ("p50_ms", "p99_ms", "tokens_per_s", "share_of_bandwidth", "kv_bytes", "code_bytes"),
 }

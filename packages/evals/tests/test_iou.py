@@ -12,7 +12,7 @@ from evals.plan import Always
 from evals.tasks import iou
 from evals.tasks.iou import HEADS, METRICS, Cell, _estimates, measure
 from hashtrain.capture import capturing
-from hashtrain.metrics import hash_quality
+from hashtrain.metrics import Quality, hash_quality
 from rich.console import Console
 from transformers import AutoTokenizer
 
@@ -32,7 +32,7 @@ def test_oracle_is_perfect_and_everything_is_at_the_whole_budget(loaded, heads):
     small, whole = quality_of(loaded, ["oracle"], 0.1), quality_of(loaded, SELECTION_NAMES, 1.0)
     for found in (small[Cell("oracle", 0.1, heads)], *(whole[Cell(name, 1.0, heads)] for name in SELECTION_NAMES)):
         for metric in METRICS:
-            assert np.array(found[metric]) == pytest.approx(1.0)
+            assert np.array(found[metric]) == pytest.approx(float(metric != "lost"))
 
 
 @pytest.mark.parametrize("name", ["lsh", "paper", "planes"])
@@ -45,9 +45,11 @@ def test_hashed_methods_agree_with_hashtrain(loaded, name):
         for heads in HEADS:
             by_query_head = heads == "query_head"
             other = hash_quality(hasher.layer(layer), q[:, :, POSITIONS], k, POSITIONS, 0.1, scaling, by_query_head)
+            figures = {metric: getattr(other, metric)[0].double().mean(-1).tolist() for metric in Quality._fields}
+            figures["low"] = np.quantile(other.mass[0].double().numpy(), 0.05, axis=-1).tolist()
+            figures["lost"] = (other.mass[0] < 0.5).double().mean(-1).tolist()
             for metric in METRICS:
-                mean = getattr(other, metric)[0].double().mean(-1).tolist()
-                seen.append(found[Cell(name, 0.1, heads)][metric][layer] == pytest.approx(mean))
+                seen.append(found[Cell(name, 0.1, heads)][metric][layer] == pytest.approx(figures[metric]))
 
     with torch.inference_mode(), capturing(loaded.model, sink):
         loaded.model(loaded.ids[None], use_cache=False)
@@ -58,7 +60,7 @@ def test_hashed_methods_agree_with_hashtrain(loaded, name):
 def test_recent_window_by_set_arithmetic(loaded):
     budget, rows = 0.1, POSITIONS.tolist()
     found = quality_of(loaded, ["recent"], budget)
-    expected = {heads: {metric: [] for metric in METRICS} for heads in HEADS}
+    expected = {heads: {metric: [] for metric in Quality._fields} for heads in HEADS}
 
     def sink(layer, q, k, v, scaling):
         p = {heads: [] for heads in HEADS}
@@ -70,13 +72,13 @@ def test_recent_window_by_set_arithmetic(loaded):
             p["kv_head"].append([a + b for a, b in pairs])
         for heads in HEADS:
             values = [[by_sets(line, row, budget) for line, row in zip(head, rows, strict=True)] for head in p[heads]]
-            for i, metric in enumerate(METRICS):
+            for i, metric in enumerate(Quality._fields):
                 expected[heads][metric].append([float(np.mean([row[i] for row in head])) for head in values])
 
     with torch.inference_mode(), capturing(loaded.model, sink):
         loaded.model(loaded.ids[None], use_cache=False)
     for heads in HEADS:
-        for metric in METRICS:
+        for metric in Quality._fields:
             assert np.array(found[Cell("recent", budget, heads)][metric]) == pytest.approx(
                 np.array(expected[heads][metric]), rel=1e-5
             )

@@ -32,6 +32,19 @@ def test_dense_loss_is_that_of_the_second_half(loaded):
     assert found["dense"]["nll"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("phase", ["everywhere", "decode"])
+def test_the_last_tokens_alone_can_be_scored(loaded, phase):
+    found = measure(
+        loaded.model, loaded.ids, [Cell("lsh", "visible", 1.0)], loaded.methods, FIRST_DENSE, phase=phase, scored=10
+    )
+    with torch.no_grad():
+        logits = loaded.model(loaded.ids[None]).logits[0, -11:-1]
+    expected = F.cross_entropy(logits, loaded.ids[-10:])
+    assert found["scored"] == 10
+    for nll in (found["dense"]["nll"], found["cells"][0]["nll"]):
+        assert nll == pytest.approx(expected.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("rule", ["visible", "fixed"])
 @pytest.mark.parametrize("name", SPARSE_NAMES)
 def test_whole_budget_equals_dense(loaded, name, rule):

@@ -39,7 +39,7 @@ def test_iou_tables_have_a_line_a_layer(iou_command):
     for grid in grids(found):
         assert grid.header == ["layer", "oracle", "lsh"]
         assert [line[0] for line in grid.sections[0]] == ["0 (dense)", "1", "2"]
-        assert grid.sections[1][0][:2] == ["mean", "1.000 / 1.000"]
+        assert grid.sections[1][0][:2] == ["mean", "1.000 / 1.000 / 1.00"]
     assert (command.out / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -149,7 +149,10 @@ class Pair:
         first = max(0, n - self.chance.randint(1, 3))
         k, v = (x[:, :, :n].float() for x in (layer.keys, layer.values))
         steep = torch.ones(len(k), 2 * k.shape[1], n - first, k.shape[3])
-        both = (moments.rows(steep, k, v, None, first, n) for moments in (layer.moments, RunningMoments()))
+        both = (
+            moments.rows(steep, torch.ones(2 * k.shape[1]), k, v, None, first, n)
+            for moments in (layer.moments, RunningMoments())
+        )
         for found, expected in zip(*both, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
 

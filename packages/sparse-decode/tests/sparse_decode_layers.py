@@ -82,7 +82,7 @@ def check_means(layer, padding, rows):
     first = max(0, length - rows)
     q = torch.randn(len(k), 4, length - first, k.shape[3], generator=torch.Generator().manual_seed(1))
     both = (layer.moments, RunningMoments())
-    (keys, values, counts), expected = (moments.rows(q, k, v, seen, first, length) for moments in both)
+    (keys, values, counts), expected = (moments.rows(q, torch.ones(4), k, v, seen, first, length) for moments in both)
     assert torch.equal(keys, expected[0])
     torch.testing.assert_close(values, expected[1], atol=1e-4, rtol=1e-5)
     assert torch.equal(counts, expected[2])

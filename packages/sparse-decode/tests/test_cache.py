@@ -261,9 +261,9 @@ def test_a_step_sums_only_what_is_new(kind):
     update(layer, 1, 1)
     k, v = stored(layer)
     steep = torch.randn(len(k), 4, 1, k.shape[3], generator=torch.Generator().manual_seed(1))
-    expected = RunningMoments().rows(steep, k, v, None, 9, 10)
+    expected = RunningMoments().rows(steep, torch.ones(4), k, v, None, 9, 10)
     poisoned = (x.index_fill(2, torch.arange(9), torch.nan) for x in (k, v))
-    for found, wanted in zip(layer.moments.rows(steep, *poisoned, None, 9, 10), expected, strict=True):
+    for found, wanted in zip(layer.moments.rows(steep, torch.ones(4), *poisoned, None, 9, 10), expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
 
 

@@ -36,7 +36,7 @@ def prefill(kind, k, v):
     layer = carry_codes(plain, Encoder(lambda keys: selector.encode_keys(0, keys)))
     layer.update(k, v)
     moments, steep = RunningMoments(), torch.ones(len(k), 2 * HEADS, 1, DIM)
-    moments.rows(steep, k, v, None, k.shape[2] - 1, k.shape[2])
+    moments.rows(steep, torch.ones(2 * HEADS), k, v, None, k.shape[2] - 1, k.shape[2])
     moments.drop(k, v, 1)
 
 

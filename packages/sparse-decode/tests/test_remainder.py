@@ -32,21 +32,22 @@ def plain_means(k, v, seen, first, last):
     return found
 
 
-def steep(k, first, last):
-    """Queries of two heads for each KV head, the slope and the scaling in them."""
-    return torch.randn(len(k), 4, last - first, 8, generator=torch.Generator().manual_seed(first))
+def queries(k, first, last):
+    """Queries of two heads for each KV head, and their slopes."""
+    draw = torch.Generator().manual_seed(first)
+    return torch.randn(len(k), 4, last - first, 8, generator=draw), torch.rand(4, generator=draw)
 
 
 def check(moments, k, v, seen, first, last):
-    q = steep(k, first, last)
-    keys, values, counts = moments.rows(q, k, v, seen, first, last)
+    q, slopes = queries(k, first, last)
+    keys, values, counts = moments.rows(q, slopes, k, v, seen, first, last)
     mean_keys, mean_values = plain_means(k, v, seen, first, last)
     torch.testing.assert_close(keys, mean_keys, atol=1e-5, rtol=1e-5)
     assert torch.equal(counts, seen[:, :last].cumsum(1)[:, first:])
     for b in range(len(k)):
         mine = [x[b : b + 1, :, seen[b, : x.shape[2]].nonzero()[:, 0]] for x in (k[:, :, :last], v[:, :, :last])]
         rows = (counts[b] > 0).nonzero()[:, 0]
-        expected = linear_values(q[b : b + 1, :, rows], *mine, counts[b, rows] - 1, torch.ones(4))
+        expected = linear_values(q[b : b + 1, :, rows], *mine, counts[b, rows] - 1, slopes)
         torch.testing.assert_close(values[b : b + 1, :, rows], expected, atol=1e-4, rtol=1e-4)
         blind = (counts[b] == 0).nonzero()[:, 0]
         assert torch.equal(values[b, ::2, blind], mean_values[b][:, blind])
@@ -62,38 +63,38 @@ def test_means_step_by_step_are_those_of_their_definition(cache):
 def test_a_plain_step_gives_the_means_of_its_row(cache, dtype):
     k, v = (x.to(dtype) for x in cache[:2])
     moments, by_rows = RunningMoments(), RunningMoments()
-    assert moments.step(steep(k, 29, 30), k[:, :, :30], v[:, :, :30]) is None  # nothing is summed yet
+    assert moments.step(*queries(k, 29, 30), k[:, :, :30], v[:, :, :30]) is None  # nothing is summed yet
     for n in range(30, 35):
-        q, part = steep(k, n - 1, n), (k[:, :, :n], v[:, :, :n])
-        expected = by_rows.rows(q, *part, None, n - 1, n)[:2]
-        keys, values = moments.step(q, *part) if n > 30 else moments.rows(q, *part, None, n - 1, n)[:2]
+        q, part = queries(k, n - 1, n), (k[:, :, :n], v[:, :, :n])
+        expected = by_rows.rows(*q, *part, None, n - 1, n)[:2]
+        keys, values = moments.step(*q, *part) if n > 30 else moments.rows(*q, *part, None, n - 1, n)[:2]
         assert torch.equal(keys, expected[0])
         torch.testing.assert_close(values, expected[1], atol=1e-5, rtol=1e-5)
-    assert moments.step(q, k[:, :, :37], v[:, :, :37]) is None  # two tokens are new
+    assert moments.step(*q, k[:, :, :37], v[:, :, :37]) is None  # two tokens are new
     padded = RunningMoments()
-    padded.rows(q, *cache, 29, 30)
-    assert padded.step(q, k[:, :, :31], v[:, :, :31]) is None  # its sums leave some tokens out
+    padded.rows(*q, *cache, 29, 30)
+    assert padded.step(*q, k[:, :, :31], v[:, :, :31]) is None  # its sums leave some tokens out
 
 
 def test_a_step_reads_only_what_is_new(cache):
     k, v, seen = cache
     moments = RunningMoments()
-    moments.rows(steep(k, 29, 30), k, v, seen, 29, 30)
-    q = steep(k, 30, 31)
-    expected = moments.rows(q, k, v, seen, 30, 31)
+    moments.rows(*queries(k, 29, 30), k, v, seen, 29, 30)
+    q = queries(k, 30, 31)
+    expected = moments.rows(*q, k, v, seen, 30, 31)
     again = RunningMoments()
-    again.rows(q, k, v, seen, 29, 30)
+    again.rows(*q, k, v, seen, 29, 30)
     poisoned = [x.index_fill(2, torch.arange(30), torch.nan) for x in (k, v)]
-    for found, wanted in zip(again.rows(q, *poisoned, seen, 30, 31), expected, strict=True):
+    for found, wanted in zip(again.rows(*q, *poisoned, seen, 30, 31), expected, strict=True):
         assert torch.equal(found, wanted)
 
 
 def test_padding_may_hold_anything(cache):
     k, v, seen = cache
-    q = steep(k, 20, 40)
+    q = queries(k, 20, 40)
     poisoned = (x.masked_fill(~seen[:, None, :, None], torch.nan) for x in (k, v))
     for found, wanted in zip(
-        RunningMoments().rows(q, *poisoned, seen, 20, 40), RunningMoments().rows(q, k, v, seen, 20, 40), strict=True
+        RunningMoments().rows(*q, *poisoned, seen, 20, 40), RunningMoments().rows(*q, k, v, seen, 20, 40), strict=True
     ):
         assert torch.equal(found, wanted)
 
@@ -102,7 +103,7 @@ def test_padding_may_hold_anything(cache):
 def test_means_after_dropping_tokens(cache, length):
     k, v, seen = cache
     moments = RunningMoments()
-    moments.rows(steep(k, 29, 30), k, v, seen, 29, 30)
+    moments.rows(*queries(k, 29, 30), k, v, seen, 29, 30)
     moments.drop(k, v, length)
     other = [x.clone() for x in (k, v)]
     for x in other:
@@ -113,7 +114,7 @@ def test_means_after_dropping_tokens(cache, length):
 def test_means_of_reordered_rows(cache):
     k, v, seen = cache
     moments = RunningMoments()
-    moments.rows(steep(k, 29, 30), k, v, seen, 29, 30)
+    moments.rows(*queries(k, 29, 30), k, v, seen, 29, 30)
     order = torch.tensor([2, 0, 0])
     moments.map_batch(lambda x: x.index_select(0, order))
     check(moments, k[order], v[order], seen[order], 30, 32)
@@ -122,7 +123,7 @@ def test_means_of_reordered_rows(cache):
 def test_another_mask_or_batch_is_noticed(cache):
     k, v, seen = cache
     moments = RunningMoments()
-    moments.rows(steep(k, 29, 30), k, v, seen, 29, 30)
+    moments.rows(*queries(k, 29, 30), k, v, seen, 29, 30)
     check(moments, k, v, ~seen | (torch.arange(40) > 20), 30, 32)
     check(moments, k[:2], v[:2], seen[:2], 32, 34)
 

@@ -176,6 +176,7 @@ METHODS = (
     _whole("planes"),
     _whole("transform"),
     *(Method(c.name, f"ablation: {c.summary}", partial(_hashed, c.name)) for c in ABLATIONS),
+    _whole("transform-start"),
     *(Method(rival.name, rival.summary, partial(_published, rival.name)) for rival in RIVALS.values()),
 )
 """Every method that a task can measure; `evals list` prints it."""
@@ -189,7 +190,7 @@ ABLATION_NAMES = tuple(candidate.name for candidate in ABLATIONS)
 """Hashers that `hashtrain --only all` makes beside the usual ones."""
 CODED_NAMES = tuple(c.name for c in CANDIDATES + ABLATIONS if c.variant != "down-proj")
 """Hashers that make codes."""
-DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n not in (*RIVAL_NAMES, *ABLATION_NAMES))
+DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n.removesuffix(REMAINDER) not in (*RIVAL_NAMES, *ABLATION_NAMES))
 _ONE_FORM = tuple(rival.name for rival in RIVALS.values() if rival.query_heads is None)
 SELECTION_NAMES = tuple(name for name in SPARSE_NAMES if not name.endswith(REMAINDER) and name not in _ONE_FORM)
 """Those that differ in what they select, for either kind of head; the others differ in what they do with it."""

@@ -161,7 +161,7 @@ def _plain(value: Any) -> Any:
 @dataclass(frozen=True)
 class PplCommand(TaskCommand):
     """Perplexity, and divergence from dense attention, on held-out text with every row sparse, or only those that are
-    scored; these are the second half of each context."""
+    scored: the last ones of each context."""
 
     budgets: Budgets = (0.02, 0.01, 0.005)
     """Shares of the tokens that a row may select."""
@@ -170,6 +170,8 @@ class PplCommand(TaskCommand):
     phase: Phase = "everywhere"
     """Which rows are sparse: `everywhere`, the paper's protocol; `decode`, as in serving: the rows before the scored
     part are a dense prompt, and each scored token is predicted by a sparse row."""
+    scored: int | None = None
+    """How many of each context's tokens are scored, the last ones; without it, the second half."""
     match: tuple[str, ...] = ()
     """Methods, such as magicpig, at whose measured density on each context ours are measured, too: a fair comparison
     with those that heed no budget."""
@@ -181,6 +183,9 @@ class PplCommand(TaskCommand):
     def __post_init__(self) -> None:
         super().__post_init__()
         each_once(self, "rules")
+        require_counts(self, scored=1)
+        if self.scored is not None and self.scored >= self.context - 1:
+            raise UsageError(f"--scored must be below --context {self.context} less 1, got {self.scored}")
         if len(set(self.match)) < len(self.match):
             raise UsageError(f"--match takes each method once, got {' '.join(self.match)}")
         rivals = {name + TUNED for name in self.methods if name in RIVAL_NAMES and self.tuned is not None}

@@ -46,8 +46,9 @@ def ppl_grid(result: Result) -> Grid:
                 line += [f"{found.value:.3f} ({_signed_percent(ratio.value)})", f"{kl.value:.4f}", percent(density)]
             section.append(line)
         sections.append(section)
+    scored = "second half" if config["scored"] is None else f"last {config['scored']:,} tokens"
     title = (
-        f"Perplexity (against dense) and mean KL from dense in nats, {_where(result, dense.n)}, second half scored, "
+        f"Perplexity (against dense) and mean KL from dense in nats, {_where(result, dense.n)}, {scored} scored, "
         f"{PHASES[config['phase']]} from layer {config['dense_layers']} on"
     )
     return Grid(title, header, sections)
@@ -112,19 +113,30 @@ def iou_grid(result: Result, budget: float, heads: str) -> Grid:
     """Lay out IoU and attention mass, one line a layer and one column a method, with the mean over sparse layers."""
     config = result.config
     names = [name for name in ordered(config["methods"]) if name != DENSE]
+    layers = sorted({row.layer for row in result.rows if row.layer is not None})
+    sparse = layers[config["dense_layers"] :]
     at = {"budget": budget, "heads": heads, "head": None}
 
-    def line(label: str, layer: int | None) -> list[str]:
-        pairs = [[result.one(method=n, layer=layer, metric=m, **at).value for m in ("iou", "mass")] for n in names]
-        return [label, *(f"{iou:.3f} / {mass:.3f}" for iou, mass in pairs)]
+    worst = bool(result.select(metric="low"))  # runs before version 0.4 have none
 
-    layers = sorted({row.layer for row in result.rows if row.layer is not None})
+    def shown(name: str, layer: int | None) -> str:
+        iou, mass = (result.one(method=name, layer=layer, metric=m, **at).value for m in ("iou", "mass"))
+        heads_of = [
+            row for row in result.select(method=name, metric="low", budget=budget, heads=heads) if row.head is not None
+        ]
+        low = [row.value for row in heads_of if row.layer == layer or (layer is None and row.layer in sparse)]
+        return f"{iou:.3f} / {mass:.3f}" + f" / {min(low):.2f}" * worst
+
+    def line(label: str, layer: int | None) -> list[str]:
+        return [label, *(shown(name, layer) for name in names)]
+
     body = [line(f"{layer} (dense)" if layer < config["dense_layers"] else str(layer), layer) for layer in layers]
     means = [result.one(method=n, layer=None, metric="iou", **at) for n in names]
     interval = ["IoU, 95 %", *(_interval(row, 3) for row in means)]
     n = means[0].n
     rows = ", of the last row" if config.get("rows_from") == "last" else ""
-    title = f"IoU / attention mass {HEADS[heads]}{rows}, top {percent(budget)} of visible tokens, {_where(result, n)}"
+    what = "IoU / attention mass" + " / its 5th percentile in the worst head" * worst
+    title = f"{what} {HEADS[heads]}{rows}, top {percent(budget)} of visible tokens, {_where(result, n)}"
     return Grid(title, ["layer", *names], [body, [line("mean", None), interval]])
 
 

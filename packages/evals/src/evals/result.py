@@ -22,6 +22,7 @@ _ON_MODELS = (
 _FORMER = {task: {"dtype": "float32"} for task in _ON_MODELS}
 for _task in ("ppl", "suggest"):
     _FORMER[_task]["phase"] = "everywhere"
+_FORMER["ppl"]["scored"] = None
 _FORMER["iou"]["rows_from"] = "drawn"
 """By task, settings that older runs do not state, as those runs had them."""
 

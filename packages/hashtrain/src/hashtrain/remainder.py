@@ -89,7 +89,7 @@ def add_remainder(out: Tensor, lse: Tensor, value: Tensor, log_weight: Tensor) -
 
 @torch.no_grad()
 def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> None:
-    """Fit `hasher.remainder` on captured queries, keys and values: for each query head first the weight, then the slope.
+    """Fit `hasher.remainder` on captured queries, keys and values: in each query head first the weight, then the slope.
 
     Both are weighted least squares. For the weight a row counts by what its estimate can change: share (1 - share), the
     slope of the remainder's share in the softmax; for the slope, rows count alike whatever the size of their output.

@@ -136,7 +136,7 @@ class LayerPlan:
         self._own = selector if isinstance(selector, AttendingSelector) else None
         self._ends = (0, 0) if self._own else (budget.sink, budget.recent)  # tokens that every row reads unasked
         self.remainder = None if remainder is None else remainder[:, :-1].contiguous()
-        self._slopes = None if remainder is None else remainder[:, -1, None, None].clone()
+        self._slopes = None if remainder is None else remainder[:, -1].float().clone()
         self.encoder: Encoder = Encoder(lambda k: selector.encode_keys(layer, k))
         self.tally: Tensor = torch.zeros(2, dtype=torch.int64)
         self.number: int = enrol(self)
@@ -310,12 +310,12 @@ class LayerPlan:
         """Describe what a selection [B, H, R, K] leaves out; `moments` learn of the part's tokens."""
         assert self.remainder is not None
         assert self._slopes is not None
-        steep = x.q[:, :, part.first : part.last] * (self._slopes * x.scaling)
+        rows = x.q[:, :, part.first : part.last], self._slopes * x.scaling
         plain = part.sparse is None and isinstance(moments, RunningMoments)
-        found = moments.step(steep, x.k, x.v) if plain else None
+        found = moments.step(*rows, x.k, x.v) if plain else None
         if found is None:
             past = x.k.shape[2] - x.q.shape[2]
-            *found, seen = moments.rows(steep, x.k, x.v, _unpadded(x), past + part.first, past + part.last)
+            *found, seen = moments.rows(*rows, x.k, x.v, _unpadded(x), past + part.first, past + part.last)
             if x.mask is not None:
                 _require_causal(seen.to(part.visible.device), part.visible, (indices >= 0).any(-1).any(1))
         known = self.remainder, *found, part.visible

@@ -14,6 +14,9 @@ import torch
 from hashtrain.remainder import Evidence, add_remainder, log_weight
 from torch import Tensor
 
+from sparse_decode import moment_kernels
+from sparse_decode.compiled import run
+
 _CHUNK = 1 << 26  # bytes of float64 keys or values that are summed at once, whatever the batch and the context
 
 
@@ -33,7 +36,9 @@ class Moments(NamedTuple):
     def none(cls, k: Tensor, v: Tensor) -> Moments:
         """Return those of no token, for keys [B, Hkv, N, D] and values [B, Hkv, N, Dv]."""
         (batch, heads, _, dim), dim_v = k.shape, v.shape[3]
-        sums = (k.new_zeros(*size, dtype=torch.float64) for size in ((batch,), (batch, heads, dim), (batch, heads, dim_v)))
+        sums = (
+            k.new_zeros(*size, dtype=torch.float64) for size in ((batch,), (batch, heads, dim), (batch, heads, dim_v))
+        )
         return cls(*sums, k.new_zeros(batch, heads, dim, dim_v, dtype=torch.float32))
 
     @classmethod
@@ -43,8 +48,14 @@ class Moments(NamedTuple):
         found = cls.none(k, v)
         for start in range(first, last, tokens):
             end = min(start + tokens, last)
-            part = cls(_count(k, seen, start, end)[:, -1].double(), *(_shown(x, seen, start, end).sum(2) for x in (k, v)), found.spread)
-            keys, values = (_deviations(x, mean, seen, start, end) for x, mean in zip((k, v), part.means(), strict=True))
+            part = cls(
+                _count(k, seen, start, end)[:, -1].double(),
+                *(_shown(x, seen, start, end).sum(2) for x in (k, v)),
+                found.spread,
+            )
+            keys, values = (
+                _deviations(x, mean, seen, start, end) for x, mean in zip((k, v), part.means(), strict=True)
+            )
             found = found.join(part._replace(spread=keys.mT @ values))
         return found
 
@@ -84,12 +95,12 @@ class RunningMoments:
         self._seen: Tensor | None = None
 
     def rows(
-        self, steep: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int
+        self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Say what stands for the tokens that the rows first..last-1 see, each its own token and those before it.
 
         Args:
-            steep: queries of the rows, times the slope of each query head and the factor on the logits, [B, Hq, R, D].
+            q: queries of the rows, [B, Hq, R, D]; slopes: of each query head, times the factor on the logits, [Hq].
             k, v: all keys [B, Hkv, N, D] and values [B, Hkv, N, Dv]; seen: bool [B, N], False for padding, or None.
         Returns: float32 mean keys [B, Hkv, R, D] and values [B, Hq, R, Dv] of eq. 16, and how many tokens [B, R].
         """
@@ -102,30 +113,45 @@ class RunningMoments:
             for total, x in ((before.keys, k), (before.values, v))
         )
         drift_k, drift_v = ((mean - centre).float() for mean, centre in zip((mean_k, mean_v), centres, strict=True))
-        new_k, new_v = (_deviations(x, c[:, :, 0], seen, first, last)[:, :, None] for x, c in zip((k, v), centres, strict=True))
-        grouped = steep.to(k.device).float().unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, R, D]
+        new_k, new_v = (
+            _deviations(x, c[:, :, 0], seen, first, last)[:, :, None] for x, c in zip((k, v), centres, strict=True)
+        )
+        grouped = (q.float() * slopes[:, None, None]).to(k.device).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, R, D]
         products = grouped @ before.spread[:, :, None] + (grouped @ new_k.mT).tril() @ new_v
-        tilt = products / visible[:, :, None] - (grouped * drift_k[:, :, None]).sum(-1, keepdim=True) * drift_v[:, :, None]
+        tilt = (
+            products / visible[:, :, None] - (grouped * drift_k[:, :, None]).sum(-1, keepdim=True) * drift_v[:, :, None]
+        )
         self._sums = before.join(Moments.of(k, v, seen, first, last))
         self._note(seen, last)
         return mean_k.float(), (mean_v.float()[:, :, None] + tilt).float().flatten(1, 2), counts
 
-    def step(self, steep: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return what `rows` returns for the last row, if its token alone is new and there is no padding.
+    def step(self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return what `rows` returns for the last row, if its token alone is new, on the CPU and without padding.
 
-        By fewer operations. Args: as those of `rows`. Returns: None if there is more to do.
+        In one kernel. Args: as those of `rows`. Returns: None if there is more to do.
         """
         n, sums = k.shape[2], self._sums
-        if self.length != n - 1 or self._seen is not None or sums is None or len(sums.keys) != len(k):
+        alike = sums is not None and len(sums.keys) == len(k) and k.device.type == "cpu"
+        if sums is None or not alike or self.length != n - 1 or self._seen is not None:
             return None
-        new_k, new_v = k[:, :, -1].double(), v[:, :, -1].double()
-        far_k, far_v = (new_k - sums.keys / (n - 1)).float(), (new_v - sums.values / (n - 1)).float()
         # Not in place: whoever was given the sums may keep them.
-        spread = torch.addcmul(sums.spread, far_k[..., None], far_v[:, :, None], value=(n - 1) / n)
-        self._sums, self.length = Moments(sums.count + 1, sums.keys + new_k, sums.values + new_v, spread), n
-        mean_k, mean_v = ((x / n).float()[:, :, None] for x in (self._sums.keys, self._sums.values))
-        grouped = steep.float().unflatten(1, (k.shape[1], -1)).squeeze(3)  # [B, Hkv, G, D]
-        return mean_k, torch.add(mean_v, grouped @ spread, alpha=1 / n).flatten(1, 2)[:, :, None]
+        self._sums, self.length = Moments(sums.count + 1, *map(torch.empty_like, sums[1:])), n
+        mean_keys = torch.empty(k.shape[0], k.shape[1], 1, k.shape[3])
+        rest = torch.empty(q.shape[0], q.shape[1], 1, v.shape[3])
+        run(
+            moment_kernels.tasks,
+            k.shape[0] * k.shape[1],
+            sums.spread.numel() * (1 + q.shape[1] // k.shape[1]),
+            n,
+            *(x.detach()[:, :, -1].float().contiguous().numpy() for x in (k, v)),
+            *(x.numpy() for x in sums[1:]),
+            q.detach()[:, :, -1].float().contiguous().numpy(),
+            slopes.numpy(),
+            *(x.numpy() for x in self._sums[1:]),
+            mean_keys[:, :, 0].numpy(),
+            rest[:, :, 0].numpy(),
+        )
+        return mean_keys, rest
 
     def drop(self, k: Tensor, v: Tensor, length: int) -> None:
         """Take the tokens from `length` on out of the sums; k and v still hold them."""
@@ -206,14 +232,14 @@ class StaticMoments:
         return cls([*Moments.none(keys, values), seen, keys.new_zeros((), dtype=torch.int64)])
 
     def rows(
-        self, steep: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int
+        self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Do what `RunningMoments.rows` does."""
         running = RunningMoments()
         *sums, counted, length = self.tensors
         if int(length):
             running.load(Moments(*sums), counted[:, : int(length)])
-        found = running.rows(steep, k, v, seen, first, last)
+        found = running.rows(q, slopes, k, v, seen, first, last)
         running.store(Moments(*sums), counted)
         length.fill_(running.length)
         return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from hashtrain import Hasher, HasherConfig
+from hashtrain.metrics import Quality
 from rich.console import Console
 from sparse_decode import HashSelector, QueryHeadHasher
 
@@ -19,7 +20,7 @@ from evals.methods import LoadedMethod, load_methods, without_hasher
 from evals.metrics import Estimate, bootstrap, resampled_means
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.iou import HEADS, METRICS, Cell, measure
+from evals.tasks.iou import HEADS, Cell, measure
 from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 
 
@@ -43,13 +44,13 @@ def run(command: CodelengthCommand, console: Console) -> Result:
         found = measure(ready.model, document.ids, positions, ready.methods, command.budgets, command.always)
         step("selections")
         dense = command.dense_layers
-        means = {m: {cell: float(np.mean(found[cell][m][dense:])) for cell in cells} for m in METRICS}
-        return {"cells": [{**cell._asdict(), **{m: means[m][cell] for m in METRICS}} for cell in cells]}
+        means = {m: {cell: float(np.mean(found[cell][m][dense:])) for cell in cells} for m in Quality._fields}
+        return {"cells": [{**cell._asdict(), **{m: means[m][cell] for m in Quality._fields}} for cell in cells]}
 
     def check(sample: Sample) -> None:
         require_cells(sample, cells)
         for cell in sample["cells"]:
-            for metric in METRICS:
+            for metric in Quality._fields:
                 finite(cell[metric])
 
     samples = each_document(command, ready, console, 1, check, compute)
@@ -119,10 +120,12 @@ def _rows(command: CodelengthCommand, ready: Ready, cells: list[Cell], samples: 
         where = {"kv_head": "one set per KV head", "query_head": "one set per query head"}[heads]
         at = {"where": where, "budget": command.budgets[0], "rule": "visible", "density": None, "heads": heads}
         index = {cell.method: i for i, cell in enumerate(cells) if cell.heads == heads}
-        values = {name: np.array([[s["cells"][i][m] for m in METRICS] for s in samples]) for name, i in index.items()}
+        values = {
+            name: np.array([[s["cells"][i][m] for m in Quality._fields] for s in samples]) for name, i in index.items()
+        }
         curve = [f"lsh-{bits}" for bits in by_bits]
         for name, found in values.items():
-            for metric, estimate in zip(METRICS, bootstrap(found, command.seed), strict=True):
+            for metric, estimate in zip(Quality._fields, bootstrap(found, command.seed), strict=True):
                 yield row(name, metric, estimate, **at)
             if name in curve:
                 continue

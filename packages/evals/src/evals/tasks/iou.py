@@ -29,7 +29,8 @@ from evals.runner import finite
 from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 
 PHASE = "rows"
-METRICS = Quality._fields
+METRICS = (*Quality._fields, "low", "lost")
+"""`low` is the 5th percentile of the rows' mass, `lost` the share of rows that find less than half of the oracle's."""
 HEADS = ("kv_head", "query_head")
 
 
@@ -93,7 +94,8 @@ def measure(
         ids: int64 [T].
         positions: the rows, int64 [R].
         always: the tokens that every row reads without a search.
-    Returns: for each cell `iou`, `recall` and `mass` as [layer][head] means over the rows, and its `density`.
+    Returns: for each cell its `density`, and as [layer][head] `iou`, `recall` and `mass`, means over the rows, and
+        `low` and `lost` (see `METRICS`).
     """
     layers: dict[Cell, list[tuple[Quality, float]]] = {}
     positions = positions.to(model.device)
@@ -126,9 +128,11 @@ def measure(
 
 
 def _by_layer(layers: list[tuple[Quality, float]]) -> dict[str, Any]:
-    """[layer][head] means over rows; the density is the same in every layer but for ties and padding: its mean."""
-    means = {m: [getattr(q, m)[0].double().mean(-1).tolist() for q, _ in layers] for m in METRICS}
-    return {**means, "density": sum(density for _, density in layers) / len(layers)}
+    """[layer][head] figures of the rows; the density is the same in every layer but for ties and padding: its mean."""
+    means = {m: [getattr(q, m)[0].double().mean(-1).tolist() for q, _ in layers] for m in Quality._fields}
+    mass = [found.mass[0].double() for found, _ in layers]  # [heads, rows]
+    low, lost = [m.quantile(0.05, -1).tolist() for m in mass], [(m < 0.5).double().mean(-1).tolist() for m in mass]
+    return {**means, "low": low, "lost": lost, "density": sum(density for _, density in layers) / len(layers)}
 
 
 def _rows(command: IouCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:

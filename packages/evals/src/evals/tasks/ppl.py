@@ -78,7 +78,7 @@ def run(command: PplCommand, console: Console) -> Result:
     methods = {method.name: method for method in ready.methods}
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        return measure(ready.model, document.ids, cells, methods, command.always, step, command.phase)
+        return measure(ready.model, document.ids, cells, methods, command.always, step, command.phase, command.scored)
 
     def check(sample: Sample) -> None:
         finite(sample["dense"]["nll"])
@@ -110,16 +110,17 @@ def measure(
     always: Always,
     step: Callable[[str], None] = lambda doing: None,
     phase: Phase = "everywhere",
+    scored: int | None = None,
 ) -> dict[str, Any]:
-    """Score the second half of one context by each cell and by dense attention.
+    """Score the last tokens of one context by each cell and by dense attention.
 
     Args:
-        ids: int64 [T]; tokens T // 2 ... T - 1 are scored.
+        ids: int64 [T]; scored: how many of its last tokens are scored; None for T // 2 ... T - 1.
         phase: which rows are sparse; see `prompt_of`.
     Returns: `scored`, `dense` {nll, seconds} and `cells`, in order, with nll and kl (nats per token), density, seconds;
         from those that sample `empty`, too: the share of its sampled rows and heads that drew nothing.
     """
-    scored = len(ids) - len(ids) // 2
+    scored = len(ids) - len(ids) // 2 if scored is None else scored
     targets = ids[-scored:].to(model.device)
     began, prompt = time.monotonic(), prompt_of(phase, len(ids), scored)
     cache = None if prompt is None else prefilled(model, ids[:prompt])  # dense for every cell

@@ -1,0 +1,56 @@
+"""One decode step of the sums behind the remainder, in numba: what `RunningMoments.step` runs for each KV head.
+
+The equations are those of `sparse_decode.remainder`.
+"""
+
+# numba is untyped.
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+Sums = NDArray[np.float64]
+
+
+@numba.njit(fastmath={"contract", "nsz"})
+def _lean(query, slope, spread, n, out):  # pragma: no cover - compiled
+    """Add slope (query . spread) / n to out."""
+    for d in range(len(query)):
+        weight, row = np.float32(query[d] * slope / n), spread[d]
+        for i in range(len(out)):
+            out[i] += weight * row[i]
+
+
+def tasks(
+    first: int, last: int, n: int, k: Array, v: Array, key_sums: Sums, value_sums: Sums, spreads: Array,
+    q: Array, slopes: Array, new_keys: Sums, new_values: Sums, new_spreads: Array, mean_keys: Array, rest: Array,
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Add token n of each sequence to its sums, for tasks [first, last): one a batch row and KV head.
+
+    k, v: the new token, [B, Hkv, D] and [B, Hkv, Dv]; sums before it and room for those with it, as in `Moments`;
+    q: [B, Hq, D]; slopes: [Hq]; mean_keys [B, Hkv, D] and rest [B, Hq, Dv] get what `RunningMoments.rows` returns.
+    """
+    heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    dim, dim_v = k.shape[2], v.shape[2]
+    far_v = np.empty(dim_v, np.float32)
+    before, share = max(n - 1, 1), np.float32((n - 1) / n)
+    for task in range(first, last):
+        b, h = task // heads, task % heads
+        for i in range(dim_v):
+            far_v[i] = np.float32(v[b, h, i] - value_sums[b, h, i] / before)
+            new_values[b, h, i] = value_sums[b, h, i] + v[b, h, i]
+        for d in range(dim):
+            far_k = np.float32(k[b, h, d] - key_sums[b, h, d] / before) * share
+            new_keys[b, h, d] = key_sums[b, h, d] + k[b, h, d]
+            mean_keys[b, h, d] = np.float32(new_keys[b, h, d] / n)
+            old, new = spreads[b, h, d], new_spreads[b, h, d]
+            for i in range(dim_v):
+                new[i] = old[i] + far_k * far_v[i]
+        for g in range(group * h, group * (h + 1)):
+            for i in range(dim_v):
+                rest[b, g, i] = np.float32(new_values[b, h, i] / n)
+            _lean(q[b, g], slopes[g], new_spreads[b, h], np.float32(n), rest[b, g])
