@@ -184,7 +184,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "both are of the same keys",
     (_CACHE, "raise NotImplementedError", "removed"): "every class that is made has a method of its own",
     (_CACHE, "if keys is not None and values is not None:", "and -> or"): "they are set together",
-    (_CACHE, "if self.codes is not None and self.means is not None:", "and -> or"): "they are set together",
+    (_CACHE, "if self._codes is not None and self.moments is not None:", "and -> or"): "they are set together",
 }
 """(file below src, line, change): why no test can tell."""
 

@@ -1,6 +1,7 @@
 """Sources, macros and their cubins; no GPU is needed to compile for one."""
 
 import logging
+import sys
 
 import pytest
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
@@ -88,3 +89,9 @@ def test_programs_of_the_same_arguments_are_equal(folder):
 def test_sources_stay_within_120_columns(name):
     for path in (HASHCORE_KERNELS / name, HASHCORE_KERNELS / "common.cuh"):
         assert max(map(len, path.read_text().splitlines())) <= 120
+
+
+def test_a_missing_compiler_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    with pytest.raises(RuntimeError, match="expected it to be installed.*pip install"):
+        program.require_compiler()

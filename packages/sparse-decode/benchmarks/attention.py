@@ -68,7 +68,7 @@ def dense_ways(caches: list[CodedDynamicLayer], q: Tensor) -> dict[str, Step]:
 def make_plan() -> LayerPlan:
     """Make a layer with an untrained hasher of the default variant, and some remainder."""
     hasher = Hasher(HasherConfig("transform", ModelShape(1, HQ, HKV, D)))
-    hasher.layer(0).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1]))
+    hasher.layer(0).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1, 0.6]))
     return LayerPlan(0, HashSelector(hasher), Budget(FRACTION), RowRule(None, 1), hasher.remainder(0))
 
 
@@ -93,7 +93,7 @@ def sparse_step(plan: LayerPlan, caches: list[CodedDynamicLayer], q: Tensor) -> 
     def step(i: int) -> Tensor:
         layer = caches[i % COPIES]
         k, v = layer.update(new[0], new[1])
-        return plan.attend(Inputs(q, k, v, None, layer.codes, None, D**-0.5, None, None, layer.means))[0]
+        return plan.attend(Inputs(q, k, v, None, layer.codes, None, D**-0.5, None, None, layer.moments))[0]
 
     return step
 

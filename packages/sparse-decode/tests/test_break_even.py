@@ -69,7 +69,7 @@ def test_a_budget_for_a_layer_that_is_not_sparse_is_refused():
 def test_the_measured_break_even_is_the_first_context_at_which_sparse_is_no_slower(crossing, expected, monkeypatch):
     clock = {"sparse": lambda n: crossing, "dense": lambda n: n}  # a sparse step takes as long at any context
     monkeypatch.setattr(module, "_steps", lambda plan_of, plan, heads, n, *_: [(kind, n) for kind in clock])
-    monkeypatch.setattr(module, "_seconds", lambda step: clock[step[0]](step[1]))
+    monkeypatch.setattr(module, "_seconds", lambda step, device: clock[step[0]](step[1]))
     with attach(tiny_model(), SignHasher(), Budget(dense_below="measured")) as attachment:
         assert attachment.break_even == expected
         assert attachment._plans[2].budget.dense_below == expected
@@ -89,6 +89,6 @@ def test_the_break_even_is_measured_on_the_models_own_steps(family, monkeypatch)
 
 def test_contexts_that_would_take_too_much_memory_are_not_tried(monkeypatch):
     monkeypatch.setattr(module, "_MAX_BYTES", 2 * 2 * 16 * 4 * 300)
-    monkeypatch.setattr(module, "_seconds", lambda step: -1.0 if step.__name__ == "<lambda>" else 0.0)
+    monkeypatch.setattr(module, "_seconds", lambda step, device: -1.0 if step.__name__ == "<lambda>" else 0.0)
     with attach(tiny_model(), SignHasher(), Budget(dense_below="measured")) as attachment:
         assert attachment.break_even == 512

@@ -68,7 +68,7 @@ def joined(device: str) -> Iterator[Ranks]:
     """Join the processes that torchrun started, for as long as the block lasts; `ALONE` without torchrun.
 
     Args:
-        device: `cuda` adds NCCL for tensors in device memory; all others go over gloo.
+        device: what `device_for` takes; CUDA adds NCCL for tensors in device memory, all others go over gloo.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
@@ -77,7 +77,7 @@ def joined(device: str) -> Iterator[Ranks]:
     store, rank, world = next(rendezvous("env://", timeout=_PATIENCE))
     local, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
+        "cpu:gloo,cuda:nccl" if device_for(device, 0).type == "cuda" else "gloo",
         timeout=_PATIENCE,
         store=_agreed(store, rank, world),
         rank=rank,

@@ -64,12 +64,12 @@ def bit_statistics(hasher: LayerHasher, k: Tensor) -> dict[str, Any]:
     Returns: `ones`, each bit's share of ones, sorted, of all heads; `balance`, the mean of `2 min(ones, 1 - ones)`, 1
         at best; `correlation`, the mean absolute correlation of two bits of a head, 0 at best.
     """
-    codes = hashcore.unpack(hasher.encode_keys(k))[0].float()  # [H, T, bits]
+    codes = hashcore.unpack(hasher.encode_keys(k.to(hasher.remainder.device)))[0].float()  # [H, T, bits]
     ones = codes.mean(1)
     centred = codes - ones[:, None]
     spread = centred.square().mean(1).sqrt().clamp(min=1e-6)
     correlation = (centred.mT @ centred / codes.shape[1] / (spread[:, :, None] * spread[:, None])).abs()
-    others = ~torch.eye(codes.shape[2], dtype=torch.bool)
+    others = ~torch.eye(codes.shape[2], dtype=torch.bool, device=codes.device)
     return {
         "balance": (2 * torch.minimum(ones, 1 - ones)).mean().item(),
         "correlation": correlation[:, others].mean().item(),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hashcore.cuda.program import require_compiler
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -57,6 +58,8 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
             f"--rows must be a multiple of the {ranks.world} processes that share them, got {command.rows}"
         )
     device = str(device_for(command.device, ranks.local))
+    if device.startswith("cuda"):
+        require_compiler()  # the kernels are needed after hours of training, too
     model, tokenizer = loaded(command.model_path, device, command.backbone_memory)
     shape = ModelShape.of(model.config)
     _check_model(command, model.config, shape)

@@ -44,7 +44,7 @@ def break_even(
     for n in LENGTHS:
         if n > LENGTHS[0] and 2 * heads.num_kv_heads * n * heads.head_dim * dtype.itemsize > _MAX_BYTES:
             break
-        sparse, dense = (_seconds(step) for step in _steps(module, plan, heads, n, dtype, device))
+        sparse, dense = (_seconds(step, torch.device(device)) for step in _steps(module, plan, heads, n, dtype, device))
         if sparse <= dense:
             return n
         longest = n
@@ -74,12 +74,15 @@ def _steps(
     return sparse, lambda: dense(module, q, k, v, None, scaling=module.scaling, dropout=0.0)
 
 
-def _seconds(step: Callable[[], object]) -> float:
+def _seconds(step: Callable[[], object], device: torch.device) -> float:
     """Return the median time of a step, after one that warms it up."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     step()
+    wait()
     times = []
     for _ in range(_REPEATS):
         began = time.perf_counter()
         step()
+        wait()  # or launches would be timed
         times.append(time.perf_counter() - began)
     return statistics.median(times)

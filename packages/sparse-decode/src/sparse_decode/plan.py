@@ -115,7 +115,7 @@ class LayerPlan:
     Attributes:
         tally: int64 [2], tokens selected and visible so far, over sparse rows and query heads; those of plain steps,
             where they are numbers anyway, are kept apart. `counted` has the sum.
-        remainder: coefficients and slope [Hq, 6] of what a selection leaves out (eq. 15, 16); None to leave it out.
+        remainder: coefficients [Hq, 5] of the weight of what a selection leaves out (eq. 15); None to leave it out.
         number: how a compiled graph names this plan.
     """
 
@@ -310,7 +310,7 @@ class LayerPlan:
         """Describe what a selection [B, H, R, K] leaves out; `moments` learn of the part's tokens."""
         assert self.remainder is not None
         assert self._slopes is not None
-        rows = x.q[:, :, part.first : part.last], self._slopes * x.scaling
+        rows = x.q[:, :, part.first : part.last], (self._slopes * x.scaling).to(x.q.device)
         plain = part.sparse is None and isinstance(moments, RunningMoments)
         found = moments.step(*rows, x.k, x.v) if plain else None
         if found is None:
@@ -379,7 +379,7 @@ def _unpadded(x: Inputs) -> Tensor | None:
 
 
 def _require_causal(counts: Tensor, visible: Tensor, used: Tensor) -> None:
-    """Refuse a mask of another form for rows that are `used`: running means are of all earlier tokens but padding."""
+    """Refuse a mask of another form for rows that are `used`: the sums are of all earlier tokens but padding."""
     if ((counts != visible) & used).any():
         raise ValueError(
             "the remainder needs a causal mask, with padding at most, got one that hides other tokens; "

@@ -105,9 +105,20 @@ class Program:
         )
 
 
+def require_compiler() -> None:
+    """Raise RuntimeError with one sentence if the kernels cannot be compiled, because cuda-core is not installed."""
+    _cuda_core("cuda.core")
+
+
 def _cuda_core(module: str) -> Any:
-    """Import a module of cuda-core, which comes with the extras cu12 and cu13 and without types."""
-    return importlib.import_module(module)
+    """Import a module of cuda-core, which comes with the extra `cuda` and without types."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"hashcore compiles its CUDA kernels through cuda-core, expected it to be installed, got none ({error}); "
+            'pip install "cuda-core>=1.0,<2" "cuda-bindings>=13.0,<14", or use the CPU'
+        ) from error
 
 
 @functools.cache

@@ -1,0 +1,34 @@
+"""Training on a CUDA device that is not there: fake tensors say where they lie, and refuse to mix devices."""
+
+import pytest
+import torch
+from hashtrain import distribute
+from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.hasher import make_layer
+from hashtrain.judge import bit_statistics
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+
+@pytest.mark.parametrize("variant", ["lsh", "planes"])
+def test_bits_of_keys_on_the_host_are_counted_on_the_device(variant):
+    with FakeTensorMode():
+        with torch.device("cuda"):
+            hasher = make_layer(HasherConfig(variant, ModelShape(1, 4, 2, 64)), 0, None)
+        with pytest.raises(DataDependentOutputException):  # it got to the numbers, which a fake tensor lacks
+            bit_statistics(hasher, torch.empty(1, 2, 100, 64))
+
+
+@pytest.mark.parametrize(("cuda", "backend"), [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])
+def test_auto_means_nccl_where_there_is_cuda(monkeypatch, cuda, backend):
+    asked = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
+    monkeypatch.setattr(distribute, "rendezvous", lambda *a, **k: iter([(None, 0, 2)]))
+    monkeypatch.setattr(distribute, "_agreed", lambda *a: None)
+    monkeypatch.setattr(distribute.dist, "init_process_group", lambda backend, **k: asked.update(backend=backend))
+    monkeypatch.setattr(distribute.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(distribute.Ranks, "wait", lambda ranks: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with distribute.joined("auto"):
+        assert asked["backend"] == backend
