@@ -70,6 +70,40 @@ def glance(names: Measured, subject: str) -> Callable[[pathlib.Path], str]:
     return table
 
 
+def texts(names: dict[str, str], trained_name: str, subject: str) -> Callable[[pathlib.Path], str]:
+    """Return what makes the table of each method's quality behind a dense prompt, on texts of several kinds.
+
+    Args:
+        names: the stored run of each kind of text, by what it is called; trained_name: the stored training.
+    """
+
+    def table(results: pathlib.Path) -> str:
+        runs = {kind: load(results / f"{name}.json") for kind, name in names.items()}
+        trained = stored(results / f"{trained_name}.json")
+        first = next(iter(runs.values()))
+        lines = []
+        for name in sorted(first.config["methods"], key=lambda name: cell(first, name, "kl")):
+            found = trained["hashers"].get(name.removesuffix("+remainder"))
+            heads = found["kv_head"] if found else None
+            low = f"{min(layer['low'] for layer in heads['layers']):.2f}" if heads else ""
+            line = [name, *(f"{heads['mean'][k]:.3f}" if heads else "" for k in ("iou", "mass")), low]
+            for run in runs.values():
+                line += [change(run, name), f"{cell(run, name, 'kl'):.4f}"]
+            lines.append(line)
+        counts = ", ".join(f"{run.config['documents']} of {kind}" for kind, run in runs.items())
+        context = first.config["context"]
+        title = (
+            f"{100 * first.config['budgets'][0]:g} % of the visible tokens, all that is always read included, no layer dense for its place, "
+            f"{trained['bits']}-bit codes, {subject}, as in serving: the last {first.config['scored']:,} tokens of {context:,} behind a dense prompt, "
+            f"held-out texts: {counts}; IoU and mass on {trained['held_out']} contexts of English"
+        )
+        scores = [name for kind in runs for name in (f"perplexity, {kind}", f"KL, {kind}")]
+        header = ["method", "IoU", "mass", "5th percentile, worst head", *scores]
+        return to_markdown(Grid(title, header, [lines]))
+
+    return table
+
+
 def cell(ppl: Result, method: str, metric: str) -> float:
     """Return a method's figure at a run's first budget and rule."""
     wanted = {"rule": ppl.config["rules"][0], "budget": ppl.config["budgets"][0], "against": None}

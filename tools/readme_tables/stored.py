@@ -42,7 +42,7 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") ->
             raise ValueError(f"runs of {', '.join(_KEPT)} have a table, got {run}, one of {task}")
         # So that one phase never takes the place of the other unasked.
         own = "ppl_decode" if result.config.get("phase") == "decode" else task
-        rows = [row for row in result.rows if row.metric in _KEPT[task] and row.head is None]
+        rows = [row for row in result.rows if row.metric in _KEPT[task] and (row.head is None or row.metric == "low")]
         table = json.loads(rows_to_text(rows))
         lines = ",\n".join(json.dumps(rounded(line)) for line in table["rows"])
         head = {"config": result.config, "environment": result.environment, "columns": table["columns"]}

@@ -93,5 +93,5 @@ def test_sources_stay_within_120_columns(name):
 
 def test_a_missing_compiler_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.core", None)
-    with pytest.raises(RuntimeError, match="expected it to be installed.*pip install"):
+    with pytest.raises(RuntimeError, match=r"expected it to be installed.*pip install"):
         program.require_compiler()

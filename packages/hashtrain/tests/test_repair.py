@@ -1,5 +1,7 @@
 """Heads of `transform` get back what selects better, and only they."""
 
+import sys
+
 import torch
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.hasher import make_layer
@@ -58,3 +60,12 @@ def test_a_head_fails_by_its_worst_rows():
     assert not fails(torch.full((1000,), 0.7))
     assert fails(torch.cat([torch.full((940,), 0.99), torch.full((60,), 0.55)]))  # 5th percentile
     assert fails(torch.cat([torch.full((997,), 0.99), torch.full((3,), 0.4)]))  # three rows in a thousand are lost
+
+
+def test_a_start_that_does_not_fail_beats_a_better_mean(monkeypatch):
+    lost = torch.cat([torch.full((99,), 0.99), torch.full((1,), 0.1)])
+    masses = iter([[lost, lost], [torch.full((100,), 0.9), lost * 0.9], *[[lost * 0.9] * 2] * 4])
+    monkeypatch.setattr(sys.modules[repair.__module__], "_mass", lambda *arguments: next(masses))
+    data, layer = Captured(), make_layer(CONFIG, 0, 0)
+    layer.start(data, 0, 5)
+    assert repair(layer, 0, data, CONFIG, 0, 5, 0.3) == {0: "start of 5 digits"}

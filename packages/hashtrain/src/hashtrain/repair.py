@@ -25,7 +25,7 @@ def repair(
     """Give each KV head of a layer the best of its trained functions and of untrained starts, in place.
 
     A start of `digits` is compared for every head, those of `OTHER_DIGITS` for heads that fail
-    (`hashtrain.judge.fails`). What counts is the mean attention mass of rows of the training contexts.
+    (`hashtrain.judge.fails`). What counts on rows of the training contexts: not to fail, then the mean attention mass.
 
     Args:
         config, seed: what the layer was made from (`hashtrain.hasher.make_layer`).
@@ -44,10 +44,14 @@ def repair(
         other.start(data, layer, most)
         found = _mass(other, layer, data, fraction)
         for head in wanted:
-            if found[head].mean() > best[head].mean():
+            if _rank(found[head]) > _rank(best[head]):
                 hasher.take_head(other, head)
                 best[head], taken[head] = found[head], f"start of {most} digits"
     return taken
+
+
+def _rank(mass: Tensor) -> tuple[bool, float]:
+    return not fails(mass), mass.mean().item()
 
 
 def _mass(hasher: LayerHasher, layer: int, data: Capture, fraction: float) -> list[Tensor]:
