@@ -190,47 +190,49 @@ QUALITY |= {"documents": 2, "context": 8192, "methods": ["lsh", "transform", "re
 
 
 @pytest.fixture
-def decode(tmp_path):
-    """Store what the same methods cost behind a dense prompt: half as much, on 5 contexts."""
-    rows = [Row(**{**AT, "task": "ppl", **row}) for row in quality_rows("decode", 0.5)]
-    config = {"config": {**QUALITY, "phase": "decode", "documents": 5}, "environment": {}}
-    (tmp_path / "second_decode.json").write_text(json.dumps({**config, **json.loads(rows_to_text(rows))}))
+def serving(tmp_path):
+    """Store what the same methods cost behind a dense prompt, on two kinds of text: on the second half as much."""
+    for name, share, documents in (("second_english", 1.0, 2), ("second_python", 0.5, 5)):
+        rows = [Row(**{**AT, "task": "ppl", **row}) for row in quality_rows("decode", share)]
+        own = {**QUALITY, "phase": "decode", "documents": documents, "scored": 1024, "sink": 4}
+        data = {"config": own, "environment": {}, **json.loads(rows_to_text(rows))}
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
 
 
-@pytest.mark.usefixtures("decode")
-def test_glance_takes_each_methods_own_figures_best_first(table, tmp_path):
-    found = {"kv_head": {"mean": {"iou": 0.61234, "mass": 0.9}}}
+@pytest.mark.usefixtures("serving")
+def test_glance_takes_each_methods_own_figures_best_first(tool, tmp_path):
+    layers = [{"low": 0.8}, {"low": 0.654}]
+    found = {"kv_head": {"mean": {"iou": 0.61234, "mass": 0.9}, "layers": layers}}
     trained = {"bits": 64, "held_out": 3, "hashers": {"transform": found}}
     (tmp_path / "second_training.json").write_text(json.dumps(trained))
-    lines, _ = table("second-glance", QUALITY, quality_rows(), name="second_ppl")
-    assert lines[2].startswith(
-        "2 % of the visible tokens, 64-bit codes, SmolLM2-135M-Instruct, held-out contexts of 8,192"
-    )
-    assert "3 for IoU and mass" in lines[2]
-    assert "every row sparse (2 contexts) and as in serving" in lines[2]
-    assert lines[2].endswith("(5 contexts)")
+    lines = tool.render("<!-- results:second-glance -->\n<!-- end -->\n", tmp_path).splitlines()
+    assert lines[2].startswith("2 % of the visible tokens, the first 4 and the row's own included")
+    assert "64-bit codes, SmolLM2-135M-Instruct" in lines[2]
+    assert "the last 1,024 of 8,192 tokens behind a dense prompt" in lines[2]
+    assert "2 of English, 5 of Python" in lines[2]
     assert lines[6:10] == [
-        "| transform+remainder | 0.612 | 0.900 | +12.5 % | 0.1250 | +6.2 % | 0.0625 |",
-        "| transform | 0.612 | 0.900 | -1.0 % | 0.2500 | -1.0 % | 0.1250 |",
-        "| lsh |  |  | +50.0 % | 0.5000 | +25.0 % | 0.2500 |",
-        "| recent |  |  | +200.0 % | 2.0000 | +100.0 % | 1.0000 |",
+        "| transform+remainder | 0.612 | 0.900 | 0.65 | +12.5 % | 0.1250 | +6.2 % | 0.0625 |",
+        "| transform | 0.612 | 0.900 | 0.65 | -1.0 % | 0.2500 | -1.0 % | 0.1250 |",
+        "| lsh |  |  |  | +50.0 % | 0.5000 | +25.0 % | 0.2500 |",
+        "| recent |  |  |  | +200.0 % | 2.0000 | +100.0 % | 1.0000 |",
     ]
 
 
-@pytest.mark.usefixtures("decode")
+@pytest.mark.usefixtures("serving")
 def test_the_first_lines_say_of_both_models_how_many_texts_they_rest_on(tool, tmp_path):
     for name in ("sparse_attention", "sparse_model_decode", "ppl_decode"):
         (tmp_path / f"{name}.json").write_text((tool.RESULTS / f"{name}.json").read_text())
     lines = tool.render("<!-- results:headline -->\n<!-- end -->\n", tmp_path).splitlines()
     demo = json.loads((tmp_path / "ppl_decode.json").read_text())["config"]
     (worse,) = [line for line in lines if "How much worse" in line]
-    assert "of SmolLM2-135M-Instruct by +6.2 % (5 texts of 8,192 tokens)" in worse
+    assert "of SmolLM2-135M-Instruct by +12.5 % on English (2 texts of 8,192 tokens)" in worse
+    assert "by +6.2 % on Python (5 texts of 8,192 tokens)" in worse
     assert f"({demo['documents']} texts of {demo['context']:,} tokens)" in worse
-    assert "alone change them by +100.0 % and" in worse
+    assert "alone change them by +200.0 %, +100.0 % and" in worse
 
 
 def test_a_model_has_its_name_in_place_of_its_folder(table):
     config = {**QUALITY, "model": "runs/made", "dense_layers": 2, "match": []}
     config |= {"methods": ["planes"], "rules": ["visible"], "budgets": [0.02]}
-    lines, _ = table("second-ppl", config, ppl_rows("everywhere"), name="second_ppl")
+    lines, _ = table("second-english", config, ppl_rows("everywhere"), name="second_english")
     assert "3 held-out contexts of 8192 tokens, model `SmolLM2-135M-Instruct`" in lines[2]

@@ -4,8 +4,8 @@
     uv run tools/update_readme.py --from runs/demo runs/iou runs/ppl  # first store these runs, trimmed and rounded
     uv run tools/update_readme.py --from runs/codelength runs/ppl-decode runs/throughput  # decode: as ppl_decode
     uv run tools/update_readme.py --from runs/all=ablations runs/paper/table-2=quest  # under names of their own
-    uv run tools/update_readme.py --from runs/smol=second_training runs/smol-ppl=second_ppl  # another model's, and
-    uv run tools/update_readme.py --from runs/smol-decode=second_decode                      # behind a dense prompt
+    uv run tools/update_readme.py --from runs/smol=second_training                           # another model's
+    uv run tools/update_readme.py --from runs/smol-en=second_english runs/smol-py=second_python
     uv run tools/update_readme.py --check                           # change nothing; exit 1 if a README is stale
     uv run packages/sparse-decode/benchmarks/attention.py --out docs/results/sparse_attention.json
     uv run packages/sparse-decode/benchmarks/model.py decode --out docs/results/sparse_model_decode.json

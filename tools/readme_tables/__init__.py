@@ -14,10 +14,10 @@ from readme_tables.stored import named, stored
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "headline": headline.headline,
     "glance": quality.glance(quality.Measured("ppl", "ppl_decode", "training"), "demo model"),
-    "second-glance": quality.glance(quality.Measured("second_ppl", "second_decode", "second_training"), SECOND_MODEL),
+    "second-glance": quality.texts(headline.SECOND_RUNS, "second_training", SECOND_MODEL),
     "second-layers": lambda results: quality.training(results, "kv_head", "second_training"),
-    "second-decode": quality.of_run("second_decode", lambda result: report.ppl_grid(named(result, SECOND_MODEL))),
-    "second-ppl": quality.of_run("second_ppl", lambda result: report.ppl_grid(named(result, SECOND_MODEL))),
+    "second-english": quality.of_run("second_english", lambda result: report.ppl_grid(named(result, SECOND_MODEL))),
+    "second-python": quality.of_run("second_python", lambda result: report.ppl_grid(named(result, SECOND_MODEL))),
     "speed": speed.speed,
     "install": speed.install,
     "iou": quality.of_run("iou", quality.iou("kv_head")),

@@ -9,6 +9,8 @@ from readme_tables.stored import load, stored
 
 OURS, WINDOW = "transform+remainder", "recent"
 SECOND_MODEL = "SmolLM2-135M-Instruct"
+SECOND_RUNS = {"English": "second_english", "Python": "second_python"}
+"""Stored runs on the second model, behind a dense prompt, by kind of text."""
 
 
 def headline(results: pathlib.Path) -> str:
@@ -16,13 +18,14 @@ def headline(results: pathlib.Path) -> str:
     attention, model = (stored(results / f"sparse_{name}.json") for name in ("attention", "model_decode"))
     step = max((row for row in model["rows"] if row["batch"] == 1), key=lambda row: row["n"])
     layer = next(row for row in attention["rows"] if (row["n"], row["dtype"]) == (step["n"], "bfloat16"))
-    demo, second = (load(results / f"{name}.json") for name in ("ppl_decode", "second_decode"))
+    demo, second, python = (load(results / f"{name}.json") for name in ("ppl_decode", *SECOND_RUNS.values()))
     budget = demo.config["budgets"][0]
+    lost, blind = ([change(run, method) for run in (second, python, demo)] for method in (OURS, WINDOW))
     return (
         f"- **How much worse:** reading {100 * budget:g} % of the tokens behind a dense prompt changes the perplexity "
-        f"of {SECOND_MODEL} by {change(second, OURS)} ({_texts(second)}) and of the demo model by {change(demo, OURS)} "
-        f"({_texts(demo)}); the last {100 * budget:g} % alone change them by {change(second, WINDOW)} and "
-        f"{change(demo, WINDOW)}.\n"
+        f"of {SECOND_MODEL} by {lost[0]} on English ({_texts(second)}), by {lost[1]} on Python ({_texts(python)}), and "
+        f"of the demo model by {lost[2]} ({_texts(demo)}); the last {100 * budget:g} % alone change them by "
+        f"{blind[0]}, {blind[1]} and {blind[2]}.\n"
         f"- **How much faster:** at {step['n']:,} tokens on a CPU core the attention of a decode step is "
         f"{layer['ratio']:.1f} times as fast as the fastest dense code we could write, and a whole model's step "
         f"{step['ratio']:.1f} times. No GPU was measured."

@@ -91,11 +91,12 @@ def texts(names: dict[str, str], trained_name: str, subject: str) -> Callable[[p
                 line += [change(run, name), f"{cell(run, name, 'kl'):.4f}"]
             lines.append(line)
         counts = ", ".join(f"{run.config['documents']} of {kind}" for kind, run in runs.items())
-        context = first.config["context"]
+        config, budget = first.config, 100 * first.config["budgets"][0]
+        always = f"the first {config['sink']} and the row's own included, no layer dense by its place"
+        where = f"the last {config['scored']:,} of {config['context']:,} tokens behind a dense prompt"
         title = (
-            f"{100 * first.config['budgets'][0]:g} % of the visible tokens, all that is always read included, no layer dense for its place, "
-            f"{trained['bits']}-bit codes, {subject}, as in serving: the last {first.config['scored']:,} tokens of {context:,} behind a dense prompt, "
-            f"held-out texts: {counts}; IoU and mass on {trained['held_out']} contexts of English"
+            f"{budget:g} % of the visible tokens, {always}, {trained['bits']}-bit codes, {subject}, as in serving: "
+            f"{where}, held-out texts: {counts}; IoU and mass per KV head, on {trained['held_out']} contexts"
         )
         scores = [name for kind in runs for name in (f"perplexity, {kind}", f"KL, {kind}")]
         header = ["method", "IoU", "mass", "5th percentile, worst head", *scores]

@@ -247,7 +247,7 @@ class Attachment:
         return args, {**kwargs, KEYWORD: Call(plan, held)}
 
     def memory(self, cache: Cache) -> tuple[int, int]:
-        """Return bytes of a cache's keys and values, in all layers, and of the codes it carries."""
+        """Return bytes of a cache's keys and values, in all layers, and of its codes and the sums of its remainder."""
         kv = codes = 0
         for layer in cache.layers:
             held = layer.memory() if isinstance(layer, CODED) else (_kv_bytes(layer), 0)

@@ -201,7 +201,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         return self._codes.view()
 
     def memory(self) -> tuple[int, int]:
-        """Return bytes of keys and values, and of codes."""
+        """Return bytes of keys and values, and of codes and sums."""
         self.settle()
         ours = self.codes.nbytes if self.get_seq_length() else 0
         return self._keys.nbytes + self._values.nbytes, ours + self.moments.nbytes
@@ -299,10 +299,11 @@ class CodedStaticLayer(_Coded, StaticLayer):
         return self._codes
 
     def memory(self) -> tuple[int, int]:
-        """Return bytes of keys and values, and of codes: all of the static buffers."""
+        """Return bytes of keys and values, and of codes and sums: all of the static buffers."""
         if not self.is_initialized:
             return 0, 0
-        return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, cast(Tensor, self._codes).nbytes
+        ours = cast(Tensor, self._codes).nbytes + cast(StaticMoments, self.moments).nbytes
+        return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, ours
 
     def _allocate(self) -> Tensor:
         """Make room for the codes and the sums beside keys and values."""
@@ -381,7 +382,7 @@ class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
         return self._codes.view()
 
     def memory(self) -> tuple[int, int]:
-        """Return bytes of keys and values as they are stored, and of codes."""
+        """Return bytes of keys and values as they are stored, and of codes and sums."""
         stored = (self.keys, self.values, self._quantized_keys, self._quantized_values)
         return sum(map(_nbytes, stored)), self._codes.nbytes + self.moments.nbytes
 
