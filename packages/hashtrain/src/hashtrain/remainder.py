@@ -121,9 +121,8 @@ def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Itera
         q, k, scaling = data.read(context, layer)
         rows = torch.randint(min(_FIRST_ROW, k.shape[2] - 1), k.shape[2], (_ROWS,), generator=generator, device="cpu")
         q, k, v, rows = (x.to(device) for x in (q[:, :, rows], k, data.values(context, layer), rows))
-        by_group = (hasher.hkv, hasher.group)
         flat, steep = (
-            linear_values(q, k, v, rows, torch.full((hasher.hq,), slope, device=device))[0].unflatten(0, by_group)
+            hasher.by_group(linear_values(q, k, v, rows, torch.full((hasher.hq,), slope, device=device)))[0]
             for slope in (0.0, scaling)
         )
         values = v[0, :, None].float()

@@ -311,8 +311,9 @@ class LayerPlan:
         assert self.remainder is not None
         assert self._slopes is not None
         rows = x.q[:, :, part.first : part.last], (self._slopes * x.scaling).to(x.q.device)
-        plain = part.sparse is None and isinstance(moments, RunningMoments)
-        found = moments.step(*rows, x.k, x.v) if plain else None
+        found = None
+        if part.sparse is None and isinstance(moments, RunningMoments):
+            found = moments.step(*rows, x.k, x.v)
         if found is None:
             past = x.k.shape[2] - x.q.shape[2]
             *found, seen = moments.rows(*rows, x.k, x.v, _unpadded(x), past + part.first, past + part.last)

@@ -23,7 +23,7 @@ _CHUNK = 1 << 26  # bytes of float64 keys or values that are summed at once, wha
 class Moments(NamedTuple):
     """Sums over some tokens of each sequence of a batch."""
 
-    count: Tensor
+    tokens: Tensor
     """How many tokens, float64 [B]."""
     keys: Tensor
     """Sum of their keys, float64 [B, Hkv, D]."""
@@ -36,10 +36,9 @@ class Moments(NamedTuple):
     def none(cls, k: Tensor, v: Tensor) -> Moments:
         """Return those of no token, for keys [B, Hkv, N, D] and values [B, Hkv, N, Dv]."""
         (batch, heads, _, dim), dim_v = k.shape, v.shape[3]
-        sums = (
-            k.new_zeros(*size, dtype=torch.float64) for size in ((batch,), (batch, heads, dim), (batch, heads, dim_v))
-        )
-        return cls(*sums, k.new_zeros(batch, heads, dim, dim_v, dtype=torch.float32))
+        keys, values = (x.new_zeros(*x.shape[:2], x.shape[3], dtype=torch.float64) for x in (k, v))
+        spread = k.new_zeros(batch, heads, dim, dim_v, dtype=torch.float32)
+        return cls(keys.new_zeros(batch), keys, values, spread)
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int) -> Moments:
@@ -48,11 +47,8 @@ class Moments(NamedTuple):
         found = cls.none(k, v)
         for start in range(first, last, tokens):
             end = min(start + tokens, last)
-            part = cls(
-                _count(k, seen, start, end)[:, -1].double(),
-                *(_shown(x, seen, start, end).sum(2) for x in (k, v)),
-                found.spread,
-            )
+            keys, values = (_shown(x, seen, start, end).sum(2) for x in (k, v))
+            part = cls(_count(k, seen, start, end)[:, -1].double(), keys, values, found.spread)
             keys, values = (
                 _deviations(x, mean, seen, start, end) for x, mean in zip((k, v), part.means(), strict=True)
             )
@@ -61,7 +57,7 @@ class Moments(NamedTuple):
 
     def means(self) -> tuple[Tensor, Tensor]:
         """Return the mean key and value, float64; zeros of no token."""
-        divisor = self.count.clamp(min=1)[:, None, None]
+        divisor = self.tokens.clamp(min=1)[:, None, None]
         return self.keys / divisor, self.values / divisor
 
     def join(self, other: Moments) -> Moments:
@@ -105,7 +101,7 @@ class RunningMoments:
         Returns: float32 mean keys [B, Hkv, R, D] and values [B, Hq, R, Dv] of eq. 16, and how many tokens [B, R].
         """
         before = self._advance(k, v, seen, first)
-        counts = before.count.long()[:, None] + _count(k, seen, first, last)
+        counts = before.tokens.long()[:, None] + _count(k, seen, first, last)
         visible = counts.clamp(min=1)[:, None, :, None]
         centres = [mean[:, :, None] for mean in before.means()]
         mean_k, mean_v = (
@@ -135,7 +131,7 @@ class RunningMoments:
         if sums is None or not alike or self.length != n - 1 or self._seen is not None:
             return None
         # Not in place: whoever was given the sums may keep them.
-        self._sums, self.length = Moments(sums.count + 1, *map(torch.empty_like, sums[1:])), n
+        self._sums, self.length = Moments(sums.tokens + 1, *map(torch.empty_like, sums[1:])), n
         mean_keys = torch.empty(k.shape[0], k.shape[1], 1, k.shape[3])
         rest = torch.empty(q.shape[0], q.shape[1], 1, v.shape[3])
         run(
@@ -292,7 +288,7 @@ def with_remainder(
 def _between(a: Moments, b: Moments) -> Tensor:
     """Return what the spread of tokens a and b together has beyond their own: that of their two means."""
     (keys_a, values_a), (keys_b, values_b) = a.means(), b.means()
-    factor = (a.count * b.count / (a.count + b.count).clamp(min=1))[:, None, None]
+    factor = (a.tokens * b.tokens / (a.tokens + b.tokens).clamp(min=1))[:, None, None]
     return (((keys_b - keys_a) * factor)[..., None] * (values_b - values_a)[:, :, None]).float()
 
 
