@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 from hashtrain import ModelShape
+from hashtrain.models import text_decoder
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
@@ -33,7 +34,6 @@ from sparse_decode.model import (
     require_own_keys,
     set_attention,
     sparse_modules,
-    text_decoder,
 )
 from sparse_decode.offload import HostLayer
 from sparse_decode.parallel import head_shard, shard, shard_shape
