@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hashtrain.models import load_model
+from hashtrain.models import load_model, text_decoder
 from hashtrain.plan import DEMO, model_path
 from hashtrain.usage import guarded
 from rich.console import Console
@@ -128,7 +128,7 @@ class Chat:
         return shared
 
     def _require_room(self, prompt: int) -> None:
-        room = getattr(self._model.get_decoder().config, "max_position_embeddings", None)
+        room = getattr(text_decoder(self._model).config, "max_position_embeddings", None)
         new = self._settings["max_new_tokens"]
         if room is not None and prompt + new > room:
             raise ValueError(

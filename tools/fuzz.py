@@ -3,8 +3,9 @@
     uv run tools/fuzz.py --seconds 3600                # all fuzzers, in equal shares
     uv run tools/fuzz.py functions --seconds 60        # one of them
 
-A fuzzer is a module of tests/ with `case(rng)`: it draws one case from the generator, raises where a law is broken, and
-returns how many comparisons it made. Stops at the first case that does, and says the command that repeats it.
+A fuzzer is a module of tests/, or of a package's tests, with `case(rng)`: it draws one case from the generator, raises
+where a law is broken, and returns how many comparisons it made. Stops at the first case that does, and says the command
+that repeats it.
 """
 
 import argparse
@@ -22,8 +23,11 @@ FUZZERS = {
     "functions": "fuzz_hashcore",  # every function of hashcore against an oracle of a few lines
     "index": "fuzz_index",  # BitIndex against a list of its rows
     "index-files": "fuzz_index_files",  # damaged and forged files of BitIndex
+    "cache": "fuzz_cache",  # what is done to caches that carry codes, against plain ones
     "files": "fuzz_files",  # every other file that may come from elsewhere: a case is a round of test_fuzz_*.py
 }
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ROOT / "tests", ROOT / "packages" / "sparse-decode" / "tests"
 
 
 def run(name: str, seconds: float, most: int | None, seed: int, first: int) -> int:
@@ -54,7 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.fuzzers) - set(FUZZERS):
         parser.error(f"expected fuzzers of {', '.join(FUZZERS)}, got {', '.join(sorted(unknown))}")
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    sys.path[:0] = map(str, FOLDERS)
     warnings.simplefilter("error")
     faulthandler.enable()  # a crash says where, and the seed below repeats it
     names, seed = args.fuzzers or list(FUZZERS), secrets.randbelow(1 << 32) if args.seed is None else args.seed

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from hashtrain.capture import capture, capturing
+from hashtrain.models import text_decoder
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 
@@ -75,3 +76,19 @@ def test_a_full_disk_is_refused_before_anything_is_written(model, tmp_path, monk
     with pytest.raises(OSError, match="not enough free disk"):
         capture(model, [torch.arange(64)], tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_model_that_calls_its_output_projection_decoder_is_captured():
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = transformers.ModernBertDecoderConfig(**sizes, **tokens, num_hidden_layers=3)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    assert not hasattr(model.get_decoder(), "config")
+    ids, seen = torch.arange(3, 23)[None], {}
+    with torch.no_grad():
+        before = model(ids).logits
+        with capturing(model, lambda layer, *found: seen.update({layer: found})):
+            inside = model(ids).logits
+    assert torch.equal(before, inside)
+    assert {layer: found[0].shape for layer, found in seen.items()} == dict.fromkeys(range(3), (1, 4, 20, 16))
+    assert text_decoder(model).config._attn_implementation == "sdpa"

@@ -5,7 +5,7 @@
 Each round takes a kind of layer and a random list of acts: append (also in another type, or in inference mode), crop,
 reorder, repeat, select and reset by the layer's methods; crop, prune and scale by hand; copies and pickles. After each
 one, keys and values are those of a plain layer to which the same was done, and the codes and sums those of its keys.
-`run` is the door for tools/fuzz.py.
+`case` is the door for tools/fuzz.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from sparse_decode.cache import Encoder, carry_codes
 from sparse_decode.remainder import RunningMoments
@@ -184,6 +185,12 @@ def run_round(seed: int, kind: str | None = None) -> int:
         except (AssertionError, RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise AssertionError(f"round {seed}, {kind}, after {', '.join(done)}: {error!r}") from error
     return ROUND
+
+
+@torch.no_grad()
+def case(rng: np.random.Generator) -> int:
+    """Do one round that the generator draws; returns the steps done."""
+    return run_round(int(rng.integers(1 << 62)))
 
 
 def run(seconds: float, seed: int) -> int:

@@ -55,7 +55,7 @@ def test_keys_of_dense_steps_are_hashed_when_they_are_needed_and_in_their_order(
 
 
 def test_a_long_prefill_is_hashed_in_pieces(monkeypatch):
-    key = 2 * 2 * 16 * 4 * cache._WIDTHS + 1  # two sequences, two heads of 16, in float32
+    key = 2 * 2 * 128 * 4 * cache._WIDTHS + 1  # two sequences, two heads of 128 bits, in float32
     monkeypatch.setattr(cache, "_CHUNK", 20 * key)
     hashed = []
     layer = make("dynamic", Encoder(lambda k: (hashed.append(k.shape[2]), encode(k))[1]))

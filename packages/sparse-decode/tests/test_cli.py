@@ -7,9 +7,9 @@ import pytest
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.demo import demo_model_path
 from sparse_decode.cli import main
-from sparse_decode.streaming import _last_tokens
+from sparse_decode.streaming import _last_tokens, load_selector
 from sparse_decode_doubles import tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ModernBertDecoderConfig
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +130,11 @@ def test_wrong_input_is_one_sentence(folder, more, sentence, capsys):
     assert captured.err.startswith("sparse-decode: ")
     assert captured.err.count("\n") == 1
     assert not captured.out
+
+
+def test_untrained_codes_are_drawn_for_a_model_that_calls_its_output_projection_decoder():
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = ModernBertDecoderConfig(**sizes, **tokens, num_hidden_layers=2)
+    found = load_selector("lsh", AutoModelForCausalLM.from_config(config))
+    assert found.hasher.config.shape == ModelShape.of(config)

@@ -27,7 +27,7 @@ from transformers.integrations import sdpa_attention
 from hashtrain.atomic import save_tensors, write_text
 from hashtrain.config import ModelShape
 from hashtrain.manifest import begin, checksum, finish, identity, missing
-from hashtrain.models import device_of
+from hashtrain.models import device_of, text_decoder
 from hashtrain.untrusted import open_tensors
 
 Sink = Callable[[int, Tensor, Tensor, Tensor, float], None]
@@ -89,7 +89,7 @@ def _our_attention(model: PreTrainedModel) -> Generator[None]:
         mask: Callable[..., Any] = getattr(masking_utils, f"{dense}_mask")
         AttentionInterface.register(_NAMES[dense], _capturing_attention)
         AttentionMaskInterface.register(_NAMES[dense], mask)
-    config = cast(Any, model.get_decoder().config)
+    config = cast(Any, text_decoder(model).config)
     before: str = config._attn_implementation or "sdpa"
     _set_attention(model, _NAMES["eager" if before == "eager" else "sdpa"])
     try:
@@ -100,7 +100,7 @@ def _our_attention(model: PreTrainedModel) -> Generator[None]:
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
     """Set the attention of the text decoder alone: a vision tower keeps its own."""
-    config, decoder = cast(Any, model.config), cast(Any, model.get_decoder().config)
+    config, decoder = cast(Any, model.config), cast(Any, text_decoder(model).config)
     mine: list[str] = [key for key in config.sub_configs if getattr(config, key) is decoder]
     model.set_attn_implementation({mine[0]: name} if mine else name)
 

@@ -114,6 +114,12 @@ def require_vocabulary(model: PreTrainedModel, *contexts: Tensor) -> None:
         )
 
 
+def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the part of a model that decodes text; some call their output projection `decoder`."""
+    found = cast(object, model.get_decoder())
+    return cast(PreTrainedModel, found if hasattr(found, "config") else model.base_model)
+
+
 def device_of(model: PreTrainedModel) -> torch.device:
     """Return where a model runs, which for one that accelerate has spread is not where its weights are."""
     device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)

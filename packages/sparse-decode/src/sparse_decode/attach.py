@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 from hashtrain import ModelShape
+from hashtrain.models import text_decoder
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
@@ -20,6 +21,7 @@ from sparse_decode import flash
 from sparse_decode.break_even import break_even
 from sparse_decode.budget import Budget
 from sparse_decode.cache import CODED, CodedDynamicLayer, carry_codes, coded_type, is_quantised
+from sparse_decode.forecast import Forecast, forecast
 from sparse_decode.interface import FLASH_NAME, KEYWORD, NAMES, AttentionName, Call, register
 from sparse_decode.model import (
     CACHE_NAMES,
@@ -32,7 +34,6 @@ from sparse_decode.model import (
     require_own_keys,
     set_attention,
     sparse_modules,
-    text_decoder,
 )
 from sparse_decode.offload import HostLayer
 from sparse_decode.parallel import head_shard, shard, shard_shape
@@ -75,7 +76,8 @@ def attach(
         kernel: what attends. "gather": our own kernels, and for dense calls what the model uses. "flash": flash-attn
             (extra `sparse-decode[flash]`) for dense calls and over rows that torch gathers, as in the paper: on CUDA
             in 16-bit types, without padding, remainder, learned sinks, sliding layers, static caches.
-    Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`.
+    Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`. Its `forecast(batch, tokens)`
+        says beforehand what memory a run takes, and `memory(cache)` what a cache has taken.
     Raises: ValueError with one sentence if the model, its attention or the hasher cannot be used; the model is then
         unchanged.
     """
@@ -128,6 +130,7 @@ class Attachment:
         self._name: AttentionName | None = None
         self.break_even: int | None = None
         self._on_host = on_host
+        self._ranks = 1
         if selector is not None:
             chosen = _as_selector(selector)
             chosen.require_match(text_decoder(model).config)
@@ -148,7 +151,7 @@ class Attachment:
             if on_host:
                 require_own_keys(model)
             rank, size = head_shard(next(iter(modules.values())).module, shape.at(min(modules)))
-            chosen = chosen if size == 1 else shard(chosen, rank, size)
+            chosen, self._ranks = chosen if size == 1 else shard(chosen, rank, size), size
             if strangers := sorted(set(layer_budgets) - set(modules)):
                 raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
             budgets = {layer: layer_budgets.get(layer, budget) for layer in modules}
@@ -253,6 +256,18 @@ class Attachment:
             held = layer.memory() if isinstance(layer, CODED) else (_kv_bytes(layer), 0)
             kv, codes = kv + held[0], codes + held[1]
         return kv, codes
+
+    def forecast(self, batch: int, tokens: int) -> Forecast:
+        """Return the bytes that `batch` sequences of `tokens` tokens each will take, before anything is run.
+
+        For the model's own type, a dynamic cache, and a selector that works on codes: another one, and hashers other
+        than those of `hashtrain`, have temporaries of their own.
+
+        Raises: ValueError if batch or tokens is below 1.
+        """
+        shape = ModelShape.of(text_decoder(self.model).config)
+        mine = shape if self._ranks == 1 else shard_shape(shape, self._ranks)
+        return forecast(self.model, mine, self._plans, batch, tokens)
 
     def prepare(self, cache: Cache) -> Cache:
         """Make a cache carry codes before a model sees it: needed only if its first call is a compiled one.

@@ -12,6 +12,11 @@ from sparse_decode.modes import ordinary_tensors
 _SLACK = 64  # rows; and an eighth of what is held, so that all the copies of growing cost eight writes a row
 
 
+def spare_rows(end: int) -> int:
+    """Return how many rows a buffer that grows to hold `end` rows has room for beyond them."""
+    return max(_SLACK, end // 8)
+
+
 class GrowingBuffer:
     """Rows of the tokens seen so far, [B, H, T, X].
 
@@ -62,7 +67,7 @@ class GrowingBuffer:
             )
         kind = rows.dtype if data is None else torch.promote_types(data.dtype, rows.dtype)
         if data is None or not self._own or end > data.shape[2] or kind != data.dtype:
-            grown = self._room(rows, end + max(_SLACK, end // 8), kind)
+            grown = self._room(rows, end + spare_rows(end), kind)
             if data is not None:
                 grown[:, :, : self._length] = self.view()
             data = self._data = grown

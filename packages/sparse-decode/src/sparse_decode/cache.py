@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import WeakSet
@@ -40,7 +41,8 @@ Encode = Callable[[Tensor], Tensor]
 
 _LATER = 16  # tokens of an update that are hashed only when their codes are needed
 _CHUNK = 1 << 26  # bytes of float32 temporaries of the tokens hashed at once, whatever the batch and the context
-_WIDTHS = 8  # numbers that hashing a key makes, over the numbers of the key: itself, hidden, bits, and their sums
+_WIDTHS = 8  # numbers that hashing a key makes, over those of the key or its bits: itself, hidden, bits, and their sums
+_MOST_BITS = 8  # of a code for each number of its key
 
 
 class Encoder:
@@ -51,16 +53,54 @@ class Encoder:
 
     def __init__(self, encode: Encode):
         self._encode = encode
+        self._shape: tuple[int, int] | None = None
         self._layers = WeakSet[CacheLayerMixin]()
         self.number: int = enrol(self)
 
     def __call__(self, keys: Tensor, device: torch.device | None = None) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W], on another device if one is named."""
-        device = keys.device if device is None else device
-        tokens = max(1, _CHUNK // (keys[:, :, :1].numel() * 4 * _WIDTHS + 1))
+        device, n = keys.device if device is None else device, keys.shape[2]
         with no_autocast(device):
-            parts = [self._encode(part.to(device)) for part in keys.split(tokens, dim=2)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+            first = self._learn(self._encode(keys[:, :, : self._tokens_at_once(keys)].to(device)))
+            if (done := first.shape[2]) == n:
+                return first
+            # Made at once: pieces that are kept would lie among temporaries, whose memory could then not be given back.
+            codes = first.new_empty(*first.shape[:2], n, first.shape[3])
+            codes[:, :, :done] = first
+            while done < n:
+                end = min(n, done + self._tokens_at_once(keys))
+                codes[:, :, done:end] = self._encode(keys[:, :, done:end].to(device))
+                done = end
+        return codes
+
+    def code_shape(self, keys: Tensor, device: torch.device | None = None) -> tuple[int, int]:
+        """Return heads and int32 words of the codes of keys like these [B, Hkv, T, D]; hashes one of zeros at first."""
+        if self._shape is None:
+            device = keys.device if device is None else device
+            with no_autocast(device):
+                self._learn(self._encode(keys.new_zeros(1, keys.shape[1], 1, keys.shape[3], device=device)))
+        assert self._shape is not None
+        return self._shape
+
+    def temporaries(self, keys: Tensor) -> int:
+        """Return the most bytes that hashing keys [B, Hkv, T, D] holds beside its result; those may be meta tensors.
+
+        It must have hashed before, or been asked for `code_shape`.
+        """
+        return min(keys.shape[2], self._tokens_at_once(keys)) * self._bytes_per_token(keys)
+
+    def _learn(self, codes: Tensor) -> Tensor:
+        self._shape = codes.shape[1], codes.shape[3]
+        return codes
+
+    def _tokens_at_once(self, keys: Tensor) -> int:
+        return max(1, _CHUNK // (self._bytes_per_token(keys) + 1))
+
+    def _bytes_per_token(self, keys: Tensor) -> int:
+        """Count the bytes of temporaries; as if there were many bits until the first codes say how many."""
+        batch, heads, _, dim = keys.shape
+        bits = _MOST_BITS * heads * dim if self._shape is None else 32 * math.prod(self._shape)
+        return batch * max(heads * dim, bits) * 4 * _WIDTHS
 
     def write(self, codes: Tensor, keys: Tensor, at: Tensor) -> None:
         """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on."""
@@ -310,10 +350,9 @@ class CodedStaticLayer(_Coded, StaticLayer):
         if torch.compiler.is_compiling():
             raise ValueError("a static cache needs its memory before it is compiled; call its early_initialization()")
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
-        # The hasher says how many code heads and words a key has.
-        batch, heads, _, width = self.encoder(keys.new_zeros(*keys.shape[:2], 1, keys.shape[3])).shape
+        heads, width = self.encoder.code_shape(keys)
         with ordinary_tensors():
-            codes = torch.zeros(batch, heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
+            codes = torch.zeros(len(keys), heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
             self._codes, self.moments = codes, StaticMoments.empty(keys, values)
         for x in (codes, *self.moments.tensors):
             torch._dynamo.mark_static_address(x)

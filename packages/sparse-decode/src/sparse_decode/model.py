@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from hashtrain import ModelShape
+from hashtrain.models import text_decoder
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,12 +29,6 @@ WHOLE = ("full_attention", "hybrid")
 """Types of layers that see the whole context; a hybrid one has a recurrent state beside its attention."""
 _PASSES_KEYWORDS = 8
 """CO_VARKEYWORDS of a code object."""
-
-
-def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of a model that decodes text; some call their output projection `decoder`."""
-    found = model.get_decoder()
-    return cast(PreTrainedModel, found if hasattr(found, "config") else model.base_model)
 
 
 def require_attachable(model: PreTrainedModel) -> None:

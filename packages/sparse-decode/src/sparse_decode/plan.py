@@ -168,6 +168,10 @@ class LayerPlan:
         """Say whether no row of a call that ends at token `n` sees enough tokens to be worth a selection."""
         return n < cast(int, self.budget.dense_below)
 
+    def rows_at_once(self, batch: int, query_heads: int, rows: int, n: int) -> int:
+        """Return how many of a call's query rows are worked on at once, of `n` tokens each."""
+        return min(rows, max(1, _CHUNK_SCORES // max(1, batch * query_heads * n)))
+
     def count_dense(self, x: Inputs) -> None:
         """Count a call in which every row attended to all it saw, because it saw so little."""
         (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]

@@ -75,6 +75,15 @@ class Moments(NamedTuple):
         return Moments(*map(change, self))
 
 
+def summing_bytes(k: Tensor, v: Tensor) -> int:
+    """Return the most bytes that `Moments.of` holds for a moment, for keys and values [B, Hkv, N, D].
+
+    Those of a chunk in float64, less their mean, as float32; and the float32 of the keys beside those of the values.
+    """
+    each = 8 * max(k[:, :, :1].numel(), v[:, :, :1].numel())
+    return min(k.shape[2] * each, max(_CHUNK, each)) * 7 // 2
+
+
 class RunningMoments:
     """The sums over the first tokens of each sequence of a batch, but for tokens that nobody sees, its padding.
 

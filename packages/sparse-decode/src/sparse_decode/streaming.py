@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import torch
 from hashtrain import Hasher
 from hashtrain.corpus import token_ids
-from hashtrain.models import load_model, require_vocabulary
+from hashtrain.models import load_model, require_vocabulary, text_decoder
 from hashtrain.usage import UsageError, require_plain_file
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
@@ -71,7 +71,7 @@ def load_selector(hasher: str, model: PreTrainedModel) -> HashSelector:
     Raises: ValueError with one sentence if there is no such hasher.
     """
     if hasher == UNTRAINED:
-        return LshSelector(model.get_decoder().config)
+        return LshSelector(text_decoder(model).config)
     return HashSelector(Hasher.from_pretrained(hasher))
 
 
@@ -159,7 +159,7 @@ def read_text(path: Path, flag: str = "--prompt-file") -> str:
 
 def _tokens(command: GenerateCommand, text: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Turn the prompt into ids [1, T], on the model's device."""
-    room = getattr(cast(Any, model.get_decoder().config), "max_position_embeddings", None)
+    room = getattr(cast(Any, text_decoder(model).config), "max_position_embeddings", None)
     if command.max_prompt_tokens is None:
         ids = token_ids(text, tokenizer, room, special=True)[None]
     else:

@@ -1,0 +1,121 @@
+"""Compare the memory that `Attachment.forecast` says with what two runs take: many sequences, and a long one.
+
+    uv run tools/check_memory.py
+
+A tiny random Llama is attached to a cache of random keys and values, as a dense prefill would leave it; then it takes a
+few steps. What is measured is the process' resident memory at its peak, beyond the model, the keys and the values. Each
+run has a process of its own. Linux only. Exits 1 if more was taken than was said.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
+from sparse_decode import Attachment, attach
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+CASES = ((64, 8_192), (1, 262_144))
+STEPS = 4
+MIB = 1 << 20
+LAYERS, HEADS, DIM = 4, 2, 16
+
+
+def tiny_model(tokens: int) -> Any:
+    """Make a random Llama of 4 layers, 4 query heads and 2 KV heads of 16."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
+    heads: dict[str, Any] = {
+        "num_attention_heads": 2 * HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": tokens,
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+
+
+def filled(model: Any, batch: int, tokens: int) -> Any:
+    """Make a `DynamicCache` of random keys and values, layer by layer."""
+    cache: Any = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        keys, values = (torch.randn(batch, HEADS, tokens, DIM) for _ in range(2))
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+    return cache
+
+
+def steps(model: Any, cache: Any, count: int) -> None:
+    """Take so many decode steps."""
+    batch, first = cache.layers[0].keys.shape[0], cache.get_seq_length()
+    for at in range(first, first + count):
+        model(torch.full((batch, 1), at % 97), past_key_values=cache, cache_position=torch.tensor([at]))
+
+
+def resident(name: str) -> int:
+    """Return bytes of resident memory: `VmRSS` is that of now, `VmHWM` the peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """Return the peak of resident memory while `work` runs."""
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+    work()
+    return resident("VmHWM")
+
+
+@torch.no_grad()
+def measure(batch: int, tokens: int) -> dict[str, int]:
+    """Return what was said and what was taken: bytes."""
+    model = tiny_model(tokens + STEPS)
+    hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config)))
+    for layer in range(LAYERS):
+        hasher.layer(layer).remainder.fill_(0.1)
+    with attach(model, hasher) as attachment:
+        _run(attachment, filled(model, batch, 64))  # compiles the kernels
+        before = resident("VmRSS")
+        said, cache = attachment.forecast(batch, tokens + STEPS), filled(model, batch, tokens)
+        base = before + sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        hashing = peak_of(lambda: attachment.prepare(cache))
+        stepping = peak_of(lambda: steps(model, cache, STEPS))
+    return {
+        "keys and values": said.keys_values,
+        "prompt, said": said.codes + said.prompt,
+        "prompt, taken": hashing - base,
+        "steps, said": said.codes + said.sums + said.spare + said.step,
+        "steps, taken": stepping - base,
+        "peak RSS": max(hashing, stepping),
+    }
+
+
+def _run(attachment: Attachment, cache: Any) -> None:
+    attachment.prepare(cache)
+    steps(attachment.model, cache, 2)
+
+
+def main() -> int:
+    """Print a table; 1 if a run took more than was said."""
+    names: list[str] = []
+    over = 0
+    for batch, tokens in CASES:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found = pool.apply(measure, (batch, tokens))
+        if not names:
+            names = list(found)
+            print("| batch | tokens | " + " | ".join(f"{name}, MiB" for name in names) + " |")
+            print("| ---: " * (2 + len(names)) + "|")
+        print(
+            f"| {batch} | {tokens:,} | " + " | ".join(f"{found[name] / MIB:,.0f}" for name in names) + " |", flush=True
+        )
+        over += sum(found[f"{phase}, taken"] > found[f"{phase}, said"] for phase in ("prompt", "steps"))
+    if over:
+        print(f"expected no more than was said, got more in {over} places", file=sys.stderr)
+    return int(over > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
