@@ -25,7 +25,10 @@ _SLOT = 24  # bytes of such a row on its way through a search: kept twice
 
 
 class Forecast(NamedTuple):
-    """Bytes that a batch of sequences takes, in all layers."""
+    """Bytes of tensors and buffers that a batch of sequences takes, in all layers.
+
+    What an allocator keeps of freed memory comes on top: on the CPU glibc's up to 64 MiB.
+    """
 
     keys_values: int
     """Keys and values, as a dense model keeps them; in host memory with kv="host"."""
