@@ -27,7 +27,7 @@ _SLOT = 24  # bytes of such a row on its way through a search: kept twice
 class Forecast(NamedTuple):
     """Bytes of tensors and buffers that a batch of sequences takes, in all layers.
 
-    What an allocator keeps of freed memory comes on top: on the CPU glibc's up to 64 MiB.
+    What an allocator keeps of freed memory comes on top: with glibc's settings 41 MiB were seen (docs/log.md).
     """
 
     keys_values: int
