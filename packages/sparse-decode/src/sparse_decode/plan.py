@@ -135,8 +135,8 @@ class LayerPlan:
         self.kernel: Kernel = kernel
         self._own = selector if isinstance(selector, AttendingSelector) else None
         self._ends = (0, 0) if self._own else (budget.sink, budget.recent)  # tokens that every row reads unasked
-        self.remainder = None if remainder is None else remainder[:, :-1].contiguous()
-        self._slopes = None if remainder is None else remainder[:, -1].float().clone()
+        self.remainder: Tensor | None = None if remainder is None else remainder[:, :-1].contiguous()
+        self._slopes: Tensor | None = None if remainder is None else remainder[:, -1].float().clone()
         self.encoder: Encoder = Encoder(lambda k: selector.encode_keys(layer, k))
         self.tally: Tensor = torch.zeros(2, dtype=torch.int64)
         self.number: int = enrol(self)
