@@ -194,7 +194,7 @@ def test_dense_layers_are_left_dense(loaded):
 
 def test_the_table_of_methods_is_whole():
     plain = ("dense", "oracle", "recent", "lsh", "paper", "planes", "transform")
-    whole = ("lsh+remainder", "paper+remainder", "planes+remainder", "transform+remainder")
+    whole = tuple(f"{name}+remainder" for name in ("lsh", "paper", "planes", "transform", "transform-start"))
     losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction", "down-proj")
     estimators = ("linear", "linear-straight", "paper-straight", "planes-softsign")
     ablations = ("paper-rotation", *estimators, "group-xnor", "planes-64", "transform-start", *losses)

@@ -9,6 +9,8 @@ from hashtrain.judge import bit_statistics
 class Given:
     """A hasher whose codes are these bits [1, H, T, bits]."""
 
+    remainder = torch.zeros(1)
+
     def __init__(self, bits):
         self.bits = bits
 
