@@ -5,7 +5,7 @@
 
     uv run --group notebook tools/run_notebooks.py --stored     # run nothing; exit code 1 if one is stored with outputs
 
-A notebook must draw pictures and stay within LIMIT seconds of processor time, which a busy machine does not change.
+A notebook must draw pictures and stay within LIMIT seconds of processor time, which a busy machine changes less than the clock.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
 EXAMPLES = pathlib.Path(__file__).resolve().parent.parent / "examples"
-LIMIT = 90.0  # of processor time; a minute or less by the clock on two quiet cores
+LIMIT = 150.0  # of processor time; a minute of it on a quiet machine, 1.6 times that was seen on a busy one
 PATIENCE = 600  # seconds by the clock for a cell, on the busiest machine
 
 
