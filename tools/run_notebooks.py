@@ -5,7 +5,8 @@
 
     uv run --group notebook tools/run_notebooks.py --stored     # run nothing; exit code 1 if one is stored with outputs
 
-A notebook must draw pictures and stay within LIMIT seconds of processor time, which a busy machine changes less than the clock.
+A notebook must draw pictures and stay within LIMIT seconds of processor time, which a busy machine changes less than it
+changes the time by the clock.
 """
 
 import argparse
