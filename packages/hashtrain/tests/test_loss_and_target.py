@@ -115,7 +115,7 @@ def test_sampled_pairs_are_inside_and_outside_the_target_set():
     pairs = sample_pairs(p, positions, 0.05, 300, 4000, torch.Generator().manual_seed(0))
     for head in range(2):
         for row, position in enumerate(positions.tolist()):
-            always = {0, 1, 2, 3, position}  # nothing is trained for what every row reads
+            always = {0, *range(position - 3, position + 1)}  # nothing is trained for what every row reads
             count = max(1, top_count(position + 1, 0.05) - 5)
             order = p[0, head, row].argsort(descending=True).tolist()
             target = {token for token in order if token not in always and token <= position}

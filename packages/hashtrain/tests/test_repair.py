@@ -9,7 +9,7 @@ from hashtrain.judge import fails
 from hashtrain.repair import repair
 
 SHAPE = ModelShape(1, 4, 2, 16)
-CONFIG = HasherConfig("transform", SHAPE, bits=32, hidden=8)
+CONFIG = HasherConfig("transform", SHAPE, bits=96, hidden=8)
 
 
 class Captured:

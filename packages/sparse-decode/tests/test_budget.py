@@ -32,8 +32,8 @@ def test_each_row_counts_its_own_tokens_and_those_always_read(visible, fraction,
     assert budget.ends(torch.tensor(visible)).tolist() == [min(n, sink + recent) for n in visible]
 
 
-def test_the_first_tokens_and_the_own_one_are_always_read_by_default():
-    assert (Budget().sink, Budget().recent) == (4, 1)
+def test_the_first_token_and_the_last_four_are_always_read_by_default():
+    assert (Budget().sink, Budget().recent) == (1, 4)
     assert Budget().count_row(3) == 3
     assert Budget().count_row(100) == 5  # more than 2 %
     assert Budget().count_row(1000) == 20  # counted within the fraction

@@ -9,11 +9,11 @@ from typing import Any, TypeGuard
 ESTIMATORS = ("straight-through", "softsign")
 VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "transform", "down-proj")
 FORMAT_VERSION = 3
-SINK = 4
-"""First tokens of a text that every row reads by default. Heads that have nothing to look up rest on them: a row that
-misses them loses most of its attention (docs/log.md, 2026-11-22)."""
-RECENT = 1
-"""Last tokens that every row reads by default: its own."""
+SINK = 1
+"""First tokens of a text that every row reads by default. Heads that have nothing to look up rest on the first: a row
+that misses it loses most of its attention. More sinks cost more than they hold (docs/log.md, 2026-11-22)."""
+RECENT = 4
+"""Last tokens that every row reads by default, its own among them: what the worst rows of the worst head missed."""
 MAX_DIGITS = 8
 """Bits that `transform` gives one dimension of a head at most: as many as a query has planes."""
 

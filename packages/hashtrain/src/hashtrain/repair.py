@@ -15,7 +15,7 @@ from hashtrain.metrics import hash_quality
 
 OTHER_DIGITS = (4, 6, 8, 3)
 """Limits of digits whose starts are tried for heads that fail."""
-_CONTEXTS, _ROWS = 4, 48
+_CONTEXTS, _ROWS, _AT_ONCE = 4, 256, 32
 
 
 @torch.no_grad()
@@ -60,6 +60,7 @@ def _mass(hasher: LayerHasher, layer: int, data: Capture, fraction: float) -> li
     for context in range(min(len(data), _CONTEXTS)):
         q, k, scaling = data.read(context, layer)
         rows = torch.randint(k.shape[2] // 4, k.shape[2], (_ROWS,), generator=draw, device="cpu")
-        q, k, rows = (x.to(hasher.remainder.device) for x in (q, k, rows))
-        rows_of.append(hash_quality(hasher, q[:, :, rows], k, rows, fraction, scaling).mass[0].double().cpu())
+        q, k = q.to(hasher.remainder.device), k.to(hasher.remainder.device)
+        for part in rows.to(k.device).split(_AT_ONCE):
+            rows_of.append(hash_quality(hasher, q[:, :, part], k, part, fraction, scaling).mass[0].double().cpu())
     return list(torch.cat(rows_of, dim=1))
