@@ -36,7 +36,7 @@ DISASSEMBLER = "nvidia-cuda-nvdisasm"
 # What is compiled where it runs: by words and weights of the codes. (5, 3): weights of no pattern.
 SCORES = [
     *((4, weights) for weights in ((1,), (1, 2), (1, 2, 1), (1, 2, 2), (1, 2, 4), (1, 2, 4, 1), (1, 2, 4, 8))),
-    *((4, (5, 3)), (4, tuple(1 << p for p in range(8)))),
+    *((4, (5, 3)), *((4, tuple(1 << p for p in range(count))) for count in (5, 6, 8))),
     *((1, (1, 2, 4)), (2, (1, 2, 4)), (3, (1, 2, 4)), (8, (1, 2, 4)), (12, (1, 2, 4))),
 ]
 # Sizes of keys and values: of common models, with reads of every width, and the largest.
@@ -50,6 +50,11 @@ PROGRAMS = [
     Program("select.cu"),
     *(Program("score.cu", dict(score_macros(words, weights))) for words, weights in SCORES),
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
+    *(Program("encode.cu", {"SPARSE_BF16": bf16}, gather.KERNELS) for bf16 in ("0", "1")),
+    *(
+        Program("moments.cu", dict(gather.macros(dim, value_dim, dtype)), gather.KERNELS)
+        for dim, value_dim, dtype in GATHERS
+    ),
     *(
         Program("gather.cu", dict(gather.macros(dim, value_dim, dtype)), gather.KERNELS)
         for dim, value_dim, dtype in GATHERS

@@ -11,7 +11,7 @@ from hashcore.hostsim import SimulationError, Simulator, check_slack, compiler, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import gather
-from sparse_decode.attend import attend
+from sparse_decode.attend import LeftOut, attend
 
 if compiler() is None and os.environ.get("CI") != "true":
     pytest.skip("g++ is needed to run the kernels on the CPU", allow_module_level=True)
@@ -64,7 +64,7 @@ def assert_close(ours, expected):
 
 def both(inputs, scaling=0.1, softcap=None, sinks=None, order=0):
     gather.check(*inputs)
-    ours = gather.attend(*(inside(x) for x in inputs), scaling, softcap, sinks, device(order))
+    ours = gather.attend(*(inside(x) for x in inputs), scaling, softcap, sinks, run=device(order))
     expected = attend(*inputs, scaling, softcap=softcap, sinks=sinks, facts=True)
     assert ours[0].shape == expected[0].shape
     assert_close(ours, expected)
@@ -90,6 +90,41 @@ def test_equals_attention_on_the_cpu(kind, group, sizes, tokens, width, softcap,
     both(inputs, kind[0] ** -0.5, softcap, sinks, order)
 
 
+def rest_of(q, v, indices, tokens, seed):
+    """What a selection leaves out, of rows that see all tokens; the last row sees no more than it selected."""
+    (batch, hq, rows, dim), generator = q.shape, torch.Generator().manual_seed(seed)
+    coefficients = torch.tensor([-0.3, 0.5, 0.4, 0.02, -0.03]).repeat(hq, 1) + 0.1 * torch.rand(
+        hq, 5, generator=generator
+    )
+    means = torch.randn(batch, v.shape[1], rows, dim, generator=generator)
+    values = torch.randn(batch, hq, rows, v.shape[3], generator=generator)
+    visible = torch.full((batch, rows), tokens + 1000)
+    visible[-1, -1] = (indices[-1, :, -1] >= 0).sum(-1).min()
+    return LeftOut(coefficients, means, values, visible)
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    st.sampled_from(KINDS),
+    st.sampled_from([1, 7, 16]),
+    st.sampled_from([(1, 1, 1), (2, 3, 2)]),
+    st.sampled_from([1, 40, 300]),
+    st.booleans(),
+    st.sampled_from(ORDERS),
+    st.integers(0, 99),
+)
+def test_what_is_left_out_is_added_as_on_the_cpu(kind, group, sizes, width, sink, order, seed):
+    batch, queries, sets = sizes
+    inputs = make(kind, group, sets, 90, width, batch, queries, seed)
+    q, _, v, indices = inputs
+    sinks = torch.linspace(-3, 3, sets * group) if sink else None
+    rest = rest_of(q, v, indices, 90, seed)
+    ours = gather.attend(*(inside(x) for x in inputs), 0.1, None, sinks, [*map(inside, rest)], device(order))
+    assert_close(ours, attend(*inputs, 0.1, sinks=sinks, left_out=rest, facts=True))
+    if batch > 1:  # the only row of the other sees no more than it selected
+        assert not torch.equal(ours[0], gather.attend(*inputs, 0.1, None, sinks, run=device())[0])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_attention_on_the_cpu_for_every_type(kind):
     both(make(kind, group=7, width=150))
@@ -109,7 +144,7 @@ def test_what_is_not_selected_is_not_read():
     for s in range(2):
         chosen[0, s, indices[0, s, 0][indices[0, s, 0] >= 0]] = True
     k[~chosen], v[~chosen] = torch.nan, torch.nan
-    assert_close(gather.attend(q, k, v, indices, 0.1, None, None, device()), expected)
+    assert_close(gather.attend(q, k, v, indices, 0.1, None, None, run=device()), expected)
 
 
 @pytest.mark.parametrize("sink", [False, True])
@@ -125,7 +160,7 @@ def test_a_row_that_selects_nothing_is_zero(sink):
 def test_nothing_to_attend_to_launches_nothing():
     q, k, v, indices = make()
     for inputs in ((q, k, v, indices[..., :0]), (q[:0], k[:0], v[:0], indices[:0])):
-        out, facts = gather.attend(*inputs, 0.1, None, None, lambda *_: pytest.fail("launched"))
+        out, facts = gather.attend(*inputs, 0.1, None, None, run=lambda *_: pytest.fail("launched"))
         assert out.shape == (inputs[0].shape[0], 1, 4, 128)
         assert (facts[1] == -torch.inf).all()
 
@@ -136,7 +171,7 @@ def test_indices_beyond_the_keys_are_unused():
     beyond[..., ::3] = torch.tensor([90, -5, 2**40, -(2**62)]).repeat(10)[: beyond[..., ::3].shape[-1]]
     unused = indices.clone()
     unused[..., ::3] = -1
-    ours = gather.attend(q, k, v, beyond, 0.1, None, None, device())
+    ours = gather.attend(q, k, v, beyond, 0.1, None, None, run=device())
     assert_close(ours, attend(q, k, v, unused, 0.1, facts=True))
 
 
@@ -157,7 +192,7 @@ def test_splits_cover_the_slots_once(tasks, width, processors):
 
 def test_the_order_of_threads_changes_nothing():
     inputs = make(width=200)
-    first, *others = (gather.attend(*inputs, 0.1, None, None, device(order)) for order in (0, 1, 5, 9))
+    first, *others = (gather.attend(*inputs, 0.1, None, None, run=device(order)) for order in (0, 1, 5, 9))
     for other in others:
         assert torch.equal(other[0], first[0])
         assert torch.equal(other[1], first[1])
@@ -169,7 +204,7 @@ def test_keys_and_values_are_read_where_they_lie():
     room[:, :60] = k.transpose(1, 2)
     view = room[:, :60].transpose(1, 2)
     gather.check(q, view, v, indices)
-    ours = gather.attend(q, view, v, indices, 0.1, None, None, device())
+    ours = gather.attend(q, view, v, indices, 0.1, None, None, run=device())
     assert_close(ours, attend(q, k, v, indices, 0.1, facts=True))
 
 
@@ -178,15 +213,16 @@ def test_results_lie_within_their_memory(monkeypatch):
     kept = []
 
     def guarded_empty(self, *shape, dtype=None):
-        held = torch.from_numpy(guarded(np.zeros(shape, {torch.int32: np.int32}.get(dtype, np.float32)), 4))
+        kind = {None: np.int16, torch.int32: np.int32, torch.float32: np.float32}[dtype]
+        held = torch.from_numpy(guarded(np.zeros(shape, kind), np.dtype(kind).itemsize))
         kept.append(held)
-        return held
+        return held if dtype else held.view(self.dtype)
 
     inputs = make(width=150, group=3)
     monkeypatch.setattr(torch.Tensor, "new_empty", guarded_empty)
-    ours = gather.attend(*inputs, 0.1, None, None, device())
+    ours = gather.attend(*inputs, 0.1, None, None, run=device())
     monkeypatch.undo()
-    assert len(kept) == 3
+    assert len(kept) == 5
     for held in kept:
         check_slack(held.numpy())
     assert_close(ours, attend(*inputs, 0.1, facts=True))
@@ -203,7 +239,7 @@ def test_a_missing_barrier_is_found():
     wrong = False
     for order in (0, 1, 5):
         try:
-            ours = gather.attend(*inputs, 0.1, None, None, device(order, broken))
+            ours = gather.attend(*inputs, 0.1, None, None, run=device(order, broken))
             assert_close(ours, attend(*inputs, 0.1, facts=True))
         except (AssertionError, SimulationError):
             wrong = True

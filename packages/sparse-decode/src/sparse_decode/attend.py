@@ -28,7 +28,6 @@ from torch import Tensor
 
 from sparse_decode import attend_kernels
 from sparse_decode.compiled import run
-from sparse_decode.remainder import with_remainder
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LIKE = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
@@ -142,13 +141,8 @@ def _on_device(
 ) -> tuple[Tensor, Tensor]:
     from sparse_decode import gather
 
-    gather.check(q, k, v, indices)
-    out, facts = gather.attend(q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks)
-    if left_out is None:
-        return out, facts
-    coefficients, mean_keys, values, visible = left_out
-    used = (indices >= 0).sum(-1).repeat_interleave(q.shape[1] // indices.shape[1], 1).transpose(1, 2)
-    return with_remainder(out, facts, q, mean_keys, values, coefficients, visible, used, scaling), facts
+    rest = (None,) * 4 if left_out is None else left_out
+    return gather.OPERATOR(q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks, *rest)
 
 
 def on_host(

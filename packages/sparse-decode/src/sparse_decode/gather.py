@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from hashcore.cuda import launch
@@ -41,6 +41,12 @@ class Shape(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("sets", "queries", "width", "group", "heads_per_kv", "tokens", "slots")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
+
+
+class LeftOut(ctypes.Structure):
+    """LeftOut of kernels/gather.cu: addresses."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("coefficients", "mean_keys", "values", "visible"))
 
 
 def macros(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
@@ -79,18 +85,21 @@ def attend(
     scaling: float,
     softcap: float | None,
     sinks: Tensor | None,
+    left_out: Sequence[Tensor | None] = (None,) * 4,
     run: Run | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `sparse_decode.attend.attend` returns with facts, of arguments that were checked.
+
+    Args: as there; left_out: the fields of its `LeftOut`, or None four times.
 
     Weights are rounded to q's type before they multiply values; sums are float32. Indices outside [0, N) are unused.
     """
     batch, hq, queries, dim = q.shape
     value_dim, sets, width = v.shape[3], indices.shape[1], indices.shape[3]
-    out, facts = q.new_zeros(batch, queries, hq, value_dim), q.new_zeros(2, batch, queries, hq, dtype=torch.float32)
+    out, facts = _empty(q, k, v)
     if not indices.numel() or not out.numel() or not k.shape[2]:
-        facts[1] = -torch.inf
-        return out, facts
+        facts[0], facts[1] = 0, -torch.inf
+        return out.zero_(), facts
     group, tasks = hq // sets, batch * sets * queries
     slots, splits = split(tasks, width, _processors(q.device))
     sums = q.new_empty(tasks, splits, group, value_dim, dtype=torch.float32)
@@ -104,7 +113,18 @@ def attend(
     gather = (*addresses, Rows(*k.stride()[:3]), Rows(*v.stride()[:3]), shape)
     sink = ctypes.c_void_p(None if sinks is None else sinks.data_ptr())
     results = ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(facts.data_ptr())
-    combine = (*addresses[4:], sink, *results, ctypes.c_int32(splits), ctypes.c_int32(tasks), shape)
+    rest = [None if x is None else x.contiguous() for x in left_out]
+    given = LeftOut(*(None if x is None else x.data_ptr() for x in rest))
+    combine = (
+        *addresses[4:],
+        sink,
+        *results,
+        ctypes.c_int32(splits),
+        ctypes.c_int32(tasks),
+        shape,
+        addresses[0],
+        given,
+    )
     launches = [
         make_launch("gather.cu", "gather", (tasks, splits), THREADS, gather, defined),
         make_launch("gather.cu", "combine", (tasks, group), THREADS, combine, defined, programmatic=True),
@@ -122,3 +142,26 @@ def split(tasks: int, width: int, processors: int) -> tuple[int, int]:
 
 def _processors(device: torch.device) -> int:
     return launch.processors(device) if device.type == "cuda" else SIMULATED_PROCESSORS
+
+
+def _empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    """Return tensors of the shapes that `attend` returns: what a compiler and a fake device see."""
+    batch, hq, queries, _ = q.shape
+    return q.new_empty(batch, queries, hq, v.shape[3]), q.new_empty(2, batch, queries, hq, dtype=torch.float32)
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    check(q, k, v, indices)
+    return attend(q, k, v, indices, *how[:3], left_out=how[3:])
+
+
+_NAME = "gather"
+LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
+LIBRARY.define(
+    f"{_NAME}(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
+    "Tensor? coefficients, Tensor? mean_keys, Tensor? values, Tensor? visible) -> (Tensor, Tensor)"
+)
+LIBRARY.impl(_NAME, _checked, "CUDA")
+torch.library.register_fake(f"sparse_decode::{_NAME}", _empty, lib=LIBRARY)
+OPERATOR: Any = torch.ops.sparse_decode.gather
+"""`attend` as an operator, so that it can be traced, counted and captured."""

@@ -94,10 +94,20 @@ class Call:
 
 def register() -> None:
     """Make our names known to Hugging Face: the attention, and the mask without which padding would be ignored."""
-    masks = {NAMES["sdpa"]: sdpa_mask, NAMES["eager"]: eager_mask, FLASH_NAME: flash_attention_mask}
+    masks = {NAMES["sdpa"]: sdpa_mask, NAMES["eager"]: mask_of_eager, FLASH_NAME: flash_attention_mask}
     for name, mask in masks.items():
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, mask)
+
+
+def mask_of_eager(*, q_length: int, **how: Any) -> Tensor | None:
+    """Build eager attention's mask; none for one row that sees every token, where torch's attention gets none either.
+
+    Args: those of transformers' `eager_mask`, by name.
+    """
+    if q_length == 1 and sdpa_mask(q_length=1, **how) is None:
+        return None
+    return eager_mask(q_length=q_length, **how)
 
 
 def attention(
@@ -231,7 +241,7 @@ def require_serves(module: Any, call: Call, query: Tensor, key: Tensor, value: T
         )
     if plan.selector.needs_codes and isinstance(held, CodedDynamicLayer | CodedStaticLayer):
         own = cast(Tensor, held.keys)
-        if key.shape != own.shape or key.data_ptr() != own.data_ptr():
+        if key.shape != own.shape or not _same_memory(key, own):
             raise ValueError(
                 f"layer {plan.layer} must attend to the keys in its cache, {tuple(own.shape)}, got others, "
                 f"{tuple(key.shape)}; leave this model dense"
@@ -247,6 +257,11 @@ def require_serves(module: Any, call: Call, query: Tensor, key: Tensor, value: T
     if mask is not None and query.shape[2] > 1:
         rows, n = query.shape[2], key.shape[2]
         visible_rows(mask, rows - 1, rows, rows, n, query.device)  # its form is what later steps will have
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Say whether two tensors begin at the same place, also where they have no memory to point at."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and int(a.storage_offset()) == b.storage_offset()
 
 
 def dense_attention(module: Any) -> Callable[..., Output]:

@@ -86,8 +86,15 @@ class PlacedHasher:
         key, versions = (index, device), _versions(own)
         known = self._copies.get(key)
         if known is None or known[0] != versions:
-            known = self._copies[key] = versions, cast(LayerHasher, copy.deepcopy(own).to(device))
+            known = self._copies[key] = versions, _copy(own, device)
         return known[1]
+
+
+def _copy(layer: LayerHasher, device: torch.device) -> LayerHasher:
+    """Copy a layer's hash functions to a device: each tensor goes there once."""
+    there: dict[int, object] = {id(x): x.to(device) for x in layer.buffers()}
+    there |= {id(x): torch.nn.Parameter(x.detach().to(device), requires_grad=False) for x in layer.parameters()}
+    return cast(LayerHasher, copy.deepcopy(layer, there))
 
 
 _Versions = list[tuple[int, int]]
@@ -96,4 +103,4 @@ _Versions = list[tuple[int, int]]
 def _versions(layer: LayerHasher) -> _Versions:
     """Tell the weights of a layer apart from those it had: torch counts up a tensor's version with every write."""
     tensors = (*layer.parameters(), *layer.buffers())
-    return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
+    return [(x.untyped_storage()._cdata, 0 if x.is_inference() else x._version) for x in tensors]

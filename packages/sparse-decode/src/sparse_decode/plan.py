@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Literal, NamedTuple, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +20,7 @@ from sparse_decode.cache import Encoder
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import enrol
 from sparse_decode.positions import (
+    around,
     count_visible,
     first_visible,
     last_visible,
@@ -94,7 +94,8 @@ class Part(NamedTuple):
         counts: tokens that each reads, int64 [B, R], 0 where it is not sparse; in a plain step those that the selector
             is to choose: the others are the same for all rows.
         sparse: which are sparse, bool [B, R]; None in a plain step: all, and each sees every token.
-        each: in a plain step, `counts` as a number.
+        each: in a plain step, `counts` as a number; reads: the tokens that each row reads, those it does not choose
+            included.
     """
 
     first: int
@@ -103,6 +104,7 @@ class Part(NamedTuple):
     counts: Tensor
     sparse: Tensor | None
     each: int | None = None
+    reads: int = 0
 
 
 Kernel = Literal["gather", "flash"]
@@ -137,6 +139,7 @@ class LayerPlan:
         self._ends = (0, 0) if self._own else (budget.sink, budget.recent)  # tokens that every row reads unasked
         self.remainder: Tensor | None = None if remainder is None else remainder[:, :-1].contiguous()
         self._slopes: Tensor | None = None if remainder is None else remainder[:, -1].float().clone()
+        self._placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
         self.encoder: Encoder = Encoder(lambda k: selector.encode_keys(layer, k))
         self.tally: Tensor = torch.zeros(2, dtype=torch.int64)
         self.number: int = enrol(self)
@@ -192,20 +195,22 @@ class LayerPlan:
         return self._select_and_attend(x, visible, sparse, counts, self.tally), sparse
 
     def _is_step(self, x: Inputs) -> bool:
-        """Say whether a call is a plain step: on the CPU, and every sequence has one row, without padding."""
-        plain = x.mask is None and x.q.shape[2] == 1 and x.host is None and x.q.device.type == "cpu"
+        """Say whether a call is a plain step: every sequence has one row, without padding."""
+        plain = x.mask is None and x.q.shape[2] == 1 and x.host is None
         return plain and self._own is None and self.rule.may_be_sparse(1, x.k.shape[2])
 
     def _step(self, x: Inputs) -> Part:
         """Return the one part of a plain step: what is the same for all rows is a number, not a tensor.
 
-        After the rest of a model has filled the caches of a processor, each operation costs ten times its time.
+        After the rest of a model has filled the caches of a processor, each operation costs ten times its time; on a
+        GPU nothing here waits for it.
         """
         shape, n = (x.q.shape[0], 1), x.k.shape[2]
-        count = max(0, self.budget.count_row(n) - sum(self._ends))
+        reads = self.budget.count_row(n)
+        count = max(0, reads - sum(self._ends))
         counts = torch.full(shape, count, dtype=torch.int64, device=x.q.device)
         visible = torch.full(shape, n, dtype=torch.int64, device=x.q.device)
-        return Part(0, 1, visible, counts, None, count)
+        return Part(0, 1, visible, counts, None, count, reads)
 
     def run(
         self,
@@ -299,6 +304,8 @@ class LayerPlan:
         sink, recent = self._ends
         if not sink and not recent:
             return indices
+        if part.sparse is None:
+            return around(indices, n, sink, recent)
         span = visible_span(rows.visible, n)
         if span is not None:
             starts, ends = span
@@ -312,9 +319,8 @@ class LayerPlan:
 
     def _left_out(self, x: Inputs, part: Part, indices: Tensor, moments: RunningMoments | StaticMoments) -> LeftOut:
         """Describe what a selection [B, H, R, K] leaves out; `moments` learn of the part's tokens."""
-        assert self.remainder is not None
-        assert self._slopes is not None
-        rows = x.q[:, :, part.first : part.last], (self._slopes * x.scaling).to(x.q.device)
+        coefficients, slopes = self._coefficients(x.q.device, x.scaling)
+        rows = x.q[:, :, part.first : part.last], slopes
         found = None
         if part.sparse is None and isinstance(moments, RunningMoments):
             found = moments.step(*rows, x.k, x.v)
@@ -323,8 +329,17 @@ class LayerPlan:
             *found, seen = moments.rows(*rows, x.k, x.v, _unpadded(x), past + part.first, past + part.last)
             if x.mask is not None:
                 _require_causal(seen.to(part.visible.device), part.visible, (indices >= 0).any(-1).any(1))
-        known = self.remainder, *found, part.visible
+        known = coefficients, *found, part.visible
         return LeftOut(*(each if each.device == x.q.device else each.to(x.q.device) for each in known))
+
+    def _coefficients(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
+        """Return the coefficients of the weight and the slopes, times the factor on the logits: copied there once."""
+        assert self.remainder is not None
+        assert self._slopes is not None
+        if (known := self._placed.get((device, scaling))) is None:
+            known = self.remainder.to(device), (self._slopes * scaling).to(device)
+            self._placed[device, scaling] = known
+        return known
 
     def _attend(self, x: Inputs, rows: Rows, indices: Tensor, left_out: LeftOut | None) -> Tensor:
         """Attend to what was selected: [B, Q, Hq, Dv]."""
@@ -351,11 +366,10 @@ class LayerPlan:
 
     def _count_selected(self, x: Inputs, part: Part, indices: Tensor, tally: Tensor) -> None:
         """Count a selection [B, H, R, K], once for each query head that shares it."""
-        (batch, hq, _, _), n = x.q.shape, x.k.shape[2]
-        heads = hq // indices.shape[1]
-        if part.sparse is None:
-            return self._count_numbers(int(np.count_nonzero(indices.numpy() >= 0)) * heads, batch * hq * n)
-        self._count((indices >= 0).sum((1, 3)) * heads, part.visible * hq, part.sparse, tally)
+        batch, hq = x.q.shape[:2]
+        if part.sparse is None:  # a selector chooses as many as it is asked for
+            return self._count_numbers(batch * hq * part.reads, batch * hq * x.k.shape[2])
+        self._count((indices >= 0).sum((1, 3)) * (hq // indices.shape[1]), part.visible * hq, part.sparse, tally)
 
     def _count(self, selected: Tensor, visible: Tensor, sparse: Tensor, tally: Tensor) -> None:
         """Add the tokens that the sparse rows selected and saw, [B, Q], summed over query heads."""

@@ -125,6 +125,14 @@ def with_ends(selected: Tensor, starts: Tensor | int, ends: Tensor | int, sink: 
     return ends_by_sorting(selected, bounds[0], bounds[1], sink, recent)
 
 
+def around(selected: Tensor, n: int, sink: int, recent: int) -> Tensor:
+    """Do what `with_ends` does for rows that see all `n` tokens, of a selection without unused slots."""
+    first = torch.arange(min(sink, n), device=selected.device)
+    last = torch.arange(max(n - recent, len(first)), n, device=selected.device)
+    rows = selected.shape[:3]
+    return torch.cat([first.expand(*rows, -1), selected, last.expand(*rows, -1)], dim=-1)
+
+
 def ends_by_sorting(selected: Tensor, starts: Tensor, ends: Tensor, sink: int, recent: int) -> Tensor:
     """Do what `with_ends` does, in operations of torch: on a GPU."""
     start, end = (x[:, None, :, None] for x in (starts, ends))

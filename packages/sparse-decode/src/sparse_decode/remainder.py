@@ -14,7 +14,7 @@ import torch
 from hashtrain.remainder import Evidence, add_remainder, log_weight
 from torch import Tensor
 
-from sparse_decode import moment_kernels
+from sparse_decode import moment_kernels, moments
 from sparse_decode.compiled import run
 
 _CHUNK = 1 << 26  # bytes of float64 keys or values that are summed at once, whatever the batch and the context
@@ -131,14 +131,18 @@ class RunningMoments:
         return mean_k.float(), (mean_v.float()[:, :, None] + tilt).float().flatten(1, 2), counts
 
     def step(self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return what `rows` returns for the last row, if its token alone is new, on the CPU and without padding.
+        """Return what `rows` returns for the last row, if its token alone is new, without padding.
 
         In one kernel. Args: as those of `rows`. Returns: None if there is more to do.
         """
         n, sums = k.shape[2], self._sums
-        alike = sums is not None and len(sums.keys) == len(k) and k.device.type == "cpu"
+        alike = sums is not None and len(sums.keys) == len(k) and sums.keys.device == k.device
         if sums is None or not alike or self.length != n - 1 or self._seen is not None:
             return None
+        if k.device.type != "cpu":
+            *found, mean_keys, rest = moments.OPERATOR(q[:, :, 0], slopes, k[:, :, -1], v[:, :, -1], *sums[1:], n)
+            self._sums, self.length = Moments(sums.tokens + 1, *found), n
+            return mean_keys[:, :, None], rest[:, :, None]
         # Not in place: whoever was given the sums may keep them.
         self._sums, self.length = Moments(sums.tokens + 1, *map(torch.empty_like, sums[1:])), n
         mean_keys = torch.empty(k.shape[0], k.shape[1], 1, k.shape[3])

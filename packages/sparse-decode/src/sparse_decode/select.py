@@ -10,6 +10,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from torch import Tensor
 
+from sparse_decode import encode_cuda
 from sparse_decode.encode import FewTokens, takes
 from sparse_decode.parallel import PlacedHasher, shard
 from sparse_decode.positions import between, last_visible, visible_span
@@ -202,14 +203,19 @@ class PerHead:
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
         own = self._placed.layer(layer, k.device)
-        if not takes(own, k):
+        if encode_cuda.takes(own, k):
+            codes = encode_cuda.keys(own, k)  # pyright: ignore[reportArgumentType]
+        elif takes(own, k):
+            codes = self._few.keys(own, k)
+        else:
             return own.encode_keys(k, per_query_head=self.per_query_head)
-        codes = self._few.keys(own, k)
         return codes.repeat_interleave(own.group, 1) if self.per_query_head else codes
 
     def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
         """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights."""
         own = self._placed.layer(layer, q.device)
+        if encode_cuda.takes(own, q):
+            return encode_cuda.queries(own, q, self.per_query_head)  # pyright: ignore[reportArgumentType]
         if not takes(own, q):
             return own.encode_queries(q, per_query_head=self.per_query_head)
         return self._few.queries(own, q, self.per_query_head)

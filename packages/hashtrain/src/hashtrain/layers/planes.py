@@ -39,7 +39,8 @@ class Planes(LayerHasher):
         return codes.repeat_interleave(self.group, 1) if per_query_head else codes
 
     def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
-        return hashcore.planes(self.query(q) if per_query_head else self.query_weight(q), self.planes)
+        weight = self.query(q) if per_query_head else self.query_weight(q)
+        return hashcore.planes(weight, self.planes, check=not q.is_cuda)  # a check would wait for the device
 
     def soft_queries(self, q: Tensor) -> Tensor:
         return quantised(self.query_weight(q), self.planes)

@@ -13,7 +13,9 @@
 //   (3) O += P V: the fragment of S is the fragment of P. A lane reads 16 bytes of each of its four values' rows; its
 //       columns are dealt to the mma so that each byte is used where it is.
 //   (4) The warps' sums meet in shared memory and leave as float32 with largest logit, sum and sum of logits.
-// combine, grid tasks x group: the parts of a head, and its sink, become the result.
+// combine, grid tasks x group: the parts of a head, its sink and what the selection left out become the result. The last
+// (eq. 15, 16) is one more token: its value is given, its weight estimated from coefficients f32 [Hq][5], mean keys f32
+// [B][Hkv][Q][D], values f32 [B][Hq][Q][Dv] and visible tokens i64 [B][Q]; null pointers leave it out.
 //
 // Keys and values go from memory to registers, once, at 16 bytes a lane; nothing of length N is touched but the selected
 // rows. Bytes a slot: 2 (D + Dv) + 8. An H200 at 85 % of 4.3 TB/s gathers 512K x 2 % x 4 heads, 21.8 MB, in 6.0 us.
@@ -320,10 +322,41 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
   if (thread == 0) counts[part] = used_slots;
 }
 
+struct LeftOut {
+  const float* coefficients;
+  const float* mean_keys;
+  const float* values;
+  const i64* visible;
+};
+
+// The sum over DIM of a row of q times a row of floats, in every thread of a block; `partial` has a number for each.
+__device__ __forceinline__ float sum_of_products(const Half* q, const float* x, float* partial) {
+  float sum = 0.0f;
+  for (int d = threadIdx.x; d < DIM; d += COMBINE_THREADS) sum += real(q[d]) * x[d];
+  partial[threadIdx.x] = sum;
+  __syncthreads();
+  for (int half = COMBINE_THREADS / 2; half; half /= 2) {
+    if (threadIdx.x < half) partial[threadIdx.x] += partial[threadIdx.x + half];
+    __syncthreads();
+  }
+  return partial[0];
+}
+
+// The share of the softmax that `visible - used` tokens get together, none of them more than the mean used one.
+__device__ __forceinline__ float share_left_out(const float* c, float mean, float lse, float mean_key, i64 visible,
+                                                int used) {
+  if (!used || visible <= used) return 0.0f;
+  const float log_used = logf(float(used));
+  const float typical = c[0] + c[1] * mean + c[2] * mean_key + c[3] * logf(float(visible)) + c[4] * log_used;
+  const float weight = fminf(typical, lse - log_used) + logf(float(visible - used));
+  return 1.0f / (1.0f + __expf(lse - weight));
+}
+
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     combine(const float* __restrict__ outs, const float* __restrict__ stats, const i32* __restrict__ counts,
             const float* __restrict__ sinks, u16* __restrict__ out, float* __restrict__ facts, i32 splits, i32 tasks,
-            Shape shape) {
+            Shape shape, const Half* __restrict__ q, LeftOut left_out) {
+  __shared__ float partial[COMBINE_THREADS];
   wait_for_predecessor();
   const Task task(shape, blockIdx.x);
   const int head = blockIdx.y, heads = shape.sets * shape.group, query_head = task.set * shape.group + head;
@@ -341,13 +374,25 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
   }
   total += __expf(sink - base);
   const i64 row = (i64(task.batch) * shape.queries + task.query) * heads + query_head;
+  const i64 of_query = (i64(task.batch) * heads + query_head) * shape.queries + task.query;
+  float share = 0.0f;
+  if (left_out.coefficients) {
+    const int kv_heads = heads / shape.heads_per_kv, kv = query_head / shape.heads_per_kv;
+    const i64 of_keys = (i64(task.batch) * kv_heads + kv) * shape.queries + task.query;
+    const float dot = sum_of_products(q + of_query * DIM, left_out.mean_keys + of_keys * DIM, partial);
+    const i64 visible = left_out.visible[i64(task.batch) * shape.queries + task.query];
+    share = share_left_out(left_out.coefficients + 5 * query_head, logit / float(used), base + logf(total),
+                           shape.scaling * dot, visible, used);
+  }
   for (int d = threadIdx.x; d < VALUE_DIM; d += COMBINE_THREADS) {
     float x = 0.0f;
     for (int s = 0; s < splits; s++) {
       const i64 part = (first + s) * shape.group + head;
       x += outs[part * VALUE_DIM + d] * __expf(stats[3 * part] - base);
     }
-    out[row * VALUE_DIM + d] = used ? narrow(x / total) : u16(0);
+    x /= total;
+    if (share > 0.0f) x += share * (left_out.values[of_query * VALUE_DIM + d] - x);
+    out[row * VALUE_DIM + d] = used ? narrow(x) : u16(0);
   }
   if (threadIdx.x == 0) {
     facts[row] = used ? logit / float(used) : 0.0f;

@@ -1,0 +1,98 @@
+"""The CUDA kernels that hash a few tokens, run on the CPU under the host simulator, against the layers in torch."""
+
+import functools
+import os
+
+import hashcore
+import pytest
+import torch
+from hashcore.cuda.source import read_source
+from hashcore.hostsim import Simulator, compiler
+from hashtrain import HasherConfig, ModelShape
+from hashtrain.hasher import make_layer
+from sparse_decode import encode_cuda, gather
+
+if compiler() is None and os.environ.get("CI") != "true":
+    pytest.skip("g++ is needed to run the kernels on the CPU", allow_module_level=True)
+
+CASES = [  # variant, head_dim, bits, hidden, planes
+    ("planes", 64, 128, 64, 5),
+    ("planes", 128, 256, 96, 8),
+    ("transform", 64, 128, 64, 6),
+    ("transform", 128, 128, 48, 3),
+    ("transform", 80, 64, 300, 1),
+]
+
+
+@functools.cache
+def simulator(macros):
+    return Simulator(read_source(gather.KERNELS, "encode.cu"), ["hash_keys", "apply", "weigh"], dict(macros))
+
+
+def device(order):
+    def run(launches, device, folder):
+        for one in launches:
+            simulator(one.macros).launch(one.kernel, one.grid, (one.threads,), one.arguments, order=order)
+
+    return run
+
+
+def layer_of(variant, dim, bits, hidden, planes):
+    config = HasherConfig(variant, ModelShape(1, 6, 2, dim), bits=bits, hidden=hidden, planes=planes)
+    layer = make_layer(config, 0, 0).requires_grad_(False)
+    for functions in (layer.key, layer.query):
+        functions.w2.mul_(20)  # as far from linear as training takes it
+        functions.b1.normal_()
+        functions.b2.normal_()
+    return layer
+
+
+def nearly_equal(ours, theirs):
+    """All bits are alike but those of a number beside a threshold: sums have another order here."""
+    assert ours.shape == theirs.shape
+    assert ours.dtype == theirs.dtype
+    return (hashcore.unpack(ours) != hashcore.unpack(theirs)).double().mean() < 2e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("batch", "tokens", "dtype", "order"), [(1, 1, torch.bfloat16, 0), (2, 3, torch.float16, 5)])
+def test_codes_and_planes_are_those_of_the_layer(case, batch, tokens, dtype, order):
+    layer = layer_of(*case)
+    generator = torch.Generator().manual_seed(0)
+    k, q = (torch.randn(batch, heads, tokens, layer.d, generator=generator).mul(3).to(dtype) for heads in (2, 6))
+    weights = [[getattr(f, name) for name in encode_cuda.NAMES] for f in (layer.key, layer.query)]
+    digits = encode_cuda._digits(layer)
+    codes = encode_cuda.hash_keys(k, weights[0], digits, layer.bits, run=device(order))
+    assert nearly_equal(codes, layer.encode_keys(k))
+    for group in (1, layer.group):
+        found = encode_cuda.hash_queries(q, weights[1], digits, layer.bits, group, layer.planes, run=device(order))
+        assert nearly_equal(found, layer.encode_queries(q, per_query_head=group == 1)[0])
+
+
+def test_the_order_of_threads_changes_nothing():
+    layer = layer_of(*CASES[2])
+    q = torch.randn(1, 6, 2, 64).bfloat16()
+    weights, digits = [getattr(layer.query, name) for name in encode_cuda.NAMES], encode_cuda._digits(layer)
+    first, *others = (
+        encode_cuda.hash_queries(q, weights, digits, 128, 3, 6, run=device(order)) for order in (0, 1, 5, 9)
+    )
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_what_is_not_finite_is_hashed_as_documented():
+    layer = layer_of(*CASES[2])
+    k = torch.full((1, 2, 1, 64), torch.nan).bfloat16()
+    weights, digits = [getattr(layer.key, name) for name in encode_cuda.NAMES], encode_cuda._digits(layer)
+    assert (encode_cuda.hash_keys(k, weights, digits, 128, run=device(0)) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("variant", "shape", "dtype", "taken"),
+    [
+        ("planes", (1, 2, 1, 64), torch.bfloat16, False),  # not on CUDA
+        ("lsh", (1, 2, 1, 64), torch.bfloat16, False),
+    ],
+)
+def test_what_the_kernels_take(variant, shape, dtype, taken):
+    layer = make_layer(HasherConfig(variant, ModelShape(1, 6, 2, 64)), 0, 0)
+    assert encode_cuda.takes(layer, torch.zeros(shape, dtype=dtype)) is taken
