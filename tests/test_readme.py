@@ -16,7 +16,8 @@ from hashtrain.plan import ALL
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-READMES = [README, ROOT / "docs" / "results.md", *sorted(ROOT.glob("packages/*/README.md"))]
+DOCS = [ROOT / "docs" / name for name in ("results.md", "gpu.md")]
+READMES = [README, *DOCS, *sorted(ROOT.glob("packages/*/README.md"))]
 # Unrelated projects of these names exist in the public index: install by path.
 FROM_INDEX = re.compile(
     r"(?:(?:pip install|uv add)(?:[ \t]+[^\s`&;|]+)*?|\binstall)"

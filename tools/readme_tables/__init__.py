@@ -7,7 +7,7 @@ from evals import report
 from evals.grid import to_markdown
 from evals.lengths import codelength_grid
 
-from readme_tables import decoding, headline, quality, rivals, searching, speed
+from readme_tables import decoding, gpu, headline, quality, rivals, searching, speed
 from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import named, stored
 
@@ -39,6 +39,8 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "training-query-heads": lambda results: quality.training(results, "query_head"),
     "hashcore-cpu-search": searching.cpu_search,
     "hashcore-cpu-score": searching.cpu_score,
+    "gpu-step": gpu.step,
+    "gpu-model": gpu.model,
     "sparse-attention": decoding.sparse_attention,
     "sparse-break-even": decoding.break_even,
     "sparse-model-decode": decoding.model_decode,

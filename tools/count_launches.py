@@ -1,0 +1,37 @@
+"""Count what a sparse layer of a decode step does on CUDA beyond a dense one, on a GPU that is not there.
+
+    uv run tools/count_launches.py            # write docs/results/gpu_step.json, and docs/gpu.md with it
+
+The counts are those of `packages/sparse-decode/tests/fake_gpu.py`; its tests hold the stored ones to the code.
+"""
+
+import importlib
+import json
+import pathlib
+import sys
+
+import update_readme
+from hashtrain.atomic import write_text
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "packages" / "sparse-decode" / "tests"))
+fake_gpu = importlib.import_module("fake_gpu")
+
+CASES = ("planes", "planes+remainder", "transform", "transform+remainder", "transform+heads")
+
+
+def counted(name: str) -> dict[str, float]:
+    """Count one case: the variant, then what it is used with."""
+    variant, *more = name.split("+")
+    how = {"per_query_head": "heads" in more, "remainder": "remainder" in more}
+    return fake_gpu.beyond_dense(fake_gpu.CONFIGS["llama"], variant, **how)._asdict()
+
+
+def main() -> int:
+    found = {name: counted(name) for name in CASES}
+    write_text(ROOT / "docs" / "results" / "gpu_step.json", json.dumps(found, indent=1) + "\n")
+    return update_readme.main([])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,75 @@
+"""Tables of docs/gpu.md: what is counted on a GPU that is not there, and what that predicts for one that is."""
+
+import pathlib
+from typing import NamedTuple
+
+from evals.grid import Grid, to_markdown
+
+from readme_tables.stored import stored
+
+CASES = {
+    "planes": "`planes`, no remainder",
+    "planes+remainder": "`planes`",
+    "transform": "`transform`, no remainder",
+    "transform+remainder": "`transform`",
+    "transform+heads": "`transform`, a selection per query head, no remainder",
+}
+
+
+class Card(NamedTuple):
+    """A GPU: its memory's bandwidth by the data sheet, in TB/s."""
+
+    name: str
+    bandwidth: float
+
+
+CARDS = (Card("A100 80 GB", 2.04), Card("H100", 3.35), Card("H200", 4.8), Card("L4", 0.3), Card("RTX 4090", 1.01))
+LENGTHS = (8_192, 32_768, 131_072, 524_288, 2_097_152)
+REACHED = 0.85
+"""Share of the bandwidth that kernels reach which do nothing but read."""
+LAUNCH_US = 2.0
+"""A dependent launch in a CUDA graph, in microseconds."""
+KV_HEADS, QUERY_HEADS, DIM, BITS, HIDDEN, FRACTION = 8, 32, 128, 128, 128, 0.02
+
+
+def step(results: pathlib.Path) -> str:
+    """Return the table of what a sparse layer of a decode step does beyond a dense one."""
+    found = stored(results / "gpu_step.json")
+    lines = [
+        [CASES[name], f"{count['operators']:g}", f"{count['launches']:g}", "0", f"{count['copies']}"]
+        for name, count in found.items()
+    ]
+    header = ["hasher", "operators of torch", "launches", "waits for the device", "copies to or from it"]
+    title = "A layer of a decode step beyond a dense one, one token, first token and last four always read"
+    return to_markdown(Grid(title, header, [lines]))
+
+
+def layer_bytes(tokens: int) -> tuple[float, float]:
+    """Return the bytes that a dense and a sparse layer of a step read and write: 16-bit keys and values."""
+    dense = tokens * KV_HEADS * 2 * DIM * 2
+    codes = tokens * KV_HEADS * BITS // 8
+    scores = 2 * 2 * tokens * KV_HEADS  # 16 bits each, written and read
+    functions = 4 * (KV_HEADS + QUERY_HEADS) * (DIM * DIM + DIM * HIDDEN + HIDDEN * DIM)
+    sums = 2 * 4 * KV_HEADS * DIM * DIM
+    return dense, codes + scores + functions + sums + FRACTION * dense
+
+
+def model(results: pathlib.Path) -> str:
+    """Return the table of predicted microseconds of a layer's attention, dense over sparse."""
+    launches = stored(results / "gpu_step.json")["transform+remainder"]["launches"]
+    lines = []
+    for tokens in LENGTHS:
+        dense, sparse = layer_bytes(tokens)
+        line = [f"{tokens:,}", f"{dense / 2**20:,.1f}", f"{sparse / 2**20:,.1f}"]
+        for card in CARDS:
+            rate = card.bandwidth * 1e6 * REACHED  # bytes a microsecond
+            times = dense / rate + LAUNCH_US, sparse / rate + (launches + 1) * LAUNCH_US
+            line.append(f"{times[0]:,.0f} / {times[1]:,.0f}")
+        lines.append(line)
+    header = ["context", "MiB dense", "MiB sparse", *(card.name for card in CARDS)]
+    title = (
+        f"Predicted, not measured: microseconds of one layer's attention in a decode step, dense / sparse with the "
+        f"remainder; {QUERY_HEADS} query and {KV_HEADS} KV heads of {DIM}, 16 bits, {100 * FRACTION:g} %, in a CUDA "
+        f"graph"
+    )
+    return to_markdown(Grid(title, header, [lines]))
