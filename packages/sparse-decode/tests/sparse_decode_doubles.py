@@ -8,7 +8,7 @@ import transformers
 from sparse_decode import plan as plan_module
 from sparse_decode.attend import attend, attend_reference
 from sparse_decode.interface import Call
-from sparse_decode.positions import visible_rows
+from sparse_decode.positions import around, visible_rows
 from transformers.cache_utils import QuantizedLayer
 
 VOCABULARY = 97
@@ -165,7 +165,8 @@ class Auditor:
         self._visible = visible_rows(*arguments)
         return self._visible
 
-    def _attend(self, q, k, v, indices, scaling, *, left_out, **logits):
+    def _attend(self, q, k, v, indices, scaling, *, left_out, ends, **logits):
+        indices = around(indices, k.shape[2], *ends)
         (batch, hkv, n, _), sets = k.shape, indices.shape[1]
         out = attend(q, k, v, indices, scaling, **logits)
         selected = as_sets(indices, n)

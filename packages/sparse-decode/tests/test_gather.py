@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import gather
 from sparse_decode.attend import LeftOut, attend
+from sparse_decode.positions import around
 
 if compiler() is None and os.environ.get("CI") != "true":
     pytest.skip("g++ is needed to run the kernels on the CPU", allow_module_level=True)
@@ -119,10 +120,29 @@ def test_what_is_left_out_is_added_as_on_the_cpu(kind, group, sizes, width, sink
     q, _, v, indices = inputs
     sinks = torch.linspace(-3, 3, sets * group) if sink else None
     rest = rest_of(q, v, indices, 90, seed)
-    ours = gather.attend(*(inside(x) for x in inputs), 0.1, None, sinks, [*map(inside, rest)], device(order))
+    ours = gather.attend(*(inside(x) for x in inputs), 0.1, None, sinks, [*map(inside, rest)], run=device(order))
     assert_close(ours, attend(*inputs, 0.1, sinks=sinks, left_out=rest, facts=True))
     if batch > 1:  # the only row of the other sees no more than it selected
         assert not torch.equal(ours[0], gather.attend(*inputs, 0.1, None, sinks, run=device())[0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "ends"),
+    [(90, 40, (1, 4)), (90, 0, (3, 2)), (300, 200, (16, 7)), (5, 0, (4, 9)), (90, 17, (0, 1))],
+)
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_first_and_the_last_tokens_are_read_besides(tokens, width, ends, order):
+    q, k, v, _ = make(tokens=tokens, batch=2)
+    draw = torch.Generator().manual_seed(width)
+    chosen = (
+        [torch.randperm(tokens - sum(ends), generator=draw)[:width].sort().values + ends[0] for _ in range(4)]
+        if width
+        else []
+    )
+    indices = torch.stack(chosen).view(2, 2, 1, width) if width else torch.zeros(2, 2, 1, 0, dtype=torch.int64)
+    ours = gather.attend(*(inside(x) for x in (q, k, v)), indices, 0.1, None, None, ends=ends, run=device(order))
+    assert_close(ours, attend(q, k, v, around(indices, tokens, *ends), 0.1, facts=True))
+    assert_close(ours, attend(q, k, v, indices, 0.1, ends=ends, facts=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)

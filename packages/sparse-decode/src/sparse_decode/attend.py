@@ -26,8 +26,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparse_decode import attend_kernels
+from sparse_decode import attend_kernels, gather
 from sparse_decode.compiled import run
+from sparse_decode.positions import around
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LIKE = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
@@ -58,6 +59,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     left_out: LeftOut | None = None,
+    ends: tuple[int, int] = (0, 0),
     facts: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -71,6 +73,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     left_out: LeftOut | None = None,
+    ends: tuple[int, int] = (0, 0),
     facts: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def attend(
@@ -83,6 +86,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     left_out: LeftOut | None = None,
+    ends: tuple[int, int] = (0, 0),
     facts: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to the selected tokens only.
@@ -95,6 +99,8 @@ def attend(
         softcap: bound on the logits' size (Gemma 2), above 0; None leaves them as they are.
         sinks: one learned logit per query head [Hq], which takes its share of the softmax and has no value (gpt-oss).
         left_out: add what the selection leaves out, as one token (eq. 16); None leaves it out.
+        ends: how many of the first and of the last of the N tokens every row reads besides; `indices` has none of them,
+            and no unused slot.
         facts: return what the remainder needs, too (eq. 15).
     Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32. With facts also
         float32 [2, B, Q, Hq]: mean and log sum exp of the selected logits, 0 and -inf for rows without one; a sink is
@@ -105,8 +111,11 @@ def attend(
     """
     _check(q, k, v, indices, softcap, sinks, left_out)
     if k.is_cuda:
-        result, logits = _on_device(q, k, v, indices, scaling, softcap, sinks, left_out)
+        rest = (None,) * 4 if left_out is None else left_out
+        given = q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks, *rest, *ends
+        result, logits = gather.OPERATOR(*given)
     else:
+        indices = around(indices, k.shape[2], *ends)
         result, logits, _ = on_host(q, k, v, indices, scaling, softcap, sinks, left_out)
     if q.requires_grad:
         result = _NoBackward.apply(result, q)  # pyright: ignore[reportAssignmentType]
@@ -124,25 +133,7 @@ def require(device: torch.device, dtype: torch.dtype, dims: Collection[int] = ()
     if dtype not in _KINDS:
         raise ValueError(f"sparse attention takes float32, bfloat16 or float16, got {dtype}; convert the model")
     if device.type == "cuda":
-        from sparse_decode import gather
-
         gather.require(dtype, dims, group)
-
-
-def _on_device(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    left_out: LeftOut | None,
-) -> tuple[Tensor, Tensor]:
-    from sparse_decode import gather
-
-    rest = (None,) * 4 if left_out is None else left_out
-    return gather.OPERATOR(q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks, *rest)
 
 
 def on_host(

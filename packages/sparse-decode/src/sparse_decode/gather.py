@@ -39,6 +39,7 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("sets", "queries", "width", "group", "heads_per_kv", "tokens", "slots")),
+        *((name, ctypes.c_int32) for name in ("sink", "recent")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
 
@@ -86,6 +87,7 @@ def attend(
     softcap: float | None,
     sinks: Tensor | None,
     left_out: Sequence[Tensor | None] = (None,) * 4,
+    ends: Sequence[int] = (0, 0),
     run: Run | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `sparse_decode.attend.attend` returns with facts, of arguments that were checked.
@@ -97,27 +99,31 @@ def attend(
     batch, hq, queries, dim = q.shape
     value_dim, sets, width = v.shape[3], indices.shape[1], indices.shape[3]
     out, facts = _empty(q, k, v)
-    if not indices.numel() or not out.numel() or not k.shape[2]:
+    sink = min(ends[0], k.shape[2])
+    recent = min(ends[1], k.shape[2] - sink)
+    slots_used = sink + width + recent
+    if not slots_used or not out.numel() or not k.shape[2]:
         facts[0], facts[1] = 0, -torch.inf
         return out.zero_(), facts
     group, tasks = hq // sets, batch * sets * queries
-    slots, splits = split(tasks, width, _processors(q.device))
+    slots, splits = split(tasks, slots_used, _processors(q.device))
     sums = q.new_empty(tasks, splits, group, value_dim, dtype=torch.float32)
     stats = q.new_empty(tasks, splits, group, 3, dtype=torch.float32)
     counts = q.new_empty(tasks, splits, dtype=torch.int32)
     q, indices = q.contiguous(), indices.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
-    shape = Shape(sets, queries, width, group, hq // k.shape[1], k.shape[2], slots, scaling, softcap or 0.0)
+    heads_per_kv, n = hq // k.shape[1], k.shape[2]
+    shape = Shape(sets, queries, width, group, heads_per_kv, n, slots, sink, recent, scaling, softcap or 0.0)
     addresses = [ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, indices, sums, stats, counts)]
     defined = macros(dim, value_dim, q.dtype)
     gather = (*addresses, Rows(*k.stride()[:3]), Rows(*v.stride()[:3]), shape)
-    sink = ctypes.c_void_p(None if sinks is None else sinks.data_ptr())
+    sink_logits = ctypes.c_void_p(None if sinks is None else sinks.data_ptr())
     results = ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(facts.data_ptr())
     rest = [None if x is None else x.contiguous() for x in left_out]
     given = LeftOut(*(None if x is None else x.data_ptr() for x in rest))
     combine = (
         *addresses[4:],
-        sink,
+        sink_logits,
         *results,
         ctypes.c_int32(splits),
         ctypes.c_int32(tasks),
@@ -152,14 +158,15 @@ def _empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tens
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     check(q, k, v, indices)
-    return attend(q, k, v, indices, *how[:3], left_out=how[3:])
+    return attend(q, k, v, indices, *how[:3], left_out=how[3:7], ends=how[7:])
 
 
 _NAME = "gather"
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 LIBRARY.define(
     f"{_NAME}(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
-    "Tensor? coefficients, Tensor? mean_keys, Tensor? values, Tensor? visible) -> (Tensor, Tensor)"
+    "Tensor? coefficients, Tensor? mean_keys, Tensor? values, Tensor? visible, SymInt sink, SymInt recent) "
+    "-> (Tensor, Tensor)"
 )
 LIBRARY.impl(_NAME, _checked, "CUDA")
 torch.library.register_fake(f"sparse_decode::{_NAME}", _empty, lib=LIBRARY)

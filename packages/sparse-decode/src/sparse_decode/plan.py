@@ -90,17 +90,17 @@ class Part(NamedTuple):
 
     Attributes:
         first, last: rows first..last-1, R of them.
-        visible: tokens that each sees, int64 [B, R].
+        visible: tokens that each sees, int64 [B, R]; None in a plain step: all.
         counts: tokens that each reads, int64 [B, R], 0 where it is not sparse; in a plain step those that the selector
             is to choose: the others are the same for all rows.
-        sparse: which are sparse, bool [B, R]; None in a plain step: all, and each sees every token.
+        sparse: which are sparse, bool [B, R]; None in a plain step: all.
         each: in a plain step, `counts` as a number; reads: the tokens that each row reads, those it does not choose
             included.
     """
 
     first: int
     last: int
-    visible: Tensor
+    visible: Tensor | None
     counts: Tensor
     sparse: Tensor | None
     each: int | None = None
@@ -143,6 +143,7 @@ class LayerPlan:
         self.encoder: Encoder = Encoder(lambda k: selector.encode_keys(layer, k))
         self.tally: Tensor = torch.zeros(2, dtype=torch.int64)
         self.number: int = enrol(self)
+        self._last_counts: tuple[object, Tensor] | None = None
         self._lock = Lock()
         self._selected = self._visible = 0
 
@@ -208,9 +209,10 @@ class LayerPlan:
         shape, n = (x.q.shape[0], 1), x.k.shape[2]
         reads = self.budget.count_row(n)
         count = max(0, reads - sum(self._ends))
-        counts = torch.full(shape, count, dtype=torch.int64, device=x.q.device)
-        visible = torch.full(shape, n, dtype=torch.int64, device=x.q.device)
-        return Part(0, 1, visible, counts, None, count, reads)
+        alike = count, shape, x.q.device
+        if self._last_counts is None or self._last_counts[0] != alike:  # it changes every fiftieth token at 2 %
+            self._last_counts = alike, torch.full(shape, count, dtype=torch.int64, device=x.q.device)
+        return Part(0, 1, None, self._last_counts[1], None, count, reads)
 
     def run(
         self,
@@ -270,11 +272,14 @@ class LayerPlan:
         rows = self._rows_of(x, part)
         indices = self._select(rows, part)
         self._count_selected(x, part, indices, tally)
+        ends = self._ends if part.sparse is None else (0, 0)  # the others are among the indices
+        if x.weights is not None or self.kernel == "flash":
+            indices, ends = around(indices, rows.k.shape[2], *ends), (0, 0)
         if x.weights is not None:
             found = attention_weights(rows.q, rows.k, indices, x.scaling, x.softcap, x.sinks)
             x.weights[:, :, part.first : part.last, : found.shape[-1]] = found
         left_out = None if self.remainder is None else self._left_out(x, part, indices, moments)
-        return self._attend(x, rows, indices, left_out)
+        return self._attend(x, rows, indices, left_out, ends)
 
     def _rows_of(self, x: Inputs, part: Part) -> Rows:
         n_queries, n = x.q.shape[2], x.k.shape[2]
@@ -299,18 +304,15 @@ class LayerPlan:
         )
 
     def _select(self, rows: Rows, part: Part) -> Tensor:
-        """Choose tokens by the selector, sink and recent: int64 [B, H, R, K]."""
+        """Choose tokens by the selector, and in all but plain steps sink and recent: int64 [B, H, R, K]."""
         indices, n = self.selector.select(rows), rows.k.shape[2]
         sink, recent = self._ends
-        if not sink and not recent:
+        if part.sparse is None or (not sink and not recent):
             return indices
-        if part.sparse is None:
-            return around(indices, n, sink, recent)
         span = visible_span(rows.visible, n)
         if span is not None:
             starts, ends = span
-            if part.sparse is not None:  # rows that are not sparse read nothing here
-                starts = torch.where(part.counts > 0, starts, ends)
+            starts = torch.where(part.counts > 0, starts, ends)  # rows that are not sparse read nothing here
             return with_ends(indices, starts, ends, sink, recent)
         for size, listed in ((sink, first_visible), (recent, last_visible)):
             if size:
@@ -327,9 +329,12 @@ class LayerPlan:
         if found is None:
             past = x.k.shape[2] - x.q.shape[2]
             *found, seen = moments.rows(*rows, x.k, x.v, _unpadded(x), past + part.first, past + part.last)
-            if x.mask is not None:
+            if x.mask is not None and part.visible is not None:
                 _require_causal(seen.to(part.visible.device), part.visible, (indices >= 0).any(-1).any(1))
-        known = coefficients, *found, part.visible
+        visible = part.visible
+        if visible is None:
+            visible = torch.full((x.q.shape[0], 1), x.k.shape[2], dtype=torch.int64, device=x.q.device)
+        known = coefficients, *found, visible
         return LeftOut(*(each if each.device == x.q.device else each.to(x.q.device) for each in known))
 
     def _coefficients(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
@@ -341,7 +346,9 @@ class LayerPlan:
             self._placed[device, scaling] = known
         return known
 
-    def _attend(self, x: Inputs, rows: Rows, indices: Tensor, left_out: LeftOut | None) -> Tensor:
+    def _attend(
+        self, x: Inputs, rows: Rows, indices: Tensor, left_out: LeftOut | None, ends: tuple[int, int]
+    ) -> Tensor:
         """Attend to what was selected: [B, Q, Hq, Dv]."""
         q = rows.q
         if self._own is not None:
@@ -351,7 +358,7 @@ class LayerPlan:
             return flash.attend(q, x.k, x.v, indices, x.scaling, x.softcap)
         model = {"softcap": x.softcap, "sinks": x.sinks}
         if x.host is None:
-            return attend(q, x.k, x.v, indices, x.scaling, **model, left_out=left_out)
+            return attend(q, x.k, x.v, indices, x.scaling, **model, left_out=left_out, ends=ends)
         batch, hq, n_rows, dim = q.shape
         k, v, slots = x.host.rows_on(indices, q.device)
         k, v = k.to(x.k.dtype), v.to(x.v.dtype)  # autocast may have made another type of these
@@ -369,6 +376,7 @@ class LayerPlan:
         batch, hq = x.q.shape[:2]
         if part.sparse is None:  # a selector chooses as many as it is asked for
             return self._count_numbers(batch * hq * part.reads, batch * hq * x.k.shape[2])
+        assert part.visible is not None
         self._count((indices >= 0).sum((1, 3)) * (hq // indices.shape[1]), part.visible * hq, part.sparse, tally)
 
     def _count(self, selected: Tensor, visible: Tensor, sparse: Tensor, tally: Tensor) -> None:

@@ -127,6 +127,8 @@ def with_ends(selected: Tensor, starts: Tensor | int, ends: Tensor | int, sink: 
 
 def around(selected: Tensor, n: int, sink: int, recent: int) -> Tensor:
     """Do what `with_ends` does for rows that see all `n` tokens, of a selection without unused slots."""
+    if not sink and not recent:
+        return selected
     first = torch.arange(min(sink, n), device=selected.device)
     last = torch.arange(max(n - recent, len(first)), n, device=selected.device)
     rows = selected.shape[:3]

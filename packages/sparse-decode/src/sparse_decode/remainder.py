@@ -141,7 +141,7 @@ class RunningMoments:
             return None
         if k.device.type != "cpu":
             *found, mean_keys, rest = moments.OPERATOR(q[:, :, 0], slopes, k[:, :, -1], v[:, :, -1], *sums[1:], n)
-            self._sums, self.length = Moments(sums.tokens + 1, *found), n
+            self._sums, self.length = Moments(torch.full_like(sums.tokens, n), *found), n
             return mean_keys[:, :, None], rest[:, :, None]
         # Not in place: whoever was given the sums may keep them.
         self._sums, self.length = Moments(sums.tokens + 1, *map(torch.empty_like, sums[1:])), n

@@ -4,7 +4,8 @@
 //
 // q [B][Hq][Q][D] and indices i64 [B][S][Q][width] without gaps; k [B][Hkv][N][D], v [B][Hkv][N][Dv] by strides, rows
 // whole. A task is one (batch row, index set, query row) and has `group` = Hq / S <= 16 query heads. Slots that hold -1,
-// or anything else outside [0, N), are unused.
+// or anything else outside [0, N), are unused. `sink` slots before them hold the first tokens, `recent` behind them the
+// last of N.
 //
 // gather, grid tasks x splits, 4 warps. A block takes one part of a task's slots; a warp 16 slots at a time:
 //   (1) S = Q K^T, heads as rows, slots as columns, by mma. The sum over D has no order of its own, so a lane reads 16
@@ -51,6 +52,8 @@ struct Shape {
   i32 heads_per_kv;  // query heads
   i32 tokens;        // N
   i32 slots;         // of a split, a multiple of SLOTS
+  i32 sink;          // slots before those of indices, and behind them: all that a row reads are sink + width + recent
+  i32 recent;
   float scaling;
   float softcap;  // 0: none
 };
@@ -95,6 +98,13 @@ __device__ __forceinline__ float over_quad_max(float x) {
 __device__ __forceinline__ float over_quad_sum(float x) {
   x += __shfl_xor_sync(FULL_WARP, x, 1);
   return x + __shfl_xor_sync(FULL_WARP, x, 2);
+}
+
+// The token of a slot.
+__device__ __forceinline__ i64 token_of(const i64* indices, int slot, const Shape& shape) {
+  if (slot < shape.sink) return slot;
+  const int behind = slot - shape.sink - shape.width;
+  return behind < 0 ? __ldg(indices + slot - shape.sink) : i64(shape.tokens - shape.recent + behind);
 }
 
 __device__ __forceinline__ bool is_used(i64 index, int tokens) { return index >= 0 && index < tokens; }
@@ -236,7 +246,8 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
   v += task.batch * value_rows.batch + kv * value_rows.head;
   indices += ((i64(task.batch) * shape.sets + task.set) * shape.queries + task.query) * shape.width;
   const int begin = blockIdx.y * shape.slots;
-  const int end = begin + shape.slots < shape.width ? begin + shape.slots : shape.width;
+  const int all = shape.sink + shape.width + shape.recent;
+  const int end = begin + shape.slots < all ? begin + shape.slots : all;
   Sums sums;
 #pragma unroll
   for (int tile = 0; tile < TILES; tile++) {
@@ -254,11 +265,11 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
       const int mine = from + 8 * tile + g;
-      key[tile] = mine < end ? __ldg(indices + mine) : -1;
+      key[tile] = mine < end ? token_of(indices, mine, shape) : -1;
 #pragma unroll
       for (int column = 0; column < 2; column++) {
         const int at = from + 8 * tile + 2 * t + column;
-        slot[tile][column] = at < end ? __ldg(indices + at) : -1;
+        slot[tile][column] = at < end ? token_of(indices, at, shape) : -1;
         used[tile][column] = is_used(slot[tile][column], shape.tokens);
         seen += used[tile][column];
       }
