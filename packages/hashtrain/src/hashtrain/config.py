@@ -11,7 +11,7 @@ VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "transform", "down
 FORMAT_VERSION = 3
 SINK = 1
 """First tokens of a text that every row reads by default. Heads that have nothing to look up rest on the first: a row
-that misses it loses most of its attention. More sinks cost more than they hold (docs/log.md, 2026-11-22)."""
+that misses it loses most of its attention. More sinks cost more than they hold (docs/log.md, 2026-11-23)."""
 RECENT = 4
 """Last tokens that every row reads by default, its own among them: what the worst rows of the worst head missed."""
 MAX_DIGITS = 8
