@@ -2,7 +2,7 @@
 
 import pathlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from evals import report
 from evals.grid import Grid, to_markdown
@@ -59,7 +59,8 @@ def glance(names: Measured, subject: str) -> Callable[[pathlib.Path], str]:
         scored = runs[1].config["scored"]
         prompt = "half the context" if scored is None else f"{context - scored - 1:,} tokens"
         title = (
-            f"{100 * budget:g} % of the visible tokens, {trained['bits']}-bit codes, {subject}, held-out contexts of "
+            f"{100 * budget:g} % of the visible tokens, {protocol(runs[0].config)}, "
+            f"{trained['bits']}-bit codes, {subject}, held-out contexts of "
             f"{context:,} tokens: {trained['held_out']} for IoU and mass; perplexity and KL with every row sparse "
             f"({runs[0].config['documents']} contexts) and as in serving, behind a dense prompt of {prompt} "
             f"({runs[1].config['documents']} contexts)"
@@ -92,10 +93,10 @@ def texts(names: dict[str, str], trained_name: str, subject: str) -> Callable[[p
             lines.append(line)
         counts = ", ".join(f"{run.config['documents']} of {kind}" for kind, run in runs.items())
         config, budget = first.config, 100 * first.config["budgets"][0]
-        always = f"the first {config['sink']} and the row's own included, no layer dense by its place"
         where = f"the last {config['scored']:,} of {config['context']:,} tokens behind a dense prompt"
         title = (
-            f"{budget:g} % of the visible tokens, {always}, {trained['bits']}-bit codes, {subject}, as in serving: "
+            f"{budget:g} % of the visible tokens, {protocol(config)}, "
+            f"{trained['bits']}-bit codes, {subject}, as in serving: "
             f"{where}, held-out texts: {counts}; IoU and mass per KV head, on {trained['held_out']} contexts"
         )
         scores = [name for kind in runs for name in (f"perplexity, {kind}", f"KL, {kind}")]
@@ -103,6 +104,22 @@ def texts(names: dict[str, str], trained_name: str, subject: str) -> Callable[[p
         return to_markdown(Grid(title, header, [lines]))
 
     return table
+
+
+def protocol(config: dict[str, Any]) -> str:
+    """Say which tokens every row of a run reads, and which layers stay dense."""
+    ends = [(config.get("sink", 0), "first"), (config.get("recent", 0), "last")]
+    named = [f"the {which} token" if count == 1 else f"the {which} {count}" for count, which in ends if count]
+    always = f"{' and '.join(named)} always among them" if named else "none of them read without a search"
+    dense = config["dense_layers"]
+    layers = (
+        "no layer dense by its place"
+        if dense is None
+        else f"the first {dense} layers dense"
+        if dense
+        else "no layer dense"
+    )
+    return f"{always}, {layers}"
 
 
 def cell(ppl: Result, method: str, metric: str) -> float:

@@ -11,6 +11,7 @@ from hashcore.hostsim import Simulator, compiler
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.hasher import make_layer
 from sparse_decode import encode_cuda, gather
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 if compiler() is None and os.environ.get("CI") != "true":
     pytest.skip("g++ is needed to run the kernels on the CPU", allow_module_level=True)
@@ -87,12 +88,27 @@ def test_what_is_not_finite_is_hashed_as_documented():
 
 
 @pytest.mark.parametrize(
-    ("variant", "shape", "dtype", "taken"),
+    ("changed", "taken"),
     [
-        ("planes", (1, 2, 1, 64), torch.bfloat16, False),  # not on CUDA
-        ("lsh", (1, 2, 1, 64), torch.bfloat16, False),
+        ({}, True),
+        ({"variant": "transform"}, True),
+        ({"tokens": 8}, True),
+        ({"tokens": 9}, False),  # 18 of both rows
+        ({"dtype": torch.float16}, True),
+        ({"dtype": torch.float32}, False),
+        ({"variant": "lsh"}, False),
+        ({"hidden": encode_cuda.MOST}, True),
+        ({"hidden": encode_cuda.MOST + 1}, False),
+        ({"bits": 512}, True),
+        ({"bits": 544}, False),
+        ({"device": "cpu"}, False),
     ],
 )
-def test_what_the_kernels_take(variant, shape, dtype, taken):
-    layer = make_layer(HasherConfig(variant, ModelShape(1, 6, 2, 64)), 0, 0)
-    assert encode_cuda.takes(layer, torch.zeros(shape, dtype=dtype)) is taken
+def test_what_the_kernels_take(changed, taken):
+    how = {"variant": "planes", "tokens": 1, "dtype": torch.bfloat16, "hidden": 64, "bits": 128, "device": "cuda"}
+    how |= changed
+    config = HasherConfig(how["variant"], ModelShape(1, 6, 2, 64), bits=how["bits"], hidden=how["hidden"])
+    layer = make_layer(config, 0, 0)
+    with FakeTensorMode():
+        x = torch.zeros(2, 2, how["tokens"], 64, dtype=how["dtype"], device=how["device"])
+        assert encode_cuda.takes(layer, x) is taken

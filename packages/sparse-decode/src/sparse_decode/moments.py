@@ -13,6 +13,8 @@ from torch import Tensor
 from sparse_decode.gather import KERNELS, Run, macros, require
 
 THREADS = 256
+MAX_GROUP = 16
+"""Query heads a KV head."""
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 

@@ -76,7 +76,7 @@ class PlacedHasher:
 
     def __init__(self, hasher: Hasher):
         self.hasher = hasher
-        self._copies: dict[tuple[int, torch.device], tuple[_Versions, LayerHasher]] = {}
+        self._copies: dict[tuple[int, torch.device], tuple[_Versions, _Storages, LayerHasher]] = {}
 
     def layer(self, index: int, device: torch.device) -> LayerHasher:
         """Return one layer's hash functions on a device."""
@@ -86,8 +86,9 @@ class PlacedHasher:
         key, versions = (index, device), _versions(own)
         known = self._copies.get(key)
         if known is None or known[0] != versions:
-            known = self._copies[key] = versions, _copy(own, device)
-        return known[1]
+            held = [x.untyped_storage() for x in _tensors(own)]  # so that no other gets one of their addresses
+            known = self._copies[key] = versions, held, _copy(own, device)
+        return known[2]
 
 
 def _copy(layer: LayerHasher, device: torch.device) -> LayerHasher:
@@ -98,9 +99,13 @@ def _copy(layer: LayerHasher, device: torch.device) -> LayerHasher:
 
 
 _Versions = list[tuple[int, int]]
+_Storages = list[torch.UntypedStorage]
+
+
+def _tensors(layer: LayerHasher) -> tuple[torch.Tensor, ...]:
+    return *layer.parameters(), *layer.buffers()
 
 
 def _versions(layer: LayerHasher) -> _Versions:
     """Tell the weights of a layer apart from those it had: torch counts up a tensor's version with every write."""
-    tensors = (*layer.parameters(), *layer.buffers())
-    return [(x.untyped_storage()._cdata, 0 if x.is_inference() else x._version) for x in tensors]
+    return [(x.untyped_storage()._cdata, 0 if x.is_inference() else x._version) for x in _tensors(layer)]

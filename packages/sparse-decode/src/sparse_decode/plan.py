@@ -17,6 +17,7 @@ from sparse_decode import flash
 from sparse_decode.attend import LeftOut, attend, attention_weights
 from sparse_decode.budget import Budget
 from sparse_decode.cache import Encoder
+from sparse_decode.modes import ordinary_tensors
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import enrol
 from sparse_decode.positions import (
@@ -135,9 +136,10 @@ class LayerPlan:
         self.budget: Budget = budget
         self.rule: RowRule = rule
         self.kernel: Kernel = kernel
+        self._exact = bool(getattr(selector, "chooses_all_asked", False))
         self._own = selector if isinstance(selector, AttendingSelector) else None
         self._ends = (0, 0) if self._own else (budget.sink, budget.recent)  # tokens that every row reads unasked
-        self.remainder: Tensor | None = None if remainder is None else remainder[:, :-1].contiguous()
+        self.remainder: Tensor | None = None if remainder is None else remainder[:, :-1].float().contiguous()
         self._slopes: Tensor | None = None if remainder is None else remainder[:, -1].float().clone()
         self._placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
         self.encoder: Encoder = Encoder(lambda k: selector.encode_keys(layer, k))
@@ -209,10 +211,12 @@ class LayerPlan:
         shape, n = (x.q.shape[0], 1), x.k.shape[2]
         reads = self.budget.count_row(n)
         count = max(0, reads - sum(self._ends))
-        alike = count, shape, x.q.device
-        if self._last_counts is None or self._last_counts[0] != alike:  # it changes every fiftieth token at 2 %
-            self._last_counts = alike, torch.full(shape, count, dtype=torch.int64, device=x.q.device)
-        return Part(0, 1, None, self._last_counts[1], None, count, reads)
+        alike, last = (count, shape, x.q.device), self._last_counts
+        if last is None or last[0] != alike:  # it changes every fiftieth token at 2 %
+            with ordinary_tensors():
+                last = alike, torch.full(shape, count, dtype=torch.int64, device=x.q.device)
+            self._last_counts = last
+        return Part(0, 1, None, last[1], None, count, reads)
 
     def run(
         self,
@@ -272,7 +276,7 @@ class LayerPlan:
         rows = self._rows_of(x, part)
         indices = self._select(rows, part)
         self._count_selected(x, part, indices, tally)
-        ends = self._ends if part.sparse is None else (0, 0)  # the others are among the indices
+        ends = self._ends if part.sparse is None and self._exact else (0, 0)  # the others are among the indices
         if x.weights is not None or self.kernel == "flash":
             indices, ends = around(indices, rows.k.shape[2], *ends), (0, 0)
         if x.weights is not None:
@@ -304,11 +308,17 @@ class LayerPlan:
         )
 
     def _select(self, rows: Rows, part: Part) -> Tensor:
-        """Choose tokens by the selector, and in all but plain steps sink and recent: int64 [B, H, R, K]."""
+        """Choose tokens by the selector, sink and recent: int64 [B, H, R, K].
+
+        In a plain step the attention adds the last two itself, if the selector is one that chooses no fewer and no
+        others than it was asked for.
+        """
         indices, n = self.selector.select(rows), rows.k.shape[2]
         sink, recent = self._ends
-        if part.sparse is None or (not sink and not recent):
+        if (not sink and not recent) or (part.sparse is None and self._exact):
             return indices
+        if part.sparse is None:
+            return with_ends(indices, 0, n, sink, recent)
         span = visible_span(rows.visible, n)
         if span is not None:
             starts, ends = span
@@ -342,7 +352,8 @@ class LayerPlan:
         assert self.remainder is not None
         assert self._slopes is not None
         if (known := self._placed.get((device, scaling))) is None:
-            known = self.remainder.to(device), (self._slopes * scaling).to(device)
+            with ordinary_tensors():  # they outlive the mode that this call is in
+                known = self.remainder.to(device), (self._slopes * scaling).to(device)
             self._placed[device, scaling] = known
         return known
 
@@ -374,8 +385,10 @@ class LayerPlan:
     def _count_selected(self, x: Inputs, part: Part, indices: Tensor, tally: Tensor) -> None:
         """Count a selection [B, H, R, K], once for each query head that shares it."""
         batch, hq = x.q.shape[:2]
-        if part.sparse is None:  # a selector chooses as many as it is asked for
-            return self._count_numbers(batch * hq * part.reads, batch * hq * x.k.shape[2])
+        if part.sparse is None:
+            all_asked = batch * hq * part.reads
+            chosen = all_asked if self._exact else int((indices >= 0).sum()) * (hq // indices.shape[1])
+            return self._count_numbers(chosen, batch * hq * x.k.shape[2])
         assert part.visible is not None
         self._count((indices >= 0).sum((1, 3)) * (hq // indices.shape[1]), part.visible * hq, part.sparse, tally)
 

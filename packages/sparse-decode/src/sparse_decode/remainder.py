@@ -99,6 +99,7 @@ class RunningMoments:
         self._sums: Moments | None = None
         self._seen: Tensor | None = None
 
+    @torch.no_grad()
     def rows(
         self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,6 +131,7 @@ class RunningMoments:
         self._note(seen, last)
         return mean_k.float(), (mean_v.float()[:, :, None] + tilt).float().flatten(1, 2), counts
 
+    @torch.no_grad()
     def step(self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return what `rows` returns for the last row, if its token alone is new, without padding.
 
@@ -140,6 +142,8 @@ class RunningMoments:
         if sums is None or not alike or self.length != n - 1 or self._seen is not None:
             return None
         if k.device.type != "cpu":
+            if q.shape[1] > moments.MAX_GROUP * k.shape[1]:
+                return None
             *found, mean_keys, rest = moments.OPERATOR(q[:, :, 0], slopes, k[:, :, -1], v[:, :, -1], *sums[1:], n)
             self._sums, self.length = Moments(torch.full_like(sums.tokens, n), *found), n
             return mean_keys[:, :, None], rest[:, :, None]
@@ -240,6 +244,7 @@ class StaticMoments:
         seen = keys.new_zeros(keys.shape[0], keys.shape[2], dtype=torch.bool)
         return cls([*Moments.none(keys, values), seen, keys.new_zeros((), dtype=torch.int64)])
 
+    @torch.no_grad()
     def rows(
         self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int
     ) -> tuple[Tensor, Tensor, Tensor]:

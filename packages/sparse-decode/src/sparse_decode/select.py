@@ -118,6 +118,9 @@ class HashSelector:
     """
 
     needs_codes = True
+    chooses_all_asked = True
+    """Each row gets exactly `counts` candidates: what is always read need not be looked for among them. A selector of
+    yours may say the same."""
 
     def __init__(self, hasher: KeyQueryHasher):
         self.hasher = hasher

@@ -1,0 +1,75 @@
+"""Decode steps of one token without padding: what they take from the host, and from whom they take it."""
+
+import pytest
+import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
+from sparse_decode import Budget, attach
+from sparse_decode.attend import attend_reference
+from sparse_decode.plan import Inputs, LayerPlan, RowRule
+from sparse_decode.select import HashSelector, NoCodes, RecentSelector
+from transformers import DynamicCache, ModernBertDecoderConfig, ModernBertDecoderForCausalLM
+
+
+class Pages(NoCodes):
+    """Chooses whole pages, whoever asks for what: tokens that are read anyway among them, and an unused slot."""
+
+    def select(self, rows):
+        chosen = torch.tensor([0, 1, 2, 3, 96, 97, 98, 99, -1])
+        return chosen.expand(rows.q.shape[0], rows.k.shape[1], 1, -1)
+
+
+def inputs(tokens=100, **more):
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, n, 16, generator=draw) for heads, n in ((4, 1), (2, tokens), (2, tokens)))
+    return Inputs(q, k, v, None, None, None, 0.25, None, None, **more)
+
+
+def test_a_selector_that_does_as_it_likes_reads_each_token_once():
+    x = inputs()
+    plan = LayerPlan(0, Pages(), Budget(0.1, sink=2, recent=3), RowRule(None, 1))
+    out, _ = plan.attend(x)
+    union = torch.tensor([0, 1, 2, 3, 96, 97, 98, 99]).expand(2, 2, 1, -1)
+    torch.testing.assert_close(out, attend_reference(x.q, x.k, x.v, union, 0.25))
+    assert plan.counted() == (2 * 4 * 8, 2 * 4 * 100)
+
+
+def test_what_a_hash_selects_is_counted_without_a_look():
+    hasher = Hasher(HasherConfig("lsh", ModelShape(1, 4, 2, 16), bits=64), 0)
+    selector, x = HashSelector(hasher), inputs()
+    x = Inputs(x.q, x.k, x.v, None, selector.encode_keys(0, x.k), None, 0.25, None, None)
+    plan = LayerPlan(0, selector, Budget(0.1, sink=2, recent=3), RowRule(None, 1))
+    plan.attend(x)
+    assert plan.counted() == (2 * 4 * 10, 2 * 4 * 100)
+
+
+def test_what_one_mode_left_another_can_use():
+    remainder = torch.rand(4, 6)
+    plan = LayerPlan(0, RecentSelector(), Budget(0.1), RowRule(None, 1), remainder)
+    with torch.inference_mode():
+        first, _ = plan.attend(inputs())
+    x = inputs()
+    again, _ = plan.attend(Inputs(x.q.requires_grad_(), x.k, x.v, None, None, None, 0.25, None, None))
+    assert torch.equal(first, again.detach())
+
+
+def test_two_steps_with_gradients_on():
+    plan = LayerPlan(0, RecentSelector(), Budget(0.1), RowRule(None, 1), torch.rand(4, 6))
+    from sparse_decode.remainder import RunningMoments
+
+    moments, x = RunningMoments(), inputs(101)
+    q, k, v = (y.requires_grad_() for y in (x.q, x.k, x.v))
+    for tokens in (100, 101):
+        step = Inputs(q, k[:, :, :tokens], v[:, :, :tokens], None, None, None, 0.25, None, None, moments)
+        out, _ = plan.attend(step)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("budget", [Budget(0.2), Budget(0.2, dense_below=200)])
+def test_eager_attention_that_adds_its_mask_unasked_gets_one(budget):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = ModernBertDecoderConfig(vocab_size=64, **sizes, max_position_embeddings=256, pad_token_id=0)
+    model = ModernBertDecoderForCausalLM._from_config(config, attn_implementation="eager").eval()
+    cache = DynamicCache(config=config)
+    with torch.inference_mode(), attach(model, RecentSelector(), budget):
+        model(torch.randint(1, 64, (1, 50)), past_key_values=cache)
+        assert model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache).logits.isfinite().all()
