@@ -32,6 +32,8 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "magicpig": quality.with_matches("magicpig"),
     "rivals": rivals.rivals,
     "ppl-decode": quality.with_matches("ppl_decode"),
+    "demo-defaults": quality.of_run("demo_defaults", report.ppl_grid),
+    "demo-training": lambda results: quality.training(results, "kv_head", "demo_training"),
     "code-lengths": quality.of_run("codelength", codelength_grid),
     "throughput": speed.throughput,
     "training-step": speed.training_step,

@@ -18,7 +18,7 @@ def headline(results: pathlib.Path) -> str:
     attention, model = (stored(results / f"sparse_{name}.json") for name in ("attention", "model_decode"))
     step = max((row for row in model["rows"] if row["batch"] == 1), key=lambda row: row["n"])
     layer = next(row for row in attention["rows"] if (row["n"], row["dtype"]) == (step["n"], "bfloat16"))
-    demo, second, python = (load(results / f"{name}.json") for name in ("ppl_decode", *SECOND_RUNS.values()))
+    demo, second, python = (load(results / f"{name}.json") for name in ("demo_defaults", *SECOND_RUNS.values()))
     budget = demo.config["budgets"][0]
     lost, blind = ([change(run, method) for run in (second, python, demo)] for method in (OURS, WINDOW))
     return (

@@ -111,7 +111,7 @@ def protocol(config: dict[str, Any]) -> str:
     ends = [(config.get("sink", 0), "first"), (config.get("recent", 0), "last")]
     named = [f"the {which} token" if count == 1 else f"the {which} {count}" for count, which in ends if count]
     always = f"{' and '.join(named)} always among them" if named else "none of them read without a search"
-    dense = config["dense_layers"]
+    dense = config.get("dense_layers")
     layers = (
         "no layer dense by its place"
         if dense is None

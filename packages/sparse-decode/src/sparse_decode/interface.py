@@ -136,7 +136,7 @@ def attention(
         if call is not None and isinstance(call.cache, HostLayer):
             k, v = call.cache.all_on(query.device)
         mask = attention_mask
-        if mask is None and query.shape[2] == 1 and module.config._attn_implementation == NAMES["eager"]:
+        if mask is None and query.shape[2] == 1 and cast(Any, module).config._attn_implementation == NAMES["eager"]:
             mask = query.new_zeros(1, 1, 1, k.shape[2])  # some eager attention adds it unasked
         return dense_attention(module)(module, query, k, v, mask, scaling=scaling, dropout=dropout, **kwargs)
 
