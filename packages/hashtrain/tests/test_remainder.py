@@ -40,7 +40,8 @@ def test_measure_agrees_with_sums_written_out(rows):
             seen = position + 1
             count = max(5, top_count(seen, 0.2))
             scores = hashcore.score(planes[0, head // 2, row], codes[0, head // 2, :seen], weights=weights)
-            chosen = [*range(4), *hashcore.topk(scores, count - 5, sink=4, recent=1)[1].tolist(), position]
+            searched = hashcore.topk(scores, count - 5, sink=1, recent=4)[1].tolist()
+            chosen = [0, *searched, *range(position - 3, position + 1)]
             logits = (k[0, head // 2, :seen] @ q[0, head, row]) * 0.3
             rest = torch.ones(seen, dtype=torch.bool)
             rest[chosen] = False

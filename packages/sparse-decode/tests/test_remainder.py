@@ -173,9 +173,9 @@ def seen_attend(attachment, inside):
     plan = attachment._plans[3]
     attend_of_plan, work = plan._attend, plan._select_and_attend
 
-    def record(x, rows, indices, left_out):
+    def record(x, rows, indices, left_out, ends):
         inside.update(x=x, q=rows.q, indices=indices)
-        return attend_of_plan(x, rows, indices, left_out)
+        return attend_of_plan(x, rows, indices, left_out, ends)
 
     def whole(*arguments):
         inside["out"] = work(*arguments)
