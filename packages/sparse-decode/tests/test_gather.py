@@ -1,21 +1,16 @@
 """The CUDA kernels of attention over a selection, run on the CPU under the host simulator, against `attend`."""
 
-import functools
-import os
-
 import numpy as np
 import pytest
 import torch
 from hashcore.cuda.source import read_source
-from hashcore.hostsim import SimulationError, Simulator, check_slack, compiler, guarded
+from hashcore.hostsim import SimulationError, Simulator, check_slack, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import gather
 from sparse_decode.attend import LeftOut, attend
 from sparse_decode.positions import around
-
-if compiler() is None and os.environ.get("CI") != "true":
-    pytest.skip("g++ is needed to run the kernels on the CPU", allow_module_level=True)
+from sparse_decode_simulated import device, inside
 
 # D, Dv, type. Head sizes of all three widths of reads, for keys and for values.
 KINDS = [(128, 128, torch.bfloat16), (64, 64, torch.float16), (80, 48, torch.bfloat16), (32, 256, torch.float16)]
@@ -23,29 +18,6 @@ KINDS = [(128, 128, torch.bfloat16), (64, 64, torch.float16), (80, 48, torch.bfl
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 FACTS = 2e-5
 ORDERS = [0, 1, 7]
-
-
-@functools.cache
-def simulator(macros):
-    return Simulator(read_source(gather.KERNELS, "gather.cu"), ["gather", "combine"], dict(macros))
-
-
-def device(order=0, broken=None):
-    """What runs launches in one thread order; `broken` is a simulator of changed sources."""
-
-    def run(launches, device, folder):
-        assert folder == gather.KERNELS
-        for one in launches:
-            kernels = broken or simulator(one.macros)
-            kernels.launch(one.kernel, one.grid, (one.threads,), one.arguments, order=order)
-
-    return run
-
-
-def inside(x):
-    """The same tensor between guard pages."""
-    bits = x.contiguous().view(torch.int16).numpy() if x.element_size() == 2 else x.contiguous().numpy()
-    return torch.from_numpy(guarded(bits)).view(x.dtype)
 
 
 def make(kind=KINDS[0], group=2, sets=2, tokens=90, width=40, batch=1, queries=1, seed=0, dead=0.1):

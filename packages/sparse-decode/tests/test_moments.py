@@ -1,36 +1,10 @@
 """The CUDA kernel of the remainder's sums, run on the CPU under the host simulator, against the CPU's own."""
 
-import functools
-import os
-
 import pytest
 import torch
-from hashcore.cuda.source import read_source
-from hashcore.hostsim import Simulator, compiler, guarded
-from sparse_decode import gather, moments
+from sparse_decode import moments
 from sparse_decode.remainder import RunningMoments
-
-if compiler() is None and os.environ.get("CI") != "true":
-    pytest.skip("g++ is needed to run the kernels on the CPU", allow_module_level=True)
-
-
-@functools.cache
-def simulator(macros):
-    return Simulator(read_source(gather.KERNELS, "moments.cu"), ["add_token"], dict(macros))
-
-
-def device(order):
-    def run(launches, device, folder):
-        for one in launches:
-            simulator(one.macros).launch(one.kernel, one.grid, (one.threads,), one.arguments, order=order)
-
-    return run
-
-
-def inside(x):
-    """The same tensor between guard pages."""
-    bits = x.contiguous().view(torch.int16).numpy() if x.element_size() == 2 else x.contiguous().numpy()
-    return torch.from_numpy(guarded(bits)).view(x.dtype)
+from sparse_decode_simulated import device, inside
 
 
 @pytest.mark.parametrize(
