@@ -17,14 +17,27 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "packages" / "sparse-decode" / "tests"))
 fake_gpu = importlib.import_module("fake_gpu")
 
-CASES = ("planes", "planes+remainder", "transform", "transform+remainder", "transform+heads")
+CASES = (
+    "planes",
+    "planes+remainder",
+    "transform",
+    "transform+remainder",
+    "transform+heads",
+    "transform+padded",
+    "transform+padded+remainder",
+    "transform+static",
+    "transform+static+remainder",
+    "transform+host+remainder",
+    "transform+beam+remainder",
+)
 
 
 def counted(name: str) -> dict[str, float]:
     """Count one case: the variant, then what it is used with."""
     variant, *more = name.split("+")
     how = {"per_query_head": "heads" in more, "remainder": "remainder" in more}
-    return fake_gpu.beyond_dense(fake_gpu.CONFIGS["llama"], variant, **how)._asdict()
+    kind = next((kind for kind in fake_gpu.KINDS if kind in more), "plain")
+    return fake_gpu.beyond_dense("llama", variant, kind=kind, **how)._asdict()
 
 
 def main() -> int:

@@ -13,6 +13,12 @@ CASES = {
     "transform": "`transform`, no remainder",
     "transform+remainder": "`transform`",
     "transform+heads": "`transform`, a selection per query head, no remainder",
+    "transform+padded": "`transform`, padding, no remainder",
+    "transform+padded+remainder": "`transform`, padding",
+    "transform+static": "`transform`, a static cache, no remainder",
+    "transform+static+remainder": "`transform`, a static cache",
+    "transform+host+remainder": "`transform`, keys and values in host memory",
+    "transform+beam+remainder": "`transform`, after beam search put rows in another order",
 }
 
 

@@ -17,9 +17,10 @@ from hashcore.cuda import tensors
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.layers import LayerHasher
 from sparse_decode import Budget, attach
+from sparse_decode.remainder import RunningMoments, StaticMoments
 from sparse_decode.select import HashSelector, QueryHeadHasher
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -29,6 +30,8 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    StaticCache,
     cache_utils,
 )
 from transformers.integrations import moe
@@ -53,13 +56,25 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
     tensor = torch.tensor
 
     def without_numbers(data: object, **how: object) -> torch.Tensor:  # of none, torch would ask for a real device
-        return torch.empty(0, **how) if data == [] else tensor(data, **how)
+        if data == []:
+            return torch.empty(0, **how)
+        # A number that torch knows would be copied to a real device.
+        return torch.full((), data, **how) if type(data) is int else tensor(data, **how)
 
     calibrated = mock.patch.object(LayerHasher, "calibrated", property(lambda layer: True))  # it reads numbers
     grouped = mock.patch.object(moe, "_can_use_grouped_mm", return_value=True)  # it asks the device what it is
     empty = mock.patch.object(cache_utils.torch, "tensor", without_numbers)
     with FakeTensorMode() as mode, torch.device("cuda"), calibrated, grouped, empty:
         yield mode
+
+
+@contextlib.contextmanager
+def told(tokens: int) -> Iterator[None]:
+    """Let the host read the length of a static cache: at its prompt, and where it is first seen."""
+    length = mock.patch.object(FakeTensor, "__int__", create=True, return_value=tokens)
+    nothing = mock.patch.object(StaticMoments, "_running", side_effect=RunningMoments)
+    with length, nothing:
+        yield
 
 
 def faked(hasher: Hasher, mode: FakeTensorMode) -> Hasher:
@@ -81,78 +96,118 @@ class Operators(TorchDispatchMode):
         name = func._schema.name.split("::")[-1]
         given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
         places = {x.device.type for x in given + [x for x in [out] if isinstance(x, torch.Tensor)]}
-        if len(places) > 1:
+        if len(places) > 1 and func.namespace != "sparse_decode":  # our kernels read host memory where it is
             self.copies.append(name)
         if not func.is_view and name not in NOTHING:
             self.launching.append(name)
         return out
 
 
-LAYERS, PROMPT = 2, 128
+PROMPT, ROWS, ROOM = 128, 2, 192
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 128,
     "intermediate_size": 128,
-    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
 TENTH = Budget(0.1)
-FULL = ["full_attention"] * LAYERS
-CONFIGS = {
-    "llama": LlamaConfig(**SIZES),
-    "qwen3": Qwen3Config(**SIZES),
-    "gemma2": Gemma2Config(**SIZES, layer_types=FULL),
-    "gpt_oss": GptOssConfig(**SIZES, layer_types=FULL, num_local_experts=2, num_experts_per_tok=1),
-}
+
+
+def config_of(family: str, layers: int = 2) -> PreTrainedConfig:
+    """Return a small model whose layers all see the whole context."""
+    sizes = {**SIZES, "num_hidden_layers": layers}
+    full = {"layer_types": ["full_attention"] * layers}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+    makers = {
+        "llama": lambda: LlamaConfig(**sizes),
+        "qwen3": lambda: Qwen3Config(**sizes),
+        "qwen3_moe": lambda: Qwen3MoeConfig(**sizes, **experts),
+        "gemma2": lambda: Gemma2Config(**sizes, **full),
+        "gpt_oss": lambda: GptOssConfig(**sizes, **full, num_local_experts=2, num_experts_per_tok=1),
+    }
+    return makers[family]()
+
+
+FAMILIES = "llama", "qwen3", "qwen3_moe", "gemma2", "gpt_oss"
+KINDS = "plain", "padded", "static", "host", "beam"
+"""Steps: of a dynamic cache, of a batch with padding, of a static cache and padding, of keys and values in host memory,
+of rows that beam search puts in another order before each of them."""
 
 
 def steps(
-    config: PreTrainedConfig, selector: HashSelector | None, budget: Budget, count: int = 2, **how: object
+    config: PreTrainedConfig, selector: HashSelector | None, budget: Budget, kind: str, **how: object
 ) -> Operators:
-    """Decode after a prompt; return the operators of the last step, dense if there is no selector.
+    """Decode after a prompt; return the operators of the last of three steps, dense if there is no selector.
 
-    The prompt is dense: eager attention has a mask there, whose form a prefill looks at.
+    The prompt is dense: eager attention has a mask there, whose form a prefill looks at. The first step sums what the
+    remainder needs.
     """
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    cache, token = DynamicCache(config=config), torch.zeros(1, 1, dtype=torch.long)
+    cache = StaticCache(config=config, max_cache_len=ROOM) if kind == "static" else DynamicCache(config=config)
+    if kind == "host":
+        how["kv"] = "host"
+    mask = torch.ones(ROWS, ROOM, dtype=torch.long) if kind in ("padded", "static") else None
+    beams = torch.zeros(ROWS, dtype=torch.long)
+
+    def step(tokens: int, end: int) -> None:
+        seen = None if mask is None else mask[:, :end]
+        model(torch.zeros(ROWS, tokens, dtype=torch.long), attention_mask=seen, past_key_values=cache)
+
     with torch.inference_mode():
-        model(torch.zeros(1, PROMPT, dtype=torch.long), past_key_values=cache)
-        attached = contextlib.nullcontext() if selector is None else attach(model, selector, budget, **how)
-        with attached:
-            for _ in range(count):
+        step(PROMPT, PROMPT)
+        with contextlib.nullcontext() if selector is None else attach(model, selector, budget, **how):
+            with told(PROMPT + 1):
+                step(1, PROMPT + 1)
+            for end in (PROMPT + 2, PROMPT + 3):
+                if kind == "beam":
+                    cache.reorder_cache(beams)
                 with Operators() as seen:
-                    model(token, past_key_values=cache)
+                    step(1, end)
     return seen
 
 
 class Beyond(NamedTuple):
     """What a sparse layer does in a step beyond what a dense one does."""
 
-    operators: float
-    launches: float
+    operators: int
+    launches: int
     copies: int
+    """Between host and device; the host waits for none."""
 
 
 def beyond_dense(
-    config: PreTrainedConfig, variant: str, budget: Budget = TENTH, per_query_head: bool = False, remainder: bool = True
+    family: str,
+    variant: str,
+    budget: Budget = TENTH,
+    kind: str = "plain",
+    per_query_head: bool = False,
+    remainder: bool = True,
 ) -> Beyond:
-    """Decode a token, and count; raises where something waits for the device."""
-    hasher = Hasher(HasherConfig(variant, ModelShape.of(config)), 0)
-    with fake_gpu() as mode:
-        hasher = faked(hasher, mode)
-        selector = HashSelector(QueryHeadHasher(hasher) if per_query_head else hasher)
-        dense, sparse = steps(config, None, budget), steps(config, selector, budget, remainder=remainder)
-    assert {"search", "gather"} <= set(sparse.launching)
-    counts = [(len(found.launching), sum(map(launches_of, found.launching))) for found in (sparse, dense)]
-    more = [(mine - theirs) / LAYERS for mine, theirs in zip(*counts, strict=True)]
-    return Beyond(*more, len(sparse.copies) - len(dense.copies))
+    """Decode a token, and count; raises where something waits for the device.
+
+    What a layer does is what a model with one layer more does more: what a mask says is found once for all of them.
+    """
+    counts: list[list[tuple[int, int, int]]] = []
+    for layers in (2, 3):
+        config = config_of(family, layers)
+        hasher = Hasher(HasherConfig(variant, ModelShape.of(config)), 0)
+        with fake_gpu() as mode:
+            hasher = faked(hasher, mode)
+            selector = HashSelector(QueryHeadHasher(hasher) if per_query_head else hasher)
+            both = steps(config, None, budget, kind), steps(config, selector, budget, kind, remainder=remainder)
+        assert "gather" in both[1].launching
+        counts.append(
+            [(len(found.launching), sum(map(launches_of, found.launching)), len(found.copies)) for found in both]
+        )
+    dense, sparse = ([more - fewer for fewer, more in zip(*ends, strict=True)] for ends in zip(*counts, strict=True))
+    return Beyond(*(mine - theirs for mine, theirs in zip(sparse, dense, strict=True)))
 
 
 def launches_of(operator: str) -> int:
     """Say how often an operator launches a kernel; those of torch count as one."""
-    return {"search": search_launches(), "hash_queries": 2, "gather": 2}.get(operator, 1)
+    return {"search": search_launches(), "topk": topk_launches(), "hash_queries": 2, "gather": 2}.get(operator, 1)
 
 
 @functools.cache
@@ -163,4 +218,14 @@ def search_launches(planes: int = 6) -> int:
     seen: list[object] = []
     weights = hashcore.planes(torch.zeros(1, 128, device="cpu"), planes)[1]
     tensors.search(query, keys, 80, weights, tensors.Bounds(4096), *out, run=lambda found, _: seen.extend(found))
+    return 1 + len(seen)
+
+
+@functools.cache
+def topk_launches() -> int:
+    """Count the launches of a selection by scores in whole fours, and the one that clears its memory."""
+    scores, counts = (torch.zeros(1, *size, dtype=torch.int32, device="cpu") for size in ((4096,), ()))
+    out = torch.zeros(1, 80, dtype=torch.int32, device="cpu"), torch.zeros(1, 80, dtype=torch.int64, device="cpu")
+    seen: list[object] = []
+    tensors.topk(scores, counts, tensors.Bounds(4094), *out, run=lambda found, _: seen.extend(found))
     return 1 + len(seen)

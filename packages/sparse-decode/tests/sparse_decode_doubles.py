@@ -8,7 +8,7 @@ import transformers
 from sparse_decode import plan as plan_module
 from sparse_decode.attend import attend, attend_reference
 from sparse_decode.interface import Call
-from sparse_decode.positions import around, visible_rows
+from sparse_decode.positions import include, visible_rows
 from transformers.cache_utils import QuantizedLayer
 
 VOCABULARY = 97
@@ -166,7 +166,12 @@ class Auditor:
         return self._visible
 
     def _attend(self, q, k, v, indices, scaling, *, left_out, ends, **logits):
-        indices = around(indices, k.shape[2], *ends)
+        indices = include(indices, k.shape[2], ends)
+        if isinstance(ends, torch.Tensor):  # before the others, in no order
+            indices = indices.sort(-1, descending=True).values.sort(-1).values
+            dead = indices < 0
+            indices = indices.masked_fill(dead, k.shape[2]).sort(-1).values
+            indices = indices.masked_fill(indices == k.shape[2], -1)
         (batch, hkv, n, _), sets = k.shape, indices.shape[1]
         out = attend(q, k, v, indices, scaling, **logits)
         selected = as_sets(indices, n)

@@ -85,7 +85,7 @@ def budget_of_all_positions(monkeypatch):
 
 
 def means_with_padding(monkeypatch):
-    monkeypatch.setattr(plan_module, "_unpadded", lambda x: None)
+    monkeypatch.setattr(plan_module, "_unpadded", lambda *arguments: None)
     monkeypatch.setattr(plan_module, "_require_causal", lambda *arguments: None)
 
 

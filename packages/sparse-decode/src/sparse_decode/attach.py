@@ -38,6 +38,7 @@ from sparse_decode.model import (
 from sparse_decode.offload import HostLayer
 from sparse_decode.parallel import head_shard, shard, shard_shape
 from sparse_decode.plan import Kernel, LayerPlan, RowRule
+from sparse_decode.positions import Sights
 from sparse_decode.select import AttendingSelector, HashSelector, KeyQueryHasher, Selector
 
 
@@ -160,7 +161,7 @@ class Attachment:
                 heads = shape.at(layer) if size == 1 else shard_shape(shape.at(layer), size)
                 facts = chosen, budgets[layer], model.dtype, model.device, kernel
                 self.break_even = break_even(modules[layer].module, layer, heads, *facts)
-            coefficients = getattr(chosen, "remainder", None) if remainder else None
+            coefficients, sights = getattr(chosen, "remainder", None) if remainder else None, Sights()
             for layer, found in budgets.items():
                 left_out = None if coefficients is None else coefficients(layer)
                 if left_out is not None and isinstance(chosen, AttendingSelector):
@@ -173,7 +174,16 @@ class Attachment:
                         'kernel="flash" does not say what the remainder needs; attach with remainder=False, or use '
                         'kernel="gather"'
                     )
-                self._plans[layer] = LayerPlan(layer, chosen, self._settled(found), rule, left_out, kernel)
+                self._plans[layer] = LayerPlan(
+                    layer,
+                    chosen,
+                    self._settled(found),
+                    rule,
+                    left_out,
+                    kernel,
+                    sights,
+                    _device_of(modules[layer].module),
+                )
         self.remainder: bool = any(plan.remainder is not None for plan in self._plans.values())
         self.layers: tuple[int, ...] = tuple(modules)
         if modules:
@@ -297,6 +307,13 @@ class Attachment:
         if type(held) not in (DynamicLayer, CodedDynamicLayer, HostLayer):
             raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
         return carry_codes(held, plan.encoder, HostLayer)
+
+
+def _device_of(module: Any) -> torch.device:
+    """Return where a layer works; the CPU for one that is brought there only when called."""
+    tensors: Iterator[Tensor] = itertools.chain(module.parameters(), module.buffers())  # quantised weights are buffers
+    device = next((x.device for x in tensors), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _dense_layers(selector: object, given: int | Collection[int] | None) -> Collection[int]:

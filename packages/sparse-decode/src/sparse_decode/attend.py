@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sparse_decode import attend_kernels, gather
 from sparse_decode.compiled import run
-from sparse_decode.positions import around
+from sparse_decode.positions import include
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LIKE = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
@@ -44,8 +44,8 @@ class LeftOut(NamedTuple):
     """Mean of the keys that each row sees, float32 [B, Hkv, Q, D]."""
     values: Tensor
     """What stands for their values in each query head (eq. 16), float32 [B, Hq, Q, Dv]."""
-    visible: Tensor
-    """Tokens that each row sees, int64 [B, Q]."""
+    visible: Tensor | None
+    """Tokens that each row sees, int64 [B, Q]; None if all rows see all N."""
 
 
 @overload
@@ -59,7 +59,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     left_out: LeftOut | None = None,
-    ends: tuple[int, int] = (0, 0),
+    ends: tuple[int, int] | Tensor = (0, 0),
     facts: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -73,7 +73,7 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     left_out: LeftOut | None = None,
-    ends: tuple[int, int] = (0, 0),
+    ends: tuple[int, int] | Tensor = (0, 0),
     facts: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def attend(
@@ -86,21 +86,22 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     left_out: LeftOut | None = None,
-    ends: tuple[int, int] = (0, 0),
+    ends: tuple[int, int] | Tensor = (0, 0),
     facts: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to the selected tokens only.
 
     Args:
         q: [B, Hq, Q, D]; k: [B, Hkv, N, D]; v: [B, Hkv, N, Dv]; float32, bfloat16 or float16 of one type, on the CPU
-            or, for 16-bit types and up to 16 query heads an index set, on CUDA (kernels/gather.cu).
+            or, for 16-bit types and up to 16 query heads an index set, on CUDA (kernels/gather.cu), which reads keys
+            and values in pinned host memory as they are.
         indices: int64 [B, H, Q, K], H = Hkv or Hq; -1 in unused slots, anywhere.
         scaling: factor on the logits, usually D^-0.5.
         softcap: bound on the logits' size (Gemma 2), above 0; None leaves them as they are.
         sinks: one learned logit per query head [Hq], which takes its share of the softmax and has no value (gpt-oss).
         left_out: add what the selection leaves out, as one token (eq. 16); None leaves it out.
         ends: how many of the first and of the last of the N tokens every row reads besides; `indices` has none of them,
-            and no unused slot.
+            and no unused slot. Or which tokens all rows of a sequence read, int64 [B, E], -1 in unused slots.
         facts: return what the remainder needs, too (eq. 15).
     Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32. With facts also
         float32 [2, B, Q, Hq]: mean and log sum exp of the selected logits, 0 and -inf for rows without one; a sink is
@@ -110,13 +111,10 @@ def attend(
     Source: docs/algorithm.md, eq. 8.
     """
     _check(q, k, v, indices, softcap, sinks, left_out)
-    if k.is_cuda:
-        rest = (None,) * 4 if left_out is None else left_out
-        given = q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks, *rest, *ends
-        result, logits = gather.OPERATOR(*given)
-    else:
-        indices = around(indices, k.shape[2], *ends)
-        result, logits, _ = on_host(q, k, v, indices, scaling, softcap, sinks, left_out)
+    rest = (None,) * 4 if left_out is None else left_out
+    always = (0, 0, ends) if isinstance(ends, Tensor) else (*ends, None)
+    given = q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks, *rest, *always
+    result, logits = gather.OPERATOR(*given)
     if q.requires_grad:
         result = _NoBackward.apply(result, q)  # pyright: ignore[reportAssignmentType]
     return (result, logits) if facts else result  # pyright: ignore[reportReturnType]
@@ -162,7 +160,7 @@ def on_host(
         chosen = indices.contiguous().numpy()
         sink = np.full(hq, -np.inf, np.float32) if sinks is None else _floats(sinks)
         factors, kind = (np.float32(scaling), np.float32(softcap or 0)), _KINDS[k.dtype]
-        rest = _rest(left_out)
+        rest = _rest(left_out, (batch, n_rows), k.shape[2])
         where = *_place(k), *_place(v), _LIKE[k.element_size()]
         run(
             attend_kernels.tasks,
@@ -185,13 +183,14 @@ def on_host(
     return result if q.dtype == torch.float32 else result.to(q.dtype), torch.from_numpy(logits), used
 
 
-def _rest(left_out: LeftOut | None) -> tuple[NDArray[Any], ...]:
+def _rest(left_out: LeftOut | None, rows: tuple[int, int], n: int) -> tuple[NDArray[Any], ...]:
     """Return arrays of what is left out, empty ones of nothing."""
     if left_out is None:
         coefficients, means, visible = _NOTHING
         return coefficients, means, means, visible
     coefficients, keys, values, visible = left_out
-    return _floats(coefficients), _floats(keys), _floats(values), visible.contiguous().numpy()
+    seen = np.full(rows, n, np.int64) if visible is None else visible.contiguous().numpy()
+    return _floats(coefficients), _floats(keys), _floats(values), seen
 
 
 def _floats(x: Tensor) -> NDArray[np.float32]:
@@ -272,8 +271,9 @@ def _check(
     sinks: Tensor | None,
     left_out: LeftOut | None,
 ) -> None:
-    devices = {x.device for x in (q, k, v, indices, *(() if sinks is None else (sinks,)), *(left_out or ()))}
-    if len(devices) > 1 or k.device.type not in ("cpu", "cuda"):
+    far = q.is_cuda and k.device == v.device == torch.device("cpu")  # pinned host memory: a GPU reads it by itself
+    devices = {x.device for x in (q, indices, sinks, *(left_out or ()), *(() if far else (k, v))) if x is not None}
+    if len(devices) > 1 or q.device.type not in ("cpu", "cuda"):
         got = ", ".join(sorted(map(str, devices)))
         raise ValueError(
             f"sparse attention runs on the CPU or on one CUDA device, got tensors on {got}; move the model"
@@ -302,12 +302,14 @@ def _check(
 
 
 def _check_left_out(q: Tensor, v: Tensor, hkv: int, left_out: LeftOut) -> None:
-    batch, hq, n_rows, dim = q.shape
+    (batch, hq, n_rows, dim), visible = q.shape, left_out.visible
     wanted = (hq, 5), (batch, hkv, n_rows, dim), (batch, hq, n_rows, v.shape[3]), (batch, n_rows)
-    if (got := tuple(tuple(x.shape) for x in left_out)) != wanted or left_out.visible.dtype != torch.int64:
+    got = tuple(tuple(wanted[3] if x is None else x.shape) for x in left_out)
+    if got != wanted or (visible is not None and visible.dtype != torch.int64):
+        kind = torch.int64 if visible is None else visible.dtype
         raise ValueError(
             "what is left out must be [Hq, 5], [B, Hkv, Q, D], [B, Hq, Q, Dv] and int64 [B, Q], expected shapes "
-            f"{wanted}, got {got} and {left_out.visible.dtype}"
+            f"{wanted}, got {got} and {kind}"
         )
 
 
@@ -315,3 +317,21 @@ def _place(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
     """Say where [B, Hkv, N, D] lies: its address, the numbers from its first to its last, and how to address them."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), reach, (*x.stride()[:3], x.shape[1], x.shape[2])
+
+
+def _on_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
+    left_out, always = None if rest[0] is None else LeftOut(*rest[:4]), rest[6]
+    indices = include(indices, k.shape[2], rest[4:6] if always is None else always)  # pyright: ignore[reportArgumentType]
+    return on_host(q, k, v, indices, scaling, softcap, sinks, left_out)[:2]
+
+
+gather.LIBRARY.impl("gather", _on_cpu, "CPU")

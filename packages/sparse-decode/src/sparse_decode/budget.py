@@ -83,6 +83,11 @@ class Budget:
         count = count if self.max_tokens is None else min(count, self.max_tokens)
         return min(visible, max(count, self.sink + self.recent))
 
+    def most(self, n: int) -> int:
+        """Return the most tokens that a row reads which sees at most `n`."""
+        below = min(n, int(self.dense_below) - 1) if self.dense_below else 0
+        return max(below, self.count_row(n))
+
     def ends(self, visible: Tensor) -> Tensor:
         """Count the tokens that each row always reads: int64, the shape of `visible`."""
         return visible.long().clamp(max=self.sink + self.recent)

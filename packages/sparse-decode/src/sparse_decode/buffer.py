@@ -21,7 +21,9 @@ class GrowingBuffer:
     """Rows of the tokens seen so far, [B, H, T, X].
 
     Args:
-        host: keep the rows in host memory, pinned if there is a GPU to read them.
+        host: keep the rows in host memory, pinned if there is a GPU to read them: it writes there without anybody
+            waiting, and what is read on the CPU has to `wait` for it. Those of one token lie side by side, so that they
+            are one copy.
     """
 
     def __init__(self, host: bool = False) -> None:
@@ -29,6 +31,7 @@ class GrowingBuffer:
         self._own = True
         self._length = 0
         self._host = host
+        self._writer: torch.device | None = None  # a GPU that may still be writing
 
     def __len__(self) -> int:
         return self._length
@@ -60,6 +63,15 @@ class GrowingBuffer:
 
         Raises: ValueError if they are on another device.
         """
+        to = self.extend(rows)
+        if self._host and rows.device.type == "cuda":
+            self._writer = rows.device
+            to.permute(2, 0, 1, 3).copy_(rows.permute(2, 0, 1, 3), non_blocking=True)
+        else:
+            to.copy_(rows)
+
+    def extend(self, rows: Tensor) -> Tensor:
+        """Return where rows like these, [B, H, t, X], are to be written: behind the others, of which they now are."""
         end, data = self._length + rows.shape[2], self._data
         if data is not None and not self._host and rows.device != data.device:
             raise ValueError(
@@ -69,11 +81,18 @@ class GrowingBuffer:
         if data is None or not self._own or end > data.shape[2] or kind != data.dtype:
             grown = self._room(rows, end + spare_rows(end), kind)
             if data is not None:
+                self.wait()
                 grown[:, :, : self._length] = self.view()
             data = self._data = grown
             self._own = True
-        data[:, :, self._length : end] = rows
-        self._length = end
+        first, self._length = self._length, end
+        return data[:, :, first:end]
+
+    def wait(self) -> None:
+        """Wait until the rows are there: before the CPU reads them."""
+        if self._writer is not None:
+            torch.cuda.current_stream(self._writer).synchronize()
+            self._writer = None
 
     def truncate(self, length: int) -> None:
         """Forget the rows of tokens from `length` on."""
@@ -84,12 +103,18 @@ class GrowingBuffer:
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the buffer by a change of its batch dimension."""
         if self._data is not None:
-            self._data = change(self._data)
+            pinned = self._data.is_pinned() if self._host else False
+            self.wait()
+            with ordinary_tensors():
+                self._data = change(self._data)
+            if pinned:  # copies of pinned memory are not
+                self._data = self._data.permute(2, 0, 1, 3).contiguous().pin_memory().permute(1, 2, 0, 3)
             self._own = not self._data.is_inference()
 
     def _room(self, like: Tensor, tokens: int, kind: torch.dtype) -> Tensor:
-        shape = (*like.shape[:2], tokens, like.shape[3])
-        device = torch.device("cpu") if self._host else like.device
-        pinned = self._host and like.device.type == "cuda"
+        (batch, heads, _, width), pinned = like.shape, like.device.type == "cuda"
         with ordinary_tensors():
-            return torch.empty(shape, dtype=kind, device=device, pin_memory=pinned)
+            if self._host:
+                shape = tokens, batch, heads, width
+                return torch.empty(shape, dtype=kind, device="cpu", pin_memory=pinned).permute(1, 2, 0, 3)
+            return torch.empty(batch, heads, tokens, width, dtype=kind, device=like.device, pin_memory=False)

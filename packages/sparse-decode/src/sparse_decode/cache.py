@@ -39,6 +39,9 @@ QUANTISED = hasattr(cache_utils, "BaseQuantizedLayer")
 Encode = Callable[[Tensor], Tensor]
 """Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
 
+Into = Callable[[Tensor, Tensor, Tensor | None], bool]
+"""Keys, codes and a token: `Encoder.write` in one operator, if it returns True."""
+
 _LATER = 16  # tokens of an update that are hashed only when their codes are needed
 _CHUNK = 1 << 26  # bytes of float32 temporaries of the tokens hashed at once, whatever the batch and the context
 _WIDTHS = 8  # numbers that hashing a key makes, over those of the key or its bits: itself, hidden, bits, and their sums
@@ -51,8 +54,13 @@ class Encoder:
     Deep copies of a cache layer share its encoder.
     """
 
-    def __init__(self, encode: Encode):
+    def __init__(
+        self, encode: Encode, into: Into | None = None, traceable: Callable[[Tensor], bool] = lambda keys: False
+    ):
         self._encode = encode
+        self._into = into
+        self.traceable: Callable[[Tensor], bool] = traceable
+        """Whether a compiled graph can hold the hashing of keys [B, Hkv, 1, D] as operators."""
         self._shape: tuple[int, int] | None = None
         self._layers = WeakSet[CacheLayerMixin]()
         self.number: int = enrol(self)
@@ -82,6 +90,11 @@ class Encoder:
         assert self._shape is not None
         return self._shape
 
+    @property
+    def has_hashed(self) -> bool:
+        """Whether the size of a code is known."""
+        return self._shape is not None
+
     def temporaries(self, keys: Tensor) -> int:
         """Return the most bytes that hashing keys [B, Hkv, T, D] holds beside its result; those may be meta tensors.
 
@@ -102,10 +115,14 @@ class Encoder:
         bits = _MOST_BITS * heads * dim if self._shape is None else 32 * math.prod(self._shape)
         return batch * max(heads * dim, bits) * 4 * _WIDTHS
 
-    def write(self, codes: Tensor, keys: Tensor, at: Tensor) -> None:
-        """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on."""
-        start = int(at)
-        codes[:, :, start : start + keys.shape[2]] = self(keys)
+    def write(self, codes: Tensor, keys: Tensor, at: Tensor | None = None) -> None:
+        """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on; None: into all of them."""
+        if self._into is not None and self._into(keys, codes, at):
+            return
+        if at is None:
+            codes.copy_(self(keys))
+        else:
+            codes.index_copy_(2, at + torch.arange(keys.shape[2], device=at.device), self(keys))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
         return self
@@ -223,6 +240,8 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
                     "who changes one must change the other"
                 )
             self._codes.append(self.encoder(keys, self.device))
+            if self.on_host and self.device.type == "cuda" and keys.device.type == "cpu" and not keys.is_pinned():
+                keys, values = keys.pin_memory(), values.pin_memory()
             self._keys.adopt(keys)
             self._values.adopt(values)
             self.keys, self.values = self._keys.view(), self._values.view()
@@ -237,8 +256,16 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         """Codes of the cached keys, int32 [B, H, T, W]."""
         self.settle()
         if len(self._codes) < len(self._keys):
-            self._codes.append(self.encoder(self._keys.view()[:, :, len(self._codes) :]))
+            self._hash(self._keys.view()[:, :, len(self._codes) :])
         return self._codes.view()
+
+    def _hash(self, keys: Tensor) -> None:
+        """Append the codes of keys [B, Hkv, t, D]; few are hashed to where they are to lie, once their size is known."""
+        if keys.shape[2] > _LATER or not self.encoder.has_hashed:
+            return self._codes.append(self.encoder(keys))
+        heads, words = self.encoder.code_shape(keys)
+        like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)
+        self.encoder.write(self._codes.extend(like), keys)
 
     def memory(self) -> tuple[int, int]:
         """Return bytes of keys and values, and of codes and sums."""
@@ -262,7 +289,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         if self.on_host or key_states.shape[2] > _LATER:
             if len(self._codes) < len(self._keys):
                 _ = self.codes  # in the order of the keys
-            self._codes.append(self.encoder(key_states))
+            self._hash(key_states)
         self._keys.append(key_states)
         self._values.append(value_states)
         self._show()
@@ -326,7 +353,8 @@ class CodedStaticLayer(_Coded, StaticLayer):
             codes = self._allocate()
         else:
             self.moments.reset()
-        self.encoder.write(codes, keys[:, :, : int(self.cumulative_length)], torch.tensor(0))
+        n = int(self.cumulative_length)
+        codes[:, :, :n] = self.encoder(keys[:, :, :n])
 
     def end(self) -> None:
         for name in ("_codes", "moments"):
@@ -370,7 +398,7 @@ class CodedStaticLayer(_Coded, StaticLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         codes = cast(Tensor, self.codes)  # settled
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and (key_states.shape[2] > 1 or not self.encoder.traceable(key_states)):
             write_codes(codes, key_states, self.cumulative_length, self.encoder.number)
         else:
             self.encoder.write(codes, key_states, self.cumulative_length)

@@ -50,6 +50,22 @@ def takes(layer: LayerHasher, x: Tensor) -> bool:
     return few and type(layer) in (Planes, Transform) and layer.remainder.dtype == torch.float32
 
 
+def hash_tokens(weights: Weights, digits: Digits, x: Tensor, group: int, planes: int) -> tuple[Tensor, Tensor]:
+    """Return words [B, H, T, max(P, 1), W], none if a number is not finite, and the numbers [B, H, T, bits]."""
+    r, w1, _, w2, _ = weights
+    batch, heads, tokens, _ = x.shape
+    shape, bits = (batch, heads // group, tokens), digits[0].shape[1] or r.shape[2]
+    numbers = np.empty((*shape, bits), np.float32)
+    words = np.empty((*shape, max(planes, 1), bits // 32), np.int32)
+    finite = np.ones(shape[1], np.bool_)
+    given = x.detach().float().contiguous().numpy()
+    work = batch * tokens * (r.size + w1.size + w2.size)
+    run(_tasks, shape[1], work, given, *weights, *digits, group, planes, numbers, words, finite)
+    if planes and not finite.all():
+        words = words[:0]
+    return torch.from_numpy(words), torch.from_numpy(numbers)
+
+
 class FewTokens:
     """Hashes a few tokens; remembers where the weights of the layers lie."""
 
@@ -74,19 +90,7 @@ class FewTokens:
         return words, tuple(1 << p for p in range(own.planes))
 
     def _hash(self, functions: nn.Module, digits: Digits, x: Tensor, group: int, planes: int) -> tuple[Tensor, Tensor]:
-        """Return words [B, H, T, max(P, 1), W], none if a number is not finite, and the numbers [B, H, T, bits]."""
-        r, w1, b1, w2, b2 = self._found(functions)
-        batch, heads, tokens, _ = x.shape
-        shape, bits = (batch, heads // group, tokens), digits[0].shape[1] or r.shape[2]
-        numbers = np.empty((*shape, bits), np.float32)
-        words = np.empty((*shape, max(planes, 1), bits // 32), np.int32)
-        finite = np.ones(shape[1], np.bool_)
-        given = x.detach().float().contiguous().numpy()
-        work = batch * tokens * (r.size + w1.size + w2.size)
-        run(_tasks, shape[1], work, given, r, w1, b1, w2, b2, *digits, group, planes, numbers, words, finite)
-        if planes and not finite.all():
-            words = words[:0]
-        return torch.from_numpy(words), torch.from_numpy(numbers)
+        return hash_tokens(self._found(functions), digits, x, group, planes)
 
     def _digits_of(self, layer: Planes | Transform) -> Digits:
         if isinstance(layer, Planes):

@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, cast
 
+import hashcore
 import torch
 from hashcore.cuda import launch
 from hashcore.cuda.kernels import make_launch
@@ -17,6 +18,7 @@ from hashtrain.layers.planes import Planes
 from hashtrain.layers.transform import Transform
 from torch import Tensor, nn
 
+from sparse_decode import encode
 from sparse_decode.gather import KERNELS, Run
 
 THREADS = 256
@@ -37,6 +39,16 @@ class Functions(ctypes.Structure):
     )
 
 
+class Codes(ctypes.Structure):
+    """Codes of kernels/encode.cu, field by field."""
+
+    _fields_ = (
+        ("words", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
+        ("at", ctypes.c_void_p),
+    )
+
+
 class Digits(ctypes.Structure):
     """Digits of kernels/encode.cu, field by field."""
 
@@ -48,16 +60,21 @@ class Digits(ctypes.Structure):
 
 def takes(layer: LayerHasher, x: Tensor) -> bool:
     """Say whether these functions hash tokens x [B, H, T, D] of a layer: few, in 16 bits, on CUDA."""
-    if x.device.type != "cuda" or not 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS or x.dtype not in _BF16:
+    return x.device.type == "cuda" and x.dtype in _BF16 and fits(layer, x)
+
+
+def fits(layer: LayerHasher, x: Tensor) -> bool:
+    """Say whether the operators below hash tokens x [B, H, T, D] of a layer, but for their type: few, small enough."""
+    if not 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS or type(layer) not in (Planes, Transform):
         return False
-    if type(layer) not in (Planes, Transform) or layer.remainder.dtype != torch.float32:
+    if layer.remainder.dtype != torch.float32:
         return False
     return max(layer.d, layer.bits, cast(Planes, layer).key.w1.shape[2]) <= MOST
 
 
-def keys(layer: Planes | Transform, k: Tensor) -> Tensor:
-    """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W]: `layer.encode_keys`."""
-    return OPERATORS.hash_keys(k, _weights(layer.key), _digits(layer), layer.bits)
+def write_keys(layer: Planes | Transform, k: Tensor, codes: Tensor, at: Tensor | None) -> None:
+    """Hash keys [B, Hkv, T, D] into codes int32 [B, Hkv, N, W], from token `at` on; None: into all."""
+    OPERATORS.hash_keys(k, _weights(layer.key), _digits(layer), codes, at)
 
 
 def queries(layer: Planes | Transform, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
@@ -80,19 +97,25 @@ def _digits(layer: Planes | Transform) -> list[Tensor]:
 
 
 def hash_keys(
-    x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], bits: int, run: Run | None = None
-) -> Tensor:
-    """Hash x [B, H, T, D], not empty, to codes int32 [B, H, T, bits / 32].
+    x: Tensor,
+    weights: Sequence[Tensor],
+    digits: Sequence[Tensor],
+    codes: Tensor,
+    at: Tensor | None = None,
+    run: Run | None = None,
+) -> None:
+    """Hash x [B, H, T, D], not empty, into codes int32 [B, H, N, bits / 32], from token `at` on.
 
     Args:
         weights: float32 R [H, D, C], W1 [H, D, M], b1 [H, 1, M], W2 [H, M, C], b2 [H, 1, C], without gaps.
         digits: int64 coordinate [H, bits], float32 power [H, bits] and limit [H, C]; empty if C is bits.
+        codes: the words of a code side by side.
     """
     x, (batch, heads, tokens, _) = x.contiguous(), x.shape
-    codes = _empty_codes(x, weights, digits, bits)
-    arguments = _pointer(x), _pointer(codes), _functions(weights), _described(digits, bits), ctypes.c_int32(tokens)
+    to = Codes(codes.data_ptr(), *codes.stride()[:3], None if at is None else at.data_ptr())
+    described = _described(digits, 32 * codes.shape[3])
+    arguments = _pointer(x), to, _functions(weights), described, ctypes.c_int32(tokens)
     _launch([("hash_keys", (batch * tokens, heads), arguments)], x, run)
-    return codes
 
 
 def hash_queries(
@@ -141,23 +164,45 @@ def _described(digits: Sequence[Tensor], bits: int) -> Digits:
     return Digits(*places, len(digits[0]) if digits else 0, bits)
 
 
-def _empty_codes(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], bits: int) -> Tensor:
-    return x.new_empty(*x.shape[:3], bits // 32, dtype=torch.int32)
-
-
 def _empty_planes(
     x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], bits: int, group: int, planes: int
 ) -> Tensor:
     return x.new_empty(x.shape[0], x.shape[1] // group, x.shape[2], planes, bits // 32, dtype=torch.int32)
 
 
+def _keys_on_cpu(
+    x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], codes: Tensor, at: Tensor | None
+) -> None:
+    first = 0 if at is None else int(at)
+    found = encode.hash_tokens(*_arrays(weights, digits), x, 1, 0)[0][..., 0, :]
+    codes[:, :, first : first + x.shape[2]] = found
+
+
+def _queries_on_cpu(
+    x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], bits: int, group: int, planes: int
+) -> Tensor:
+    words, numbers = encode.hash_tokens(*_arrays(weights, digits), x, group, planes)
+    if not words.numel():
+        hashcore.planes(numbers, planes)  # says what is wrong
+    return words
+
+
+def _arrays(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> tuple[encode.Weights, encode.Digits]:
+    if not digits:
+        return tuple(x.numpy() for x in weights), encode.NO_DIGITS
+    coordinate, power, limit = digits
+    return tuple(x.numpy() for x in weights), (coordinate.int().numpy(), power.numpy(), limit.numpy())
+
+
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
-for _name, _more, _real, _fake in (
-    ("hash_keys", "", hash_keys, _empty_codes),
-    ("hash_queries", ", int group, int planes", hash_queries, _empty_planes),
-):
-    LIBRARY.define(f"{_name}(Tensor x, Tensor[] weights, Tensor[] digits, int bits{_more}) -> Tensor")
-    LIBRARY.impl(_name, _real, "CUDA")
+_MORE = {
+    "hash_keys": ("Tensor(a!) codes, Tensor? at) -> ()", hash_keys, _keys_on_cpu, lambda *_: None),
+    "hash_queries": ("int bits, int group, int planes) -> Tensor", hash_queries, _queries_on_cpu, _empty_planes),
+}
+for _name, (_rest, _cuda, _cpu, _fake) in _MORE.items():
+    LIBRARY.define(f"{_name}(Tensor x, Tensor[] weights, Tensor[] digits, {_rest}")
+    LIBRARY.impl(_name, _cuda, "CUDA")
+    LIBRARY.impl(_name, _cpu, "CPU")
     torch.library.register_fake(f"sparse_decode::{_name}", _fake, lib=LIBRARY)
 OPERATORS: Any = torch.ops.sparse_decode
 """Both as operators, so that they can be traced, counted and captured."""

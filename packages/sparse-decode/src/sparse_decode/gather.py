@@ -70,6 +70,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
     """Refuse, in a sentence, what the kernel is not made for."""
     require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // indices.shape[1])
     for name, x in (("keys", k), ("values", v)):
+        if q.is_cuda and not (x.is_cuda or x.is_pinned()):
+            raise ValueError(f"{name} in host memory must be pinned for CUDA to read them; call .pin_memory()")
         steps = [step for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
         if x.data_ptr() % 16 or any(step % 8 for step in steps):
             raise ValueError(
@@ -88,11 +90,12 @@ def attend(
     sinks: Tensor | None,
     left_out: Sequence[Tensor | None] = (None,) * 4,
     ends: Sequence[int] = (0, 0),
+    always: Tensor | None = None,
     run: Run | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `sparse_decode.attend.attend` returns with facts, of arguments that were checked.
 
-    Args: as there; left_out: the fields of its `LeftOut`, or None four times.
+    Args: as there; left_out: the fields of its `LeftOut`, or None four times; always: its `ends`, if that is a tensor.
 
     Weights are rounded to q's type before they multiply values; sums are float32. Indices outside [0, N) are unused.
     """
@@ -101,6 +104,8 @@ def attend(
     out, facts = _empty(q, k, v)
     sink = min(ends[0], k.shape[2])
     recent = min(ends[1], k.shape[2] - sink)
+    if always is not None:
+        (sink, recent), always = (always.shape[1], 0), always.contiguous()
     slots_used = sink + width + recent
     if not slots_used or not out.numel() or not k.shape[2]:
         facts[0], facts[1] = 0, -torch.inf
@@ -116,7 +121,8 @@ def attend(
     shape = Shape(sets, queries, width, group, heads_per_kv, n, slots, sink, recent, scaling, softcap or 0.0)
     addresses = [ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, indices, sums, stats, counts)]
     defined = macros(dim, value_dim, q.dtype)
-    gather = (*addresses, Rows(*k.stride()[:3]), Rows(*v.stride()[:3]), shape)
+    listed = ctypes.c_void_p(None if always is None else always.data_ptr())
+    gather = (*addresses, Rows(*k.stride()[:3]), Rows(*v.stride()[:3]), shape, listed)
     sink_logits = ctypes.c_void_p(None if sinks is None else sinks.data_ptr())
     results = ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(facts.data_ptr())
     rest = [None if x is None else x.contiguous() for x in left_out]
@@ -158,15 +164,15 @@ def _empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tens
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
     check(q, k, v, indices)
-    return attend(q, k, v, indices, *how[:3], left_out=how[3:7], ends=how[7:])
+    return attend(q, k, v, indices, *how[:3], left_out=how[3:7], ends=how[7:9], always=how[9])
 
 
 _NAME = "gather"
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 LIBRARY.define(
     f"{_NAME}(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
-    "Tensor? coefficients, Tensor? mean_keys, Tensor? values, Tensor? visible, SymInt sink, SymInt recent) "
-    "-> (Tensor, Tensor)"
+    "Tensor? coefficients, Tensor? mean_keys, Tensor? values, Tensor? visible, SymInt sink, SymInt recent, "
+    "Tensor? always) -> (Tensor, Tensor)"
 )
 LIBRARY.impl(_NAME, _checked, "CUDA")
 torch.library.register_fake(f"sparse_decode::{_NAME}", _empty, lib=LIBRARY)

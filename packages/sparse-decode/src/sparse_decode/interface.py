@@ -25,7 +25,7 @@ from sparse_decode.modes import autocasts, no_autocast
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import attend_step
 from sparse_decode.plan import Inputs, LayerPlan, trim
-from sparse_decode.positions import visible_rows
+from sparse_decode.positions import readable, visible_rows
 from sparse_decode.remainder import StaticMoments
 
 # Hugging Face looks for "flash", "sdpa" and "flex" inside these names: keep such words out.
@@ -129,7 +129,8 @@ def attention(
     # A static cache returns all its room; its length is a tensor, which a compiled graph must not read.
     length = call.cache.cumulative_length if call is not None and isinstance(call.cache, StaticLayer) else None
     compiling = torch.compiler.is_compiling()
-    end = key.shape[2] if length is None or compiling else int(length)
+    whole = length is None or compiling or _all_room(call, query, key, attention_mask)
+    end = key.shape[2] if whole else int(cast(Tensor, length))
 
     def dense() -> Output:
         k, v = key, value
@@ -149,9 +150,11 @@ def attention(
     if not compiling:
         require_serves(module, call, query, key, value, attention_mask)
     if not sparse_call:
+        _learn(call, key, value, attention_mask, length)
         return dense()
     if autocasts(query.device):  # as torch's own attention does
-        kind = torch.get_autocast_dtype(query.device.type)
+        host = isinstance(call.cache, HostLayer)  # whose keys and values stay what they are
+        kind = key.dtype if host else torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(kind) for x in (query, key, value))
     plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
@@ -159,10 +162,36 @@ def attention(
         codes = None if call.cache is None else call.codes(key)  # without a cache they are hashed inside
         moments = getattr(call.cache, "moments", None)
         sums = moments.tensors if plan.remainder is not None and isinstance(moments, StaticMoments) else []
+        x = Inputs(query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length)
+        if plan.traces(x):
+            return plan.attend(x)[0], None
         rest = (sinks, plan.tally, sums, plan.number, factor, softcap)
         return attend_step(query, key, value, codes, attention_mask, length, *rest), None
     with no_autocast(query.device):
-        return _sparse(module, call, query, key, value, attention_mask, length, factor, kwargs, dense)
+        return _sparse(module, call, query, key, value, attention_mask, length, whole, factor, kwargs, dense)
+
+
+def _learn(call: Call, key: Tensor, value: Tensor, mask: Tensor | None, length: Tensor | None) -> None:
+    """Tell a static cache's remainder of a prompt, so that no step has to catch up; a compiled prompt cannot."""
+    held = call.cache
+    if call.plan.remainder is None or length is None or not isinstance(held, CodedStaticLayer) or held.moments is None:
+        return
+    if torch.compiler.is_compiling():
+        held.moments.ready = False
+    else:
+        k, v, _ = trim(key, value, None, int(length))
+        call.plan.learn(k, v, mask, held.moments)
+
+
+def _all_room(call: Call | None, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Say whether a step works on all the room of a static cache, because reading its length would wait.
+
+    The mask hides what is not filled yet. The remainder must have been told of all earlier tokens.
+    """
+    if call is None or query.shape[2] > 1 or mask is None or readable(key):
+        return False
+    held = call.cache
+    return call.plan.remainder is None or (isinstance(held, CodedStaticLayer) and getattr(held.moments, "ready", False))
 
 
 def _sparse(
@@ -173,27 +202,30 @@ def _sparse(
     value: Tensor,
     mask: Tensor | None,
     length: Tensor | None,
+    whole: bool,
     factor: float,
     kwargs: dict[str, Any],
     dense: Callable[[], Output],
 ) -> Output:
     """Do a call that may hold a sparse row, outside of compiled graphs."""
     plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
-    end = key.shape[2] if length is None else int(length)
+    end = key.shape[2] if whole else int(cast(Tensor, length))
     host = call.cache if isinstance(call.cache, HostLayer) else None
     small = plan.all_dense(end)
-    k, v, codes = trim(key, value, None if small else call.codes(key), length)
+    k, v, codes = trim(key, value, None if small else call.codes(key), None if whole else end)
     moments = getattr(call.cache, "moments", None)
     weights = query.new_zeros(*query.shape[:3], key.shape[2]) if _weights_wanted(module, plan, kwargs) else None
-    x = Inputs(query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights)
+    x = Inputs(query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length)
     if small:
+        if isinstance(moments, StaticMoments):
+            moments.ready = False  # they do not hear of this step
         plan.count_dense(x)
         return dense()
     out, sparse = plan.attend(x)
     if sparse is None or sparse.all():
         return out, weights
-    whole, all_weights = dense()
-    out = torch.where(sparse[..., None, None], out, whole)
+    all_read, all_weights = dense()
+    out = torch.where(sparse[..., None, None], out, all_read)
     if weights is not None and all_weights is not None:
         weights = torch.where(sparse[:, None, :, None], weights, all_weights)
     return out, weights

@@ -26,30 +26,38 @@ def _lean(query, slope, spread, n, out):  # pragma: no cover - compiled
 
 
 def tasks(
-    first: int, last: int, n: int, k: Array, v: Array, key_sums: Sums, value_sums: Sums, spreads: Array,
-    q: Array, slopes: Array, new_keys: Sums, new_values: Sums, new_spreads: Array, mean_keys: Array, rest: Array,
+    first: int, last: int, counts: Sums, joins: NDArray[np.bool_], k: Array, v: Array, key_sums: Sums,
+    value_sums: Sums, spreads: Array, q: Array, slopes: Array, new_keys: Sums, new_values: Sums, new_spreads: Array,
+    mean_keys: Array, rest: Array,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Add token n of each sequence to its sums, for tasks [first, last): one a batch row and KV head.
+    """Add a token of each sequence to its sums, for tasks [first, last): one a batch row and KV head.
 
-    k, v: the new token, [B, Hkv, D] and [B, Hkv, Dv]; sums before it and room for those with it, as in `Moments`;
-    q: [B, Hq, D]; slopes: [Hq]; mean_keys [B, Hkv, D] and rest [B, Hq, Dv] get what `RunningMoments.rows` returns.
+    counts: tokens with it, [B]; joins: whether the row sees it, [B]; k, v: [B, Hkv, D] and [B, Hkv, Dv]; sums before it
+    and room for those with it, as in `Moments`; q: [B, Hq, D]; slopes: [Hq]; mean_keys [B, Hkv, D] and rest [B, Hq, Dv]
+    get what `RunningMoments.rows` returns.
     """
     heads, group = k.shape[1], q.shape[1] // k.shape[1]
     dim, dim_v = k.shape[2], v.shape[2]
     far_v = np.empty(dim_v, np.float32)
-    before, share = max(n - 1, 1), np.float32((n - 1) / n)
     for task in range(first, last):
         b, h = task // heads, task % heads
+        one = np.float32(joins[b])
+        n = max(counts[b], 1.0)
+        before = max(counts[b] - one, 1.0)
+        share = np.float32((counts[b] - one) / n)
         for i in range(dim_v):
-            far_v[i] = np.float32(v[b, h, i] - value_sums[b, h, i] / before)
-            new_values[b, h, i] = value_sums[b, h, i] + v[b, h, i]
+            far_v[i] = one * np.float32(v[b, h, i] - value_sums[b, h, i] / before)
+            new_values[b, h, i] = value_sums[b, h, i] + (v[b, h, i] if joins[b] else np.float32(0))
         for d in range(dim):
             far_k = np.float32(k[b, h, d] - key_sums[b, h, d] / before) * share
-            new_keys[b, h, d] = key_sums[b, h, d] + k[b, h, d]
+            new_keys[b, h, d] = key_sums[b, h, d] + (k[b, h, d] if joins[b] else np.float32(0))
             mean_keys[b, h, d] = np.float32(new_keys[b, h, d] / n)
             old, new = spreads[b, h, d], new_spreads[b, h, d]
-            for i in range(dim_v):
-                new[i] = old[i] + far_k * far_v[i]
+            if joins[b]:
+                for i in range(dim_v):
+                    new[i] = old[i] + far_k * far_v[i]
+            else:
+                new[:] = old
         for g in range(group * h, group * (h + 1)):
             for i in range(dim_v):
                 rest[b, g, i] = np.float32(new_values[b, h, i] / n)

@@ -1,8 +1,9 @@
-"""One decode step of the remainder's sums on CUDA: shapes and strides in, one launch out (kernels/moments.cu)."""
+"""One decode step of the remainder's sums, an operator: on CUDA kernels/moments.cu, on the CPU `moment_kernels`."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,13 +11,14 @@ from hashcore.cuda import launch
 from hashcore.cuda.kernels import make_launch
 from torch import Tensor
 
+from sparse_decode import compiled, moment_kernels
 from sparse_decode.gather import KERNELS, Run, macros, require
 
 THREADS = 256
 MAX_GROUP = 16
 """Query heads a KV head."""
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, ...]
 
 
 class Token(ctypes.Structure):
@@ -24,9 +26,23 @@ class Token(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("k", "v")),
-        *((name, ctypes.c_int64) for name in ("key_batch", "key_head", "value_batch", "value_head")),
+        *((f"{name}_{step}", ctypes.c_int64) for name in ("key", "value") for step in ("batch", "head", "token")),
         *((name, ctypes.c_void_p) for name in ("q", "slopes")),
-        *((name, ctypes.c_int32) for name in ("kv_heads", "group", "count")),
+        *((name, ctypes.c_int32) for name in ("kv_heads", "group", "tokens")),
+    )
+
+
+class Padding(ctypes.Structure):
+    """Padding of kernels/moments.cu, field by field."""
+
+    _fields_ = (
+        ("visible", ctypes.c_void_p),
+        *(
+            field
+            for name in ("shown", "before")
+            for field in ((name, ctypes.c_void_p), (f"{name}_batch", ctypes.c_int64))
+        ),
+        *((name, ctypes.c_void_p) for name in ("length", "summed")),
     )
 
 
@@ -39,7 +55,7 @@ class Sums(ctypes.Structure):
 class Results(ctypes.Structure):
     """Results of kernels/moments.cu: addresses."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "values", "spread", "mean_keys", "rest"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("tokens", "keys", "values", "spread", "mean_keys", "rest"))
 
 
 def add_token(
@@ -50,53 +66,171 @@ def add_token(
     keys: Tensor,
     values: Tensor,
     spread: Tensor,
-    count: int,
+    visible: Tensor | None = None,
+    shown: Tensor | None = None,
+    before: Tensor | None = None,
     run: Run | None = None,
 ) -> Outputs:
-    """Add token number `count` of each sequence to its sums (eq. 16).
+    """Add the last token of each sequence to its sums (eq. 16).
 
     Args:
-        q: its queries, [B, Hq, D]; slopes: float32 [Hq], times the factor on the logits; k, v: its key [B, Hkv, D] and
-            value [B, Hkv, Dv], bfloat16 or float16 like q, their components side by side.
+        q: its queries, [B, Hq, D]; slopes: float32 [Hq], times the factor on the logits; k [B, Hkv, N, D] and v
+            [B, Hkv, N, Dv], bfloat16 or float16 like q, their components side by side.
         keys, values, spread: the sums before it, as in `sparse_decode.remainder.Moments`.
-    Returns: the three sums with it, mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv].
+        visible: tokens that each row sees, int64 [B, 1]; shown: which, bool [B, N]; None: all.
+        before: of which of the earlier tokens the sums are, bool [B, N or one fewer]; None: of all.
+    Returns: the four sums with it, mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]: NaN
+        where the sums are not of the tokens that are shown.
     """
-    outputs = _empty(q, slopes, k, v, keys, values, spread, count)
-    (batch, hq, dim), (hkv, value_dim) = q.shape, v.shape[1:]
-    if batch:
-        q = q.contiguous()
-        strides = *k.stride()[:2], *v.stride()[:2]
-        addresses = (x.data_ptr() for x in (k, v)), (x.data_ptr() for x in (q, slopes))
-        token = Token(*addresses[0], *strides, *addresses[1], hkv, hq // hkv, count)
-        before = Sums(*(x.data_ptr() for x in (keys, values, spread)))
-        arguments = token, before, Results(*(x.data_ptr() for x in outputs))
-        step = make_launch(
-            "moments.cu", "add_token", (batch * hkv, 1), THREADS, arguments, macros(dim, value_dim, q.dtype)
-        )
-        (launch.run if run is None else run)([step], q.device, KERNELS)
+    outputs = _empty(q, slopes, k, v, keys, values, spread)
+    _launch(q, slopes, k, v, (keys, values, spread), outputs, (visible, shown, before, None, None), run)
     return outputs
 
 
-def _empty(
-    q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, spread: Tensor, count: int
-) -> Outputs:
+def add_in_place(
+    q: Tensor,
+    slopes: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Sequence[Tensor],
+    visible: Tensor,
+    shown: Tensor,
+    length: Tensor,
+    run: Run | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Do what `add_token` does for token `length` - 1 of a static cache, in place.
+
+    Args: as there; sums: those of a `StaticMoments`; length: tokens in the cache, int64 [].
+    """
+    tokens, keys, values, spread, before, summed = sums
+    means = _empty_means(q, v, keys)
+    outputs = tokens, keys, values, spread, *means
+    _launch(q, slopes, k, v, (keys, values, spread), outputs, (visible, shown, before, length, summed), run)
+    return means
+
+
+def _launch(
+    q: Tensor,
+    slopes: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    rows: tuple[Tensor | None, ...],
+    run: Run | None,
+) -> None:
+    (batch, hq, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
+    if not batch:
+        return
+    q = q.contiguous()
+    visible, shown, before, length, summed = rows
+    shown, before = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (shown, before))
+    strides = *k.stride()[:3], *v.stride()[:3]
+    token = Token(k.data_ptr(), v.data_ptr(), *strides, q.data_ptr(), slopes.data_ptr(), hkv, hq // hkv, n)
+    padding = Padding(_at(visible), *_rows(shown), *_rows(before), _at(length), _at(summed))
+    arguments = token, padding, Sums(*map(_at, sums)), Results(*map(_at, outputs))
+    defined = macros(dim, value_dim, q.dtype)
+    step = make_launch("moments.cu", "add_token", (batch * hkv, 1), THREADS, arguments, defined)
+    (launch.run if run is None else run)([step], q.device, KERNELS)
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _rows(x: Tensor | None) -> tuple[int | None, int]:
+    return (None, 0) if x is None else (x.data_ptr(), x.stride(0))
+
+
+def _empty(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *sums: Any) -> Outputs:
     """Return tensors of the shapes that `add_token` returns: what a compiler and a fake device see."""
-    before = (x.new_empty(x.shape) for x in (keys, values, spread))
-    means = spread.new_empty(keys.shape)
-    return (*before, means, spread.new_empty(*q.shape[:2], v.shape[2]))  # pyright: ignore[reportReturnType]
+    after = (x.new_empty(x.shape) for x in sums[:3])
+    return sums[0].new_empty(len(q)), *after, *_empty_means(q, v, sums[0])
 
 
-def _checked(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *sums: Any) -> Outputs:
-    require(q.dtype, (k.shape[2], v.shape[2]), q.shape[1] // k.shape[1])
-    return add_token(q, slopes, k, v, *sums)
+def _empty_means(q: Tensor, v: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return tuple(q.new_empty(shape, dtype=torch.float32) for shape in (keys.shape, (*q.shape[:2], v.shape[-1])))  # pyright: ignore[reportReturnType]
 
 
+def _on_cuda(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Outputs:
+    require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // k.shape[1])
+    return add_token(q, slopes, k, v, *rest)
+
+
+def _on_cuda_in_place(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // k.shape[1])
+    return add_in_place(q, slopes, k, v, rest[:6], *rest[6:])
+
+
+def _on_cpu(
+    q: Tensor,
+    slopes: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    spread: Tensor,
+    visible: Tensor | None,
+    shown: Tensor | None,
+    before: Tensor | None,
+) -> Outputs:
+    """Do what `add_token` does; whether the sums are of the right tokens was looked at."""
+    outputs = _empty(q, slopes, k, v, keys, values, spread)
+    _run_on_cpu(q, slopes, k, v, k.shape[2], (keys, values, spread), outputs, visible, shown)
+    return outputs
+
+
+def _on_cpu_in_place(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    tokens, keys, values, spread, before, summed, visible, shown, length = rest
+    n = int(length)
+    if int(summed) != n - 1 or not torch.equal(before[:, : n - 1], shown[:, : n - 1]):
+        raise ValueError(
+            "the tokens that a compiled step sees must be those of the step before and a new one, got a mask that "
+            "changed behind it; call the model once without the compiler, or attach with remainder=False"
+        )
+    means = _empty_means(q, v, keys)
+    sums = keys, values, spread
+    _run_on_cpu(q, slopes, k, v, n, tuple(x.clone() for x in sums), (tokens, *sums, *means), visible, shown)
+    before[:, n - 1] = shown[:, n - 1]
+    summed.fill_(n)
+    return means
+
+
+def _run_on_cpu(
+    q: Tensor,
+    slopes: Tensor,
+    k: Tensor,
+    v: Tensor,
+    n: int,
+    sums: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    visible: Tensor | None,
+    shown: Tensor | None,
+) -> None:
+    batch, tokens = len(q), outputs[0]
+    tokens.copy_(visible[:, 0]) if visible is not None else tokens.fill_(n)
+    joins = torch.ones(batch, dtype=torch.bool) if shown is None else shown[:, n - 1].contiguous()
+    given = (x.float().contiguous().numpy() for x in (k[:, :, n - 1], v[:, :, n - 1], q))
+    new_k, new_v, queries = given
+    work = sums[2].numel() * (1 + q.shape[1] // k.shape[1])
+    arrays = *(x.numpy() for x in sums), queries, slopes.numpy(), *(x.numpy() for x in outputs[1:])
+    compiled.run(moment_kernels.tasks, batch * k.shape[1], work, tokens.numpy(), joins.numpy(), new_k, new_v, *arrays)
+
+
+_STEP = "Tensor q, Tensor slopes, Tensor k, Tensor v"
+_SUMS = "Tensor(a!) tokens, Tensor(b!) keys, Tensor(c!) values, Tensor(d!) spread, Tensor(e!) before, Tensor(f!) summed"
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 LIBRARY.define(
-    "add_token(Tensor q, Tensor slopes, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor spread, SymInt count) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"add_token({_STEP}, Tensor keys, Tensor values, Tensor spread, Tensor? visible, Tensor? shown, Tensor? before) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-LIBRARY.impl("add_token", _checked, "CUDA")
-torch.library.register_fake("sparse_decode::add_token", _empty, lib=LIBRARY)
-OPERATOR: Any = torch.ops.sparse_decode.add_token
-"""`add_token` as an operator, so that it can be traced, counted and captured."""
+LIBRARY.define(f"add_in_place({_STEP}, {_SUMS}, Tensor visible, Tensor shown, Tensor length) -> (Tensor, Tensor)")
+for _name, _cpu, _cuda, _fake in (
+    ("add_token", _on_cpu, _on_cuda, _empty),
+    ("add_in_place", _on_cpu_in_place, _on_cuda_in_place, lambda q, s, k, v, t, keys, *_: _empty_means(q, v, keys)),
+):
+    LIBRARY.impl(_name, _cpu, "CPU")
+    LIBRARY.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"sparse_decode::{_name}", _fake, lib=LIBRARY)
+OPERATORS: Any = torch.ops.sparse_decode
+"""Both as operators, so that they can be traced, counted and captured."""

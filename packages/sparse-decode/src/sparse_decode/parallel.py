@@ -83,8 +83,11 @@ class PlacedHasher:
         own = self.hasher.layer(index)
         if own.remainder.device == device:
             return own
-        key, versions = (index, device), _versions(own)
+        key = index, device
         known = self._copies.get(key)
+        if known is not None and torch.compiler.is_compiling():  # versions cannot be read there
+            return known[2]
+        versions = _versions(own)
         if known is None or known[0] != versions:
             held = [x.untyped_storage() for x in _tensors(own)]  # so that no other gets one of their addresses
             known = self._copies[key] = versions, held, _copy(own, device)

@@ -21,17 +21,22 @@ from sparse_decode.modes import ordinary_tensors
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import enrol
 from sparse_decode.positions import (
-    around,
+    Counted,
+    Seen,
+    Sights,
     count_visible,
     first_visible,
+    include,
     last_visible,
     merge,
+    readable,
+    see,
     visible_rows,
     visible_span,
     with_ends,
 )
 from sparse_decode.remainder import RunningMoments, StaticMoments
-from sparse_decode.select import AttendingSelector, Rows, Selector
+from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
 
 _CHUNK_SCORES = 1 << 23  # scores at once, B x Hq x rows x N: 32 MiB of int32 or float32, whatever the context
 
@@ -71,6 +76,7 @@ class Inputs:
         scaling, softcap, sinks: what the model does to its logits.
         moments: running sums over the keys and values, kept by the cache if it can.
         weights: where to write the attention weights [B, Hq, Q, N or more], zeros so far; None if nobody asked.
+        length: of a static cache whose k and v are all its room, int64 [].
     """
 
     q: Tensor
@@ -84,6 +90,7 @@ class Inputs:
     sinks: Tensor | None
     moments: RunningMoments | StaticMoments | None = None
     weights: Tensor | None = None
+    length: Tensor | None = None
 
 
 class Part(NamedTuple):
@@ -91,21 +98,26 @@ class Part(NamedTuple):
 
     Attributes:
         first, last: rows first..last-1, R of them.
-        visible: tokens that each sees, int64 [B, R]; None in a plain step: all.
-        counts: tokens that each reads, int64 [B, R], 0 where it is not sparse; in a plain step those that the selector
-            is to choose: the others are the same for all rows.
-        sparse: which are sparse, bool [B, R]; None in a plain step: all.
-        each: in a plain step, `counts` as a number; reads: the tokens that each row reads, those it does not choose
-            included.
+        chosen: tokens that the selector is to choose for each, int64 [B, R].
+        visible: tokens that each sees, int64 [B, R]; None in a step without a mask: all.
+        counts: tokens that each reads, 0 where it is not sparse, int64 [B, R]; sparse: which are, bool [B, R]. None in
+            a step.
+        each, reads: in a step without a mask, `chosen` and what is read as numbers.
+        sight, most: in a step with a mask, what it says, and the most that a row chooses; counted: what is counted so
+            far, before and with it, but in a graph.
     """
 
     first: int
     last: int
-    visible: Tensor | None
-    counts: Tensor
-    sparse: Tensor | None
+    chosen: Tensor
+    visible: Tensor | None = None
+    counts: Tensor | None = None
+    sparse: Tensor | None = None
     each: int | None = None
     reads: int = 0
+    sight: Seen | None = None
+    most: int | None = None
+    counted: Counted | None = None
 
 
 Kernel = Literal["gather", "flash"]
@@ -116,8 +128,9 @@ class LayerPlan:
     """One sparse layer of one attachment.
 
     Attributes:
-        tally: int64 [2], tokens selected and visible so far, over sparse rows and query heads; those of plain steps,
-            where they are numbers anyway, are kept apart. `counted` has the sum.
+        tally: int64 [2] on the layer's device, tokens selected and visible so far, over sparse rows and query heads;
+            those of steps without a mask, where they are numbers anyway, are kept apart. `counted` has the sum.
+        sights: what masks say, shared with the other layers.
         remainder: coefficients [Hq, 5] of the weight of what a selection leaves out (eq. 15); None to leave it out.
         number: how a compiled graph names this plan.
     """
@@ -130,6 +143,8 @@ class LayerPlan:
         rule: RowRule,
         remainder: Tensor | None = None,
         kernel: Kernel = "gather",
+        sights: Sights | None = None,
+        device: torch.device | None = None,
     ):
         self.layer: int = layer
         self.selector: Selector = selector
@@ -142,11 +157,14 @@ class LayerPlan:
         self.remainder: Tensor | None = None if remainder is None else remainder[:, :-1].float().contiguous()
         self._slopes: Tensor | None = None if remainder is None else remainder[:, -1].float().clone()
         self._placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
-        self.encoder: Encoder = Encoder(lambda k: selector.encode_keys(layer, k))
-        self.tally: Tensor = torch.zeros(2, dtype=torch.int64)
+        self.encoder: Encoder = _encoder(selector, layer)
+        self.tally: Tensor = torch.zeros(2, dtype=torch.int64, device=device)
+        self.sights: Sights = sights or Sights()
         self.number: int = enrol(self)
-        self._last_counts: tuple[object, Tensor] | None = None
+        self._numbers: Tensor | None = None  # 0, 1, 2, ...: a count on the device is a view of it
         self._lock = Lock()
+        self._chain: Counted | None = None
+        self._heads = 0
         self._selected = self._visible = 0
 
     @property
@@ -156,12 +174,15 @@ class LayerPlan:
 
     def counted(self) -> tuple[int, int]:
         """Return tokens selected and visible so far."""
+        with self._lock:
+            self._add_chain()
         selected, visible = self.tally.tolist()
         return selected + self._selected, visible + self._visible
 
     def forget_counts(self) -> None:
         """Start counting anew."""
         with self._lock:
+            self._chain = None
             self.tally.zero_()
             self._selected = self._visible = 0
 
@@ -191,32 +212,76 @@ class LayerPlan:
 
         Returns: [B, Q, Hq, Dv], zeros in the other rows; and which rows were sparse, bool [B, Q], None if all were.
         """
+        if self.tally.device != x.q.device and not torch.compiler.is_compiling():
+            self.tally = self.tally.to(x.q.device)
         if self._is_step(x):
-            return self._attend_part(x, self._step(x), x.moments or RunningMoments(), self.tally), None
+            part = self._step(x)
+            out = self._attend_part(x, part, x.moments or RunningMoments(), self.tally)
+            # Where nobody can look, rows that are not sparse read all they see.
+            return out, part.sight.sparse if part.sight is not None and readable(x.q) else None
         visible, sparse = self._rows(x)
         counts = self._counts(visible).masked_fill(~sparse, 0)
         return self._select_and_attend(x, visible, sparse, counts, self.tally), sparse
 
+    def traces(self, x: Inputs) -> bool:
+        """Say whether a compiled graph can hold a call as operators: a step of a static cache, by a hash of ours."""
+        if not isinstance(self.selector, HashSelector) or x.mask is None or x.codes is None or x.length is None:
+            return False
+        ready = self.remainder is None or (isinstance(x.moments, StaticMoments) and x.moments.ready)
+        placed = self.remainder is None or (x.q.device, x.scaling) in self._placed
+        here = self.tally.device == x.q.device and self.kernel == "gather"
+        return here and ready and placed and self._is_step(x) and self.selector.traceable(self.layer, x.q)
+
+    def learn(self, k: Tensor, v: Tensor, mask: Tensor | None, moments: StaticMoments) -> None:
+        """Sum a prompt's keys and values for the remainder of a static cache, so that no step has to catch up."""
+        if self.remainder is not None:
+            rows, n = (1 if mask is None else mask.shape[2]), k.shape[2]
+            seen = None if mask is None else visible_rows(mask, rows - 1, rows, rows, n, k.device)
+            moments.learn(k, v, None if seen is None else seen[:, 0, 0].expand(len(k), n))
+
     def _is_step(self, x: Inputs) -> bool:
-        """Say whether a call is a plain step: every sequence has one row, without padding."""
-        plain = x.mask is None and x.q.shape[2] == 1 and x.host is None
-        return plain and self._own is None and self.rule.may_be_sparse(1, x.k.shape[2])
+        """Say whether a call is a step: every sequence has one row."""
+        return x.q.shape[2] == 1 and self._own is None and self.rule.may_be_sparse(1, x.k.shape[2])
 
     def _step(self, x: Inputs) -> Part:
-        """Return the one part of a plain step: what is the same for all rows is a number, not a tensor.
+        """Return the one part of a step: what is the same for all rows is a number, and what differs is not looked at.
 
         After the rest of a model has filled the caches of a processor, each operation costs ten times its time; on a
         GPU nothing here waits for it.
         """
-        shape, n = (x.q.shape[0], 1), x.k.shape[2]
-        reads = self.budget.count_row(n)
-        count = max(0, reads - sum(self._ends))
-        alike, last = (count, shape, x.q.device), self._last_counts
-        if last is None or last[0] != alike:  # it changes every fiftieth token at 2 %
+        n, ends = x.k.shape[2], sum(self._ends)
+        if x.mask is None:
+            reads = self.budget.count_row(n)
+            each = max(0, reads - ends)
+            return Part(0, 1, self._number(each, x.q), each=each, reads=reads)
+        sight, counted = self._see(x, x.mask)
+        most = max(self.budget.most(n), min(n, self.rule.start or 0))
+        return Part(0, 1, sight.chosen, sight.visible, sight=sight, most=max(0, most - ends), counted=counted)
+
+    def _number(self, count: int, q: Tensor) -> Tensor:
+        """Return a count for each sequence, int64 [B, 1], without writing it to the device."""
+        numbers = self._numbers
+        if numbers is None or len(numbers) <= count or numbers.device != q.device:
             with ordinary_tensors():
-                last = alike, torch.full(shape, count, dtype=torch.int64, device=x.q.device)
-            self._last_counts = last
-        return Part(0, 1, None, last[1], None, count, reads)
+                numbers = self._numbers = torch.arange(2 * count + 1024, device=q.device)
+        return numbers[count].expand(q.shape[0], 1)
+
+    def _see(self, x: Inputs, mask: Tensor) -> tuple[Seen, Counted | None]:
+        """Describe what the rows of a step see, once for all layers."""
+        batch, n = x.q.shape[0], x.k.shape[2]
+
+        def count(visible: Tensor) -> tuple[Tensor, Tensor]:
+            sparse = self.rule.rows(visible, 1, n)
+            return torch.where(sparse, self._counts(visible), 0 if readable(visible) else visible), sparse
+
+        def find() -> Seen:
+            shown = visible_rows(mask, 0, 1, 1, n, x.q.device)
+            assert shown is not None
+            return see(shown.expand(batch, -1, -1, -1), count, *self._ends)
+
+        if _in_graph(x.q.device):
+            return find(), None
+        return self.sights.of(mask, self.layer, (self.budget, self.rule), (batch, n), find)
 
     def run(
         self,
@@ -264,8 +329,9 @@ class LayerPlan:
         for first in range(0, n_queries, chunk):
             last = min(first + chunk, n_queries)
             at = slice(first, last)
-            part = Part(first, last, visible[:, at], counts[:, at], sparse[:, at])
-            if part.counts.any():
+            chosen = (counts[:, at] - sum(self._ends)).clamp(min=0)
+            part = Part(first, last, chosen, visible[:, at], counts[:, at], sparse[:, at])
+            if counts[:, at].any():
                 pieces.append(self._attend_part(x, part, moments, tally))
             else:
                 pieces.append(x.q.new_zeros(batch, last - first, hq, x.v.shape[3]))
@@ -276,49 +342,66 @@ class LayerPlan:
         rows = self._rows_of(x, part)
         indices = self._select(rows, part)
         self._count_selected(x, part, indices, tally)
-        ends = self._ends if part.sparse is None and self._exact else (0, 0)  # the others are among the indices
+        ends = self._unasked(part)
         if x.weights is not None or self.kernel == "flash":
-            indices, ends = around(indices, rows.k.shape[2], *ends), (0, 0)
+            indices, ends = include(indices, rows.k.shape[2], ends), (0, 0)
         if x.weights is not None:
             found = attention_weights(rows.q, rows.k, indices, x.scaling, x.softcap, x.sinks)
             x.weights[:, :, part.first : part.last, : found.shape[-1]] = found
         left_out = None if self.remainder is None else self._left_out(x, part, indices, moments)
         return self._attend(x, rows, indices, left_out, ends)
 
+    def _unasked(self, part: Part) -> tuple[int, int] | Tensor:
+        """Say which tokens a part's selection lacks, because the attention reads them anyway."""
+        if part.counts is not None or not self._exact or not any(self._ends):
+            return 0, 0
+        return self._ends if part.sight is None else part.sight.ends
+
     def _rows_of(self, x: Inputs, part: Part) -> Rows:
-        n_queries, n = x.q.shape[2], x.k.shape[2]
-        seen = visible_rows(x.mask, part.first, part.last, n_queries, n, x.q.device)
+        n_queries, n, sight = x.q.shape[2], x.k.shape[2], part.sight
+        if sight is None:
+            seen = visible_rows(x.mask, part.first, part.last, n_queries, n, x.q.device)
+        else:
+            seen = sight.tokens[:, None, None]
         # Without a mask, these rows see nothing from there on.
         end = n if x.mask is not None else n - n_queries + part.last
         sink, recent = self._ends
-        chosen = part.counts if part.each is not None else (part.counts - sink - recent).clamp(min=0)
         return Rows(
             self.layer,
             x.q[:, :, part.first : part.last],
             x.k[:, :, :end],
             None if x.codes is None else x.codes[:, :, :end],
             None if seen is None else seen[..., :end],
-            chosen,
+            part.chosen,
             x.scaling,
             x.softcap,
             x.sinks,
             part.each,
             sink,
             recent,
+            part.most,
+            None if sight is None else sight.candidates,
         )
 
     def _select(self, rows: Rows, part: Part) -> Tensor:
         """Choose tokens by the selector, sink and recent: int64 [B, H, R, K].
 
-        In a plain step the attention adds the last two itself, if the selector is one that chooses no fewer and no
-        others than it was asked for.
+        In a step the attention adds the last two itself, if the selector is one that chooses no fewer and no others
+        than it was asked for.
         """
         indices, n = self.selector.select(rows), rows.k.shape[2]
-        sink, recent = self._ends
-        if (not sink and not recent) or (part.sparse is None and self._exact):
+        if not any(self._ends) or (part.counts is None and self._exact):
             return indices
-        if part.sparse is None:
-            return with_ends(indices, 0, n, sink, recent)
+        if part.sight is not None:
+            return merge(indices, part.sight.ends[:, None], n)
+        if part.each is not None:
+            return with_ends(indices, 0, n, *self._ends)
+        return self._with_ends(indices, rows, part)
+
+    def _with_ends(self, indices: Tensor, rows: Rows, part: Part) -> Tensor:
+        """Put the tokens that several rows read anyway around what was selected of the others."""
+        assert part.counts is not None
+        (sink, recent), n = self._ends, rows.k.shape[2]
         span = visible_span(rows.visible, n)
         if span is not None:
             starts, ends = span
@@ -333,19 +416,15 @@ class LayerPlan:
         """Describe what a selection [B, H, R, K] leaves out; `moments` learn of the part's tokens."""
         coefficients, slopes = self._coefficients(x.q.device, x.scaling)
         rows = x.q[:, :, part.first : part.last], slopes
-        found = None
-        if part.sparse is None and isinstance(moments, RunningMoments):
-            found = moments.step(*rows, x.k, x.v)
+        found = None if part.counts is not None else moments.step(*rows, x.k, x.v, part.sight, x.length)
         if found is None:
             past = x.k.shape[2] - x.q.shape[2]
-            *found, seen = moments.rows(*rows, x.k, x.v, _unpadded(x), past + part.first, past + part.last)
-            if x.mask is not None and part.visible is not None:
-                _require_causal(seen.to(part.visible.device), part.visible, (indices >= 0).any(-1).any(1))
-        visible = part.visible
-        if visible is None:
-            visible = torch.full((x.q.shape[0], 1), x.k.shape[2], dtype=torch.int64, device=x.q.device)
-        known = coefficients, *found, visible
-        return LeftOut(*(each if each.device == x.q.device else each.to(x.q.device) for each in known))
+            places = past + part.first, past + part.last
+            keys, values, seen = moments.rows(*rows, x.k, x.v, _unpadded(x, part.sight), *places)
+            found = keys, values
+            if x.mask is not None and part.counts is not None and part.visible is not None:
+                _require_causal(seen, part.visible, (indices >= 0).any(-1).any(1))
+        return LeftOut(coefficients, *found, part.visible)
 
     def _coefficients(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
         """Return the coefficients of the weight and the slopes, times the factor on the logits: copied there once."""
@@ -358,7 +437,7 @@ class LayerPlan:
         return known
 
     def _attend(
-        self, x: Inputs, rows: Rows, indices: Tensor, left_out: LeftOut | None, ends: tuple[int, int]
+        self, x: Inputs, rows: Rows, indices: Tensor, left_out: LeftOut | None, ends: tuple[int, int] | Tensor
     ) -> Tensor:
         """Attend to what was selected: [B, Q, Hq, Dv]."""
         q = rows.q
@@ -367,36 +446,62 @@ class LayerPlan:
         if self.kernel == "flash":
             flash.refuse(x.mask, x.sinks, 0.0)
             return flash.attend(q, x.k, x.v, indices, x.scaling, x.softcap)
-        model = {"softcap": x.softcap, "sinks": x.sinks}
-        if x.host is None:
-            return attend(q, x.k, x.v, indices, x.scaling, **model, left_out=left_out, ends=ends)
-        batch, hq, n_rows, dim = q.shape
-        k, v, slots = x.host.rows_on(indices, q.device)
-        k, v = k.to(x.k.dtype), v.to(x.v.dtype)  # autocast may have made another type of these
-        one_by_one = q.transpose(1, 2).reshape(batch * n_rows, hq, 1, dim)
-        if left_out is not None:
-            keys, values = (mean.transpose(1, 2).flatten(0, 1)[:, :, None] for mean in left_out[1:3])
-            if (group := indices.shape[1] // keys.shape[1]) > 1:  # the rows that came over are those of each set
-                keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-            left_out = LeftOut(left_out.coefficients, keys, values, left_out.visible.reshape(-1, 1))
-        out = attend(one_by_one, k, v, slots, x.scaling, **model, left_out=left_out)
-        return out.view(batch, n_rows, hq, -1)
+        if x.host is not None:
+            read = include(indices, x.k.shape[2], ends) if readable(indices) else indices
+            x.host.cross(int((read >= 0).sum()) if readable(indices) else indices.numel())
+        return attend(q, x.k, x.v, indices, x.scaling, softcap=x.softcap, sinks=x.sinks, left_out=left_out, ends=ends)
 
     def _count_selected(self, x: Inputs, part: Part, indices: Tensor, tally: Tensor) -> None:
         """Count a selection [B, H, R, K], once for each query head that shares it."""
         batch, hq = x.q.shape[:2]
-        if part.sparse is None:
+        if part.each is not None:
             all_asked = batch * hq * part.reads
             chosen = all_asked if self._exact else int((indices >= 0).sum()) * (hq // indices.shape[1])
             return self._count_numbers(chosen, batch * hq * x.k.shape[2])
+        if part.sight is not None and self._exact:
+            return self._count_step(part.sight, part.counted, hq, tally)
+        sparse = part.sparse if part.sight is None else part.sight.sparse
+        assert sparse is not None
         assert part.visible is not None
-        self._count((indices >= 0).sum((1, 3)) * (hq // indices.shape[1]), part.visible * hq, part.sparse, tally)
+        return self._count((indices >= 0).sum((1, 3)) * (hq // indices.shape[1]), part.visible * hq, sparse, tally)
+
+    def _count_step(self, sight: Seen, counted: Counted | None, heads: int, tally: Tensor) -> None:
+        """Count a step with a mask, by its link in the chain of all steps; a graph has no such chain."""
+        if counted is None:
+            tally.add_(sight.totals, alpha=heads)
+            return
+        with self._lock:
+            chain, self._heads = self._chain, heads
+            if chain is not None and chain.after is not counted.before:
+                self._add_chain()
+                chain = None
+            self._chain = counted if chain is None else Counted(chain.before, counted.after)
+
+    def _add_chain(self) -> None:
+        if self._chain is not None:
+            self.tally.add_((self._chain.after - self._chain.before).to(self.tally.device), alpha=self._heads)
+            self._chain = None
 
     def _count(self, selected: Tensor, visible: Tensor, sparse: Tensor, tally: Tensor) -> None:
         """Add the tokens that the sparse rows selected and saw, [B, Q], summed over query heads."""
-        sums = torch.stack([(x * sparse).sum() for x in (selected, visible)])
-        with self._lock:
-            tally += sums.to(tally.device)
+        tally.add_(torch.stack([(x * sparse).sum() for x in (selected, visible)]).to(tally.device))
+
+
+def _in_graph(device: torch.device) -> bool:
+    """Say whether what is done now is written down, to be done again without Python."""
+    if torch.compiler.is_compiling() or device.type != "cuda" or not torch.cuda.is_initialized():
+        return torch.compiler.is_compiling()
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _encoder(selector: Selector, layer: int) -> Encoder:
+    if not isinstance(selector, HashSelector):
+        return Encoder(lambda k: selector.encode_keys(layer, k))
+    return Encoder(
+        lambda k: selector.encode_keys(layer, k),
+        lambda k, codes, at: selector.write_codes(layer, k, codes, at),
+        lambda k: selector.traceable(layer, k),
+    )
 
 
 def trim(
@@ -409,13 +514,13 @@ def trim(
     return k[:, :, :n], v[:, :, :n], None if codes is None else codes[:, :, :n]
 
 
-def _unpadded(x: Inputs) -> Tensor | None:
+def _unpadded(x: Inputs, sight: Seen | None) -> Tensor | None:
     """Say which tokens the last row sees, bool [B, N]: all but padding, if the mask is causal."""
     n_queries, n = x.q.shape[2], x.k.shape[2]
-    if x.mask is None:
-        return None
-    seen = visible_rows(x.mask, n_queries - 1, n_queries, n_queries, n, x.k.device)
-    return None if seen is None else seen[:, 0, 0].expand(x.q.shape[0], n).to(x.k.device)
+    if x.mask is None or sight is not None:
+        return None if sight is None else sight.tokens
+    seen = visible_rows(x.mask, n_queries - 1, n_queries, n_queries, n, x.q.device)
+    return None if seen is None else seen[:, 0, 0].expand(x.q.shape[0], n)
 
 
 def _require_causal(counts: Tensor, visible: Tensor, used: Tensor) -> None:

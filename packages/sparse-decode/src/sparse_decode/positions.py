@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from hashcore.cpu.threads import compiled
 from torch import Tensor
+
+_BIASES = "a mask that hides or shows tokens is needed, got one with biases; sparse attention has none"
+
+
+def readable(x: Tensor) -> bool:
+    """Say whether a tensor's numbers can be looked at now: on a GPU that would wait, in a graph there are none yet."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def visible_rows(
@@ -28,9 +38,100 @@ def visible_rows(
     if rows.dtype == torch.bool:
         return rows
     seen = rows == 0
-    if not (seen | (rows <= torch.finfo(rows.dtype).min / 2)).all():
-        raise ValueError("a mask that hides or shows tokens is needed, got one with biases; sparse attention has none")
+    right = (seen | (rows <= torch.finfo(rows.dtype).min / 2)).all()
+    if n_queries == 1 and not readable(rows):
+        torch._assert_async(right, _BIASES)  # pyright: ignore[reportPrivateImportUsage] - the device itself stops; a prompt's mask was looked at
+    elif not right:
+        raise ValueError(_BIASES)
     return seen
+
+
+class Seen(NamedTuple):
+    """What the one row of each sequence in a step sees, where a mask says it; no shape depends on data."""
+
+    tokens: Tensor
+    """Which tokens, bool [B, N]."""
+    visible: Tensor
+    """How many, int64 [B, 1]."""
+    sparse: Tensor
+    """Whether the row is sparse, bool [B, 1]."""
+    chosen: Tensor
+    """How many the selector is to choose, int64 [B, 1]."""
+    candidates: Tensor
+    """Which it may choose, bool [B, 1, 1, N]."""
+    ends: Tensor
+    """The tokens that are read anyway, int64 [B, E], -1 in unused slots."""
+    totals: Tensor
+    """Tokens that a query head of all sparse rows reads, and sees, int64 [2]."""
+
+
+def see(shown: Tensor, count: Callable[[Tensor], tuple[Tensor, Tensor]], sink: int, recent: int) -> Seen:
+    """Describe the rows of a step.
+
+    Args:
+        shown: bool [B, 1, 1, N], which tokens each row sees.
+        count: says of how many tokens rows see, int64 [B, 1], how many they read, ends included, and which are sparse.
+        sink, recent: how many of the first and of the last tokens are read anyway.
+    """
+    tokens = shown[:, 0, 0]
+    rank = tokens.cumsum(-1, dtype=torch.int32)  # number of a visible token, from 1
+    visible = rank[:, -1:].long()
+    reads, sparse = count(visible)
+    first = torch.arange(1, sink + 1, device=tokens.device).expand(len(tokens), -1)
+    last = visible + torch.arange(1 - recent, 1, device=tokens.device)
+    wanted = torch.cat([first, last.masked_fill(last <= sink, 0)], -1)
+    ends = torch.searchsorted(rank, wanted.int(), out_int32=False)  # the first token that has a number
+    ends = ends.masked_fill((wanted < 1) | (wanted > visible) | (reads < 1), -1)
+    between = tokens & (rank > sink) & (rank <= visible - recent)
+    totals = torch.stack([(reads * sparse).sum(), (visible * sparse).sum()])
+    chosen = (reads - sink - recent).clamp(min=0)
+    return Seen(tokens, visible, sparse, chosen, between[:, None, None], ends, totals)
+
+
+class Counted(NamedTuple):
+    """Tokens read and seen so far, int64 [2], before a step and after it: links of a chain, which nobody changes."""
+
+    before: Tensor
+    after: Tensor
+
+
+class Sights:
+    """What the rows of the present step see: found by its first sparse layer, for all layers with the same mask.
+
+    It counts as well: a layer that took part in one step after the other knows its count from the first and the last
+    link of the chain, and launches nothing in between.
+    """
+
+    def __init__(self) -> None:
+        self._step: _Step | None = None
+        self._counted: dict[Hashable, Tensor] = {}
+
+    def of(
+        self, mask: Tensor, layer: int, rule: Hashable, size: tuple[int, int], find: Callable[[], Seen]
+    ) -> tuple[Seen, Counted]:
+        """Return what `find` finds in the mask, or found in it for an earlier layer by the same rule and size.
+
+        A later step may bring the same mask with other numbers in it: it begins with a layer that is no later one.
+        """
+        step = self._step
+        if step is None or step.mask is not mask or layer <= step.layer:
+            step = self._step = _Step(mask)  # whole at once: other threads have steps of their own
+        step.layer = layer
+        if (known := step.found.get((rule, size))) is None:
+            seen = find()
+            before = self._counted.get(rule)
+            if before is None or before.device != seen.totals.device:
+                before = torch.zeros_like(seen.totals)
+            known = step.found[rule, size] = seen, Counted(before, before + seen.totals)
+            self._counted[rule] = known[1].after
+        return known
+
+
+class _Step:
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        self.layer = -1
+        self.found: dict[Hashable, tuple[Seen, Counted]] = {}
 
 
 def visible_span(visible: Tensor | None, n: int) -> tuple[Tensor | int, Tensor | int] | None:
@@ -135,6 +236,13 @@ def around(selected: Tensor, n: int, sink: int, recent: int) -> Tensor:
     return torch.cat([first.expand(*rows, -1), selected, last.expand(*rows, -1)], dim=-1)
 
 
+def include(selected: Tensor, n: int, ends: tuple[int, int] | Tensor) -> Tensor:
+    """List what attention reads of `n` tokens: a selection [B, H, Q, K] and the `ends` of `sparse_decode.attend`."""
+    if isinstance(ends, Tensor):
+        return torch.cat([ends[:, None, None].expand(*selected.shape[:3], -1), selected], dim=-1)
+    return around(selected, n, *ends)
+
+
 def ends_by_sorting(selected: Tensor, starts: Tensor, ends: Tensor, sink: int, recent: int) -> Tensor:
     """Do what `with_ends` does, in operations of torch: on a GPU."""
     start, end = (x[:, None, :, None] for x in (starts, ends))
@@ -169,7 +277,7 @@ def merge(selected: Tensor, extra: Tensor, n: int) -> Tensor:
 
     Args:
         selected: int64 [B, H, Q, K]; extra: int64 [B, Q, E]; both with -1 in unused slots; tokens are below `n`.
-    Returns: int64 [B, H, Q, K'], ascending, then -1; K' is the size of the largest union.
+    Returns: int64 [B, H, Q, K'], ascending, then -1; K' is the size of the largest union, where it can be looked at.
     """
     extra = extra[:, None].expand(*selected.shape[:-1], -1)
     both = torch.cat([selected, extra], dim=-1)
@@ -177,6 +285,6 @@ def merge(selected: Tensor, extra: Tensor, n: int) -> Tensor:
     repeated = torch.zeros_like(both, dtype=torch.bool)
     repeated[..., 1:] = both[..., 1:] == both[..., :-1]
     both = both.masked_fill(repeated, n).sort(-1).values
-    width = int((both < n).sum(-1).max()) if both.numel() else 0
-    both = both[..., :width]
+    if readable(both):
+        both = both[..., : int((both < n).sum(-1).max()) if both.numel() else 0]
     return both.masked_fill(both == n, -1)

@@ -14,8 +14,8 @@ import torch
 from hashtrain.remainder import Evidence, add_remainder, log_weight
 from torch import Tensor
 
-from sparse_decode import moment_kernels, moments
-from sparse_decode.compiled import run
+from sparse_decode import moments
+from sparse_decode.positions import Seen, readable
 
 _CHUNK = 1 << 26  # bytes of float64 keys or values that are summed at once, whatever the batch and the context
 
@@ -33,22 +33,23 @@ class Moments(NamedTuple):
     """Sum of (key - mean key)(value - mean value)^T, float32 [B, Hkv, D, Dv]: deviations, so that float32 will do."""
 
     @classmethod
-    def none(cls, k: Tensor, v: Tensor) -> Moments:
+    def none(cls, k: Tensor, v: Tensor, device: torch.device | None = None) -> Moments:
         """Return those of no token, for keys [B, Hkv, N, D] and values [B, Hkv, N, Dv]."""
         (batch, heads, _, dim), dim_v = k.shape, v.shape[3]
-        keys, values = (x.new_zeros(*x.shape[:2], x.shape[3], dtype=torch.float64) for x in (k, v))
-        spread = k.new_zeros(batch, heads, dim, dim_v, dtype=torch.float32)
+        device = k.device if device is None else device
+        keys, values = (torch.zeros(*x.shape[:2], x.shape[3], dtype=torch.float64, device=device) for x in (k, v))
+        spread = torch.zeros(batch, heads, dim, dim_v, dtype=torch.float32, device=device)
         return cls(keys.new_zeros(batch), keys, values, spread)
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int) -> Moments:
-        """Return those of tokens first..last-1 of k and v, but for padding."""
+    def of(cls, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int, device: torch.device) -> Moments:
+        """Return those of tokens first..last-1 of k and v, but for padding, summed on a device."""
         tokens = max(1, _CHUNK // (8 * max(k[:, :, :1].numel(), v[:, :, :1].numel()) + 1))
-        found = cls.none(k, v)
+        found = cls.none(k, v, device)
         for start in range(first, last, tokens):
             end = min(start + tokens, last)
-            keys, values = (_shown(x, seen, start, end).sum(2) for x in (k, v))
-            part = cls(_count(k, seen, start, end)[:, -1].double(), keys, values, found.spread)
+            keys, values = (_shown(x, seen, start, end, device).sum(2) for x in (k, v))
+            part = cls(_count(keys, seen, start, end)[:, -1].double(), keys, values, found.spread)
             keys, values = (
                 _deviations(x, mean, seen, start, end) for x, mean in zip((k, v), part.means(), strict=True)
             )
@@ -110,61 +111,57 @@ class RunningMoments:
             k, v: all keys [B, Hkv, N, D] and values [B, Hkv, N, Dv]; seen: bool [B, N], False for padding, or None.
         Returns: float32 mean keys [B, Hkv, R, D] and values [B, Hq, R, Dv] of eq. 16, and how many tokens [B, R].
         """
-        before = self._advance(k, v, seen, first)
-        counts = before.tokens.long()[:, None] + _count(k, seen, first, last)
+        before = self.advance(k, v, seen, first, q.device)
+        counts = before.tokens.long()[:, None] + _count(q, seen, first, last)
         visible = counts.clamp(min=1)[:, None, :, None]
         centres = [mean[:, :, None] for mean in before.means()]
         mean_k, mean_v = (
-            (total[:, :, None] + _shown(x, seen, first, last).cumsum(2)) / visible
+            (total[:, :, None] + _shown(x, seen, first, last, q.device).cumsum(2)) / visible
             for total, x in ((before.keys, k), (before.values, v))
         )
         drift_k, drift_v = ((mean - centre).float() for mean, centre in zip((mean_k, mean_v), centres, strict=True))
         new_k, new_v = (
             _deviations(x, c[:, :, 0], seen, first, last)[:, :, None] for x, c in zip((k, v), centres, strict=True)
         )
-        grouped = (q.float() * slopes[:, None, None]).to(k.device).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, R, D]
+        grouped = (q.float() * slopes[:, None, None]).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, R, D]
         products = grouped @ before.spread[:, :, None] + (grouped @ new_k.mT).tril() @ new_v
         tilt = (
             products / visible[:, :, None] - (grouped * drift_k[:, :, None]).sum(-1, keepdim=True) * drift_v[:, :, None]
         )
-        self._sums = before.join(Moments.of(k, v, seen, first, last))
+        self._sums = before.join(Moments.of(k, v, seen, first, last, q.device))
         self._note(seen, last)
         return mean_k.float(), (mean_v.float()[:, :, None] + tilt).float().flatten(1, 2), counts
 
     @torch.no_grad()
-    def step(self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return what `rows` returns for the last row, if its token alone is new, without padding.
+    def step(
+        self,
+        q: Tensor,
+        slopes: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sight: Seen | None = None,
+        length: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return what `rows` returns for the last row, if its token alone is new.
 
-        In one kernel. Args: as those of `rows`. Returns: None if there is more to do.
+        In one kernel. Args: as those of `rows`; sight: what the rows see, None for all. Returns: None if there is more
+        to do; on a GPU, where it cannot be looked at, sums of tokens that are no longer those shown give NaN.
         """
         n, sums = k.shape[2], self._sums
-        alike = sums is not None and len(sums.keys) == len(k) and sums.keys.device == k.device
-        if sums is None or not alike or self.length != n - 1 or self._seen is not None:
+        shown, visible = (None, None) if sight is None else (sight.tokens, sight.visible)
+        alike = sums is not None and len(sums.keys) == len(k) and sums.keys.device == q.device
+        if sums is None or not alike or self.length != n - 1:
             return None
-        if k.device.type != "cpu":
+        if not readable(q):
             if q.shape[1] > moments.MAX_GROUP * k.shape[1]:
                 return None
-            *found, mean_keys, rest = moments.OPERATOR(q[:, :, 0], slopes, k[:, :, -1], v[:, :, -1], *sums[1:], n)
-            self._sums, self.length = Moments(torch.full_like(sums.tokens, n), *found), n
-            return mean_keys[:, :, None], rest[:, :, None]
+        elif not self._same(shown, len(k)):
+            return None
+        given = (x.detach() for x in (q[:, :, 0], slopes, k, v))
         # Not in place: whoever was given the sums may keep them.
-        self._sums, self.length = Moments(sums.tokens + 1, *map(torch.empty_like, sums[1:])), n
-        mean_keys = torch.empty(k.shape[0], k.shape[1], 1, k.shape[3])
-        rest = torch.empty(q.shape[0], q.shape[1], 1, v.shape[3])
-        run(
-            moment_kernels.tasks,
-            k.shape[0] * k.shape[1],
-            sums.spread.numel() * (1 + q.shape[1] // k.shape[1]),
-            n,
-            *(x.detach()[:, :, -1].float().contiguous().numpy() for x in (k, v)),
-            *(x.numpy() for x in sums[1:]),
-            q.detach()[:, :, -1].float().contiguous().numpy(),
-            slopes.numpy(),
-            *(x.numpy() for x in self._sums[1:]),
-            mean_keys[:, :, 0].numpy(),
-            rest[:, :, 0].numpy(),
-        )
-        return mean_keys, rest
+        *found, mean_keys, rest = moments.OPERATORS.add_token(*given, *sums[1:], visible, shown, self._seen)
+        self._sums, self._seen, self.length = Moments(*found), shown, n
+        return mean_keys[:, :, None], rest[:, :, None]
 
     def drop(self, k: Tensor, v: Tensor, length: int) -> None:
         """Take the tokens from `length` on out of the sums; k and v still hold them."""
@@ -173,7 +170,8 @@ class RunningMoments:
         if not length:
             return self._forget()
         assert self._sums is not None
-        self._sums = self._sums.without(Moments.of(k, v, self._seen, length, self.length))
+        last = Moments.of(k, v, self._seen, length, self.length, self._sums.keys.device)
+        self._sums = self._sums.without(last)
         self._seen = None if self._seen is None else self._seen[:, :length]
         self.length = length
 
@@ -199,14 +197,14 @@ class RunningMoments:
         """Bytes of the sums."""
         return 0 if self._sums is None else sum(x.nbytes for x in self._sums)
 
-    def _advance(self, k: Tensor, v: Tensor, seen: Tensor | None, length: int) -> Moments:
+    def advance(self, k: Tensor, v: Tensor, seen: Tensor | None, length: int, device: torch.device) -> Moments:
         """Sum the tokens up to `length`, or anew if these are not the tokens that were summed."""
         if self.length > length or not self._same(seen, k.shape[0]):
             self._forget()
         if self._sums is None:
-            self._sums = Moments.of(k, v, seen, 0, length)
+            self._sums = Moments.of(k, v, seen, 0, length, device)
         elif self.length < length:
-            self._sums = self._sums.join(Moments.of(k, v, seen, self.length, length))
+            self._sums = self._sums.join(Moments.of(k, v, seen, self.length, length, device))
         self._note(seen, length)
         return self._sums
 
@@ -237,26 +235,62 @@ class StaticMoments:
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.tensors: list[Tensor] = list(tensors)
+        self.ready: bool = False
+        """Whether the sums are known to be of all tokens but those to come, so that a step need not look."""
 
     @classmethod
     def empty(cls, keys: Tensor, values: Tensor) -> StaticMoments:
         """Make the sums for a cache of keys [B, Hkv, N, D] and values [B, Hkv, N, Dv], of no token yet."""
         seen = keys.new_zeros(keys.shape[0], keys.shape[2], dtype=torch.bool)
-        return cls([*Moments.none(keys, values), seen, keys.new_zeros((), dtype=torch.int64)])
+        return cls([*Moments.none(keys, values, keys.device), seen, keys.new_zeros((), dtype=torch.int64)])
 
     @torch.no_grad()
     def rows(
         self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Do what `RunningMoments.rows` does."""
+        running = self._running()
+        found = running.rows(q, slopes, k, v, seen, first, last)
+        self._store(running)
+        return found
+
+    @torch.no_grad()
+    def learn(self, k: Tensor, v: Tensor, seen: Tensor | None) -> None:
+        """Sum all tokens of k and v, a prompt's, but for those that are not `seen` [B, N]."""
+        running = self._running()
+        running.advance(k, v, seen, k.shape[2], k.device)
+        self._store(running)
+
+    def _running(self) -> RunningMoments:
         running = RunningMoments()
         *sums, counted, length = self.tensors
         if int(length):
             running.load(Moments(*sums), counted[:, : int(length)])
-        found = running.rows(q, slopes, k, v, seen, first, last)
+        return running
+
+    def _store(self, running: RunningMoments) -> None:
+        *sums, counted, length = self.tensors
         running.store(Moments(*sums), counted)
         length.fill_(running.length)
-        return found
+        self.ready = True
+
+    @torch.no_grad()
+    def step(
+        self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, sight: Seen | None, length: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Do what `RunningMoments.step` does, in place; `length` has the number of tokens in the cache, int64 []."""
+        if not self.ready or sight is None or length is None:
+            return None
+        if readable(q) and not self._is_next(sight, int(length) - 1):
+            return None
+        given = q[:, :, 0], slopes, k, v, *self.tensors, sight.visible, sight.tokens, length
+        mean_keys, rest = moments.OPERATORS.add_in_place(*given)
+        return mean_keys[:, :, None], rest[:, :, None]
+
+    def _is_next(self, sight: Seen, at: int) -> bool:
+        """Say whether the sums are of the tokens before number `at` that are visible now."""
+        *_, counted, length = self.tensors
+        return int(length) == at and torch.equal(counted[:, :at], sight.tokens[:, :at])
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the sums by a change of the order of their rows."""
@@ -266,6 +300,7 @@ class StaticMoments:
     def reset(self) -> None:
         """Forget all tokens."""
         self.tensors[-1].zero_()
+        self.ready = False
 
     @property
     def nbytes(self) -> int:
@@ -317,13 +352,13 @@ def _count(x: Tensor, seen: Tensor | None, first: int, last: int) -> Tensor:
     return seen[:, first:last].cumsum(-1)
 
 
-def _shown(x: Tensor, seen: Tensor | None, first: int, last: int) -> Tensor:
-    """Return tokens first..last-1 of [B, Hkv, N, X] as float64, zeros where they are padding."""
-    part = x[:, :, first:last].double()
+def _shown(x: Tensor, seen: Tensor | None, first: int, last: int, device: torch.device) -> Tensor:
+    """Return tokens first..last-1 of [B, Hkv, N, X] on a device as float64, zeros where they are padding."""
+    part = x[:, :, first:last].to(device).double()
     return part if seen is None else torch.where(seen[:, None, first:last, None], part, 0.0)
 
 
 def _deviations(x: Tensor, mean: Tensor, seen: Tensor | None, first: int, last: int) -> Tensor:
     """Return tokens first..last-1 of [B, Hkv, N, X] less a mean [B, Hkv, X], float32, zeros where they are padding."""
-    part = (x[:, :, first:last].double() - mean[:, :, None]).float()
+    part = (x[:, :, first:last].to(mean.device).double() - mean[:, :, None]).float()
     return part if seen is None else torch.where(seen[:, None, first:last, None], part, 0.0)

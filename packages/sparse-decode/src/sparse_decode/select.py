@@ -7,13 +7,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import hashcore
 import torch
+import torch.nn.functional as F
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.layers import LayerHasher
 from torch import Tensor
 
 from sparse_decode import encode_cuda
 from sparse_decode.encode import FewTokens, takes
 from sparse_decode.parallel import PlacedHasher, shard
-from sparse_decode.positions import between, last_visible, visible_span
+from sparse_decode.positions import between, last_visible, readable, visible_span
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Rows:
         softcap: the bound of its soft-capped logits, or None.
         sinks: its learned sink logits, one per query head [Hq], or None.
         each: what every row selects, where `counts` is the same for all; None where that is not known.
+        most: no row selects more, in a decode step; None elsewhere.
+        among: what `candidates` returns, where it is known already.
         sink, recent: the first and the last tokens that each row sees are read anyway: the candidates are the others.
     """
 
@@ -45,9 +49,13 @@ class Rows:
     each: int | None = None
     sink: int = 0
     recent: int = 0
+    most: int | None = None
+    among: Tensor | None = None
 
     def candidates(self) -> Tensor | None:
         """Say which tokens each row may select, bool [B or 1, 1, Q, N]; None for every token."""
+        if self.among is not None:
+            return self.among
         return between(self.visible, self.sink, self.recent, self.q.shape[2], self.k.shape[2], self.q.device)
 
 
@@ -125,6 +133,7 @@ class HashSelector:
     def __init__(self, hasher: KeyQueryHasher):
         self.hasher = hasher
         self._encoder: KeyQueryHasher = PerHead(hasher) if isinstance(hasher, Hasher) else hasher
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -152,6 +161,18 @@ class HashSelector:
         found = getattr(self.hasher, "remainder", None)
         return None if found is None else found(layer)
 
+    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
+        """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
+
+        Returns: whether it was done: only by a hasher that can do it where the codes lie.
+        """
+        write = getattr(self._encoder, "write_codes", None)
+        return write is not None and write(layer, k, codes, at)
+
+    def traceable(self, layer: int, x: Tensor) -> bool:
+        """Say whether a step's keys and queries [B, H, 1, D] are hashed by operators that a compiled graph may hold."""
+        return isinstance(self._encoder, PerHead) and self._encoder.traceable(layer, x)
+
     def select(self, rows: Rows) -> Tensor:
         if rows.codes is None:
             raise ValueError("a hash selector needs the codes of the keys, got None")
@@ -161,6 +182,8 @@ class HashSelector:
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index"}
         if rows.each is not None and rows.visible is None:  # nothing that differs by row has to be looked at
             return hashcore.search(planes, keys, rows.each, weights, **how)[1]
+        if rows.most is not None and not readable(rows.q):  # whether a row sees one stretch cannot be looked at
+            return self._among(rows, planes, keys, weights, rows.most)
         span = visible_span(rows.visible, rows.k.shape[2])
         if span is not None:  # one pass, and no scores of the full length
             starts, lengths = (x if isinstance(x, int) else x[:, None] for x in span)
@@ -171,6 +194,39 @@ class HashSelector:
         scores = hashcore.score(planes, keys, weights=weights)
         scores = scores.masked_fill_(~candidates, -1)  # below every score; counts never reach them
         return hashcore.topk(scores, counts.expand(scores.shape[:-1]))[1]
+
+    def _among(self, rows: Rows, planes: Tensor, keys: Tensor, weights: tuple[int, ...], most: int) -> Tensor:
+        """Select among any candidates: `most` slots a row, however many it fills."""
+        scores = hashcore.score(planes, keys, weights=weights)
+        counts, candidates = self._step_of(rows, scores.shape[:-1])
+        # By its operator: it takes the number of slots from us, where the function reads the largest count.
+        how = most, counts, None, None, scores.shape[-1], 0, 0, 0
+        return torch.ops.hashcore.topk(_hide(scores, candidates), *how)[1]
+
+    def _step_of(self, rows: Rows, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Return counts [B, H, 1] and candidates [B, 1, 1, N] as int32: once for all layers that are given the same."""
+        known = self._last
+        if torch.compiler.is_compiling() or known is None or known[0] is not rows.counts or known[1].shape != shape:
+            candidates = rows.candidates()
+            assert candidates is not None
+            known = rows.counts, rows.counts[:, None].int().expand(shape).contiguous(), candidates.int()
+            if not torch.compiler.is_compiling():
+                self._last = known
+        return known[1:]
+
+
+def _hide(scores: Tensor, candidates: Tensor) -> Tensor:
+    """Return scores [B, H, 1, N] plus one, 0 for tokens that are no candidates, in rows of whole fours.
+
+    The kernel that selects reads four at a time.
+    """
+    n, more = scores.shape[-1], -scores.shape[-1] % 4
+    if torch.compiler.is_compiling() or not more:
+        found = torch.addcmul(candidates, scores, candidates)
+        return F.pad(found, (0, more)) if more else found
+    room = scores.new_empty(*scores.shape[:-1], n + more)
+    torch.addcmul(candidates, scores, candidates, out=room[..., :n])
+    return room
 
 
 class LshSelector(HashSelector):
@@ -206,8 +262,9 @@ class PerHead:
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
         own = self._placed.layer(layer, k.device)
-        if encode_cuda.takes(own, k):
-            codes = encode_cuda.keys(own, k)  # pyright: ignore[reportArgumentType]
+        if _by_operators(own, k):
+            codes = k.new_empty(*k.shape[:3], own.bits // 32, dtype=torch.int32)
+            encode_cuda.write_keys(own, k, codes, None)  # pyright: ignore[reportArgumentType]
         elif takes(own, k):
             codes = self._few.keys(own, k)
         else:
@@ -217,11 +274,24 @@ class PerHead:
     def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
         """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights."""
         own = self._placed.layer(layer, q.device)
-        if encode_cuda.takes(own, q):
+        if _by_operators(own, q):
             return encode_cuda.queries(own, q, self.per_query_head)  # pyright: ignore[reportArgumentType]
         if not takes(own, q):
             return own.encode_queries(q, per_query_head=self.per_query_head)
         return self._few.queries(own, q, self.per_query_head)
+
+    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
+        """Hash keys to where their codes lie, if one operator does it: `HashSelector.write_codes`."""
+        own = self._placed.layer(layer, k.device)
+        if self.per_query_head or not _by_operators(own, k):
+            return False
+        encode_cuda.write_keys(own, k, codes, at)  # pyright: ignore[reportArgumentType]
+        return True
+
+    def traceable(self, layer: int, x: Tensor) -> bool:
+        """Say whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph may hold."""
+        own = self._placed.layer(layer, x.device)
+        return encode_cuda.fits(own, x) and (x.device.type == "cpu" or encode_cuda.takes(own, x))
 
     def remainder(self, layer: int) -> Tensor | None:
         """Return the hasher's coefficients of eq. 15, [Hq, 5], if it has been calibrated: they are per query head."""
@@ -238,6 +308,11 @@ class PerHead:
     def shard(self, rank: int, size: int) -> PerHead:
         """Return the hasher of one tensor-parallel rank, sliced by KV head."""
         return type(self)(shard(self.hasher, rank, size))
+
+
+def _by_operators(own: LayerHasher, x: Tensor) -> bool:
+    """Say whether tokens are hashed by torch's operators of ours: on CUDA, and on the CPU in compiled graphs."""
+    return encode_cuda.takes(own, x) or (torch.compiler.is_compiling() and encode_cuda.fits(own, x))
 
 
 class QueryHeadHasher(PerHead):

@@ -6,7 +6,8 @@
 //     query   w = sum of f over the group; with digits, w_j = w[coordinate[j]] power[j]; planes = digits of w's levels
 //
 // x [B][H][T][D] without gaps; R [H][D][C], W1 [H][D][M], b1 [H][M], W2 [H][M][C], b2 [H][C], float32; coordinate i64 and
-// power f32 [Hkv][bits], limit f32 [Hkv][C]; codes [B][H][T][W] and planes [B][Hout][T][P][W], W words of 32 bits.
+// power f32 [Hkv][bits], limit f32 [Hkv][C]; codes [B][H][T][W] by strides, words side by side, from token `at` on where
+// the host does not know it; planes [B][Hout][T][P][W], W words of 32 bits.
 //
 // hash_keys, grid B T x H, 256 threads: a block hashes one token with one head's functions, each weight read once.
 // apply, the same grid: f alone, as f32 [B][H][T][C].  weigh, grid B T x Hout: the group's sum, its weights and planes.
@@ -34,6 +35,14 @@ struct Digits {
   const float* limit;
   i32 heads;  // Hkv
   i32 bits;
+};
+
+struct Codes {
+  u32* words;
+  i64 batch;  // words from one to the next
+  i64 head;
+  i64 token;
+  const i64* at;  // null: 0
 };
 
 // Add x[0..rows) times a matrix [rows][columns] to `sums`, all but the matrix in shared memory. Where there are more
@@ -82,7 +91,7 @@ __device__ __forceinline__ bool digit_of(float x, float power, float limit) {
 }
 
 extern "C" __global__ void __launch_bounds__(ENCODE_THREADS)
-    hash_keys(const Half* __restrict__ x, u32* __restrict__ codes, Functions f, Digits digits, i32 tokens) {
+    hash_keys(const Half* __restrict__ x, Codes codes, Functions f, Digits digits, i32 tokens) {
   __shared__ float sums[MOST];
   const int head = blockIdx.y, batch = blockIdx.x / tokens, token = blockIdx.x % tokens;
   const i64 row = (i64(batch) * gridDim.y + head) * tokens + token;
@@ -96,7 +105,10 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS)
       set = sums[j] > 0.0f;
     }
     const u32 word = __ballot_sync(FULL_WARP, set);
-    if (j % 32 == 0) codes[row * (digits.bits / 32) + j / 32] = word;
+    if (j % 32 == 0) {
+      const i64 place = (codes.at ? *codes.at : 0) + token;
+      codes.words[batch * codes.batch + head * codes.head + place * codes.token + j / 32] = word;
+    }
   }
 }
 

@@ -5,7 +5,7 @@
 // q [B][Hq][Q][D] and indices i64 [B][S][Q][width] without gaps; k [B][Hkv][N][D], v [B][Hkv][N][Dv] by strides, rows
 // whole. A task is one (batch row, index set, query row) and has `group` = Hq / S <= 16 query heads. Slots that hold -1,
 // or anything else outside [0, N), are unused. `sink` slots before them hold the first tokens, `recent` behind them the
-// last of N.
+// last of N; or the former hold those of `always` i64 [B][sink], if there is one.
 //
 // gather, grid tasks x splits, 4 warps. A block takes one part of a task's slots; a warp 16 slots at a time:
 //   (1) S = Q K^T, heads as rows, slots as columns, by mma. The sum over D has no order of its own, so a lane reads 16
@@ -16,7 +16,8 @@
 //   (4) The warps' sums meet in shared memory and leave as float32 with largest logit, sum and sum of logits.
 // combine, grid tasks x group: the parts of a head, its sink and what the selection left out become the result. The last
 // (eq. 15, 16) is one more token: its value is given, its weight estimated from coefficients f32 [Hq][5], mean keys f32
-// [B][Hkv][Q][D], values f32 [B][Hq][Q][Dv] and visible tokens i64 [B][Q]; null pointers leave it out.
+// [B][Hkv][Q][D], values f32 [B][Hq][Q][Dv] and visible tokens i64 [B][Q], null where all are; other
+// null pointers leave it out.
 //
 // Keys and values go from memory to registers, once, at 16 bytes a lane; nothing of length N is touched but the selected
 // rows. Bytes a slot: 2 (D + Dv) + 8. An H200 at 85 % of 4.3 TB/s gathers 512K x 2 % x 4 heads, 21.8 MB, in 6.0 us.
@@ -52,7 +53,7 @@ struct Shape {
   i32 heads_per_kv;  // query heads
   i32 tokens;        // N
   i32 slots;         // of a split, a multiple of SLOTS
-  i32 sink;          // slots before those of indices, and behind them: all that a row reads are sink + width + recent
+  i32 sink;          // slots before those of indices, and behind them: a row has sink + width + recent
   i32 recent;
   float scaling;
   float softcap;  // 0: none
@@ -101,8 +102,8 @@ __device__ __forceinline__ float over_quad_sum(float x) {
 }
 
 // The token of a slot.
-__device__ __forceinline__ i64 token_of(const i64* indices, int slot, const Shape& shape) {
-  if (slot < shape.sink) return slot;
+__device__ __forceinline__ i64 token_of(const i64* indices, const i64* always, int slot, const Shape& shape) {
+  if (slot < shape.sink) return always ? __ldg(always + slot) : slot;
   const int behind = slot - shape.sink - shape.width;
   return behind < 0 ? __ldg(indices + slot - shape.sink) : i64(shape.tokens - shape.recent + behind);
 }
@@ -223,7 +224,7 @@ __device__ __forceinline__ void add_values(const Half* values, const Rows& at, c
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
     gather(const Half* __restrict__ q, const Half* __restrict__ k, const Half* __restrict__ v,
            const i64* __restrict__ indices, float* __restrict__ outs, float* __restrict__ stats,
-           i32* __restrict__ counts, Rows key_rows, Rows value_rows, Shape shape) {
+           i32* __restrict__ counts, Rows key_rows, Rows value_rows, Shape shape, const i64* __restrict__ always) {
   __shared__ __align__(16) u32 query[STEPS][32][4];
   __shared__ float merged[MAX_GROUP][VALUE_DIM];
   __shared__ float tops[WARPS][MAX_GROUP], totals[WARPS][MAX_GROUP], logits[WARPS][MAX_GROUP];
@@ -245,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
   k += task.batch * key_rows.batch + kv * key_rows.head;
   v += task.batch * value_rows.batch + kv * value_rows.head;
   indices += ((i64(task.batch) * shape.sets + task.set) * shape.queries + task.query) * shape.width;
+  if (always) always += i64(task.batch) * shape.sink;
   const int begin = blockIdx.y * shape.slots;
   const int all = shape.sink + shape.width + shape.recent;
   const int end = begin + shape.slots < all ? begin + shape.slots : all;
@@ -265,11 +267,11 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
       const int mine = from + 8 * tile + g;
-      key[tile] = mine < end ? token_of(indices, mine, shape) : -1;
+      key[tile] = mine < end ? token_of(indices, always, mine, shape) : -1;
 #pragma unroll
       for (int column = 0; column < 2; column++) {
         const int at = from + 8 * tile + 2 * t + column;
-        slot[tile][column] = at < end ? token_of(indices, at, shape) : -1;
+        slot[tile][column] = at < end ? token_of(indices, always, at, shape) : -1;
         used[tile][column] = is_used(slot[tile][column], shape.tokens);
         seen += used[tile][column];
       }
@@ -391,7 +393,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     const int kv_heads = heads / shape.heads_per_kv, kv = query_head / shape.heads_per_kv;
     const i64 of_keys = (i64(task.batch) * kv_heads + kv) * shape.queries + task.query;
     const float dot = sum_of_products(q + of_query * DIM, left_out.mean_keys + of_keys * DIM, partial);
-    const i64 visible = left_out.visible[i64(task.batch) * shape.queries + task.query];
+    const i64 visible =
+        left_out.visible ? left_out.visible[i64(task.batch) * shape.queries + task.query] : i64(shape.tokens);
     share = share_left_out(left_out.coefficients + 5 * query_head, logit / float(used), base + logf(total),
                            shape.scaling * dot, visible, used);
   }

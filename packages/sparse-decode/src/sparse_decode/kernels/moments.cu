@@ -4,15 +4,21 @@
 //     spread' = spread + (n - 1) / n (k - mean k)(v - mean v)^T       means of the n - 1 tokens before
 //     rest_h  = mean' v + slope_h / n  spread'^T q_h
 //
-// Sums f64 [B][Hkv][D] and [B][Hkv][Dv], spread f32 [B][Hkv][D][Dv]; q [B][Hq][D] without gaps; the token's k and v by
-// strides; mean_keys f32 [B][Hkv][D], rest f32 [B][Hq][Dv]. New sums go to memory of their own: whoever was given the
-// old ones may keep them.
+// Sums f64 [B][Hkv][D] and [B][Hkv][Dv], spread f32 [B][Hkv][D][Dv]; q [B][Hq][D] without gaps; k and v by strides;
+// mean_keys f32 [B][Hkv][D], rest f32 [B][Hq][Dv]. New sums may go where the old ones are, or elsewhere if whoever was
+// given those may keep them: a number is read and written by one thread.
+//
+// With padding, n differs by row (`visible`), and the token joins only the rows that are `shown` it. The sums must be of
+// the tokens that are shown now, but for the new one: a mask that changed behind them makes the results NaN, because
+// the host, which could sum anew, would have to wait to be told. The blocks of a row share the looking.
 //
 // add_token, grid B x Hkv, 256 threads: a thread has a column of the spread, or every PARTS-th row of one. Bytes: the
-// spread twice, 128 KB a head of 128 x 128.
+// spread twice, 128 KB a head of 128 x 128, and two for each token of a row with padding.
 //
 // SPARSE_DIM: D. SPARSE_VALUE_DIM: Dv, at most 256. SPARSE_BF16: type of q, k and v.
 #include "mma.cuh"
+
+using u8 = unsigned char;
 
 constexpr int DIM = SPARSE_DIM, VALUE_DIM = SPARSE_VALUE_DIM;
 constexpr int THREADS = 256, PARTS = THREADS / VALUE_DIM, MAX_GROUP = 16;
@@ -25,6 +31,7 @@ struct Sums {
 };
 
 struct Results {
+  double* tokens;  // f64 [B]: how many are summed
   double* keys;
   double* values;
   float* spread;
@@ -37,38 +44,84 @@ struct Token {
   const Half* v;
   i64 key_batch;  // numbers from one to the next
   i64 key_head;
+  i64 key_token;
   i64 value_batch;
   i64 value_head;
+  i64 value_token;
   const Half* q;
   const float* slopes;  // of each query head, times the factor on the logits
   i32 kv_heads;
   i32 group;  // query heads a KV head
-  i32 count;  // n
+  i32 tokens;     // up to the new one, padding included
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) add_token(Token token, Sums sums, Results to) {
+// Where rows differ: null where they do not.
+struct Padding {
+  const i64* visible;  // n of each row
+  const u8* shown;     // which tokens a row sees
+  i64 shown_batch;
+  u8* before;  // of which the sums are
+  i64 before_batch;
+  const i64* length;  // `tokens`, where the host does not know it: a static cache, whose sums are changed in place
+  i64* summed;        // of how many tokens the sums are
+};
+
+// Whether the sums of a row are of other tokens than those before number `at` that are shown; a block's share of them.
+__device__ __forceinline__ bool is_changed(const Padding& row, int batch, int head, int heads, i64 at) {
+  bool changed = blockIdx.x == 0 && row.summed && *row.summed != at;
+  if (row.shown || row.before) {
+    const int share = (int(at) + heads - 1) / heads, end = share * (head + 1) < int(at) ? share * (head + 1) : int(at);
+#pragma unroll 8
+    for (int i = share * head + threadIdx.x; i < end; i += THREADS) {
+      const bool now = !row.shown || row.shown[batch * row.shown_batch + i];
+      const bool then = !row.before || row.before[batch * row.before_batch + i];
+      changed |= now != then;
+    }
+  }
+  return __syncthreads_or(changed);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    add_token(Token token, Padding row, Sums sums, Results to) {
   __shared__ float far_k[DIM], far_v[VALUE_DIM], mean_v[VALUE_DIM], steep[MAX_GROUP][DIM], partial[PARTS][VALUE_DIM];
   const int thread = threadIdx.x, batch = blockIdx.x / token.kv_heads, head = blockIdx.x % token.kv_heads;
+  __shared__ double shares[2];
+  const i64 at = (row.length ? *row.length : i64(token.tokens)) - 1;
+  const bool joins = !row.shown || row.shown[batch * row.shown_batch + at];
+  const double n = row.visible ? double(row.visible[batch]) : double(at + 1), before = n - joins;
+  if (thread < 2) {  // a division is a call, across which what is held would be spilled: before there is more
+    const double count = thread ? before : n;
+    shares[thread] = 1.0 / (count > 1.0 ? count : 1.0);
+  }
+  const float spoilt = is_changed(row, batch, head, token.kv_heads, at) ? __uint_as_float(0x7fc00000u) : 0.0f;
+  const double each = shares[0], old_each = shares[1];
   const i64 of_keys = i64(blockIdx.x) * DIM, of_values = i64(blockIdx.x) * VALUE_DIM;
   const i64 first = (i64(batch) * token.kv_heads + head) * token.group;  // query head
-  const double n = token.count, before = n > 1.0 ? n - 1.0 : 1.0;
+  const float weight = joins ? float(before * each) : 0.0f;
+  const Half* key = token.k + batch * token.key_batch + head * token.key_head + at * token.key_token;
+  const Half* value = token.v + batch * token.value_batch + head * token.value_head + at * token.value_token;
   for (int d = thread; d < DIM; d += THREADS) {
-    const float x = real(token.k[batch * token.key_batch + head * token.key_head + d]);
-    const double sum = sums.keys[of_keys + d];
-    far_k[d] = float(x - sum / before) * float((n - 1.0) / n);
-    to.keys[of_keys + d] = sum + x;
-    to.mean_keys[of_keys + d] = float((sum + x) / n);
+    const float x = real(key[d]);
+    const double sum = sums.keys[of_keys + d], whole = joins ? sum + x : sum;
+    far_k[d] = joins ? float(x - sum * old_each) * weight : 0.0f;
+    to.keys[of_keys + d] = whole;
+    to.mean_keys[of_keys + d] = float(whole * each) + spoilt;
   }
   for (int i = thread; i < VALUE_DIM; i += THREADS) {
-    const float x = real(token.v[batch * token.value_batch + head * token.value_head + i]);
-    const double sum = sums.values[of_values + i];
-    far_v[i] = float(x - sum / before);
-    to.values[of_values + i] = sum + x;
-    mean_v[i] = float((sum + x) / n);
+    const float x = real(value[i]);
+    const double sum = sums.values[of_values + i], whole = joins ? sum + x : sum;
+    far_v[i] = joins ? float(x - sum * old_each) : 0.0f;
+    to.values[of_values + i] = whole;
+    mean_v[i] = float(whole * each) + spoilt;
   }
   for (int i = thread; i < token.group * DIM; i += THREADS) {
     const int g = i / DIM, d = i % DIM;
-    steep[g][d] = real(token.q[(first + g) * DIM + d]) * token.slopes[head * token.group + g] / float(n);
+    steep[g][d] = real(token.q[(first + g) * DIM + d]) * token.slopes[head * token.group + g] * float(each);
+  }
+  if (head == 0 && thread == 0) {
+    to.tokens[batch] = n;
+    if (row.summed) row.before[batch * row.before_batch + at] = joins;
+    if (row.summed && batch == 0) *row.summed = at + 1;  // block 0 alone has read it
   }
   __syncthreads();
 

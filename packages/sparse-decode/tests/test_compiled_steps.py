@@ -1,0 +1,60 @@
+"""A compiled decode step of a static cache: one graph of torch's operators and ours, no Python of ours in it."""
+
+import pytest
+import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
+from sparse_decode import Budget, attach
+from sparse_decode.select import HashSelector
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+
+OURS = {
+    "hashcore.score",
+    "hashcore.topk",
+    "sparse_decode.gather",
+    "sparse_decode.hash_keys",
+    "sparse_decode.hash_queries",
+}
+CONFIG = LlamaConfig(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+)
+PROMPT, END, ROOM = 40, 44, 63
+
+
+@pytest.mark.parametrize(("variant", "remainder"), [("planes", False), ("transform", True)])
+def test_a_compiled_step_is_operators_alone(variant, remainder):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = AutoModelForCausalLM.from_config(CONFIG).eval()
+    selector = HashSelector(Hasher(HasherConfig(variant, ModelShape.of(CONFIG), bits=64), 0))
+    ids, mask = torch.randint(1, 64, (2, END)), torch.ones(2, ROOM, dtype=torch.long)
+    mask[0, :7] = 0
+    graphs, logits, counts = [], [], []
+
+    def backend(graph, given):
+        graphs.append({str(node.target) for node in graph.graph.nodes if node.op == "call_function"})
+        return graph
+
+    caches = DynamicCache(config=CONFIG), StaticCache(config=CONFIG, max_cache_len=ROOM)
+    with torch.no_grad(), attach(model, selector, Budget(0.2), remainder=remainder) as attachment:
+        assert attachment.remainder == remainder
+        for cache, step in zip(caches, (model, torch.compile(model, fullgraph=True, backend=backend)), strict=True):
+            attachment.reset_density()
+            model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], past_key_values=cache)
+            found = []
+            for i in range(PROMPT, END):
+                seen = mask[:, : i + 1] if step is model else mask * (torch.arange(ROOM) <= i)
+                found.append(step(ids[:, i : i + 1], attention_mask=seen, past_key_values=cache).logits)
+            logits.append(torch.cat(found, 1))
+            counts.append(attachment.counts())
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-5)
+    assert counts[0] == counts[1]
+    assert len(graphs) == 1
+    ours = {name for name in graphs[0] if name.startswith(("sparse_decode.", "hashcore."))}
+    assert ours == OURS | ({"sparse_decode.add_in_place"} if remainder else set())
+    torch._dynamo.reset()
