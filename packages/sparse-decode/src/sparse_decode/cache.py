@@ -260,7 +260,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         return self._codes.view()
 
     def _hash(self, keys: Tensor) -> None:
-        """Append the codes of keys [B, Hkv, t, D]; few are hashed to where they are to lie, once their size is known."""
+        """Append the codes of keys [B, Hkv, t, D]; few are hashed to where they are to lie, once their size is."""
         if keys.shape[2] > _LATER or not self.encoder.has_hashed:
             return self._codes.append(self.encoder(keys))
         heads, words = self.encoder.code_shape(keys)
