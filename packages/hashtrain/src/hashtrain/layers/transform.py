@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import hashcore
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hashtrain import transform_coding
 from hashtrain.config import MAX_DIGITS, HasherConfig
@@ -38,6 +38,7 @@ class Transform(LayerHasher):
     Source: docs/algorithm.md, eq. 18, 19.
     """
 
+    estimates_products = True
     digits: Tensor
     """Binary digits of each coordinate, float32 [Hkv, C]: whole numbers that add up to `bits`. To change them, load."""
     coordinate: Tensor
@@ -78,6 +79,9 @@ class Transform(LayerHasher):
         self.key.b2.copy_(bias)
         self.query.r.copy_(query.repeat_interleave(self.group, 0))
 
+    def query_parameters(self) -> list[nn.Parameter]:
+        return list(self.query.parameters())
+
     def _lay_out(self) -> None:
         """Derive from `digits` which digit each bit is. Raises: ValueError if they are not what digits can be."""
         whole = self.digits == self.digits.round().clamp(0, MAX_DIGITS)  # NaN is not equal to itself
@@ -113,7 +117,7 @@ class Transform(LayerHasher):
         return hashcore.planes(self.query_weight(q, per_query_head), self.planes, check=not q.is_cuda)
 
     def soft_queries(self, q: Tensor) -> Tensor:
-        return quantised(self.query_weight(q), self.planes)
+        return quantised(self.query_weight(q), self.planes)[0]
 
     def soft_keys(self, k: Tensor) -> Tensor:
         with torch.autocast(k.device.type, enabled=False):  # keys are centred after the product: bfloat16 would lose it
