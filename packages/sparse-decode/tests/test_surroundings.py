@@ -1,6 +1,7 @@
 """An attached model in the hands of others: modes of torch, other types, copies, files, training, other settings."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import transformers
 from sparse_decode import Budget, QueryHeadHasher, attach
-from sparse_decode.interface import NAMES
+from sparse_decode.interface import FLASH_NAME, NAMES, register
 from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -310,6 +311,14 @@ def attach_and_detach(model, selector):
     attachment = attach(model, selector)
     attachment.detach()
     return attachment
+
+
+def test_our_attention_takes_its_arguments_in_the_order_of_transformers_own():
+    """Whoever wraps all attention functions, as kvpress does, hands the first six on by their places."""
+    register()
+    own = list(inspect.signature(transformers.AttentionInterface()["sdpa"]).parameters)
+    for name in (*NAMES.values(), FLASH_NAME):
+        assert list(inspect.signature(transformers.AttentionInterface()[name]).parameters)[:7] == own[:7]
 
 
 def test_our_names_are_not_left_in_transformers_configs():
