@@ -1,8 +1,8 @@
 """Run transformers' own generation tests with every causal model attached at 100 %: do any fail that pass dense?
 
     uv run --with parameterized --with httpx tools/check_transformers_tests.py path/to/transformers
-    uv run --with parameterized --with httpx tools/check_transformers_tests.py path/to/transformers --families llama qwen3
-    uv run --with parameterized --with httpx tools/check_transformers_tests.py path/to/transformers --other-version
+    (the same) path/to/transformers --families llama qwen3
+    (the same) path/to/transformers --other-version
 
 The path is a source tree of the installed version of transformers, with tests/generation and tests/models. Its source
 distribution carries neither, so it must be a checkout of the version's tag. Nothing is fetched. With `--other-version`
