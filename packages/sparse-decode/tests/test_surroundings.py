@@ -216,13 +216,20 @@ def test_eager_attention_returns_the_weights_of_sparse_steps(family, rule):
         assert int((few[0, 0, 0] > 0).sum()) == int(few.shape[3] * 0.2)
 
 
-def test_assisted_decoding_with_eager_attention_returns_weights():
+@pytest.mark.parametrize("assistant", ["lookup", "model"])
+@pytest.mark.parametrize("rule", ["decode", 0])
+def test_assisted_decoding_with_eager_attention_returns_weights(assistant, rule):
     model, (ids, _) = tiny_model(implementation="eager"), prompts((40,))
-    options = {"output_attentions": True, "return_dict_in_generate": True, "prompt_lookup_num_tokens": 3}
+    helper = {"prompt_lookup_num_tokens": 3} if assistant == "lookup" else {"assistant_model": tiny_model(seed=1)}
+    options = {"output_attentions": True, "return_dict_in_generate": True, **helper}
     dense = generate(model, ids, **options)
-    for rule in ("decode", 0):
-        with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, decode_rows=4):
-            assert torch.equal(generate(model, ids, **options).sequences, dense.sequences)
+    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, decode_rows=4):
+        found = generate(model, ids, **options)
+    assert torch.equal(found.sequences, dense.sequences)
+    assert len(found.attentions) == len(dense.attentions)
+    for step, expected in zip(found.attentions, dense.attentions, strict=True):
+        for one, other in zip(step, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 def test_weights_with_a_remainder_are_refused():
