@@ -26,7 +26,7 @@ from sparse_decode import Budget, LshSelector, attach
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-LEAST = 70
+LEAST = 110
 TOLERANCE = 1e-3
 MOST_WEIGHTS = 100_000_000
 PROMPT, NEW = 24, 6
