@@ -116,13 +116,14 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> Output:
     """Attend, sparsely where the plan says so.
 
-    Args: as Hugging Face gives them; query [B, Hq, Q, D], key and value [B, Hkv, N, D], mask [B, 1, Q, N] or None.
+    Args: as Hugging Face gives them, in the order of its own functions: kvpress's wrapper gives dropout by its place.
+        Query [B, Hq, Q, D], key and value [B, Hkv, N, D], mask [B, 1, Q, N] or None.
     Returns: [B, Q, Hq, D], and attention weights only from dense eager attention.
     """
     call: Call | None = kwargs.pop(KEYWORD, None)
@@ -282,8 +283,8 @@ def flash_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> Output:
     """Attend densely through flash-attn, in the form that Hugging Face gives its attention functions."""

@@ -206,6 +206,11 @@ class PerHead:
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
         own = self._placed.layer(layer, k.device)
+        if k.shape[1] != own.hkv:
+            raise ValueError(
+                f"layer {layer} must have the {own.hkv} KV heads that the hasher is for, got keys of {k.shape[1]}; the "
+                "model's config does not say how many it has"
+            )
         if encode_cuda.takes(own, k):
             codes = encode_cuda.keys(own, k)  # pyright: ignore[reportArgumentType]
         elif takes(own, k):
