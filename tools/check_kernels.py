@@ -49,6 +49,7 @@ PROGRAMS = [
     Program("pack.cu"),
     Program("planes.cu"),
     Program("select.cu"),
+    Program("choose.cu"),
     *(Program("score.cu", dict(score_macros(words, weights))) for words, weights in SCORES),
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
     *(Program("encode.cu", {"SPARSE_BF16": bf16}, gather.KERNELS) for bf16 in ("0", "1")),

@@ -160,10 +160,12 @@ def search(
         launches.append(
             make_launch("score.cu", name, grid, layout.THREADS, (query, keys, *shared, space, groups), macros)
         )
-        arguments = (query, keys, values, indices, *shared, levels, space, groups, _int(plan.splits))
+        codes = layout.Codes(packed, len(weights), words)
+        places = (query, keys, values, indices, map, window, selection)
+        arguments = (*places, codes, levels, space, groups, _int(plan.splits))
         grid = (count * group, plan.parts)
         launches.append(
-            make_launch("score.cu", f"select_{index_bits}", grid, layout.THREADS, arguments, macros, programmatic=True)
+            make_launch("choose.cu", f"select_{index_bits}", grid, layout.THREADS, arguments, programmatic=True)
         )
     return Search(query, keys, values, indices, window, selection, space, Kept(launches))
 

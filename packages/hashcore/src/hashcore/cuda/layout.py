@@ -39,6 +39,12 @@ class Weights(ctypes.Structure):
     _fields_ = (("of", ctypes.c_int32 * 8),)
 
 
+class Codes(ctypes.Structure):
+    """What codes are like, of kernels/choose.cu."""
+
+    _fields_ = (("weights", Weights), ("planes", ctypes.c_int32), ("words", ctypes.c_int32))
+
+
 class Window(ctypes.Structure):
     """Which positions of a row compete; addresses of int32 arrays, or 0 and one value for all rows.
 

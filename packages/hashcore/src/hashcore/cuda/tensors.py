@@ -105,20 +105,25 @@ class Bounds(NamedTuple):
     sink: int = 0
     recent: int = 0
 
-    def window(self, window: Window, lead: Sequence[int], n: int) -> list[torch.Tensor]:
+    def window(self, window: Window, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
         """Write the argument of the kernels, and return the tensors that it points at."""
-        kept: list[torch.Tensor] = []
-        for name, bound, default in (("length", self.lengths, n), ("start", self.starts, 0)):
-            address, per, value = None, 1, default if bound is None else bound
-            if isinstance(bound, torch.Tensor):
-                (values, per), value = _per_row(_int32(bound, n), lead), default
-                kept.append(values)
-                address = values.data_ptr()
-            setattr(window, name, value)
-            setattr(window, f"{name}s", address)
-            setattr(window, f"{name}s_per", per)
+        lengths, window.lengths_per, window.length, first = _bound(self.lengths, lead, n, n)
+        starts, window.starts_per, window.start, second = _bound(self.starts, lead, n, 0)
+        window.lengths, window.starts = lengths, starts
         window.sink, window.recent, window.n = min(self.sink, n), min(self.recent, n), n
-        return kept
+        return first, second
+
+
+def _bound(
+    bound: Bound, lead: Sequence[int], n: int, default: int
+) -> tuple[int | None, int, int, torch.Tensor | None]:
+    """Return address, rows an entry, the value of all rows, and the tensor at the address."""
+    if bound is None:
+        return None, 1, default, None
+    if isinstance(bound, int):
+        return None, 1, bound, None
+    values, per = _per_row(_int32(bound, n), lead)
+    return values.data_ptr(), per, default, values
 
 
 def workspace(
