@@ -135,6 +135,7 @@ def pretend_gpu() -> Iterator[Device]:
         mock.patch.object(torch.cuda, "get_device_properties", lambda *_: PROPERTIES),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(torch, "Generator", Generator),
+        mock.patch.object(torch, "inference_mode", torch.no_grad),  # its tensors cannot be wrapped
         mock.patch.object(torch, "tensor", _moved(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _moved(torch.as_tensor)),
         mock.patch.object(torch.Tensor, "backward", backward),

@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)
 
 // scores: of the launch's first row, rows `stride` apart, 16-byte aligned. All else is of all rows, or of the launch's.
 #define SELECT_KERNEL(name, Index)                                                                              \
-  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)                                               \
+  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)                                               \
       name(const i32* __restrict__ scores, u32* __restrict__ totals, const u32* __restrict__ table,             \
            u32* __restrict__ tickets, i32* __restrict__ values, Index* __restrict__ indices, Window window,     \
            Selection selection, Levels levels, i64 stride, i32 first_row) {                                     \
