@@ -176,7 +176,7 @@ def flash_tests(seconds: float) -> Outcome:
 
 
 def training(seconds: float) -> Outcome:
-    """Run the README's first command, small: what the dry run predicts, then the run itself, on the GPU that is there."""
+    """Run the README's first command, small: what the dry run predicts, then the run itself, on the GPU."""
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "hashtrain", "--device", "cuda", "--out", f"{folder}/run", *TRAINING]

@@ -1,3 +1,4 @@
+# ruff: noqa: PT008 a lambda says what the function in its place takes
 """What a decode step's calls cost the host, with a driver that does nothing: encode, search and attend of one layer.
 
     uv run tools/host_cost.py            # prints microseconds, the least of many rounds

@@ -256,7 +256,7 @@ def test_rows_that_share_bounds_need_no_copies(rng):
     values, indices = empty(2, 3, 40), empty(2, 3, 40)
     bounds = tensors.Bounds(lengths)
     found = tensors._per_row(lengths, (2, 3))
-    assert found[0].data_ptr() == lengths.data_ptr() and found[1] == 3
+    assert (found[0].data_ptr(), found[1]) == (lengths.data_ptr(), 3)
     device = simulated.Device()
     tensors.search(inside(query), inside(keys), counts, (1, 2), bounds, values, indices, None, device)
     scores = reference.score(query, keys, (1, 2)).reshape(6, 500)
@@ -419,7 +419,9 @@ def test_queries_over_shared_keys_equal_the_reference(case, queries, n, device, 
     width = max(1, int(counts.max()))
     values, indices = empty(2, queries, width), empty(2, queries, width, dtype=np.int64)
     bounds = tensors.Bounds(torch.from_numpy(lengths), 0, 1, 2)
-    tensors.search(inside(query), inside(keys), torch.from_numpy(counts), weights, bounds, values, indices, None, device)
+    tensors.search(
+        inside(query), inside(keys), torch.from_numpy(counts), weights, bounds, values, indices, None, device
+    )
     scores = reference.score(query, keys, weights).reshape(2 * queries, n)
     best, at = simulated.window_topk(scores, counts.ravel(), lengths.ravel(), None, 1, 2, width)
     assert_same(values, best.reshape(2, queries, width))

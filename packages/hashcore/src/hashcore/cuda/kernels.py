@@ -180,7 +180,7 @@ def topk(
     space: int,
     workspace: Workspace,
 ) -> Iterator[Launch]:
-    """Select from int32 scores, rows `stride` apart, a multiple of VECTOR, from a 16-byte boundary: four launches a turn.
+    """Select from int32 scores, rows `stride` apart, a multiple of VECTOR, from a 16-byte boundary: four launches.
 
     Three count the digits of the scores, each among those that begin as the threshold does; the last one selects.
     """

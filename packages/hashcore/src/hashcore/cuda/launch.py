@@ -197,6 +197,7 @@ _libraries: dict[tuple[int, Program], Any] = {}
 
 def _library(index: int, program: Program) -> Any:
     import torch
+
     driver = _driver()
     with _loading:  # two threads would load it twice
         if (index, program) not in _libraries:

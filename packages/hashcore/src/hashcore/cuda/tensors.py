@@ -9,7 +9,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,9 +114,7 @@ class Bounds(NamedTuple):
         return first, second
 
 
-def _bound(
-    bound: Bound, lead: Sequence[int], n: int, default: int
-) -> tuple[int | None, int, int, torch.Tensor | None]:
+def _bound(bound: Bound, lead: Sequence[int], n: int, default: int) -> tuple[int | None, int, int, torch.Tensor | None]:
     """Return address, rows an entry, the value of all rows, and the tensor at the address."""
     if bound is None:
         return None, 1, default, None
@@ -263,9 +261,11 @@ def _memory(words: int, device: torch.device) -> torch.Tensor:
     lane, memory = launch.lane(device), _threads.memory
     found = memory.get(lane)
     if found is None or found.numel() < words:
-        # Zero, so that the first samples are right; in a capture they need not be, and a launch is saved in each replay.
+        # Zero, so that the first samples are right; in a capture they need not be, and each replay saves a launch.
         make = torch.empty if len(lane) > 2 else torch.zeros
-        found = memory[lane] = make(max(words, 2 * found.numel() if found is not None else 0), dtype=torch.int32, device=device)
+        found = memory[lane] = make(
+            max(words, 2 * found.numel() if found is not None else 0), dtype=torch.int32, device=device
+        )
         memory.move_to_end(lane)
         if len(memory) > MOST_LANES:
             memory.popitem(last=False)
@@ -338,9 +338,7 @@ def _rows(codes: torch.Tensor, apart: bool = False) -> torch.Tensor:
     return codes if dense and aligned else codes.clone(memory_format=torch.contiguous_format)
 
 
-def _selection(
-    selection: Selection, k: int | torch.Tensor, lead: Sequence[int], width: int
-) -> torch.Tensor | None:
+def _selection(selection: Selection, k: int | torch.Tensor, lead: Sequence[int], width: int) -> torch.Tensor | None:
     """Write the argument of the kernels, and return the tensor that it points at."""
     selection.width = width
     if isinstance(k, int):
