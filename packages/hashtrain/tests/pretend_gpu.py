@@ -2,8 +2,8 @@
 """A CUDA device that is not there, with numbers: tensors that say they lie on it, and keep values in host memory.
 
 torch's fake tensors hold no numbers, so they end at the first one that is asked for. These go on: every operator runs
-on the CPU, after a check that its tensors lie together, and what waits for the device is listed. Gradients are not worked
-out: autograd would ask the device for its streams. They are zero.
+on the CPU, after a check that its tensors lie together, and what waits for the device is listed. Gradients are not
+worked out, for autograd would ask the device for its streams: they are zero.
 """
 
 import contextlib

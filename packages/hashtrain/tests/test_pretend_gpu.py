@@ -6,7 +6,6 @@ from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.hasher import make_layer
 from hashtrain.layers import BY_VARIANT
 from hashtrain.remainder import calibrate
-from hashtrain.repair import repair
 from hashtrain.trainer import TrainConfig, Training
 from pretend_gpu import MixedDevices, Pretended, pretend_gpu
 
@@ -52,13 +51,9 @@ def test_a_layer_is_started_trained_and_calibrated_there(variant, data):
         assert all(isinstance(x, Pretended) for x in hasher.state_dict().values())
 
 
-def test_a_head_gets_another_start_there(data):
-    """A run makes layers inside the device's context: they are drawn in host memory, or its generator is refused."""
+def test_a_layer_is_drawn_in_host_memory_whatever_the_device():
+    """Repairing makes layers inside the device's context, which refuses a generator of the host."""
     config = HasherConfig("transform", ModelShape(2, 4, 2, 32))
     with pretend_gpu(), torch.device("cuda"):
-        hasher = make_layer(config, 0, 0).to("cuda")
-        hasher.start(data, 0, 5)
-        for weights in hasher.key.parameters():
-            weights.data.zero_()
-        assert repair(hasher, 0, data, config, 0, 5, 0.05)
-        assert all(isinstance(x, Pretended) for x in hasher.state_dict().values())
+        layer = make_layer(config, 0, 0)
+    assert all(x.device.type == "cpu" for x in layer.state_dict().values())
