@@ -71,8 +71,9 @@ class Transform(LayerHasher):
     def start(self, data: Capture, layer: int, most_digits: int = MAX_DIGITS) -> None:
         contexts = (data.read(context, layer)[:2] for context in range(min(len(data), CONTEXTS)))
         device = self.digits.device
-        found = transform_coding.moments((q.to(device), k.to(device)) for q, k in contexts)
-        key, bias, query, shared = transform_coding.start(found, self.bits, self.digits.shape[1], most_digits)
+        with torch.device("cpu"):  # the sums come from the device; small matrices and a loop of bits would wait for it
+            found = transform_coding.moments((q.to(device), k.to(device)) for q, k in contexts)
+            key, bias, query, shared = transform_coding.start(found, self.bits, self.digits.shape[1], most_digits)
         self.digits.copy_(shared)
         self._lay_out()
         self.key.r.copy_(key)
