@@ -33,6 +33,7 @@ def run(tmp_path_factory):
     (folder / "text.txt").write_text("\n".join(f"value_{i} = compute(value_{i // 7}, {i})" for i in range(1500)))
     model, text = str(folder / "model"), str(folder / "text.txt")
     settings = ["--context", "512", "--contexts", "2", "--held-out", "2", "--held-out-rows", "8", "--steps", "3"]
+    settings += ["--workers", "1"]  # each of two would import torch for three steps
     assert hashtrain(["--model", model, "--text", text, "--out", str(folder / "hashers"), *settings]) == 0
     return folder
 

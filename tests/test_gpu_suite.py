@@ -82,6 +82,30 @@ def test_a_benchmark_tells_which_bars_it_missed(suite, tmp_path):
     assert suite.benchmark(60, str(tmp_path / "b.py")) == ("failed", "it differs", None)
 
 
+@pytest.mark.parametrize(
+    ("codes", "status"), [((0, 0), "passed"), ((2,), "failed"), ((None,), "late"), ((0, 1), "failed")]
+)
+def test_training_shows_what_was_predicted_beside_what_it_took(suite, monkeypatch, codes, status):
+    """The commands are stood in for: what they say, and the figures that the second one leaves."""
+    ran = []
+
+    def command(arguments, seconds):
+        code = codes[len(ran)]
+        ran.append(arguments)
+        if code == 0 and "--dry-run" not in arguments:
+            out = Path(arguments[arguments.index("--out") + 1])
+            out.mkdir()
+            (out / "metrics.json").write_text(json.dumps({"seconds": 12.3}))
+        return suite.Done(code, "time to train        7 s\n" if "--dry-run" in arguments else "words")
+
+    monkeypatch.setattr(suite, "command", command)
+    outcome = suite.training(60)
+    assert outcome.status == status
+    assert all(words[words.index("--device") + 1] == "cuda" for words in ran)
+    if status == "passed":
+        assert outcome.summary == "time to train        7 s\ntook                 12 s in all"
+
+
 @pytest.mark.parametrize(("status", "code"), [("passed", 0), ("failed", 1), ("late", 1), ("missing", 1)])
 @pytest.mark.parametrize("gpu", [None, {"device": "some"}])
 def test_the_exit_code_and_the_last_line_say_what_happened(suite, monkeypatch, capsys, status, code, gpu):

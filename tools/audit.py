@@ -47,6 +47,7 @@ STAY = {
     "dominate": "LGPL; lm-eval requires it, for the extra lm-eval alone; imported as it is",
     "docutils": "public domain, BSD, and GPL for one Emacs file; builds the site, for its authors alone",
     "fuzzywuzzy": "GPL 2; LongBench's scores of code in lm-eval import it: the extra lm-eval, which the user chooses",
+    "kvpress": "Apache 2.0 in its LICENSE; its metadata name a file",
     "rouge": "Apache 2.0 in its LICENSE; its metadata name a file",
     "word2number": "MIT, by its whole text",
     "cuda-toolkit": "an empty package of NVIDIA's that only requires others",

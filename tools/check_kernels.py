@@ -37,7 +37,8 @@ DISASSEMBLER = "nvidia-cuda-nvdisasm"
 SCORES = [
     *((4, weights) for weights in ((1,), (1, 2), (1, 2, 1), (1, 2, 2), (1, 2, 4), (1, 2, 4, 1), (1, 2, 4, 8))),
     *((4, (5, 3)), *((4, tuple(1 << p for p in range(count))) for count in (5, 6, 8))),
-    *((1, (1, 2, 4)), (2, (1, 2, 4)), (3, (1, 2, 4)), (8, (1, 2, 4)), (12, (1, 2, 4))),
+    *((1, (1, 2, 4)), (2, (1, 2, 4)), (3, (1, 2, 4)), (8, (1, 2, 4)), (12, (1, 2, 4)), (16, (1, 2, 4))),
+    *((words, (1, 2, 4, 8, 16, 32)) for words in (8, 16)),
 ]
 # Sizes of keys and values: of common models, with reads of every width, and the largest.
 GATHERS = [
@@ -48,6 +49,7 @@ PROGRAMS = [
     Program("pack.cu"),
     Program("planes.cu"),
     Program("select.cu"),
+    Program("choose.cu"),
     *(Program("score.cu", dict(score_macros(words, weights))) for words, weights in SCORES),
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
     *(Program("encode.cu", {"SPARSE_BF16": bf16}, gather.KERNELS) for bf16 in ("0", "1")),
@@ -72,8 +74,9 @@ class Budget(NamedTuple):
 
 
 BUDGETS = [
-    Budget(Program("score.cu", dict(score_macros(4, (1, 2, 4)))), "score_count", 8, 24),  # G = 7 in 3 planes: 7 and 22
-    Budget(Program("score.cu", dict(score_macros(4, (1,)))), "score_count", 3, 8),
+    Budget(Program("score.cu", dict(score_macros(4, (1, 2, 4)))), "score_all", 8, 24),  # G = 7 in 3 planes: 7 and 22
+    Budget(Program("score.cu", dict(score_macros(4, (1,)))), "score_all", 3, 8),
+    Budget(Program("score.cu", dict(score_macros(4, (1, 2, 4, 8, 16, 32)))), "score_all", 14, 60),
 ]
 
 
@@ -103,7 +106,7 @@ def disassembler() -> pathlib.Path:
 
 
 def inner_loop(cubin: bytes, kernel: str) -> dict[str, float]:
-    """Count instructions per key between a kernel's first load of a key and its last count of a score."""
+    """Count instructions per key between a kernel's first load of a key and its last store of a score."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -111,10 +114,10 @@ def inner_loop(cubin: bytes, kernel: str) -> dict[str, float]:
     body = done.stdout.split(f".text.{kernel}:")[1].split(".text.")[0]
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", body)
     loads = [i for i, name in enumerate(names) if name.startswith("LDG.E.EF")]
-    adds = [i for i, name in enumerate(names) if name.startswith("ATOMS")]
+    adds = [i for i, name in enumerate(names) if name.startswith("STG")]
     if not loads or not adds:
         raise SystemExit(
-            f"expected streaming loads and shared atomics in {kernel}, found none; is it still the kernel?"
+            f"expected streaming loads and stores of scores in {kernel}, found none; is it still the kernel?"
         )
     counts = collections.Counter(name.split(".")[0] for name in names[loads[0] : adds[-1] + 1])
     return {name.lower(): counts[name] / len(adds) for name in ("POPC", "LOP3")} | {

@@ -1,14 +1,15 @@
 """Run transformers' own generation tests with every causal model attached at 100 %: do any fail that pass dense?
 
-    uv run --with parameterized tools/check_transformers_tests.py path/to/transformers
-    uv run --with parameterized tools/check_transformers_tests.py path/to/transformers --families llama qwen3
-    uv run --with parameterized tools/check_transformers_tests.py path/to/transformers --other-version
+    uv run --with parameterized --with httpx tools/check_transformers_tests.py path/to/transformers
+    (the same) path/to/transformers --families llama qwen3
+    (the same) path/to/transformers --other-version
 
 The path is a source tree of the installed version of transformers, with tests/generation and tests/models. Its source
 distribution carries neither, so it must be a checkout of the version's tag. Nothing is fetched. With `--other-version`
 it may be of another tag: names that its tests import and the installed version lacks are stood in for, and a test that
 uses one is skipped. Each family's tests run dense, and attached under both rules (`decode`, and every row); those that
-pass dense and fail attached are named: what another version's tests expect otherwise fails dense, too.
+pass dense and fail attached are named: what another version's tests expect otherwise fails dense, too. Mistral's are
+run with full attention.
 Exits 1 if there is one.
 
 pytest loads this file as a plugin, too: it wraps `generate` of the models under test.
@@ -43,9 +44,24 @@ def pytest_configure(config: Any) -> None:
     """Wrap `generate`, as the environment says: the plugin's side."""
     if other := os.environ.get(OTHER):
         stand_in(sorted(Path(other).glob("*.py")) + sorted(Path(other).glob("generation/*.py")))
+    _let_mistral_see_all()
     rule = os.environ.get(VARIABLE, "dense")
     if rule != "dense":
         _attach_all("decode" if rule == "decode" else 0)
+
+
+def _let_mistral_see_all() -> None:
+    """Give Mistral full attention where a test does not say otherwise: by default all its layers slide."""
+    from transformers import MistralConfig
+
+    kind: Any = MistralConfig
+    plain = kind.__init__
+
+    @wraps(plain)
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        plain(self, *arguments, **{"sliding_window": None, **options})
+
+    kind.__init__ = init
 
 
 def _attach_all(rows: Any) -> None:

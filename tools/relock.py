@@ -29,10 +29,11 @@ from packaging.markers import Marker
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RELOCK = "uv run --no-project tools/relock.py"
-# flash-attn has no wheels: who installs from requirements.txt must not build it.
+# flash-attn has no wheels: who installs from requirements.txt must not build it. kvpress says that it cannot stand
+# beside this transformers, and pip believes it.
 EXPORT = (
-    "export --frozen -q --all-packages --all-groups --all-extras --no-extra flash --no-emit-workspace --no-header "
-    "--no-annotate"
+    "export --frozen -q --all-packages --all-groups --no-group kvpress --all-extras --no-extra flash "
+    "--no-emit-workspace --no-header --no-annotate"
 )
 
 CUTOFF = re.compile(r'^exclude-newer = "(\d{4}-\d\d-\d\d)T00:00:00Z"\n', re.M)

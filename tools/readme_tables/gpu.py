@@ -4,6 +4,7 @@ import pathlib
 from typing import NamedTuple
 
 from evals.grid import Grid, to_markdown
+from hashcore.cuda import traffic
 
 from readme_tables.stored import stored
 
@@ -37,6 +38,9 @@ LAUNCH_US = 2.0
 """A dependent launch in a CUDA graph, in microseconds."""
 KV_HEADS, QUERY_HEADS, DIM, BITS, HIDDEN, FRACTION = 8, 32, 128, 128, 128, 0.02
 
+PLANE_WEIGHTS = tuple(1 << plane for plane in range(6))
+PROCESSORS = 132
+
 
 def step(results: pathlib.Path) -> str:
     """Return the table of what a sparse layer of a decode step does beyond a dense one."""
@@ -53,11 +57,10 @@ def step(results: pathlib.Path) -> str:
 def layer_bytes(tokens: int) -> tuple[float, float]:
     """Return the bytes that a dense and a sparse layer of a step read and write: 16-bit keys and values."""
     dense = tokens * KV_HEADS * 2 * DIM * 2
-    codes = tokens * KV_HEADS * BITS // 8
-    scores = 2 * 2 * tokens * KV_HEADS  # 16 bits each, written and read
+    search = traffic.search(KV_HEADS, tokens, BITS // 32, PLANE_WEIGHTS, int(FRACTION * tokens), PROCESSORS)
     functions = 4 * (KV_HEADS + QUERY_HEADS) * (DIM * DIM + DIM * HIDDEN + HIDDEN * DIM)
     sums = 2 * 4 * KV_HEADS * DIM * DIM
-    return dense, codes + scores + functions + sums + FRACTION * dense
+    return dense, search.codes * (1 + search.beside) + functions + sums + FRACTION * dense
 
 
 def model(results: pathlib.Path) -> str:

@@ -5,7 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from evals import metrics
 from evals.metrics import bootstrap, mean_kl, perplexity, token_losses
+from torch.utils._python_dispatch import TorchDispatchMode
 
 EXACT = 1e-6  # float32 logarithms
 
@@ -51,6 +53,23 @@ def test_logits_give_what_their_log_probabilities_do(rows, dtype):
     torch.testing.assert_close(token_losses(a, targets), expected, atol=EXACT, rtol=0)
     torch.testing.assert_close(token_losses(p, targets), expected, atol=1e-5, rtol=0)
     assert mean_kl(a, b) == pytest.approx(((p - q) * p.exp()).double().sum(-1).mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("measure", [lambda x: mean_kl(x, x), lambda x: token_losses(x, torch.zeros(len(x)).long())])
+def test_no_temporary_grows_with_the_rows(measure, monkeypatch):
+    monkeypatch.setattr(metrics, "_CHUNK", 500)
+    largest = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            largest.extend(x.numel() for x in (out,) if isinstance(x, torch.Tensor) and x.dtype == torch.float32)
+            return out
+
+    logits = torch.randn(600, 50).bfloat16()
+    with Sizes():
+        measure(logits)
+    assert 0 < max(largest) <= 600 < logits.numel()  # what is made of a chunk, and a number for each row
 
 
 def test_kl_of_an_impossible_token_is_zero_not_nan():

@@ -19,8 +19,8 @@ import hashcore
 import torch
 
 HEADS, WORDS, PLANES, FRACTION = 4, 4, 3, 0.02
+LAUNCH_US = 2.0  # of a CUDA graph, as docs/gpu.md takes it
 SIZES = (1 << 19, 1 << 21)
-SCORE_BYTES = 2  # a search keeps scores of 16 bits
 SELECTABLE = (torch.int32, torch.int16, torch.float32, torch.float16)  # all hold these scores exactly
 
 
@@ -108,8 +108,17 @@ def measure_topk(case: Case) -> dict[str, float]:
 
 
 def bytes_of(case: Case) -> int:
-    """Bytes that scoring moves at least: keys in, scores out. Histograms and tables are not counted in its favour."""
-    return HEADS * case.n * (4 * WORDS + SCORE_BYTES)
+    """Bytes that scoring reads at least: the codes. What else a search moves is not counted in its favour."""
+    return HEADS * case.n * 4 * WORDS
+
+
+def predicted_us(case: Case, bandwidth: float) -> float:
+    """Predict a search: all that it moves (hashcore.cuda.traffic), and two launches of a graph."""
+    from hashcore.cuda import launch, traffic
+
+    weights = tuple(1 << p for p in range(PLANES))
+    found = traffic.search(HEADS, case.n, WORDS, weights, case.k, launch.processors(torch.device("cuda", 0)), 4)
+    return found.codes * (1 + found.beside) / bandwidth + 2 * LAUNCH_US
 
 
 def measure(n: int, l2_bytes: int, bandwidth: float) -> dict[str, float]:
@@ -123,6 +132,7 @@ def measure(n: int, l2_bytes: int, bandwidth: float) -> dict[str, float]:
         "n": n,
         "k": case.k,
         "bound_us": bound,
+        "predicted_us": predicted_us(case, bandwidth),
         "score_share_of_copy": bound / found["score_us"],
         "select_us": select,
         "select_share_of_score": select / found["score_us"],

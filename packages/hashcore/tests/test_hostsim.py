@@ -25,11 +25,11 @@ def mutant(name: str, original: str, changed: str, exports: list[str], macros=No
 
 def topk_with(simulator: Simulator, scores: np.ndarray, k: int, order: int) -> np.ndarray:
     rows, n = scores.shape
-    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, 3, scores=False)
+    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, 3)
     inside, scratch = guarded(scores), guarded(np.zeros(plan.words, np.int32))
     values, indices = guarded(np.zeros((rows, k), np.int32), 4), guarded(np.zeros((rows, k), np.int32), 4)
     output = kernels.Output(values.ctypes.data, indices.ctypes.data, 32)
-    window, selection = Window(None, None, n, 0, 0, 0, n), Selection(None, k, k)
+    window, selection = Window(None, None, 1, 1, n, 0, 0, 0, n), Selection(None, 1, k, k)
     for launch in kernels.topk(inside.ctypes.data, n, rows, window, selection, output, scratch.ctypes.data, plan):
         simulator.launch(launch.kernel, launch.grid, (launch.threads,), launch.arguments, order=order)
     return indices
@@ -68,7 +68,7 @@ def test_a_missing_barrier_is_caught(original, changed):
 
 
 def test_a_wrong_tie_rule_is_caught():
-    assert topk_differs(mutant("select.cu", "better || equal < quota", "better || equal <= quota", SELECT))
+    assert topk_differs(mutant("select.cu", "same && equal < quota", "same && equal <= quota", SELECT))
 
 
 def pack_with(simulator: Simulator, words: int) -> None:
@@ -164,6 +164,6 @@ def test_an_unknown_kernel_is_refused():
 
 
 def test_rows_of_a_map_merge():
-    merged = layout.collapse((2, 3, 4), (48, 16, 4), (0, 0, 0))
+    merged = layout.collapse((2, 3, 4), (48, 16, 4), (0, 0, 0), 4)
     assert isinstance(merged, RowMap)
     assert (list(merged.size), list(merged.query), list(merged.keys)) == ([1, 1, 1, 24], [0, 0, 0, 4], [0, 0, 0, 0])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
+layout = pytest.importorskip("hashcore.cuda.layout", reason="the launches are described on torch tensors")
 tensors = pytest.importorskip("hashcore.cuda.tensors", reason="the launches are described on torch tensors")
 simulated = pytest.importorskip("simulated", reason="g++ is needed")
 
@@ -105,9 +106,13 @@ def test_pairs_score_as_the_reference(words, queries, n, device, seed):
     assert_same(out, reference.score(query, keys))
 
 
-# Words and weights: the default, one query, an odd number of words with weights of no pattern, a second histogram
-# level, and codes longer than a thread holds at once.
-SCORES = [(4, (1, 2, 4)), (4, (1,)), (3, (5, 1)), (8, (1, 2, 4, 8, 16)), (9, (1, 2))]
+# Words and weights: 1 to 6 planes of 128 bits; 32 to 512 bits, with two and four lanes a key from 256 on; an odd number
+# of words with weights of no pattern; codes longer than a thread holds at once.
+SCORES = [
+    *((4, tuple(1 << p for p in range(planes))) for planes in range(1, 7)),
+    *((1, (1, 2, 4)), (2, (1, 2)), (3, (5, 1)), (8, (1, 2, 4, 8, 16)), (9, (1, 2)), (12, (1, 2, 4))),
+    *((16, (1, 2, 4)), (16, tuple(1 << p for p in range(6)))),
+]
 
 
 @few
@@ -186,18 +191,79 @@ def test_search_equals_the_reference(case, device):
 def test_a_search_leaves_its_workspace_ready_for_the_next(case, device):
     rows, n, words = *case["keys"].shape[:2], case["keys"].shape[2]
     scratch = torch.from_numpy(guarded(tensors.workspace(rows, n, words, case["weights"], torch.device("cpu")).numpy()))
+    samples = scratch[: layout.MAX_SLOTS * layout.SAMPLE_BINS]
     for _ in range(2):
         for ours, theirs in zip(run_search(case, device, scratch), expected_search(case), strict=True):
             assert_same(ours, theirs)
+        assert not samples.any()
 
 
-def test_a_decode_step_is_two_launches_and_a_long_score_three(rng):
-    for words, weights, launches in ((4, (1, 2, 4), 2), (8, (1, 2, 4, 8, 16), 3)):
-        device = simulated.Device()
-        query, keys = random_codes(rng, 4, len(weights), words), random_codes(rng, 4, 5000, words)
-        case = {"weights": weights, "query": query, "keys": keys, "k": 100, "wide": False}
-        run_search(case | {"lengths": None, "starts": None, "sink": 0, "recent": 0}, device)
-        assert len(device.kernels) == launches
+@pytest.mark.parametrize("order", simulated.ORDERS)
+@pytest.mark.parametrize("kept", ["zeros", "small", "large"])
+def test_whatever_the_sample_holds_the_result_is_right(rng, order, kept):
+    """A floor of old numbers may be too high: then what was left out is scored again, by the launch that selects."""
+    query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 9001, 4)
+    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 700, "wide": True}
+    case |= {"lengths": np.array([9001, 6000], np.int32), "starts": None, "sink": 3, "recent": 5}
+    scratch = tensors.workspace(2, 9001, 4, (1, 2, 4), torch.device("cpu"))
+    scratch[: layout.MAX_SLOTS * layout.SAMPLE_BINS] = {"zeros": 0, "small": 1, "large": 2**30}[kept]
+    for ours, theirs in zip(run_search(case, simulated.Device(order), scratch), expected_search(case), strict=True):
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("words", [4, 16])
+def test_keys_that_get_better_are_found_behind_a_floor_of_the_worse(rng, words):
+    """The sample is of the first keys of each list; here each block's are worse than the next one's."""
+    n = 9000
+    query = np.full((1, 1, words), -1, np.int32)
+    good = (np.arange(n) * 32 // n)[:, None] > np.arange(32)
+    keys = np.repeat(reference.pack(good.astype(np.float32))[None], words, axis=-1)
+    case = {"weights": (1,), "query": query, "keys": keys, "k": 1500, "wide": False}
+    case |= {"lengths": None, "starts": None, "sink": 0, "recent": 0}
+    for order in simulated.ORDERS:
+        for ours, theirs in zip(run_search(case, simulated.Device(order, 1)), expected_search(case), strict=True):
+            assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize(("words", "weights"), SCORES)
+def test_a_search_is_two_launches_also_with_ragged_rows(rng, words, weights):
+    device = simulated.Device()
+    query, keys = random_codes(rng, 4, len(weights), words), random_codes(rng, 4, 700, words)
+    rows = np.array([700, 3, 650, 20], np.int32)
+    case = {"weights": weights, "query": query, "keys": keys, "k": rows // 4, "wide": False}
+    run_search(case | {"lengths": rows, "starts": rows // 9, "sink": 1, "recent": 4}, device)
+    assert device.kernels == ["list_candidates", "select_32"]
+
+
+def test_a_search_keeps_its_launches_and_its_memory(rng, monkeypatch):
+    """The second search of a shape makes nothing: no launch is described again, no memory allocated or cleared."""
+    query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 777, 4)
+    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 70, "wide": False}
+    case |= {"lengths": None, "starts": None, "sink": 0, "recent": 0}
+    run_search(case, simulated.Device())
+    for made in ("search", "make_launch"):
+        monkeypatch.setattr(tensors.kernels, made, lambda *_, **__: pytest.fail("made again"))
+    monkeypatch.setattr(tensors.torch, "zeros", lambda *_, **__: pytest.fail("memory was cleared"))
+    case["query"] = random_codes(rng, 2, 3, 4)
+    for ours, theirs in zip(run_search(case, simulated.Device()), expected_search(case), strict=True):
+        assert_same(ours, theirs)
+
+
+def test_rows_that_share_bounds_need_no_copies(rng):
+    """A batch's lengths are those of all its heads: int32 [B, 1] is read where it lies."""
+    query, keys = random_codes(rng, 2, 3, 2, 4), random_codes(rng, 2, 3, 500, 4)
+    lengths, counts = torch.tensor([[400], [90]], dtype=torch.int32), torch.tensor([[40], [7]], dtype=torch.int32)
+    values, indices = empty(2, 3, 40), empty(2, 3, 40)
+    bounds = tensors.Bounds(lengths)
+    found = tensors._per_row(lengths, (2, 3))
+    assert (found[0].data_ptr(), found[1]) == (lengths.data_ptr(), 3)
+    device = simulated.Device()
+    tensors.search(inside(query), inside(keys), counts, (1, 2), bounds, values, indices, None, device)
+    scores = reference.score(query, keys, (1, 2)).reshape(6, 500)
+    rows = [np.repeat(x.numpy()[:, 0], 3) for x in (counts, lengths)]
+    best, at = simulated.window_topk(scores, *rows, width=40)
+    assert_same(values, best.reshape(2, 3, 40))
+    assert_same(indices, at.reshape(2, 3, 40))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
@@ -205,21 +271,22 @@ def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 9001, 4) & 0x11
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 500, "wide": False}
     case |= {"lengths": None, "starts": None, "sink": 3, "recent": 0}
-    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", splits)  # two blocks each, two rows
+    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 2 * splits)  # two rows
     device = simulated.Device(order=11)
     for ours, theirs in zip(run_search(case, device), expected_search(case), strict=True):
         assert_same(ours, theirs)
 
 
 def test_rows_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
-    monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 20_000)
+    monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 6000)
+    monkeypatch.setattr(tensors, "_threads", tensors._Threads())
     query, keys = random_codes(rng, 5, 3, 4), random_codes(rng, 5, 700, 4)
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": np.array([4, 0, 700, 9, 1], np.int32)}
     case |= {"lengths": np.array([700, 3, 700, 20, 0], np.int32), "starts": None, "sink": 0, "recent": 0, "wide": True}
     device = simulated.Device()
     for ours, theirs in zip(run_search(case, device), expected_search(case), strict=True):
         assert_same(ours, theirs)
-    assert device.kernels.count("score_count") > 1
+    assert device.kernels.count("list_candidates") > 1
 
 
 def test_bounds_in_memory_are_clamped(rng):
@@ -259,10 +326,10 @@ def test_more_than_the_kernels_can_count_is_refused():
     def launched(*_):
         pytest.fail("nothing may be launched")
 
-    one, far = torch.zeros(1, 1, 4, dtype=torch.int32), 2**30 + 1
+    one, far = torch.zeros(1, 1, 4, dtype=torch.int32), 2**29 + 1
     keys, scores = one.expand(1, far, 4), torch.zeros(1, 1, dtype=torch.int32).expand(1, far)
     out = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
-    words = "on CUDA a row may have at most 1073741824 positions, got 1073741825; split the keys"
+    words = "on CUDA a row may have at most 536870912 positions, got 536870913; split the keys"
     for call in (
         lambda: tensors.search(one, keys, 1, (1,), tensors.Bounds(), *out, run=launched),
         lambda: tensors.score(one, keys, (1,), scores, launched),
@@ -329,22 +396,94 @@ def test_leading_dimensions_broadcast(rng, query, keys):
     assert_same(indices, at.reshape(*lead, 5))
 
 
-def test_each_query_of_a_search_without_weights_is_a_row(rng):
-    query, keys = random_codes(rng, 2, 6, 4), random_codes(rng, 2, 300, 4)
-    values, indices = empty(2, 6, 7), empty(2, 6, 7)
-    tensors.search(inside(query), inside(keys), 7, None, tensors.Bounds(), values, indices, None, simulated.Device())
-    best, at = simulated.window_topk(reference.score(query, keys).reshape(12, 300), 7)
-    assert_same(values, best.reshape(2, 6, 7))
-    assert_same(indices, at.reshape(2, 6, 7))
+@pytest.mark.parametrize("queries", [2, 8, 11])
+def test_each_query_of_a_search_without_weights_is_a_row(rng, queries):
+    query, keys = random_codes(rng, 2, queries, 4), random_codes(rng, 2, 300, 4)
+    values, indices = empty(2, queries, 7), empty(2, queries, 7)
+    device = simulated.Device()
+    tensors.search(inside(query), inside(keys), 7, None, tensors.Bounds(), values, indices, None, device)
+    best, at = simulated.window_topk(reference.score(query, keys).reshape(2 * queries, 300), 7)
+    assert_same(values, best.reshape(2, queries, 7))
+    assert_same(indices, at.reshape(2, queries, 7))
+    assert device.kernels == ["list_candidates_shared", "select_32"]
+
+
+@few
+@given(st.sampled_from(SCORES), st.integers(2, 19), st.sampled_from(LENGTHS[6:]), orders(), st.integers(0, 99))
+def test_queries_over_shared_keys_equal_the_reference(case, queries, n, device, seed):
+    """Rows of a causal prompt: each sees other keys, and wants another number of them."""
+    (words, weights), rng = case, np.random.default_rng(seed)
+    query, keys = random_codes(rng, 2, queries, len(weights), words), random_codes(rng, 2, 1, n, words)
+    lengths = np.sort(rng.integers(0, n + 1, (2, queries)), axis=1).astype(np.int32)
+    counts = (lengths // rng.integers(2, 9)).astype(np.int32)
+    width = max(1, int(counts.max()))
+    values, indices = empty(2, queries, width), empty(2, queries, width, dtype=np.int64)
+    bounds = tensors.Bounds(torch.from_numpy(lengths), 0, 1, 2)
+    tensors.search(
+        inside(query), inside(keys), torch.from_numpy(counts), weights, bounds, values, indices, None, device
+    )
+    scores = reference.score(query, keys, weights).reshape(2 * queries, n)
+    best, at = simulated.window_topk(scores, counts.ravel(), lengths.ravel(), None, 1, 2, width)
+    assert_same(values, best.reshape(2, queries, width))
+    assert_same(indices, at.reshape(2, queries, width))
+    assert "list_candidates_shared" in device.kernels
+
+
+def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
+    monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 4 * 300 * 8)
+    monkeypatch.setattr(tensors, "_threads", tensors._Threads())
+    query, keys = random_codes(rng, 2, 11, 4), random_codes(rng, 2, 300, 4)
+    values, indices = empty(2, 11, 7), empty(2, 11, 7)
+    device = simulated.Device()
+    tensors.search(inside(query), inside(keys), 7, None, tensors.Bounds(), values, indices, None, device)
+    best, at = simulated.window_topk(reference.score(query, keys).reshape(22, 300), 7)
+    assert_same(values, best.reshape(2, 11, 7))
+    assert_same(indices, at.reshape(2, 11, 7))
+    assert device.kernels.count("list_candidates_shared") == 4
+
+
+def test_long_rows_are_selected_by_several_blocks(rng, monkeypatch):
+    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 6)
+    monkeypatch.setattr(tensors, "_threads", tensors._Threads())
+    query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 20_000, 4)
+    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 13_000, "wide": False}
+    case |= {"lengths": None, "starts": None, "sink": 0, "recent": 0}
+    found = []
+    for order in simulated.ORDERS:
+        seen = simulated.Device(order)
+        for ours, theirs in zip(
+            run_search(case, lambda launches, _, seen=seen: (found.extend(launches), seen(launches))),
+            expected_search(case),
+            strict=True,
+        ):
+            assert_same(ours, theirs)
+    assert found[1].grid == (2, 3)
 
 
 def test_strides_and_offsets_do_not_change_the_result(rng):
     codes, query = torch.from_numpy(random_codes(rng, 3, 40, 9)), random_codes(rng, 3, 2, 4)
     cached = torch.from_numpy(random_codes(rng, 3, 64, 4))
-    for view in (codes[..., 1:5], codes[:, 3:, :4], codes[:, ::2, 4:8], cached[:, :40], cached[:, 7:], cached[::2]):
-        out = empty(*view.shape[:2])
-        tensors.score(torch.from_numpy(query[: len(view)]), view, (1, 2), out, simulated.Device())
-        assert_same(out, reference.score(query[: len(view)], view.contiguous().numpy(), (1, 2)))
+    apart = torch.from_numpy(random_codes(rng, 3, 40, 12))
+    for view in (codes[..., 1:5], codes[:, 3:, :4], codes[:, ::2, 4:8], cached[:, :40], cached[:, 7:], apart[..., 4:8]):
+        out, asked = empty(*view.shape[:2]), torch.from_numpy(query[: len(view)])
+        tensors.score(asked, view, (1, 2), out, simulated.Device())
+        expected = reference.score(query[: len(view)], view.contiguous().numpy(), (1, 2))
+        assert_same(out, expected)
+        values, indices = empty(len(view), 5), empty(len(view), 5)
+        tensors.search(asked, view, 5, (1, 2), tensors.Bounds(), values, indices, None, simulated.Device())
+        for ours, theirs in zip((values, indices), simulated.window_topk(expected, 5), strict=True):
+            assert_same(ours, theirs)
+        pairs = empty(len(view), 2, view.shape[1])
+        tensors.score(asked, view, None, pairs, simulated.Device())
+        assert_same(pairs, reference.score(query[: len(view)], view.contiguous().numpy()))
+
+
+def test_keys_with_gaps_are_read_where_they_lie(rng):
+    """A cache of [B, T, H, W] has its tokens apart: copying it would cost more than the search."""
+    cache = torch.from_numpy(random_codes(rng, 2, 64, 3, 4))
+    view = cache.transpose(1, 2)
+    assert tensors._rows(view, apart=True).data_ptr() == cache.data_ptr()
+    assert tensors._rows(view).data_ptr() != cache.data_ptr()
 
 
 def test_a_cache_that_is_filled_in_part_is_not_copied(rng):
@@ -360,7 +499,7 @@ def test_scores_beyond_16_bits_are_refused():
 
 def test_a_workspace_of_another_search_is_refused(rng):
     scratch = tensors.workspace(1, 300, 4, (1, 2, 4), torch.device("cpu"))
-    case = {"weights": (1, 2, 4), "query": random_codes(rng, 2, 3, 4), "keys": random_codes(rng, 2, 300, 4), "k": 3}
-    case |= {"lengths": None, "starts": None, "sink": 0, "recent": 0, "wide": False}
+    case = {"weights": (1, 2, 4), "query": random_codes(rng, 40, 3, 4), "keys": random_codes(rng, 40, 300, 4)}
+    case |= {"k": 3, "lengths": None, "starts": None, "sink": 0, "recent": 0, "wide": False}
     with pytest.raises(ValueError, match="the workspace must hold"):
         run_search(case, simulated.Device(), scratch)

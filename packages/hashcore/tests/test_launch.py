@@ -63,13 +63,14 @@ int cuGetProcAddress_v2(const char* name, P* p, int, uint64_t, int*) {
 """
 
 CALLS = """
-import contextlib, sys, types
+import contextlib
 import torch
 from hashcore.cuda import kernels, launch
 
 capturing = False
 torch.cuda.device = contextlib.nullcontext
-torch.cuda.current_stream = lambda index: types.SimpleNamespace(cuda_stream=0x5555)
+torch.cuda.current_device = lambda: 0
+torch._C._cuda_getCurrentRawStream = lambda index: 0x5555
 torch.cuda.get_device_capability = lambda index: (9, 0)
 torch.cuda.is_current_stream_capturing = lambda: capturing
 one, device = kernels.pack("f32", 0x1000, 0x2000, 12345), torch.device("cuda:0")
@@ -93,14 +94,11 @@ launch 0x33 49 1 1, 256 1 1, 0 0x5555 (nil)
 arguments 0x1000 0x2000 12345
 launch 0x33 49 1 1, 256 1 1, 0 0x5555 with 1: 6 = 1
 arguments 0x1000 0x2000 12345
-context 0x77
 launch 0x33 49 1 1, 256 1 1, 0 0x5555 (nil)
 arguments 0x1000 0x2000 12345
-context 0x77
 launch 0x33 1 99 1, 256 1 1, 0 0x5555 (nil)
 arguments 0x1000 0x2000 12345
 the CUDA driver reports CUDA_ERROR_NAME: its words
-context 0x77
 planes.cu is not loaded yet, and capturing a graph forbids it; run it once before
 """
 

@@ -52,6 +52,20 @@ def test_a_head_that_training_spoiled_gets_its_start_back_and_the_other_keeps_it
     assert 0 in found or torch.equal(layer.key.b2[0], bias)
 
 
+def test_a_head_that_lost_when_queries_were_trained_gets_back_the_keys_trained_before():
+    data, layer = Captured(), make_layer(CONFIG, 0, 0)
+    layer.start(data, 0, 5)
+    other = make_layer(CONFIG, 0, 0)
+    other.start(data, 0, 5)
+    with torch.no_grad():
+        layer.query.r[2:] = torch.randn(layer.query.r[2:].shape, generator=torch.Generator().manual_seed(1))
+        other.key.b2 += 1e-6  # not the start
+    found = repair(layer, 0, data, CONFIG, 0, 5, 0.3, other.state_dict())
+    assert found[1] == "keys alone trained"
+    assert torch.equal(layer.query.r[2:], other.query.r[2:])
+    assert torch.equal(layer.key.b2[1], other.key.b2[1])
+
+
 def test_other_variants_keep_what_they_have():
     assert repair(make_layer(HasherConfig("planes", SHAPE, bits=32), 0, 0), 0, Captured(), CONFIG, 0, 5, 0.1) == {}
 

@@ -13,7 +13,7 @@ from hashtrain.workfolder import locked
 from hashtrain_runs import model_and_text, stored
 from worker_jobs import command_line
 
-KILLS = 10
+KILLS = 6
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def checkpoint_since(moment, out):
     return False
 
 
-def test_ten_kills_at_random_moments_change_no_bit(arguments, uninterrupted, tmp_path):
+def test_kills_at_random_moments_change_no_bit(arguments, uninterrupted, tmp_path):
     wanted, seconds = uninterrupted
     out, moments, hit = tmp_path / "run", random.Random(0), []
     for number in range(KILLS):
@@ -118,7 +118,7 @@ def test_a_killed_run_leaves_the_old_hasher(arguments, tmp_path):
     assert main([*arguments, "--out", str(out), "--steps", "2"]) == 0
     before = Hasher.from_pretrained(out / "planes").state_dict()
     process = started([*arguments, "--steps", "100000"], out)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not list(out.glob(".work/layers/*.checkpoint")) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.kill()

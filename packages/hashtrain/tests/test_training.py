@@ -7,8 +7,9 @@ import torch
 from hashtrain import HasherConfig, ModelShape, TrainConfig, train_layer
 from hashtrain.checkpoint import Checkpoint
 from hashtrain.layers import BY_VARIANT
+from hashtrain.loss import ranking_loss
 from hashtrain.metrics import hash_quality
-from hashtrain.trainer import Training, _loss
+from hashtrain.trainer import Training, _loss, pair_scores
 
 SHAPE = ModelShape(2, 4, 2, 32)
 
@@ -67,6 +68,33 @@ def test_the_other_variants_learn(variant):
     before = iou(layer, data)
     train_layer(layer, 0, data, SETTINGS)
     assert iou(layer, data) > before + 0.02
+
+
+def test_keys_alone_are_trained_first_and_what_they_were_then_is_kept():
+    data, layer = Skewed(), layer_of("transform")
+    layer.start(data, 0)
+    start = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    training = Training(layer, 0, data, replace(SETTINGS, steps=20, keys_first=0.5))
+    training.run(until=10)
+    now = layer.state_dict()
+    assert all(torch.equal(now[name], start[name]) for name in now if name.startswith("query."))
+    assert not torch.equal(now["key.r"], start["key.r"])
+    after_keys = {name: tensor.clone() for name, tensor in now.items()}
+    training.run()
+    assert not torch.equal(layer.state_dict()["query.r"], start["query.r"])
+    assert training.keys_trained.keys() == after_keys.keys()
+    assert all(torch.equal(training.keys_trained[name], after_keys[name]) for name in after_keys)
+
+
+def test_the_slope_of_products_is_that_of_the_logits():
+    data, layer = Skewed(), layer_of("transform")
+    layer.start(data, 0)
+    (q, k, scaling), rows = data.read(0, 0), torch.arange(100, 116)
+    training = Training(layer, 0, data, SETTINGS)
+    ((part, pairs, _),) = training._pairs(q[:, :, rows], k, rows, scaling, 0)
+    top, rest = pair_scores(layer, part, k, pairs)
+    expected = ranking_loss(top, rest, pairs.valid, scaling)
+    torch.testing.assert_close(_loss(layer, part, k, pairs, scaling, SETTINGS), expected)
 
 
 @pytest.mark.parametrize("variant", ["planes", "paper"])
@@ -137,7 +165,7 @@ def test_chunks_add_up_to_the_gradient_of_the_mean_over_all_rows(loss):
     at = torch.tensor([60, 200, 333, 399])
     got = training._gradients(q[:, :, at], k, at, scaling, 0)
     gradients = [p.grad.clone() for p in layer.parameters()]
-    means = torch.stack([_loss(layer, rows, k, pairs, config) for rows, pairs, _ in drawn[0]])
+    means = torch.stack([_loss(layer, rows, k, pairs, scaling, config) for rows, pairs, _ in drawn[0]])
     weights = torch.tensor([float(weight) for *_, weight in drawn[0]])
     wanted = (means * weights).sum() / weights.sum()
     for found, expected in zip(gradients, torch.autograd.grad(wanted, list(layer.parameters())), strict=True):
@@ -156,10 +184,13 @@ def test_bf16_trains_as_well_and_keeps_its_weights_in_float32():
     assert found["bf16"] != found["fp32"], "autocast was not on"
 
 
-@pytest.mark.parametrize(("variant", "at"), [("planes", 1), ("planes", 37), ("paper", 20)])
+@pytest.mark.parametrize(
+    ("variant", "at"), [("planes", 1), ("planes", 37), ("paper", 20), ("transform", 30), ("transform", 31)]
+)
 def test_a_training_cut_off_at_any_step_ends_with_the_same_bits(variant, at, tmp_path):
-    data, whole = Skewed(), layer_of(variant)
-    losses = train_layer(whole, 0, data, SETTINGS)
+    data, whole, config = Skewed(), layer_of(variant), replace(SETTINGS, keys_first=0.5 * (variant == "transform"))
+    training = Training(whole, 0, data, config)
+    training.run()
     file = Checkpoint(tmp_path / "layer.checkpoint", seconds=0)
     cut = layer_of(variant)
 
@@ -168,12 +199,14 @@ def test_a_training_cut_off_at_any_step_ends_with_the_same_bits(variant, at, tmp
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_layer(cut, 0, data, SETTINGS, kill, file)
-    resumed = Training(layer_of(variant), 0, data, SETTINGS, file)
+        train_layer(cut, 0, data, config, kill, file)
+    resumed = Training(layer_of(variant), 0, data, config, file)
     assert len(resumed.losses) == at
     resumed.run()
-    assert resumed.losses == losses
+    assert resumed.losses == training.losses
     assert all(torch.equal(t, resumed.hasher.state_dict()[name]) for name, t in whole.state_dict().items())
+    assert resumed.keys_trained.keys() == training.keys_trained.keys()
+    assert all(torch.equal(t, resumed.keys_trained[name]) for name, t in training.keys_trained.items())
 
 
 def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
@@ -191,10 +224,15 @@ def test_learning_rate_rises_then_falls_to_zero():
     assert max(rates) == pytest.approx(1.0)
     assert rates[-1] < 0.001
     assert rates[10:] == sorted(rates[10:], reverse=True)
+    twice = replace(config, keys_first=0.25)
+    rates = [twice.learning_rate_at(step) for step in range(100)]
+    assert max(rates[:25]) == max(rates[25:]) == pytest.approx(1.0)
+    assert max(rates[24], rates[99]) < 0.01
 
 
 @pytest.mark.parametrize(
-    "changes", [{"fraction": 0}, {"fraction": 1.1}, {"steps": 0}, {"learning_rate": 0}, {"loss": "mse"}]
+    "changes",
+    [{"fraction": 0}, {"fraction": 1.1}, {"steps": 0}, {"learning_rate": 0}, {"loss": "mse"}, {"keys_first": 2}],
 )
 def test_impossible_settings_are_refused(changes):
     with pytest.raises(ValueError, match="must be"):

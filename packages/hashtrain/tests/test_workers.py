@@ -1,5 +1,6 @@
 """Jobs on several processes: in order, alike for any number of them, and nothing left behind."""
 
+import multiprocessing
 import os
 import platform
 import signal
@@ -12,7 +13,7 @@ import torch
 from hashtrain import allocator
 from hashtrain.allocator import keep_freed_memory
 from hashtrain.workers import default_workers, run_jobs
-from worker_jobs import break_stubbornly, die, fail, square
+from worker_jobs import break_stubbornly, die, fail, knows_the_pipeline, square
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -22,6 +23,11 @@ def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread(workers):
     assert run_jobs(square, [1, 2, 3, 4], workers, lambda *message: said.append(message)) == [1, 4, 9, 16]
     assert sorted(said) == [(f"{job} on 1", 1) for job in (1, 2, 3, 4)]
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="workers are spawned here")
+def test_workers_have_imported_what_they_need_before_they_are_forked():
+    assert run_jobs(knows_the_pipeline, [1, 2], 2, print) == [True, True]
 
 
 def test_an_error_of_one_job_stops_the_others():

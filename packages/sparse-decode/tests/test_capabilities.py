@@ -122,6 +122,33 @@ def test_attention_that_does_not_come_through_the_interface_is_refused():
         attach(model, RecentSelector(), dense_layers=0)
 
 
+@pytest.mark.parametrize("family", ["mamba", "openai-gpt"])
+def test_a_model_whose_attention_takes_no_cache_is_refused(family):
+    model = check_families.build(family, {})
+    with pytest.raises(ValueError, match="modules that take a cache and know their layer are needed, got none in"):
+        attach(model, RecentSelector(), dense_layers=0)
+
+
+def test_a_model_with_other_heads_than_its_config_says_is_refused_at_prefill():
+    model = check_families.build("xmod", {"is_decoder": True, "default_language": "en_XX"})
+    ids = prompts((30,))[0]
+    with (
+        attach(model, LshSelector(model.config), dense_layers=0),
+        pytest.raises(ValueError, match="layer 0 must have the 2 KV heads that the hasher is for, got keys of 4; the"),
+    ):
+        model(ids)
+
+
+def test_compressed_keys_of_some_layers_are_refused():
+    """A config whose layers differ raises an error of its own where it is asked for all layers at once."""
+    model = check_families.build("dots3_note_text", {"num_key_value_heads": 4})
+    assert model.config.is_heterogeneous
+    with pytest.raises(ValueError, match="which keeps compressed keys"):
+        attach(model, RecentSelector(), dense_layers=0)
+    with pytest.raises(ValueError, match="keeps compressed keys"):
+        LshSelector(model.config)
+
+
 def test_keys_that_are_not_those_of_the_cache_are_refused_at_prefill():
     model = check_families.build("jetmoe", {})
     with (

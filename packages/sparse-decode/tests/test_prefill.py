@@ -12,8 +12,7 @@ from sparse_decode.remainder import RunningMoments
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
-HEADS, DIM, TOKENS = 2, 64, 4096
-CHUNK = 1 << 18  # bytes
+HEADS, DIM = 2, 64
 BITS = 128
 
 
@@ -32,7 +31,7 @@ class LargestFloats(TorchDispatchMode):
 
 def prefill(kind, k, v):
     selector = HashSelector(Hasher(HasherConfig("planes", ModelShape(1, 2 * HEADS, HEADS, DIM), bits=BITS)))
-    plain = DynamicLayer() if kind is DynamicLayer else StaticLayer(max_cache_len=TOKENS + 8)
+    plain = DynamicLayer() if kind is DynamicLayer else StaticLayer(max_cache_len=k.shape[2] + 8)
     layer = carry_codes(plain, Encoder(lambda keys: selector.encode_keys(0, keys)))
     layer.update(k, v)
     moments, steep = RunningMoments(), torch.ones(len(k), 2 * HEADS, 1, DIM)
@@ -41,17 +40,17 @@ def prefill(kind, k, v):
 
 
 @pytest.mark.parametrize("kind", [DynamicLayer, StaticLayer])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_no_temporary_grows_with_the_context_or_the_batch(monkeypatch, kind, batch):
-    monkeypatch.setattr(cache_module, "_CHUNK", CHUNK)
-    monkeypatch.setattr(remainder, "_CHUNK", CHUNK)
-    k, v = torch.randn(2, batch, HEADS, TOKENS // batch, DIM).bfloat16()
+@pytest.mark.parametrize(("batch", "tokens", "chunk"), [(1, 4096, 1 << 18), (4, 1024, 1 << 18), (32, 1024, 1 << 21)])
+def test_no_temporary_grows_with_the_context_or_the_batch(monkeypatch, kind, batch, tokens, chunk):
+    monkeypatch.setattr(cache_module, "_CHUNK", chunk)  # bytes
+    monkeypatch.setattr(remainder, "_CHUNK", chunk)
+    k, v = torch.randn(2, batch, HEADS, tokens, DIM).bfloat16()
     with LargestFloats() as largest:
         prefill(kind, k, v)
     weights = batch * HEADS * BITS * BITS * 4  # torch repeats a batched product's second factor
-    assert 0 < largest.nbytes <= max(CHUNK, weights) < k.numel() * 4
+    assert 0 < largest.nbytes <= max(chunk, weights) < k.numel() * 4
     tracemalloc.start()  # what numpy allocates
     prefill(kind, k, v)
-    codes = HEADS * TOKENS * BITS // 8
-    assert tracemalloc.get_traced_memory()[1] < 4 * CHUNK + 4 * codes
+    codes = batch * HEADS * tokens * BITS // 8
+    assert tracemalloc.get_traced_memory()[1] < 4 * chunk + 4 * codes
     tracemalloc.stop()

@@ -1,7 +1,7 @@
 """Presses: what prunes a cache between prefill and decoding, as kvpress does, works together with `attach`.
 
-kvpress cannot be installed beside this transformers, so these are doubles of how its presses act: forward hooks on
-attention modules that score the cached tokens after prefill and put shorter keys and values into the cache's layer.
+Doubles of how kvpress's presses act, under `generate` and where it is not installed (test_kvpress.py has itself):
+forward hooks on attention modules that score the cached tokens and put shorter keys and values into the cache's layer.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """An attached model in the hands of others: modes of torch, other types, copies, files, training, other settings."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import transformers
 from sparse_decode import Budget, QueryHeadHasher, attach
-from sparse_decode.interface import NAMES
+from sparse_decode.interface import FLASH_NAME, NAMES, register
 from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -16,7 +17,8 @@ WHOLE = Budget(1.0)
 
 
 @pytest.mark.parametrize("hasher", [SignHasher(), Calibrated()])
-def test_a_prefix_prefilled_in_inference_mode_is_gone_on_with(hasher):
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_prefix_prefilled_in_inference_mode_is_gone_on_with(hasher, batched):
     model, (ids, _) = tiny_model(), prompts((40,))
     dense = generate(model, ids)
     with attach(model, hasher, WHOLE, dense_layers=0):
@@ -24,8 +26,9 @@ def test_a_prefix_prefilled_in_inference_mode_is_gone_on_with(hasher):
         with torch.inference_mode():
             model(ids[:, :30], past_key_values=cache)
             model(ids[:, 30:32], past_key_values=cache)
-            cache.batch_repeat_interleave(2)
-            cache.batch_select_indices(torch.tensor([0]))
+            if batched:  # which copies what was made in that mode
+                cache.batch_repeat_interleave(2)
+                cache.batch_select_indices(torch.tensor([0]))
         found = generate(model, ids, past_key_values=cache)
         with torch.inference_mode():
             assert torch.equal(generate(model, ids), dense)
@@ -215,13 +218,20 @@ def test_eager_attention_returns_the_weights_of_sparse_steps(family, rule):
         assert int((few[0, 0, 0] > 0).sum()) == int(few.shape[3] * 0.2)
 
 
-def test_assisted_decoding_with_eager_attention_returns_weights():
+@pytest.mark.parametrize("assistant", ["lookup", "model"])
+@pytest.mark.parametrize("rule", ["decode", 0])
+def test_assisted_decoding_with_eager_attention_returns_weights(assistant, rule):
     model, (ids, _) = tiny_model(implementation="eager"), prompts((40,))
-    options = {"output_attentions": True, "return_dict_in_generate": True, "prompt_lookup_num_tokens": 3}
+    helper = {"prompt_lookup_num_tokens": 3} if assistant == "lookup" else {"assistant_model": tiny_model(seed=1)}
+    options = {"output_attentions": True, "return_dict_in_generate": True, **helper}
     dense = generate(model, ids, **options)
-    for rule in ("decode", 0):
-        with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, decode_rows=4):
-            assert torch.equal(generate(model, ids, **options).sequences, dense.sequences)
+    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, decode_rows=4):
+        found = generate(model, ids, **options)
+    assert torch.equal(found.sequences, dense.sequences)
+    assert len(found.attentions) == len(dense.attentions)
+    for step, expected in zip(found.attentions, dense.attentions, strict=True):
+        for one, other in zip(step, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 def test_weights_with_a_remainder_are_refused():
@@ -310,6 +320,14 @@ def attach_and_detach(model, selector):
     attachment = attach(model, selector)
     attachment.detach()
     return attachment
+
+
+def test_our_attention_takes_its_arguments_in_the_order_of_transformers_own():
+    """Whoever wraps all attention functions, as kvpress does, hands the first six on by their places."""
+    register()
+    own = list(inspect.signature(transformers.AttentionInterface()["sdpa"]).parameters)
+    for name in (*NAMES.values(), FLASH_NAME):
+        assert list(inspect.signature(transformers.AttentionInterface()[name]).parameters)[:7] == own[:7]
 
 
 def test_our_names_are_not_left_in_transformers_configs():

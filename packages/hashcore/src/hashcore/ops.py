@@ -147,8 +147,8 @@ def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, ou
     """Count matching bits between query codes, or weighted query planes, and every key code.
 
     Leading dimensions broadcast as in numpy. Keys are read where they lie, whatever the strides of all dimensions but
-    the last: neither broadcast keys nor the used part of a larger buffer are copied. On CUDA the codes of one row must
-    follow each other, too; keys of other strides are copied there.
+    the last: neither broadcast keys nor the used part of a larger buffer are copied. On CUDA they are
+    copied only where a code does not begin at a multiple of its words' largest power of two, up to four words.
 
     Args:
         query: int32 words, shape [..., Q, W]; with weights the planes of one query, shape [..., P, W].

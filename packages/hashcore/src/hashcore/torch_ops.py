@@ -143,7 +143,7 @@ def search(
     """Find the keys that score highest (ops.search).
 
     A tensor k without `out` makes the host wait for the largest. With `out` and a workspace (make_workspace) nothing is
-    allocated, and nothing but the two or three kernels is launched in order "index".
+    allocated, and nothing but the two kernels is launched in order "index". Without a workspace the thread keeps one.
     """
     values, indices = validation.pair(out)
     arrays = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts, "workspace": workspace}
@@ -164,8 +164,8 @@ def search(
 def make_workspace(query: Tensor, keys: Tensor, weights: Sequence[int] | None = None) -> Tensor:
     """Allocate what a search of these shapes on CUDA needs, to be passed to torch_ops.search again and again.
 
-    Only for searches of the same shapes and weights, one at a time: it holds their scores, and histograms that each
-    search clears for the next.
+    Only for searches of up to these shapes, one at a time: it holds their candidates, and samples that each search
+    clears for the next.
     """
     from hashcore.cuda import tensors
 

@@ -67,7 +67,7 @@ class ModelShape:
             tells no heads.
         """
         config = model_config.get_text_config(decoder=True)
-        if getattr(config, "kv_lora_rank", None):
+        if compresses_keys(config):
             raise ValueError(
                 f"{config.model_type} keeps compressed keys (multi-head latent attention), expected one key per KV "
                 "head; hash retrieval does not apply to it"
@@ -85,6 +85,14 @@ class ModelShape:
             ) from error
         rope = dict(getattr(config, "rope_parameters", None) or {})
         return cls(count, hq, hkv, d, rope, tuple(heads) if len(set(heads)) > 1 else ())
+
+
+def compresses_keys(config: Any) -> bool:
+    """Say whether any layer keeps compressed keys (MLA); a config whose layers differ must be asked for each."""
+    layers = [config]
+    if getattr(config, "is_heterogeneous", False):
+        layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
+    return any(getattr(layer, "kv_lora_rank", None) for layer in layers)
 
 
 # What comes from a file is of any type, whatever the fields say.

@@ -34,9 +34,12 @@ _REMEDY = "train the hasher anew"
 
 
 def make_layer(config: HasherConfig, layer: int, seed: int | None = 0) -> LayerHasher:
-    """Make one layer's hash functions, as `Hasher` does."""
-    generator = None if seed is None else torch.Generator().manual_seed(seed * 1_000_003 + layer)
-    return BY_VARIANT[config.variant](config.at(layer), generator)
+    """Make one layer's hash functions, as `Hasher` does: in host memory, unless nothing is drawn."""
+    if seed is None:
+        return BY_VARIANT[config.variant](config.at(layer), None)
+    with torch.device("cpu"):  # whatever device the caller works on: the same numbers everywhere
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
+        return BY_VARIANT[config.variant](config.at(layer), generator)
 
 
 class Hasher(nn.Module, ModelHubMixin):

@@ -60,6 +60,7 @@ class LayerJob:
             steps=self.command.steps,
             loss=self.candidate.loss,
             beta=self.candidate.beta,
+            keys_first=self.candidate.keys_first,
             learning_rate=self.command.learning_rate or self.candidate.learning_rate,
             warmup=self.command.warmup,
             rows=self.command.rows,
@@ -130,12 +131,12 @@ def make(job: LayerJob, report: Report) -> None:
         return
     hasher = started(job)
     checkpoint = Checkpoint(job.unfinished, job.command.checkpoint_seconds)
-    losses, stopped = _train(job, hasher, checkpoint, report) if job.candidate.trained else ([], "")
+    losses, stopped, keys = _train(job, hasher, checkpoint, report) if job.candidate.trained else ([], "", {})
     if job.ranks.rank != job.judge:
         return
     with torch.device(job.device):
         command = job.command
-        mended = repair(hasher, job.layer, job.data, job.config, command.seed, command.digits, command.fraction)
+        mended = repair(hasher, job.layer, job.data, job.config, command.seed, command.digits, command.fraction, keys)
         if mended:
             said = ", ".join(f"head {head}: {what}" for head, what in sorted(mended.items()))
             report(f"{name}: {said}", 0, {"hasher": job.candidate.name, "layer": job.layer, "repaired": mended})
@@ -167,7 +168,10 @@ def result(job: LayerJob) -> LayerResult:
         raise ValueError(f"{job.finished} lacks {error}; delete it and run the same command again") from error
 
 
-def _train(job: LayerJob, hasher: LayerHasher, checkpoint: Checkpoint, report: Report) -> tuple[list[float], str]:
+def _train(
+    job: LayerJob, hasher: LayerHasher, checkpoint: Checkpoint, report: Report
+) -> tuple[list[float], str, dict[str, Tensor]]:
+    """Train. Returns: the losses, why it was stopped, and the weights after the steps that trained keys alone."""
     name = f"{job.candidate.name}, layer {job.layer}"
     training = Training(hasher, job.layer, job.data, job.training, checkpoint, job.ranks)
     training.run(following(job, training, report))
@@ -178,7 +182,7 @@ def _train(job: LayerJob, hasher: LayerHasher, checkpoint: Checkpoint, report: R
             skipped,
             {"hasher": job.candidate.name, "layer": job.layer, "stopped": training.stopped},
         )
-    return training.losses, training.stopped
+    return training.losses, training.stopped, training.keys_trained
 
 
 def following(job: LayerJob, training: Training, report: Report) -> Callable[[int, float], None]:

@@ -27,7 +27,9 @@ class Candidate:
     estimator: str = ""
     """What stands for the sign in training, if not the variant's own."""
     beta: float = 1.0
-    """Slope of the ranking loss (eq. 10), whose scores weigh most digits of `transform` less than a whole bit."""
+    """Slope of the ranking loss (eq. 10)."""
+    keys_first: float = 0.0
+    """Share of the steps that train keys alone."""
     bits: int | None = None
     """Code length, if not the run's."""
     trained: bool = True
@@ -40,7 +42,7 @@ CANDIDATES = (
     Candidate("lsh", "lsh", trained=False),
     Candidate("paper", "paper", "random", 3e-3),
     Candidate("planes", "planes"),
-    Candidate("transform", "transform", learning_rate=3e-3, beta=16.0),
+    Candidate("transform", "transform", learning_rate=3e-3, keys_first=0.5),
 )
 # The paper's ablations and ours; `--only all` makes them too.
 _STRAIGHT = "straight-through"

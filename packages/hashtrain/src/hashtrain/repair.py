@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,15 +22,24 @@ _CONTEXTS, _ROWS, _AT_ONCE = 4, 256, 32
 
 @torch.no_grad()
 def repair(
-    hasher: LayerHasher, layer: int, data: Capture, config: HasherConfig, seed: int, digits: int, fraction: float
+    hasher: LayerHasher,
+    layer: int,
+    data: Capture,
+    config: HasherConfig,
+    seed: int,
+    digits: int,
+    fraction: float,
+    keys_trained: dict[str, Tensor] | None = None,
 ) -> dict[int, str]:
     """Give each KV head of a layer the best of its trained functions and of untrained starts, in place.
 
-    A start of `digits` is compared for every head, those of `OTHER_DIGITS` for heads that fail
-    (`hashtrain.judge.fails`). What counts on rows of the training contexts: not to fail, then the mean attention mass.
+    The weights after the steps that trained keys alone and a start of `digits` are compared for every head, starts of
+    `OTHER_DIGITS` for heads that fail (`hashtrain.judge.fails`). What counts on rows of the training contexts: not to
+    fail, then the mean attention mass.
 
     Args:
         config, seed: what the layer was made from (`hashtrain.hasher.make_layer`).
+        keys_trained: `hashtrain.trainer.Training.keys_trained`.
     Returns: what heads got, by head; the others kept theirs. Variants other than `transform` keep all.
     """
     if not isinstance(hasher, Transform):
@@ -36,17 +47,23 @@ def repair(
     device = hasher.remainder.device
     best = _mass(hasher, layer, data, fraction)
     taken: dict[int, str] = {}
-    for most in (digits, *(n for n in OTHER_DIGITS if n != digits)):
-        wanted = [head for head in range(hasher.hkv) if most == digits or fails(best[head])]
+    makers: list[tuple[str, bool, Callable[[Transform], object]]] = [
+        (f"start of {most} digits", most == digits, lambda other, most=most: other.start(data, layer, most))
+        for most in (digits, *(n for n in OTHER_DIGITS if n != digits))
+    ]
+    if keys_trained:
+        makers.insert(0, ("keys alone trained", True, lambda other: other.load_state_dict(keys_trained)))
+    for name, for_all, make in makers:
+        wanted = [head for head in range(hasher.hkv) if for_all or fails(best[head])]
         if not wanted:
             continue
         other = make_layer(config, layer, seed).to(device)
-        other.start(data, layer, most)
+        make(other)
         found = _mass(other, layer, data, fraction)
         for head in wanted:
             if _rank(found[head]) > _rank(best[head]):
                 hasher.take_head(other, head)
-                best[head], taken[head] = found[head], f"start of {most} digits"
+                best[head], taken[head] = found[head], name
     return taken
 
 

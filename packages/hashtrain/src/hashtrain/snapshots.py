@@ -24,7 +24,7 @@ class Snapshots:
         self.module: nn.Module = module
         self.interval: int = max(_SHORTEST, steps // _INTERVALS)
         self.mean: float = math.inf
-        self.tensors: dict[str, Tensor] = _copy(module)
+        self.tensors: dict[str, Tensor] = copied(module)
 
     def after(self, losses: Sequence[float]) -> str:
         """Look at the losses so far, at the end of each interval. Returns why to stop, or an empty string."""
@@ -32,7 +32,7 @@ class Snapshots:
             return ""
         first, last = self._mean(losses[: self.interval]), self._mean(losses[-self.interval :])
         if last < self.mean:
-            self.mean, self.tensors = last, _copy(self.module)
+            self.mean, self.tensors = last, copied(self.module)
         if last > DIVERGED * first:
             return f"its mean loss rose from {first:.3g} to {last:.3g}"
         return ""
@@ -45,5 +45,6 @@ class Snapshots:
         return math.fsum(losses) / len(losses)
 
 
-def _copy(module: nn.Module) -> dict[str, Tensor]:
+def copied(module: nn.Module) -> dict[str, Tensor]:
+    """Copy the weights of a module to the CPU."""
     return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}

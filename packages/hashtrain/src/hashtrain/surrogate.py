@@ -22,16 +22,19 @@ def signs(x: Tensor) -> Tensor:
     return _StraightThroughSign.apply(x)
 
 
-def quantised(w: Tensor, planes: int) -> Tensor:
-    """Return the levels of eq. 5 over their maximum, in [-1, 1]; the slope going back is the quantiser's mean one.
+def quantised(w: Tensor, planes: int) -> tuple[Tensor, Tensor]:
+    """Round weights as eq. 5 does; the slope going back is 1, and 0 where the quantiser clips.
 
     The levels are those of `hashcore.quantise`, which is deployed: training sees its rounding and clipping.
+
+    Args:
+        w: [..., bits].
+    Returns: the rounded weights, [..., bits], and the largest that a row can have, [..., 1].
     """
-    top = 2**planes - 1
     levels, scale = hashcore.quantise(w.detach(), planes)
-    bound = scale * top
-    smooth = torch.minimum(torch.maximum(w, -bound), bound) / bound
-    return smooth + (levels.to(w.dtype) / top - smooth).detach()
+    bound = scale * (2**planes - 1)
+    smooth = torch.minimum(torch.maximum(w, -bound), bound)
+    return smooth + (levels.to(w.dtype) * scale - smooth).detach(), bound
 
 
 def digits(z: Tensor, coordinate: Tensor, power: Tensor, limit: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from hashtrain.checkpoint import Checkpoint
 from hashtrain.distribute import ALONE, Ranks
 from hashtrain.layers import LayerHasher
 from hashtrain.loss import ranking_loss, reconstruction_loss
-from hashtrain.snapshots import Snapshots
+from hashtrain.snapshots import Snapshots, copied
 from hashtrain.target import Pairs, attention, sample_pairs
 from hashtrain.untrusted import one_line
 
@@ -42,6 +42,9 @@ class TrainConfig:
     chunks add up to that of its mean loss."""
     precision: str = "fp32"
     """`bf16` computes the hash functions under autocast; weights, scores and moments stay float32."""
+    keys_first: float = 0.0
+    """Share of the steps, at their start, in which only the key's functions are trained; the learning rate rises and
+    falls once in either part."""
     max_top: int = 8
     """Target tokens drawn a row."""
     max_rest: int = 512
@@ -65,6 +68,8 @@ class TrainConfig:
         for name in ("steps", "rows", "chunk", "max_top", "max_rest"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.keys_first <= 1:
+            raise ValueError(f"keys_first must be a share from 0 to 1, got {self.keys_first}")
         if self.loss not in ("ranking", "reconstruction"):
             raise ValueError(f"loss must be ranking or reconstruction, got {self.loss!r}")
         if self.precision not in ("fp32", "bf16"):
@@ -73,11 +78,18 @@ class TrainConfig:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then cosine to zero."""
-        rise = max(1, round(self.warmup * self.steps))
+        """Linear warm-up, then cosine to zero, in each of the two parts."""
+        first = self.first_steps
+        step, steps = (step, first) if step < first else (step - first, self.steps - first)
+        rise = max(1, round(self.warmup * steps))
         if step < rise:
             return self.learning_rate * (step + 1) / rise
-        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, self.steps - rise)))
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+    @property
+    def first_steps(self) -> int:
+        """Steps that train keys alone."""
+        return round(self.keys_first * self.steps)
 
 
 def train_layer(
@@ -109,6 +121,7 @@ class Training:
         ranks: processes that share the rows of each step; each of them must do the same trainings in the same order.
     Attributes:
         losses: the loss of every step so far.
+        keys_trained: the weights after the steps that trained keys alone; empty before, and where there are none.
         stopped: a sentence if the loss diverged: the hasher then holds the weights of its best interval.
     Raises: ValueError if the checkpoint is damaged.
     """
@@ -137,6 +150,7 @@ class Training:
         )
         self.snapshots: Snapshots = Snapshots(hasher, config.steps)
         self.losses: list[float] = []
+        self.keys_trained: dict[str, Tensor] = {}
         self.stopped: str = ""
         if checkpoint and (found := checkpoint.load()):
             try:
@@ -189,6 +203,10 @@ class Training:
     def _step(self, step: int) -> float:
         """Do one step and return its loss; nothing is changed if that or the gradient is not finite."""
         config = self.config
+        if 0 < step == config.first_steps:
+            self.keys_trained = copied(self.hasher)
+        for parameter in self.hasher.query_parameters():
+            parameter.requires_grad_(step >= config.first_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(step)
         q, k, scaling = self.data.read(step % len(self.data), self.layer)
@@ -220,7 +238,9 @@ class Training:
             return math.nan
         loss = torch.zeros((), device=self.device)
         for rows, pairs, weight in parts:
-            part = _loss(self.hasher, rows, k, pairs, self.config) * (weight / flags[1].item() if weight else 0.0)
+            part = _loss(self.hasher, rows, k, pairs, scaling, self.config) * (
+                weight / flags[1].item() if weight else 0.0
+            )
             part.backward()
             loss += part.detach()
         self.ranks.add(loss, *(p.grad for p in self.hasher.parameters() if p.grad is not None))
@@ -247,6 +267,7 @@ class Training:
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = {f"hasher.{name}": tensor for name, tensor in self.hasher.state_dict().items()}
         tensors |= {f"best.{name}": tensor for name, tensor in self.snapshots.tensors.items()}
+        tensors |= {f"keys.{name}": tensor for name, tensor in self.keys_trained.items()}
         for number, moments in self.optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in moments.items()}
         tensors["generator"] = self.generator.get_state()
@@ -256,10 +277,11 @@ class Training:
 
     def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         own = {name: (t.dtype, t.shape) for name, t in self.hasher.state_dict().items()}
-        for part in ("hasher", "best"):  # before anything is changed
+        losses, stopped, best = tensors["losses"], state["stopped"], state["best"]
+        later = 0 < self.config.first_steps < losses.numel()
+        for part in ("hasher", "best", *(["keys"] if later else [])):  # before anything is changed
             if {name: (t.dtype, t.shape) for name, t in _part(tensors, part).items()} != own:
                 raise ValueError(f"its tensors {part} are of another shape")
-        losses, stopped, best = tensors["losses"], state["stopped"], state["best"]
         if losses.ndim != 1 or not isinstance(stopped, str) or type(best) not in (float, type(None)):
             raise ValueError("its losses or its state are of another shape")
         parameters = list(self.hasher.parameters())
@@ -273,6 +295,7 @@ class Training:
         self.generator.set_state(tensors["generator"])
         self.hasher.load_state_dict(_part(tensors, "hasher"))
         self.snapshots.tensors = _part(tensors, "best")
+        self.keys_trained = _part(tensors, "keys")
         self.snapshots.mean = math.inf if best is None else best
         moments: dict[int, dict[str, Tensor]] = {}
         for name, tensor in found.items():
@@ -286,10 +309,11 @@ def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(f"{prefix}."): t for name, t in tensors.items() if name.startswith(f"{prefix}.")}
 
 
-def _loss(hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, config: TrainConfig) -> Tensor:
+def _loss(hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, scaling: float, config: TrainConfig) -> Tensor:
     top, rest = pair_scores(hasher, q, k, pairs, config.precision)
     if config.loss == "ranking":
-        return ranking_loss(top, rest, pairs.valid, config.beta, config.alpha)
+        slope = config.beta * (scaling if hasher.estimates_products else 1.0)
+        return ranking_loss(top, rest, pairs.valid, slope, config.alpha)
     heads, valid = top.shape[1], torch.cat([torch.ones_like(top, dtype=torch.bool), pairs.valid], -1)
     exact = (hasher.by_group(q.float()).sum(2) if heads == hasher.hkv else q.float()) @ k.float().repeat_interleave(
         heads // hasher.hkv, 1
@@ -306,7 +330,8 @@ def pair_scores(
     Args:
         q: queries of the rows, [B, Hq, R, D]; k: all keys, [B, Hkv, T, D].
         precision: see `TrainConfig`.
-    Returns: scores of `pairs.top` [B, H, R, A] and of `pairs.rest` [B, H, R, C], with a slope, in units of +-bits.
+    Returns: scores of `pairs.top` [B, H, R, A] and of `pairs.rest` [B, H, R, C], with a slope
+        (`LayerHasher.estimates_products` says in which units).
     """
     batch, heads, rows, drawn = pairs.top.shape
     k = k.repeat_interleave(heads // k.shape[1], 1)  # the target's heads share keys within a group

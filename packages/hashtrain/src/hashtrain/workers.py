@@ -125,7 +125,8 @@ def _context() -> Any:
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain"])
+    # Not "hashtrain" alone: it imports nothing until a name of it is used, and then every worker would do so anew.
+    context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain.pipeline"])
     return context
 
 

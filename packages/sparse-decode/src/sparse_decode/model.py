@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from hashtrain import ModelShape
+from hashtrain.config import compresses_keys
 from hashtrain.models import text_decoder
 from torch import nn
 from transformers import PreTrainedModel
@@ -38,7 +39,7 @@ def require_attachable(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError("a decoder-only model is needed, got an encoder-decoder; its cross attention cannot be sparse")
     config = text_decoder(model).config
-    if getattr(config, "kv_lora_rank", None):
+    if compresses_keys(config):
         raise ValueError(
             f"a model with one key per KV head is needed, got {config.model_type}, which keeps compressed keys "
             "(multi-head latent attention)"
@@ -104,6 +105,11 @@ def attention_modules(model: PreTrainedModel) -> list[Attention]:
 def sparse_modules(model: PreTrainedModel, dense_layers: Collection[int]) -> dict[int, Attention]:
     """Find the attention modules to make sparse, by layer: full causal self attention, but not in `dense_layers`."""
     config, attention = text_decoder(model).config, attention_modules(model)
+    if not attention:
+        raise ValueError(
+            f"attention modules that take a cache and know their layer are needed, got none in {type(model).__name__}; "
+            "leave this model dense"
+        )
     own = [m for m in attention if not m.crosses]
     full = [m for m in own if _is_full(config, m)]
     if not full:
@@ -225,5 +231,6 @@ def _is_full(config: Any, found: Attention) -> bool:
     types = getattr(config, "layer_types", None)
     if types is not None:
         return found.layer < len(types) and types[found.layer] in WHOLE
-    window = getattr(found.module, "sliding_window", getattr(config, "sliding_window", None))
-    return window is None and getattr(config, "attention_chunk_size", None) is None
+    own = config.per_layer_config[found.layer] if getattr(config, "is_heterogeneous", False) else config
+    window = getattr(found.module, "sliding_window", getattr(own, "sliding_window", None))
+    return window is None and getattr(own, "attention_chunk_size", None) is None

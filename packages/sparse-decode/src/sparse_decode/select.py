@@ -261,7 +261,7 @@ class PerHead:
 
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
-        own = self._placed.layer(layer, k.device)
+        own = self._of_keys(layer, k)
         if _by_operators(own, k):
             codes = k.new_empty(*k.shape[:3], own.bits // 32, dtype=torch.int32)
             encode_cuda.write_keys(own, k, codes, None)  # pyright: ignore[reportArgumentType]
@@ -282,11 +282,21 @@ class PerHead:
 
     def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
         """Hash keys to where their codes lie, if one operator does it: `HashSelector.write_codes`."""
-        own = self._placed.layer(layer, k.device)
+        own = self._of_keys(layer, k)
         if self.per_query_head or not _by_operators(own, k):
             return False
         encode_cuda.write_keys(own, k, codes, at)  # pyright: ignore[reportArgumentType]
         return True
+
+    def _of_keys(self, layer: int, k: Tensor) -> LayerHasher:
+        """Return the hasher of a layer where its keys [B, Hkv, T, D] are, if it is for as many KV heads."""
+        own = self._placed.layer(layer, k.device)
+        if k.shape[1] != own.hkv:
+            raise ValueError(
+                f"layer {layer} must have the {own.hkv} KV heads that the hasher is for, got keys of {k.shape[1]}; the "
+                "model's config does not say how many it has"
+            )
+        return own
 
     def traceable(self, layer: int, x: Tensor) -> bool:
         """Say whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph may hold."""

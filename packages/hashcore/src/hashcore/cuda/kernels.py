@@ -4,17 +4,26 @@ Everything here works on addresses, so the same launches run on a device (cuda.l
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hashcore.cuda import layout
-from hashcore.cuda.layout import Levels, RowMap, Selection, Weights, Window, Workspace
+from hashcore.cuda.layout import Groups, RowMap, SearchSpace, Selection, Weights, Window, Workspace
 
 PACK_THREADS = 256
 PLANES_THREADS = 128
 GEMM_THREADS = 128
 GEMM_TILE = (16, 256)  # queries, keys
 MAX_GRID_Y = 65_535
+
+
+class Kept(list["Launch"]):
+    """Launches that are made once and run again and again, with new values in their arguments."""
+
+    def __init__(self, launches: Iterable["Launch"]):
+        super().__init__(launches)
+        self.calls: dict[int, Any] = {}
+        """By device: what the driver is called with (cuda.launch)."""
 
 
 class Launch(NamedTuple):
@@ -116,39 +125,49 @@ class Output(NamedTuple):
     index_bits: int
 
 
+class Search(NamedTuple):
+    """The arguments of a search that its launches share; what changes from call to call is written into them."""
+
+    query: ctypes.c_void_p
+    keys: ctypes.c_void_p
+    values: ctypes.c_void_p
+    indices: ctypes.c_void_p
+    window: Window
+    selection: Selection
+    space: layout.Space
+    """Of all turns, which come after each other."""
+    launches: Kept
+
+
 def search(
-    query: int,
-    keys: int,
-    map: RowMap,
-    words: int,
-    weights: Sequence[int],
-    rows: int,
-    window: Window,
-    selection: Selection,
-    output: Output,
-    space: int,
-    workspace: Workspace,
-) -> Iterator[Launch]:
-    """Score and select: two launches a turn, three if the scores need a second histogram level."""
-    levels = layout.score_levels(words, weights)
-    macros = score_macros(words, weights)
-    scores = space + 4 * workspace.scores
-    for first in range(0, rows, workspace.rows):
-        grid = (min(workspace.rows, rows - first), workspace.splits)
-        arguments = (
-            *(
-                _address(query),
-                _address(keys),
-                _address(scores),
-                _address(space),
-                _address(space + 4 * workspace.table),
-            ),
-            *(map, window, _weights(weights), levels, _long(workspace.stride), _int(first)),
+    map: RowMap, words: int, weights: Sequence[int], rows: int, group: int, index_bits: int, plan: SearchSpace
+) -> Search:
+    """Prepare a search: two launches a turn, one turn unless the workspace would be too large."""
+    top = layout.top_score(words, weights)
+    query, keys, values, indices = (_address() for _ in range(4))
+    window, selection, levels = Window(), Selection(), layout.score_levels(top)
+    space = layout.Space(stride=plan.stride, shift=layout.sample_shift(top))
+    macros, packed = score_macros(words, weights), _weights(weights)
+    line = map.size[3] if group > 1 else rows
+    in_line = -(-line // group)
+    launches: list[Launch] = []
+    for first in range(0, rows // line * in_line, plan.slots // group):
+        groups = Groups(first, line, group)
+        count = min(plan.slots // group, rows // line * in_line - first)
+        shared = (map, window, selection, packed)
+        name = "list_candidates_shared" if group > 1 else "list_candidates"
+        grid = (count, plan.splits)
+        launches.append(
+            make_launch("score.cu", name, grid, layout.THREADS, (query, keys, *shared, space, groups), macros)
         )
-        yield make_launch("score.cu", "score_count", grid, layout.THREADS, arguments, macros)
-        yield from _select(
-            16, scores, workspace.stride, 1, levels, grid, first, window, selection, output, space, workspace
+        codes = layout.Codes(packed, len(weights), words)
+        places = (query, keys, values, indices, map, window, selection)
+        arguments = (*places, codes, levels, space, groups, _int(plan.splits))
+        grid = (count * group, plan.parts)
+        launches.append(
+            make_launch("choose.cu", f"select_{index_bits}", grid, layout.THREADS, arguments, programmatic=True)
         )
+    return Search(query, keys, values, indices, window, selection, space, Kept(launches))
 
 
 def topk(
@@ -161,39 +180,21 @@ def topk(
     space: int,
     workspace: Workspace,
 ) -> Iterator[Launch]:
-    """Select from int32 scores: rows `stride` apart, a multiple of VECTOR, from a 16-byte boundary."""
+    """Select from int32 scores, rows `stride` apart, a multiple of VECTOR, from a 16-byte boundary: four launches.
+
+    Three count the digits of the scores, each among those that begin as the threshold does; the last one selects.
+    """
+    levels, totals, table = layout.INT32_LEVELS, _address(space), _address(space + 4 * workspace.table)
     for first in range(0, rows, workspace.rows):
         grid = (min(workspace.rows, rows - first), workspace.splits)
-        at = scores + 4 * stride * first
-        yield from _select(
-            32, at, stride, 0, layout.INT32_LEVELS, grid, first, window, selection, output, space, workspace
+        at = _address(scores + 4 * stride * first)
+        shared = (window, selection, levels, _long(stride), _int(first))
+        for level in range(levels.count):
+            arguments = (at, totals, table, *shared, _int(level))
+            yield make_launch("select.cu", "count_32", grid, layout.THREADS, arguments)
+        arguments = (
+            *(at, totals, table, _address(space + 4 * workspace.tickets)),
+            *(_address(output.scores), _address(output.indices), *shared),
         )
-
-
-def _select(
-    bits: int,
-    scores: int,
-    stride: int,
-    counted: int,
-    levels: Levels,
-    grid: tuple[int, int],
-    first: int,
-    window: Window,
-    selection: Selection,
-    output: Output,
-    space: int,
-    workspace: Workspace,
-) -> Iterator[Launch]:
-    """Count the digits that are not yet counted, then select."""
-    totals, table = _address(space), _address(space + 4 * workspace.table)
-    shared = (window, selection, levels, _long(stride), _int(first))
-    for level in range(counted, levels.count):
-        arguments = (_address(scores), totals, table, *shared, _int(level))
-        yield make_launch("select.cu", f"count_{bits}", grid, layout.THREADS, arguments)
-    arguments = (
-        *(_address(scores), totals, table, _address(space + 4 * workspace.tickets)),
-        *(_address(output.scores), _address(output.indices), *shared),
-    )
-    yield make_launch(
-        "select.cu", f"select_{bits}_{output.index_bits}", grid, layout.THREADS, arguments, programmatic=True
-    )
+        name = f"select_32_{output.index_bits}"
+        yield make_launch("select.cu", name, grid, layout.THREADS, arguments, programmatic=True)

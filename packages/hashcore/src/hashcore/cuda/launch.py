@@ -1,12 +1,13 @@
 """Launches on a device: cubins loaded once per device, arguments packed once, torch's current stream, no host sync."""
 
+import ctypes
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hashcore.cuda.kernels import Launch
+from hashcore.cuda.kernels import Kept, Launch
 from hashcore.cuda.program import Program
 from hashcore.cuda.source import HASHCORE_KERNELS
 
@@ -24,22 +25,72 @@ def run(launches: Iterable[Launch], device: "torch.device", folder: Path = HASHC
     kernels cannot be loaded, none is launched.
 
     Args:
+        launches: if they are `Kept`, what the driver needs of them is worked out once a device.
         folder: where the launches' sources lie.
     Raises: CompileError; RuntimeError with the driver's words for what went wrong, or if a kernel would have to be
         loaded during a capture.
     """
+    here = _current_device()
+    index = here if device.index is None else device.index
+    if index != here:  # cuLaunchKernel goes to the calling thread's current context
+        import torch
+
+        with torch.cuda.device(index):
+            return run(launches, torch.device("cuda", index), folder)
+    if index not in _threads.bound:
+        _bind(index)
+        _threads.bound.add(index)
+    stream = _current_stream(index)
+    # All of them before the first is launched: one that cannot be loaded must not leave half a search behind.
+    calls = launches.calls.get(index) if isinstance(launches, Kept) else None
+    if calls is None:
+        calls = [_prepare(index, folder, one) for one in launches]
+        if isinstance(launches, Kept):
+            launches.calls[index] = calls
+    for call in calls:
+        call(stream)
+    return None
+
+
+def _current_device() -> int:
     import torch
 
-    index = torch.cuda.current_device() if device.index is None else device.index
-    with torch.cuda.device(index):  # cuLaunchKernel goes to the calling thread's current context
-        _bind(index)
-        stream = torch.cuda.current_stream(index).cuda_stream
-        # All of them before the first is launched: one that cannot be loaded must not leave half a search behind.
-        ready = [(_function(index, folder, one.source, one.macros, one.kernel), one) for one in launches]
-        for function, one in ready:
-            _launch(function, one, stream, one.programmatic and _starts_early(index))
+    return torch.cuda.current_device()
 
 
+def _current_stream(index: int) -> int:
+    import torch
+
+    return torch._C._cuda_getCurrentRawStream(index)  # a tenth of what making a Stream costs
+
+
+def lane(device: "torch.device") -> tuple[Any, ...]:
+    """Name what works on a device in order: the stream, in a graph's capture the capture. (): the host simulator.
+
+    Scratch memory may be used again by what comes later in the same lane.
+    """
+    if device.type != "cuda":
+        return ()
+    import torch
+
+    index = _current_device() if device.index is None else device.index
+    stream = _current_stream(index)
+    if not torch.cuda.is_current_stream_capturing():
+        return index, stream
+    return index, stream, int(_check(_driver().cuStreamGetCaptureInfo(stream))[1])
+
+
+class _Threads(threading.local):
+    """The devices whose context a thread has made current."""
+
+    def __init__(self) -> None:
+        self.bound: set[int] = set()
+
+
+_threads = _Threads()
+
+
+@functools.cache
 def processors(device: "torch.device") -> int:
     """Return how many multiprocessors a CUDA device has."""
     import torch
@@ -63,28 +114,55 @@ def _starts_early(index: int) -> bool:
     return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
-def _launch(function: Any, launch: Launch, stream: int, early: bool) -> None:
-    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
+def _prepare(index: int, folder: Path, launch: Launch) -> Callable[[int], None]:
+    """Load a launch's kernel, and return what launches it on a stream: everything else is worked out once."""
+    function = _function(index, folder, launch.source, launch.macros, launch.kernel)
+    early = launch.programmatic and _starts_early(index)
+    return _early_call(function, launch) if early else _plain_call(function, launch)
 
-    (x, y), pointers = launch.grid, _address_of(launch.pointers)
-    if not early:
-        _check(driver.cuLaunchKernel(function, x, y, 1, launch.threads, 1, 1, 0, stream, pointers, 0))
-        return
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = x, y, 1
+
+def _plain_call(function: Any, launch: Launch) -> Callable[[int], None]:
+    start, success = _driver().cuLaunchKernel, _driver().CUresult.CUDA_SUCCESS
+    (x, y), threads, pointers = launch.grid, launch.threads, ctypes.addressof(launch.pointers)
+
+    def call(stream: int) -> None:
+        result = start(function, x, y, 1, threads, 1, 1, 0, stream, pointers, 0)
+        if result[0] != success:
+            _check(result)
+
+    return call
+
+
+def _early_call(function: Any, launch: Launch) -> Callable[[int], None]:
+    driver = _driver()
+    start, success = driver.cuLaunchKernelEx, driver.CUresult.CUDA_SUCCESS
+    config, pointers = driver.CUlaunchConfig(), ctypes.addressof(launch.pointers)
+    config.gridDimX, config.gridDimY, config.gridDimZ = *launch.grid, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
     config.sharedMemBytes = 0
-    config.hStream = stream
     config.attrs = [_programmatic()]
     config.numAttrs = 1
-    _check(driver.cuLaunchKernelEx(config, function, pointers, 0))
+
+    def call(stream: int) -> None:
+        config.hStream = stream
+        result = start(config, function, pointers, 0)
+        if result[0] != success:
+            _check(result)
+
+    return call
+
+
+@functools.cache
+def _driver() -> Any:
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
+
+    return driver
 
 
 @functools.cache
 def _programmatic() -> Any:
     """The attribute of a kernel that calls wait_for_predecessor (kernels/common.cuh)."""
-    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
-
+    driver = _driver()
     attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
     value.programmaticStreamSerializationAllowed = 1
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -92,16 +170,9 @@ def _programmatic() -> Any:
     return attribute
 
 
-def _address_of(pointers: Any) -> int:
-    import ctypes
-
-    return ctypes.addressof(pointers)
-
-
 def _bind(index: int) -> None:
     """Make the device's primary context current where torch has not touched this thread yet."""
-    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
-
+    driver = _driver()
     if int(_check(driver.cuCtxGetCurrent())) == 0:
         _check(driver.cuCtxSetCurrent(_primary_context(index)))
 
@@ -109,16 +180,14 @@ def _bind(index: int) -> None:
 @functools.cache
 def _primary_context(index: int) -> Any:
     """Retain the context that torch uses, too; it is never released, as torch never releases it."""
-    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
-
+    driver = _driver()
     return _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(index))))
 
 
 @functools.cache
 def _function(index: int, folder: Path, source: str, macros: tuple[tuple[str, str], ...], kernel: str) -> Any:
     """Return a kernel's function handle in the current context, that of device `index`."""
-    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
-
+    driver = _driver()
     library = _library(index, Program(source, dict(macros), folder))
     return _check(driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, kernel.encode()))))
 
@@ -128,8 +197,8 @@ _libraries: dict[tuple[int, Program], Any] = {}
 
 def _library(index: int, program: Program) -> Any:
     import torch
-    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
 
+    driver = _driver()
     with _loading:  # two threads would load it twice
         if (index, program) not in _libraries:
             if torch.cuda.is_current_stream_capturing():
@@ -142,11 +211,10 @@ def _library(index: int, program: Program) -> Any:
 
 def _check(result: tuple[Any, ...]) -> Any:
     """Return the value of a driver call, or raise with the name and the words of its error."""
-    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue] compiled, without stubs
-
+    driver = _driver()
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
         _, name = driver.cuGetErrorName(error)
         _, words = driver.cuGetErrorString(error)
         raise RuntimeError(f"the CUDA driver reports {name.decode()}: {words.decode()}")
-    return values[0] if values else None
+    return values[0] if len(values) == 1 else values or None

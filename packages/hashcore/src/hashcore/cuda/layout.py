@@ -12,27 +12,50 @@ MAX_BINS = 4 * THREADS
 VECTOR = 8
 TILE = 2048  # keys that a block of the scoring takes in one turn; a smaller chunk would leave threads idle
 BLOCKS_PER_PROCESSOR = 2  # their registers and warps fill a multiprocessor half; more would cost more tables
-MAX_POSITIONS = 1 << 30
+MAX_GROUP = 8  # rows that share the keys a block loads
+MAX_SPLITS = 512  # blocks of a row in a search
+MAX_SLOTS = 1024  # rows of one turn of a search
+MAX_PARTS = 4  # blocks that select from a row's candidates
+WARPS = THREADS // 32
+SAMPLE_BINS = 256
+MAX_LIST = 1 << 16  # keys of a warp: their offsets have 16 bits
+MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS
 MAX_SCORE = 0xFFFF
 MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns
 
 
 class RowMap(ctypes.Structure):
-    """Sizes of the leading dimensions, slowest first, and the words from one entry to the next."""
+    """Sizes of the leading dimensions, slowest first, and the words from one entry to the next; `key`: of two keys."""
 
-    _fields_ = (("size", ctypes.c_int32 * 4), ("query", ctypes.c_int64 * 4), ("keys", ctypes.c_int64 * 4))
+    _fields_ = (
+        ("size", ctypes.c_int32 * 4),
+        ("query", ctypes.c_int64 * 4),
+        ("keys", ctypes.c_int64 * 4),
+        ("key", ctypes.c_int64),
+    )
 
 
 class Weights(ctypes.Structure):
     _fields_ = (("of", ctypes.c_int32 * 8),)
 
 
+class Codes(ctypes.Structure):
+    """What codes are like, of kernels/choose.cu."""
+
+    _fields_ = (("weights", Weights), ("planes", ctypes.c_int32), ("words", ctypes.c_int32))
+
+
 class Window(ctypes.Structure):
-    """Which positions of a row compete; addresses of int32 arrays, or 0 and one value for all rows."""
+    """Which positions of a row compete; addresses of int32 arrays, or 0 and one value for all rows.
+
+    Entry row // lengths_per is that of a row: what is the same for all heads need not be repeated.
+    """
 
     _fields_ = (
         ("lengths", ctypes.c_void_p),
         ("starts", ctypes.c_void_p),
+        ("lengths_per", ctypes.c_int32),
+        ("starts_per", ctypes.c_int32),
         ("length", ctypes.c_int32),
         ("start", ctypes.c_int32),
         ("sink", ctypes.c_int32),
@@ -44,7 +67,28 @@ class Window(ctypes.Structure):
 class Selection(ctypes.Structure):
     """How many a row selects: the address of an int32 array or 0, one count for all rows, slots of the output."""
 
-    _fields_ = (("k", ctypes.c_void_p), ("count", ctypes.c_int32), ("width", ctypes.c_int32))
+    _fields_ = (
+        ("k", ctypes.c_void_p),
+        ("k_per", ctypes.c_int32),
+        ("count", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+    )
+
+
+class Groups(ctypes.Structure):
+    """Rows over the same keys, `line` of them side by side, in groups of `size`; size 1: each row alone."""
+
+    _fields_ = (("first", ctypes.c_int32), ("line", ctypes.c_int32), ("size", ctypes.c_int32))
+
+
+class Space(ctypes.Structure):
+    """Addresses of a turn's workspace (score.cu)."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("sample", "floors", "counts", "lists")),
+        ("stride", ctypes.c_int64),
+        ("shift", ctypes.c_int32),
+    )
 
 
 class Levels(ctypes.Structure):
@@ -81,16 +125,26 @@ def require_rows(rows: int) -> None:
         raise ValueError(f"on CUDA a call may have fewer than {1 << 31} rows, got {rows}; split the queries")
 
 
-def score_levels(words: int, weights: Sequence[int]) -> Levels:
-    """Return the levels of scores in [0, 32 W sum(weights)].
+def top_score(words: int, weights: Sequence[int]) -> int:
+    """Return the highest score of a search.
 
-    Raises: ValueError if the scores need more than 16 bits.
+    Raises: ValueError if it needs more than 16 bits.
     """
     top = 32 * words * sum(weights)
     if top > MAX_SCORE:
         raise ValueError(
             f"the scores of a search must fit 16 bits, got sum(weights) * 32 * W = {top}; use fewer planes or words"
         )
+    return top
+
+
+def sample_shift(top: int) -> int:
+    """Return by how much scores in [0, top] are shifted to number their bin of the sample."""
+    return max(0, top.bit_length() - (SAMPLE_BINS - 1).bit_length())
+
+
+def score_levels(top: int) -> Levels:
+    """Return the levels of scores in [0, top]."""
     shift = 0
     while (top >> shift) + 1 > MAX_BINS:
         shift += 1
@@ -103,7 +157,7 @@ def are_planes(weights: Sequence[int]) -> bool:
     return list(regular) == [1 << p for p in range(len(regular))] and 1 <= last <= 1 << len(regular)
 
 
-def collapse(lead: Sequence[int], query: Sequence[int], keys: Sequence[int]) -> RowMap | None:
+def collapse(lead: Sequence[int], query: Sequence[int], keys: Sequence[int], key: int) -> RowMap | None:
     """Merge the leading dimensions that follow each other in both operands; None if more than four remain."""
     merged: list[tuple[int, int, int]] = []
     for size, q, k in zip(lead, query, keys, strict=True):
@@ -116,41 +170,78 @@ def collapse(lead: Sequence[int], query: Sequence[int], keys: Sequence[int]) -> 
         return None
     whole = [(1, 0, 0)] * (4 - len(merged)) + merged
     sizes, queries, rows = zip(*whole, strict=True)
-    return RowMap((ctypes.c_int32 * 4)(*sizes), (ctypes.c_int64 * 4)(*queries), (ctypes.c_int64 * 4)(*rows))
+    return RowMap((ctypes.c_int32 * 4)(*sizes), (ctypes.c_int64 * 4)(*queries), (ctypes.c_int64 * 4)(*rows), key)
 
 
 class Workspace(NamedTuple):
-    """Scratch memory of one turn of a search: offsets in 4-byte words from a 16-byte boundary.
+    """Scratch memory of one turn of `topk`: offsets in 4-byte words from a 16-byte boundary.
 
-    The first `zeros` words, totals and tickets, must be zero before the first launch; every search leaves them so.
+    The first `zeros` words, totals and tickets, must be zero before the first launch.
     """
 
     rows: int
     splits: int
-    stride: int  # scores from one row to the next
     tickets: int
     zeros: int
     table: int
-    scores: int
     words: int
 
     @classmethod
-    def plan(cls, rows: int, n: int, levels: Levels, processors: int, *, scores: bool = True) -> Self:
-        """Lay out a search of `rows` rows of n positions, or of the rows of one turn if they are too many.
+    def plan(cls, rows: int, n: int, levels: Levels, processors: int) -> Self:
+        """Lay out a selection from `rows` rows of n scores, or of the rows of one turn if they are too many.
 
         Args:
             processors: multiprocessors of the device.
-            scores: whether the 16-bit scores are kept here, too.
         Raises: ValueError for more than the kernels can count.
         """
         require_rows(rows)
         require_positions(n)
-        stride = -(-n // VECTOR) * VECTOR
-        per_row = 4 * (levels.width + 1) + (2 * stride if scores else 0)
-        rows = max(1, min(rows, MAX_WORKSPACE // (per_row + 4 * levels.width)))
+        rows = max(1, min(rows, MAX_WORKSPACE // (4 * (2 * levels.width + 1))))
         blocks = BLOCKS_PER_PROCESSOR * processors
         splits = max(1, min(blocks // rows, -(-n // TILE)))
         tickets = rows * levels.width
         zeros = tickets + -(-rows // 4) * 4
-        kept = zeros + rows * splits * levels.width
-        return cls(rows, splits, stride, tickets, zeros, zeros, kept, kept + (rows * stride // 2 if scores else 0))
+        return cls(rows, splits, tickets, zeros, zeros, zeros + rows * splits * levels.width)
+
+
+class SearchSpace(NamedTuple):
+    """Scratch memory of one turn of a search: offsets in 4-byte words from a 16-byte boundary.
+
+    The samples come first, in the same place for every shape, so that searches of any shapes can share their memory one
+    after the other: each leaves its samples zero. Whatever they hold, results are right.
+    """
+
+    slots: int  # rows of a turn, whole groups
+    splits: int
+    parts: int
+    floors: int
+    counts: int
+    lists: int
+    stride: int  # from one row's lists to the next
+    words: int
+
+    @classmethod
+    def plan(cls, slots: int, group: int, n: int, width: int, processors: int) -> Self:
+        """Lay out a search of so many rows of n keys that select up to `width` each, or of one turn of it.
+
+        Args:
+            slots: rows, groups of them filled up; group: rows of a group.
+            processors: multiprocessors of the device.
+        Raises: ValueError for more than the kernels can count.
+        """
+        require_rows(slots)
+        require_positions(n)
+        stride = -(-n // 4) * 4
+        slots = max(group, min(slots, MAX_SLOTS, MAX_WORKSPACE // (4 * stride)) // group * group)
+        splits = max(1, min(processors // (slots // group), -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
+        # One block reads a few thousand candidates as fast as several would.
+        parts = max(1, min(width // (VECTOR * THREADS), processors // slots, MAX_PARTS))
+        floors = MAX_SLOTS * SAMPLE_BINS
+        counts = floors + slots * splits
+        lists = -(-(counts + slots * splits * WARPS) // 4) * 4
+        return cls(slots, splits, parts, floors, counts, lists, stride, lists + slots * stride)
+
+    def place(self, space: Space, address: int) -> None:
+        """Write where the parts lie in memory at an address into the kernels' argument."""
+        space.sample, space.floors = address, address + 4 * self.floors
+        space.counts, space.lists = address + 4 * self.counts, address + 4 * self.lists

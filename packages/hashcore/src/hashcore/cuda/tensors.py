@@ -6,14 +6,16 @@ CPU memory.
 """
 
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from hashcore.cuda import kernels, launch, layout
 from hashcore.cuda.kernels import Launch, Output
-from hashcore.cuda.layout import Selection, Window, Workspace
+from hashcore.cuda.layout import SearchSpace, Selection, Window, Workspace
 
 Run = Callable[[Iterable[Launch], torch.device], None]
 Bound = int | torch.Tensor | None
@@ -103,30 +105,51 @@ class Bounds(NamedTuple):
     sink: int = 0
     recent: int = 0
 
-    def window(self, lead: Sequence[int], n: int) -> tuple[Window, list[torch.Tensor]]:
-        """Return the argument of the kernels, and the tensors that it points at."""
-        kept: list[torch.Tensor] = []
-        addresses: list[int | None] = []
-        values: list[int] = []
-        for bound, default in ((self.lengths, n), (self.starts, 0)):
-            if isinstance(bound, torch.Tensor):
-                kept.append(_int32(bound, n).expand(lead).contiguous())
-                addresses.append(kept[-1].data_ptr())
-                values.append(default)
-            else:
-                addresses.append(None)
-                values.append(default if bound is None else bound)
-        return Window(*addresses, *values, min(self.sink, n), min(self.recent, n), n), kept
+    def window(self, window: Window, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
+        """Write the argument of the kernels, and return the tensors that it points at."""
+        lengths, window.lengths_per, window.length, first = _bound(self.lengths, lead, n, n)
+        starts, window.starts_per, window.start, second = _bound(self.starts, lead, n, 0)
+        window.lengths, window.starts = lengths, starts
+        window.sink, window.recent, window.n = min(self.sink, n), min(self.recent, n), n
+        return first, second
 
 
-def workspace(rows: int, n: int, words: int, weights: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return scratch memory, int32, for searches of `rows` rows of n positions, W words and these weights on a device.
+def _bound(bound: Bound, lead: Sequence[int], n: int, default: int) -> tuple[int | None, int, int, torch.Tensor | None]:
+    """Return address, rows an entry, the value of all rows, and the tensor at the address."""
+    if bound is None:
+        return None, 1, default, None
+    if isinstance(bound, int):
+        return None, 1, bound, None
+    values, per = _per_row(_int32(bound, n), lead)
+    return values.data_ptr(), per, default, values
 
-    Such a search leaves it ready for the next; another shape needs its own, and so does a search that may run at the
-    same time.
+
+def workspace(
+    rows: int, n: int, words: int, weights: Sequence[int], device: torch.device, width: int | None = None
+) -> torch.Tensor:
+    """Return scratch memory, int32, for searches of up to `rows` rows of n positions on a device.
+
+    Args:
+        width: the most that a row selects, n by default.
+    Such searches, one at a time, leave it ready for the next; one that runs at the same time needs its own.
+    Raises: ValueError if scores of these words and weights need more than 16 bits.
     """
-    levels = layout.score_levels(words, weights)
-    return _scratch(Workspace.plan(rows, n, levels, _processors(device)), device)
+    layout.top_score(words, weights)
+    plan = SearchSpace.plan(rows, 1, n, n if width is None else width, _processors(device))
+    # In groups rows may fill up to seven slots more, and have up to eight times as many blocks.
+    room = plan.words + layout.MAX_GROUP * (plan.stride + plan.slots * (plan.splits + 1) * (layout.WARPS + 1))
+    return torch.zeros(room, dtype=torch.int32, device=device)
+
+
+class _Threads(threading.local):
+    """What a thread keeps from search to search: prepared launches by shape, and memory by what works in order."""
+
+    def __init__(self) -> None:
+        self.searches: OrderedDict[Any, _Prepared] = OrderedDict()
+        self.memory: OrderedDict[Any, torch.Tensor] = OrderedDict()
+
+
+_threads = _Threads()
 
 
 def search(
@@ -142,38 +165,111 @@ def search(
 ) -> None:
     """Score and select in two launches, in ascending index order (eq. 4, eq. 6).
 
+    Rows whose operands' leading dimensions end in one that the keys do not have share each key that is read.
+
     Args:
         query: planes [..., P, W], or without weights codes [..., Q, W].
         keys: [..., N, W].
         k: one count, or an integer tensor on the device that expands to the rows.
         scores, indices: contiguous int32, and int32 or int64, [rows..., K]; slots that are not filled get 0 and -1.
-        scratch: of `workspace`; by default it is allocated, and cleared by a third launch.
+        scratch: of `workspace`; by default memory that this thread keeps for the current stream, or for the capture in
+            progress.
+    Tensors k, lengths and starts cost no launch if they are int32, contiguous, and have the first of the rows'
+    dimensions and 1 for the others.
     """
-    n, words = keys.shape[-2:]
-    lead = scores.shape[:-1]
     if not scores.numel():
         return
-    if weights is None:  # each of the Q queries is one plane of weight 1
-        query, keys, weights = query.unsqueeze(-2), keys.unsqueeze(-3), (1,)
-    rows, device = math.prod(lead), scores.device
-    plan = Workspace.plan(rows, n, layout.score_levels(words, weights), _processors(device))
-    at = _operands(query, keys, lead)
-    if scratch is None:
-        scratch = _scratch(plan, device)
-    elif scratch.numel() != plan.words:
+    prepared = _prepared(query, keys, weights, scores, indices)
+    n, width, lead, call = keys.shape[-2], scores.shape[-1], scores.shape[:-1], prepared.call
+    memory = _memory(prepared.space.words, scores.device) if scratch is None else scratch
+    if memory.numel() < prepared.space.words:
         raise ValueError(
-            f"the workspace must hold {plan.words} words for {rows} rows of {n} positions, got {scratch.numel()}; "
-            "make it with hashcore.cuda.tensors.workspace"
+            f"the workspace must hold {prepared.space.words} words for {prepared.rows} rows of {n} positions, got "
+            f"{memory.numel()}; make it with hashcore.cuda.tensors.workspace"
         )
-    window, kept = bounds.window(lead, n)
-    selection, counts = _selection(k, lead, scores.shape[-1])
-    output = Output(scores.data_ptr(), indices.data_ptr(), 8 * indices.element_size())
-    addresses = at.query.data_ptr(), at.keys.data_ptr()
-    launches = kernels.search(
-        *addresses, at.map, words, weights, rows, window, selection, output, scratch.data_ptr(), plan
-    )
-    _run(run, launches, device)
-    del kept, counts  # the allocator may reuse them from here on: the launches are in the stream
+    kept = bounds.window(call.window, lead, n), _selection(call.selection, k, lead, width)
+    operands = (query, keys) if prepared.direct else _operands(*_weighted(query, keys, weights)[:2], lead)[:2]
+    call.query.value, call.keys.value = operands[0].data_ptr(), operands[1].data_ptr()
+    call.values.value, call.indices.value = scores.data_ptr(), indices.data_ptr()
+    prepared.space.place(call.space, memory.data_ptr())
+    _run(run, call.launches, scores.device)
+    del kept, operands  # the allocator may reuse them from here on: the launches are in the stream
+
+
+class _Prepared(NamedTuple):
+    """A search of given shapes: its launches, and whether operands of these strides are used where they lie."""
+
+    call: kernels.Search
+    space: SearchSpace
+    rows: int
+    direct: bool
+
+
+MOST_SHAPES = 64
+MOST_LANES = 8
+
+
+def _prepared(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    weights: Sequence[int] | None,
+    scores: torch.Tensor,
+    indices: torch.Tensor,
+) -> _Prepared:
+    """Return the launches of a search of such operands, made the first time they come."""
+    places = query.data_ptr() % 16, keys.data_ptr() % 16
+    form = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape, indices.dtype
+    key = form, places, None if weights is None else (*weights,), scores.device
+    searches = _threads.searches
+    found = searches.get(key)
+    if found is None:
+        found = searches[key] = _prepare(query, keys, weights, scores, indices)
+        if len(searches) > MOST_SHAPES:
+            searches.popitem(last=False)
+    return found
+
+
+def _prepare(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    weights: Sequence[int] | None,
+    scores: torch.Tensor,
+    indices: torch.Tensor,
+) -> _Prepared:
+    (n, words), lead, width = keys.shape[-2:], scores.shape[:-1], scores.shape[-1]
+    layout.require_positions(n)
+    query, keys, weights = _weighted(query, keys, weights)
+    at = _operands(query, keys, lead)
+    direct = at.query is query and at.keys is keys
+    rows, line = math.prod(lead), at.map.size[3]
+    group = layout.MAX_GROUP if line > 1 and at.map.keys[3] == 0 else 1
+    slots = rows if group == 1 else rows // line * -(-line // group) * group
+    space = SearchSpace.plan(slots, group, n, width, _processors(scores.device))
+    index_bits = 8 * indices.element_size()
+    return _Prepared(kernels.search(at.map, words, weights, rows, group, index_bits, space), space, rows, direct)
+
+
+def _weighted(
+    query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None
+) -> tuple[torch.Tensor, torch.Tensor, Sequence[int]]:
+    """Return operands of planes: without weights each of the Q queries is one plane of weight 1."""
+    return (query.unsqueeze(-2), keys.unsqueeze(-3), (1,)) if weights is None else (query, keys, weights)
+
+
+def _memory(words: int, device: torch.device) -> torch.Tensor:
+    """Return scratch memory that this thread uses again in everything that runs in order with this."""
+    lane, memory = launch.lane(device), _threads.memory
+    found = memory.get(lane)
+    if found is None or found.numel() < words:
+        # Zero, so that the first samples are right; in a capture they need not be, and each replay saves a launch.
+        make = torch.empty if len(lane) > 2 else torch.zeros
+        found = memory[lane] = make(
+            max(words, 2 * found.numel() if found is not None else 0), dtype=torch.int32, device=device
+        )
+        memory.move_to_end(lane)
+        if len(memory) > MOST_LANES:
+            memory.popitem(last=False)
+    return found
 
 
 def topk(
@@ -189,20 +285,21 @@ def topk(
     if not values.numel():
         return
     rows, device = math.prod(lead), scores.device
-    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, _processors(device), scores=False)
+    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, _processors(device))
     stride = -(-n // layout.VECTOR) * layout.VECTOR
     aligned = scores.to(torch.int32).reshape(rows, n)
     if stride != n or aligned.data_ptr() % 16 or not aligned.is_contiguous():
         aligned = torch.nn.functional.pad(aligned, (0, stride - n))
         aligned = aligned.clone() if aligned.data_ptr() % 16 else aligned.contiguous()
-    scratch = _scratch(plan, device)
-    window, kept = bounds.window(lead, n)
-    selection, counts = _selection(k, lead, values.shape[-1])
+    scratch = torch.empty(plan.words, dtype=torch.int32, device=device)
+    scratch[: plan.zeros].zero_()
+    window, selection = Window(), Selection()
+    kept = bounds.window(window, lead, n), _selection(selection, k, lead, values.shape[-1])
     output = Output(values.data_ptr(), indices.data_ptr(), 8 * indices.element_size())
     _run(
         run, kernels.topk(aligned.data_ptr(), stride, rows, window, selection, output, scratch.data_ptr(), plan), device
     )
-    del kept, counts
+    del kept
 
 
 def _run(run: Run | None, launches: Iterable[Launch], device: torch.device) -> None:
@@ -218,10 +315,10 @@ class _Operands(NamedTuple):
 def _operands(query: torch.Tensor, keys: torch.Tensor, lead: Sequence[int]) -> _Operands:
     """Return the operands in a form the kernels can address, copied only where they are not."""
     layout.require_rows(math.prod(lead))
-    query, keys = _rows(query), _rows(keys)
+    query, keys = _rows(query), _rows(keys, apart=True)
     for attempt in range(3):
         query_lead, keys_lead = query.expand(*lead, *query.shape[-2:]), keys.expand(*lead, *keys.shape[-2:])
-        found = layout.collapse(lead, query_lead.stride()[:-2], keys_lead.stride()[:-2])
+        found = layout.collapse(lead, query_lead.stride()[:-2], keys_lead.stride()[:-2], keys_lead.stride(-2))
         if found is not None:
             return _Operands(query, keys, found)
         if attempt == 0:
@@ -231,22 +328,34 @@ def _operands(query: torch.Tensor, keys: torch.Tensor, lead: Sequence[int]) -> _
     raise AssertionError("contiguous operands collapse to one dimension")
 
 
-def _rows(codes: torch.Tensor) -> torch.Tensor:
-    """Return codes whose last two dimensions lie close together, aligned to the loads of the kernels."""
+def _rows(codes: torch.Tensor, apart: bool = False) -> torch.Tensor:
+    """Return codes aligned to the loads of the kernels, without gaps between their rows, or with any if `apart`."""
     rows, words = codes.shape[-2:]
     unit = math.gcd(words, 4)
-    dense = (codes.stride(-1) == 1 or words == 1) and (codes.stride(-2) == words or rows == 1)
-    aligned = codes.data_ptr() % (4 * unit) == 0 and not any(
-        step % unit for step, size in zip(codes.stride()[:-2], codes.shape[:-2], strict=True) if size > 1
-    )
+    dense = (codes.stride(-1) == 1 or words == 1) and (apart or codes.stride(-2) == words or rows == 1)
+    steps = zip(codes.stride()[:-1], codes.shape[:-1], strict=True)
+    aligned = codes.data_ptr() % (4 * unit) == 0 and not any(step % unit for step, size in steps if size > 1)
     return codes if dense and aligned else codes.clone(memory_format=torch.contiguous_format)
 
 
-def _selection(k: int | torch.Tensor, lead: Sequence[int], width: int) -> tuple[Selection, torch.Tensor | None]:
+def _selection(selection: Selection, k: int | torch.Tensor, lead: Sequence[int], width: int) -> torch.Tensor | None:
+    """Write the argument of the kernels, and return the tensor that it points at."""
+    selection.width = width
     if isinstance(k, int):
-        return Selection(None, k, width), None
-    counts = _int32(k, width).expand(lead).contiguous()
-    return Selection(counts.data_ptr(), 0, width), counts
+        selection.k, selection.k_per, selection.count = None, 1, k
+        return None
+    counts, per = _per_row(_int32(k, width), lead)
+    selection.k, selection.k_per, selection.count = counts.data_ptr(), per, 0
+    return counts
+
+
+def _per_row(values: torch.Tensor, lead: Sequence[int]) -> tuple[torch.Tensor, int]:
+    """Return values that expand to the rows, without gaps, and how many rows that follow each other share one."""
+    shape = (*(1,) * (len(lead) - values.ndim), *values.shape)
+    own = max((d + 1 for d, size in enumerate(shape) if size > 1), default=0)
+    if shape[:own] == tuple(lead[:own]) and values.is_contiguous():
+        return values, math.prod(lead[own:])
+    return values.expand(lead).contiguous(), 1
 
 
 def _int32(values: torch.Tensor, most: int) -> torch.Tensor:
@@ -254,12 +363,6 @@ def _int32(values: torch.Tensor, most: int) -> torch.Tensor:
     if values.element_size() < 4 or values.dtype == torch.int32:
         return values.to(torch.int32)  # clamped by the kernels
     return values.to(torch.int64).clamp(0, most).to(torch.int32)
-
-
-def _scratch(plan: Workspace, device: torch.device) -> torch.Tensor:
-    scratch = torch.empty(plan.words, dtype=torch.int32, device=device)
-    scratch[: plan.zeros].zero_()
-    return scratch
 
 
 def _processors(device: torch.device) -> int:

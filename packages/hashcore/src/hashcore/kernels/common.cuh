@@ -1,4 +1,4 @@
-// What the kernels share: bit counting, rows, windows, chunks and the block-wide steps of the selection.
+// What the kernels share: bit counting, rows, windows and the block-wide steps of the selections.
 //
 // The sources use no header of CUDA's and no extern variable, so that NVRTC compiles them anywhere and a C++20
 // compiler can run them on the CPU (tests/hostsim). Every kernel is extern "C"; macros fix what changes the code.
@@ -14,8 +14,7 @@ static_assert(sizeof(i32) == 4 && sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof
 constexpr u32 FULL_WARP = 0xffffffffu;
 constexpr int SELECT_THREADS = 512;           // block size of every kernel that counts or selects
 constexpr int MAX_BINS = 4 * SELECT_THREADS;  // four bins to a thread: one 16-byte access covers a histogram
-constexpr int MIN_CHUNK = 128;  // chunks start at multiples of it: 256 bytes of 16-bit scores, 2 KiB of 128-bit keys
-constexpr int VECTOR = 8;       // scores that one thread of the selection looks at: 16 bytes of 16-bit scores
+constexpr int VECTOR = 8;       // scores that one thread of a selection looks at
 
 // ---- Bits ----------------------------------------------------------------------------------------------------------
 
@@ -136,6 +135,7 @@ struct RowMap {
   i32 size[4];
   i64 query[4];
   i64 keys[4];
+  i64 key;  // words from one key to the next
 };
 
 struct Operands {
@@ -157,13 +157,15 @@ __device__ __forceinline__ Operands operands(const u32* query, const u32* keys, 
 // Which positions of a row compete: [start + sink, length - recent). Values in device memory are clamped to [0, n],
 // because nothing can be raised from here.
 struct Window {
-  const i32* lengths;  // one per row, or null: length
-  const i32* starts;   // one per row, or null: start
+  const i32* lengths;  // one per lengths_per rows, or null: length
+  const i32* starts;   // one per starts_per rows, or null: start
+  i32 lengths_per;
+  i32 starts_per;
   i32 length;
   i32 start;
   i32 sink;
   i32 recent;
-  i32 n;  // at most 2^30, so that sums of two positions fit
+  i32 n;  // at most 2^29, so that sums of two positions fit
 };
 
 struct Range {
@@ -175,28 +177,10 @@ struct Range {
 __device__ __forceinline__ int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
 __device__ __forceinline__ Range eligible(const Window& window, int row) {
-  const int length = window.lengths ? clamp(window.lengths[row], 0, window.n) : window.length;
-  const int start = window.starts ? clamp(window.starts[row], 0, window.n) : window.start;
+  const int length = window.lengths ? clamp(window.lengths[row / window.lengths_per], 0, window.n) : window.length;
+  const int start = window.starts ? clamp(window.starts[row / window.starts_per], 0, window.n) : window.start;
   const int low = start + window.sink, high = length - window.recent;
   return {low, high > low ? high : low};
-}
-
-// Cuts a range into `splits` chunks that start at multiples of VECTOR and are as equal as whole MIN_CHUNKs allow. The
-// cut follows the range and not the capacity: a long cache that is hardly filled still occupies every block.
-struct Chunk {
-  int begin;  // may lie before the range; positions below the range are skipped
-  int end;
-  bool empty;
-};
-
-__device__ __forceinline__ Chunk chunk_of(const Range& range, int splits, int index) {
-  const int base = range.low & ~(VECTOR - 1);
-  const int length = range.size() ? range.high - base : 0;
-  const int step = (((length + splits - 1) / splits) + MIN_CHUNK - 1) & ~(MIN_CHUNK - 1);
-  const i64 begin = base + i64(step) * index;
-  if (length == 0 || begin >= range.high) return {range.high, range.high, true};
-  const i64 end = begin + step;
-  return {int(begin), end < range.high ? int(end) : range.high, false};
 }
 
 // ---- A block of SELECT_THREADS -------------------------------------------------------------------------------------
@@ -238,23 +222,85 @@ __device__ __forceinline__ void clear_counts(u32* counts, int bins) {
   __syncthreads();
 }
 
-// Adds a block's histogram to the row's, and writes how many of the block's keys have at least each digit: from that
-// table a later block reads what comes before it without looking at a score.
-__device__ __forceinline__ void publish_counts(const u32* counts, int bins, u32* totals, u32* table) {
-  __syncthreads();
-  const int group = bins / 4 - 1 - int(threadIdx.x);  // the highest digits first
-  uint4 c = {0, 0, 0, 0};
-  if (group >= 0) c = reinterpret_cast<const uint4*>(counts)[group];
+// ---- The k-th best of a row ----------------------------------------------------------------------------------------
+
+struct Selection {
+  const i32* k;  // one per k_per rows, or null: count
+  i32 k_per;
+  i32 count;
+  i32 width;  // slots of a row in the output
+};
+
+__device__ __forceinline__ int selected(const Selection& selection, const Range& range, int row) {
+  const int k = clamp(selection.k ? selection.k[row / selection.k_per] : selection.count, 0, selection.width);
+  return k < range.size() ? k : range.size();
+}
+
+struct Digit {
+  u32 value;
+  u32 above;  // keys of a higher digit
+};
+
+// Four totals of a thread, the highest digits to the first thread.
+__device__ __forceinline__ uint4 load_totals(const u32* totals, int bins) {
+  const int group = bins / 4 - 1 - int(threadIdx.x);
+  if (group < 0) return {0, 0, 0, 0};
+  return __ldcg(reinterpret_cast<const uint4*>(totals) + group);
+}
+
+// The digit of the `wanted`-th best key, 1 <= wanted <= the sum of the totals. Every thread must call it.
+__device__ __forceinline__ Digit find_digit(const uint4& totals, int bins, u32 wanted) {
+  __shared__ Digit found;
   u32 ignored;
-  const u32 above = scan_block(c.x + c.y + c.z + c.w, ignored);
-  if (group < 0) return;
-  const uint4 at_least = {above + c.w + c.z + c.y + c.x, above + c.w + c.z + c.y, above + c.w + c.z, above + c.w};
-  reinterpret_cast<uint4*>(table)[group] = at_least;
-  u32* t = totals + 4 * group;
-  if (c.x) atomicAdd(t, c.x);
-  if (c.y) atomicAdd(t + 1, c.y);
-  if (c.z) atomicAdd(t + 2, c.z);
-  if (c.w) atomicAdd(t + 3, c.w);
+  u32 above = scan_block(totals.x + totals.y + totals.z + totals.w, ignored);
+  const u32 count[4] = {totals.w, totals.z, totals.y, totals.x};
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    if (above < wanted && wanted <= above + count[j]) found = {u32(bins - 1 - 4 * int(threadIdx.x) - j), above};
+    above += count[j];
+  }
+  __syncthreads();
+  return found;  // written again only behind the barriers of the next scan
+}
+
+// How many keys above the threshold, and how many equal to it, come before.
+struct Place {
+  u32 above;
+  u32 equal;
+};
+
+// Which of a thread's VECTOR keys are above the threshold, and which are equal to it.
+struct Marks {
+  u32 above;
+  u32 equal;
+};
+
+// Hands each key that is selected to take(j, slot): those above the threshold, and those equal to it while the quota
+// lasts, in order. `place` moves on. Every thread must call it.
+template <class Take>
+__device__ __forceinline__ void emit(const Marks& marks, u32 quota, Place& place, Take take) {
+  u32 both;  // two counts of at most VECTOR * SELECT_THREADS in one scan
+  const u32 before = scan_block(u32(__popc(marks.above)) << 16 | u32(__popc(marks.equal)), both);
+  u32 above = place.above + (before >> 16), equal = place.equal + (before & 0xffffu);
+#pragma unroll
+  for (int j = 0; j < VECTOR; j++) {  // j is known when this is compiled: what it indexes stays in registers
+    const bool better = marks.above >> j & 1, same = marks.equal >> j & 1;
+    if (better || (same && equal < quota)) take(j, above + (equal < quota ? equal : quota));
+    above += better;
+    equal += same;
+  }
+  place.above += both >> 16;
+  place.equal += both & 0xffffu;
+}
+static_assert(VECTOR * SELECT_THREADS < 1 << 16);
+
+// Empty slots of the row: score 0, index -1, written by all its blocks.
+template <class Index>
+__device__ __forceinline__ void fill(i32* values, Index* indices, int from, int width) {
+  for (int slot = from + blockIdx.y * SELECT_THREADS + threadIdx.x; slot < width; slot += gridDim.y * SELECT_THREADS) {
+    values[slot] = 0;
+    indices[slot] = -1;
+  }
 }
 
 // ---- Programmatic launch: a dependent kernel may be scheduled before this one ends (compute capability 9.0 on) -----

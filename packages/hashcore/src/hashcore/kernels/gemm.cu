@@ -26,6 +26,7 @@ static_assert(WORDS >= 1);
 struct Tile {
   const u32* query;  // of the tile's first query
   const u32* keys;   // of the row's first key
+  i64 step;          // words from one key to the next
   int queries;       // in this tile, at most QUERIES
   int key[KEYS];     // this thread's keys, the last one where there are no more
 };
@@ -40,7 +41,7 @@ __device__ __forceinline__ void add_words(const Tile& tile, int first, u32* shar
   }
   u32 key[KEYS][COUNT];
 #pragma unroll
-  for (int k = 0; k < KEYS; k++) load_words<WORDS>(tile.keys + i64(tile.key[k]) * WORDS + first, key[k]);
+  for (int k = 0; k < KEYS; k++) load_words<WORDS>(tile.keys + tile.key[k] * tile.step + first, key[k]);
   __syncthreads();
 #pragma unroll
   for (int q = 0; q < QUERIES; q++) {
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(GEMM_THREADS)
 #pragma unroll 1
   for (int b = blockIdx.y; b < batch; b += gridDim.y) {
     const Operands at = operands(query, keys, map, b);
-    Tile tile = {at.query + i64(first_query) * WORDS, at.keys, queries - first_query, {}};
+    Tile tile = {at.query + i64(first_query) * WORDS, at.keys, map.key, queries - first_query, {}};
     if (tile.queries > QUERIES) tile.queries = QUERIES;
 #pragma unroll
     for (int k = 0; k < KEYS; k++) tile.key[k] = clamp(first_key + k * GEMM_THREADS, 0, n - 1);

@@ -1,68 +1,103 @@
-// Weighted scores of every key against the planes of one query (docs/algorithm.md, eq. 4):
+// Weighted scores of every key against the planes of queries (docs/algorithm.md, eq. 4), and the k best of each row:
 //
 //     s_k = sum_p weight_p popcount(~(B_p xor c_k))
 //
-// query u32 [rows][P][W], keys u32 [..][N][W] in rows that may repeat (RowMap), N times W words without gaps.
+// query u32 [rows][P][W], keys u32 [..][N][W] in rows that may repeat, with gaps or without (RowMap).
 //
-// score_count, one launch of a retrieval. Grid: rows x splits, blocks of 512. A block scores one chunk of one row's
-// window, a key to a thread, KEYS loads of 16 bytes in flight each. Per key of 128 bits: 16 bytes read, 2 written as a
-// 16-bit score (a warp's 32 leave as one 64-byte store), one shared atomic of increment 1, which the hardware merges
-// where lanes agree. At the end the block adds its histogram to the row's and writes its table of counts
-// (publish_counts), (bins + 3) * 4 bytes, from which select.cu finds every chunk's place in the output.
+// A search is two launches, at any number of planes. Scores are not written: at 2 bytes a key they would be an eighth of
+// what is read. A row's keys are cut into lists, one a warp.
 //
-//     512K keys x 4 rows, G = 7 in 3 planes: 32 MiB + 4 MiB + 66 chunks x 4 rows x 3.6 KB = 38.7 MB, 9.0 us at 4.3 TB/s
-//     Integer work: 7 POPC and 22 LOP3 a key (tools/check_kernels.py counts them). POPC runs at 16 lanes a clock and
-//     multiprocessor: 2.1 M keys x 7 / (132 x 16 x 1.8 GHz) = 3.9 us. Memory is the ceiling, with room to spare.
+// list_candidates, grid groups x splits, blocks of 512. A warp goes through its keys, KEYS * SLICE at a time.
+//   (1) The first of them are a sample: the block counts their scores in SAMPLE_BINS bins, adds them to the row's, and
+//       reads there what the row's other blocks have added so far. Where enough of the sample lies above, a quarter more
+//       than the row wants, is the block's floor.
+//   (2) Each key whose score is at least the floor is a candidate: score and offset in one word of the warp's list,
+//       which begins where the warp's keys do: a list of every key would fit. Ballots give the slots, in order.
+// A floor only saves bytes. If one turns out too high, the next launch scores again what it left out; so blocks need not
+// wait for each other, and a sample of old numbers does no harm.
 //
-// score_all writes int32 scores of all N keys and counts nothing: the function `score`.
+// Then select (choose.cu) finds the k best of each row among its candidates.
+//
+// GROUP > 1: the rows of a group are queries over the same keys. A block loads a key once for all of them.
+//
+// Bytes and times: hashcore.cuda.traffic. 128K keys x 8 rows of 128 bits, 2 %: 16.8 MB of codes and .8 MB beside them.
+// Integer work a key of 128 bits in 6 planes: 13 POPC, which run at 16 lanes a clock and multiprocessor.
+//
+// score_all writes int32 scores of all N keys and selects nothing: the function `score`.
 //
 // HASHCORE_WORDS: W. HASHCORE_PLANES: P. HASHCORE_WEIGHTS: the weights, if they are known when this is compiled; the
 // carry-save counter then runs over all planes at once. Without it the weights are an argument, and it runs per plane.
-#include "common.cuh"
+#include "lists.cuh"
 
 constexpr int WORDS = HASHCORE_WORDS;
 constexpr int PLANES = HASHCORE_PLANES;
 static_assert(WORDS >= 1 && PLANES >= 1 && PLANES <= 8);
-
-struct Weights {
-  i32 of[8];
-};
 
 #ifdef HASHCORE_WEIGHTS
 using Fixed = FixedWeights<HASHCORE_WEIGHTS>;
 static_assert(Fixed::PLANES == PLANES);
 #endif
 
-constexpr int BLOCK_WORDS = WORDS <= 8 ? WORDS : 4;  // words of a key held at once
-constexpr int REST = WORDS % BLOCK_WORDS;
-constexpr bool IN_REGISTERS = WORDS <= 8 && PLANES * WORDS <= 32;
-// Keys in flight per thread: as many as its 64 registers hold beside the planes.
-constexpr int FITTING = IN_REGISTERS ? (48 - PLANES * WORDS) / (2 * WORDS) : 1;
+// ---- A lane's share of a key ---------------------------------------------------------------------------------------
+
+// Long keys are shared by 2 or 4 lanes, so that the lanes of a warp read 16 bytes each, side by side: unit u of 4 words
+// belongs to lane u % LANES of the key.
+constexpr int LANES = WORDS % 16 == 0 ? 4 : WORDS % 8 == 0 ? 2 : 1;
+constexpr int SLICE = 32 / LANES;                // keys that a warp reads side by side
+constexpr int MINE = WORDS / LANES;              // words of a key that are a lane's
+constexpr int BLOCK_WORDS = MINE <= 8 ? MINE : 4;  // of them held at once
+constexpr int REST = MINE % BLOCK_WORDS;
+constexpr bool IN_REGISTERS = MINE <= 8 && PLANES * MINE <= 32;
+// Keys that a thread holds, and as many that are on their way to it: what its 128 registers take beside the planes.
+// 4 keys of 16 bytes x 512 threads are 32 KB in flight a multiprocessor; an H200 needs 23 to deliver 4.3 TB/s.
+constexpr int FITTING = (52 - (IN_REGISTERS ? PLANES * MINE : 0)) / (2 * BLOCK_WORDS);
 constexpr int KEYS = FITTING < 1 ? 1 : FITTING > 4 ? 4 : FITTING;
+static_assert(LANES == 1 || MINE % 4 == 0);
 
-// The planes of a row, inverted, so that xor gives the matches: in registers if they are few, else read through L1,
-// where all lanes want the same word.
+// The place in a code of a lane's i-th word.
+__device__ __forceinline__ int word_of(int i, int part) {
+  if constexpr (LANES == 1) return i;
+  return (i / 4 * LANES + part) * 4 + i % 4;
+}
+
+// A lane's words of a row's planes, inverted, so that xor gives the matches: in registers if they are few, else read
+// through L1, where all lanes of a part want the same word.
 struct Query {
-  u32 word[IN_REGISTERS ? PLANES * WORDS : 1];
+  u32 word[IN_REGISTERS ? PLANES * MINE : 1];
   const u32* memory;
+  int part;
 
-  __device__ __forceinline__ explicit Query(const u32* from) : memory(from) {
+  __device__ __forceinline__ explicit Query(const u32* from, int lane) : memory(from), part(lane % LANES) {
     if constexpr (IN_REGISTERS) {
 #pragma unroll
-      for (int i = 0; i < PLANES * WORDS; i++) word[i] = ~__ldg(from + i);
+      for (int i = 0; i < PLANES * MINE; i++) word[i] = ~__ldg(from + i / MINE * WORDS + word_of(i % MINE, part));
     }
   }
 
-  __device__ __forceinline__ u32 inverted(int plane, int w) const {
+  __device__ __forceinline__ u32 inverted(int plane, int i) const {
     if constexpr (IN_REGISTERS) {
-      return word[plane * WORDS + w];
+      return word[plane * MINE + i];
     } else {
-      return ~__ldg(memory + plane * WORDS + w);
+      return ~__ldg(memory + plane * WORDS + word_of(i, part));
     }
   }
 };
 
-// The weighted matches of COUNT words of a key, from word `first` on.
+// Reads COUNT of a lane's words of the key at `from`, from its i-th on.
+template <int COUNT>
+__device__ __forceinline__ void load_share(const u32* from, int i, int part, u32 (&to)[COUNT]) {
+  if constexpr (LANES == 1) {
+    load_words<WORDS>(from + i, to);
+  } else {
+#pragma unroll
+    for (int w = 0; w < COUNT; w += 4) {
+      const uint4 x = __ldcs(reinterpret_cast<const uint4*>(from + word_of(i + w, part)));
+      to[w] = x.x, to[w + 1] = x.y, to[w + 2] = x.z, to[w + 3] = x.w;
+    }
+  }
+}
+
+// The weighted matches of COUNT of a lane's words of a key, from its word `first` on.
 template <int COUNT>
 __device__ __forceinline__ int matches(const u32 (&key)[COUNT], const Query& query, int first, const Weights& weights) {
 #ifdef HASHCORE_WEIGHTS
@@ -77,77 +112,209 @@ __device__ __forceinline__ int matches(const u32 (&key)[COUNT], const Query& que
 #endif
 }
 
-// Sums the matches of words [first, first + COUNT) of the key at `from`, and of every COUNT words after it that fit.
+// Sums the matches of the lane's words [first, first + COUNT) of the key at `from`, and of every COUNT after them.
 template <int COUNT>
 __device__ __forceinline__ int matches_from(const u32* from, const Query& query, int first, const Weights& weights) {
   int sum = 0;
   if constexpr (COUNT > 0) {
 #pragma unroll 1
-    for (int w = first; w + COUNT <= WORDS; w += COUNT) {
+    for (int w = first; w + COUNT <= MINE; w += COUNT) {
       u32 words[COUNT];
-      load_words<WORDS>(from + w, words);
+      load_share(from, w, query.part, words);
       sum += matches(words, query, w, weights);
     }
   }
   return sum;
 }
 
-// Scores the keys begin + u * stride, u < KEYS, that lie below end, and hands each (position, score) to `take`.
-template <class Take>
-__device__ __forceinline__ void score_keys(const u32* __restrict__ keys, const Query& query, const Weights& weights,
-                                           int begin, int end, int stride, Take take) {
-  u32 key[KEYS][BLOCK_WORDS];
+// The words of a lane of the keys first + u * SLICE, u < KEYS, as far as they are held at once.
+struct Held {
+  const u32* from;  // the row's keys
+  i64 step;         // words from one to the next
+  int first;        // this lane's first key
+  int end;          // no key from here on is read
+  u32 word[KEYS][BLOCK_WORDS];
+
+  __device__ __forceinline__ Held(const u32* keys, i64 step, int first, int end, int part)
+      : from(keys), step(step), first(first), end(end) {
+#pragma unroll
+    for (int u = 0; u < KEYS; u++) {
+#pragma unroll
+      for (int w = 0; w < BLOCK_WORDS; w++) word[u][w] = 0;
+      if (first + u * SLICE < end) load_share(from + (first + u * SLICE) * step, 0, part, word[u]);
+    }
+  }
+
+  // The score of key u, in all lanes that share it; some number if it is not before the end. The whole warp must call it.
+  __device__ __forceinline__ int score(int u, const Query& query, const Weights& weights) const {
+    int score = matches(word[u], query, 0, weights);
+    if constexpr (MINE > BLOCK_WORDS) {
+      if (first + u * SLICE < end) {
+        const u32* key = from + (first + u * SLICE) * step;
+        score += matches_from<BLOCK_WORDS>(key, query, BLOCK_WORDS, weights);
+        score += matches_from<REST>(key, query, MINE - REST, weights);
+      }
+    }
+#pragma unroll
+    for (int step = 1; step < LANES; step <<= 1) score += __shfl_xor_sync(FULL_WARP, score, step);
+    return score;
+  }
+};
+
+// ---- Candidates ----------------------------------------------------------------------------------------------------
+
+// Counts the scores of a block's first keys, adds them to the row's sample, and says above which score enough of the
+// sample lies. Every thread must call it.
+__device__ __forceinline__ u32 find_floor(const int (&score)[KEYS], u32 valid, u32* sample, int shift, int wanted,
+                                          int size) {
+  __shared__ u32 bins[SAMPLE_BINS];
+  __shared__ u32 found;
+  if (threadIdx.x < SAMPLE_BINS) bins[threadIdx.x] = 0;
+  __syncthreads();  // and the floor of the call before was read
+  if (threadIdx.x == 0) found = 0;
 #pragma unroll
   for (int u = 0; u < KEYS; u++)
-    if (begin + u * stride < end) load_words<WORDS>(keys + i64(begin + u * stride) * WORDS, key[u]);
+    if (valid >> u & 1) atomicAdd(&bins[score[u] >> shift], 1u);
+  __syncthreads();
+  const int bin = SAMPLE_BINS - 1 - int(threadIdx.x);  // the highest first
+  u32 count = 0, all;
+  if (bin >= 0) {
+    const u32 mine = bins[bin];
+    count = mine ? mine + atomicAdd(sample + bin, mine) : __ldcg(sample + bin);
+  }
+  const u32 above = scan_block(count, all);
+  const i64 share = i64(wanted) * all / size, enough = share + share / 4 + SPARE;
+  if (above < enough && i64(above) + count >= enough) found = u32(bin) << shift;
+  __syncthreads();
+  return found;
+}
+
+// What a block knows of its rows: lane q holds that of row q, or every lane that of the only one.
+struct Rows {
+  int low, high;
+  int wanted;
+  u32 floor;
+  u32 found;  // length of the warp's list so far
+};
+
+template <int GROUP, class T>
+__device__ __forceinline__ T of_row(T value, int q) {
+  if constexpr (GROUP == 1) return value;
+  return __shfl_sync(FULL_WARP, value, q);
+}
+
+// Appends the candidates among a warp's keys to its list, and returns the list's length. The whole warp must call it.
+__device__ __forceinline__ u32 append(const int (&score)[KEYS], u32 valid, u32 floor, u32 found, u32* list,
+                                      int offset) {
+  const u32 below = (1u << (threadIdx.x & 31)) - 1;
 #pragma unroll
   for (int u = 0; u < KEYS; u++) {
-    const int i = begin + u * stride;
-    if (i >= end) continue;
-    int score = matches(key[u], query, 0, weights);
-    if constexpr (WORDS > BLOCK_WORDS) {
-      score += matches_from<BLOCK_WORDS>(keys + i64(i) * WORDS, query, BLOCK_WORDS, weights);
-      score += matches_from<REST>(keys + i64(i) * WORDS, query, WORDS - REST, weights);
-    }
-    take(i, score);
+    const bool chosen = valid >> u & 1 && u32(score[u]) >= floor;
+    const u32 lanes = __ballot_sync(FULL_WARP, chosen);
+    if (chosen) list[found + __popc(lanes & below)] = u32(score[u]) << 16 | u32(offset + u * SLICE);
+    found += __popc(lanes);
   }
+  return found;
 }
 
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)
-    score_count(const u32* __restrict__ query, const u32* __restrict__ keys, u16* __restrict__ scores,
-                u32* __restrict__ totals, u32* __restrict__ table, RowMap map, Window window, Weights weights,
-                Levels levels, i64 score_stride, i32 first_row) {
-  __shared__ __align__(16) u32 counts[MAX_BINS];
-  const int row = blockIdx.x, splits = gridDim.y, bins = levels.bins[0], shift = levels.shift[0];
-  const Range range = eligible(window, first_row + row);
-  const Chunk chunk = chunk_of(range, splits, blockIdx.y);
-  if (chunk.empty) return;  // nobody reads its table
-  const Operands at = operands(query, keys, map, first_row + row);
-  const Query planes(at.query);
-  clear_counts(counts, bins);
-  u16* out = scores + row * score_stride;
-  const int begin = chunk.begin > range.low ? chunk.begin : range.low;
+// One row of a group over the keys that are held.
+template <int GROUP>
+__device__ __forceinline__ void take_row(const Held& held, const Query& query, const Weights& weights, Rows& rows,
+                                         int q, bool first_turn, i64 slot, const Range& mine, const Space& space) {
+  const int lane = threadIdx.x & 31;
+  const int low = of_row<GROUP>(rows.low, q), high = of_row<GROUP>(rows.high, q);
+  int score[KEYS];
+  u32 valid = 0;
+#pragma unroll
+  for (int u = 0; u < KEYS; u++) {
+    score[u] = held.score(u, query, weights);
+    const int i = held.first + u * SLICE;
+    valid |= u32(i < held.end && i >= low && i < high && lane % LANES == 0) << u;
+  }
+  const bool own = GROUP == 1 || lane == q;
+  if (first_turn) {
+    const int wanted = of_row<GROUP>(rows.wanted, q);
+    const u32 floor = find_floor(score, valid, space.sample + slot * SAMPLE_BINS, space.shift, wanted, high - low);
+    if (own) rows.floor = floor;
+  }
+  const u32 floor = of_row<GROUP>(rows.floor, q), found = of_row<GROUP>(rows.found, q);
+  const u32 length = append(score, valid, floor, found, space.lists + slot * space.stride + mine.low,
+                            held.first - mine.low);
+  if (own) rows.found = length;
+}
+
+template <int GROUP>
+__device__ __forceinline__ Rows rows_of(const Group& group, const Window& window, const Selection& selection) {
+  const int q = GROUP == 1 ? 0 : threadIdx.x & 31;
+  if (q >= group.count) return {0, 0, 0, 0, 0};
+  const Range range = eligible(window, group.row + q);
+  return {range.low, range.high, selected(selection, range, group.row + q), 0, 0};
+}
+
+template <int GROUP>
+__device__ __forceinline__ void list_group(const u32* __restrict__ query, const u32* __restrict__ keys,
+                                           const RowMap& map, const Window& window, const Selection& selection,
+                                           const Weights& weights, const Space& space, const Groups& groups) {
+  const Group group = group_of(groups, blockIdx.x);
+  const Range whole = reach(window, group);
+  const Cut cut(whole, gridDim.y);
+  if (cut.keys(blockIdx.y * WARPS).size() == 0) return;  // nobody looks for this block's lists
+  const int lane = threadIdx.x & 31, list = blockIdx.y * WARPS + int(threadIdx.x >> 5);
+  const Range mine = cut.keys(list);
+  const Operands at = operands(query, keys, map, group.row);
+  const i64 slot = i64(blockIdx.x) * groups.size, step = GROUP == 1 ? 0 : map.query[3];
+  Rows rows = rows_of<GROUP>(group, window, selection);
+  const Query only(at.query, lane);
+  bool first_turn = true;  // in which the whole block takes part, with keys or without
+  Held held(at.keys, map.key, mine.low + lane / LANES, mine.high, lane % LANES);
 #pragma unroll 1
-  for (int i = begin + threadIdx.x; i < chunk.end; i += KEYS * SELECT_THREADS) {
-    score_keys(at.keys, planes, weights, i, chunk.end, SELECT_THREADS, [&](int position, int score) {
-      out[position] = u16(score);
-      atomicAdd(&counts[score >> shift], 1u);
-    });
+  for (int first = mine.low; first_turn || first < mine.high; first += KEYS * SLICE) {
+    const Held next(at.keys, map.key, held.first + KEYS * SLICE, mine.high, lane % LANES);
+    if constexpr (GROUP == 1) {
+      if (rows.wanted) take_row<1>(held, only, weights, rows, 0, first_turn, slot, mine, space);
+    } else {
+#pragma unroll 1
+      for (int q = 0; q < group.count; q++)
+        if (of_row<GROUP>(rows.wanted, q))
+          take_row<GROUP>(held, Query(at.query + q * step, lane), weights, rows, q, first_turn, slot + q, mine, space);
+    }
+    held = next;
+    first_turn = false;
   }
   let_dependents_start();
-  publish_counts(counts, bins, totals + i64(row) * levels.width,
-                 table + (i64(row) * splits + blockIdx.y) * levels.width);
+  const i64 row = (slot + (GROUP == 1 ? 0 : lane)) * gridDim.y + blockIdx.y;
+  if (lane >= group.count) return;
+  space.counts[row * WARPS + (threadIdx.x >> 5)] = rows.found;
+  if (threadIdx.x < 32) space.floors[row] = rows.floor;
 }
 
-extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)
+#define LIST_KERNEL(name, GROUP)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)                                                    \
+      name(const u32* __restrict__ query, const u32* __restrict__ keys, RowMap map, Window window,                   \
+           Selection selection, Weights weights, Space space, Groups groups) {                                       \
+    list_group<GROUP>(query, keys, map, window, selection, weights, space, groups);                                  \
+  }
+
+LIST_KERNEL(list_candidates, 1)
+LIST_KERNEL(list_candidates_shared, MAX_GROUP)
+
+// ---- All scores ----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     score_all(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ scores, RowMap map,
               Weights weights, i32 n) {
   const Operands at = operands(query, keys, map, blockIdx.x);
-  const Query planes(at.query);
+  const int lane = threadIdx.x & 31;
+  const Query planes(at.query, lane);
   i32* out = scores + i64(blockIdx.x) * n;
-  const i64 tile = KEYS * SELECT_THREADS;
+  const i64 tile = KEYS * SLICE * WARPS;
 #pragma unroll 1
-  for (i64 i = blockIdx.y * tile + threadIdx.x; i < n; i += gridDim.y * tile)
-    score_keys(at.keys, planes, weights, int(i), n, SELECT_THREADS,
-               [&](int position, int score) { out[position] = score; });
+  for (i64 i = blockIdx.y * tile + KEYS * SLICE * (threadIdx.x >> 5); i < n; i += gridDim.y * tile) {
+    const Held held(at.keys, map.key, int(i) + lane / LANES, n, lane % LANES);
+#pragma unroll
+    for (int u = 0; u < KEYS; u++) {
+      const int score = held.score(u, planes, weights), at = held.first + u * SLICE;
+      if (at < n && lane % LANES == 0) out[at] = score;
+    }
+  }
 }

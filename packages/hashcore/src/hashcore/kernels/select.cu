@@ -1,11 +1,9 @@
-// Selection of the k best scores of each row (docs/algorithm.md, eq. 6), ties to the lowest index, indices ascending.
+// Selection of the k best of rows of int32 scores (docs/algorithm.md, eq. 6), ties to the lowest index, indices
+// ascending. A search selects for itself (score.cu).
 //
 // Integer scores need no sort: the histogram of the row says where the k-th best lies. A score is looked at through its
-// sort key, an unsigned integer of which higher is better, digit by digit from the top (Levels):
-//
-//   16-bit scores below MAX_BINS      1 digit     score_count -> select                       2 launches
-//   16-bit scores beyond              2 digits    score_count -> refine -> select             3 launches
-//   int32 scores of the caller        3 digits    count -> refine -> refine -> select         4 launches
+// sort key, an unsigned integer of which higher is better, in three digits from the top (Levels): count, twice more
+// among the keys that begin as the threshold does, select: four launches.
 //
 // totals u32 [rows][width]: how many eligible keys of the row have each digit, per level; level l counts only keys
 // whose higher digits are the threshold's. table u32 [rows][splits][width]: how many of a chunk's have at least each
@@ -21,35 +19,51 @@
 //   (4) The row's last block to come here clears totals and ticket for the next retrieval: no memset, no third launch.
 // No block waits for another, so nothing depends on the order in which they run.
 //
-// Bytes: 2 a token, once (the scores were just written: mostly from L2); per block the totals and 8 * splits of table.
-// 512K tokens x 4 rows: 4 MiB + 264 blocks x 4 KB = 5.3 MB, about 1 us at L2's rate, and three dependent
-// trips to L2, about 2 us together with the launch, which a programmatic launch overlaps with the scoring's tail.
+// Bytes: 4 a token and launch; per block the totals, its table and 8 * splits of the others'.
 #include "common.cuh"
 
-struct Selection {
-  const i32* k;  // one per row, or null: count
-  i32 count;
-  i32 width;  // slots of a row in the output
+constexpr int MIN_CHUNK = 128;  // chunks start at multiples of it: 512 bytes of scores
+
+// Cuts a range into `splits` chunks that start at multiples of VECTOR and are as equal as whole MIN_CHUNKs allow. The
+// cut follows the range and not the capacity: a long cache that is hardly filled still occupies every block.
+struct Chunk {
+  int begin;  // may lie before the range; positions below the range are skipped
+  int end;
+  bool empty;
 };
 
-// Where scores come from. load() reads VECTOR of them at once, a multiple of VECTOR from an aligned row; key() is the
-// sort key of one.
-struct Scores16 {
-  const u16* row;
-  struct Loaded {
-    u32 pair[VECTOR / 2];
-  };
+__device__ __forceinline__ Chunk chunk_of(const Range& range, int splits, int index) {
+  const int base = range.low & ~(VECTOR - 1);
+  const int length = range.size() ? range.high - base : 0;
+  const int step = (((length + splits - 1) / splits) + MIN_CHUNK - 1) & ~(MIN_CHUNK - 1);
+  const i64 begin = base + i64(step) * index;
+  if (length == 0 || begin >= range.high) return {range.high, range.high, true};
+  const i64 end = begin + step;
+  return {int(begin), end < range.high ? int(end) : range.high, false};
+}
 
-  __device__ __forceinline__ Loaded load(int i) const {
-    const uint4 x = __ldcg(reinterpret_cast<const uint4*>(row + i));
-    return {{x.x, x.y, x.z, x.w}};
-  }
-  __device__ __forceinline__ static u32 key(const Loaded& loaded, int j) {
-    return loaded.pair[j / 2] >> (j % 2 * 16) & 0xffffu;
-  }
-};
+// Adds a block's histogram to the row's, and writes how many of the block's keys have at least each digit: from that
+// table a later block reads what comes before it without looking at a score.
+__device__ __forceinline__ void publish_counts(const u32* counts, int bins, u32* totals, u32* table) {
+  __syncthreads();
+  const int group = bins / 4 - 1 - int(threadIdx.x);  // the highest digits first
+  uint4 c = {0, 0, 0, 0};
+  if (group >= 0) c = reinterpret_cast<const uint4*>(counts)[group];
+  u32 ignored;
+  const u32 above = scan_block(c.x + c.y + c.z + c.w, ignored);
+  if (group < 0) return;
+  const uint4 at_least = {above + c.w + c.z + c.y + c.x, above + c.w + c.z + c.y, above + c.w + c.z, above + c.w};
+  reinterpret_cast<uint4*>(table)[group] = at_least;
+  u32* t = totals + 4 * group;
+  if (c.x) atomicAdd(t, c.x);
+  if (c.y) atomicAdd(t + 1, c.y);
+  if (c.z) atomicAdd(t + 2, c.z);
+  if (c.w) atomicAdd(t + 3, c.w);
+}
 
-struct Scores32 {
+// A row of scores. load() reads VECTOR of them at once, a multiple of VECTOR from an aligned row; key() is the sort key
+// of one.
+struct Scores {
   const i32* row;
   struct Loaded {
     i32 score[VECTOR];
@@ -64,38 +78,6 @@ struct Scores32 {
     return u32(loaded.score[j]) ^ 0x80000000u;  // signed order as unsigned order
   }
 };
-
-__device__ __forceinline__ int selected(const Selection& selection, const Range& range, int row) {
-  const int k = clamp(selection.k ? selection.k[row] : selection.count, 0, selection.width);
-  return k < range.size() ? k : range.size();
-}
-
-struct Digit {
-  u32 value;
-  u32 above;  // keys of a higher digit
-};
-
-// Four totals of a thread, the highest digits to the first thread.
-__device__ __forceinline__ uint4 load_totals(const u32* totals, int bins) {
-  const int group = bins / 4 - 1 - int(threadIdx.x);
-  if (group < 0) return {0, 0, 0, 0};
-  return __ldcg(reinterpret_cast<const uint4*>(totals) + group);
-}
-
-// The digit of the `wanted`-th best key, 1 <= wanted <= the sum of the totals. Every thread must call it.
-__device__ __forceinline__ Digit find_digit(const uint4& totals, int bins, u32 wanted) {
-  __shared__ Digit found;
-  u32 ignored;
-  u32 above = scan_block(totals.x + totals.y + totals.z + totals.w, ignored);
-  const u32 count[4] = {totals.w, totals.z, totals.y, totals.x};
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    if (above < wanted && wanted <= above + count[j]) found = {u32(bins - 1 - 4 * int(threadIdx.x) - j), above};
-    above += count[j];
-  }
-  __syncthreads();
-  return found;  // written again only behind the barriers of the next scan
-}
 
 // The threshold's digits on levels [0, depth), alone and as one number, and how many keys of that prefix are wanted.
 struct Prefix {
@@ -121,7 +103,6 @@ __device__ __forceinline__ Prefix find_prefix(const u32* totals, uint4 loaded, c
 }
 
 // Counts digit `level` of the chunk's keys whose higher digits are the threshold's.
-template <class Scores>
 __device__ __forceinline__ void count_digit(Scores scores, u32* totals, u32* table, const Window& window,
                                             const Selection& selection, const Levels& levels, int level,
                                             int first_row) {
@@ -146,7 +127,7 @@ __device__ __forceinline__ void count_digit(Scores scores, u32* totals, u32* tab
   clear_counts(counts, bins);
 #pragma unroll 1
   for (int i = chunk.begin + VECTOR * int(threadIdx.x); i < chunk.end; i += VECTOR * SELECT_THREADS) {
-    const typename Scores::Loaded loaded = scores.load(i);
+    const Scores::Loaded loaded = scores.load(i);
 #pragma unroll
     for (int j = 0; j < VECTOR; j++) {
       const u32 key = Scores::key(loaded, j);
@@ -156,12 +137,6 @@ __device__ __forceinline__ void count_digit(Scores scores, u32* totals, u32* tab
   }
   publish_counts(counts, bins, totals + offset, table + offset);
 }
-
-// How many keys above the threshold, and how many equal to it, lie in the chunks before this one.
-struct Place {
-  u32 above;
-  u32 equal;
-};
 
 // Every thread must call it.
 __device__ __forceinline__ Place find_place(const u32* table, const Levels& levels, const Prefix& prefix, int chunk) {
@@ -187,14 +162,7 @@ __device__ __forceinline__ Place find_place(const u32* table, const Levels& leve
   return place;
 }
 
-// Which of a thread's VECTOR scores from `first` on are above the threshold, and which are equal to it.
-struct Marks {
-  u32 above;
-  u32 equal;
-};
-
-template <class Scores>
-__device__ __forceinline__ Marks mark(const typename Scores::Loaded& loaded, int first, int low, int high,
+__device__ __forceinline__ Marks mark(const Scores::Loaded& loaded, int first, int low, int high,
                                       u32 threshold) {
   Marks marks = {0, 0};
 #pragma unroll
@@ -207,8 +175,8 @@ __device__ __forceinline__ Marks mark(const typename Scores::Loaded& loaded, int
   return marks;
 }
 
-template <class Scores, class Index>
-__device__ __forceinline__ void compact(Scores scores, typename Scores::Loaded loaded, const Range& range,
+template <class Index>
+__device__ __forceinline__ void compact(Scores scores, Scores::Loaded loaded, const Range& range,
                                         const Chunk& chunk, const Prefix& prefix, Place place, i32* values,
                                         Index* indices) {
   constexpr int TILE = VECTOR * SELECT_THREADS;
@@ -216,36 +184,12 @@ __device__ __forceinline__ void compact(Scores scores, typename Scores::Loaded l
 #pragma unroll 1
   for (int first = chunk.begin + VECTOR * int(threadIdx.x); first - VECTOR * int(threadIdx.x) < chunk.end;
        first += TILE) {
-    const Marks marks = mark<Scores>(loaded, first, range.low, chunk.end, prefix.key);
+    const Marks marks = mark(loaded, first, range.low, chunk.end, prefix.key);
     if (first + TILE < chunk.end) loaded = scores.load(first + TILE);
-    u32 both;  // two counts of at most TILE in one scan
-    const u32 before = scan_block(u32(__popc(marks.above)) << 16 | u32(__popc(marks.equal)), both);
-    u32 above = place.above + (before >> 16), equal = place.equal + (before & 0xffffu);
-    for (u32 left = marks.above | marks.equal; left; left &= left - 1) {
-      const int j = __ffs(int(left)) - 1;
-      const bool better = marks.above >> j & 1;
-      if (better || equal < quota) {
-        const u32 slot = above + (equal < quota ? equal : quota);
-        values[slot] = scores.row[first + j];
-        indices[slot] = first + j;
-      }
-      if (better) {
-        above++;
-      } else {
-        equal++;
-      }
-    }
-    place.above += both >> 16;
-    place.equal += both & 0xffffu;
-  }
-}
-
-// Empty slots of the row: score 0, index -1, written by all its blocks.
-template <class Index>
-__device__ __forceinline__ void fill(i32* values, Index* indices, int from, int width) {
-  for (int slot = from + blockIdx.y * SELECT_THREADS + threadIdx.x; slot < width; slot += gridDim.y * SELECT_THREADS) {
-    values[slot] = 0;
-    indices[slot] = -1;
+    emit(marks, quota, place, [&](int j, u32 slot) {
+      values[slot] = scores.row[first + j];
+      indices[slot] = first + j;
+    });
   }
 }
 
@@ -263,7 +207,7 @@ __device__ __forceinline__ void clear_when_last(u32* totals, u32* ticket, int wi
   if (threadIdx.x == 0) *ticket = 0;
 }
 
-template <class Scores, class Index>
+template <class Index>
 __device__ __forceinline__ void select_row(Scores scores, u32* totals, const u32* table, u32* tickets, i32* values,
                                            Index* indices, const Window& window, const Selection& selection,
                                            const Levels& levels, int first_row) {
@@ -277,7 +221,7 @@ __device__ __forceinline__ void select_row(Scores scores, u32* totals, const u32
   const Chunk chunk = chunk_of(range, splits, blockIdx.y);
   const int wanted = selected(selection, range, first_row + row);
   if (wanted > 0 && !chunk.empty) {
-    typename Scores::Loaded loaded = {};
+    Scores::Loaded loaded = {};
     const int first = chunk.begin + VECTOR * int(threadIdx.x);
     if (first < chunk.end) loaded = scores.load(first);  // on their way while the threshold is found
     const Prefix prefix = find_prefix(totals, top, levels, levels.count, u32(wanted));  // (1)
@@ -288,27 +232,23 @@ __device__ __forceinline__ void select_row(Scores scores, u32* totals, const u32
   clear_when_last(totals, tickets + row, levels.width);  // (4)
 }
 
-#define COUNT_KERNEL(name, Scores, Element)                                                                        \
-  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)                                                  \
-      name(const Element* __restrict__ scores, u32* __restrict__ totals, u32* __restrict__ table, Window window,   \
-           Selection selection, Levels levels, i64 stride, i32 first_row, i32 level) {                             \
-    count_digit(Scores{scores + blockIdx.x * stride}, totals, table, window, selection, levels, level, first_row); \
-  }
+extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)
+    count_32(const i32* __restrict__ scores, u32* __restrict__ totals, u32* __restrict__ table, Window window,
+             Selection selection, Levels levels, i64 stride, i32 first_row, i32 level) {
+  count_digit(Scores{scores + blockIdx.x * stride}, totals, table, window, selection, levels, level, first_row);
+  let_dependents_start();
+}
 
 // scores: of the launch's first row, rows `stride` apart, 16-byte aligned. All else is of all rows, or of the launch's.
-#define SELECT_KERNEL(name, Scores, Element, Index)                                                              \
-  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)                                                \
-      name(const Element* __restrict__ scores, u32* __restrict__ totals, const u32* __restrict__ table,          \
-           u32* __restrict__ tickets, i32* __restrict__ values, Index* __restrict__ indices, Window window,      \
-           Selection selection, Levels levels, i64 stride, i32 first_row) {                                      \
-    wait_for_predecessor();                                                                                      \
+#define SELECT_KERNEL(name, Index)                                                                              \
+  extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)                                               \
+      name(const i32* __restrict__ scores, u32* __restrict__ totals, const u32* __restrict__ table,             \
+           u32* __restrict__ tickets, i32* __restrict__ values, Index* __restrict__ indices, Window window,     \
+           Selection selection, Levels levels, i64 stride, i32 first_row) {                                     \
+    wait_for_predecessor();                                                                                     \
     select_row(Scores{scores + blockIdx.x * stride}, totals, table, tickets, values, indices, window, selection, \
-               levels, first_row);                                                                               \
+               levels, first_row);                                                                              \
   }
 
-COUNT_KERNEL(count_16, Scores16, u16)
-COUNT_KERNEL(count_32, Scores32, i32)
-SELECT_KERNEL(select_16_32, Scores16, u16, i32)
-SELECT_KERNEL(select_16_64, Scores16, u16, i64)
-SELECT_KERNEL(select_32_32, Scores32, i32, i32)
-SELECT_KERNEL(select_32_64, Scores32, i32, i64)
+SELECT_KERNEL(select_32_32, i32)
+SELECT_KERNEL(select_32_64, i64)

@@ -55,6 +55,8 @@ class LayerHasher(nn.Module):
     """Which attention the training target sums: `kv` (over the group, as deployed) or `query` (each head alone)."""
     estimator = "straight-through"
     """What stands for the sign in training, if the config does not say (`hashtrain.surrogate`)."""
+    estimates_products = False
+    """Whether training scores estimate q . k, summed over the group; else they are in units of +-bits."""
     has_codes = True
     """Whether keys become bits, which is what decoding needs; an ablation may score something else."""
     remainder: Tensor
@@ -84,6 +86,10 @@ class LayerHasher(nn.Module):
             most_digits: that `transform` gives one dimension of a head.
         Raises: FloatingPointError if no context has finite queries and keys.
         """
+
+    def query_parameters(self) -> list[nn.Parameter]:
+        """Return what only queries are hashed with, of variants that can train keys alone; of others nothing."""
+        return []
 
     @torch.no_grad()
     def take_head(self, other: LayerHasher, head: int) -> None:
@@ -131,7 +137,7 @@ class LayerHasher(nn.Module):
     def soft_keys(self, k: Tensor) -> Tensor:
         """Hash keys [B, H, T, D], already those of the target's heads, with a slope: [B, H, T, bits].
 
-        The inner product of soft queries and soft keys is the deployed score in units of +-bits.
+        The inner product of soft queries and soft keys is the deployed score but for a factor of each row.
         """
         raise NotImplementedError
 

@@ -43,7 +43,8 @@ class Planes(LayerHasher):
         return hashcore.planes(weight, self.planes, check=not q.is_cuda)  # a check would wait for the device
 
     def soft_queries(self, q: Tensor) -> Tensor:
-        return quantised(self.query_weight(q), self.planes)
+        rounded, largest = quantised(self.query_weight(q), self.planes)
+        return rounded / largest
 
     def soft_keys(self, k: Tensor) -> Tensor:
         return self.sign(self.key(k))

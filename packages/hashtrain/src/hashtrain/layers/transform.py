@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import hashcore
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hashtrain import transform_coding
 from hashtrain.config import MAX_DIGITS, HasherConfig
@@ -38,6 +38,7 @@ class Transform(LayerHasher):
     Source: docs/algorithm.md, eq. 18, 19.
     """
 
+    estimates_products = True
     digits: Tensor
     """Binary digits of each coordinate, float32 [Hkv, C]: whole numbers that add up to `bits`. To change them, load."""
     coordinate: Tensor
@@ -70,13 +71,17 @@ class Transform(LayerHasher):
     def start(self, data: Capture, layer: int, most_digits: int = MAX_DIGITS) -> None:
         contexts = (data.read(context, layer)[:2] for context in range(min(len(data), CONTEXTS)))
         device = self.digits.device
-        found = transform_coding.moments((q.to(device), k.to(device)) for q, k in contexts)
-        key, bias, query, shared = transform_coding.start(found, self.bits, self.digits.shape[1], most_digits)
+        with torch.device("cpu"):  # the sums come from the device; small matrices and a loop of bits would wait for it
+            found = transform_coding.moments((q.to(device), k.to(device)) for q, k in contexts)
+            key, bias, query, shared = transform_coding.start(found, self.bits, self.digits.shape[1], most_digits)
         self.digits.copy_(shared)
         self._lay_out()
         self.key.r.copy_(key)
         self.key.b2.copy_(bias)
         self.query.r.copy_(query.repeat_interleave(self.group, 0))
+
+    def query_parameters(self) -> list[nn.Parameter]:
+        return list(self.query.parameters())
 
     def _lay_out(self) -> None:
         """Derive from `digits` which digit each bit is. Raises: ValueError if they are not what digits can be."""
@@ -113,7 +118,7 @@ class Transform(LayerHasher):
         return hashcore.planes(self.query_weight(q, per_query_head), self.planes, check=not q.is_cuda)
 
     def soft_queries(self, q: Tensor) -> Tensor:
-        return quantised(self.query_weight(q), self.planes)
+        return quantised(self.query_weight(q), self.planes)[0]
 
     def soft_keys(self, k: Tensor) -> Tensor:
         with torch.autocast(k.device.type, enabled=False):  # keys are centred after the product: bfloat16 would lose it

@@ -1,0 +1,81 @@
+// What the two launches of a search share: weights, groups of rows, and how their keys are cut into lists.
+#pragma once
+#include "common.cuh"
+
+struct Weights {
+  i32 of[8];
+};
+
+// ---- Groups of rows, and their lists -------------------------------------------------------------------------------
+
+constexpr int WARPS = SELECT_THREADS / 32;
+constexpr int MAX_GROUP = 8;       // queries that share the keys a block loads
+constexpr int MAX_SPLITS = 512;    // blocks of a row
+constexpr int SAMPLE_BINS = 256;   // two bins of a histogram of the last digits would cost more than they save
+constexpr u32 SPARE = 32;          // candidates of the sample beyond a quarter: small samples err
+static_assert(SAMPLE_BINS <= SELECT_THREADS);
+
+// Rows that lie side by side, `line` of them over the same keys, in groups of at most `size`; size 1: each row alone.
+struct Groups {
+  i32 first;  // group of the launch's first slot; a slot is a row's place in the workspace, `size` of them a group
+  i32 line;
+  i32 size;
+};
+
+struct Group {
+  int row;    // its first
+  int count;  // of rows
+};
+
+__device__ __forceinline__ Group group_of(const Groups& groups, int index) {
+  const int in_line = (groups.line + groups.size - 1) / groups.size;
+  const int line = (groups.first + index) / in_line, begin = (groups.first + index) % in_line * groups.size;
+  const int left = groups.line - begin;
+  return {line * groups.line + begin, left < groups.size ? left : groups.size};
+}
+
+// All positions that compete in any row of a group.
+__device__ __forceinline__ Range reach(const Window& window, const Group& group) {
+  Range all = eligible(window, group.row);
+  for (int i = 1; i < group.count; i++) {
+    const Range next = eligible(window, group.row + i);
+    if (next.size() == 0) continue;
+    if (all.size() == 0) all = next;
+    all.low = next.low < all.low ? next.low : all.low;
+    all.high = next.high > all.high ? next.high : all.high;
+  }
+  return all;
+}
+
+// How the positions of a group are cut into lists, as equal as whole slices allow. The cut follows the range and not the
+// capacity: a long cache that is hardly filled still occupies every warp.
+struct Cut {
+  int base;
+  int step;  // keys of a list, at most 2^16
+  int high;
+
+  __device__ __forceinline__ Cut(const Range& range, int splits) : base(range.low & ~(VECTOR - 1)), high(range.high) {
+    const int length = range.size() ? high - base : 0, lists = splits * WARPS;
+    step = ((length + lists - 1) / lists + 31) & ~31;
+    if (length == 0) high = base;
+  }
+  __device__ __forceinline__ Range keys(int list) const {
+    const i64 begin = base + i64(step) * list, end = begin + step;
+    return {int(begin < high ? begin : high), int(end < high ? end : high)};
+  }
+};
+
+__device__ __forceinline__ Range overlap(const Range& a, const Range& b) {
+  const int low = a.low > b.low ? a.low : b.low, high = a.high < b.high ? a.high : b.high;
+  return {low, high > low ? high : low};
+}
+
+// Addresses of a turn's workspace.
+struct Space {
+  u32* sample;  // [slots][SAMPLE_BINS]
+  u32* floors;  // [slots][splits]
+  u32* counts;  // [slots][splits][WARPS]
+  u32* lists;   // [slots][stride]
+  i64 stride;
+  i32 shift;    // a score's bin of the sample is score >> shift
+};

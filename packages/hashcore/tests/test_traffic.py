@@ -1,0 +1,42 @@
+"""The model of what a search moves: what was asked of it, and that its one estimate is what the kernels do."""
+
+import numpy as np
+import pytest
+from hashcore_samples import random_codes
+
+pytest.importorskip("torch", reason="the launches are described on torch tensors")
+from hashcore.cuda import layout, tensors, traffic
+
+torch = pytest.importorskip("torch")
+simulated = pytest.importorskip("simulated", reason="g++ is needed")
+
+PROCESSORS = {"A100": 108, "H200": 132, "L4": 58, "RTX 4090": 128}
+PLANES = [tuple(1 << p for p in range(count)) for count in range(1, 7)]
+
+
+@pytest.mark.parametrize("device", PROCESSORS)
+@pytest.mark.parametrize("weights", PLANES, ids=len)
+def test_a_search_moves_little_beside_the_codes(device, weights):
+    found = traffic.search(8, 131_072, 4, weights, 131_072 // 50, PROCESSORS[device])
+    assert found.codes == 8 * 131_072 * 16
+    assert found.beside <= 0.1
+
+
+@pytest.mark.parametrize("n", [65_536, 524_288, 2_097_152])
+def test_other_lengths(n):
+    assert traffic.search(8, n, 4, PLANES[5], n // 50, 132).beside <= 0.1
+
+
+@pytest.mark.parametrize("weights", [PLANES[2], PLANES[5]], ids=len)
+def test_the_kernels_list_as_many_candidates_as_predicted(monkeypatch, weights):
+    """Two blocks a row, each with its sample; random bits in all planes."""
+    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 2)
+    rng, n, k = np.random.default_rng(3), 16_384, 327
+    query, keys = (torch.from_numpy(random_codes(rng, 1, rows, 4)) for rows in (len(weights), n))
+    scratch = tensors.workspace(1, n, 4, weights, torch.device("cpu"), k)
+    out = torch.zeros(1, k, dtype=torch.int32), torch.zeros(1, k, dtype=torch.int32)
+    tensors.search(query, keys, k, weights, tensors.Bounds(), *out, scratch, simulated.Device())
+    space = layout.SearchSpace.plan(1, 1, n, k, 2)
+    listed = int(scratch[space.counts : space.counts + space.splits * layout.WARPS].sum())
+    assert k <= listed
+    assert listed == pytest.approx(traffic.candidates(n, 4, weights, k, space.splits), rel=0.25)

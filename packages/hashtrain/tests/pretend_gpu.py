@@ -1,0 +1,177 @@
+# ruff: noqa: PT008 a lambda says what the function in its place takes
+"""A CUDA device that is not there, with numbers: tensors that say they lie on it, and keep values in host memory.
+
+torch's fake tensors hold no numbers, so they end at the first one that is asked for. These go on: every operator runs
+on the CPU, after a check that its tensors lie together, and what waits for the device is listed. Gradients are not
+worked out, for autograd would ask the device for its streams: they are zero.
+"""
+
+import contextlib
+import types
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_flatten, tree_map
+
+CUDA = torch.device("cuda", 0)
+PROPERTIES = types.SimpleNamespace(name="pretended", major=9, minor=0, multi_processor_count=132, total_memory=1 << 36)
+MOVES = ("_to_copy", "to", "copy_")
+"""Operators whose tensors may lie on two devices."""
+WAITS = ("_local_scalar_dense", "nonzero", "unique", "_unique2", "masked_select", "is_nonzero", "equal")
+"""Operators for whose result the host waits."""
+
+
+class MixedDevices(AssertionError):
+    """An operator got tensors of two devices."""
+
+
+class Pretended(torch.Tensor):
+    """A tensor of the device that is not there."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Pretended":
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=CUDA,
+        )
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was called outside pretend_gpu")
+
+
+class Device(TorchDispatchMode):
+    """Runs operators on the CPU, whatever their tensors say, and lists waits and copies between host and device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.copies: list[str] = []
+        self.launches: list[str] = []
+        self.generators: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[-1]
+        given = tree_flatten((args, kwargs))[0]
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        ours = any(isinstance(x, Pretended) for x in tensors)
+        asked = next((x for x in given if isinstance(x, torch.device)), None)
+        there = ours if asked is None else asked.type == "cuda"
+        self._check(name, tensors, ours, there, kwargs.get("generator"))
+        plain = tree_map(_plain, (args, dict(kwargs)))
+        found = func(*plain[0], **plain[1])
+        if name == "to" and ours and there and found is plain[0][0]:
+            return args[0]  # it is there already, in that type
+        if name == "copy_":
+            there = isinstance(args[0], Pretended)
+        if not there:
+            return args[0] if name == "copy_" else found
+        wrapped = tree_map(lambda x: Pretended(x) if isinstance(x, torch.Tensor) else x, found)
+        return return_and_correct_aliasing(func, args, kwargs, wrapped) if func._schema.is_mutable else wrapped
+
+    def _check(self, name: str, tensors: list[torch.Tensor], ours: bool, there: bool, generator: object) -> None:
+        """Refuse tensors of two devices, except numbers of no dimension, and write down what waits."""
+        mixed = ours and any(not isinstance(x, Pretended) and x.ndim for x in tensors)
+        if mixed and name not in MOVES:
+            places = ", ".join(f"{tuple(x.shape)} on {x.device}" for x in tensors)
+            raise MixedDevices(f"{name} got tensors of two devices: {places}")
+        if generator is not None and (generator._cdata in self.generators) != there:
+            raise MixedDevices(f"{name} draws on one device with the generator of another")
+        if ours and name in WAITS:
+            self.waits.append(name)
+        elif mixed or (name in ("_to_copy", "to") and ours != there):
+            self.copies.append("to" if there else "from")
+        elif ours:
+            self.launches.append(name)
+
+
+def _plain(x: object) -> object:
+    """Return what the CPU is given in place of an argument."""
+    return x.inner if isinstance(x, Pretended) else torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+@contextlib.contextmanager
+def pretend_gpu() -> Iterator[Device]:
+    """Pretend that there is one CUDA device."""
+    make, overwrite = torch.Generator, torch.__future__.get_overwrite_module_params_on_conversion()
+    device, kept = Device(), []
+
+    class Generator:  # a class: modules that are loaded meanwhile name it in annotations
+        def __new__(cls, where: object = "cpu") -> torch.Generator:
+            made = make()
+            if torch.device(where).type == "cuda":
+                kept.append(made)  # so that no other gets its address
+                device.generators.add(made._cdata)
+            return made
+
+    plain_list = torch.Tensor.tolist
+
+    def to_list(tensor: torch.Tensor) -> object:
+        if isinstance(tensor, Pretended):
+            device.waits.append("tolist")
+        return plain_list(tensor.inner if isinstance(tensor, Pretended) else tensor)
+
+    def backward(loss: torch.Tensor, *_: object, **__: object) -> None:
+        for leaf in leaves(loss):
+            leaf.grad = torch.zeros_like(leaf)
+
+    torch._C._ensureCUDADeviceGuardSet()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    with (
+        mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
+        mock.patch.object(torch.cuda, "is_available", lambda: True),
+        mock.patch.object(torch.cuda, "device_count", lambda: 1),
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_: True),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda *_: PROPERTIES),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        mock.patch.object(torch, "Generator", Generator),
+        mock.patch.object(torch, "inference_mode", torch.no_grad),  # its tensors cannot be wrapped
+        mock.patch.object(torch, "tensor", _moved(torch.tensor)),
+        mock.patch.object(torch, "as_tensor", _moved(torch.as_tensor)),
+        mock.patch.object(torch.Tensor, "backward", backward),
+        mock.patch.object(torch.Tensor, "tolist", to_list),
+        mock.patch.object(torch.cuda, "get_device_name", lambda *_: PROPERTIES.name),
+        device,
+    ):
+        try:
+            yield device
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(overwrite)
+
+
+def _moved(make):
+    """Return what makes a tensor of numbers on the host first: torch would go to the device behind our back."""
+
+    def made(data: object, *, device: object = None, **how: object) -> torch.Tensor:
+        if isinstance(data, Pretended):
+            return data if device is None else data.to(device)
+        where = torch.device(device) if device is not None else torch.empty(0).device
+        return make(data, device="cpu", **how).to(CUDA) if where.type == "cuda" else make(data, device=where, **how)
+
+    return made
+
+
+def leaves(loss: torch.Tensor) -> list[torch.Tensor]:
+    """List the parameters that a loss depends on."""
+    seen: set[object] = set()
+    found, left = [], [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        left += [after for after, _ in node.next_functions]
+    return found

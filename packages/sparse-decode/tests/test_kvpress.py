@@ -1,0 +1,125 @@
+"""kvpress itself beside `attach`: its published presses prune the cache of an attached model (group `kvpress`).
+
+Its presses read `cache_position`, which transformers has not handed to attention since 5.3: given to the model, it
+arrives there. Importing kvpress wraps every attention function of the process, ours too if it is registered: here that
+is undone after each test.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+from sparse_decode import Budget, attach
+from sparse_decode.interface import register
+from sparse_decode_doubles import Auditor, Calibrated, SignHasher, prompts, tiny_model
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+PROMPT, NEW = 40, 8
+LEFT = PROMPT // 2
+HALF = {"compression_ratio": 0.5}
+PRESSES = {
+    "knorm": lambda kvpress: kvpress.KnormPress(**HALF),
+    "streaming": lambda kvpress: kvpress.StreamingLLMPress(**HALF),
+    "snapkv": lambda kvpress: kvpress.SnapKVPress(**HALF, window_size=8),
+    "tova": lambda kvpress: kvpress.TOVAPress(**HALF),
+    "keydiff": lambda kvpress: kvpress.KeyDiffPress(**HALF),
+    "expected-attention": lambda kvpress: kvpress.ExpectedAttentionPress(**HALF),
+    "rerotated": lambda kvpress: kvpress.KeyRerotationPress(kvpress.KnormPress(**HALF)),
+}
+
+
+@pytest.fixture
+def kvpress(monkeypatch):
+    """kvpress, whose wrappers of the attention functions stand for this test alone."""
+    if importlib.util.find_spec("kvpress") is None:
+        pytest.skip("kvpress is not installed: uv sync --group kvpress")
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
+    import kvpress
+
+    ALL_ATTENTION_FUNCTIONS._local_mapping.clear()  # what the first import has wrapped
+    register()  # as if something had been attached before
+    kvpress.attention_patch.patch_attention_functions()
+    assert "sparse_decode" in ALL_ATTENTION_FUNCTIONS._local_mapping
+    return kvpress
+
+
+def run(model, press):
+    """Prefill and decode under a press; returns logits of each call, and the keys of each layer."""
+    cache, step = DynamicCache(config=model.config), prompts((PROMPT + NEW,) * 2)[0]
+    logits = []
+    with press(model):
+        for first, ids in zip([0, *range(PROMPT, PROMPT + NEW)], step.split([PROMPT] + [1] * NEW, 1), strict=True):
+            at = torch.arange(first, first + ids.shape[1])
+            given = {"position_ids": at[None], "cache_position": at, "attention_mask": None}
+            logits.append(model(ids, past_key_values=cache, **given).logits[:, -1])
+    return torch.stack(logits), [layer.keys for layer in cache.layers]
+
+
+@pytest.mark.parametrize("name", PRESSES)
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name, kv):
+    model = tiny_model()
+    dense, kept = run(model, PRESSES[name](kvpress))
+    with attach(model, SignHasher(), Budget(1.0), dense_layers=0, kv=kv):
+        logits, keys = run(model, PRESSES[name](kvpress))
+    assert {x.shape[2] for x in kept} == {LEFT + NEW}
+    torch.testing.assert_close(logits, dense, atol=1e-4, rtol=1e-4)
+    for found, expected in zip(keys, kept, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", PRESSES)
+@pytest.mark.parametrize("hasher", [SignHasher(), Calibrated()])
+def test_selections_behind_a_press_are_made_from_the_codes_of_what_it_left(kvpress, name, hasher, monkeypatch):
+    model, auditor = tiny_model(), Auditor(monkeypatch)
+    with attach(model, hasher, Budget(0.25, min_tokens=2), dense_layers=0) as attachment:
+        run(model, PRESSES[name](kvpress))
+    assert auditor.steps == 4 * NEW
+    visible = 2 * 4 * sum(range(LEFT + 1, LEFT + NEW + 1))  # two sequences, four query heads
+    assert {seen for _, seen in attachment.counts().values()} == {visible}
+
+
+def test_a_press_of_decode_steps(kvpress, monkeypatch):
+    """Every third step the cache falls back to 20 tokens; what is new since then is hashed, what was kept anew."""
+
+    def press():
+        return kvpress.DecodingPress(kvpress.KnormPress(), compression_interval=3, target_size=LEFT)
+
+    model = tiny_model()
+    dense, kept = run(model, press())
+    with attach(model, SignHasher(), Budget(1.0), dense_layers=0):
+        logits, _ = run(model, press())
+    assert kept[0].shape[2] == LEFT + NEW % 3
+    torch.testing.assert_close(logits, dense, atol=1e-4, rtol=1e-4)
+    auditor = Auditor(monkeypatch)
+    with attach(model, SignHasher(), Budget(0.25, min_tokens=2), dense_layers=0):
+        run(model, press())
+    assert auditor.steps == 4 * NEW
+
+
+def test_a_press_that_reads_attention_weights(kvpress):
+    model = tiny_model(implementation="eager")
+    press = kvpress.ObservedAttentionPress(**HALF)
+    dense, _ = run(model, press)
+    with attach(model, SignHasher(), Budget(1.0), dense_layers=0):
+        torch.testing.assert_close(run(model, press)[0], dense, atol=1e-4, rtol=1e-4)
+
+
+def test_a_press_that_changes_keys_in_their_place(kvpress):
+    model = tiny_model()
+    press = kvpress.ThinKPress(key_channel_compression_ratio=0.5, window_size=8)
+    dense, kept = run(model, press)
+    assert any((x[:, :, :PROMPT] == 0).any() for x in kept)
+    with attach(model, SignHasher(), Budget(1.0), dense_layers=0):
+        torch.testing.assert_close(run(model, press)[0], dense, atol=1e-4, rtol=1e-4)
+
+
+def test_a_press_that_masks_keys_head_by_head_is_refused(kvpress):
+    model = tiny_model()
+    press = kvpress.AdaKVPress(kvpress.KnormPress(**HALF))
+    with (
+        attach(model, SignHasher(), dense_layers=0),
+        pytest.raises(ValueError, match="use a press that removes keys"),
+    ):
+        run(model, press)

@@ -1,0 +1,110 @@
+# ruff: noqa: PT008 a lambda says what the function in its place takes
+"""What a decode step's calls cost the host, with a driver that does nothing: encode, search and attend of one layer.
+
+    uv run tools/host_cost.py            # prints microseconds, the least of many rounds
+
+There is no GPU in this: the launches reach a stand-in that says that all went well, and the tensors lie in host memory.
+What is measured is Python, torch's allocations and the packing of arguments: all that a launch waits for. The call of
+the real driver, about a microsecond a launch, and torch's dispatcher come on top.
+"""
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import hashcore
+import torch
+from hashcore.cuda import launch, tensors
+from hashtrain import HasherConfig, ModelShape
+from hashtrain.hasher import make_layer
+from hashtrain.layers.transform import Transform
+from sparse_decode import encode_cuda, gather
+
+KV_HEADS, GROUP, DIM, TOKENS, KEPT, BITS = 8, 4, 128, 4096, 82, 128
+ROUNDS, CALLS = 30, 100
+
+
+def stand_in() -> SimpleNamespace:
+    """Return a driver whose launches do nothing."""
+    result = SimpleNamespace(CUDA_SUCCESS=0)
+    names = ("cuLaunchKernel", "cuLaunchKernelEx")
+    config: Callable[[], Any] = SimpleNamespace
+    return SimpleNamespace(CUresult=result, CUlaunchConfig=config, **{name: lambda *_: (0,) for name in names})
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    """Return the three calls of a layer of Llama-3-8B's shape."""
+    layer = make_layer(HasherConfig("transform", ModelShape(1, KV_HEADS * GROUP, KV_HEADS, DIM)), 0, 0)
+    assert isinstance(layer, Transform)
+    with torch.no_grad():
+        weights, digits = encode_cuda._weights(layer.query), encode_cuda._digits(layer)
+        key_weights = encode_cuda._weights(layer.key)
+    q = torch.zeros(1, KV_HEADS * GROUP, 1, DIM, dtype=torch.bfloat16)
+    k = torch.zeros(1, KV_HEADS, 1, DIM, dtype=torch.bfloat16)
+    keys = torch.zeros(1, KV_HEADS, TOKENS, BITS // 32, dtype=torch.int32)
+    new_code = keys[:, :, -1:]
+    planes = torch.zeros(1, KV_HEADS, layer.planes, BITS // 32, dtype=torch.int32)
+    out = (torch.zeros(1, KV_HEADS, KEPT, dtype=torch.int32), torch.zeros(1, KV_HEADS, KEPT, dtype=torch.int64))
+    cache = torch.zeros(1, KV_HEADS, TOKENS, DIM, dtype=torch.bfloat16)
+    plane_weights = tuple(1 << p for p in range(layer.planes))
+    bounds, chosen = tensors.Bounds(TOKENS, 0, 1, 4), out[1][:, :, None]
+
+    def run(launches: Any, device: object, folder: Any = launch.HASHCORE_KERNELS) -> None:
+        launch.run(launches, torch.device("cuda", 0), folder)
+
+    def encode() -> None:
+        encode_cuda.hash_keys(k, key_weights, digits, new_code, run=run)
+        encode_cuda.hash_queries(q, weights, digits, BITS, GROUP, layer.planes, run)
+
+    def search() -> None:
+        tensors.search(planes, keys, KEPT, plane_weights, bounds, *out, run=run)
+
+    def attend() -> None:
+        gather.attend(q, cache, cache, chosen, 0.1, None, None, ends=(1, 4), run=run)
+
+    return {"encode": encode, "search": search, "attend": attend}
+
+
+def least(call: Callable[[], object]) -> float:
+    """Return microseconds of a call: the least mean of many rounds, since others may use the machine."""
+    call()
+    rounds = []
+    for _ in range(ROUNDS):
+        begun = time.perf_counter()
+        for _ in itertools.repeat(None, CALLS):
+            call()
+        rounds.append((time.perf_counter() - begun) / CALLS)
+    return min(rounds) * 1e6
+
+
+def measured() -> dict[str, float]:
+    """Measure all three calls."""
+    torch.set_num_threads(1)
+    driver = stand_in()
+    with (
+        mock.patch.object(launch, "_driver", lambda: driver),
+        mock.patch.object(launch, "_current_device", lambda: 0),
+        mock.patch.object(launch, "_current_stream", lambda index: 0),
+        mock.patch.object(launch, "_starts_early", lambda index: True),
+        mock.patch.object(launch, "_bind", lambda index: None),
+        mock.patch.object(launch, "_programmatic", lambda: None),
+        mock.patch.object(launch, "_function", lambda *_: None),
+    ):
+        return {name: round(least(call), 1) for name, call in calls().items()}
+
+
+def main() -> int:
+    found = measured()
+    for name, microseconds in found.items():
+        print(f"{name:8} {microseconds:6.1f} us")
+    print(json.dumps({**found, "together": round(sum(found.values()), 1), "hashcore": hashcore.__version__}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
