@@ -75,7 +75,10 @@ def attach(
         kv: where the sparse layers of dynamic caches keep keys and values. "host": in host memory, pinned if there is
             a GPU; codes stay on the device, and a sparse step brings over only the rows that it selected.
         remainder: add what each selection leaves out, as one token of mean value and estimated weight (eq. 15, 16),
-            if the hasher has been calibrated for it, as those of `hashtrain` are; `Attachment.remainder` says so.
+            if the hasher has been calibrated for it, as those of `hashtrain` are; `Attachment.remainder` says so. A
+            mask must then go on showing and hiding what it showed and hid: a decode step on CUDA does not look at one
+            that changed for earlier tokens, and the layer's output is NaN in that row for as long as the cache is used.
+            On the CPU the sums are made anew; a compiled step there is refused.
         kernel: what attends. "gather": our own kernels, and for dense calls what the model uses. "flash": flash-attn
             (extra `sparse-decode[flash]`) for dense calls and over rows that torch gathers, as in the paper: on CUDA
             in 16-bit types, without padding, remainder, learned sinks, sliding layers, static caches.

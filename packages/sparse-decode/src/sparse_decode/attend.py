@@ -28,7 +28,7 @@ from torch import Tensor
 
 from sparse_decode import attend_kernels, gather
 from sparse_decode.compiled import run
-from sparse_decode.positions import include
+from sparse_decode.positions import include, readable
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LIKE = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
@@ -114,7 +114,8 @@ def attend(
     rest = (None,) * 4 if left_out is None else left_out
     always = (0, 0, ends) if isinstance(ends, Tensor) else (*ends, None)
     given = q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks, *rest, *always
-    result, logits = gather.OPERATOR(*given)
+    # On the CPU without torch's dispatcher, which costs more than all the rest of the call.
+    result, logits = (_on_cpu if readable(q) else gather.OPERATOR)(*given)
     if q.requires_grad:
         result = _NoBackward.apply(result, q)  # pyright: ignore[reportAssignmentType]
     return (result, logits) if facts else result  # pyright: ignore[reportReturnType]

@@ -26,6 +26,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLay
 from sparse_decode.buffer import GrowingBuffer
 from sparse_decode.modes import no_autocast, ordinary_tensors
 from sparse_decode.opaque import enrol, write_codes
+from sparse_decode.positions import readable
 from sparse_decode.remainder import RunningMoments, StaticMoments
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ class Encoder:
             return
         if at is None:
             codes.copy_(self(keys))
+        elif readable(at):
+            codes[:, :, int(at) : int(at) + keys.shape[2]] = self(keys)
         else:
             codes.index_copy_(2, at + torch.arange(keys.shape[2], device=at.device), self(keys))
 
@@ -260,8 +263,8 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         return self._codes.view()
 
     def _hash(self, keys: Tensor) -> None:
-        """Append the codes of keys [B, Hkv, t, D]; few are hashed to where they are to lie, once their size is."""
-        if keys.shape[2] > _LATER or not self.encoder.has_hashed:
+        """Append the codes of keys [B, Hkv, t, D]; on a GPU few are hashed to where they are to lie."""
+        if keys.shape[2] > _LATER or not self.encoder.has_hashed or readable(keys):
             return self._codes.append(self.encoder(keys))
         heads, words = self.encoder.code_shape(keys)
         like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)

@@ -116,13 +116,14 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> Output:
     """Attend, sparsely where the plan says so.
 
-    Args: as Hugging Face gives them; query [B, Hq, Q, D], key and value [B, Hkv, N, D], mask [B, 1, Q, N] or None.
+    Args: as Hugging Face gives them, in the order of its own functions: kvpress's wrapper gives dropout by its place.
+        Query [B, Hq, Q, D], key and value [B, Hkv, N, D], mask [B, 1, Q, N] or None.
     Returns: [B, Q, Hq, D], and attention weights only from dense eager attention.
     """
     call: Call | None = kwargs.pop(KEYWORD, None)
@@ -149,15 +150,15 @@ def attention(
     attention_mask = _as_wide(attention_mask, query, key)
     if not compiling:
         require_serves(module, call, query, key, value, attention_mask)
+    factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
     if not sparse_call:
-        _learn(call, key, value, attention_mask, length)
+        _learn(call, key, value, attention_mask, length, factor)
         return dense()
     if autocasts(query.device):  # as torch's own attention does
         host = isinstance(call.cache, HostLayer)  # whose keys and values stay what they are
         kind = key.dtype if host else torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(kind) for x in (query, key, value))
     plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
-    factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
     if compiling:
         codes = None if call.cache is None else call.codes(key)  # without a cache they are hashed inside
         moments = getattr(call.cache, "moments", None)
@@ -171,7 +172,7 @@ def attention(
         return _sparse(module, call, query, key, value, attention_mask, length, whole, factor, kwargs, dense)
 
 
-def _learn(call: Call, key: Tensor, value: Tensor, mask: Tensor | None, length: Tensor | None) -> None:
+def _learn(call: Call, key: Tensor, value: Tensor, mask: Tensor | None, length: Tensor | None, factor: float) -> None:
     """Tell a static cache's remainder of a prompt, so that no step has to catch up; a compiled prompt cannot."""
     held = call.cache
     if call.plan.remainder is None or length is None or not isinstance(held, CodedStaticLayer) or held.moments is None:
@@ -180,7 +181,7 @@ def _learn(call: Call, key: Tensor, value: Tensor, mask: Tensor | None, length: 
         held.moments.ready = False
     else:
         k, v, _ = trim(key, value, None, int(length))
-        call.plan.learn(k, v, mask, held.moments)
+        call.plan.learn(k, v, mask, held.moments, factor)
 
 
 def _all_room(call: Call | None, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
@@ -314,8 +315,8 @@ def flash_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> Output:
     """Attend densely through flash-attn, in the form that Hugging Face gives its attention functions."""

@@ -79,8 +79,8 @@ def add_token(
         keys, values, spread: the sums before it, as in `sparse_decode.remainder.Moments`.
         visible: tokens that each row sees, int64 [B, 1]; shown: which, bool [B, N]; None: all.
         before: of which of the earlier tokens the sums are, bool [B, N or one fewer]; None: of all.
-    Returns: the four sums with it, mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]: NaN
-        where the sums are not of the tokens that are shown.
+    Returns: the four sums with it, mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]. On CUDA
+        NaN, like the sums, in a row whose sums are not of the tokens that are shown: in one KV head at least.
     """
     outputs = _empty(q, slopes, k, v, keys, values, spread)
     _launch(q, slopes, k, v, (keys, values, spread), outputs, (visible, shown, before, None, None), run)
@@ -162,7 +162,7 @@ def _on_cuda_in_place(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: An
     return add_in_place(q, slopes, k, v, rest[:6], *rest[6:])
 
 
-def _on_cpu(
+def on_cpu(
     q: Tensor,
     slopes: Tensor,
     k: Tensor,
@@ -180,10 +180,10 @@ def _on_cpu(
     return outputs
 
 
-def _on_cpu_in_place(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def on_cpu_in_place(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     tokens, keys, values, spread, before, summed, visible, shown, length = rest
     n = int(length)
-    if int(summed) != n - 1 or not torch.equal(before[:, : n - 1], shown[:, : n - 1]):
+    if int(summed[0]) != n - 1 or not torch.equal(before[:, : n - 1], shown[:, : n - 1]):
         raise ValueError(
             "the tokens that a compiled step sees must be those of the step before and a new one, got a mask that "
             "changed behind it; call the model once without the compiler, or attach with remainder=False"
@@ -226,8 +226,8 @@ LIBRARY.define(
 )
 LIBRARY.define(f"add_in_place({_STEP}, {_SUMS}, Tensor visible, Tensor shown, Tensor length) -> (Tensor, Tensor)")
 for _name, _cpu, _cuda, _fake in (
-    ("add_token", _on_cpu, _on_cuda, _empty),
-    ("add_in_place", _on_cpu_in_place, _on_cuda_in_place, lambda q, s, k, v, t, keys, *_: _empty_means(q, v, keys)),
+    ("add_token", on_cpu, _on_cuda, _empty),
+    ("add_in_place", on_cpu_in_place, _on_cuda_in_place, lambda q, s, k, v, t, keys, *_: _empty_means(q, v, keys)),
 ):
     LIBRARY.impl(_name, _cpu, "CPU")
     LIBRARY.impl(_name, _cuda, "CUDA")

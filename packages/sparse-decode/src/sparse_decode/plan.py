@@ -232,9 +232,10 @@ class LayerPlan:
         here = self.tally.device == x.q.device and self.kernel == "gather"
         return here and ready and placed and self._is_step(x) and self.selector.traceable(self.layer, x.q)
 
-    def learn(self, k: Tensor, v: Tensor, mask: Tensor | None, moments: StaticMoments) -> None:
+    def learn(self, k: Tensor, v: Tensor, mask: Tensor | None, moments: StaticMoments, scaling: float) -> None:
         """Sum a prompt's keys and values for the remainder of a static cache, so that no step has to catch up."""
         if self.remainder is not None:
+            self._coefficients(k.device, scaling)  # a compiled step can hold them only if they are in place
             rows, n = (1 if mask is None else mask.shape[2]), k.shape[2]
             seen = None if mask is None else visible_rows(mask, rows - 1, rows, rows, n, k.device)
             moments.learn(k, v, None if seen is None else seen[:, 0, 0].expand(len(k), n))

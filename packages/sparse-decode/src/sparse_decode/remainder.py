@@ -145,7 +145,7 @@ class RunningMoments:
         """Return what `rows` returns for the last row, if its token alone is new.
 
         In one kernel. Args: as those of `rows`; sight: what the rows see, None for all. Returns: None if there is more
-        to do; on a GPU, where it cannot be looked at, sums of tokens that are no longer those shown give NaN.
+        to do; on a GPU, where it cannot be looked at, sums of tokens that are no longer those shown become NaN.
         """
         n, sums = k.shape[2], self._sums
         shown, visible = (None, None) if sight is None else (sight.tokens, sight.visible)
@@ -159,7 +159,8 @@ class RunningMoments:
             return None
         given = (x.detach() for x in (q[:, :, 0], slopes, k, v))
         # Not in place: whoever was given the sums may keep them.
-        *found, mean_keys, rest = moments.OPERATORS.add_token(*given, *sums[1:], visible, shown, self._seen)
+        add = moments.on_cpu if readable(q) else moments.OPERATORS.add_token  # there, without torch's dispatcher
+        *found, mean_keys, rest = add(*given, *sums[1:], visible, shown, self._seen)
         self._sums, self._seen, self.length = Moments(*found), shown, n
         return mean_keys[:, :, None], rest[:, :, None]
 
@@ -230,7 +231,7 @@ class StaticMoments:
 
     Attributes:
         tensors: those of `Moments`; which tokens they count, bool [B, N]; and of how many tokens they are, padding
-            included, int64 [].
+            included, int64 [B], the same for all: on CUDA each row looks at its own.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -242,7 +243,9 @@ class StaticMoments:
     def empty(cls, keys: Tensor, values: Tensor) -> StaticMoments:
         """Make the sums for a cache of keys [B, Hkv, N, D] and values [B, Hkv, N, Dv], of no token yet."""
         seen = keys.new_zeros(keys.shape[0], keys.shape[2], dtype=torch.bool)
-        return cls([*Moments.none(keys, values, keys.device), seen, keys.new_zeros((), dtype=torch.int64)])
+        return cls(
+            [*Moments.none(keys, values, keys.device), seen, keys.new_zeros(max(1, len(keys)), dtype=torch.int64)]
+        )
 
     @torch.no_grad()
     def rows(
@@ -264,8 +267,8 @@ class StaticMoments:
     def _running(self) -> RunningMoments:
         running = RunningMoments()
         *sums, counted, length = self.tensors
-        if int(length):
-            running.load(Moments(*sums), counted[:, : int(length)])
+        if n := int(length[0]):
+            running.load(Moments(*sums), counted[:, :n])
         return running
 
     def _store(self, running: RunningMoments) -> None:
@@ -284,13 +287,14 @@ class StaticMoments:
         if readable(q) and not self._is_next(sight, int(length) - 1):
             return None
         given = q[:, :, 0], slopes, k, v, *self.tensors, sight.visible, sight.tokens, length
-        mean_keys, rest = moments.OPERATORS.add_in_place(*given)
+        add = moments.on_cpu_in_place if readable(q) else moments.OPERATORS.add_in_place
+        mean_keys, rest = add(*given)
         return mean_keys[:, :, None], rest[:, :, None]
 
     def _is_next(self, sight: Seen, at: int) -> bool:
         """Say whether the sums are of the tokens before number `at` that are visible now."""
         *_, counted, length = self.tensors
-        return int(length) == at and torch.equal(counted[:, :at], sight.tokens[:, :at])
+        return int(length[0]) == at and torch.equal(counted[:, :at], sight.tokens[:, :at])
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the sums by a change of the order of their rows."""

@@ -9,8 +9,8 @@
 // given those may keep them: a number is read and written by one thread.
 //
 // With padding, n differs by row (`visible`), and the token joins only the rows that are `shown` it. The sums must be of
-// the tokens that are shown now, but for the new one: a mask that changed behind them makes the results NaN, because
-// the host, which could sum anew, would have to wait to be told. The blocks of a row share the looking.
+// the tokens that are shown now, but for the new one: a mask that changed behind them makes results and sums NaN, for
+// good, because the host, which could sum anew, would have to wait to be told. The blocks of a row share the looking.
 //
 // add_token, grid B x Hkv, 256 threads: a thread has a column of the spread, or every PARTS-th row of one. Bytes: the
 // spread twice, 128 KB a head of 128 x 128, and two for each token of a row with padding.
@@ -63,12 +63,12 @@ struct Padding {
   u8* before;  // of which the sums are
   i64 before_batch;
   const i64* length;  // `tokens`, where the host does not know it: a static cache, whose sums are changed in place
-  i64* summed;        // of how many tokens the sums are
+  i64* summed;        // of how many tokens the sums of each row are
 };
 
 // Whether the sums of a row are of other tokens than those before number `at` that are shown; a block's share of them.
 __device__ __forceinline__ bool is_changed(const Padding& row, int batch, int head, int heads, i64 at) {
-  bool changed = blockIdx.x == 0 && row.summed && *row.summed != at;
+  bool changed = head == 0 && row.summed && row.summed[batch] != at;
   if (row.shown || row.before) {
     const int share = (int(at) + heads - 1) / heads, end = share * (head + 1) < int(at) ? share * (head + 1) : int(at);
 #pragma unroll 8
@@ -104,14 +104,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float x = real(key[d]);
     const double sum = sums.keys[of_keys + d], whole = joins ? sum + x : sum;
     far_k[d] = joins ? float(x - sum * old_each) * weight : 0.0f;
-    to.keys[of_keys + d] = whole;
+    to.keys[of_keys + d] = whole + spoilt;
     to.mean_keys[of_keys + d] = float(whole * each) + spoilt;
   }
   for (int i = thread; i < VALUE_DIM; i += THREADS) {
     const float x = real(value[i]);
     const double sum = sums.values[of_values + i], whole = joins ? sum + x : sum;
     far_v[i] = joins ? float(x - sum * old_each) : 0.0f;
-    to.values[of_values + i] = whole;
+    to.values[of_values + i] = whole + spoilt;
     mean_v[i] = float(whole * each) + spoilt;
   }
   for (int i = thread; i < token.group * DIM; i += THREADS) {
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (head == 0 && thread == 0) {
     to.tokens[batch] = n;
     if (row.summed) row.before[batch * row.before_batch + at] = joins;
-    if (row.summed && batch == 0) *row.summed = at + 1;  // block 0 alone has read it
+    if (row.summed) row.summed[batch] = at + 1;  // this block alone has read it
   }
   __syncthreads();
 
