@@ -104,19 +104,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float x = real(key[d]);
     const double sum = sums.keys[of_keys + d], whole = joins ? sum + x : sum;
     far_k[d] = joins ? float(x - sum * old_each) * weight : 0.0f;
-    to.keys[of_keys + d] = whole + spoilt;
+    to.keys[of_keys + d] = whole;
     to.mean_keys[of_keys + d] = float(whole * each) + spoilt;
   }
   for (int i = thread; i < VALUE_DIM; i += THREADS) {
     const float x = real(value[i]);
     const double sum = sums.values[of_values + i], whole = joins ? sum + x : sum;
     far_v[i] = joins ? float(x - sum * old_each) : 0.0f;
-    to.values[of_values + i] = whole + spoilt;
+    to.values[of_values + i] = whole;
     mean_v[i] = float(whole * each) + spoilt;
   }
   for (int i = thread; i < token.group * DIM; i += THREADS) {
     const int g = i / DIM, d = i % DIM;
     steep[g][d] = real(token.q[(first + g) * DIM + d]) * token.slopes[head * token.group + g] * float(each);
+  }
+  if (spoilt != spoilt) {  // each thread over what it wrote itself
+    for (int d = thread; d < DIM; d += THREADS) to.keys[of_keys + d] = spoilt;
+    for (int i = thread; i < VALUE_DIM; i += THREADS) to.values[of_values + i] = spoilt;
   }
   if (head == 0 && thread == 0) {
     to.tokens[batch] = n;
