@@ -19,7 +19,7 @@ from unittest import mock
 
 import hashcore
 import torch
-from hashcore.cuda import launch, tensors
+from hashcore.cuda import launch, source, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.hasher import make_layer
 from hashtrain.layers.transform import Transform
@@ -54,7 +54,7 @@ def calls() -> dict[str, Callable[[], object]]:
     plane_weights = tuple(1 << p for p in range(layer.planes))
     bounds, chosen = tensors.Bounds(TOKENS, 0, 1, 4), out[1][:, :, None]
 
-    def run(launches: Any, device: object, folder: Any = launch.HASHCORE_KERNELS) -> None:
+    def run(launches: Any, device: object, folder: Any = source.HASHCORE_KERNELS) -> None:
         launch.run(launches, torch.device("cuda", 0), folder)
 
     def encode() -> None:

@@ -47,7 +47,7 @@ def repair(
     device = hasher.remainder.device
     best = _mass(hasher, layer, data, fraction)
     taken: dict[int, str] = {}
-    makers: list[tuple[str, bool, Callable[[Transform], object]]] = [
+    makers: list[tuple[str, bool, Callable[[LayerHasher], object]]] = [
         (f"start of {most} digits", most == digits, lambda other, most=most: other.start(data, layer, most))
         for most in (digits, *(n for n in OTHER_DIGITS if n != digits))
     ]

@@ -1,4 +1,4 @@
-// Selection of the k best of each row of a search, among the candidates that score.cu listed (docs/algorithm.md, eq. 6):
+// Selection of the k best of each row of a search, among the candidates that score.cu listed (algorithm.md, eq. 6):
 // ties to the lowest index, indices ascending. One source for all codes: only keys that were left out are scored here.
 //
 // select, grid rows x parts, blocks of 512. A block
@@ -255,7 +255,8 @@ __device__ __forceinline__ void select_row(const u32* query, const u32* keys, co
     const Cut cut(reach(window, group), splits);
     const u32 highest = load_floors(space.floors + i64(slot) * splits, cut, splits, floors);
     const Candidates of = {at.query, at.keys, map.key, space.lists + slot * space.stride,
-                           space.counts + i64(slot) * splits * WARPS, floors, offsets, codes.planes, codes.words, weights, range, cut,
+                           space.counts + i64(slot) * splits * WARPS, floors, offsets, codes.planes, codes.words,
+                           weights, range, cut,
                            splits * WARPS, highest};
     select_candidates(of, highest, offsets, counts, levels, u32(wanted), values, indices);
   }

@@ -47,7 +47,7 @@ __device__ __forceinline__ Range reach(const Window& window, const Group& group)
   return all;
 }
 
-// How the positions of a group are cut into lists, as equal as whole slices allow. The cut follows the range and not the
+// How the positions of a group are cut into lists, as equal as whole slices allow. The cut follows the range, not the
 // capacity: a long cache that is hardly filled still occupies every warp.
 struct Cut {
   int base;

@@ -4,16 +4,16 @@
 //
 // query u32 [rows][P][W], keys u32 [..][N][W] in rows that may repeat, with gaps or without (RowMap).
 //
-// A search is two launches, at any number of planes. Scores are not written: at 2 bytes a key they would be an eighth of
+// A search is two launches, at any number of planes. Scores are not written: 2 bytes a key would be an eighth of
 // what is read. A row's keys are cut into lists, one a warp.
 //
 // list_candidates, grid groups x splits, blocks of 512. A warp goes through its keys, KEYS * SLICE at a time.
 //   (1) The first of them are a sample: the block counts their scores in SAMPLE_BINS bins, adds them to the row's, and
-//       reads there what the row's other blocks have added so far. Where enough of the sample lies above, a quarter more
+//       reads there what the row's other blocks have added so far. Where enough of the sample is above, a quarter more
 //       than the row wants, is the block's floor.
 //   (2) Each key whose score is at least the floor is a candidate: score and offset in one word of the warp's list,
 //       which begins where the warp's keys do: a list of every key would fit. Ballots give the slots, in order.
-// A floor only saves bytes. If one turns out too high, the next launch scores again what it left out; so blocks need not
+// A floor only saves bytes. If one is too high, the next launch scores again what it left out; so blocks need not
 // wait for each other, and a sample of old numbers does no harm.
 //
 // Then select (choose.cu) finds the k best of each row among its candidates.
@@ -145,7 +145,7 @@ struct Held {
     }
   }
 
-  // The score of key u, in all lanes that share it; some number if it is not before the end. The whole warp must call it.
+  // The score of key u, in all lanes that share it; any number if it is not before the end. The whole warp calls it.
   __device__ __forceinline__ int score(int u, const Query& query, const Weights& weights) const {
     int score = matches(word[u], query, 0, weights);
     if constexpr (MINE > BLOCK_WORDS) {
