@@ -157,10 +157,11 @@ class RunningMoments:
                 return None
         elif not self._same(shown, len(k)):
             return None
-        given = (x.detach() for x in (q[:, :, 0], slopes, k, v))
+        query, slopes, k, v = (x.detach() for x in (q[:, :, 0], slopes, k, v))
         # Not in place: whoever was given the sums may keep them.
         add = moments.on_cpu if readable(q) else moments.OPERATORS.add_token  # there, without torch's dispatcher
-        *found, mean_keys, rest = add(*given, *sums[1:], visible, shown, self._seen)
+        before = sums.keys, sums.values, sums.spread
+        *found, mean_keys, rest = add(query, slopes, k, v, *before, visible, shown, self._seen)
         self._sums, self._seen, self.length = Moments(*found), shown, n
         return mean_keys[:, :, None], rest[:, :, None]
 
