@@ -1,5 +1,7 @@
 """Laws of the search: what score and topk give, whatever the order, the split and the threads (eq. 6, 13 and 14)."""
 
+from unittest import mock
+
 import hashcore
 import numpy as np
 import pytest
@@ -51,6 +53,49 @@ def test_search_equals_the_reference(data):
     k = data.draw(st.sampled_from([0, n // 3, n])) if data.draw(st.booleans()) else rng.integers(0, n + 1, rows)
     order = data.draw(st.sampled_from(ORDERS))
     assert_searches_as_reference(query, keys, k, weights, order=order, **ranges, **counts)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_a_shortlist_equals_the_reference(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    lead = data.draw(st.sampled_from([(), (2,), (2, 3)]))
+    words, planes = data.draw(st.sampled_from([4, 4, 4, 1, 2, 3, 5])), data.draw(st.integers(1, 8))
+    n = data.draw(st.sampled_from([100, 2047, 2048, 2112, 3000, 5000]))
+    query, keys = random_codes(rng, *lead, planes, words), random_codes(rng, *lead[-1:], n, words)
+    if data.draw(st.booleans()):  # first words that say little: many equal scores, and shortlists far longer than asked
+        query, keys = query & 3, keys & 3
+    weights = data.draw(st.sampled_from([None, tuple(int(w) for w in rng.integers(1, 50, planes))]))
+    rows = lead if weights else (*lead, planes)
+    lengths = rng.integers(n // 2, n + 1, rows)
+    ranges = data.draw(st.sampled_from([{}, dict(lengths=lengths, starts=rng.integers(0, lengths // 4))]))
+    counts = dict(sink=data.draw(st.integers(0, 2)), recent=data.draw(st.integers(0, 2)))
+    k = (
+        data.draw(st.sampled_from([0, 1, n // 50, n // 9, n]))
+        if data.draw(st.booleans())
+        else rng.integers(0, 99, rows)
+    )
+    how = dict(order=data.draw(st.sampled_from(ORDERS)), shortlist=data.draw(st.sampled_from([1, 2, 6, 1024])))
+    expected = reference.search(query, keys, k, weights, **how, **ranges, **counts)
+    assert_pairs(hashcore.search(query, keys, k, weights, **how, **ranges, **counts), expected)
+    if weights:  # in parts
+        bounds = ranges.get("lengths"), ranges.get("starts"), counts["sink"], counts["recent"]
+        wanted, best = validation.selection((*lead, n), k, *bounds), how["order"] == "best"
+        with mock.patch.object(cpu.threads, "GRAIN", 1):
+            parted = cpu.search(query, keys, weights, lead, wanted, best, workers=3, shortlist=how["shortlist"])
+        assert_pairs(parted, expected)
+
+
+def test_a_shortlist_that_misleads_is_left(rng):
+    """Where the sample says that others are best, fewer than k keys are on the list: then all keys are searched."""
+    keys = random_codes(rng, 4096, 4)
+    keys[::4, 0] = 0  # all that the sample sees match the query's first word
+    keys[4:, 0] = np.where(np.arange(4, 4096) % 4 > 0, -1, keys[4:, 0])
+    for k, times in ((1100, 1), (700, 2), (5, 1)):
+        for threads in (1, 4):
+            expected = reference.search(ZEROS, keys, k, shortlist=times)
+            wanted = validation.selection((1, 4096), k, None, None, 0, 0)
+            assert_pairs(cpu.search(ZEROS[:, None], keys, (1,), (1,), wanted, True, threads, times), expected)
 
 
 @pytest.mark.parametrize("n", LONG)

@@ -227,6 +227,7 @@ def search(
     sink: int = 0,
     recent: int = 0,
     order: str = "best",
+    shortlist: int | None = None,
     out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Find the k keys that score highest against each query: topk of score in one pass, without storing the scores.
@@ -238,24 +239,30 @@ def search(
         weights: positive integer weight of each plane, length P.
         lengths, starts, sink, recent: which keys of a row are eligible, as in topk.
         order: "best", highest score first and equal scores by ascending index; or "index", by ascending index.
+        shortlist: score in full only about this many times k of the eligible keys, the best by the first words of codes
+            and of the last four planes: faster where the first bits say most, and no longer exact. None: all keys.
         out: scores int32 and indices int64 or int32, both of the results' shape, to write to.
     Rows are [..., Q], or [...] with weights; k, lengths and starts are integers, or arrays of integers that broadcast
     to that shape.
     Returns: scores int32 and indices int64, [..., Q, K], or [..., K] with weights. K is k, or the largest k: a row that
         finds fewer ends in slots of score 0 and index -1.
     Raises: ValueError if the arguments do not fit each other, or sum(weights) * 32 * W is 2^16 or more.
-    Source: docs/algorithm.md, eq. 2, 4, 6, 13 and 14.
+    Source: docs/algorithm.md, eq. 2, 4, 6, 13, 14 and 20.
     """
     plain = type(query) is type(keys) is np.ndarray and type(k) is type(sink) is type(recent) is int
     if plain and lengths is starts is out is None and validation.are_plain_weights(weights):
-        found = _plain_search(query, keys, weights, (k, None, None, sink, recent), validation.order(order))
+        rows = k, None, None, sink, recent
+        found = _plain_search(query, keys, weights, rows, validation.order(order), validation.shortlist(shortlist))
         if found is not None:
             return found
     bounds = {"lengths": lengths, "starts": starts}
-    return _search(query, keys, k, weights, **bounds, sink=sink, recent=recent, order=order, out=out)
+    how = {"sink": sink, "recent": recent, "order": order, "shortlist": shortlist}
+    return _search(query, keys, k, weights, **bounds, **how, out=out)
 
 
-def _plain_search(query: Any, keys: Any, weights: Any, rows: tuple[Any, ...], best: bool) -> tuple[Any, Any] | None:
+def _plain_search(
+    query: Any, keys: Any, weights: Any, rows: tuple[Any, ...], best: bool, shortlist: int
+) -> tuple[Any, Any] | None:
     """Search numpy arrays that lie as the kernels read them; None if they do not.
 
     After a rival or a layer of a model has emptied the caches each step in Python takes microseconds, as long as the
@@ -263,7 +270,7 @@ def _plain_search(query: Any, keys: Any, weights: Any, rows: tuple[Any, ...], be
     """
     cpu = _numba_backend()
     layouts = (query.dtype, query.shape, query.strides), (keys.dtype, keys.shape, keys.strides)
-    plan = cpu.prepared.search(*layouts, weights, rows, best, cpu.threads.most())
+    plan = cpu.prepared.search(*layouts, weights, rows, best, cpu.threads.most(), shortlist)
     if not (plan.readable and query.flags.aligned and keys.flags.aligned):
         return None
     return cpu.run_search(plan, cpu.layout.address(query), cpu.layout.address(keys))
@@ -281,6 +288,7 @@ def _search(
     sink: int,
     recent: int,
     order: str,
+    shortlist: int | None,
     out: tuple[Array, Array] | None,
 ) -> tuple[Array, Array]:
     """Search arrays or tensors of any kind."""
@@ -289,6 +297,7 @@ def _search(
     (q, c, k, lengths, starts, values, indices), restore = validation.host_arrays(optional, query=query, keys=keys)
     rows = k, lengths, starts
     best, weights = validation.order(order), validation.integers("weights", weights)
+    times = validation.shortlist(shortlist)
 
     cpu = _numba_backend()
     q, c = cpu.layout.aligned(q), cpu.layout.readable(c)
@@ -297,10 +306,10 @@ def _search(
         compared = cpu.prepared.comparison(*layouts, weights)
         validation.score_bits(compared.weights, q.shape[-1])
         wanted = validation.asked((*compared.lead, c.shape[-2]), *rows, sink, recent)
-        plan = cpu.plan.filled(cpu.prepared.ragged_search(compared, wanted.width, best, most), wanted)
+        plan = cpu.plan.filled(cpu.prepared.ragged_search(compared, wanted.width, best, most, times), wanted)
     else:
         asked = validation.row_integers(*rows, sink, recent)
-        plan = cpu.prepared.search(*layouts, weights, asked, best, most)
+        plan = cpu.prepared.search(*layouts, weights, asked, best, most, times)
     if out is None:
         scores, found = cpu.run_search(plan, *cpu.layout.addresses(q, c))
         return restore(scores), restore(found)

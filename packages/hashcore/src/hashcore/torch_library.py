@@ -24,13 +24,13 @@ SCHEMAS = {
     "group_planes": "(Tensor codes) -> Tensor",
     "score": "(Tensor query, Tensor keys, int[]? weights) -> Tensor",
     "topk": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}) -> (Tensor, Tensor)",
-    "search": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best) "
-    "-> (Tensor, Tensor)",
+    "search": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, "
+    "SymInt shortlist) -> (Tensor, Tensor)",
     "pack_out": "(Tensor x, Tensor(a!) codes) -> ()",
     "score_out": "(Tensor query, Tensor keys, int[]? weights, Tensor(a!) scores) -> ()",
     "topk_out": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}, Tensor(a!) scores, Tensor(b!) indices) -> ()",
     "search_out": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, "
-    "Tensor(a!) scores, Tensor(b!) indices, Tensor(c!)? workspace) -> ()",
+    "SymInt shortlist, Tensor(a!) scores, Tensor(b!) indices, Tensor(c!)? workspace) -> ()",
 }
 
 
@@ -126,16 +126,17 @@ class Cpu:
     @staticmethod
     def search(*inputs: Any) -> None:  # as in the schema of search_out; the workspace is for CUDA
         query, keys, count, k, weights = inputs[:5]
-        scores, indices = inputs[12:14]
-        _copy(_search(query, keys, count if k is None else k, weights, *inputs[5:12]), (scores, indices))
+        scores, indices = inputs[13:15]
+        _copy(_search(query, keys, count if k is None else k, weights, *inputs[5:13]), (scores, indices))
 
 
 def _search(
     query: Any, keys: Any, k: Any, weights: Any, lengths: Any, starts: Any, length: int, start: int, sink: int,
-    recent: int, best: bool,
+    recent: int, best: bool, shortlist: int,
 ) -> Outputs:  # fmt: skip
     options = _range(lengths, starts, length, start, sink, recent)
-    return ops.search(query, keys, k, weights, order="best" if best else "index", **options)
+    order = "best" if best else "index"
+    return ops.search(query, keys, k, weights, order=order, shortlist=shortlist or None, **options)
 
 
 def _found_on_cpu(query: Any, keys: Any, count: int, k: Any, weights: Any, *options: Any) -> Outputs:
@@ -221,10 +222,10 @@ class Cuda:
 
     @staticmethod
     def search(*inputs: Any) -> None:
-        query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, scores, indices = inputs[
-            :14
-        ]
-        workspace = inputs[14] if len(inputs) > 14 else None
+        query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, shortlist = inputs[:13]
+        scores, indices, workspace = (*inputs[13:], None)[:3]
+        if shortlist:
+            raise NotImplementedError("on CUDA a search has no shortlist yet; leave shortlist=None")
         bounds = tensors.Bounds(
             length if lengths is None else lengths, start if starts is None else starts, sink, recent
         )

@@ -137,6 +137,7 @@ def search(
     sink: int = 0,
     recent: int = 0,
     order: str = "best",
+    shortlist: int | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -151,8 +152,8 @@ def search(
     checked, rows = _comparison(query, keys, weights)
     validation.score_bits(checked or (1,), query.shape[-1])
     wanted = _wanted((*rows, keys.shape[-2]), k, lengths, starts, sink, recent, indices)
-    best = validation.order(order)
-    arguments = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best
+    best, times = validation.order(order), validation.shortlist(shortlist)
+    arguments = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best, times
     if values is None or indices is None:
         return OPERATORS.search(*arguments)
     shape = *rows, wanted.width

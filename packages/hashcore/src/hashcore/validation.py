@@ -298,6 +298,9 @@ def _eligible(start: int, end: int, sink: int, recent: int, n: int) -> tuple[int
     return low, max(end - recent, low)
 
 
+_LONGEST_SHORTLIST = 1 << 10
+
+
 def order(name: Any) -> bool:
     """Tell whether results come best first."""
     if not isinstance(name, str) or name not in ("best", "index"):  # an array is not equal to one word
@@ -305,6 +308,17 @@ def order(name: Any) -> bool:
             f'order must be "best" (highest score first) or "index" (ascending), got {shown(name)}; choose one'
         )
     return name == "best"
+
+
+def shortlist(times: Any) -> int:
+    """Return how many times k a shortlist is to hold; 0: there is none."""
+    if times is None:
+        return 0
+    if isinstance(times, bool) or not isinstance(times, int | np.integer) or not 1 <= times <= _LONGEST_SHORTLIST:
+        raise ValueError(
+            f"shortlist must be None or an integer from 1 to {_LONGEST_SHORTLIST:,}, got {shown(times)}; 6 is usual"
+        )
+    return int(times)
 
 
 def score_bits(weights: tuple[int, ...], words: int) -> None:

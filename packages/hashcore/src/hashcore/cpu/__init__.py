@@ -20,6 +20,9 @@ that the sample misled: then (2) again without a floor. What is kept is in index
 index, and the guess decides the time but never the result. With few rows and several threads the keys are parted and
 the parts' selections merged.
 
+With a shortlist (2) scores the first words of 64 keys in registers, notes which of them reach the floor that a sample
+says the shortlist has, and scores these in full when some hundred have come together.
+
 Call. What follows from shapes and numbers is worked out once (plan) and kept (prepared): after other work has emptied
 the caches, the steps in Python took as long as the kernel.
 """
@@ -99,11 +102,12 @@ def search(
     wanted: Selection,
     best: bool,
     workers: int | None = None,
+    shortlist: int = 0,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Find the best keys [..., N, W] of each row of lead by planes [..., P, W]: scores and indices [..., K]."""
     query, keys = layout.aligned(query), layout.readable(keys)
     compared = Comparison(layout.of(query), layout.of(keys), weights, lead)
-    made = plan.search(*compared, wanted.width, best, None, workers, threads.most())
+    made = plan.search(*compared, wanted.width, best, None, workers, threads.most(), shortlist)
     return run_search(plan.filled(made, wanted), *layout.addresses(query, keys))
 
 
@@ -122,6 +126,7 @@ def run_search(
             scores, indices = found
             rows = -1, made.shape[-1]
             _search_parts(made, query, keys, scores.reshape(rows), indices.reshape(rows))
+            _search_again(made, query, keys, scores.reshape(rows), indices.reshape(rows))
     if out is not None and found is not out:
         out[0][...], out[1][...] = found
     return found
@@ -141,3 +146,18 @@ def _search_parts(made: Plan, query: int, keys: int, scores: NDArray[np.int32], 
     top, best = made.header[[plan.TOP, plan.BEST]].tolist()
     k = np.ascontiguousarray(made.rows[:, plan.K])
     threads.run(kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))
+
+
+def _search_again(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
+    """Search, in one part, the rows of which the parts together kept too little of a shortlist; they cannot know it."""
+    if not made.header[plan.SHORTLIST]:
+        return
+    k, low, high = (made.rows[:, column] for column in (plan.K, plan.LOW, plan.HIGH))
+    (poor,) = np.nonzero((indices >= 0).sum(1) < np.minimum(k, high - low))
+    if len(poor):
+        header = made.header.copy()
+        header[plan.PARTS] = 1
+        found = np.empty((len(poor), scores.shape[1]), np.int32), np.empty((len(poor), scores.shape[1]), np.int64)
+        tasks = -(-len(poor) // int(header[plan.ROWS]))
+        _search_whole(made._replace(header=header, rows=made.rows[poor], tasks=tasks), query, keys, *found)
+        scores[poor], indices[poor] = found

@@ -25,6 +25,7 @@ HALF: Any = ir.IntType(32)
 SHORT: Any = ir.IntType(16)
 BYTE: Any = ir.IntType(8)
 WORDS: Any = ir.VectorType(WORD, 8)
+HALVES: Any = ir.VectorType(HALF, 16)
 SCORES: Any = ir.VectorType(SHORT, LANES // 2)
 POSITION = types.int64
 
@@ -64,6 +65,42 @@ def score_pairs(
         return builder.bitcast(builder.icmp_unsigned(">=", scores, limit), WORD)
 
     return types.uint64(*[POSITION] * 4, types.uint16, POSITION, like), emit
+
+
+@intrinsic
+def score_first_words(typing_context: Any, keys: Any, planes: Any, weights: Any, count: Any, threshold: Any):
+    """Score LANES keys of four 32-bit words each, in turn in memory, by the first word of each.
+
+    planes are the complements, one 64-bit word each, of which the lower half counts; weights are uint32 that sum to at
+    most (2^16 - 1) / 32. Returns a mask of those at or above the threshold, an uint16.
+
+    The first words of 64 keys stay in four registers for all planes, and their matches merge into bytes as in
+    `score_pairs`: some 20 operations a plane.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        keys, planes, weights, count, threshold = values
+        low, high = totals = [cgutils.alloca_once(builder, SCORES) for _ in range(2)]
+        for total in totals:
+            builder.store(ir.Constant(SCORES, None), total)
+        columns = _first_words(builder, keys)
+        with cgutils.for_range(builder, count) as plane:
+            own = _load(builder, builder.add(planes, builder.shl(plane.index, WORD(3))), HALF)
+            own, merged = _splat(builder, own, 16), ir.Constant(HALVES, [0] * 16)
+            for column in columns:
+                merged = _shift_in(builder, _popcount(builder, builder.xor(column, own)), merged)
+            matches = builder.bitcast(merged, ir.VectorType(BYTE, LANES))
+            weight = _load(builder, builder.add(weights, builder.shl(plane.index, WORD(2))), HALF)
+            weight = _splat(builder, builder.trunc(weight, SHORT), LANES // 2)
+            for total, places in ((low, range(LANES // 2)), (high, range(LANES // 2, LANES))):
+                some = builder.zext(builder.shuffle_vector(matches, matches, _indices(places)), SCORES)
+                builder.store(builder.add(builder.load(total), builder.mul(some, weight)), total)
+        # Byte 4 i + j is of word i of column j, which is key 16 j + i.
+        places = [4 * (key % 16) + key // 16 for key in range(LANES)]
+        scores = builder.shuffle_vector(builder.load(low), builder.load(high), _indices(places))
+        return builder.bitcast(builder.icmp_unsigned(">=", scores, _splat(builder, threshold, LANES)), WORD)
+
+    return types.uint64(*[POSITION] * 4, types.uint16), emit
 
 
 @intrinsic
@@ -118,6 +155,20 @@ def transpose(typing_context: Any, keys: Any, step: Any, last: Any, halves: Any,
         return context.get_dummy_value()
 
     return types.void(*[POSITION] * 5), emit
+
+
+@intrinsic
+def copy_key(typing_context: Any, source: Any, target: Any):
+    """Copy a key of four 32-bit words from one address to another."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = ir.VectorType(HALF, 4)
+        source, target = values
+        key = _load(builder, source, kind)
+        builder.store(key, builder.inttoptr(target, kind.as_pointer())).align = 4
+        return context.get_dummy_value()
+
+    return types.void(POSITION, POSITION), emit
 
 
 @intrinsic
@@ -229,11 +280,25 @@ def _matching_bytes(builder: Any, keys: Any, pair: Any) -> Any:
     return builder.shuffle_vector(matches, matches, _indices(places))
 
 
+def _first_words(builder: Any, keys: Any) -> list[Any]:
+    """Load the first of the four 32-bit words of LANES keys: column j has those of keys 16 j to 16 j + 15."""
+    columns = []
+    for start in range(0, LANES, 16):
+        for i in range(0, 16, 4):
+            _prefetch(builder, _add(builder, keys, AHEAD + 16 * (start + i)))
+        fours = [_load(builder, _add(builder, keys, 16 * (start + i)), HALVES) for i in range(0, 16, 4)]
+        eights = [builder.shuffle_vector(*fours[i : i + 2], _indices(range(0, 32, 4))) for i in (0, 2)]
+        columns.append(builder.shuffle_vector(*eights, _indices(range(16))))
+    return columns
+
+
 def _shift_in(builder: Any, x: Any, merged: Any) -> Any:
-    """Move the bytes of merged one down and put the lowest byte of x on top: one vpshrdq with AVX-512."""
-    function = ir.FunctionType(WORDS, [WORDS] * 3)
-    funnel = cgutils.get_or_insert_function(builder.module, function, "llvm.fshr.v8i64")
-    return builder.call(funnel, [x, merged, ir.Constant(WORDS, [8] * 8)])
+    """Move the bytes of merged one down and put the lowest byte of x on top: one vpshrd with AVX-512."""
+    kind, lanes = x.type, x.type.count
+    function = ir.FunctionType(kind, [kind] * 3)
+    name = f"llvm.fshr.v{lanes}i{kind.element.width}"
+    funnel = cgutils.get_or_insert_function(builder.module, function, name)
+    return builder.call(funnel, [x, merged, ir.Constant(kind, [8] * lanes)])
 
 
 def _transpose(builder: Any, keys: Any, step: Any, last: Any, halves: Any, tile: Any) -> None:
@@ -295,8 +360,9 @@ def _weight(builder: Any, weights: Any, index: Any) -> Any:
 
 
 def _popcount(builder: Any, x: Any) -> Any:
-    function = ir.FunctionType(WORDS, [WORDS])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.ctpop.v8i64"), [x])
+    kind = x.type
+    name = f"llvm.ctpop.v{kind.count}i{kind.element.width}"
+    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), name), [x])
 
 
 def _prefetch(builder: Any, address: Any) -> None:

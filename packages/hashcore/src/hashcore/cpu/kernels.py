@@ -20,26 +20,31 @@ from hashcore.cpu.intrinsics import (
     KEYS,
     LANES,
     at_least,
+    copy_key,
     lowest_bit,
     memory,
     popcount,
     prefetch,
     score_columns,
+    score_first_words,
     score_pairs,
     stay_a_function,
     transpose,
     word_at,
 )
 
-FROM_OTHERS = "c576361da8783c30"
-CHUNK, BLOCK, MORE = plan.CHUNK, plan.BLOCK, plan.MORE
-N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS = plan.HEADER
+FROM_OTHERS = "fa059a58f4f358aa"
+CHUNK, BLOCK, MORE, STASH = plan.CHUNK, plan.BLOCK, plan.MORE, plan.STASH
+N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST = plan.HEADER
 QUERY, KEYS_AT, OUT, K, LOW, HIGH = plan.COLUMNS
 FIRST_WEIGHT = plan.FIRST_WEIGHT
 LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first of them by 256 scores
 RUN = 64  # neighbouring keys of a sample
-LAST, INDEX = np.uint64(1 << 63), np.uint64((1 << 48) - 1)
-AT, FROM, TO, WANTED, FLOOR, KEPT = range(6)  # what a search knows of a row: its keys' address, the range it sees, ...
+LAST, INDEX, LOWER = np.uint64(1 << 63), np.uint64((1 << 48) - 1), np.uint64((1 << 32) - 1)
+USUAL = 8  # of 64 keys, are written to a shortlist without asking whether they are on it
+SAMPLE, EARLY = 1024, 4  # keys, and planes, whose first words say which others a shortlist has (eq. 20)
+# What a search knows of a row: its keys' address, the range it sees, ...
+AT, FROM, TO, WANTED, FLOOR, KEPT, FIRST_FLOOR, STASHED = range(8)
 # Constants are passed on as np.int64(...): numba compiles a function once more for every literal it is called with.
 
 
@@ -126,7 +131,7 @@ def search_tasks(
 
     header and rows are a plan's; query and keys are the addresses that the offsets in it count from. Row r sees keys
     [low, high), which score 0 to top. The best k of each part go to int32 and int64 [parts, rows, WIDTH] at scores and
-    indices, in ascending index order or, if best, highest score first.
+    indices, in ascending index order or, if best, highest score first. With a shortlist, a part has only keys of it.
     """
     n, top, width = header[N], header[TOP], header[WIDTH]
     room, block, parts = header[ROOMY], header[ROWS], header[PARTS]
@@ -134,7 +139,8 @@ def search_tasks(
     weights, own, tile, codes = _operands(header, block)
     histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
     buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
-    kept, state = np.empty((block, room), np.uint64), np.empty((block, 6), np.int64)
+    kept, state = np.empty((block, room), np.uint64), np.zeros((block, 8), np.int64)
+    short, work = _short(block, weights, header), (tile, places, buffer, kept, histogram, top)
     for r in range(block):
         places[r] = _address(buffer[r])
     for task in range(first, last):
@@ -146,13 +152,19 @@ def search_tasks(
             _copy_planes(query + row[QUERY], header, own[r])
             state[r, AT], state[r, FROM], state[r, TO] = keys + row[KEYS_AT], at, end
             state[r, WANTED], state[r, KEPT] = min(row[K], max(0, end - at)), 0
-            state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top)
+            if header[SHORTLIST]:
+                _shorten(r, row, header, state, codes, own, weights, short, work)
+            if state[r, FIRST_FLOOR] == 0:
+                state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top)
         ends = np.int64(0), count
         while ends[0] < ends[1]:
-            _collect(ends[0], ends[1], a, b, state, codes, own, weights, tile, places, buffer, kept, histogram, top)
-            ends = _misled(state, count)
+            if header[SHORTLIST]:
+                _collect_short(ends[0], ends[1], a, b, state, codes, own, weights, short, work)
+            else:
+                _collect(ends[0], ends[1], a, b, state, codes, own, weights, tile, places, buffer, kept, histogram, top)
+            ends = _misled(state, count, parts)
         for r in range(count):
-            found, wanted, floor = state[r, KEPT], state[r, WANTED], state[r, FLOOR]
+            found, wanted, floor = state[r, KEPT], min(state[r, WANTED], state[r, KEPT]), state[r, FLOOR]
             place = (part * len(rows) + row0 + r) * width
             out = memory(scores + 4 * place, width, histogram), memory(indices + 8 * place, width, places)
             _write(kept[r], found, wanted, floor, best, top, histogram, out[0], out[1])
@@ -260,13 +272,167 @@ def _same(state, r, end, low, high):
 
 
 @numba.njit
-def _misled(state, rows):
-    """Find the first row that kept too little because its floor was too high, and start it again without a floor."""
+def _misled(state, rows, parts):
+    """Find the first row that kept too little, and start it again without a floor, or then without a shortlist.
+
+    A part of the keys may have few of a shortlist: whether all parts have enough is for the caller to see.
+    """
     for r in range(rows):
-        if state[r, KEPT] < state[r, WANTED]:
-            state[r, KEPT], state[r, FLOOR] = 0, 0
-            return r, r + 1
+        short = state[r, FIRST_FLOOR] > 0
+        if state[r, KEPT] >= state[r, WANTED] or (short and parts > 1):
+            continue
+        if state[r, FLOOR] == 0:
+            state[r, FIRST_FLOOR] = 0
+        state[r, KEPT], state[r, FLOOR] = 0, 0
+        return r, r + 1
     return np.int64(0), np.int64(0)
+
+
+@numba.njit
+def _short(block, weights, header):
+    """Return what a search with a shortlist has more than others.
+
+    The weights of the last planes, the first words of these planes of each row, room for scores by them, and for the
+    codes and indices of keys that wait to be scored in full.
+    """
+    block = block if header[SHORTLIST] else np.int64(0)
+    early = weights[max(0, len(weights) - EARLY) :]
+    first_words = np.zeros((block, len(early), 1), np.uint64)
+    stash = np.empty((STASH, 2), np.uint64), np.empty((block, STASH + USUAL), np.int64)
+    return early, first_words, np.empty(CHUNK, np.uint16), stash[0], stash[1]
+
+
+@numba.njit
+def _shorten(r, row, header, state, codes, planes, weights, short, work):
+    """Find, from a sample spread over the keys that row r sees, which of them are on its shortlist (eq. 20).
+
+    Writes the score by first words that they reach, 0 if all are on it; else, too, a score that rather more than k of
+    them reach in full, as `_guess` does.
+    """
+    stay_a_function()
+    tile, places, buffer, _, histogram, top = work
+    early, first_words = short[0], short[1]
+    k, n, size, one = row[K], row[HIGH] - row[LOW], np.int64(SAMPLE), np.int64(1)
+    wanted, last = header[SHORTLIST] * k, np.uint64(0)
+    state[r, FIRST_FLOOR] = 0
+    for p in range(len(early)):
+        first_words[r, p, 0] = planes[r, len(weights) - len(early) + p, 0] & LOWER
+        last += np.uint64(32) * np.uint64(early[p])
+    if n < 2 * SAMPLE or k == 0 or wanted >= n:
+        return
+    keys, spread = state[r, AT] + row[LOW] * codes[0], codes[0] * (n // SAMPLE)
+    _score(keys, (spread, np.int64(32), False), size, tile, early, first_words, r, one, places, buffer)
+    rank = (wanted * SAMPLE + n - 1) // n
+    floor, _ = _threshold(buffer[r, :SAMPLE], np.uint64(0), np.uint64(0), last, rank, histogram)
+    state[r, FIRST_FLOOR] = np.int64(floor)
+    _score(keys, (spread, codes[1], False), size, tile, weights, planes, r, one, places, buffer)
+    expected = k * SAMPLE / n
+    rank = np.int64(expected + 3 * np.sqrt(expected) + 4)
+    floor, _ = _threshold(buffer[r, :SAMPLE], np.uint64(0), np.uint64(0), np.uint64(top), rank, histogram)
+    state[r, FLOOR] = np.int64(floor)
+
+
+@numba.njit
+def _collect_short(r0, r1, a, b, state, codes, planes, weights, short, work):
+    """Pass over keys [a, b) as `_collect` does, but score in full only those whose first words reach their floor."""
+    stay_a_function()
+    _, _, pairs = codes
+    chunk = CHUNK if r1 - r0 > 1 or not pairs else b - a  # a row alone has no use for keys that stay in L1
+    tile, places, buffer, kept, histogram, top = work
+    for q in range(r0, r1):
+        state[q, STASHED] = 0
+        if state[q, FIRST_FLOOR] == 0:
+            _collect(q, q + 1, a, b, state, codes, planes, weights, tile, places, buffer, kept, histogram, top)
+    for low in range(a, b, chunk):
+        for q in range(r0, r1):
+            at, end = max(low, state[q, FROM]), min(low + chunk, b, state[q, TO])
+            if state[q, FIRST_FLOOR] == 0 or at >= end:
+                continue
+            if pairs:
+                at = _append_short(q, at, end, state, planes, weights, short, work)
+            if at < end:
+                if pairs:
+                    _append_stash(q, state[q, STASHED], state, planes, weights, short, work)
+                _append_both(q, at, end, state, codes, planes, weights, short, work)
+    if pairs:
+        for q in range(r0, r1):
+            _append_stash(q, state[q, STASHED], state, planes, weights, short, work)
+
+
+@numba.njit
+def _append_short(q, low, high, state, planes, weights, short, work):
+    """Note which of keys [low, high) reach the floor of first words, and score them by the hundred: where it ended."""
+    stay_a_function()
+    early, first_words, _, _, stash = short
+    threshold, p, w = np.uint16(state[q, FIRST_FLOOR]), _address(first_words[q]), _address(early)
+    indices, filled, keys = stash[q], state[q, STASHED], state[q, AT] + 16 * low
+    end = low + (high - low) // LANES * LANES
+    for i in range(low, end, LANES):
+        mask = score_first_words(keys, p, w, len(early), threshold)
+        keys += 16 * LANES
+        place, filled = filled, filled + np.int64(popcount(mask))
+        for _ in range(USUAL):  # as in _take
+            indices[place] = i + np.int64(lowest_bit(mask | LAST))
+            mask &= mask - np.uint64(1)
+            place += 1
+        while mask:
+            indices[place] = i + np.int64(lowest_bit(mask))
+            mask &= mask - np.uint64(1)
+            place += 1
+        if filled > STASH - LANES:
+            state[q, STASHED] = filled
+            filled = _append_stash(q, filled // LANES * LANES, state, planes, weights, short, work)
+    state[q, STASHED] = filled
+    return end
+
+
+@numba.njit
+def _append_stash(q, size, state, planes, weights, short, work):
+    """Score the first `size` keys that wait and append those that reach the floor; return how many still wait."""
+    stay_a_function()
+    codes, indices, filled = short[3], short[4][q], state[q, STASHED]
+    _, _, buffers, kept, histogram, top = work
+    buffer, kept, count, wanted = buffers[q], kept[q], state[q, KEPT], state[q, WANTED]
+    if count + size + MORE > len(kept):
+        state[q, FLOOR] = 1 + _shrink(kept, count, wanted, state[q, FLOOR], top, histogram)
+        count = wanted
+    threshold, keys = np.uint16(state[q, FLOOR]), state[q, AT]
+    c, p, w, out = _address(codes), _address(planes[q]), _address(weights), _address(buffer)
+    for i in range(size):
+        copy_key(keys + 16 * indices[i], c + 16 * i)
+    for start in range(0, size, LANES):
+        mask = score_pairs(c + 16 * start, p, w, len(weights), threshold, out, buffer)
+        if size - start < LANES:
+            mask &= (np.uint64(1) << np.uint64(size - start)) - np.uint64(1)
+        while mask:
+            i = np.int64(lowest_bit(mask))
+            mask &= mask - np.uint64(1)
+            kept[count] = _entry(buffer[i], indices[start + i])
+            count += 1
+    for i in range(size, filled):
+        indices[i - size] = indices[i]
+    state[q, KEPT], state[q, STASHED] = count, filled - size
+    return filled - size
+
+
+@numba.njit
+def _append_both(q, low, high, state, codes, planes, weights, short, work):
+    """Score keys [low, high), of any kind and at most CHUNK, both ways and append those that reach both floors."""
+    stay_a_function()
+    early, first_words, first, _, _ = short
+    tile, places, buffer, kept, histogram, top = work
+    size, one, count, kept = high - low, np.int64(1), state[q, KEPT], kept[q]
+    if count + size + MORE > len(kept):
+        state[q, FLOOR] = 1 + _shrink(kept, count, state[q, WANTED], state[q, FLOOR], top, histogram)
+        count = state[q, WANTED]
+    keys, places_of_first = state[q, AT] + low * codes[0], np.full(q + 1, _address(first))
+    _score(keys, (codes[0], np.int64(32), False), size, tile, early, first_words, q, one, places_of_first, buffer)
+    _score(keys, codes, size, tile, weights, planes, q, one, places, buffer)
+    for i in range(size):
+        if first[i] >= state[q, FIRST_FLOOR] and buffer[q, i] >= state[q, FLOOR]:
+            kept[count] = _entry(buffer[q, i], low + i)
+            count += 1
+    state[q, KEPT] = count
 
 
 @numba.njit

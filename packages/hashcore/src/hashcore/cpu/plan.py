@@ -18,8 +18,9 @@ CHUNK = 1024  # keys scored at once: 16 KiB of 128-bit keys stay in L1 while the
 BLOCK = 32  # most rows that do
 MORE = 4  # of 64 scores that rarely more reach a good floor
 ROOM = 1 << 20  # of what all rows of a block keep: 8 MiB
+STASH = 256  # keys of a shortlist that wait to be scored together
 
-HEADER = N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS = range(12)
+HEADER = N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST = range(13)
 COLUMNS = QUERY, KEYS, OUT, K, LOW, HIGH = range(6)
 FIRST_WEIGHT = len(HEADER)
 
@@ -75,19 +76,23 @@ def search(
     bounds: tuple[int, int, int] | None = None,
     workers: int | None = None,
     most: int = 1,
+    shortlist: int = 0,
 ) -> Plan:
-    """Plan the search of rows lead for `width` keys; bounds are k, low and high of all rows (validation.Selection)."""
+    """Plan the search of rows lead for `width` keys; bounds are k, low and high of all rows (validation.Selection).
+
+    shortlist: how many times k keys are scored in full; 0: all.
+    """
     header, rows = _common(query, keys, weights, lead)
     if bounds is not None:
         rows[:, [K, LOW, HIGH]] = bounds
     count, n = len(rows), keys.shape[-2]
     workers = workers or threads.count(count * n * math.prod(query.shape[-2:]), most)
-    room = min(2 * width, n) + CHUNK + MORE  # of what a row keeps
+    room = min(2 * width, n) + CHUNK + STASH + MORE  # of what a row keeps
     block = max(1, min(BLOCK, -(-count // workers), ROOM // room))
     blocks = -(-count // block)
     # A part finds its own best k, not its share of them: parts shorter than 8 k would mostly repeat each other.
     parts = max(1, min(workers // max(blocks, 1), n // max(8 * width, 1)))
-    header[[WIDTH, BEST, ROOMY, ROWS, PARTS]] = width, best, room, block, parts
+    header[[WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST]] = width, best, room, block, parts, shortlist
     return Plan(header, rows, (*lead, width), blocks * parts, workers, _readable(keys), parts)
 
 

@@ -58,6 +58,7 @@ def search(
     rows: tuple[int, int | None, int | None, int, int],
     best: bool,
     most: int,
+    shortlist: int = 0,
 ) -> Plan:
     """Check and plan ops.search of rows that all have the same k, lengths, starts, sink and recent.
 
@@ -67,10 +68,10 @@ def search(
     compared = comparison(query, keys, weights)
     validation.score_bits(compared.weights, compared.query.shape[-1])
     bounds = validation.bounds(keys.shape[-2], *rows)
-    return plan.search(*compared, bounds[0], best, bounds, None, most)
+    return plan.search(*compared, bounds[0], best, bounds, None, most, shortlist)
 
 
 @kept
-def ragged_search(compared: Comparison, width: int, best: bool, most: int) -> Plan:
+def ragged_search(compared: Comparison, width: int, best: bool, most: int, shortlist: int = 0) -> Plan:
     """Plan ops.search of checked arguments, whose rows differ: their bounds are still to be filled in."""
-    return plan.search(*compared, width, best, None, None, most)
+    return plan.search(*compared, width, best, None, None, most, shortlist)
