@@ -49,7 +49,7 @@ def attending(
     if isinstance(selector, Sampling):
         selector.sampled = selector.empty = 0
     start = 0 if prompt is None else prompt
-    budget = replace(budget, sink=always.sink, recent=always.recent)
+    budget = replace(budget, sink=always.sink, recent=always.recent, shortlist=always.shortlist)
     dense = {*range(always.dense_layers), *getattr(selector, "dense_layers", ())}
     with attach(
         model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder

@@ -33,11 +33,12 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 class Always(NamedTuple):
-    """What no method decides: the first layers, which stay dense, and the tokens that every row reads."""
+    """What no method decides: the first layers, which stay dense, tokens that every row reads, and how hashes search."""
 
     dense_layers: int = 0
     sink: int = SINK
     recent: int = RECENT
+    shortlist: int | None = None
 
 
 ALWAYS = Always()
@@ -63,6 +64,9 @@ class MethodsCommand:
     """First tokens that every row reads, whatever the method, within its budget (the paper: 0)."""
     recent: int = RECENT
     """Last tokens that every row reads, whatever the method, within its budget (the paper: 0)."""
+    shortlist: int | None = None
+    """Hash methods score by whole codes about this many times the tokens they select, the best by their first 32 bits;
+    None: all tokens."""
     seed: int = 0
     """Draws the order of documents, the exercises, the sampled rows and the bootstrap."""
     device: str = "cpu"
@@ -74,7 +78,7 @@ class MethodsCommand:
     """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
 
     def __post_init__(self) -> None:
-        at_least(self, documents=1, dense_layers=0, sink=0, recent=0)
+        at_least(self, documents=1, dense_layers=0, sink=0, recent=0, shortlist=1)
         require_seed(self.seed)
         require_device_name(self.device)
         for name in ("methods", "budgets"):
@@ -95,7 +99,7 @@ class MethodsCommand:
     @property
     def always(self) -> Always:
         """What no method decides."""
-        return Always(self.dense_layers, self.sink, self.recent)
+        return Always(self.dense_layers, self.sink, self.recent, self.shortlist)
 
     @property
     def longest(self) -> tuple[str, int]:

@@ -33,6 +33,9 @@ class Budget:
     """Always read this many of the last tokens that the row sees; the last one is its own."""
     of: Literal["visible", "length"] = "visible"
     """What `fraction` is taken of: tokens the row sees, or (the paper's rule) those its sequence's last row sees."""
+    shortlist: int | None = None
+    """Score by whole codes only about this many times the tokens to select, those best by their first 32 bits
+    (`hashcore.search`); None: all. Masks with holes score all. 6 is usual for `transform`."""
     dense_below: int | Literal["measured"] = 0
     """A row that sees fewer tokens than this attends to all of them; "measured" times both ways when attaching."""
 
@@ -50,6 +53,8 @@ class Budget:
                 f"max_tokens must be None or an integer of at least min_tokens = {self.min_tokens}, "
                 f"got {self.max_tokens!r}"
             )
+        if self.shortlist is not None and (not _is_int(self.shortlist) or self.shortlist < 1):
+            raise ValueError(f"shortlist must be None or an integer of 1 or more, got {self.shortlist!r}; 6 is usual")
         if self.of not in ("visible", "length"):
             raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
 

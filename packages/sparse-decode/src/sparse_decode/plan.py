@@ -382,6 +382,7 @@ class LayerPlan:
             recent,
             part.most,
             None if sight is None else sight.candidates,
+            self.budget.shortlist,
         )
 
     def _select(self, rows: Rows, part: Part) -> Tensor:

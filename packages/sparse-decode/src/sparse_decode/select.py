@@ -35,6 +35,7 @@ class Rows:
         most: no row selects more, in a decode step; None elsewhere.
         among: what `candidates` returns, where it is known already.
         sink, recent: the first and the last tokens that each row sees are read anyway: the candidates are the others.
+        shortlist: that of the budget, for selectors that search.
     """
 
     layer: int
@@ -51,6 +52,7 @@ class Rows:
     recent: int = 0
     most: int | None = None
     among: Tensor | None = None
+    shortlist: int | None = None
 
     def candidates(self) -> Tensor | None:
         """Say which tokens each row may select, bool [B or 1, 1, Q, N]; None for every token."""
@@ -179,7 +181,7 @@ class HashSelector:
         with torch.no_grad():
             planes, weights = self._encoder.encode_queries(rows.layer, rows.q)
         keys, counts = rows.codes[:, :, None], rows.counts[:, None]
-        how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index"}
+        how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index", "shortlist": rows.shortlist}
         if rows.each is not None and rows.visible is None:  # nothing that differs by row has to be looked at
             return hashcore.search(planes, keys, rows.each, weights, **how)[1]
         if rows.most is not None and not readable(rows.q):  # whether a row sees one stretch cannot be looked at
