@@ -33,7 +33,7 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 class Always(NamedTuple):
-    """What no method decides: the first layers, which stay dense, tokens that every row reads, and how hashes search."""
+    """What no method decides: the first layers, which stay dense, tokens that all rows read, and how hashes search."""
 
     dense_layers: int = 0
     sink: int = SINK

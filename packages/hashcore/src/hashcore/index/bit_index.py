@@ -189,6 +189,7 @@ class BitIndex:
         rerank: int | None = None,
         vectors: Array | None = None,
         metric: str = "dot",
+        shortlist: int | None = None,
     ) -> tuple[Any, Any]:
         """Find the k best codes of each query.
 
@@ -203,6 +204,8 @@ class BitIndex:
             vectors: originals for rerank, floats [M, D]; row i belongs to id i. A memory-mapped array is read only
                 where needed.
             metric: exact score of rerank, 'dot' or 'cosine' (0 for a vector of zeros).
+            shortlist: score by whole codes about this many times as many as are to be found, the best by their first 32
+                bits (eq. 20): for codes whose first bits say most. Those of a rotation are all alike.
         Returns: scores and ids int64, both [..., k], best first. Among equals the one added first comes first. Scores
             are int32, or float32 with rerank.
         Raises: ValueError or TypeError that says what was expected.
@@ -214,14 +217,14 @@ class BitIndex:
         if rerank is None:
             if vectors is not None or metric != "dot":
                 raise ValueError("vectors= and metric= are for rerank, got no rerank=; give it, 4 is a fair start")
-            scores, positions = live_best(codes, content, k, weights)
+            scores, positions = live_best(codes, content, k, weights, shortlist)
         else:
             times = checks.integer("rerank", rerank, 1, 2**31, "it times k candidates are scored exactly")
             checks.choice("metric", metric, checks.METRICS)
             if checks.is_codes(array):
                 raise TypeError("rerank needs queries that are vectors, got codes; give the vectors they came from")
             originals = self._originals(vectors, content)
-            _, candidates = live_best(codes, content, min(times * k, len(content)), weights)
+            _, candidates = live_best(codes, content, min(times * k, len(content)), weights, shortlist)
             at = candidates if vectors is None else checks.rows_of(content.ids[candidates], len(originals))
             scores, positions = rerank_best(array, originals, at, candidates, k, metric == "cosine")
         return restore(scores), restore(content.ids[positions])

@@ -14,9 +14,12 @@ GATHERED = 1 << 22  # numbers of original vectors gathered at a time: 16 MiB
 
 
 def live_best(
-    queries: NDArray[np.int32], content: Rows, k: int, weights: Sequence[int] | None
+    queries: NDArray[np.int32], content: Rows, k: int, weights: Sequence[int] | None, shortlist: int | None
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Find the k best rows, removed ones apart, for codes [..., W] or planes [..., P, W] with weights.
+
+    Args:
+        shortlist: as for `ops.search`.
 
     Returns: scores int32 and positions int64, both [..., k], best first, ties to the lowest position.
     """
@@ -24,10 +27,10 @@ def live_best(
     # As many more as are dead: then k of them are alive, and leaving out the dead leaves the order as it is.
     wanted = k + len(content.dead) if k else 0
     if weights is None:
-        found = ops.search(queries.reshape(-1, queries.shape[-1]), keys, wanted)
+        found = ops.search(queries.reshape(-1, queries.shape[-1]), keys, wanted, shortlist=shortlist)
         scores, positions = (x.reshape(*queries.shape[:-1], wanted) for x in found)
     else:
-        scores, positions = ops.search(queries, keys, wanted, weights)
+        scores, positions = ops.search(queries, keys, wanted, weights, shortlist=shortlist)
     if wanted == k:
         return scores, positions
     dead = np.isin(positions, content.dead)
