@@ -11,6 +11,12 @@ OURS, WINDOW = "transform+remainder", "recent"
 SECOND_MODEL = "SmolLM2-135M-Instruct"
 SECOND_RUNS = {"English": "second_english", "Python": "second_python"}
 """Stored runs on the second model, behind a dense prompt, by kind of text."""
+SHORT_RUNS = {
+    f"{SECOND_MODEL}, English": ("second_english", "short_english"),
+    f"{SECOND_MODEL}, Python": ("second_python", "short_python"),
+    "demo model, Python": ("ppl_decode", "short_demo"),
+}
+"""Stored runs behind a dense prompt, by model and text: all codes read in whole, and with a shortlist."""
 
 
 def headline(results: pathlib.Path) -> str:
@@ -18,7 +24,7 @@ def headline(results: pathlib.Path) -> str:
     attention, model = (stored(results / f"sparse_{name}.json") for name in ("attention", "model_decode"))
     step = max((row for row in model["rows"] if row["batch"] == 1), key=lambda row: row["n"])
     layer = next(row for row in attention["rows"] if (row["n"], row["dtype"]) == (step["n"], "bfloat16"))
-    demo, second, python = (load(results / f"{name}.json") for name in ("demo_defaults", *SECOND_RUNS.values()))
+    demo, second, python = (load(results / f"{name}.json") for name in ("ppl_decode", *SECOND_RUNS.values()))
     budget = demo.config["budgets"][0]
     lost, blind = ([change(run, method) for run in (second, python, demo)] for method in (OURS, WINDOW))
     return (

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from evals import report
 from evals.grid import Grid, to_markdown
 from evals.result import Result
+from sparse_decode import Budget
+from sparse_decode.traffic import step_bytes
 
 from readme_tables.stored import load, stored
 
@@ -106,6 +108,39 @@ def texts(names: dict[str, str], trained_name: str, subject: str) -> Callable[[p
     return table
 
 
+def bytes_read(names: dict[str, tuple[str, ...]]) -> Callable[[pathlib.Path], str]:
+    """Return what makes the table of quality against bytes: stored runs by what they are of, `HEAD_DIM` of each."""
+
+    def table(results: pathlib.Path) -> str:
+        sections = []
+        for subject, runs in names.items():
+            found = [load(results / f"{name}.json") for name in runs]
+            lines = [_bytes_line(subject, run, budget) for run in found for budget in run.config["budgets"]]
+            sections.append([line for _, line in sorted(lines, reverse=True)])
+        title = (
+            f"`{OURS}` behind a dense prompt, 16-bit keys and values: bytes that a layer's step reads, as a share of "
+            "all keys and values, at the middle of the scored rows (`sparse_decode.traffic.step_bytes`)"
+        )
+        header = ["model, text", "tokens read", "scored in full", "bytes", "perplexity", "KL, nats"]
+        return to_markdown(Grid(title, header, sections))
+
+    return table
+
+
+OURS = "transform+remainder"
+HEAD_DIM = 64  # of both models
+
+
+def _bytes_line(subject: str, run: Result, share: float) -> tuple[float, list[str]]:
+    config = run.config
+    times = config.get("shortlist")  # runs from before there was one lack it
+    budget = Budget(share, sink=config["sink"], recent=config["recent"], shortlist=times)
+    n = config["context"] - (config["scored"] or config["context"] // 2) // 2
+    read = step_bytes(n, budget, HEAD_DIM).share
+    full = "all tokens" if times is None else f"{times} x as many"
+    return read, [subject, f"{100 * share:g} %", full, f"{100 * read:.1f} %", change(run, OURS, share), f"{cell(run, OURS, 'kl', share):.4f}"]
+
+
 def protocol(config: dict[str, Any]) -> str:
     """Say which tokens every row of a run reads, and which layers stay dense."""
     ends = [(config.get("sink", 0), "first"), (config.get("recent", 0), "last")]
@@ -122,12 +157,12 @@ def protocol(config: dict[str, Any]) -> str:
     return f"{always}, {layers}"
 
 
-def cell(ppl: Result, method: str, metric: str) -> float:
-    """Return a method's figure at a run's first budget and rule."""
-    wanted = {"rule": ppl.config["rules"][0], "budget": ppl.config["budgets"][0], "against": None}
+def cell(ppl: Result, method: str, metric: str, budget: float | None = None) -> float:
+    """Return a method's figure at a run's first rule, and first budget unless one is given."""
+    wanted = {"rule": ppl.config["rules"][0], "budget": budget or ppl.config["budgets"][0], "against": None}
     return ppl.one(method=method, metric=metric, **wanted).value
 
 
-def change(ppl: Result, method: str) -> str:
-    """Write by how much a method changes the perplexity, at a run's first budget and rule."""
-    return f"{100 * (cell(ppl, method, 'perplexity_ratio') - 1):+.1f} %"
+def change(ppl: Result, method: str, budget: float | None = None) -> str:
+    """Write by how much a method changes the perplexity, at a run's first rule, and first budget unless one is given."""
+    return f"{100 * (cell(ppl, method, 'perplexity_ratio', budget) - 1):+.1f} %"
