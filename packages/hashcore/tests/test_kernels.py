@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
+kept = pytest.importorskip("hashcore.cuda.kept", reason="the launches are described on torch tensors")
 layout = pytest.importorskip("hashcore.cuda.layout", reason="the launches are described on torch tensors")
 tensors = pytest.importorskip("hashcore.cuda.tensors", reason="the launches are described on torch tensors")
 simulated = pytest.importorskip("simulated", reason="g++ is needed")
@@ -31,6 +32,12 @@ def empty(*shape: int, dtype=np.int32):
 def assert_same(tensor, expected) -> None:
     check_slack(tensor.numpy())
     np.testing.assert_array_equal(tensor.numpy(), expected)
+
+
+def forget(monkeypatch):
+    """Let a test begin with nothing kept."""
+    monkeypatch.setattr(tensors, "_searches", kept.Table())
+    monkeypatch.setattr(kept, "_lanes", kept.Table())
 
 
 @st.composite
@@ -243,7 +250,7 @@ def test_a_search_keeps_its_launches_and_its_memory(rng, monkeypatch):
     run_search(case, simulated.Device())
     for made in ("search", "make_launch"):
         monkeypatch.setattr(tensors.kernels, made, lambda *_, **__: pytest.fail("made again"))
-    monkeypatch.setattr(tensors.torch, "zeros", lambda *_, **__: pytest.fail("memory was cleared"))
+    monkeypatch.setattr(kept.torch, "zeros", lambda *_, **__: pytest.fail("memory was cleared"))
     case["query"] = random_codes(rng, 2, 3, 4)
     for ours, theirs in zip(run_search(case, simulated.Device()), expected_search(case), strict=True):
         assert_same(ours, theirs)
@@ -272,6 +279,7 @@ def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 500, "wide": False}
     case |= {"lengths": None, "starts": None, "sink": 3, "recent": 0}
     monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 2 * splits)  # two rows
+    forget(monkeypatch)
     device = simulated.Device(order=11)
     for ours, theirs in zip(run_search(case, device), expected_search(case), strict=True):
         assert_same(ours, theirs)
@@ -279,7 +287,7 @@ def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
 
 def test_rows_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
     monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 6000)
-    monkeypatch.setattr(tensors, "_threads", tensors._Threads())
+    forget(monkeypatch)
     query, keys = random_codes(rng, 5, 3, 4), random_codes(rng, 5, 700, 4)
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": np.array([4, 0, 700, 9, 1], np.int32)}
     case |= {"lengths": np.array([700, 3, 700, 20, 0], np.int32), "starts": None, "sink": 0, "recent": 0, "wide": True}
@@ -431,7 +439,7 @@ def test_queries_over_shared_keys_equal_the_reference(case, queries, n, device, 
 
 def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
     monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 4 * 300 * 8)
-    monkeypatch.setattr(tensors, "_threads", tensors._Threads())
+    forget(monkeypatch)
     query, keys = random_codes(rng, 2, 11, 4), random_codes(rng, 2, 300, 4)
     values, indices = empty(2, 11, 7), empty(2, 11, 7)
     device = simulated.Device()
@@ -444,7 +452,7 @@ def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
 
 def test_long_rows_are_selected_by_several_blocks(rng, monkeypatch):
     monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 6)
-    monkeypatch.setattr(tensors, "_threads", tensors._Threads())
+    forget(monkeypatch)
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 20_000, 4)
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 13_000, "wide": False}
     case |= {"lengths": None, "starts": None, "sink": 0, "recent": 0}

@@ -18,6 +18,7 @@ MAX_SLOTS = 1024  # rows of one turn of a search
 MAX_PARTS = 4  # blocks that select from a row's candidates
 WARPS = THREADS // 32
 SAMPLE_BINS = 256
+SAMPLES = MAX_SLOTS * SAMPLE_BINS  # words at the start of every search's workspace
 MAX_LIST = 1 << 16  # keys of a warp: their offsets have 16 bits
 MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS
 MAX_SCORE = 0xFFFF
@@ -236,7 +237,7 @@ class SearchSpace(NamedTuple):
         splits = max(1, min(processors // (slots // group), -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
         # One block reads a few thousand candidates as fast as several would.
         parts = max(1, min(width // (VECTOR * THREADS), processors // slots, MAX_PARTS))
-        floors = MAX_SLOTS * SAMPLE_BINS
+        floors = SAMPLES
         counts = floors + slots * splits
         lists = -(-(counts + slots * splits * WARPS) // 4) * 4
         return cls(slots, splits, parts, floors, counts, lists, stride, lists + slots * stride)
