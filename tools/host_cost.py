@@ -52,10 +52,11 @@ def calls() -> dict[str, Callable[[], object]]:
     out = (torch.zeros(1, KV_HEADS, KEPT, dtype=torch.int32), torch.zeros(1, KV_HEADS, KEPT, dtype=torch.int64))
     cache = torch.zeros(1, KV_HEADS, TOKENS, DIM, dtype=torch.bfloat16)
     plane_weights = tuple(1 << p for p in range(layer.planes))
+    cuda = torch.device("cuda", 0)
     bounds, chosen = tensors.Bounds(TOKENS, 0, 1, 4), out[1][:, :, None]
 
     def run(launches: Any, device: object, folder: Any = source.HASHCORE_KERNELS) -> None:
-        launch.run(launches, torch.device("cuda", 0), folder)
+        launch.run(launches, cuda, folder)
 
     def encode() -> None:
         encode_cuda.hash_keys(k, key_weights, digits, new_code, run=run)
