@@ -115,7 +115,7 @@ def hash_keys(
         codes: the words of a code side by side.
     """
     x, device = x.contiguous(), x.device
-    form = (*_form(x, weights, digits, device), codes.shape, codes.stride())
+    form = _form(x, weights, digits, device), codes.shape, codes.stride()
     call = _keys.found.get(form)
     if call is None:
         call = _keys.keep(form, _prepare_keys(x, weights, digits, codes))
@@ -136,7 +136,7 @@ def hash_queries(
 ) -> Tensor:
     """Hash x [B, H, T, D], not empty, to planes int32 [B, H / group, T, planes, bits / 32]. Args: as `hash_keys`."""
     x, device = x.contiguous(), x.device
-    form = (*_form(x, weights, digits, device), bits, group, planes)
+    form = _form(x, weights, digits, device), bits, group, planes
     call = _queries.found.get(form)
     if call is None:
         call = _queries.keep(form, _prepare_queries(x, weights, digits, bits, group, planes))
