@@ -256,19 +256,25 @@ def test_a_search_keeps_its_launches_and_its_memory(rng, monkeypatch):
         assert_same(ours, theirs)
 
 
-def test_rows_that_share_bounds_need_no_copies(rng):
-    """A batch's lengths are those of all its heads: int32 [B, 1] is read where it lies."""
+@pytest.mark.parametrize("kinds", [("int32", "int32"), ("int64", "int64"), ("int64", "int32"), ("int32", "int64")])
+def test_rows_that_share_bounds_need_no_copies(rng, kinds):
+    """A batch's lengths are those of all its heads: int32 or int64 [B, 1] is read where it lies."""
     query, keys = random_codes(rng, 2, 3, 2, 4), random_codes(rng, 2, 3, 500, 4)
-    lengths, counts = torch.tensor([[400], [90]], dtype=torch.int32), torch.tensor([[40], [7]], dtype=torch.int32)
+    rows = np.array([[400], [90]]), np.array([[40], [7]]), np.array([[9], [2]])
+    lengths, counts, starts = map(inside, (x.astype(kind) for x, kind in zip(rows, (*kinds, kinds[1]), strict=True)))
     values, indices = empty(2, 3, 40), empty(2, 3, 40)
-    bounds = tensors.Bounds(lengths)
-    found = tensors._per_row(lengths, (2, 3))
+    found = tensors._per_row(tensors._integers(lengths), (2, 3))
     assert (found[0].data_ptr(), found[1]) == (lengths.data_ptr(), 3)
     device = simulated.Device()
+    bounds = tensors.Bounds(lengths, starts)
     tensors.search(inside(query), inside(keys), counts, (1, 2), bounds, values, indices, None, device)
-    scores = reference.score(query, keys, (1, 2)).reshape(6, 500)
-    rows = [np.repeat(x.numpy()[:, 0], 3) for x in (counts, lengths)]
-    best, at = simulated.window_topk(scores, *rows, width=40)
+    scores = reference.score(query, keys, (1, 2))
+    lengths, counts, starts = (np.repeat(x[:, 0], 3) for x in rows)
+    best, at = simulated.window_topk(scores.reshape(6, 500), counts, lengths, starts, width=40)
+    assert_same(values, best.reshape(2, 3, 40))
+    assert_same(indices, at.reshape(2, 3, 40))
+    values, indices = empty(2, 3, 40), empty(2, 3, 40)
+    tensors.topk(inside(scores), torch.from_numpy(rows[1].astype(kinds[1])), bounds, values, indices, device)
     assert_same(values, best.reshape(2, 3, 40))
     assert_same(indices, at.reshape(2, 3, 40))
 

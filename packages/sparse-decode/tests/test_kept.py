@@ -73,7 +73,7 @@ def search(n=300, k=20, room=0, wide=False, bounds=(300, 0, 1, 4), planes=3):
     return tensors.search, (query, keys, k, weights, tensors.Bounds(*bounds), scores, indices), {}
 
 
-ROWS = torch.full((2, 1), 7, dtype=torch.int32)
+ROWS, WIDE = (torch.full((2, 1), 7, dtype=kind) for kind in (torch.int32, torch.int64))
 CALLS = {
     "hash_keys": (
         *({}, {"room": 5}, {"room": 9}, {"tokens": 3}, {"batch": 2}, {"dtype": OTHER}, {"at": True}),
@@ -102,6 +102,7 @@ CALLS = {
     "search": (
         *({}, {"room": 5}, {"room": 9}, {"n": 301}, {"k": 9}, {"wide": True}, {"bounds": (200, 3, 0, 0)}),
         *({"bounds": (ROWS,)}, {"bounds": (None, ROWS)}, {"k": ROWS}, {"planes": 2}),
+        *({"bounds": (WIDE, ROWS)}, {"bounds": (ROWS, WIDE)}, {"k": WIDE}),
     ),
 }
 MAKE = {"hash_keys": hash_keys, "hash_queries": hash_queries, "attend": attend, "add_token": add_token}

@@ -47,9 +47,10 @@ class Codes(ctypes.Structure):
 
 
 class Window(ctypes.Structure):
-    """Which positions of a row compete; addresses of int32 arrays, or 0 and one value for all rows.
+    """Which positions of a row compete; addresses of arrays, or 0 and one value for all rows.
 
     Entry row // lengths_per is that of a row: what is the same for all heads need not be repeated.
+    Arrays are int32, or int64 as `wide` says: bit 0 for lengths, bit 1 for starts.
     """
 
     _fields_ = (
@@ -62,17 +63,22 @@ class Window(ctypes.Structure):
         ("sink", ctypes.c_int32),
         ("recent", ctypes.c_int32),
         ("n", ctypes.c_int32),
+        ("wide", ctypes.c_int32),
     )
 
 
 class Selection(ctypes.Structure):
-    """How many a row selects: the address of an int32 array or 0, one count for all rows, slots of the output."""
+    """How many a row selects: the address of an array or 0, one count for all rows, slots of the output.
+
+    The array is int32, or int64 if `wide`.
+    """
 
     _fields_ = (
         ("k", ctypes.c_void_p),
         ("k_per", ctypes.c_int32),
         ("count", ctypes.c_int32),
         ("width", ctypes.c_int32),
+        ("wide", ctypes.c_int32),
     )
 
 

@@ -112,6 +112,7 @@ class Bounds(NamedTuple):
         lengths, window.lengths_per, window.length, first = _bound(self.lengths, lead, n, n)
         starts, window.starts_per, window.start, second = _bound(self.starts, lead, n, 0)
         window.lengths, window.starts = lengths, starts
+        window.wide = _is_wide(first) | _is_wide(second) << 1
         window.sink, window.recent, window.n = min(self.sink, n), min(self.recent, n), n
         return first, second
 
@@ -122,7 +123,7 @@ def _bound(bound: Bound, lead: Sequence[int], n: int, default: int) -> tuple[int
         return None, 1, default, None
     if isinstance(bound, int):
         return None, 1, bound, None
-    values, per = _per_row(_int32(bound, n), lead)
+    values, per = _per_row(_integers(bound), lead)
     return values.data_ptr(), per, default, values
 
 
@@ -165,7 +166,7 @@ def search(
         scores, indices: contiguous int32, and int32 or int64, [rows..., K]; slots that are not filled get 0 and -1.
         scratch: of `workspace`; by default memory that this thread keeps for the current stream, or for the capture in
             progress.
-    Tensors k, lengths and starts cost no launch if they are int32, contiguous, and have the first of the rows'
+    Tensors k, lengths and starts cost no launch if they are int32 or int64, contiguous, and have the first of the rows'
     dimensions and 1 for the others.
     """
     if not scores.numel():
@@ -328,10 +329,10 @@ def _selection(selection: Selection, k: int | torch.Tensor, lead: Sequence[int],
     """Write the argument of the kernels, and return the tensor that it points at."""
     selection.width = width
     if isinstance(k, int):
-        selection.k, selection.k_per, selection.count = None, 1, k
+        selection.k, selection.k_per, selection.count, selection.wide = None, 1, k, 0
         return None
-    counts, per = _per_row(_int32(k, width), lead)
-    selection.k, selection.k_per, selection.count = counts.data_ptr(), per, 0
+    counts, per = _per_row(_integers(k), lead)
+    selection.k, selection.k_per, selection.count, selection.wide = counts.data_ptr(), per, 0, _is_wide(counts)
     return counts
 
 
@@ -344,11 +345,15 @@ def _per_row(values: torch.Tensor, lead: Sequence[int]) -> tuple[torch.Tensor, i
     return values.expand(lead).contiguous(), 1
 
 
-def _int32(values: torch.Tensor, most: int) -> torch.Tensor:
-    """Return integers as int32; wider ones are clamped to 0..most here, before they could wrap."""
-    if values.element_size() < 4 or values.dtype == torch.int32:
-        return values.to(torch.int32)  # clamped by the kernels
-    return values.to(torch.int64).clamp(0, most).to(torch.int32)
+def _integers(values: torch.Tensor) -> torch.Tensor:
+    """Return integers as int32 or int64, which the kernels clamp."""
+    if values.dtype in (torch.int32, torch.int64):
+        return values
+    return values.to(torch.int32 if values.element_size() < 4 else torch.int64)
+
+
+def _is_wide(values: torch.Tensor | None) -> int:
+    return int(values is not None and values.dtype == torch.int64)
 
 
 def _processors(device: torch.device) -> int:
