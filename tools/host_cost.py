@@ -71,11 +71,11 @@ def calls() -> dict[str, Callable[[], object]]:
     def attend() -> None:
         gather.attend(q, cache, cache, chosen, 0.1, None, None, ends=(1, 4), run=run)
 
-    sums = [torch.zeros(1, KV_HEADS, DIM, dtype=torch.float64) for _ in range(2)]
+    keys_sum, values_sum = (torch.zeros(1, KV_HEADS, DIM, dtype=torch.float64) for _ in range(2))
     spread, slopes = torch.zeros(1, KV_HEADS, DIM, DIM), torch.zeros(KV_HEADS * GROUP)
 
     def add() -> None:
-        moments.add_token(q[:, :, 0], slopes, cache, cache, *sums, spread, run=run)
+        moments.add_token(q[:, :, 0], slopes, cache, cache, keys_sum, values_sum, spread, run=run)
 
     return {"encode": encode, "search": search, "attend": attend, APART: add}
 
