@@ -1,6 +1,8 @@
 # ruff: noqa: PT008 a lambda says what the function in its place takes
 """What a decode step's calls cost the host, with a driver that does nothing: encode, search and attend of one layer.
 
+And, apart from those together, the remainder's sums, which not every attachment has.
+
     uv run tools/host_cost.py            # prints microseconds, the least of many rounds
 
 There is no GPU in this: the launches reach a stand-in that says that all went well, and the tensors lie in host memory.
@@ -23,10 +25,11 @@ from hashcore.cuda import launch, source, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.hasher import make_layer
 from hashtrain.layers.transform import Transform
-from sparse_decode import encode_cuda, gather
+from sparse_decode import encode_cuda, gather, moments
 
 KV_HEADS, GROUP, DIM, TOKENS, KEPT, BITS = 8, 4, 128, 4096, 82, 128
 ROUNDS, CALLS = 30, 100
+APART = "sums"
 
 
 def stand_in() -> SimpleNamespace:
@@ -52,10 +55,11 @@ def calls() -> dict[str, Callable[[], object]]:
     out = (torch.zeros(1, KV_HEADS, KEPT, dtype=torch.int32), torch.zeros(1, KV_HEADS, KEPT, dtype=torch.int64))
     cache = torch.zeros(1, KV_HEADS, TOKENS, DIM, dtype=torch.bfloat16)
     plane_weights = tuple(1 << p for p in range(layer.planes))
+    cuda = torch.device("cuda", 0)
     bounds, chosen = tensors.Bounds(TOKENS, 0, 1, 4), out[1][:, :, None]
 
     def run(launches: Any, device: object, folder: Any = source.HASHCORE_KERNELS) -> None:
-        launch.run(launches, torch.device("cuda", 0), folder)
+        launch.run(launches, cuda, folder)
 
     def encode() -> None:
         encode_cuda.hash_keys(k, key_weights, digits, new_code, run=run)
@@ -67,7 +71,13 @@ def calls() -> dict[str, Callable[[], object]]:
     def attend() -> None:
         gather.attend(q, cache, cache, chosen, 0.1, None, None, ends=(1, 4), run=run)
 
-    return {"encode": encode, "search": search, "attend": attend}
+    keys_sum, values_sum = (torch.zeros(1, KV_HEADS, DIM, dtype=torch.float64) for _ in range(2))
+    spread, slopes = torch.zeros(1, KV_HEADS, DIM, DIM), torch.zeros(KV_HEADS * GROUP)
+
+    def add() -> None:
+        moments.add_token(q[:, :, 0], slopes, cache, cache, keys_sum, values_sum, spread, run=run)
+
+    return {"encode": encode, "search": search, "attend": attend, APART: add}
 
 
 def least(call: Callable[[], object]) -> float:
@@ -102,7 +112,8 @@ def main() -> int:
     found = measured()
     for name, microseconds in found.items():
         print(f"{name:8} {microseconds:6.1f} us")
-    print(json.dumps({**found, "together": round(sum(found.values()), 1), "hashcore": hashcore.__version__}))
+    together = round(sum(found.values()) - found[APART], 1)
+    print(json.dumps({**found, "together": together, "hashcore": hashcore.__version__}))
     return 0
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
+kept = pytest.importorskip("hashcore.cuda.kept", reason="the launches are described on torch tensors")
 layout = pytest.importorskip("hashcore.cuda.layout", reason="the launches are described on torch tensors")
 tensors = pytest.importorskip("hashcore.cuda.tensors", reason="the launches are described on torch tensors")
 simulated = pytest.importorskip("simulated", reason="g++ is needed")
@@ -31,6 +32,12 @@ def empty(*shape: int, dtype=np.int32):
 def assert_same(tensor, expected) -> None:
     check_slack(tensor.numpy())
     np.testing.assert_array_equal(tensor.numpy(), expected)
+
+
+def forget(monkeypatch):
+    """Let a test begin with nothing kept."""
+    monkeypatch.setattr(tensors, "_searches", kept.Table())
+    monkeypatch.setattr(kept, "_lanes", kept.Table())
 
 
 @st.composite
@@ -243,25 +250,31 @@ def test_a_search_keeps_its_launches_and_its_memory(rng, monkeypatch):
     run_search(case, simulated.Device())
     for made in ("search", "make_launch"):
         monkeypatch.setattr(tensors.kernels, made, lambda *_, **__: pytest.fail("made again"))
-    monkeypatch.setattr(tensors.torch, "zeros", lambda *_, **__: pytest.fail("memory was cleared"))
+    monkeypatch.setattr(kept.torch, "zeros", lambda *_, **__: pytest.fail("memory was cleared"))
     case["query"] = random_codes(rng, 2, 3, 4)
     for ours, theirs in zip(run_search(case, simulated.Device()), expected_search(case), strict=True):
         assert_same(ours, theirs)
 
 
-def test_rows_that_share_bounds_need_no_copies(rng):
-    """A batch's lengths are those of all its heads: int32 [B, 1] is read where it lies."""
+@pytest.mark.parametrize("kinds", [("int32", "int32"), ("int64", "int64"), ("int64", "int32"), ("int32", "int64")])
+def test_rows_that_share_bounds_need_no_copies(rng, kinds):
+    """A batch's lengths are those of all its heads: int32 or int64 [B, 1] is read where it lies."""
     query, keys = random_codes(rng, 2, 3, 2, 4), random_codes(rng, 2, 3, 500, 4)
-    lengths, counts = torch.tensor([[400], [90]], dtype=torch.int32), torch.tensor([[40], [7]], dtype=torch.int32)
+    rows = np.array([[400], [90]]), np.array([[40], [7]]), np.array([[9], [2]])
+    lengths, counts, starts = map(inside, (x.astype(kind) for x, kind in zip(rows, (*kinds, kinds[1]), strict=True)))
     values, indices = empty(2, 3, 40), empty(2, 3, 40)
-    bounds = tensors.Bounds(lengths)
-    found = tensors._per_row(lengths, (2, 3))
+    found = tensors._per_row(tensors._integers(lengths), (2, 3))
     assert (found[0].data_ptr(), found[1]) == (lengths.data_ptr(), 3)
     device = simulated.Device()
+    bounds = tensors.Bounds(lengths, starts)
     tensors.search(inside(query), inside(keys), counts, (1, 2), bounds, values, indices, None, device)
-    scores = reference.score(query, keys, (1, 2)).reshape(6, 500)
-    rows = [np.repeat(x.numpy()[:, 0], 3) for x in (counts, lengths)]
-    best, at = simulated.window_topk(scores, *rows, width=40)
+    scores = reference.score(query, keys, (1, 2))
+    lengths, counts, starts = (np.repeat(x[:, 0], 3) for x in rows)
+    best, at = simulated.window_topk(scores.reshape(6, 500), counts, lengths, starts, width=40)
+    assert_same(values, best.reshape(2, 3, 40))
+    assert_same(indices, at.reshape(2, 3, 40))
+    values, indices = empty(2, 3, 40), empty(2, 3, 40)
+    tensors.topk(inside(scores), torch.from_numpy(rows[1].astype(kinds[1])), bounds, values, indices, device)
     assert_same(values, best.reshape(2, 3, 40))
     assert_same(indices, at.reshape(2, 3, 40))
 
@@ -272,6 +285,7 @@ def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 500, "wide": False}
     case |= {"lengths": None, "starts": None, "sink": 3, "recent": 0}
     monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 2 * splits)  # two rows
+    forget(monkeypatch)
     device = simulated.Device(order=11)
     for ours, theirs in zip(run_search(case, device), expected_search(case), strict=True):
         assert_same(ours, theirs)
@@ -279,7 +293,7 @@ def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
 
 def test_rows_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
     monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 6000)
-    monkeypatch.setattr(tensors, "_threads", tensors._Threads())
+    forget(monkeypatch)
     query, keys = random_codes(rng, 5, 3, 4), random_codes(rng, 5, 700, 4)
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": np.array([4, 0, 700, 9, 1], np.int32)}
     case |= {"lengths": np.array([700, 3, 700, 20, 0], np.int32), "starts": None, "sink": 0, "recent": 0, "wide": True}
@@ -431,7 +445,7 @@ def test_queries_over_shared_keys_equal_the_reference(case, queries, n, device, 
 
 def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
     monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 4 * 300 * 8)
-    monkeypatch.setattr(tensors, "_threads", tensors._Threads())
+    forget(monkeypatch)
     query, keys = random_codes(rng, 2, 11, 4), random_codes(rng, 2, 300, 4)
     values, indices = empty(2, 11, 7), empty(2, 11, 7)
     device = simulated.Device()
@@ -444,7 +458,7 @@ def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
 
 def test_long_rows_are_selected_by_several_blocks(rng, monkeypatch):
     monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 6)
-    monkeypatch.setattr(tensors, "_threads", tensors._Threads())
+    forget(monkeypatch)
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 20_000, 4)
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 13_000, "wide": False}
     case |= {"lengths": None, "starts": None, "sink": 0, "recent": 0}

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import hashcore
 import torch
 from hashcore.cuda import launch
-from hashcore.cuda.kernels import make_launch
+from hashcore.cuda.kept import Table, scratch
+from hashcore.cuda.kernels import Kept, make_launch
+from hashcore.cuda.layout import SAMPLES
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.planes import Planes
 from hashtrain.layers.transform import Transform
@@ -88,7 +90,8 @@ def queries(layer: Planes | Transform, q: Tensor, per_query_head: bool) -> tuple
 
 
 def _weights(functions: nn.Module) -> list[Tensor]:
-    return [getattr(functions, name).detach() for name in NAMES]
+    found = [getattr(functions, name) for name in NAMES]
+    return [x.detach() if x.requires_grad else x for x in found]  # a view costs more than a launch's arguments
 
 
 def _digits(layer: Planes | Transform) -> list[Tensor]:
@@ -111,11 +114,15 @@ def hash_keys(
         digits: int64 coordinate [H, bits], float32 power [H, bits] and limit [H, C]; empty if C is bits.
         codes: the words of a code side by side.
     """
-    x, (batch, heads, tokens, _) = x.contiguous(), x.shape
-    to = Codes(codes.data_ptr(), *codes.stride()[:3], None if at is None else at.data_ptr())
-    described = _described(digits, 32 * codes.shape[3])
-    arguments = _pointer(x), to, _functions(weights), described, ctypes.c_int32(tokens)
-    _launch([("hash_keys", (batch * tokens, heads), arguments)], x, run)
+    x, device = x.contiguous(), x.device
+    form = _form(x, weights, digits, device), codes.shape, codes.stride()
+    call = _keys.found.get(form)
+    if call is None:
+        call = _keys.keep(form, _prepare_keys(x, weights, digits, codes))
+    to = call.codes
+    call.x.value, to.words, to.at = x.data_ptr(), codes.data_ptr(), None if at is None else at.data_ptr()
+    _place(call.functions, call.digits, weights, digits)
+    (launch.run if run is None else run)(call.launches, device, KERNELS)
 
 
 def hash_queries(
@@ -128,40 +135,105 @@ def hash_queries(
     run: Run | None = None,
 ) -> Tensor:
     """Hash x [B, H, T, D], not empty, to planes int32 [B, H / group, T, planes, bits / 32]. Args: as `hash_keys`."""
-    x, (batch, heads, tokens, _) = x.contiguous(), x.shape
-    out = weights[0].shape[2]
-    numbers = x.new_empty(batch, heads, tokens, out, dtype=torch.float32)
-    found = _empty_planes(x, weights, digits, bits, group, planes)
-    described, count = _described(digits, bits), ctypes.c_int32(tokens)
-    sizes = ctypes.c_int32(out), ctypes.c_int32(group), count, ctypes.c_int32(planes)
-    first = _pointer(x), _pointer(numbers), _functions(weights), count
-    second = _pointer(numbers), _pointer(found), described, *sizes
-    grids = (batch * tokens, heads), (batch * tokens, heads // group)
-    _launch([("apply", grids[0], first), ("weigh", grids[1], second)], x, run)
+    x, device = x.contiguous(), x.device
+    form = _form(x, weights, digits, device), bits, group, planes
+    call = _queries.found.get(form)
+    if call is None:
+        call = _queries.keep(form, _prepare_queries(x, weights, digits, bits, group, planes))
+    found = x.new_empty(*call.shape, dtype=torch.int32)
+    memory = scratch(call.words, device)
+    call.x.value, call.found.value = x.data_ptr(), found.data_ptr()
+    call.numbers.value = memory.data_ptr() + 4 * SAMPLES
+    _place(call.functions, call.digits, weights, digits)
+    (launch.run if run is None else run)(call.launches, device, KERNELS)
     return found
 
 
-def _launch(calls: Sequence[tuple[str, tuple[int, int], Sequence[Any]]], x: Tensor, run: Run | None) -> None:
-    macros = (("SPARSE_BF16", _BF16[x.dtype]),)
-    launches = [
-        make_launch("encode.cu", name, grid, THREADS, arguments, macros, programmatic=number > 0)
-        for number, (name, grid, arguments) in enumerate(calls)
-    ]
-    (launch.run if run is None else run)(launches, x.device, KERNELS)
+class _Keys(NamedTuple):
+    """Hashing keys, prepared: what changes from call to call is written into these arguments of its launch."""
+
+    x: ctypes.c_void_p
+    codes: Codes
+    functions: Functions
+    digits: Digits
+    launches: Kept
 
 
-def _pointer(x: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
+class _Queries(NamedTuple):
+    """Hashing queries, prepared; words: scratch memory, with the searches'; shape: of the planes."""
+
+    x: ctypes.c_void_p
+    numbers: ctypes.c_void_p
+    found: ctypes.c_void_p
+    functions: Functions
+    digits: Digits
+    words: int
+    shape: tuple[int, ...]
+    launches: Kept
+
+
+_keys: Table[_Keys] = Table()
+_queries: Table[_Queries] = Table()
+
+
+def _form(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], device: torch.device) -> tuple[Any, ...]:
+    """Return what the launches depend on; x, weights and digits have no gaps."""
+    return x.shape, x.dtype, device, weights[0].shape, weights[1].shape, digits[0].shape if digits else None
+
+
+def _prepare_keys(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], codes: Tensor) -> _Keys:
+    batch, heads, tokens, _ = x.shape
+    to, functions = Codes(None, *codes.stride()[:3]), _functions(weights)
+    described, at = _digits_of(digits, 32 * codes.shape[3]), ctypes.c_void_p()
+    arguments = at, to, functions, described, ctypes.c_int32(tokens)
+    step = make_launch("encode.cu", "hash_keys", (batch * tokens, heads), THREADS, arguments, _macros(x))
+    return _Keys(at, to, functions, described, Kept([step]))
+
+
+def _prepare_queries(
+    x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], bits: int, group: int, planes: int
+) -> _Queries:
+    (batch, heads, tokens, _), out = x.shape, weights[0].shape[2]
+    at, numbers, found = (ctypes.c_void_p() for _ in range(3))
+    functions, described, count = _functions(weights), _digits_of(digits, bits), ctypes.c_int32(tokens)
+    sizes = ctypes.c_int32(out), ctypes.c_int32(group), count, ctypes.c_int32(planes)
+    first, second = (at, numbers, functions, count), (numbers, found, described, *sizes)
+    grids, macros = ((batch * tokens, heads), (batch * tokens, heads // group)), _macros(x)
+    launches = Kept(
+        [
+            make_launch("encode.cu", "apply", grids[0], THREADS, first, macros),
+            make_launch("encode.cu", "weigh", grids[1], THREADS, second, macros, programmatic=True),
+        ]
+    )
+    words, shape = SAMPLES + batch * heads * tokens * out, (batch, heads // group, tokens, planes, bits // 32)
+    return _Queries(at, numbers, found, functions, described, words, shape, launches)
+
+
+def _macros(x: Tensor) -> tuple[tuple[str, str]]:
+    return (("SPARSE_BF16", _BF16[x.dtype]),)
 
 
 def _functions(weights: Sequence[Tensor]) -> Functions:
     r, w1 = weights[:2]
-    return Functions(*(x.data_ptr() for x in weights), r.shape[1], w1.shape[2], r.shape[2])
+    return Functions(*(None,) * 5, r.shape[1], w1.shape[2], r.shape[2])
 
 
-def _described(digits: Sequence[Tensor], bits: int) -> Digits:
-    places = [x.data_ptr() for x in digits] or [None] * 3
-    return Digits(*places, len(digits[0]) if digits else 0, bits)
+def _digits_of(digits: Sequence[Tensor], bits: int) -> Digits:
+    return Digits(None, None, None, len(digits[0]) if digits else 0, bits)
+
+
+def _place(functions: Functions, described: Digits, weights: Sequence[Tensor], digits: Sequence[Tensor]) -> None:
+    """Write where a layer's tensors lie; without digits, their addresses stay null."""
+    r, w1, b1, w2, b2 = weights
+    functions.r, functions.w1, functions.b1 = r.data_ptr(), w1.data_ptr(), b1.data_ptr()
+    functions.w2, functions.b2 = w2.data_ptr(), b2.data_ptr()
+    if digits:
+        coordinate, power, limit = digits
+        described.coordinate, described.power, described.limit = (
+            coordinate.data_ptr(),
+            power.data_ptr(),
+            limit.data_ptr(),
+        )
 
 
 def _empty_planes(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from hashcore.cuda import launch
-from hashcore.cuda.kernels import Launch, make_launch
+from hashcore.cuda.kept import Table, scratch
+from hashcore.cuda.kernels import Kept, Launch, make_launch
+from hashcore.cuda.layout import SAMPLES
 from torch import Tensor
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -68,16 +71,27 @@ def require(dtype: torch.dtype, dims: Collection[int], group: int) -> None:
 
 def check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
     """Refuse, in a sentence, what the kernel is not made for."""
-    require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // indices.shape[1])
+    _check_form(q, k, v, indices)
     for name, x in (("keys", k), ("values", v)):
         if q.is_cuda and not (x.is_cuda or x.is_pinned()):
             raise ValueError(f"{name} in host memory must be pinned for CUDA to read them; call .pin_memory()")
-        steps = [step for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
-        if x.data_ptr() % 16 or any(step % 8 for step in steps):
-            raise ValueError(
-                f"{name} on CUDA must begin at multiples of 16 bytes, got strides {x.stride()} and a "
-                f"remainder of {x.data_ptr() % 16}; call .clone()"
-            )
+        if x.data_ptr() % 16:
+            raise _misplaced(name, x)
+
+
+def _check_form(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
+    """Do what of `check` all calls of a form have in common."""
+    require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // indices.shape[1])
+    for name, x in (("keys", k), ("values", v)):
+        if any(step % 8 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1):
+            raise _misplaced(name, x)
+
+
+def _misplaced(name: str, x: Tensor) -> ValueError:
+    return ValueError(
+        f"{name} on CUDA must begin at multiples of 16 bytes, got strides {x.stride()} and a "
+        f"remainder of {x.data_ptr() % 16}; call .clone()"
+    )
 
 
 def attend(
@@ -99,50 +113,124 @@ def attend(
 
     Weights are rounded to q's type before they multiply values; sums are float32. Indices outside [0, N) are unused.
     """
-    batch, hq, queries, dim = q.shape
-    value_dim, sets, width = v.shape[3], indices.shape[1], indices.shape[3]
-    out, facts = _empty(q, k, v)
-    sink = min(ends[0], k.shape[2])
-    recent = min(ends[1], k.shape[2] - sink)
-    if always is not None:
-        (sink, recent), always = (always.shape[1], 0), always.contiguous()
-    slots_used = sink + width + recent
-    if not slots_used or not out.numel() or not k.shape[2]:
+    device = q.device
+    how = scaling, softcap, ends[0], ends[1], sinks is None, left_out[0] is None
+    rows = k.shape, k.stride(), v.shape, v.stride(), indices.shape, None if always is None else always.shape
+    form = q.shape, q.dtype, device, rows, how
+    call = _calls.found.get(form)
+    if call is None:
+        call = _calls.keep(form, _prepare(q, k, v, indices, scaling, softcap, ends, sinks, left_out, always))
+    out, facts = q.new_empty(*call.out), q.new_empty(*call.facts, dtype=torch.float32)
+    if call.launches is None:
         facts[0], facts[1] = 0, -torch.inf
         return out.zero_(), facts
-    group, tasks = hq // sets, batch * sets * queries
-    slots, splits = split(tasks, slots_used, _processors(q.device))
-    sums = q.new_empty(tasks, splits, group, value_dim, dtype=torch.float32)
-    stats = q.new_empty(tasks, splits, group, 3, dtype=torch.float32)
-    counts = q.new_empty(tasks, splits, dtype=torch.int32)
-    q, indices = q.contiguous(), indices.contiguous()
-    sinks = None if sinks is None else sinks.float().contiguous()
-    heads_per_kv, n = hq // k.shape[1], k.shape[2]
-    shape = Shape(sets, queries, width, group, heads_per_kv, n, slots, sink, recent, scaling, softcap or 0.0)
-    addresses = [ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, indices, sums, stats, counts)]
-    defined = macros(dim, value_dim, q.dtype)
-    listed = ctypes.c_void_p(None if always is None else always.data_ptr())
-    gather = (*addresses, Rows(*k.stride()[:3]), Rows(*v.stride()[:3]), shape, listed)
-    sink_logits = ctypes.c_void_p(None if sinks is None else sinks.data_ptr())
-    results = ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(facts.data_ptr())
-    rest = [None if x is None else x.contiguous() for x in left_out]
-    given = LeftOut(*(None if x is None else x.data_ptr() for x in rest))
-    combine = (
-        *addresses[4:],
-        sink_logits,
-        *results,
-        ctypes.c_int32(splits),
-        ctypes.c_int32(tasks),
-        shape,
-        addresses[0],
-        given,
-    )
-    launches = [
-        make_launch("gather.cu", "gather", (tasks, splits), THREADS, gather, defined),
-        make_launch("gather.cu", "combine", (tasks, group), THREADS, combine, defined, programmatic=True),
-    ]
-    (launch.run if run is None else run)(launches, q.device, KERNELS)
+    q, indices, at, keys, values = q.contiguous(), indices.contiguous(), call.at, k.data_ptr(), v.data_ptr()
+    if (keys | values) % 16:
+        check(q, k, v, indices)
+    at.q.value, at.k.value, at.v.value, at.indices.value = q.data_ptr(), keys, values, indices.data_ptr()
+    at.out.value, at.facts.value = out.data_ptr(), facts.data_ptr()
+    call.place(scratch(call.words, device).data_ptr() + 4 * SAMPLES)
+    held = None if call.alone else _place_more(at, sinks, left_out, always)
+    (launch.run if run is None else run)(call.launches, device, KERNELS)
+    del held  # the allocator may reuse them from here on: the launches are in the stream
     return out, facts
+
+
+class _Arguments(NamedTuple):
+    """What changes from call to call: addresses."""
+
+    q: ctypes.c_void_p
+    k: ctypes.c_void_p
+    v: ctypes.c_void_p
+    indices: ctypes.c_void_p
+    sums: ctypes.c_void_p
+    stats: ctypes.c_void_p
+    counts: ctypes.c_void_p
+    always: ctypes.c_void_p
+    sinks: ctypes.c_void_p
+    out: ctypes.c_void_p
+    facts: ctypes.c_void_p
+    left_out: LeftOut
+
+
+class _Call(NamedTuple):
+    """Attention of one form, prepared."""
+
+    at: _Arguments
+    out: tuple[int, ...]
+    """Shape of the result."""
+    facts: tuple[int, ...]
+    stats: int
+    """Bytes from the sums in scratch memory to the statistics."""
+    counts: int
+    words: int
+    """Of scratch memory, with the searches'."""
+    alone: bool
+    """Whether there are no sinks, nothing left out, and no list of what is always read."""
+    launches: Kept | None
+    """None: there is nothing to read."""
+
+    def place(self, address: int) -> None:
+        """Write where scratch memory lies, if it is another than before."""
+        at = self.at
+        if at.sums.value != address:
+            at.sums.value, at.stats.value, at.counts.value = address, address + self.stats, address + self.counts
+
+
+_calls: Table[_Call] = Table()
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    scaling: float,
+    softcap: float | None,
+    ends: Sequence[int],
+    sinks: Tensor | None,
+    left_out: Sequence[Tensor | None],
+    always: Tensor | None,
+) -> _Call:
+    """Make the launches of a form."""
+    _check_form(q, k, v, indices)
+    (batch, hq, queries, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
+    sets, width = indices.shape[1], indices.shape[3]
+    at = _Arguments(*(ctypes.c_void_p() for _ in range(11)), left_out=LeftOut())
+    results = (batch, queries, hq, value_dim), (2, batch, queries, hq)
+    sink = min(ends[0], n) if always is None else always.shape[1]
+    recent = min(ends[1], n - sink) if always is None else 0
+    if not sink + width + recent or not q.shape.numel() or not n:
+        return _Call(at, *results, 0, 0, 0, True, None)
+    group, tasks = hq // sets, batch * sets * queries
+    slots, splits = split(tasks, sink + width + recent, _processors(q.device))
+    shape = Shape(sets, queries, width, group, hq // hkv, n, slots, sink, recent, scaling, softcap or 0.0)
+    rows = Rows(*k.stride()[:3]), Rows(*v.stride()[:3])
+    first = (*at[:7], *rows, shape, at.always)
+    counts = ctypes.c_int32(splits), ctypes.c_int32(tasks)
+    second = (*at[4:7], at.sinks, at.out, at.facts, *counts, shape, at.q, at.left_out)
+    defined = macros(dim, value_dim, q.dtype)
+    launches = [
+        make_launch("gather.cu", "gather", (tasks, splits), THREADS, first, defined),
+        make_launch("gather.cu", "combine", (tasks, group), THREADS, second, defined, programmatic=True),
+    ]
+    parts = tasks * splits
+    ends_at = [*itertools.accumulate((parts * group * value_dim, 3 * parts * group, parts))]
+    alone = sinks is None and left_out[0] is None and always is None
+    return _Call(at, *results, 4 * ends_at[0], 4 * ends_at[1], SAMPLES + ends_at[2], alone, Kept(launches))
+
+
+def _place_more(
+    at: _Arguments, sinks: Tensor | None, left_out: Sequence[Tensor | None], always: Tensor | None
+) -> list[Tensor | None]:
+    """Write where what few calls have lies, and return the tensors."""
+    sinks = None if sinks is None else sinks.float().contiguous()
+    found = [None if x is None else x.contiguous() for x in (always, *left_out)]
+    at.sinks.value, given = None if sinks is None else sinks.data_ptr(), at.left_out
+    at.always.value, given.coefficients, given.mean_keys, given.values, given.visible = (
+        None if x is None else x.data_ptr() for x in found
+    )
+    return [sinks, *found]
 
 
 def split(tasks: int, width: int, processors: int) -> tuple[int, int]:
@@ -163,8 +251,10 @@ def _empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tens
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
-    check(q, k, v, indices)
-    return attend(q, k, v, indices, *how[:3], left_out=how[3:7], ends=how[7:9], always=how[9])
+    if not (k.is_cuda and v.is_cuda):
+        check(q, k, v, indices)  # whether host memory is pinned is no matter of form
+    scaling, softcap, sinks, *rest = how
+    return attend(q, k, v, indices, scaling, softcap, sinks, rest[:4], rest[4:6], rest[6])
 
 
 _NAME = "gather"

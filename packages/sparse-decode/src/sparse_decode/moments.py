@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hashcore.cuda import launch
-from hashcore.cuda.kernels import make_launch
+from hashcore.cuda.kept import Table
+from hashcore.cuda.kernels import Kept, make_launch
 from torch import Tensor
 
 from sparse_decode import compiled, moment_kernels
@@ -119,37 +120,67 @@ def _launch(
     rows: tuple[Tensor | None, ...],
     run: Run | None,
 ) -> None:
-    (batch, hq, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
-    if not batch:
+    if not len(q):
         return
-    q = q.contiguous()
+    q, device = q.contiguous(), q.device
     visible, shown, before, length, summed = rows
     shown, before = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (shown, before))
-    strides = *k.stride()[:3], *v.stride()[:3]
-    token = Token(k.data_ptr(), v.data_ptr(), *strides, q.data_ptr(), slopes.data_ptr(), hkv, hq // hkv, n)
-    padding = Padding(_at(visible), *_rows(shown), *_rows(before), _at(length), _at(summed))
-    arguments = token, padding, Sums(*map(_at, sums)), Results(*map(_at, outputs))
+    form = q.shape, q.dtype, device, k.shape, k.stride(), v.shape, v.stride(), _step(shown), _step(before)
+    call = _calls.found.get(form)
+    if call is None:
+        call = _calls.keep(form, _prepare(q, k, v, shown, before))
+    token, padding, into, to = call.token, call.padding, call.sums, call.results
+    token.k, token.v, token.q, token.slopes = k.data_ptr(), v.data_ptr(), q.data_ptr(), slopes.data_ptr()
+    padding.visible, padding.shown, padding.before = _at(visible), _at(shown), _at(before)
+    padding.length, padding.summed = _at(length), _at(summed)
+    into.keys, into.values, into.spread = (x.data_ptr() for x in sums)
+    to.tokens, to.keys, to.values, to.spread, to.mean_keys, to.rest = (x.data_ptr() for x in outputs)
+    (launch.run if run is None else run)(call.launches, device, KERNELS)
+
+
+class _Call(NamedTuple):
+    """A step of one form, prepared: the addresses in these arguments change from call to call."""
+
+    token: Token
+    padding: Padding
+    sums: Sums
+    results: Results
+    launches: Kept
+
+
+_calls: Table[_Call] = Table()
+
+
+def _prepare(q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None, before: Tensor | None) -> _Call:
+    (batch, hq, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
+    token = Token(None, None, *k.stride()[:3], *v.stride()[:3], None, None, hkv, hq // hkv, n)
+    padding = Padding(shown_batch=_step(shown) or 0, before_batch=_step(before) or 0)
+    arguments = token, padding, Sums(), Results()
     defined = macros(dim, value_dim, q.dtype)
     step = make_launch("moments.cu", "add_token", (batch * hkv, 1), THREADS, arguments, defined)
-    (launch.run if run is None else run)([step], q.device, KERNELS)
+    return _Call(*arguments, Kept([step]))
+
+
+def _step(x: Tensor | None) -> int | None:
+    """Return the numbers from one row to the next."""
+    return None if x is None else x.stride(0)
 
 
 def _at(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _rows(x: Tensor | None) -> tuple[int | None, int]:
-    return (None, 0) if x is None else (x.data_ptr(), x.stride(0))
-
-
 def _empty(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *sums: Any) -> Outputs:
     """Return tensors of the shapes that `add_token` returns: what a compiler and a fake device see."""
-    after = (x.new_empty(x.shape) for x in sums[:3])
+    after = (x.new_empty(*x.shape) for x in sums[:3])  # a third less than of a tuple
     return sums[0].new_empty(len(q)), *after, *_empty_means(q, v, sums[0])
 
 
 def _empty_means(q: Tensor, v: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return tuple(q.new_empty(shape, dtype=torch.float32) for shape in (keys.shape, (*q.shape[:2], v.shape[-1])))  # pyright: ignore[reportReturnType]
+    return (
+        q.new_empty(*keys.shape, dtype=torch.float32),
+        q.new_empty(*q.shape[:2], v.shape[-1], dtype=torch.float32),
+    )
 
 
 def _on_cuda(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Outputs:

@@ -5,6 +5,7 @@ Everything here works on addresses, so the same launches run on a device (cuda.l
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hashcore.cuda import layout
@@ -23,7 +24,15 @@ class Kept(list["Launch"]):
     def __init__(self, launches: Iterable["Launch"]):
         super().__init__(launches)
         self.calls: dict[int, Any] = {}
-        """By device: what the driver is called with (cuda.launch)."""
+        """By device: what calls the driver (cuda.launch)."""
+        self.folder: Path | None = None
+        """Where the sources of those lie."""
+
+    def keep(self, device: int, folder: Path, calls: Any) -> None:
+        """Keep what calls the driver on a device, and forget those of another folder."""
+        if folder is not self.folder:  # by identity: comparing paths would cost as much as the launch
+            self.calls, self.folder = {}, folder
+        self.calls[device] = calls
 
 
 class Launch(NamedTuple):

@@ -25,28 +25,29 @@ def run(launches: Iterable[Launch], device: "torch.device", folder: Path = HASHC
     kernels cannot be loaded, none is launched.
 
     Args:
-        launches: if they are `Kept`, what the driver needs of them is worked out once a device.
+        launches: if they are `Kept`, what the driver needs of them is worked out once a device and folder.
         folder: where the launches' sources lie.
     Raises: CompileError; RuntimeError with the driver's words for what went wrong, or if a kernel would have to be
         loaded during a capture.
     """
-    here = _current_device()
-    index = here if device.index is None else device.index
-    if index != here:  # cuLaunchKernel goes to the calling thread's current context
+    here, index = _current_device(), device.index
+    if index is None:
+        index = here
+    elif index != here:  # cuLaunchKernel goes to the calling thread's current context
         import torch
 
         with torch.cuda.device(index):
-            return run(launches, torch.device("cuda", index), folder)
+            return run(launches, device, folder)
     if index not in _threads.bound:
         _bind(index)
         _threads.bound.add(index)
     stream = _current_stream(index)
     # All of them before the first is launched: one that cannot be loaded must not leave half a search behind.
-    calls = launches.calls.get(index) if isinstance(launches, Kept) else None
+    calls = launches.calls.get(index) if isinstance(launches, Kept) and launches.folder is folder else None
     if calls is None:
         calls = [_prepare(index, folder, one) for one in launches]
         if isinstance(launches, Kept):
-            launches.calls[index] = calls
+            launches.keep(index, folder, calls)
     for call in calls:
         call(stream)
     return None
@@ -143,8 +144,12 @@ def _early_call(function: Any, launch: Launch) -> Callable[[int], None]:
     config.attrs = [_programmatic()]
     config.numAttrs = 1
 
+    last = -1
+
     def call(stream: int) -> None:
-        config.hStream = stream
+        nonlocal last
+        if stream != last:
+            config.hStream = last = stream
         result = start(config, function, pointers, 0)
         if result[0] != success:
             _check(result)

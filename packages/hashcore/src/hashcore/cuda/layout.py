@@ -18,6 +18,7 @@ MAX_SLOTS = 1024  # rows of one turn of a search
 MAX_PARTS = 4  # blocks that select from a row's candidates
 WARPS = THREADS // 32
 SAMPLE_BINS = 256
+SAMPLES = MAX_SLOTS * SAMPLE_BINS  # words at the start of every search's workspace
 MAX_LIST = 1 << 16  # keys of a warp: their offsets have 16 bits
 MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS
 MAX_SCORE = 0xFFFF
@@ -46,9 +47,10 @@ class Codes(ctypes.Structure):
 
 
 class Window(ctypes.Structure):
-    """Which positions of a row compete; addresses of int32 arrays, or 0 and one value for all rows.
+    """Which positions of a row compete; addresses of arrays, or 0 and one value for all rows.
 
     Entry row // lengths_per is that of a row: what is the same for all heads need not be repeated.
+    Arrays are int32, or int64 as `wide` says: bit 0 for lengths, bit 1 for starts.
     """
 
     _fields_ = (
@@ -61,17 +63,22 @@ class Window(ctypes.Structure):
         ("sink", ctypes.c_int32),
         ("recent", ctypes.c_int32),
         ("n", ctypes.c_int32),
+        ("wide", ctypes.c_int32),
     )
 
 
 class Selection(ctypes.Structure):
-    """How many a row selects: the address of an int32 array or 0, one count for all rows, slots of the output."""
+    """How many a row selects: the address of an array or 0, one count for all rows, slots of the output.
+
+    The array is int32, or int64 if `wide`.
+    """
 
     _fields_ = (
         ("k", ctypes.c_void_p),
         ("k_per", ctypes.c_int32),
         ("count", ctypes.c_int32),
         ("width", ctypes.c_int32),
+        ("wide", ctypes.c_int32),
     )
 
 
@@ -236,7 +243,7 @@ class SearchSpace(NamedTuple):
         splits = max(1, min(processors // (slots // group), -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
         # One block reads a few thousand candidates as fast as several would.
         parts = max(1, min(width // (VECTOR * THREADS), processors // slots, MAX_PARTS))
-        floors = MAX_SLOTS * SAMPLE_BINS
+        floors = SAMPLES
         counts = floors + slots * splits
         lists = -(-(counts + slots * splits * WARPS) // 4) * 4
         return cls(slots, splits, parts, floors, counts, lists, stride, lists + slots * stride)

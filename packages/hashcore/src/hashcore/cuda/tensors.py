@@ -6,14 +6,12 @@ CPU memory.
 """
 
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from hashcore.cuda import kernels, launch, layout
+from hashcore.cuda import kept, kernels, launch, layout
 from hashcore.cuda.kernels import Launch, Output
 from hashcore.cuda.layout import SearchSpace, Selection, Window, Workspace
 
@@ -105,11 +103,16 @@ class Bounds(NamedTuple):
     sink: int = 0
     recent: int = 0
 
+    def in_memory(self) -> bool:
+        """Tell whether lengths or starts are a tensor."""
+        return isinstance(self.lengths, torch.Tensor) or isinstance(self.starts, torch.Tensor)
+
     def window(self, window: Window, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
         """Write the argument of the kernels, and return the tensors that it points at."""
         lengths, window.lengths_per, window.length, first = _bound(self.lengths, lead, n, n)
         starts, window.starts_per, window.start, second = _bound(self.starts, lead, n, 0)
         window.lengths, window.starts = lengths, starts
+        window.wide = _is_wide(first) | _is_wide(second) << 1
         window.sink, window.recent, window.n = min(self.sink, n), min(self.recent, n), n
         return first, second
 
@@ -120,7 +123,7 @@ def _bound(bound: Bound, lead: Sequence[int], n: int, default: int) -> tuple[int
         return None, 1, default, None
     if isinstance(bound, int):
         return None, 1, bound, None
-    values, per = _per_row(_int32(bound, n), lead)
+    values, per = _per_row(_integers(bound), lead)
     return values.data_ptr(), per, default, values
 
 
@@ -139,17 +142,6 @@ def workspace(
     # In groups rows may fill up to seven slots more, and have up to eight times as many blocks.
     room = plan.words + layout.MAX_GROUP * (plan.stride + plan.slots * (plan.splits + 1) * (layout.WARPS + 1))
     return torch.zeros(room, dtype=torch.int32, device=device)
-
-
-class _Threads(threading.local):
-    """What a thread keeps from search to search: prepared launches by shape, and memory by what works in order."""
-
-    def __init__(self) -> None:
-        self.searches: OrderedDict[Any, _Prepared] = OrderedDict()
-        self.memory: OrderedDict[Any, torch.Tensor] = OrderedDict()
-
-
-_threads = _Threads()
 
 
 def search(
@@ -174,59 +166,69 @@ def search(
         scores, indices: contiguous int32, and int32 or int64, [rows..., K]; slots that are not filled get 0 and -1.
         scratch: of `workspace`; by default memory that this thread keeps for the current stream, or for the capture in
             progress.
-    Tensors k, lengths and starts cost no launch if they are int32, contiguous, and have the first of the rows'
+    Tensors k, lengths and starts cost no launch if they are int32 or int64, contiguous, and have the first of the rows'
     dimensions and 1 for the others.
     """
     if not scores.numel():
         return
-    prepared = _prepared(query, keys, weights, scores, indices)
-    n, width, lead, call = keys.shape[-2], scores.shape[-1], scores.shape[:-1], prepared.call
-    memory = _memory(prepared.space.words, scores.device) if scratch is None else scratch
-    if memory.numel() < prepared.space.words:
-        raise ValueError(
-            f"the workspace must hold {prepared.space.words} words for {prepared.rows} rows of {n} positions, got "
-            f"{memory.numel()}; make it with hashcore.cuda.tensors.workspace"
-        )
-    kept = bounds.window(call.window, lead, n), _selection(call.selection, k, lead, width)
-    operands = (query, keys) if prepared.direct else _operands(*_weighted(query, keys, weights)[:2], lead)[:2]
-    call.query.value, call.keys.value = operands[0].data_ptr(), operands[1].data_ptr()
+    device = scores.device
+    weights = None if weights is None else tuple(weights)
+    # What is copied to be aligned depends on the addresses, too.
+    places, of_keys = (query.data_ptr(), keys.data_ptr()), (keys.shape, keys.stride())
+    form = query.shape, query.stride(), of_keys, scores.shape, indices.dtype, places[0] % 16, places[1] % 16, weights
+    prepared = _searches.found.get((form, device))
+    if prepared is None:
+        prepared = _searches.keep((form, device), _prepare(query, keys, weights, scores, indices))
+    call, held = prepared.call, prepared.bound(bounds, k)
+    memory = kept.scratch(prepared.space.words, device) if scratch is None else prepared.fitting(scratch)
+    prepared.place(memory.data_ptr())
+    if not prepared.direct:
+        operands = _operands(*_weighted(query, keys, weights)[:2], scores.shape[:-1])[:2]
+        held, places = (held, operands), (operands[0].data_ptr(), operands[1].data_ptr())
+    call.query.value, call.keys.value = places
     call.values.value, call.indices.value = scores.data_ptr(), indices.data_ptr()
-    prepared.space.place(call.space, memory.data_ptr())
-    _run(run, call.launches, scores.device)
-    del kept, operands  # the allocator may reuse them from here on: the launches are in the stream
+    (launch.run if run is None else run)(call.launches, device)
+    del held  # the allocator may reuse them from here on: the launches are in the stream
 
 
-class _Prepared(NamedTuple):
+class _Prepared:
     """A search of given shapes: its launches, and whether operands of these strides are used where they lie."""
 
-    call: kernels.Search
-    space: SearchSpace
-    rows: int
-    direct: bool
+    def __init__(self, call: kernels.Search, space: SearchSpace, lead: Sequence[int], n: int, width: int, direct: bool):
+        self.call, self.space, self.direct = call, space, direct
+        self.lead, self.n, self.width = lead, n, width
+        self.at = 0
+        self.rows: object = None
+        """The bounds and the count that are written, if they are numbers."""
+
+    def fitting(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return memory, if it is enough for the workspace."""
+        if memory.numel() < self.space.words:
+            raise ValueError(
+                f"the workspace must hold {self.space.words} words for {math.prod(self.lead)} rows of {self.n} "
+                f"positions, got {memory.numel()}; make it with hashcore.cuda.tensors.workspace"
+            )
+        return memory
+
+    def place(self, address: int) -> None:
+        """Write where the workspace lies, if it is another than before."""
+        if address != self.at:
+            self.space.place(self.call.space, address)
+            self.at = address
+
+    def bound(self, bounds: Bounds, k: int | torch.Tensor) -> object:
+        """Write which positions compete and how many are selected; return the tensors of which the addresses are."""
+        if isinstance(k, torch.Tensor) or bounds.in_memory():
+            self.rows = None
+        elif self.rows == (rows := (bounds, k)):
+            return None
+        else:
+            self.rows = rows
+        call = self.call
+        return bounds.window(call.window, self.lead, self.n), _selection(call.selection, k, self.lead, self.width)
 
 
-MOST_SHAPES = 64
-MOST_LANES = 8
-
-
-def _prepared(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    weights: Sequence[int] | None,
-    scores: torch.Tensor,
-    indices: torch.Tensor,
-) -> _Prepared:
-    """Return the launches of a search of such operands, made the first time they come."""
-    places = query.data_ptr() % 16, keys.data_ptr() % 16
-    form = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape, indices.dtype
-    key = form, places, None if weights is None else (*weights,), scores.device
-    searches = _threads.searches
-    found = searches.get(key)
-    if found is None:
-        found = searches[key] = _prepare(query, keys, weights, scores, indices)
-        if len(searches) > MOST_SHAPES:
-            searches.popitem(last=False)
-    return found
+_searches: kept.Table[_Prepared] = kept.Table()
 
 
 def _prepare(
@@ -246,7 +248,8 @@ def _prepare(
     slots = rows if group == 1 else rows // line * -(-line // group) * group
     space = SearchSpace.plan(slots, group, n, width, _processors(scores.device))
     index_bits = 8 * indices.element_size()
-    return _Prepared(kernels.search(at.map, words, weights, rows, group, index_bits, space), space, rows, direct)
+    call = kernels.search(at.map, words, weights, rows, group, index_bits, space)
+    return _Prepared(call, space, lead, n, width, direct)
 
 
 def _weighted(
@@ -254,22 +257,6 @@ def _weighted(
 ) -> tuple[torch.Tensor, torch.Tensor, Sequence[int]]:
     """Return operands of planes: without weights each of the Q queries is one plane of weight 1."""
     return (query.unsqueeze(-2), keys.unsqueeze(-3), (1,)) if weights is None else (query, keys, weights)
-
-
-def _memory(words: int, device: torch.device) -> torch.Tensor:
-    """Return scratch memory that this thread uses again in everything that runs in order with this."""
-    lane, memory = launch.lane(device), _threads.memory
-    found = memory.get(lane)
-    if found is None or found.numel() < words:
-        # Zero, so that the first samples are right; in a capture they need not be, and each replay saves a launch.
-        make = torch.empty if len(lane) > 2 else torch.zeros
-        found = memory[lane] = make(
-            max(words, 2 * found.numel() if found is not None else 0), dtype=torch.int32, device=device
-        )
-        memory.move_to_end(lane)
-        if len(memory) > MOST_LANES:
-            memory.popitem(last=False)
-    return found
 
 
 def topk(
@@ -294,12 +281,12 @@ def topk(
     scratch = torch.empty(plan.words, dtype=torch.int32, device=device)
     scratch[: plan.zeros].zero_()
     window, selection = Window(), Selection()
-    kept = bounds.window(window, lead, n), _selection(selection, k, lead, values.shape[-1])
+    held = bounds.window(window, lead, n), _selection(selection, k, lead, values.shape[-1])
     output = Output(values.data_ptr(), indices.data_ptr(), 8 * indices.element_size())
     _run(
         run, kernels.topk(aligned.data_ptr(), stride, rows, window, selection, output, scratch.data_ptr(), plan), device
     )
-    del kept
+    del held
 
 
 def _run(run: Run | None, launches: Iterable[Launch], device: torch.device) -> None:
@@ -342,10 +329,10 @@ def _selection(selection: Selection, k: int | torch.Tensor, lead: Sequence[int],
     """Write the argument of the kernels, and return the tensor that it points at."""
     selection.width = width
     if isinstance(k, int):
-        selection.k, selection.k_per, selection.count = None, 1, k
+        selection.k, selection.k_per, selection.count, selection.wide = None, 1, k, 0
         return None
-    counts, per = _per_row(_int32(k, width), lead)
-    selection.k, selection.k_per, selection.count = counts.data_ptr(), per, 0
+    counts, per = _per_row(_integers(k), lead)
+    selection.k, selection.k_per, selection.count, selection.wide = counts.data_ptr(), per, 0, _is_wide(counts)
     return counts
 
 
@@ -358,11 +345,15 @@ def _per_row(values: torch.Tensor, lead: Sequence[int]) -> tuple[torch.Tensor, i
     return values.expand(lead).contiguous(), 1
 
 
-def _int32(values: torch.Tensor, most: int) -> torch.Tensor:
-    """Return integers as int32; wider ones are clamped to 0..most here, before they could wrap."""
-    if values.element_size() < 4 or values.dtype == torch.int32:
-        return values.to(torch.int32)  # clamped by the kernels
-    return values.to(torch.int64).clamp(0, most).to(torch.int32)
+def _integers(values: torch.Tensor) -> torch.Tensor:
+    """Return integers as int32 or int64, which the kernels clamp."""
+    if values.dtype in (torch.int32, torch.int64):
+        return values
+    return values.to(torch.int32 if values.element_size() < 4 else torch.int64)
+
+
+def _is_wide(values: torch.Tensor | None) -> int:
+    return int(values is not None and values.dtype == torch.int64)
 
 
 def _processors(device: torch.device) -> int:

@@ -157,15 +157,16 @@ __device__ __forceinline__ Operands operands(const u32* query, const u32* keys, 
 // Which positions of a row compete: [start + sink, length - recent). Values in device memory are clamped to [0, n],
 // because nothing can be raised from here.
 struct Window {
-  const i32* lengths;  // one per lengths_per rows, or null: length
-  const i32* starts;   // one per starts_per rows, or null: start
+  const void* lengths;  // one per lengths_per rows, or null: length
+  const void* starts;   // one per starts_per rows, or null: start
   i32 lengths_per;
   i32 starts_per;
   i32 length;
   i32 start;
   i32 sink;
   i32 recent;
-  i32 n;  // at most 2^29, so that sums of two positions fit
+  i32 n;     // at most 2^29, so that sums of two positions fit
+  i32 wide;  // bit 0: lengths are int64, not int32; bit 1: starts are
 };
 
 struct Range {
@@ -176,9 +177,17 @@ struct Range {
 
 __device__ __forceinline__ int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
+// Entry i of int32 or int64 values in device memory, clamped to [0, most] before it could wrap.
+__device__ __forceinline__ int entry(const void* values, bool wide, int i, int most) {
+  if (!wide) return clamp(static_cast<const i32*>(values)[i], 0, most);
+  const i64 x = static_cast<const i64*>(values)[i];
+  return x < 0 ? 0 : x > most ? most : int(x);
+}
+
 __device__ __forceinline__ Range eligible(const Window& window, int row) {
-  const int length = window.lengths ? clamp(window.lengths[row / window.lengths_per], 0, window.n) : window.length;
-  const int start = window.starts ? clamp(window.starts[row / window.starts_per], 0, window.n) : window.start;
+  int length = window.length, start = window.start;
+  if (window.lengths) length = entry(window.lengths, window.wide & 1, row / window.lengths_per, window.n);
+  if (window.starts) start = entry(window.starts, window.wide & 2, row / window.starts_per, window.n);
   const int low = start + window.sink, high = length - window.recent;
   return {low, high > low ? high : low};
 }
@@ -225,14 +234,16 @@ __device__ __forceinline__ void clear_counts(u32* counts, int bins) {
 // ---- The k-th best of a row ----------------------------------------------------------------------------------------
 
 struct Selection {
-  const i32* k;  // one per k_per rows, or null: count
+  const void* k;  // one per k_per rows, or null: count
   i32 k_per;
   i32 count;
   i32 width;  // slots of a row in the output
+  i32 wide;   // whether k is int64, not int32
 };
 
 __device__ __forceinline__ int selected(const Selection& selection, const Range& range, int row) {
-  const int k = clamp(selection.k ? selection.k[row / selection.k_per] : selection.count, 0, selection.width);
+  const int k = selection.k ? entry(selection.k, selection.wide, row / selection.k_per, selection.width)
+                            : clamp(selection.count, 0, selection.width);
   return k < range.size() ? k : range.size();
 }
 

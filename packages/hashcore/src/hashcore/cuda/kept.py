@@ -1,0 +1,56 @@
+"""What a thread keeps from call to call: prepared launches by the form of a call, and scratch memory by lane."""
+
+import threading
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from hashcore.cuda import launch, layout
+
+T = TypeVar("T")
+
+MOST_FORMS = 64
+MOST_LANES = 8
+MOST_BYTES = 2 * layout.MAX_WORKSPACE
+"""Of a lane's memory; what asks for more gets memory of its own."""
+
+
+class Table(threading.local, Generic[T]):
+    """What a thread keeps by the form of a call; beyond `most`, the oldest goes.
+
+    A form holds all that launches depend on but for the values that are written into them before each call: shapes,
+    strides, types and the device. It holds no tensor.
+    """
+
+    def __init__(self, most: int = MOST_FORMS):
+        self.most = most
+        self.found: dict[Any, T] = {}  # in the order of their making
+
+    def keep(self, form: object, made: T) -> T:
+        """Keep what was made for a form, and return it."""
+        self.found.pop(form, None)
+        while len(self.found) >= self.most:
+            del self.found[next(iter(self.found))]
+        self.found[form] = made
+        return made
+
+
+_lanes: Table[torch.Tensor] = Table(MOST_LANES)
+
+
+def scratch(words: int, device: torch.device) -> torch.Tensor:
+    """Return scratch memory, int32, that this thread uses again in all that runs in order with this.
+
+    Args:
+        words: with the first `layout.SAMPLES`, which are the searches' alone and zero between them.
+    """
+    lane = launch.lane(device)
+    found = _lanes.found.get(lane)
+    if found is None or found.numel() < words:
+        # Zero, so that the first samples are right; in a capture they need not be, and each replay saves a launch.
+        make = torch.empty if len(lane) > 2 else torch.zeros
+        if 4 * words > MOST_BYTES:
+            return make(words, dtype=torch.int32, device=device)
+        room = words if found is None else max(words, min(2 * found.numel(), MOST_BYTES // 4))
+        found = _lanes.keep(lane, make(room, dtype=torch.int32, device=device))
+    return found

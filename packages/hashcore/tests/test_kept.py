@@ -1,0 +1,80 @@
+"""What a thread keeps from call to call: bounded, its own, and of one device and folder of kernels."""
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="scratch memory is torch's")
+kept = pytest.importorskip("hashcore.cuda.kept", reason="scratch memory is torch's")
+
+from hashcore.cuda import kernels, launch, layout  # noqa: E402
+
+HERE = torch.device("cpu")
+
+
+def elsewhere(call):
+    """What a call returns in another thread."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_the_oldest_goes_first():
+    table = kept.Table(3)
+    for form in (1, 2, 3, 1, 4):
+        table.keep(form, str(form))
+    assert table.found == {3: "3", 1: "1", 4: "4"}
+    assert elsewhere(lambda: (table.most, table.found)) == (3, {})
+
+
+def test_scratch_memory_is_one_for_what_runs_in_order(monkeypatch):
+    monkeypatch.setattr(kept, "_lanes", kept.Table(2))
+    lanes = iter([(0, 7), (0, 7), (0, 8), (0, 7), (1, 7, 33), (0, 7)])
+    monkeypatch.setattr(launch, "lane", lambda device: next(lanes))
+    first, again, stream, more, capture, evicted = (kept.scratch(words, HERE) for words in (90, 40, 90, 91, 9, 9))
+    assert again is first
+    assert not first.any()
+    assert stream is not first
+    assert more.numel() == 180, "twice as much, so that growing rows do not ask each time"
+    assert capture.numel() == 9
+    assert evicted is more
+
+
+def test_scratch_memory_that_is_kept_is_bounded(monkeypatch):
+    monkeypatch.setattr(kept, "_lanes", kept.Table(2))
+    monkeypatch.setattr(kept, "MOST_BYTES", 400)
+    assert kept.scratch(80, HERE) is kept.scratch(80, HERE)
+    assert kept.scratch(101, HERE) is not kept.scratch(101, HERE)
+    assert kept.scratch(90, HERE).numel() == 100
+    assert elsewhere(lambda: kept.scratch(10, HERE).numel()) == 10
+
+
+def test_a_workspace_begins_with_the_samples():
+    plan = layout.SearchSpace.plan(64, 1, 4096, 80, 132)
+    assert plan.floors == layout.SAMPLES
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """The kernels that are loaded, by a driver that launches nothing."""
+    found = []
+    driver = SimpleNamespace(CUresult=SimpleNamespace(CUDA_SUCCESS=0), cuLaunchKernel=lambda *_: (0,))
+    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    monkeypatch.setattr(launch, "_current_stream", lambda index: 0)
+    monkeypatch.setattr(launch, "_bind", lambda index: None)
+    monkeypatch.setattr(launch, "_function", lambda index, folder, *_: found.append((index, folder.name)))
+    return found
+
+
+def test_launches_are_prepared_once_a_device_and_folder(loaded, monkeypatch):
+    device = SimpleNamespace(here=0)
+    monkeypatch.setattr(launch, "_current_device", lambda: device.here)
+    launches = kernels.Kept([kernels.pack("f32", 1, 2, 3)])
+    ours, others = Path("ours"), Path("others")
+    for device.here, folder in ((0, ours), (0, ours), (1, ours), (0, ours), (0, others), (0, others), (1, others)):
+        launch.run(launches, torch.device("cuda"), folder)
+    assert loaded == [(0, "ours"), (1, "ours"), (0, "others"), (1, "others")]

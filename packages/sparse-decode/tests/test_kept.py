@@ -1,0 +1,190 @@
+"""Launches that are kept from call to call are those that a fresh call makes, whatever else is called between."""
+
+import ctypes
+import threading
+
+import pytest
+import torch
+from hashcore.cuda import tensors
+from hashtrain import HasherConfig, ModelShape
+from hashtrain.hasher import make_layer
+from sparse_decode import encode_cuda, gather, moments
+
+TABLES = encode_cuda._keys, encode_cuda._queries, gather._calls, moments._calls, tensors._searches
+HALF, OTHER = torch.bfloat16, torch.float16
+
+
+def within(shape, dtype=HALF, room=0):
+    """A tensor whose tokens, dimension 2, lie in memory for `room` more."""
+    batch, heads, tokens, width = shape
+    return torch.zeros(batch, heads, tokens + room, width, dtype=dtype)[:, :, :tokens]
+
+
+def hashing(variant, bits=128):
+    config = HasherConfig(variant, ModelShape(1, 8, 2, 64), bits=bits, hidden=32, planes=3)
+    layer = make_layer(config, 0, 0).requires_grad_(False)
+    return layer, encode_cuda._digits(layer)
+
+
+def hash_keys(variant="transform", batch=1, tokens=1, dtype=HALF, room=0, at=False, bits=128):
+    layer, digits = hashing(variant, bits)
+    x, weights = torch.zeros(batch, 2, tokens, 64, dtype=dtype), encode_cuda._weights(layer.key)
+    codes = within((batch, 2, tokens, bits // 32), torch.int32, room)
+    given = x, weights, digits, codes, torch.tensor(0) if at else None
+    return encode_cuda.hash_keys, given, {}
+
+
+def hash_queries(variant="transform", batch=1, tokens=1, dtype=HALF, group=4, planes=3, bits=128):
+    layer, digits = hashing(variant, bits)
+    x, weights = torch.zeros(batch, 8, tokens, 64, dtype=dtype), encode_cuda._weights(layer.query)
+    return encode_cuda.hash_queries, (x, weights, digits, bits, group, planes), {}
+
+
+def attend(n=90, width=20, rooms=(0, 0), dtype=HALF, sets=2, scaling=0.1, ends=(1, 4), more=(), value_dim=64):
+    q = torch.zeros(1, 8, 1, 64, dtype=dtype)
+    k, v = within((1, 2, n, 64), dtype, rooms[0]), within((1, 2, n, value_dim), dtype, rooms[1])
+    rest = {"ends": ends}
+    if "always" in more:
+        rest["always"] = torch.zeros(1, 3, dtype=torch.int64)
+    if "left_out" in more:
+        kinds = (8, 5), (1, 2, 1, 64), (1, 8, 1, value_dim)
+        rest["left_out"] = [*(torch.zeros(x) for x in kinds), torch.ones(1, 1, dtype=torch.int64)]
+    sinks = torch.zeros(8) if "sinks" in more else None
+    indices = torch.zeros(1, sets, 1, width, dtype=torch.int64)
+    return gather.attend, (q, k, v, indices, scaling, None, sinks), rest
+
+
+def add_token(n=9, rooms=(0, 0), dtype=HALF, padded=0):
+    q, slopes = torch.zeros(2, 4, 64, dtype=dtype), torch.zeros(4)
+    k, v = (within((2, 2, n, 64), dtype, room) for room in rooms)
+    sums = torch.zeros(2, 2, 64).double(), torch.zeros(2, 2, 64).double(), torch.zeros(2, 2, 64, 64)
+    shown = torch.ones(2, n + padded, dtype=torch.bool)[:, :n]
+    rows = (torch.ones(2, 1, dtype=torch.int64), shown, shown[:, :-1]) if padded else ()
+    return moments.add_token, (q, slopes, k, v, *sums, *rows), {}
+
+
+def search(n=300, k=20, room=0, wide=False, bounds=(300, 0, 1, 4), planes=3):
+    query = torch.zeros(2, 3, planes, 4, dtype=torch.int32)
+    keys = within((2, 3, n, 4), torch.int32, room)
+    width = 20 if isinstance(k, torch.Tensor) else k
+    scores = torch.zeros(2, 3, width, dtype=torch.int32)
+    indices = torch.zeros(2, 3, width, dtype=torch.int64 if wide else torch.int32)
+    weights = tuple(1 << p for p in range(planes))
+    return tensors.search, (query, keys, k, weights, tensors.Bounds(*bounds), scores, indices), {}
+
+
+ROWS, WIDE = (torch.full((2, 1), 7, dtype=kind) for kind in (torch.int32, torch.int64))
+CALLS = {
+    "hash_keys": (
+        *({}, {"room": 5}, {"room": 9}, {"tokens": 3}, {"batch": 2}, {"dtype": OTHER}, {"at": True}),
+        *({"variant": "planes"}, {"bits": 64}),
+    ),
+    "hash_queries": (
+        *({}, {"tokens": 3}, {"batch": 2}, {"dtype": OTHER}, {"variant": "planes"}, {"group": 1}, {"planes": 2}),
+        {"bits": 64},
+    ),
+    "attend": (
+        *(
+            {},
+            {"rooms": (6, 0)},
+            {"rooms": (0, 6)},
+            {"n": 91},
+            {"width": 200},
+            {"dtype": OTHER},
+            {"sets": 8},
+            {"scaling": 0.2},
+        ),
+        *({"ends": (0, 0)}, {"value_dim": 32}, {"more": ("sinks",)}, {"more": ("left_out",)}, {"more": ("always",)}),
+    ),
+    "add_token": (
+        *({}, {"rooms": (5, 0)}, {"rooms": (0, 5)}, {"n": 10}, {"dtype": OTHER}, {"padded": 1}, {"padded": 3}),
+    ),
+    "search": (
+        *({}, {"room": 5}, {"room": 9}, {"n": 301}, {"k": 9}, {"wide": True}, {"bounds": (200, 3, 0, 0)}),
+        *({"bounds": (ROWS,)}, {"bounds": (None, ROWS)}, {"k": ROWS}, {"planes": 2}),
+        *({"bounds": (WIDE, ROWS)}, {"bounds": (ROWS, WIDE)}, {"k": WIDE}),
+    ),
+}
+MAKE = {"hash_keys": hash_keys, "hash_queries": hash_queries, "attend": attend, "add_token": add_token}
+MAKE["search"] = search
+
+
+def named(given):
+    """Names of the addresses of what was given."""
+    names = {}
+    for number, x in enumerate(given):
+        for place, one in enumerate(x if isinstance(x, list | tuple) else [x]):
+            if isinstance(one, torch.Tensor):
+                names[one.data_ptr()] = number, place
+    return names
+
+
+def said(argument, names):
+    """What an argument of a kernel says: an address by its name, "new" for what the call allocated."""
+    if isinstance(argument, ctypes.Structure):
+        fields = [(name, kind, getattr(argument, name)) for name, kind in argument._fields_]
+        return [
+            (name, said(ctypes.c_void_p(value) if kind is ctypes.c_void_p else value, names))
+            for name, kind, value in fields
+        ]
+    if isinstance(argument, ctypes.Array):
+        return [said(x, names) for x in argument]
+    if isinstance(argument, ctypes.c_void_p):
+        return names.get(argument.value, "new") if argument.value else None
+    return getattr(argument, "value", argument)
+
+
+def launched(call, given, rest):
+    """What is launched: all but the addresses of new memory."""
+    names, seen = named((*given, *rest.values())), []
+
+    def run(launches, device, folder=None):
+        for one in launches:
+            assert [ctypes.addressof(x) for x in one.arguments] == list(one.pointers)
+            arguments = [said(x, names) for x in one.arguments]
+            seen.append((one.source, one.macros, one.kernel, one.grid, one.threads, one.programmatic, arguments))
+
+    call(*given, **rest, run=run)
+    return seen
+
+
+def forget():
+    for table in TABLES:
+        table.found.clear()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_kept_launches_are_those_of_a_fresh_call(name):
+    """Of other addresses, shapes, strides and types, each after all the others."""
+    made = [MAKE[name](**how) for how in CALLS[name]]
+    fresh = []
+    for one in made:
+        forget()
+        fresh.append(launched(*one))
+    assert len({str(x) for x in fresh}) == len(fresh)
+    forget()
+    elsewhere = [MAKE[name](**how) for how in CALLS[name]]
+    for calls in (made, elsewhere):
+        assert [launched(*one) for one in calls] == fresh
+    assert [launched(*one) for one in reversed(made)] == fresh[::-1]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_another_call_of_a_form_describes_nothing_again(name, monkeypatch):
+    made = [MAKE[name](**how) for how in CALLS[name]]
+    expected = [launched(*one) for one in made]
+    for module in (encode_cuda, gather, moments, tensors.kernels):
+        monkeypatch.setattr(module, "make_launch", lambda *_, **__: pytest.fail("described again"))
+    assert [launched(*one) for one in made] == expected
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_threads_keep_launches_of_their_own(name):
+    one = MAKE[name]()
+    table = [launched(*one) and len(table.found) for table in TABLES]
+    other = []
+    thread = threading.Thread(target=lambda: other.extend(len(table.found) for table in TABLES))
+    thread.start()
+    thread.join()
+    assert any(table)
+    assert other == [0] * len(TABLES)
