@@ -133,7 +133,7 @@ HEAD_DIM = 64  # of both models
 
 def _bytes_line(subject: str, run: Result, share: float) -> tuple[float, list[str]]:
     config = run.config
-    times = config.get("shortlist")  # runs from before there was one lack it
+    times = config["shortlist"]
     budget = Budget(share, sink=config["sink"], recent=config["recent"], shortlist=times)
     n = config["context"] - (config["scored"] or config["context"] // 2) // 2
     read = step_bytes(n, budget, HEAD_DIM).share

@@ -39,4 +39,3 @@ def step_bytes(
         codes = n * word + min(n, budget.shortlist * count) * bits / 8
     state = remainder * (2 * 8 * head_dim + 4 * head_dim**2)
     return StepBytes(codes, 2 * count * head_dim * element, state, 2 * n * head_dim * element)
-

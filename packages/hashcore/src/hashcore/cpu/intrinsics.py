@@ -284,8 +284,6 @@ def _first_words(builder: Any, keys: Any) -> list[Any]:
     """Load the first of the four 32-bit words of LANES keys: column j has those of keys 16 j to 16 j + 15."""
     columns = []
     for start in range(0, LANES, 16):
-        for i in range(0, 16, 4):
-            _prefetch(builder, _add(builder, keys, AHEAD + 16 * (start + i)))
         fours = [_load(builder, _add(builder, keys, 16 * (start + i)), HALVES) for i in range(0, 16, 4)]
         eights = [builder.shuffle_vector(*fours[i : i + 2], _indices(range(0, 32, 4))) for i in (0, 2)]
         columns.append(builder.shuffle_vector(*eights, _indices(range(16))))
