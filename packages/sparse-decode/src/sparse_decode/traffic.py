@@ -29,7 +29,7 @@ def step_bytes(
     """Count what a step reads that sees n tokens.
 
     Args:
-        head_dim: of keys and of values; bits: of a code, 0 for a method without; element: bytes of one of their numbers.
+        head_dim: of keys and values; bits: of a code, 0 for a method without; element: bytes of a number of theirs.
     With a shortlist 32 bits of every code and the whole of those on the list; what a cache line or a sector holds
     beside is not counted. The state is counted once, though a step writes it, too.
     """
