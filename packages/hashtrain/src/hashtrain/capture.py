@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ from hashtrain.atomic import save_tensors, write_text
 from hashtrain.config import ModelShape
 from hashtrain.manifest import begin, checksum, finish, identity, missing
 from hashtrain.models import device_of, text_decoder
+from hashtrain.transfer import finish as wait_for
+from hashtrain.transfer import to_device, to_host
 from hashtrain.untrusted import open_tensors
 
 Sink = Callable[[int, Tensor, Tensor, Tensor, float], None]
@@ -105,6 +108,19 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation({mine[0]: name} if mine else name)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of one context besides its keys."""
+
+    rows: tuple[Tensor, ...] | None = None
+    """For each layer the rows whose queries are kept, int32 [R], rising; None for all rows."""
+    values: bool = True
+
+
+EVERYTHING = Kept()
+_REMEDY = "delete it and capture again"
+
+
 class Capture:
     """Stored queries, keys and values of some contexts; `read(context, layer)` gives that layer's (q, k, scaling)."""
 
@@ -124,37 +140,114 @@ class Capture:
 
         Raises: ValueError naming the file if it holds none; FileNotFoundError if it is not there.
         """
-        path, remedy = self.file(context), "delete it and capture again"
-        with open_tensors(path, remedy) as file:
+        return self.queries(context, layer), *self.keys(context, layer)
+
+    def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
+        """Read k [1, Hkv, T, D] and the logits' scaling. Raises: as `read` does."""
+        path = self.file(context)
+        with open_tensors(path, _REMEDY) as file:
             scaling = cast("dict[str, str]", file.metadata() or {})[f"scaling.{layer}"]
-            q, k = file.get_tensor(f"q.{layer}"), file.get_tensor(f"k.{layer}")
-        alike = q.ndim == k.ndim == 4 and (q.dtype, q.shape[0], q.shape[2:]) == (k.dtype, 1, k.shape[2:])
-        if not alike or not q.is_floating_point() or q.shape[1] % max(1, k.shape[1]) or not k.numel():
+            k = cast(Tensor, file.get_tensor(f"k.{layer}"))
+        if k.ndim != 4 or k.shape[0] != 1 or not k.is_floating_point() or not k.numel():
             raise ValueError(
-                f"{path} holds no queries [1, Hq, T, D] and keys [1, Hkv, T, D] of layer {layer}, got {q.dtype} "
-                f"{tuple(q.shape)} and {k.dtype} {tuple(k.shape)}; {remedy}"
+                f"{path} holds no keys [1, Hkv, T, D] of layer {layer}, got {k.dtype} {tuple(k.shape)}; {_REMEDY}"
             )
-        return q, k, _scaling(path, scaling, remedy)
+        return k, _scaling(path, scaling)
+
+    def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
+        """Read q [1, Hq, T, D], or of `rows`, int64 [R], alone [1, Hq, R, D].
+
+        Raises: as `read` does, and ValueError if not all of these rows are stored.
+        """
+        path = self.file(context)
+        with open_tensors(path, _REMEDY) as file:
+            q, k = cast(Tensor, file.get_tensor(f"q.{layer}")), file.get_slice(f"k.{layer}")
+            at = cast(Tensor, file.get_tensor(f"rows.{layer}")) if f"rows.{layer}" in file.keys() else None  # noqa: SIM118
+            _, hkv, t, d, *_ = (*k.get_shape(), 0, 0, 0, 0)
+            same_type = file.get_slice(f"q.{layer}").get_dtype() == k.get_dtype()
+        expected = t if at is None else _count(path, at, t)
+        alike = q.ndim == 4 and (q.shape[0], *q.shape[2:]) == (1, expected, d) and same_type
+        if not alike or not q.is_floating_point() or q.shape[1] % max(1, hkv):
+            raise ValueError(
+                f"{path} holds no queries [1, Hq, T, D] of layer {layer} that go with its keys, got {q.dtype} "
+                f"{tuple(q.shape)}; {_REMEDY}"
+            )
+        return chosen(q, at, rows, t, f"{path}, layer {layer}; {_REMEDY}")
 
     def values(self, context: int, layer: int) -> Tensor:
         """Read v [1, Hkv, T, Dv] in the stored dtype. Raises: as `read` does."""
-        path, remedy = self.file(context), "delete it and capture again"
-        with open_tensors(path, remedy) as file:
+        path = self.file(context)
+        with open_tensors(path, _REMEDY) as file:
             v, k = file.get_tensor(f"v.{layer}"), file.get_slice(f"k.{layer}").get_shape()
         if v.ndim != 4 or list(v.shape[:3]) != k[:3] or not v.is_floating_point():
             raise ValueError(
-                f"{path} holds no values [1, Hkv, T, Dv] of layer {layer}, got {v.dtype} {tuple(v.shape)}; {remedy}"
+                f"{path} holds no values [1, Hkv, T, Dv] of layer {layer}, got {v.dtype} {tuple(v.shape)}; {_REMEDY}"
             )
         return v
 
 
-def _scaling(path: Path, text: str, remedy: str) -> float:
+class InMemory:
+    """What `run_context` returned; reads like a `Capture` whose contexts are all this one."""
+
+    def __init__(self, tensors: dict[str, Tensor], scalings: dict[str, str]):
+        self.tensors: dict[str, Tensor] = tensors
+        self.scalings: dict[str, str] = scalings
+
+    def __len__(self) -> int:
+        return 1
+
+    def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
+        """Return q, k and the logits' scaling, as `Capture.read` does."""
+        return self.queries(context, layer), *self.keys(context, layer)
+
+    def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
+        """Return k and the logits' scaling, as `Capture.keys` does."""
+        return self.tensors[f"k.{layer}"], float(self.scalings[f"scaling.{layer}"])
+
+    def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
+        """Return queries as `Capture.queries` does. Raises: ValueError if not all of these rows were kept."""
+        tokens = self.tensors[f"k.{layer}"].shape[2]
+        return chosen(self.tensors[f"q.{layer}"], self.tensors.get(f"rows.{layer}"), rows, tokens, f"layer {layer}")
+
+    def values(self, context: int, layer: int) -> Tensor:
+        """Return v, as `Capture.values` does."""
+        return self.tensors[f"v.{layer}"]
+
+
+def chosen(q: Tensor, at: Tensor | None, rows: Tensor | None, tokens: int, where: str) -> Tensor:
+    """Return the queries of some rows, [1, Hq, R, D], of those that were kept.
+
+    Args:
+        q: [1, Hq, S, D], of the rows `at`, int [S], rising, on the host; None for all of the `tokens`.
+        rows: int64 [R], on the host; None for all.
+        where: what the error names.
+    Raises: ValueError if one of them was not kept.
+    """
+    if at is None:
+        return q if rows is None else q[:, :, to_device(rows, q.device)]
+    rows = torch.arange(tokens) if rows is None else rows
+    places = torch.searchsorted(at, rows.to(at.dtype)).clamp(max=max(0, len(at) - 1))
+    lost = rows[at[places] != rows] if len(at) else rows
+    if len(lost):
+        raise ValueError(f"the queries of {len(at)} rows were kept, expected that of row {int(lost[0])} too: {where}")
+    return q[:, :, to_device(places, q.device)]
+
+
+def _count(path: Path, at: Tensor, tokens: int) -> int:
+    """Count the rows whose queries a file holds. Raises: ValueError if they are none of a context of so many tokens."""
+    whole = at.ndim == 1 and at.dtype == torch.int32
+    if not whole or (at.numel() and (at[0] < 0 or at[-1] >= tokens or not (at[1:] > at[:-1]).all())):
+        raise ValueError(f"{path} holds queries of rows that are not rising numbers below {tokens}; {_REMEDY}")
+    return len(at)
+
+
+def _scaling(path: Path, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"{path} must hold a finite number as the logits' scaling, got {text!r}; {remedy}")
+        raise ValueError(f"{path} must hold a finite number as the logits' scaling, got {text!r}; {_REMEDY}")
     return value
 
 
@@ -184,36 +277,62 @@ def capture(
     return stored
 
 
-def capture_one(model: PreTrainedModel, ids: Tensor, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Store q, k and v of one context, int64 [T], and then its size and checksum beside it."""
-    tensors, scalings = run_context(model, ids, dtype)
+def capture_one(
+    model: PreTrainedModel, ids: Tensor, path: Path, dtype: torch.dtype = torch.bfloat16, kept: Kept = EVERYTHING
+) -> None:
+    """Store q, k and v of one context, int64 [T], or what of them is kept; then its size and checksum beside it."""
+    tensors, scalings = run_context(model, ids, dtype, kept)
     save_tensors(tensors, path, metadata=scalings)
     write_text(path.with_suffix(".json"), json.dumps(checksum(path)))
 
 
 def run_context(
-    model: PreTrainedModel, ids: Tensor, dtype: torch.dtype = torch.bfloat16
+    model: PreTrainedModel,
+    ids: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    kept: Kept = EVERYTHING,
+    place: Callable[[Tensor], Tensor] = to_host,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Run one context; return its tensors and scalings by their names in the file."""
-    tensors: dict[str, Tensor] = {}
-    scalings: dict[str, str] = {}
+    """Run one context; return its tensors and scalings by their names in the file.
+
+    Args:
+        kept: what of it. place: where a tensor of the model's device goes; the host waits once, at the end.
+    """
+    device, tensors, scalings = device_of(model), dict[str, Tensor](), dict[str, str]()
+    rows: tuple[Tensor, ...] | None = None
+    if kept.rows is not None:  # one copy to the device for all layers
+        rows = cast("tuple[Tensor, ...]", to_device(torch.cat(kept.rows), device).split([*map(len, kept.rows)]))
 
     def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            tensors[f"{name}.{layer}"] = x.to("cpu", dtype).contiguous()
+        found = {"q": q if rows is None else q[:, :, rows[layer]], "k": k, **({"v": v} if kept.values else {})}
+        tensors.update({f"{name}.{layer}": place(x.to(dtype).contiguous()) for name, x in found.items()})
         scalings[f"scaling.{layer}"] = repr(scaling)
 
     with torch.inference_mode(), capturing(model, sink):
-        model(ids[None].to(device_of(model)), use_cache=False, logits_to_keep=1)
-    return tensors, scalings
+        model(ids[None].to(device), use_cache=False, logits_to_keep=1)
+    wait_for(device)
+    return tensors | {f"rows.{layer}": at for layer, at in enumerate(kept.rows or ())}, scalings
 
 
 def capture_bytes(model: PreTrainedModel, contexts: Sequence[Tensor], dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the bytes that `capture` will write."""
     shape = ModelShape.of(model.config)
-    layers = [shape.at(layer) for layer in range(shape.num_layers)]
-    per_token = sum((at.num_query_heads + 2 * at.num_kv_heads) * at.head_dim for at in layers)
-    return sum(len(ids) for ids in contexts) * per_token * dtype.itemsize
+    return sum(context_bytes(shape, len(ids), dtype) for ids in contexts)
+
+
+def context_bytes(
+    shape: ModelShape, tokens: int, dtype: torch.dtype, rows: int | None = None, values: bool = True
+) -> int:
+    """Return the bytes of one context's tensors in all layers.
+
+    Args:
+        rows: whose queries are kept, int32 numbers themselves; None for all. values: whether values are.
+    """
+    total = 0
+    for at in (shape.at(layer) for layer in range(shape.num_layers)):
+        heads = (1 + values) * tokens * at.num_kv_heads + (tokens if rows is None else rows) * at.num_query_heads
+        total += heads * at.head_dim * dtype.itemsize + 4 * (rows or 0)
+    return total
 
 
 def require_disk(folder: Path, needed: int, remedy: str = "") -> None:
