@@ -71,6 +71,8 @@ class Device(TorchDispatchMode):
         ours = any(isinstance(x, Pretended) for x in tensors)
         asked = next((x for x in given if isinstance(x, torch.device)), None)
         there = ours if asked is None else asked.type == "cuda"
+        if name == "copy_":
+            there = isinstance(args[0], Pretended)
         non_blocking = bool(kwargs.get("non_blocking") or (name == "copy_" and True in args[2:]))
         self._check(name, tensors, ours, there, kwargs.get("generator"), non_blocking)
         pinned = kwargs.get("pin_memory")
@@ -82,8 +84,6 @@ class Device(TorchDispatchMode):
             self.pinned.add(found.data_ptr())
         if name == "to" and ours and there and found is plain[0][0]:
             return args[0]  # it is there already, in that type
-        if name == "copy_":
-            there = isinstance(args[0], Pretended)
         if not there:
             return args[0] if name == "copy_" else found
         wrapped = tree_map(lambda x: Pretended(x) if isinstance(x, torch.Tensor) else x, found)
@@ -159,6 +159,24 @@ def pretend_streams(device: Device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_inference_tensors() -> Iterator[None]:
+    """Let inference mode be no_grad, wherever it has been named before: its tensors cannot be wrapped."""
+
+    def enter(mode: torch.inference_mode) -> None:
+        mode.inside = torch.no_grad()
+        mode.inside.__enter__()
+
+    def leave(mode: torch.inference_mode, *error: object) -> None:
+        mode.inside.__exit__(*error)
+
+    with (
+        mock.patch.object(torch.inference_mode, "__enter__", enter),
+        mock.patch.object(torch.inference_mode, "__exit__", leave),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def pretend_gpu() -> Iterator[Device]:
     """Pretend that there is one CUDA device."""
     make, overwrite = torch.Generator, torch.__future__.get_overwrite_module_params_on_conversion()
@@ -194,7 +212,7 @@ def pretend_gpu() -> Iterator[Device]:
         mock.patch.object(torch.cuda, "get_device_properties", lambda *_: PROPERTIES),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(torch, "Generator", Generator),
-        mock.patch.object(torch, "inference_mode", torch.no_grad),  # its tensors cannot be wrapped
+        no_inference_tensors(),
         mock.patch.object(torch, "tensor", _moved(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _moved(torch.as_tensor)),
         mock.patch.object(torch.Tensor, "backward", backward),
