@@ -9,7 +9,8 @@ import json
 import pytest
 import torch
 from hashtrain import Hasher, pipeline, prepare
-from hashtrain.capture import Kept, run_context
+from hashtrain.capture import run_context
+from hashtrain.captured import Kept
 from hashtrain.cli import main
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.hasher import make_layer

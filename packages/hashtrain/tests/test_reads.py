@@ -7,7 +7,8 @@ import pytest
 import torch
 from hashtrain import ModelShape, TrainConfig, capture, remainder, repair
 from hashtrain import prepare as prepare_module
-from hashtrain.capture import EVERYTHING, Capture, Kept, capture_one, context_bytes
+from hashtrain.capture import capture_one, context_bytes
+from hashtrain.captured import EVERYTHING, Capture, Kept
 from hashtrain.cli import main
 from hashtrain.config import HasherConfig
 from hashtrain.distribute import Ranks

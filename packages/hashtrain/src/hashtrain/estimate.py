@@ -9,7 +9,8 @@ from typing import cast
 
 import torch
 
-from hashtrain.capture import Capture, InMemory, context_bytes, run_context
+from hashtrain.capture import context_bytes, run_context
+from hashtrain.captured import Capture, InMemory
 from hashtrain.hasher import make_layer
 from hashtrain.job import LayerJob
 from hashtrain.judge import judge_layer

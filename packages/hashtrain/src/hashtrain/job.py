@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hashtrain
-from hashtrain.capture import Capture
+from hashtrain.captured import Capture
 from hashtrain.checkpoint import Checkpoint, load_stored, save_stored
 from hashtrain.config import HasherConfig
 from hashtrain.distribute import ALONE, Ranks

@@ -9,7 +9,7 @@ import hashcore
 import torch
 from torch import Tensor
 
-from hashtrain.capture import Capture
+from hashtrain.captured import Capture
 from hashtrain.layers import LayerHasher
 from hashtrain.metrics import hash_quality
 from hashtrain.plan import TrainCommand

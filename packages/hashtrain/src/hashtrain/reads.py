@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hashtrain.capture import EVERYTHING, Kept, context_bytes
+from hashtrain.capture import context_bytes
+from hashtrain.captured import EVERYTHING, Kept
 from hashtrain.config import ModelShape
 from hashtrain.job import training_of
 from hashtrain.judge import rows_of_contexts

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hashtrain.capture import Capture
+from hashtrain.captured import Capture
 from hashtrain.layers import LayerHasher
 from hashtrain.metrics import best, reading
 from hashtrain.target import always_read, top_count

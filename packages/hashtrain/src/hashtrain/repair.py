@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hashtrain.capture import Capture
+from hashtrain.captured import Capture
 from hashtrain.config import HasherConfig
 from hashtrain.hasher import make_layer
 from hashtrain.judge import fails

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hashtrain.capture import Capture, Kept, capture_one
+from hashtrain.capture import capture_one
+from hashtrain.captured import Capture, Kept
 from hashtrain.distribute import ALONE, Ranks
 from hashtrain.manifest import begin, finish, missing
 from hashtrain.models import load_model

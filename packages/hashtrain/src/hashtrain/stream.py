@@ -15,7 +15,8 @@ from typing import cast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hashtrain.capture import Capture, InMemory, run_context
+from hashtrain.capture import run_context
+from hashtrain.captured import Capture, InMemory
 from hashtrain.checkpoint import Checkpoint
 from hashtrain.job import LayerJob, Report, following, started
 from hashtrain.reads import Reads

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hashtrain.capture import Capture
+from hashtrain.captured import Capture
 from hashtrain.checkpoint import Checkpoint
 from hashtrain.distribute import ALONE, Ranks
 from hashtrain.layers import LayerHasher
