@@ -237,7 +237,7 @@ def samples():
     return {
         "pack": (x,),
         "pack_out": (x, there(random_codes(rng, 3, 2))),
-        "quantise": (x, 3),
+        "quantise": (x, 3, True),
         "planes": (x, 3, False),
         "group_planes": (there(random_codes(rng, 2, 7, 4)),),
         "score": (query, keys, weights),

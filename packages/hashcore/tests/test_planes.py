@@ -48,6 +48,15 @@ def test_unchecked_nan_has_level_minus_one_and_infinities_are_the_largest_floats
     assert_same(hashcore.planes(np.full(32, 1e300), 1, check=False)[0], np.full((1, 1), -1, np.int32))
 
 
+def test_levels_without_a_check_are_those_of_the_planes(rng):
+    w = rng.normal(size=(3, 64)).astype(np.float32)
+    w[0, 3], w[1, 5] = np.nan, np.inf
+    levels = hashcore.quantise(w, 3, check=False)[0]
+    digits = hashcore.unpack(hashcore.planes(w, 3, check=False)[0])
+    assert_same(levels, (2 * (digits * np.array([[1], [2], [4]])).sum(1) - 7).astype(np.int8))
+    assert (levels[0, 3], levels[1, 5]) == (-1, 7)
+
+
 @pytest.mark.parametrize("planes", PLANES)
 def test_levels_are_the_odd_integers_up_to_m(planes):
     levels, scale = hashcore.quantise(np.linspace(-1, 1, 2048).reshape(1, -1), planes)

@@ -33,7 +33,7 @@ def samples():
     return {
         "pack": (torch.randn(3, 64),),
         "pack_out": (torch.randn(3, 64), codes(3, 2)),
-        "quantise": (torch.randn(3, 40), 3),
+        "quantise": (torch.randn(3, 40), 3, True),
         "planes": (torch.randn(3, 64), 3, True),
         "group_planes": (codes(2, 7, 4),),
         "score": (query, keys, weights),

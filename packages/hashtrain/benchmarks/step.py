@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
 CONTEXT, CONTEXTS, SQUARE, WARM = 4096, 2, 1024, 10
-PARTS = ("read the context", "exact attention", "draw pairs", "hash, score, loss", "backward", "clip, AdamW")
+PARTS = ("read keys", "read queries", "exact attention", "draw pairs", "hash, score, loss", "backward", "AdamW")
 
 
 class Clock:
@@ -79,12 +79,13 @@ def measure(training: trainer.Training, steps: int) -> tuple[list[float], dict[s
         training.run(until=WARM + 1)
     clock, whole = Clock(), []
     patches = (
-        mock.patch.object(training.data, "read", clock.timed(PARTS[0], training.data.read)),
-        mock.patch.object(trainer, "attention", clock.timed(PARTS[1], trainer.attention)),
-        mock.patch.object(trainer, "sample_pairs", clock.timed(PARTS[2], trainer.sample_pairs)),
-        mock.patch.object(trainer, "_loss", clock.timed(PARTS[3], trainer._loss)),
-        mock.patch.object(torch.Tensor, "backward", clock.timed(PARTS[4], torch.Tensor.backward)),
-        mock.patch.object(training.optimizer, "step", clock.timed(PARTS[5], training.optimizer.step)),
+        mock.patch.object(training.data, "keys", clock.timed(PARTS[0], training.data.keys)),
+        mock.patch.object(training.data, "queries", clock.timed(PARTS[1], training.data.queries)),
+        mock.patch.object(trainer, "attention", clock.timed(PARTS[2], trainer.attention)),
+        mock.patch.object(trainer, "sample_pairs", clock.timed(PARTS[3], trainer.sample_pairs)),
+        mock.patch.object(trainer, "_loss", clock.timed(PARTS[4], trainer._loss)),
+        mock.patch.object(torch.Tensor, "backward", clock.timed(PARTS[5], torch.Tensor.backward)),
+        mock.patch.object(training.optimizer, "step", clock.timed(PARTS[6], training.optimizer.step)),
     )
     for patch in patches:
         patch.start()

@@ -24,6 +24,17 @@ SMALL = [
 ]
 
 
+class Whole:
+    """What the parts of a context are read by, of a class whose `read` gives q, k and the scaling."""
+
+    def keys(self, context, layer):
+        return self.read(context, layer)[1:]
+
+    def queries(self, context, layer, rows=None):
+        q = self.read(context, layer)[0]
+        return q if rows is None else q[:, :, rows]
+
+
 def model_and_text(root, config, lines):
     """Make a random model with the demo tokenizer, and a text; the options that name them."""
     torch.manual_seed(0)

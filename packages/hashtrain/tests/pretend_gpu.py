@@ -56,7 +56,11 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.waits: list[str] = []
         self.copies: list[str] = []
+        self.queued: list[str] = []
         self.launches: list[str] = []
+        self.pinned: set[int] = set()
+        self.beside = False
+        self.unfinished: set[int] = set()
         self.generators: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -67,19 +71,29 @@ class Device(TorchDispatchMode):
         ours = any(isinstance(x, Pretended) for x in tensors)
         asked = next((x for x in given if isinstance(x, torch.device)), None)
         there = ours if asked is None else asked.type == "cuda"
-        self._check(name, tensors, ours, there, kwargs.get("generator"))
-        plain = tree_map(_plain, (args, dict(kwargs)))
-        found = func(*plain[0], **plain[1])
-        if name == "to" and ours and there and found is plain[0][0]:
-            return args[0]  # it is there already, in that type
         if name == "copy_":
             there = isinstance(args[0], Pretended)
+        non_blocking = bool(kwargs.get("non_blocking") or (name == "copy_" and True in args[2:]))
+        self._check(name, tensors, ours, there, kwargs.get("generator"), non_blocking)
+        pinned = kwargs.get("pin_memory")
+        if pinned:
+            kwargs = {**kwargs, "pin_memory": False}
+        plain = tree_map(_plain, (args, dict(kwargs)))
+        found = func(*plain[0], **plain[1])
+        if pinned:
+            self.pinned.add(found.data_ptr())
+        if name == "to" and ours and there and found is plain[0][0]:
+            return args[0]  # it is there already, in that type
         if not there:
             return args[0] if name == "copy_" else found
         wrapped = tree_map(lambda x: Pretended(x) if isinstance(x, torch.Tensor) else x, found)
+        if self.beside:
+            self.unfinished.add(found.data_ptr())
         return return_and_correct_aliasing(func, args, kwargs, wrapped) if func._schema.is_mutable else wrapped
 
-    def _check(self, name: str, tensors: list[torch.Tensor], ours: bool, there: bool, generator: object) -> None:
+    def _check(
+        self, name: str, tensors: list[torch.Tensor], ours: bool, there: bool, generator: object, non_blocking: bool
+    ) -> None:
         """Refuse tensors of two devices, except numbers of no dimension, and write down what waits."""
         mixed = ours and any(not isinstance(x, Pretended) and x.ndim for x in tensors)
         if mixed and name not in MOVES:
@@ -87,10 +101,14 @@ class Device(TorchDispatchMode):
             raise MixedDevices(f"{name} got tensors of two devices: {places}")
         if generator is not None and (generator._cdata in self.generators) != there:
             raise MixedDevices(f"{name} draws on one device with the generator of another")
+        if self.unfinished.intersection(x.inner.data_ptr() for x in tensors if isinstance(x, Pretended)):
+            raise AssertionError(f"{name} got a tensor that another stream has not finished")
         if ours and name in WAITS:
             self.waits.append(name)
         elif mixed or (name in ("_to_copy", "to") and ours != there):
-            self.copies.append("to" if there else "from")
+            host = [x for x in tensors if not isinstance(x, Pretended)]
+            queued = non_blocking and all(x.data_ptr() in self.pinned for x in host)
+            (self.queued if queued else self.copies).append("to" if there else "from")
         elif ours:
             self.launches.append(name)
 
@@ -98,6 +116,64 @@ class Device(TorchDispatchMode):
 def _plain(x: object) -> object:
     """Return what the CPU is given in place of an argument."""
     return x.inner if isinstance(x, Pretended) else torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+class Stream:
+    """A queue of work: the current one, or one beside it."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.device.unfinished.clear()
+
+    def synchronize(self) -> None:
+        self.device.waits.append("synchronize")
+
+
+@contextlib.contextmanager
+def pretend_streams(device: Device) -> Iterator[None]:
+    """Pretend streams and pinned memory."""
+    kept: list[torch.Tensor] = []  # so that no other gets their addresses
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        assert not isinstance(tensor, Pretended), "memory of the device cannot be pinned"
+        kept.append(tensor.clone())
+        device.pinned.add(kept[-1].data_ptr())
+        return kept[-1]
+
+    @contextlib.contextmanager
+    def beside(stream: Stream) -> Iterator[None]:
+        device.beside = True
+        yield
+        device.beside = False
+
+    with (
+        mock.patch.object(torch.Tensor, "pin_memory", pin),
+        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
+        mock.patch.object(torch.cuda, "Stream", lambda *_: Stream(device)),
+        mock.patch.object(torch.cuda, "current_stream", lambda *_: Stream(device)),
+        mock.patch.object(torch.cuda, "stream", beside),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def no_inference_tensors() -> Iterator[None]:
+    """Let inference mode be no_grad, wherever it has been named before: its tensors cannot be wrapped."""
+
+    def enter(mode: torch.inference_mode) -> None:
+        mode.inside = torch.no_grad()
+        mode.inside.__enter__()
+
+    def leave(mode: torch.inference_mode, *error: object) -> None:
+        mode.inside.__exit__(*error)
+
+    with (
+        mock.patch.object(torch.inference_mode, "__enter__", enter),
+        mock.patch.object(torch.inference_mode, "__exit__", leave),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -136,12 +212,13 @@ def pretend_gpu() -> Iterator[Device]:
         mock.patch.object(torch.cuda, "get_device_properties", lambda *_: PROPERTIES),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(torch, "Generator", Generator),
-        mock.patch.object(torch, "inference_mode", torch.no_grad),  # its tensors cannot be wrapped
+        no_inference_tensors(),
         mock.patch.object(torch, "tensor", _moved(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _moved(torch.as_tensor)),
         mock.patch.object(torch.Tensor, "backward", backward),
         mock.patch.object(torch.Tensor, "tolist", to_list),
         mock.patch.object(torch.cuda, "get_device_name", lambda *_: PROPERTIES.name),
+        pretend_streams(device),
         device,
     ):
         try:

@@ -116,7 +116,9 @@ def test_a_config_that_cannot_be_used_is_one_sentence(folder, tmp_path, capsys, 
 def test_a_dry_run_says_what_it_would_take_and_writes_nothing(folder, tmp_path, capsys):
     assert main(command(folder, tmp_path / "run", "--only", "lsh", "planes", "--dry-run")) == 0
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]
-    assert found["disk"] == 3 * 512 * 2 * (4 + 2 + 2) * 32 * 2  # contexts, tokens, layers, heads, head_dim, bytes
+    whole = 2 * 512 * 2 * (4 + 2 + 2) * 32 * 2  # contexts, tokens, layers, heads, head_dim, bytes
+    judged = 2 * (512 * 2 + 4 * 4) * 32 * 2 + 2 * 4 * 4  # keys and four rows' queries, and which rows
+    assert found["disk"] == whole + judged
     assert found["train_seconds"] > 0
     assert found["capture_seconds"] > 0
     assert not (tmp_path / "run").exists()

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from hashtrain import Hasher, remainder, sources, stream
+from hashtrain import Hasher, remainder, repair, sources, stream
 from hashtrain import prepare as prepare_module
 from hashtrain.cli import main
 from hashtrain.layers import transform
@@ -48,7 +48,8 @@ def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on
     """Three contexts, of which the remainder may see one: the others are never on the disk."""
     monkeypatch.setattr(prepare_module, "MAX_CONTEXTS", 1)
     monkeypatch.setattr(remainder, "MAX_CONTEXTS", 1)
-    monkeypatch.setattr(transform, "CONTEXTS", 1)  # at most as many as are stored: test_transform.py
+    monkeypatch.setattr(transform, "CONTEXTS", 1)  # at most as many as are stored: test_reads.py
+    monkeypatch.setattr(repair, "_CONTEXTS", 1)
     found, kinds = [], ("--only", "lsh", "planes", "transform", "--contexts", "3", "--steps", "5", "--digits", "5")
     for more in ((), ("--stream",)):
         out = tmp_path / f"run{len(found)}"
@@ -70,7 +71,9 @@ def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on
     for more in ((), ("--stream",)):
         assert main(command(folder, tmp_path / "dry", *kinds, *more, "--dry-run")) == 0
         found.append(json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]["disk"])
-    assert found[3] == found[2] // 2  # one context of three to train on, one to judge on
+    whole, keys, row = (512 * 2 * n * 32 * 2 for n in (8, 2, 4 / 512))  # of layers, heads, head_dim, bytes
+    few = keys + 128 * (row + 2 * 4)  # two steps of 64 rows read each context
+    assert found[2:] == [n * few + whole + keys + 4 * (row + 2 * 4) for n in (2, 0)]  # four rows are judged
     assert main(command(folder, tmp_path / "no", *kinds, "--stream", "--spread", "data")) == 2
     assert "use --spread layers" in capsys.readouterr().err
 
@@ -103,11 +106,11 @@ def test_a_streamed_run_goes_on_where_it_was_stopped(folder, tmp_path, monkeypat
     assert main(command(folder, tmp_path / "whole", *kinds)) == 0
     original, runs = stream.run_context, []
 
-    def dies(model, ids):
+    def dies(model, ids, **how):
         runs.append(len(ids))
         if len(runs) == 4:
             raise OSError("the power went")
-        return original(model, ids)
+        return original(model, ids, **how)
 
     monkeypatch.setattr(stream, "run_context", dies)
     assert main(command(folder, tmp_path / "cut", *kinds)) == 2

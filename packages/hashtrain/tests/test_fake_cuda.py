@@ -18,6 +18,14 @@ def test_bits_of_keys_on_the_host_are_counted_on_the_device(variant):
             bit_statistics(hasher, torch.empty(1, 2, 100, 64))
 
 
+def test_processes_wait_for_each_other_over_gloo_whatever_the_device(monkeypatch):
+    asked = []
+    monkeypatch.setattr(distribute.dist, "all_reduce", lambda tensor: asked.append(tensor.device.type))
+    with FakeTensorMode(), torch.device("cuda"):
+        distribute.Ranks(0, 2).wait()
+    assert asked == ["cpu"]
+
+
 @pytest.mark.parametrize(("cuda", "backend"), [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])
 def test_auto_means_nccl_where_there_is_cuda(monkeypatch, cuda, backend):
     asked = {}

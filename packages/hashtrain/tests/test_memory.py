@@ -8,6 +8,7 @@ from hashtrain import HasherConfig, ModelShape, TrainConfig
 from hashtrain.layers import BY_VARIANT
 from hashtrain.memory import step_bytes
 from hashtrain.trainer import Training
+from hashtrain_runs import Whole
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -41,7 +42,7 @@ class Peak(TorchDispatchMode):
         self.alive -= size
 
 
-class Contexts:
+class Contexts(Whole):
     """One context of random queries and keys."""
 
     def __init__(self):

@@ -9,6 +9,7 @@ from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.layers import BY_VARIANT
 from hashtrain.remainder import Evidence, add_remainder, calibrate, linear_values, log_weight, measure, share_errors
 from hashtrain.target import top_count
+from hashtrain_runs import Whole
 
 SHAPE = ModelShape(2, 4, 2, 32)
 
@@ -113,7 +114,7 @@ def test_linear_values_are_the_mean_and_the_covariance_written_out(rows):
             torch.testing.assert_close(found[0, head, row].double(), expected, atol=1e-5, rtol=1e-5)
 
 
-class Linear:
+class Linear(Whole):
     """Normal keys, and values linear in them: what a selection leaves out is the mean plus all of the covariance."""
 
     def __init__(self):

@@ -7,12 +7,13 @@ from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.hasher import make_layer
 from hashtrain.judge import fails
 from hashtrain.repair import repair
+from hashtrain_runs import Whole
 
 SHAPE = ModelShape(1, 4, 2, 16)
 CONFIG = HasherConfig("transform", SHAPE, bits=96, hidden=8)
 
 
-class Captured:
+class Captured(Whole):
     """Contexts whose keys differ most in a few directions."""
 
     def __init__(self):

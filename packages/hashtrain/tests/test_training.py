@@ -10,11 +10,12 @@ from hashtrain.layers import BY_VARIANT
 from hashtrain.loss import ranking_loss
 from hashtrain.metrics import hash_quality
 from hashtrain.trainer import Training, _loss, pair_scores
+from hashtrain_runs import Whole
 
 SHAPE = ModelShape(2, 4, 2, 32)
 
 
-class Skewed:
+class Skewed(Whole):
     """Queries and keys in two narrow cones, as in real models: random hyperplanes tell them apart badly."""
 
     def __init__(self, count=4, t=400):
@@ -170,7 +171,7 @@ def test_chunks_add_up_to_the_gradient_of_the_mean_over_all_rows(loss):
     wanted = (means * weights).sum() / weights.sum()
     for found, expected in zip(gradients, torch.autograd.grad(wanted, list(layer.parameters())), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
-    assert got == pytest.approx(wanted.item(), rel=1e-5)
+    assert got.item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_bf16_trains_as_well_and_keeps_its_weights_in_float32():

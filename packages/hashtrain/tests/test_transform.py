@@ -13,6 +13,7 @@ from hashtrain.layers.transform import CONTEXTS
 from hashtrain.remainder import MAX_CONTEXTS
 from hashtrain.surrogate import digits
 from hashtrain.transform_coding import DISTORTIONS, MAX_DIGITS, STEPS, allocate, even, moments, start
+from hashtrain_runs import Whole
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ def make(bits=64, **changes):
     return BY_VARIANT["transform"](config, torch.Generator().manual_seed(0)).requires_grad_(False)
 
 
-class Captured:
+class Captured(Whole):
     """Queries and keys of normal numbers, keys in few directions; reads as a capture does."""
 
     def __init__(self, contexts=3, tokens=400):

@@ -85,21 +85,22 @@ def unpack(codes: Array) -> Array:
 
 
 @_any_device
-def quantise(w: Array, planes: int = 3) -> tuple[Array, Array]:
+def quantise(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, Array]:
     """Quantise rows of real query weights to odd integer levels.
 
     Args:
         w: one real weight per bit, shape [..., D]; computed in float32.
         planes: P in 1..8; levels are the odd integers from -(2^P - 1) to 2^P - 1.
+        check: refuse weights that are not finite; see `planes`.
     Returns: levels int8 [..., D] (int16 for P = 8) and scale float32 [..., 1], with level * scale close to w. A row of
         zeros has every level +1 and a tiny positive scale.
-    Raises: ValueError if w is not finite, D is 0, or P is out of range.
+    Raises: ValueError if w is checked and not finite, D is 0, or P is out of range.
     Source: docs/algorithm.md, eq. 5.
     """
     (array,), restore = validation.host_arrays(w=w)
     validation.real("w", array, "[..., D]")
     validation.not_empty("w", array.shape)
-    levels, scale = quantiser.quantise(array, validation.plane_count(planes))
+    levels, scale = quantiser.quantise(array, validation.plane_count(planes), check)
     return restore(levels), restore(scale)
 
 

@@ -19,7 +19,7 @@ Outputs = tuple[torch.Tensor, ...]
 _RANGE = "Tensor? lengths, Tensor? starts, SymInt length, SymInt start, SymInt sink, SymInt recent"
 SCHEMAS = {
     "pack": "(Tensor x) -> Tensor",
-    "quantise": "(Tensor w, int planes) -> (Tensor, Tensor)",
+    "quantise": "(Tensor w, int planes, bool check) -> (Tensor, Tensor)",
     "planes": "(Tensor w, int planes, bool check) -> Tensor",
     "group_planes": "(Tensor codes) -> Tensor",
     "score": "(Tensor query, Tensor keys, int[]? weights) -> Tensor",
@@ -47,7 +47,7 @@ def _int32(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return like.new_empty(shape, dtype=torch.int32)
 
 
-def _levels(w: torch.Tensor, planes: int) -> Outputs:
+def _levels(w: torch.Tensor, planes: int, check: bool) -> Outputs:
     levels = w.new_empty(w.shape, dtype=torch.int8 if planes < 8 else torch.int16)
     return levels, w.new_empty((*w.shape[:-1], 1), dtype=torch.float32)
 
@@ -91,8 +91,8 @@ class Cpu:
         ops.pack(x, out=codes)
 
     @staticmethod
-    def quantise(w: torch.Tensor, planes: int, levels: torch.Tensor, scales: torch.Tensor) -> None:
-        _copy(ops.quantise(w, planes), (levels, scales))
+    def quantise(w: torch.Tensor, planes: int, check: bool, levels: torch.Tensor, scales: torch.Tensor) -> None:
+        _copy(ops.quantise(w, planes, check=check), (levels, scales))
 
     @staticmethod
     def planes(w: torch.Tensor, planes: int, check: bool, codes: torch.Tensor) -> None:
@@ -185,8 +185,9 @@ class Cuda:
         tensors.score(query, keys, weights, scores)
 
     @staticmethod
-    def quantise(w: torch.Tensor, planes: int, levels: torch.Tensor, scales: torch.Tensor) -> None:
-        _refuse_infinite(w)
+    def quantise(w: torch.Tensor, planes: int, check: bool, levels: torch.Tensor, scales: torch.Tensor) -> None:
+        if check:
+            _refuse_infinite(w)
         wide = levels if levels.dtype == torch.int16 else torch.empty_like(levels, dtype=torch.int16)
         tensors.quantise(w, wide, scales, planes)
         if wide is not levels:

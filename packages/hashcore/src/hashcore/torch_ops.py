@@ -58,12 +58,12 @@ def unpack(codes: Tensor) -> Tensor:
     return (bits & 1).to(torch.bool).flatten(-2)
 
 
-def quantise(w: Tensor, planes: int = 3) -> tuple[Tensor, Tensor]:
-    """Quantise rows to levels (ops.quantise); waits for the device to check that w is finite."""
+def quantise(w: Tensor, planes: int = 3, *, check: bool = True) -> tuple[Tensor, Tensor]:
+    """Quantise rows to levels (ops.quantise); a check waits for the device."""
     _check_devices(w=w)
     validation.real("w", _stand_in("w", w), "[..., D]")
     validation.not_empty("w", w.shape)
-    return OPERATORS.quantise(w.detach(), validation.plane_count(planes))
+    return OPERATORS.quantise(w.detach(), validation.plane_count(planes), check)
 
 
 def planes(w: Tensor, planes: int = 3, *, check: bool = True) -> tuple[Tensor, tuple[int, ...]]:

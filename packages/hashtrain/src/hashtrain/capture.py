@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import shutil
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -25,10 +24,24 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations import sdpa_attention
 
 from hashtrain.atomic import save_tensors, write_text
+from hashtrain.captured import EVERYTHING, Capture, Kept
 from hashtrain.config import ModelShape
 from hashtrain.manifest import begin, checksum, finish, identity, missing
 from hashtrain.models import device_of, text_decoder
-from hashtrain.untrusted import open_tensors
+from hashtrain.transfer import finish as wait_for
+from hashtrain.transfer import to_device, to_host
+
+__all__ = [
+    "Capture",
+    "capture",
+    "capture_bytes",
+    "capture_one",
+    "capturing",
+    "context_bytes",
+    "replacing",
+    "require_disk",
+    "run_context",
+]
 
 Sink = Callable[[int, Tensor, Tensor, Tensor, float], None]
 # By the attention that computes the output. Hugging Face looks for "sdpa" and "flash" inside names: keep them out.
@@ -105,59 +118,6 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
     model.set_attn_implementation({mine[0]: name} if mine else name)
 
 
-class Capture:
-    """Stored queries, keys and values of some contexts; `read(context, layer)` gives that layer's (q, k, scaling)."""
-
-    def __init__(self, folder: Path, count: int):
-        self.folder: Path = folder
-        self.count: int = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def file(self, context: int) -> Path:
-        """Return where one context is stored."""
-        return self.folder / f"{context:05d}.safetensors"
-
-    def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
-        """Read q [1, Hq, T, D], k [1, Hkv, T, D] in the stored dtype, and the logits' scaling.
-
-        Raises: ValueError naming the file if it holds none; FileNotFoundError if it is not there.
-        """
-        path, remedy = self.file(context), "delete it and capture again"
-        with open_tensors(path, remedy) as file:
-            scaling = cast("dict[str, str]", file.metadata() or {})[f"scaling.{layer}"]
-            q, k = file.get_tensor(f"q.{layer}"), file.get_tensor(f"k.{layer}")
-        alike = q.ndim == k.ndim == 4 and (q.dtype, q.shape[0], q.shape[2:]) == (k.dtype, 1, k.shape[2:])
-        if not alike or not q.is_floating_point() or q.shape[1] % max(1, k.shape[1]) or not k.numel():
-            raise ValueError(
-                f"{path} holds no queries [1, Hq, T, D] and keys [1, Hkv, T, D] of layer {layer}, got {q.dtype} "
-                f"{tuple(q.shape)} and {k.dtype} {tuple(k.shape)}; {remedy}"
-            )
-        return q, k, _scaling(path, scaling, remedy)
-
-    def values(self, context: int, layer: int) -> Tensor:
-        """Read v [1, Hkv, T, Dv] in the stored dtype. Raises: as `read` does."""
-        path, remedy = self.file(context), "delete it and capture again"
-        with open_tensors(path, remedy) as file:
-            v, k = file.get_tensor(f"v.{layer}"), file.get_slice(f"k.{layer}").get_shape()
-        if v.ndim != 4 or list(v.shape[:3]) != k[:3] or not v.is_floating_point():
-            raise ValueError(
-                f"{path} holds no values [1, Hkv, T, Dv] of layer {layer}, got {v.dtype} {tuple(v.shape)}; {remedy}"
-            )
-        return v
-
-
-def _scaling(path: Path, text: str, remedy: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{path} must hold a finite number as the logits' scaling, got {text!r}; {remedy}")
-    return value
-
-
 def capture(
     model: PreTrainedModel,
     contexts: Sequence[Tensor],
@@ -184,36 +144,62 @@ def capture(
     return stored
 
 
-def capture_one(model: PreTrainedModel, ids: Tensor, path: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Store q, k and v of one context, int64 [T], and then its size and checksum beside it."""
-    tensors, scalings = run_context(model, ids, dtype)
+def capture_one(
+    model: PreTrainedModel, ids: Tensor, path: Path, dtype: torch.dtype = torch.bfloat16, kept: Kept = EVERYTHING
+) -> None:
+    """Store q, k and v of one context, int64 [T], or what of them is kept; then its size and checksum beside it."""
+    tensors, scalings = run_context(model, ids, dtype, kept)
     save_tensors(tensors, path, metadata=scalings)
     write_text(path.with_suffix(".json"), json.dumps(checksum(path)))
 
 
 def run_context(
-    model: PreTrainedModel, ids: Tensor, dtype: torch.dtype = torch.bfloat16
+    model: PreTrainedModel,
+    ids: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    kept: Kept = EVERYTHING,
+    place: Callable[[Tensor], Tensor] = to_host,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Run one context; return its tensors and scalings by their names in the file."""
-    tensors: dict[str, Tensor] = {}
-    scalings: dict[str, str] = {}
+    """Run one context; return its tensors and scalings by their names in the file.
+
+    Args:
+        kept: what of it. place: where a tensor of the model's device goes; the host waits once, at the end.
+    """
+    device, tensors, scalings = device_of(model), dict[str, Tensor](), dict[str, str]()
+    rows: tuple[Tensor, ...] | None = None
+    if kept.rows is not None:  # one copy to the device for all layers
+        rows = cast("tuple[Tensor, ...]", to_device(torch.cat(kept.rows), device).split([*map(len, kept.rows)]))
 
     def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            tensors[f"{name}.{layer}"] = x.to("cpu", dtype).contiguous()
+        found = {"q": q if rows is None else q[:, :, rows[layer]], "k": k, **({"v": v} if kept.values else {})}
+        tensors.update({f"{name}.{layer}": place(x.to(dtype).contiguous()) for name, x in found.items()})
         scalings[f"scaling.{layer}"] = repr(scaling)
 
     with torch.inference_mode(), capturing(model, sink):
-        model(ids[None].to(device_of(model)), use_cache=False, logits_to_keep=1)
-    return tensors, scalings
+        model(ids[None].to(device), use_cache=False, logits_to_keep=1)
+    wait_for(device)
+    return tensors | {f"rows.{layer}": at for layer, at in enumerate(kept.rows or ())}, scalings
 
 
 def capture_bytes(model: PreTrainedModel, contexts: Sequence[Tensor], dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the bytes that `capture` will write."""
     shape = ModelShape.of(model.config)
-    layers = [shape.at(layer) for layer in range(shape.num_layers)]
-    per_token = sum((at.num_query_heads + 2 * at.num_kv_heads) * at.head_dim for at in layers)
-    return sum(len(ids) for ids in contexts) * per_token * dtype.itemsize
+    return sum(context_bytes(shape, len(ids), dtype) for ids in contexts)
+
+
+def context_bytes(
+    shape: ModelShape, tokens: int, dtype: torch.dtype, rows: int | None = None, values: bool = True
+) -> int:
+    """Return the bytes of one context's tensors in all layers.
+
+    Args:
+        rows: whose queries are kept, int32 numbers themselves; None for all. values: whether values are.
+    """
+    total = 0
+    for at in (shape.at(layer) for layer in range(shape.num_layers)):
+        heads = (1 + values) * tokens * at.num_kv_heads + (tokens if rows is None else rows) * at.num_query_heads
+        total += heads * at.head_dim * dtype.itemsize + 4 * (rows or 0)
+    return total
 
 
 def require_disk(folder: Path, needed: int, remedy: str = "") -> None:

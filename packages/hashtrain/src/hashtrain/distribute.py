@@ -49,7 +49,7 @@ class Ranks:
     def wait(self) -> None:
         """Wait until every process has come here."""
         if self.world > 1:
-            dist.all_reduce(torch.zeros(1))  # over gloo, whatever the devices
+            dist.all_reduce(torch.zeros(1, device="cpu"))  # over gloo, whatever the devices
 
     def add(self, *tensors: Tensor) -> None:
         """Replace each tensor by its sum over the processes, alike to the last bit in all of them."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor
 
-from hashtrain.capture import Capture, run_context
+from hashtrain.capture import context_bytes, run_context
+from hashtrain.captured import Capture, InMemory
 from hashtrain.hasher import make_layer
 from hashtrain.job import LayerJob
 from hashtrain.judge import judge_layer
@@ -36,35 +36,21 @@ class Estimate:
     """Of the model while queries and keys are captured."""
     capture_seconds: float
     train_seconds: float
+    traffic: int = 0
+    """Bytes that the steps of all trainings read from the disk, or from what memory has kept of it."""
     streamed: bool = False
 
     def lines(self) -> list[str]:
         """Say it."""
         return [
             f"disk while it runs   {self.disk / 1e9:.2f} GB",
+            *([] if self.streamed else [f"read to train        {self.traffic / 1e9:.2f} GB"]),
             f"memory to capture    {self.model_memory / 1e9:.2f} GB a process for the weights alone",
             f"memory to train      {self.step_memory / 1e9:.2f} GB "
             + ("for all layers, beside the model" if self.streamed else "a layer"),
             f"time to capture      {_clock(self.capture_seconds)}",
             f"time to train        {_clock(self.train_seconds)}",
         ]
-
-
-class _Sample:
-    """The queries, keys and values of one context, in memory."""
-
-    def __init__(self, tensors: dict[str, Tensor], scalings: dict[str, str]):
-        self.tensors, self.scalings = tensors, scalings
-
-    def __len__(self) -> int:
-        return 1
-
-    def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
-        scaling = float(self.scalings[f"scaling.{layer}"])
-        return self.tensors[f"q.{layer}"], self.tensors[f"k.{layer}"], scaling
-
-    def values(self, context: int, layer: int) -> Tensor:
-        return self.tensors[f"v.{layer}"]
 
 
 def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Estimate:
@@ -79,7 +65,7 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
         began = time.perf_counter()
         tensors, scalings = run_context(model, prepared.train.contexts[0])
         once = time.perf_counter() - began
-        sample = cast(Capture, _Sample(tensors, scalings))
+        sample = cast(Capture, InMemory(tensors, scalings))
         seconds = {job.candidate.name: _layer_seconds(prepared, job, sample) for job in jobs if job.layer == 0}
     lacking = sum(len(source.lacking) for source in prepared.sources)
     trained = [job for job in jobs if job.candidate.trained] or list(jobs)
@@ -87,15 +73,22 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
     steps = [(step_bytes(config, training, command.context), weight_bytes(config)) for config, training in sizes]
     return Estimate(
         disk=prepared.disk,
-        step_memory=_together(steps) if command.stream else max(step for step, _ in steps),
+        step_memory=_together(steps) + prepared.reads.step_bytes if command.stream else max(step for step, _ in steps),
         model_memory=int(1e9 * (command.backbone_memory or 0))
         or sum(p.numel() * p.element_size() for p in model.parameters()),
         capture_seconds=once * (lacking / workers + command.steps * command.stream),
         # Streaming trains in one process of each of torchrun's, whatever --workers says.
         train_seconds=sum(seconds[job.candidate.name] for job in jobs)
         / (prepared.ranks.world if command.stream else workers),
+        traffic=0 if command.stream else _traffic(prepared),
         streamed=command.stream,
     )
+
+
+def _traffic(prepared: Prepared) -> int:
+    command = prepared.command
+    step = context_bytes(prepared.shape, command.context, torch.bfloat16, command.rows, values=False)
+    return step * command.steps * sum(candidate.trained for candidate in command.candidates)
 
 
 def _together(steps: list[tuple[int, int]]) -> int:

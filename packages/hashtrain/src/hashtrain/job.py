@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hashtrain
-from hashtrain.capture import Capture
+from hashtrain.captured import Capture
 from hashtrain.checkpoint import Checkpoint, load_stored, save_stored
 from hashtrain.config import HasherConfig
 from hashtrain.distribute import ALONE, Ranks
@@ -55,19 +55,7 @@ class LayerJob:
     @property
     def training(self) -> TrainConfig:
         """The schedule, with the candidate's own learning rate."""
-        return TrainConfig(
-            fraction=self.command.fraction,
-            steps=self.command.steps,
-            loss=self.candidate.loss,
-            beta=self.candidate.beta,
-            keys_first=self.candidate.keys_first,
-            learning_rate=self.command.learning_rate or self.candidate.learning_rate,
-            warmup=self.command.warmup,
-            rows=self.command.rows,
-            precision="bf16" if self.device.startswith("cuda") else "fp32",
-            min_position=self.command.context // 16,
-            seed=self.command.seed,
-        )
+        return training_of(self.command, self.candidate, self.device)
 
     @property
     def key(self) -> str:
@@ -106,6 +94,23 @@ class LayerResult:
     losses: list[float]
     stopped: str
     quality: dict[str, dict[str, Any]]
+
+
+def training_of(command: TrainCommand, candidate: Candidate, device: str) -> TrainConfig:
+    """Return the schedule of a candidate's trainings, with its own learning rate."""
+    return TrainConfig(
+        fraction=command.fraction,
+        steps=command.steps,
+        loss=candidate.loss,
+        beta=candidate.beta,
+        keys_first=candidate.keys_first,
+        learning_rate=command.learning_rate or candidate.learning_rate,
+        warmup=command.warmup,
+        rows=command.rows,
+        precision="bf16" if device.startswith("cuda") else "fp32",
+        min_position=command.context // 16,
+        seed=command.seed,
+    )
 
 
 def started(job: LayerJob) -> LayerHasher:

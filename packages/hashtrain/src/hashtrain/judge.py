@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import hashcore
 import torch
 from torch import Tensor
 
-from hashtrain.capture import Capture
+from hashtrain.captured import Capture
 from hashtrain.layers import LayerHasher
 from hashtrain.metrics import hash_quality
 from hashtrain.plan import TrainCommand
@@ -26,27 +26,30 @@ def judge_layer(command: TrainCommand, hasher: LayerHasher, layer: int, held: Ca
     `remainder` is the share of the softmax that a selection leaves out, and the root mean square error of its estimate;
     `bits` is `bit_statistics` of the first context's keys.
     """
-    generator = torch.Generator().manual_seed(command.seed)  # the same rows for every hasher and layer
     device = hasher.remainder.device
     samples: dict[str, list[list[Tensor]]] = {"kv_head": [], "query_head": []}
     shares, errors = [], []
-    for context in range(len(held)):
-        q, k, scaling = held.read(context, layer)
-        rows = torch.randint(
-            command.first_row, command.context, (command.held_out_rows,), generator=generator, device="cpu"
-        )
-        q, k, rows = q.to(device), k.to(device), rows.to(device)
+    for context, rows in enumerate(rows_of_contexts(command, len(held))):
+        k, scaling = held.keys(context, layer)
+        q, k, rows = (x.to(device) for x in (held.queries(context, layer, rows), k, rows))
         for heads, rows_of in samples.items():
-            found = hash_quality(hasher, q[:, :, rows], k, rows, command.fraction, scaling, heads == "query_head")
+            found = hash_quality(hasher, q, k, rows, command.fraction, scaling, heads == "query_head")
             rows_of.append([m[0].double().cpu() for m in found])  # per head and row
-        evidence, exact, *_ = next(measure(hasher, q[:, :, rows], k, rows, scaling, [command.fraction]))
+        evidence, exact, *_ = next(measure(hasher, q, k, rows, scaling, [command.fraction]))
         share, error = share_errors(hasher, evidence, exact)
         shares.append(share.double())
         errors.append(error.double())
     error = torch.stack(errors).square().mean().sqrt().item()
-    bits = bit_statistics(hasher, held.read(0, layer)[1]) if hasher.has_codes else {}
+    bits = bit_statistics(hasher, held.keys(0, layer)[0]) if hasher.has_codes else {}
     remainder = {"share": torch.stack(shares).mean().item(), "error": error}
     return {"remainder": remainder, "bits": bits, **{heads: _summary(rows_of) for heads, rows_of in samples.items()}}
+
+
+def rows_of_contexts(command: TrainCommand, contexts: int) -> Iterator[Tensor]:
+    """Draw the rows that are judged in each held-out context, the same for every hasher and layer: int64 [rows]."""
+    generator, last = torch.Generator("cpu").manual_seed(command.seed), command.context
+    for _ in range(contexts):
+        yield torch.randint(command.first_row, last, (command.held_out_rows,), generator=generator, device="cpu")
 
 
 def summarise(layers: Sequence[dict[str, dict[str, Any]]], dense: Collection[int]) -> dict[str, Any]:

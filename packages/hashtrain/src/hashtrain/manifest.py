@@ -30,7 +30,7 @@ _OURS = re.compile(r"\d{5}\.(safetensors|json)|manifest\.json|\.(\d{5}\.\w+|mani
 
 
 class Stored(Protocol):
-    """A folder of numbered files (`hashtrain.capture.Capture`)."""
+    """A folder of numbered files (`hashtrain.captured.Capture`)."""
 
     folder: Path
 

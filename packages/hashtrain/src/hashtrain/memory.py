@@ -15,13 +15,14 @@ def step_bytes(config: HasherConfig, training: TrainConfig, context: int) -> int
     With Hq query heads, H heads of the target, T tokens a context, R rows of a chunk, A and C tokens of its pairs:
 
         attention   4 Hq R T          logits, probabilities, their sum over the group, the masked ones
-        keys        Hkv T D x 1.5     bfloat16 and float32; a copy for each query head where the target has those
+        keys        Hkv T D x 2       bfloat16, the next step's too, and float32; a copy for each query head where the
+                                      target has those
         pairs       6 H R A C         differences, losses, and what their gradients need
         hashing     H R A (3 D + 3 hidden + 4 bits), the same for the C shared tokens and the R queries
         weights     5 x               parameters, gradients, two moments, a copy while they are updated
 
     Nothing grows with T squared or with `rows`: chunks of rows follow one another. Llama-3-8B's shape (32 query heads,
-    8 KV heads of 128) at 8,192 tokens with chunks of 64 rows, 8 x 512 pairs each: attention 0.27 GB, keys 0.05 GB,
+    8 KV heads of 128) at 8,192 tokens with chunks of 64 rows, 8 x 512 pairs each: attention 0.27 GB, keys 0.07 GB,
     pairs 0.05 GB (per KV head) or 0.20 GB (per query head), hashing and weights 0.1 GB each: below 1 GB, where the
     paper needs 16 GB. The backbone is not in memory then, it has left its queries and keys on the disk; with
     --stream it is, and so are the weights of all layers (`weight_bytes`).
@@ -31,7 +32,7 @@ def step_bytes(config: HasherConfig, training: TrainConfig, context: int) -> int
     heads = shape.num_query_heads if per_query_head else shape.num_kv_heads
     rows = min(training.rows, training.chunk)
     attention = 4 * shape.num_query_heads * rows * context * _FLOAT
-    keys = shape.num_kv_heads * context * shape.head_dim * 6 + (2 * heads * context * shape.head_dim)
+    keys = shape.num_kv_heads * context * shape.head_dim * 8 + (2 * heads * context * shape.head_dim)
     pairs = 6 * heads * rows * training.max_top * training.max_rest * _FLOAT
     hashed = heads * (rows * training.max_top + training.max_rest) + shape.num_query_heads * rows
     hashing = hashed * (3 * shape.head_dim + 3 * config.hidden + 4 * config.bits) * _FLOAT

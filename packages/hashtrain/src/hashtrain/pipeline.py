@@ -166,7 +166,7 @@ def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console)
         with tracking(console, steps) as advance:
             report = live(command.out / "metrics.jsonl", advance, board)
             model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
-            train_all(model, prepared.contexts, mine, report)
+            train_all(model, prepared.contexts, mine, prepared.reads, report)
         loaded.cache_clear()
     with tracking(console, steps + len(mine)) as advance:
         if mine:

@@ -10,13 +10,14 @@ from hashcore.cuda.program import require_compiler
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hashtrain.capture import capture_bytes, require_disk
+from hashtrain.capture import require_disk
 from hashtrain.config import ModelShape
 from hashtrain.corpus import contexts, held_out_sources, python_sources, split
 from hashtrain.distribute import ALONE, Ranks, device_for
 from hashtrain.manifest import identity, weights_hash
 from hashtrain.models import require_vocabulary
 from hashtrain.plan import TrainCommand
+from hashtrain.reads import Reads, judged_reads, training_reads
 from hashtrain.remainder import MAX_CONTEXTS
 from hashtrain.sources import Source, loaded
 from hashtrain.texts import read_texts, require_apart
@@ -39,6 +40,8 @@ class Prepared:
     """To train on: those of `train`, which has no more than the remainder is fitted on if the others are streamed."""
     identities: list[dict[str, Any]]
     """Of all contexts to train on, and of those held out: what decides the bits."""
+    reads: Reads
+    """What training reads of all contexts."""
 
     @property
     def sources(self) -> list[Source]:
@@ -51,12 +54,7 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
 
     Raises: ValueError or OSError with one sentence if the command cannot be done.
     """
-    if command.stream and command.spread == "data":
-        raise ValueError("--stream shares layers among processes, not data: use --spread layers")
-    if command.spread == "data" and command.rows % ranks.world:
-        raise ValueError(
-            f"--rows must be a multiple of the {ranks.world} processes that share them, got {command.rows}"
-        )
+    _check_spread(command, ranks)
     device = str(device_for(command.device, ranks.local))
     if device.startswith("cuda"):
         require_compiler()  # the kernels are needed after hours of training, too
@@ -74,11 +72,26 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     identities = [of(ids) for ids in texts.values()]
     if command.stream:
         texts["train"] = every[:MAX_CONTEXTS]
-    train, held = (Source(name, command.out / ".work" / name, ids, of(ids)) for name, ids in texts.items())
-    disk = sum(capture_bytes(model, [source.contexts[n] for n in source.lacking]) for source in (train, held))
+    shared = command.spread == "data" and ranks.world > 1
+    reads = training_reads(command, shape, len(every), MAX_CONTEXTS, shared)
+    both = {"train": reads, "held": judged_reads(command, shape, len(texts["held"]))}
+    train, held = (
+        Source(name, command.out / ".work" / name, ids, of(ids) | both[name].identity(len(ids)), both[name])
+        for name, ids in texts.items()
+    )
+    disk = sum(source.reads.bytes(source.lacking) for source in (train, held))
     require_disk(command.out, disk, "" if command.stream else ", or --stream")
     ranks.wait()  # before the first may write what the others look at
-    return Prepared(command, model.config, shape, train, held, disk, device, ranks, every, identities)
+    return Prepared(command, model.config, shape, train, held, disk, device, ranks, every, identities, reads)
+
+
+def _check_spread(command: TrainCommand, ranks: Ranks) -> None:
+    if command.stream and command.spread == "data":
+        raise ValueError("--stream shares layers among processes, not data: use --spread layers")
+    if command.spread == "data" and command.rows % ranks.world:
+        raise ValueError(
+            f"--rows must be a multiple of the {ranks.world} processes that share them, got {command.rows}"
+        )
 
 
 def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:

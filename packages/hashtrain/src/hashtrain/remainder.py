@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from hashtrain.capture import Capture
+from hashtrain.captured import Capture
 from hashtrain.layers import LayerHasher
 from hashtrain.metrics import best, reading
 from hashtrain.target import always_read, top_count
@@ -118,9 +118,10 @@ class _Rows(NamedTuple):
 def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Iterator[_Rows]:
     generator, device = torch.Generator().manual_seed(seed * 1_000_003 + layer), hasher.remainder.device
     for context in range(min(len(data), MAX_CONTEXTS)):
-        q, k, scaling = data.read(context, layer)
+        k, scaling = data.keys(context, layer)
         rows = torch.randint(min(_FIRST_ROW, k.shape[2] - 1), k.shape[2], (_ROWS,), generator=generator, device="cpu")
-        q, k, v, rows = (x.to(device) for x in (q[:, :, rows], k, data.values(context, layer), rows))
+        found = (data.queries(context, layer, rows), k, data.values(context, layer), rows)
+        q, k, v, rows = (x.to(device) for x in found)
         flat, steep = (
             hasher.by_group(linear_values(q, k, v, rows, torch.full((hasher.hq,), slope, device=device)))[0]
             for slope in (0.0, scaling)

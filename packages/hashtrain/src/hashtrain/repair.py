@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hashtrain.capture import Capture
+from hashtrain.captured import Capture
 from hashtrain.config import HasherConfig
 from hashtrain.hasher import make_layer
 from hashtrain.judge import fails
@@ -75,9 +75,11 @@ def _mass(hasher: LayerHasher, layer: int, data: Capture, fraction: float) -> li
     """Return the mass that rows of some training contexts find, by KV head."""
     draw, rows_of = torch.Generator().manual_seed(layer), []
     for context in range(min(len(data), _CONTEXTS)):
-        q, k, scaling = data.read(context, layer)
+        k, scaling = data.keys(context, layer)
         rows = torch.randint(k.shape[2] // 4, k.shape[2], (_ROWS,), generator=draw, device="cpu")
-        q, k = q.to(hasher.remainder.device), k.to(hasher.remainder.device)
-        for part in rows.to(k.device).split(_AT_ONCE):
-            rows_of.append(hash_quality(hasher, q[:, :, part], k, part, fraction, scaling).mass[0].double().cpu())
+        q = data.queries(context, layer, rows)
+        q, k, rows = (x.to(hasher.remainder.device) for x in (q, k, rows))
+        for some, part in zip(q.split(_AT_ONCE, 2), rows.split(_AT_ONCE), strict=True):
+            found = hash_quality(hasher, some.contiguous(), k, part, fraction, scaling)
+            rows_of.append(found.mass[0].double().cpu())
     return list(torch.cat(rows_of, dim=1))

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hashtrain.capture import Capture, capture_one
+from hashtrain.capture import capture_one
+from hashtrain.captured import Capture, Kept
 from hashtrain.distribute import ALONE, Ranks
 from hashtrain.manifest import begin, finish, missing
 from hashtrain.models import load_model
+from hashtrain.reads import Reads
 from hashtrain.workers import run_jobs
 
 
@@ -29,6 +31,8 @@ class Source:
     contexts: Sequence[Tensor]
     identity: dict[str, Any]
     """`hashtrain.manifest.identity` of what is to be there."""
+    reads: Reads
+    """What of it."""
 
     @property
     def stored(self) -> Capture:
@@ -48,6 +52,7 @@ class _Job:
     ids: Tensor
     path: Path
     name: str
+    kept: Kept
     memory: float | None = None
 
 
@@ -84,17 +89,19 @@ def make_all(
         ranks: torchrun's processes, which share the contexts.
         memory: GB of weights that the device may hold; None is no limit.
     """
-    jobs = [
-        _Job(model, device, source.contexts[number], source.stored.file(number), source.name, memory)
-        for source in sources
-        for number in source.lacking
-    ]
+
+    def job(source: Source, number: int) -> _Job:
+        ids, path = source.contexts[number], source.stored.file(number)
+        return _Job(model, device, ids, path, source.name, source.reads.kept(number), memory)
+
+    mine = ranks.mine([(source, number) for source in sources for number in source.lacking])
     if ranks.first:
         for source in sources:
             begin(source.stored, source.identity)
     ranks.wait()
-    if mine := ranks.mine(jobs):
-        run_jobs(_make, mine, max(1, min(workers, _fitting(model, device, memory))), advance)
+    if mine:
+        jobs = [job(*one) for one in mine]
+        run_jobs(_make, jobs, max(1, min(workers, _fitting(model, device, memory))), advance)
     ranks.wait()
     if ranks.first:
         for source in sources:
@@ -103,7 +110,7 @@ def make_all(
 
 
 def _make(job: _Job, report: Callable[[str, int], None]) -> None:
-    capture_one(loaded(job.model, job.device, job.memory)[0], job.ids, job.path)
+    capture_one(loaded(job.model, job.device, job.memory)[0], job.ids, job.path, kept=job.kept)
     report(f"capture {job.name} q and k", 1)
 
 

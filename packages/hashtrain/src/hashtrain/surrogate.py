@@ -28,10 +28,10 @@ def quantised(w: Tensor, planes: int) -> tuple[Tensor, Tensor]:
     The levels are those of `hashcore.quantise`, which is deployed: training sees its rounding and clipping.
 
     Args:
-        w: [..., bits].
+        w: [..., bits]; what is not finite gives no finite number back.
     Returns: the rounded weights, [..., bits], and the largest that a row can have, [..., 1].
     """
-    levels, scale = hashcore.quantise(w.detach(), planes)
+    levels, scale = hashcore.quantise(w.detach(), planes, check=False)  # a check would wait for the device
     bound = scale * (2**planes - 1)
     smooth = torch.minimum(torch.maximum(w, -bound), bound)
     return smooth + (levels.to(w.dtype) * scale - smooth).detach(), bound

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from hashtrain.config import RECENT, SINK
+from hashtrain.rows import draw_rest, draw_tops
+from hashtrain.transfer import to_device
 
 
 @overload
@@ -23,7 +25,8 @@ def top_count(
 
     Source: docs/algorithm.md, eq. 7.
     """
-    n = torch.as_tensor(visible)
+    # Not as_tensor: it would follow a default device that is not the tensor's.
+    n = visible if isinstance(visible, Tensor) else torch.tensor(visible, device="cpu")
     # The small number keeps floor(0.07 * 100) at 7: products of decimal fractions land just below whole numbers.
     count = (n.double() * fraction + 1e-9).floor().long().clamp(min=min_tokens, max=max_tokens).minimum(n.long())
     return count if isinstance(visible, Tensor) else int(count)
@@ -78,17 +81,18 @@ def sample_pairs(
 
     Args:
         p: probabilities of `attention`, [B, H, R, T].
-        positions: int64 [R]; row r sees positions[r] + 1 tokens and reads `fraction` of them, those that are always
-            read included: the target set is the best of the others.
+        positions: int64 [R], on the host, as the generator is: what is known there need not be waited for. Row r sees
+            positions[r] + 1 tokens and reads `fraction` of them, those that are always read included: the target set
+            is the best of the others.
         max_top, max_rest: how many of each to draw: A a row, C for all.
     """
-    always = always_read(positions, p.shape[-1])
-    counts = (top_count(positions + 1, fraction) - always.sum(-1)).clamp(min=1)
-    p = p.masked_fill(always, -1.0)
+    visible = positions + 1
+    counts = (top_count(visible, fraction) - visible.clamp(max=SINK + RECENT)).clamp(min=1)
+    draws = (draw_tops((*p.shape[:-1], max_top), generator) * counts[:, None]).long()
+    rest = draw_rest(int(visible.max()), max_rest, generator)
+    at, last, draws, rest = (to_device(x, p.device) for x in (positions, counts - 1, draws, rest))
+    p = p.masked_fill(always_read(at, p.shape[-1]), -1.0)
     best = p.topk(int(counts.max()), dim=-1)
-    draws = torch.rand((*p.shape[:-1], max_top), generator=generator)
-    top = best.indices.gather(-1, (draws * counts[:, None]).long())
-    threshold = best.values.gather(-1, (counts - 1)[None, None, :, None].expand(*p.shape[:-1], 1))
-    rest = torch.randint(int(positions.max()) + 1, (max_rest,), generator=generator)
+    threshold = best.values.gather(-1, last[None, None, :, None].expand(*p.shape[:-1], 1))
     found = p[..., rest]
-    return Pairs(top, rest, (found < threshold) & (found >= 0))
+    return Pairs(best.indices.gather(-1, draws), rest, (found < threshold) & (found >= 0))

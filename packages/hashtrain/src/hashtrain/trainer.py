@@ -15,13 +15,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hashtrain.capture import Capture
+from hashtrain.captured import Capture
 from hashtrain.checkpoint import Checkpoint
 from hashtrain.distribute import ALONE, Ranks
 from hashtrain.layers import LayerHasher
 from hashtrain.loss import ranking_loss, reconstruction_loss
+from hashtrain.rows import draw_rows, generator_of
 from hashtrain.snapshots import Snapshots, copied
 from hashtrain.target import Pairs, attention, sample_pairs
+from hashtrain.transfer import Ahead, to_device
 from hashtrain.untrusted import one_line
 
 _log = logging.getLogger(__name__)
@@ -144,7 +146,9 @@ class Training:
         self.checkpoint: Checkpoint | None = checkpoint
         self.ranks: Ranks = ranks
         self.device: torch.device = next(hasher.parameters()).device
-        self.generator: torch.Generator = torch.Generator(self.device).manual_seed(config.seed * 1_000_003 + layer)
+        self.generator: torch.Generator = generator_of(config.seed, layer)
+        self._ahead: Ahead | None = Ahead(self.device) if self.device.type == "cuda" else None
+        self._next: tuple[int, Tensor, float] | None = None
         self.optimizer: torch.optim.AdamW = torch.optim.AdamW(
             hasher.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=config.weight_decay
         )
@@ -170,7 +174,7 @@ class Training:
         last = self.config.steps if until is None else min(until, self.config.steps)
         while not self.stopped and len(self.losses) < last:
             step = len(self.losses)
-            loss = self._step(step)
+            loss = self._step(step, step + 1 < last)
             if math.isfinite(loss):
                 self.losses.append(loss)
                 on_step(step, loss)
@@ -200,8 +204,12 @@ class Training:
         if self.ranks.first and self.checkpoint:
             self.checkpoint.save(*self._state())
 
-    def _step(self, step: int) -> float:
-        """Do one step and return its loss; nothing is changed if that or the gradient is not finite."""
+    def _step(self, step: int, more: bool = False) -> float:
+        """Do one step and return its loss; nothing is changed if that or the gradient is not finite.
+
+        Args:
+            more: whether the next step follows at once: on CUDA its keys are sent ahead.
+        """
         config = self.config
         if 0 < step == config.first_steps:
             self.keys_trained = copied(self.hasher)
@@ -209,59 +217,73 @@ class Training:
             parameter.requires_grad_(step >= config.first_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate_at(step)
-        q, k, scaling = self.data.read(step % len(self.data), self.layer)
+        k, scaling = self._keys(step)
         if k.shape[2] <= config.min_position:
             raise ValueError(
                 f"contexts must be longer than min_position = {config.min_position}, got {k.shape[2]} tokens; capture "
                 "longer ones, or lower min_position"
             )
+        positions = draw_rows(config, k.shape[2], self.generator)[self.ranks.rank :: self.ranks.world]
+        q = to_device(self.data.queries(step % len(self.data), self.layer, positions), self.device)
         with torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext():
-            positions = torch.randint(config.min_position, k.shape[2], (config.rows,), generator=self.generator)
-            positions = positions[self.ranks.rank :: self.ranks.world]
-            loss = self._gradients(q[:, :, positions.to(q.device)], k.to(self.device), positions, scaling, step)
+            loss = self._gradients(q, k, positions, scaling, step)
         norm = torch.nn.utils.clip_grad_norm_(self.hasher.parameters(), config.clip)
-        if not (math.isfinite(loss) and norm.isfinite()):
+        if self._ahead and more:
+            self._next = step + 1, *self._sent(step + 1, self._ahead)
+        loss, norm = cast("list[float]", torch.stack([loss, norm]).tolist())  # the one wait for the device
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             return math.nan
         self.optimizer.step()
         return loss
 
-    def _gradients(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int) -> float:
-        """Set every parameter's gradient of the mean loss of all rows, of all processes, and return that loss."""
+    def _sent(self, step: int, ahead: Ahead) -> tuple[Tensor, float]:
+        k, scaling = self.data.keys(step % len(self.data), self.layer)
+        return ahead.send(k), scaling
+
+    def _keys(self, step: int) -> tuple[Tensor, float]:
+        """Return the keys of a step on the device, sent ahead or now, and the logits' scaling."""
+        sent, self._next = self._next, None
+        if self._ahead and sent and sent[0] == step:
+            return self._ahead.take(sent[1]), sent[2]
+        k, scaling = self.data.keys(step % len(self.data), self.layer)
+        return to_device(k, self.device), scaling
+
+    def _gradients(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int) -> Tensor:
+        """Set every parameter's gradient of the mean loss of all rows, of all processes, and return that loss.
+
+        The loss stays on the device; it is no number if q or k, in any of the processes, has one that is not finite.
+        """
         self.optimizer.zero_grad()
-        q = q.to(self.device)
-        finite = q.isfinite().all() & k.isfinite().all()
-        parts = self._pairs(q, k, positions, scaling, step) if finite else []
-        total = torch.tensor([float(not finite), *(weight for *_, weight in parts)], device=self.device).double()
-        flags = torch.stack([total[0], total[1:].sum()])
+        bad = ~(q.isfinite().all() & k.isfinite().all())
+        parts = self._pairs(q, k, positions, scaling, step)
+        flags = torch.stack([bad.double(), torch.stack([weight for *_, weight in parts]).double().sum()])
         self.ranks.add(flags)
-        if flags[0]:  # in any of the processes
-            return math.nan
         loss = torch.zeros((), device=self.device)
         for rows, pairs, weight in parts:
-            part = _loss(self.hasher, rows, k, pairs, scaling, self.config) * (
-                weight / flags[1].item() if weight else 0.0
-            )
+            share = torch.where(weight > 0, weight.double() / flags[1], 0.0).float()
+            part = _loss(self.hasher, rows, k, pairs, scaling, self.config) * share
             part.backward()
             loss += part.detach()
         self.ranks.add(loss, *(p.grad for p in self.hasher.parameters() if p.grad is not None))
-        return loss.item()
+        return loss.masked_fill(flags[0] > 0, math.nan)
 
     def _pairs(
         self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int
-    ) -> list[tuple[Tensor, Pairs, int]]:
+    ) -> list[tuple[Tensor, Pairs, Tensor]]:
         """Draw each chunk's pairs. Returns (the chunk's queries, its pairs, what its mean loss weighs)."""
         config, generator = self.config, self.generator
-        parts: list[tuple[Tensor, Pairs, int]] = []
+        parts: list[tuple[Tensor, Pairs, Tensor]] = []
         if self.ranks.world > 1:  # the one above draws the same rows everywhere; this one differs
             seed = ((config.seed * 1_000_003 + self.layer) * 1_000_003 + step) * self.ranks.world + self.ranks.rank
-            generator = torch.Generator(self.device).manual_seed(seed % 2**63)
+            generator = torch.Generator("cpu").manual_seed(seed % 2**63)
         with torch.no_grad():
-            for chosen in cast("tuple[Tensor, ...]", torch.arange(len(positions)).split(config.chunk)):
-                rows, at = q[:, :, chosen], positions[chosen]
-                p = attention(rows, k, at, scaling, self.hasher.target_heads)
+            for start in range(0, len(positions), config.chunk):
+                rows = q[:, :, start : start + config.chunk].contiguous()
+                at = positions[start : start + config.chunk]
+                p = attention(rows, k, to_device(at, k.device), scaling, self.hasher.target_heads)
                 pairs = sample_pairs(p, at, config.fraction, config.max_top, config.max_rest, generator)
-                weight = int(pairs.valid.sum()) if config.loss == "ranking" else len(chosen)
-                parts.append((rows, pairs, weight))
+                valid = pairs.valid if config.loss == "ranking" else torch.ones(len(at), device=p.device)
+                parts.append((rows, pairs, valid.sum()))
         return parts
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -17,7 +17,7 @@ from hashtrain.config import MAX_DIGITS, HasherConfig
 from hashtrain.surrogate import estimator
 
 if TYPE_CHECKING:
-    from hashtrain.capture import Capture
+    from hashtrain.captured import Capture
 
 REMAINDER_TERMS = 6
 """Five coefficients of eq. 15, and the slope of eq. 16."""

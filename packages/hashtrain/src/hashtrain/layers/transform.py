@@ -15,7 +15,7 @@ from hashtrain.layers.mlp import SkipMlp
 from hashtrain.surrogate import digits, quantised
 
 if TYPE_CHECKING:
-    from hashtrain.capture import Capture
+    from hashtrain.captured import Capture
 
 CONTEXTS = 16
 """Contexts that a start is measured on."""
