@@ -138,7 +138,14 @@ def _bytes_line(subject: str, run: Result, share: float) -> tuple[float, list[st
     n = config["context"] - (config["scored"] or config["context"] // 2) // 2
     read = step_bytes(n, budget, HEAD_DIM).share
     full = "all tokens" if times is None else f"{times} x as many"
-    return read, [subject, f"{100 * share:g} %", full, f"{100 * read:.1f} %", change(run, OURS, share), f"{cell(run, OURS, 'kl', share):.4f}"]
+    return read, [
+        subject,
+        f"{100 * share:g} %",
+        full,
+        f"{100 * read:.1f} %",
+        change(run, OURS, share),
+        f"{cell(run, OURS, 'kl', share):.4f}",
+    ]
 
 
 def protocol(config: dict[str, Any]) -> str:

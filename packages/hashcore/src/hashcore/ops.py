@@ -257,7 +257,7 @@ def search(
         if found is not None:
             return found
     bounds = {"lengths": lengths, "starts": starts}
-    how = {"sink": sink, "recent": recent, "order": order, "shortlist": shortlist}
+    how: dict[str, Any] = {"sink": sink, "recent": recent, "order": order, "shortlist": shortlist}
     return _search(query, keys, k, weights, **bounds, **how, out=out)
 
 

@@ -224,7 +224,8 @@ class Cuda:
     @staticmethod
     def search(*inputs: Any) -> None:
         query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, shortlist = inputs[:13]
-        scores, indices, workspace = (*inputs[13:], None)[:3]
+        scores, indices = inputs[13:15]
+        workspace = inputs[15] if len(inputs) > 15 else None
         if shortlist:
             raise NotImplementedError("on CUDA a search has no shortlist yet; leave shortlist=None")
         bounds = tensors.Bounds(

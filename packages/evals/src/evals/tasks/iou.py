@@ -115,7 +115,8 @@ def measure(
                     rows = Rows(layer, q, k, codes, visible, counts[None], scaling)
                     if not isinstance(selector, AttendingSelector):
                         searched = (counts - ends.sum(-1)).clamp(min=0)
-                        rows = replace(rows, counts=searched[None], sink=always.sink, recent=always.recent)
+                        always_so = {"sink": always.sink, "recent": always.recent, "shortlist": always.shortlist}
+                        rows = replace(rows, counts=searched[None], **always_so)
                     selected = selector.select(rows)
                     selected = selected.repeat_interleave(p.shape[1] // selected.shape[1], 1)
                     found, taken = quality(p, selected, counts, ends), reading(selected, ends)

@@ -126,11 +126,12 @@ class _Probe(NoCodes):
             for budget in self.budgets:
                 counts = top_count(total, budget)[None]
                 part = Rows(rows.layer, q, rows.k, codes, visible, counts, rows.scaling, rows.softcap, rows.sinks)
-                _, sink, recent = self.always
+                _, sink, recent, shortlist = self.always
                 if isinstance(selector, AttendingSelector):
                     indices = selector.select(part)
                 else:
-                    part = replace(part, counts=(counts - sink - recent).clamp(min=0), sink=sink, recent=recent)
+                    searched = (counts - sink - recent).clamp(min=0)
+                    part = replace(part, counts=searched, sink=sink, recent=recent, shortlist=shortlist)
                     indices = with_ends(selector.select(part), 0, total[None], sink, recent)
                 out = _attend(method, part, v, indices, total)
                 cell = Cell(method.name, budget)
