@@ -171,5 +171,5 @@ def cell(ppl: Result, method: str, metric: str, budget: float | None = None) -> 
 
 
 def change(ppl: Result, method: str, budget: float | None = None) -> str:
-    """Write by how much a method changes the perplexity, at a run's first rule, and first budget unless one is given."""
+    """Write by how much a method changes the perplexity at a run's first rule, and first budget unless one is given."""
     return f"{100 * (cell(ppl, method, 'perplexity_ratio', budget) - 1):+.1f} %"

@@ -6,6 +6,7 @@ import torch
 from hashcore import reference
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, HashSelector, Rows, attach
+from sparse_decode.traffic import step_bytes
 from sparse_decode_doubles import SignHasher, tiny_model
 
 N = 2300
@@ -64,3 +65,14 @@ def test_attach_passes_the_shortlist_of_its_budget_on():
 def test_a_shortlist_is_a_count(wrong):
     with pytest.raises(ValueError, match="shortlist must be None or an integer of 1 or more"):
         Budget(shortlist=wrong)
+
+
+def test_bytes_of_a_step_are_counted():
+    """8,192 tokens, heads of 64 numbers of 2 bytes, so 256 bytes of keys and values a token; codes of 16 bytes."""
+    dense, state = 8192 * 256, 2 * 8 * 64 + 4 * 64 * 64
+    found = step_bytes(8192, Budget(0.02), 64)
+    assert found == (8192 * 16, 163 * 256, state, dense)
+    assert found.share == pytest.approx(0.0625 + 163 / 8192 + state / dense)
+    assert step_bytes(8192, Budget(0.02, shortlist=6), 64).codes == 8192 * 4 + 6 * 163 * 16
+    assert step_bytes(8192, Budget(0.5, shortlist=6), 64).codes == 8192 * 4 + 8192 * 16  # no list is longer than all
+    assert step_bytes(8192, Budget(0.02, shortlist=6), 64, bits=0, remainder=False)[:3] == (0, 163 * 256, 0)
