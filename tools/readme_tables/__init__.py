@@ -46,6 +46,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "gpu-step": gpu.step,
     "gpu-model": gpu.model,
     "sparse-attention": decoding.sparse_attention,
+    "shortlist": decoding.shortlist,
     "sparse-break-even": decoding.break_even,
     "sparse-model-decode": decoding.model_decode,
     "sparse-prefill": decoding.prefill,

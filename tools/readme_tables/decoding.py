@@ -29,6 +29,24 @@ def sparse_attention(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, header, [lines]))
 
 
+def shortlist(results: pathlib.Path) -> str:
+    found = stored(results / "shortlist.json")
+    n, planes = found["rows"][0]["n"], found["rows"][0]["planes"]
+    title = (
+        f"Search of one row for the best {100 * found['fraction']:g} % of {n:,} keys, {planes} planes of 128 bits, one "
+        f"thread, {found['processor']}, {found['date']}: all keys in full, and shortlists of so many times as many; "
+        f"ratios are medians"
+    )
+    lines = []
+    for row in found["rows"]:
+        line = [str(row["layer"]), f"{row['microseconds']['None']:.0f} us"]
+        for times, ratio in row["ratio"].items():
+            line += [f"{ratio:.2f} x", f"{100 * row['found'][times]:.1f} %"]
+        lines.append(line)
+    asked = [name for times in found["rows"][0]["ratio"] for name in (f"{times} x: faster", "of its selection")]
+    return to_markdown(Grid(title, ["layer", "in full", *asked], [lines]))
+
+
 def _model_title(found: dict[str, Any]) -> str:
     return (
         f"Qwen2.5-0.5B's shape, {found['layers']} of 24 layers, bfloat16, {100 * found['fraction']:g} % selected, "
