@@ -159,7 +159,7 @@ def search(
     plan: SearchSpace,
     shortlist: Shortlist | None = None,
 ) -> Search:
-    """Prepare a search: two launches a turn, three with a shortlist, one turn unless the workspace would be too large."""
+    """Prepare a search: two launches a turn, three with a shortlist, one turn unless the workspace is too large."""
     top = layout.top_score(words, weights)
     query, keys, values, indices = (_address() for _ in range(4))
     window, selection, levels = Window(), Selection(), layout.score_levels(top)

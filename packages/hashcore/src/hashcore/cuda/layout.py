@@ -1,6 +1,6 @@
 """What the host decides for the kernels: argument structures, histogram levels, chunks and the workspace.
 
-The structures mirror those of kernels/common.cuh, select.cu and score.cu field by field.
+The structures mirror those of kernels/common.cuh, lists.cuh, select.cu and choose.cu field by field.
 """
 
 import ctypes

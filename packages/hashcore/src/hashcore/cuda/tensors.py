@@ -280,7 +280,11 @@ class _Placed(NamedTuple):
 
 
 def _placed(
-    query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, first: torch.Tensor | None, lead: Sequence[int]
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    weights: Sequence[int] | None,
+    first: torch.Tensor | None,
+    lead: Sequence[int],
 ) -> _Placed:
     """Place the operands of a search: without weights each of the Q queries is one plane of weight 1.
 

@@ -3,7 +3,8 @@
 // Three launches. Layouts, groups, cuts and lists are those of score.cu.
 //
 // first_floor, a block a row, scores 1024 keys spread over those that the row sees, in full and by first words, and
-// finds two floors: the first words' decides what is on the list, so it must be exact; the other only saves bytes.
+// finds two floors: the first words' decides what is on the list, so it must be exact. The other, of whole codes among
+// those on the list, only saves bytes: rather more than k keys reach it.
 //
 // list_shortlist, grid groups x splits, blocks of 512. A warp goes through its keys, FIRST_KEYS * 32 at a time.
 //   (1) It scores their first words by the last planes. The offsets of those that reach the first floor wait in the
@@ -22,10 +23,10 @@
 // How much a warp does at once: rings of all rows of a group must fit shared memory.
 template <int GROUP>
 struct Size {
-  static constexpr int FIRST_KEYS = GROUP == 1 ? 8 : 3;  // first words that a lane holds, and as many on their way to it
+  static constexpr int FIRST_KEYS = GROUP == 1 ? 8 : 3;  // first words that a lane holds, and as many to come
   static constexpr int PICKED = GROUP == 1 && KEYS > 1 ? 2 : 1;  // codes of keys on the list that it holds
   static constexpr int BATCH = PICKED * SLICE;
-  static constexpr int RING = GROUP == 1 ? 512 : 128;  // offsets that wait: what is left of a batch, and those of a turn
+  static constexpr int RING = GROUP == 1 ? 512 : 128;  // offsets that wait: the rest of a batch, and a turn's
   static_assert(32 * FIRST_KEYS + BATCH - 1 <= RING && (RING & (RING - 1)) == 0);
   static_assert(WARPS * GROUP * RING * sizeof(u16) <= 32 << 10);
 };
@@ -62,54 +63,61 @@ struct EarlyQuery {
 
 // ---- Floors --------------------------------------------------------------------------------------------------------
 
-// The rank-th best of the numbers below 2^16 that a warp holds, found bit by bit. The whole warp calls it.
-template <int COUNT>
-__device__ __forceinline__ u32 ranked(const u32 (&x)[COUNT], u32 rank) {
+constexpr int PER_LANE = EARLY_SAMPLE / 32;
+static_assert(WARPS == 1 << 4);
+
+// The rank-th best of numbers below 2^16 of which each warp holds all, four bits at a time: each warp tries one digit.
+// Every thread must call it.
+__device__ __forceinline__ u32 ranked(const u32 (&x)[PER_LANE], u32 rank) {
   u32 found = 0;
 #pragma unroll 1
-  for (u32 bit = 1u << 15; bit; bit >>= 1) {
+  for (int shift = 12; shift >= 0; shift -= 4) {
+    const u32 tried = found | threadIdx.x >> 5 << shift;
     u32 reach = 0;
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) reach += x[i] >= (found | bit);
-    if (__reduce_add_sync(FULL_WARP, reach) >= rank) found |= bit;
+    for (int i = 0; i < PER_LANE; i++) reach += x[i] >= tried;
+    reach = __reduce_add_sync(FULL_WARP, reach);
+    found += u32(__syncthreads_count((threadIdx.x & 31) == 0 && reach >= rank) - 1) << shift;  // 0 is always reached
   }
   return found;
 }
 
-// A warp each for the two floors; 0, which all keys reach, where a sample has none or would not pay.
-__device__ __forceinline__ void write_floor(const u16 (&sample)[2][EARLY_SAMPLE], i64 wanted, int n, int times,
-                                            ShortRow* row) {
-  const int lane = threadIdx.x & 31, kind = threadIdx.x >> 5;
-  if (kind > 1) return;
-  const i64 asked = times * wanted;
-  i64 rank = asked < n ? (asked * EARLY_SAMPLE + n - 1) / n : 0;
-  if (kind) {  // the best keys that a sample meets deviate as a Poisson count does: three times that are added
-    const float share = float(wanted) * EARLY_SAMPLE / float(n);
-    rank = i64(share + 3 * sqrtf(share)) + 4;
-  }
-  u32 x[EARLY_SAMPLE / 32], floor = 0;
+// Writes a row's floors; 0, which all keys reach, where there is no list, and where a sample would not pay.
+__device__ __forceinline__ void write_floors(const u16 (&early)[EARLY_SAMPLE], const u16 (&whole)[EARLY_SAMPLE],
+                                             i64 wanted, int n, int times, ShortRow* row) {
+  const int lane = threadIdx.x & 31;
+  u32 x[PER_LANE], first = 0, floor = 0;
 #pragma unroll
-  for (int i = 0; i < EARLY_SAMPLE / 32; i++) x[i] = sample[kind][32 * i + lane];
-  if (rank > 0 && rank <= EARLY_SAMPLE) floor = ranked(x, u32(rank));
-  if (lane == 0) *(kind ? &row->floor : &row->first) = floor;
+  for (int i = 0; i < PER_LANE; i++) x[i] = early[32 * i + lane];
+  const i64 asked = times * wanted;
+  if (asked < n) first = ranked(x, u32((asked * EARLY_SAMPLE + n - 1) / n));
+#pragma unroll
+  for (int i = 0; i < PER_LANE; i++) x[i] = x[i] >= first ? whole[32 * i + lane] : 0;
+  // How many of the k best of the list a sample meets deviates as a Poisson count does: three times that are added.
+  const float share = float(wanted) * EARLY_SAMPLE / float(n);
+  const u32 rank = u32(share + 3 * sqrtf(share)) + 4;
+  if (rank <= EARLY_SAMPLE) floor = ranked(x, rank);
+  if (threadIdx.x == 0) *row = {first, floor, 0};
 }
 
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     first_floor(const u32* __restrict__ query, const u32* __restrict__ keys, RowMap map, Window window,
                 Selection selection, Weights weights, Groups groups, Shortlist shortlist) {
-  __shared__ u16 sample[2][EARLY_SAMPLE];
+  __shared__ u16 early[EARLY_SAMPLE], whole[EARLY_SAMPLE];
   let_dependents_start();
   const Group group = group_of(groups, blockIdx.x / groups.size);
   const int row = group.row + int(blockIdx.x) % groups.size, lane = threadIdx.x & 31, part = lane % LANES;
   if (row >= group.row + group.count) return;
   ShortRow* found = shortlist.rows + blockIdx.x;
-  if (threadIdx.x == 0) *found = {0, 0, 0};
   const Range range = eligible(window, row);
   const int wanted = selected(selection, range, row), n = range.size();
-  if (wanted == 0 || n < 2 * EARLY_SAMPLE) return;
+  if (wanted == 0 || n < 2 * EARLY_SAMPLE) {
+    if (threadIdx.x == 0) *found = {0, 0, 0};
+    return;
+  }
   const Operands at = operands(query, keys, map, row);
   const Query planes(at.query, lane);
-  const EarlyQuery early(at.query);
+  const EarlyQuery first(at.query);
   const i64 spread = n / EARLY_SAMPLE * map.key;
 #pragma unroll 1
   for (int i = KEYS * SLICE * int(threadIdx.x >> 5); i < EARLY_SAMPLE; i += KEYS * SLICE * WARPS) {
@@ -118,12 +126,12 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     for (int u = 0; u < KEYS; u++) {
       const int score = held.score(u, planes, weights), place = held.first + u * SLICE;
       if (part || place >= EARLY_SAMPLE) continue;
-      sample[0][place] = u16(early.score(held.word[u][0], weights));
-      sample[1][place] = u16(score);
+      early[place] = u16(first.score(held.word[u][0], weights));
+      whole[place] = u16(score);
     }
   }
   __syncthreads();
-  write_floor(sample, wanted, n, shortlist.times, found);
+  write_floors(early, whole, wanted, n, shortlist.times, found);
 }
 
 // ---- Candidates ----------------------------------------------------------------------------------------------------
