@@ -94,13 +94,13 @@ def orders(draw):
     return simulated.Device(draw(st.sampled_from(simulated.ORDERS)), draw(st.integers(1, 4)))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(searches(), orders())
 def test_a_shortlist_equals_the_reference(case, device):
     assert_as_reference(case, device)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(searches(of_query=(2, 9), of_keys=(2, 1)), orders())
 def test_rows_over_shared_keys_equal_the_reference(case, device):
     assert_as_reference(case, device)

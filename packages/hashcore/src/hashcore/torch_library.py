@@ -223,12 +223,12 @@ class Cuda:
     @staticmethod
     def search(*inputs: Any) -> None:
         query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, shortlist = inputs[:13]
-        first, scores, indices, workspace = (*inputs[13:], None)[:4]
+        first, scores, indices, *workspace = inputs[13:]
         bounds = tensors.Bounds(
             length if lengths is None else lengths, start if starts is None else starts, sink, recent
         )
         how = {"shortlist": shortlist, "first": first}
-        tensors.search(query, keys, count if k is None else k, weights, bounds, scores, indices, workspace, **how)
+        tensors.search(query, keys, count if k is None else k, weights, bounds, scores, indices, *workspace, **how)
         if best:  # stable: equal scores stay in index order, and empty slots, of the lowest score there is, at the end
             values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
             indices.copy_(indices.gather(-1, order))
