@@ -40,6 +40,11 @@ SCORES = [
     *((1, (1, 2, 4)), (2, (1, 2, 4)), (3, (1, 2, 4)), (8, (1, 2, 4)), (12, (1, 2, 4)), (16, (1, 2, 4))),
     *((words, (1, 2, 4, 8, 16, 32)) for words in (8, 16)),
 ]
+# With a shortlist: the hashers' planes, one plane of codes, codes that two and four lanes share, weights of no pattern.
+SHORTLISTS = [
+    *((4, tuple(1 << p for p in range(count))) for count in (1, 3, 5, 6, 8)),
+    *((4, (5, 3)), (1, (1, 2, 4)), *((words, (1, 2, 4, 8, 16, 32)) for words in (8, 16))),
+]
 # Sizes of keys and values: of common models, with reads of every width, and the largest.
 GATHERS = [
     *((size, size, torch.bfloat16) for size in (64, 80, 96, 128, 192, 256)),
@@ -50,7 +55,9 @@ PROGRAMS = [
     Program("planes.cu"),
     Program("select.cu"),
     Program("choose.cu"),
+    Program("choose.cu", {"HASHCORE_SHORTLIST": 1}),
     *(Program("score.cu", dict(score_macros(words, weights))) for words, weights in SCORES),
+    *(Program("shortlist.cu", dict(score_macros(words, weights))) for words, weights in SHORTLISTS),
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
     *(Program("encode.cu", {"SPARSE_BF16": bf16}, gather.KERNELS) for bf16 in ("0", "1")),
     *(

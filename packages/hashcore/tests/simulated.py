@@ -10,12 +10,33 @@ import pytest
 from hashcore import reference
 from hashcore.cuda.kernels import Launch
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
-from hashcore.hostsim import Simulator, compiler
+from hashcore.hostsim import Simulator, check_slack, compiler, guarded
+
+torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
 
 ORDERS = [0, 1, 7]  # ascending, descending, a seed
 
 if compiler() is None and os.environ.get("CI") != "true":
     pytest.skip("g++ is needed to run the kernels on the CPU", allow_module_level=True)
+
+
+def inside(array: np.ndarray, align: int = 16):
+    """The array as a tensor between guard pages."""
+    return torch.from_numpy(guarded(np.ascontiguousarray(array), align))
+
+
+def empty(*shape: int, dtype=np.int32):
+    """A tensor for results between guard pages, full of what no result is."""
+    return torch.from_numpy(guarded(np.full(shape, -77, dtype), np.dtype(dtype).itemsize))
+
+
+def assert_same(tensor, expected) -> None:
+    check_slack(tensor.numpy())
+    np.testing.assert_array_equal(tensor.numpy(), expected)
+
+
+def tensor_or(value):
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 @functools.cache

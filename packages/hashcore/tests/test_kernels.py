@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from hashcore import reference
-from hashcore.hostsim import check_slack, guarded
+from hashcore.hostsim import guarded
 from hashcore_samples import random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,25 +13,11 @@ kept = pytest.importorskip("hashcore.cuda.kept", reason="the launches are descri
 layout = pytest.importorskip("hashcore.cuda.layout", reason="the launches are described on torch tensors")
 tensors = pytest.importorskip("hashcore.cuda.tensors", reason="the launches are described on torch tensors")
 simulated = pytest.importorskip("simulated", reason="g++ is needed")
+inside, empty, assert_same, tensor_or = simulated.inside, simulated.empty, simulated.assert_same, simulated.tensor_or
 
 LENGTHS = [1, 7, 8, 9, 31, 33, 127, 128, 129, 2048, 2049, 4097, 9001]  # around vectors, warps, chunks and tiles
 DTYPES = ["float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64"]
 few = settings(deadline=None, max_examples=12)
-
-
-def inside(array: np.ndarray, align: int = 16):
-    """The array as a tensor between guard pages."""
-    return torch.from_numpy(guarded(np.ascontiguousarray(array), align))
-
-
-def empty(*shape: int, dtype=np.int32):
-    """A tensor for results between guard pages, full of what no result is."""
-    return torch.from_numpy(guarded(np.full(shape, -77, dtype), np.dtype(dtype).itemsize))
-
-
-def assert_same(tensor, expected) -> None:
-    check_slack(tensor.numpy())
-    np.testing.assert_array_equal(tensor.numpy(), expected)
 
 
 def forget(monkeypatch):
@@ -155,10 +141,6 @@ def searches(draw):
         "recent": draw(st.integers(0, 9)),
         "wide": draw(st.booleans()),
     }
-
-
-def tensor_or(value):
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def run_search(case, device, scratch=None):

@@ -25,12 +25,12 @@ SCHEMAS = {
     "score": "(Tensor query, Tensor keys, int[]? weights) -> Tensor",
     "topk": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}) -> (Tensor, Tensor)",
     "search": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, "
-    "SymInt shortlist) -> (Tensor, Tensor)",
+    "SymInt shortlist, Tensor? first) -> (Tensor, Tensor)",
     "pack_out": "(Tensor x, Tensor(a!) codes) -> ()",
     "score_out": "(Tensor query, Tensor keys, int[]? weights, Tensor(a!) scores) -> ()",
     "topk_out": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}, Tensor(a!) scores, Tensor(b!) indices) -> ()",
     "search_out": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, "
-    "SymInt shortlist, Tensor(a!) scores, Tensor(b!) indices, Tensor(c!)? workspace) -> ()",
+    "SymInt shortlist, Tensor? first, Tensor(a!) scores, Tensor(b!) indices, Tensor(c!)? workspace) -> ()",
 }
 
 
@@ -124,15 +124,15 @@ class Cpu:
         _copy(ops.topk(x, count if k is None else k, **options), (scores, indices))
 
     @staticmethod
-    def search(*inputs: Any) -> None:  # as in the schema of search_out; the workspace is for CUDA
+    def search(*inputs: Any) -> None:  # as in the schema of search_out; first words and the workspace are for CUDA
         query, keys, count, k, weights = inputs[:5]
-        scores, indices = inputs[13:15]
-        _copy(_search(query, keys, count if k is None else k, weights, *inputs[5:13]), (scores, indices))
+        scores, indices = inputs[14:16]
+        _copy(_search(query, keys, count if k is None else k, weights, *inputs[5:14]), (scores, indices))
 
 
 def _search(
     query: Any, keys: Any, k: Any, weights: Any, lengths: Any, starts: Any, length: int, start: int, sink: int,
-    recent: int, best: bool, shortlist: int,
+    recent: int, best: bool, shortlist: int, first: Any,
 ) -> Outputs:  # fmt: skip
     options = _range(lengths, starts, length, start, sink, recent)
     order = "best" if best else "index"
@@ -224,14 +224,12 @@ class Cuda:
     @staticmethod
     def search(*inputs: Any) -> None:
         query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, shortlist = inputs[:13]
-        scores, indices = inputs[13:15]
-        workspace = inputs[15] if len(inputs) > 15 else None
-        if shortlist:
-            raise NotImplementedError("on CUDA a search has no shortlist yet; leave shortlist=None")
+        first, scores, indices, *workspace = inputs[13:]
         bounds = tensors.Bounds(
             length if lengths is None else lengths, start if starts is None else starts, sink, recent
         )
-        tensors.search(query, keys, count if k is None else k, weights, bounds, scores, indices, workspace)
+        how = {"shortlist": shortlist, "first": first}
+        tensors.search(query, keys, count if k is None else k, weights, bounds, scores, indices, *workspace, **how)
         if best:  # stable: equal scores stay in index order, and empty slots, of the lowest score there is, at the end
             values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
             indices.copy_(indices.gather(-1, order))

@@ -138,26 +138,35 @@ def search(
     recent: int = 0,
     order: str = "best",
     shortlist: int | None = None,
+    first: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Find the keys that score highest (ops.search).
 
+    Args:
+        first: for a shortlist on CUDA, a copy of the first word of each key, int32 [..., N], best side by side: then
+            only these are read of the keys that are not on the list. Nothing checks what they hold.
+
     A tensor k without `out` makes the host wait for the largest. With `out` and a workspace (make_workspace) nothing is
-    allocated, and nothing but the two kernels is launched in order "index". Without a workspace the thread keeps one.
+    allocated, and nothing but kernels is launched in order "index". Without a workspace the thread keeps one.
     """
     values, indices = validation.pair(out)
     arrays = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts, "workspace": workspace}
+    arrays["first"] = first
     _check_devices(**arrays, **{"out[0]": values, "out[1]": indices})
     checked, rows = _comparison(query, keys, weights)
     validation.score_bits(checked or (1,), query.shape[-1])
     wanted = _wanted((*rows, keys.shape[-2]), k, lengths, starts, sink, recent, indices)
     best, times = validation.order(order), validation.shortlist(shortlist)
-    arguments = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best, times
+    if first is not None and (first.shape != keys.shape[:-1] or first.dtype != torch.int32):
+        got = f"{_dtype(first)} {tuple(first.shape)}"
+        raise ValueError(f"first must be int32 {tuple(keys.shape[:-1])}, as keys[..., 0] is, got {got}; copy that")
+    arguments = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best, times, first
     if values is None or indices is None:
         return OPERATORS.search(*arguments)
     shape = *rows, wanted.width
-    _check_outputs(values, indices, shape, np.int32, keys.shape[-2], query, keys, k, lengths, starts)
+    _check_outputs(values, indices, shape, np.int32, keys.shape[-2], query, keys, k, lengths, starts, first)
     _write(lambda *pair: OPERATORS.search_out(*arguments, *pair, workspace), values, indices)
     return values, indices
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hashcore.cuda import layout
-from hashcore.cuda.layout import Groups, RowMap, SearchSpace, Selection, Weights, Window, Workspace
+from hashcore.cuda.layout import Groups, RowMap, SearchSpace, Selection, Shortlist, Space, Weights, Window, Workspace
 
 PACK_THREADS = 256
 PLANES_THREADS = 128
@@ -96,7 +96,7 @@ def group_planes(codes: int, planes: int, rows: int, group: int, words: int) -> 
 
 
 def score_macros(words: int, weights: Sequence[int]) -> list[tuple[str, str]]:
-    """Return what score.cu is compiled with: the weights too, if they are regular."""
+    """Return what score.cu and shortlist.cu are compiled with: the weights too, if they are regular."""
     macros = [("HASHCORE_WORDS", str(words)), ("HASHCORE_PLANES", str(len(weights)))]
     if layout.are_planes(weights):
         macros.append(("HASHCORE_WEIGHTS", ",".join(map(str, weights))))
@@ -143,19 +143,27 @@ class Search(NamedTuple):
     indices: ctypes.c_void_p
     window: Window
     selection: Selection
-    space: layout.Space
+    space: Space
     """Of all turns, which come after each other."""
     launches: Kept
+    shortlist: Shortlist
 
 
 def search(
-    map: RowMap, words: int, weights: Sequence[int], rows: int, group: int, index_bits: int, plan: SearchSpace
+    map: RowMap,
+    words: int,
+    weights: Sequence[int],
+    rows: int,
+    group: int,
+    index_bits: int,
+    plan: SearchSpace,
+    shortlist: Shortlist | None = None,
 ) -> Search:
-    """Prepare a search: two launches a turn, one turn unless the workspace would be too large."""
+    """Prepare a search: two launches a turn, three with a shortlist, one turn unless the workspace is too large."""
     top = layout.top_score(words, weights)
     query, keys, values, indices = (_address() for _ in range(4))
     window, selection, levels = Window(), Selection(), layout.score_levels(top)
-    space = layout.Space(stride=plan.stride, shift=layout.sample_shift(top))
+    space = Space(stride=plan.stride, shift=layout.sample_shift(top))
     macros, packed = score_macros(words, weights), _weights(weights)
     line = map.size[3] if group > 1 else rows
     in_line = -(-line // group)
@@ -163,20 +171,36 @@ def search(
     for first in range(0, rows // line * in_line, plan.slots // group):
         groups = Groups(first, line, group)
         count = min(plan.slots // group, rows // line * in_line - first)
-        shared = (map, window, selection, packed)
-        name = "list_candidates_shared" if group > 1 else "list_candidates"
+        shared = (query, keys, map, window, selection, packed)
         grid = (count, plan.splits)
-        launches.append(
-            make_launch("score.cu", name, grid, layout.THREADS, (query, keys, *shared, space, groups), macros)
-        )
+        if shortlist is None:
+            name = "list_candidates_shared" if group > 1 else "list_candidates"
+            launches.append(make_launch("score.cu", name, grid, layout.THREADS, (*shared, space, groups), macros))
+        else:
+            launches += _shortlisted(shared, space, groups, grid, shortlist, macros)
         codes = layout.Codes(packed, len(weights), words)
         places = (query, keys, values, indices, map, window, selection)
         arguments = (*places, codes, levels, space, groups, _int(plan.splits))
-        grid = (count * group, plan.parts)
-        launches.append(
-            make_launch("choose.cu", f"select_{index_bits}", grid, layout.THREADS, arguments, programmatic=True)
-        )
-    return Search(query, keys, values, indices, window, selection, space, Kept(launches))
+        name, grid = f"select_{index_bits}", (count * group, plan.parts)
+        extra, of = ((), ()) if shortlist is None else ((shortlist,), [("HASHCORE_SHORTLIST", "1")])
+        launches.append(make_launch("choose.cu", name, grid, layout.THREADS, (*arguments, *extra), of, True))
+    return Search(query, keys, values, indices, window, selection, space, Kept(launches), shortlist or Shortlist())
+
+
+def _shortlisted(
+    shared: tuple[Any, ...],
+    space: Space,
+    groups: Groups,
+    grid: tuple[int, int],
+    shortlist: Shortlist,
+    macros: Sequence[tuple[str, str]],
+) -> tuple[Launch, Launch]:
+    """List the candidates among the keys of a shortlist (eq. 20): two launches."""
+    name = "list_shortlist_shared" if groups.size > 1 else "list_shortlist"
+    slots = (grid[0] * groups.size, 1)
+    floors = make_launch("shortlist.cu", "first_floor", slots, layout.THREADS, (*shared, groups, shortlist), macros)
+    arguments = (*shared, space, groups, shortlist)
+    return floors, make_launch("shortlist.cu", name, grid, layout.THREADS, arguments, macros, programmatic=True)
 
 
 def topk(

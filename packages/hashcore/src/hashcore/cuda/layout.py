@@ -1,6 +1,6 @@
 """What the host decides for the kernels: argument structures, histogram levels, chunks and the workspace.
 
-The structures mirror those of kernels/common.cuh, select.cu and score.cu field by field.
+The structures mirror those of kernels/common.cuh, lists.cuh, select.cu and choose.cu field by field.
 """
 
 import ctypes
@@ -22,6 +22,8 @@ SAMPLES = MAX_SLOTS * SAMPLE_BINS  # words at the start of every search's worksp
 MAX_LIST = 1 << 16  # keys of a warp: their offsets have 16 bits
 MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS
 MAX_SCORE = 0xFFFF
+EARLY_SAMPLE = 1024  # keys of a row that say which others a shortlist has; a row of fewer than twice as many has none
+SHORT_ROW = 3  # words of a row's floors: ShortRow
 MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns
 
 
@@ -96,6 +98,12 @@ class Space(ctypes.Structure):
         ("stride", ctypes.c_int64),
         ("shift", ctypes.c_int32),
     )
+
+
+class Shortlist(ctypes.Structure):
+    """First words of keys, where they lie, the rows' floors in a turn's workspace, and how many times k a list has."""
+
+    _fields_ = (("first", ctypes.c_void_p), ("map", RowMap), ("rows", ctypes.c_void_p), ("times", ctypes.c_int32))
 
 
 class Levels(ctypes.Structure):
@@ -225,6 +233,7 @@ class SearchSpace(NamedTuple):
     counts: int
     lists: int
     stride: int  # from one row's lists to the next
+    short: int  # rows' floors, where there are shortlists
     words: int
 
     @classmethod
@@ -246,7 +255,8 @@ class SearchSpace(NamedTuple):
         floors = SAMPLES
         counts = floors + slots * splits
         lists = -(-(counts + slots * splits * WARPS) // 4) * 4
-        return cls(slots, splits, parts, floors, counts, lists, stride, lists + slots * stride)
+        short = lists + slots * stride
+        return cls(slots, splits, parts, floors, counts, lists, stride, short, short + SHORT_ROW * slots)
 
     def place(self, space: Space, address: int) -> None:
         """Write where the parts lie in memory at an address into the kernels' argument."""

@@ -154,8 +154,10 @@ def search(
     indices: torch.Tensor,
     scratch: torch.Tensor | None = None,
     run: Run | None = None,
+    shortlist: int = 0,
+    first: torch.Tensor | None = None,
 ) -> None:
-    """Score and select in two launches, in ascending index order (eq. 4, eq. 6).
+    """Score and select in two launches, or three with a shortlist, in ascending index order (eq. 4, eq. 6, eq. 20).
 
     Rows whose operands' leading dimensions end in one that the keys do not have share each key that is read.
 
@@ -166,6 +168,9 @@ def search(
         scores, indices: contiguous int32, and int32 or int64, [rows..., K]; slots that are not filled get 0 and -1.
         scratch: of `workspace`; by default memory that this thread keeps for the current stream, or for the capture in
             progress.
+        shortlist: how many times k keys of each row are scored in full; 0: all.
+        first: int32 [..., N], a copy of the first word of each key. Side by side they are a part of the codes' bytes;
+            without them a shortlist saves work, but reads as much. Elsewhere nothing looks at them.
     Tensors k, lengths and starts cost no launch if they are int32 or int64, contiguous, and have the first of the rows'
     dimensions and 1 for the others.
     """
@@ -176,19 +181,31 @@ def search(
     # What is copied to be aligned depends on the addresses, too.
     places, of_keys = (query.data_ptr(), keys.data_ptr()), (keys.shape, keys.stride())
     form = query.shape, query.stride(), of_keys, scores.shape, indices.dtype, places[0] % 16, places[1] % 16, weights
+    if not shortlist or _lists_all(keys.shape[-2], k, shortlist):
+        shortlist, first = 0, None
+    else:
+        form = *form, shortlist, None if first is None else first.stride()
     prepared = _searches.found.get((form, device))
     if prepared is None:
-        prepared = _searches.keep((form, device), _prepare(query, keys, weights, scores, indices))
+        prepared = _searches.keep((form, device), _prepare(query, keys, weights, scores, indices, shortlist, first))
     call, held = prepared.call, prepared.bound(bounds, k)
     memory = kept.scratch(prepared.space.words, device) if scratch is None else prepared.fitting(scratch)
     prepared.place(memory.data_ptr())
+    words = keys if first is None else first
     if not prepared.direct:
-        operands = _operands(*_weighted(query, keys, weights)[:2], scores.shape[:-1])[:2]
-        held, places = (held, operands), (operands[0].data_ptr(), operands[1].data_ptr())
+        found = _placed(query, keys, weights, first, scores.shape[:-1])
+        held, words, places = (held, found), found.first.keys, (found.at.query.data_ptr(), found.at.keys.data_ptr())
+    if shortlist:
+        call.shortlist.first = words.data_ptr()
     call.query.value, call.keys.value = places
     call.values.value, call.indices.value = scores.data_ptr(), indices.data_ptr()
     (launch.run if run is None else run)(call.launches, device)
     del held  # the allocator may reuse them from here on: the launches are in the stream
+
+
+def _lists_all(n: int, k: int | torch.Tensor, shortlist: int) -> bool:
+    """Tell whether all keys are on the list of any row of up to n, as far as the host can see (eq. 20)."""
+    return n < 2 * layout.EARLY_SAMPLE or (isinstance(k, int) and shortlist * k >= n)
 
 
 class _Prepared:
@@ -214,6 +231,7 @@ class _Prepared:
         """Write where the workspace lies, if it is another than before."""
         if address != self.at:
             self.space.place(self.call.space, address)
+            self.call.shortlist.rows = address + 4 * self.space.short
             self.at = address
 
     def bound(self, bounds: Bounds, k: int | torch.Tensor) -> object:
@@ -237,26 +255,50 @@ def _prepare(
     weights: Sequence[int] | None,
     scores: torch.Tensor,
     indices: torch.Tensor,
+    shortlist: int,
+    first: torch.Tensor | None,
 ) -> _Prepared:
     (n, words), lead, width = keys.shape[-2:], scores.shape[:-1], scores.shape[-1]
     layout.require_positions(n)
-    query, keys, weights = _weighted(query, keys, weights)
-    at = _operands(query, keys, lead)
-    direct = at.query is query and at.keys is keys
+    at, own, direct = _placed(query, keys, weights, first, lead)
     rows, line = math.prod(lead), at.map.size[3]
     group = layout.MAX_GROUP if line > 1 and at.map.keys[3] == 0 else 1
     slots = rows if group == 1 else rows // line * -(-line // group) * group
     space = SearchSpace.plan(slots, group, n, width, _processors(scores.device))
     index_bits = 8 * indices.element_size()
-    call = kernels.search(at.map, words, weights, rows, group, index_bits, space)
+    short = layout.Shortlist(map=own.map, times=shortlist) if shortlist else None
+    call = kernels.search(at.map, words, weights or (1,), rows, group, index_bits, space, short)
     return _Prepared(call, space, lead, n, width, direct)
 
 
-def _weighted(
-    query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None
-) -> tuple[torch.Tensor, torch.Tensor, Sequence[int]]:
-    """Return operands of planes: without weights each of the Q queries is one plane of weight 1."""
-    return (query.unsqueeze(-2), keys.unsqueeze(-3), (1,)) if weights is None else (query, keys, weights)
+class _Placed(NamedTuple):
+    """Operands of planes, those of the first words, and whether all are used where they lie."""
+
+    at: "_Operands"
+    first: "_Operands"
+    direct: bool
+
+
+def _placed(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    weights: Sequence[int] | None,
+    first: torch.Tensor | None,
+    lead: Sequence[int],
+) -> _Placed:
+    """Place the operands of a search: without weights each of the Q queries is one plane of weight 1.
+
+    First words that are not given are those of the codes.
+    """
+    if weights is None:
+        query, keys, first = query.unsqueeze(-2), keys.unsqueeze(-3), None if first is None else first.unsqueeze(-2)
+    at = _operands(query, keys, lead)
+    direct = at.query is query and at.keys is keys
+    if first is None:
+        return _Placed(at, at, direct)
+    words = first.unsqueeze(-1)  # codes of one word
+    own = _operands(query, words, lead)
+    return _Placed(at, own, direct and own.keys is words)
 
 
 def topk(

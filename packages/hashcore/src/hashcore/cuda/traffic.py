@@ -18,10 +18,14 @@ SECTOR = 32
 class Traffic(NamedTuple):
     """Bytes of a search, by what they are."""
 
-    codes: float
+    codes: float  # with a shortlist first words of all keys, and the whole of those on it
     samples: float  # added to the rows' histograms and read there, then cleared
     candidates: float  # written and read: lists, their lengths, floors
     results: float
+
+    @property
+    def total(self) -> float:
+        return self.codes + self.samples + self.candidates + self.results
 
     @property
     def beside(self) -> float:
@@ -30,20 +34,55 @@ class Traffic(NamedTuple):
 
 
 def search(
-    rows: int, n: int, words: int, weights: Sequence[int], k: int, processors: int, index_bytes: int = 8
+    rows: int,
+    n: int,
+    words: int,
+    weights: Sequence[int],
+    k: int,
+    processors: int,
+    index_bytes: int = 8,
+    shortlist: int = 0,
 ) -> Traffic:
     """Predict the bytes of a search of rows with keys of their own, whose scores spread as those of random bits.
 
     Args:
         k: how many a row selects; processors: multiprocessors of the device.
+        shortlist: how many times k keys are scored in full, with first words side by side; 0: all.
     """
     space = SearchSpace.plan(rows, 1, n, k, processors)
     blocks, lists = rows * space.splits, rows * space.splits * layout.WARPS
-    listed = candidates(n, words, weights, k, space.splits) * rows
+    if listed_all := not shortlist or n < 2 * layout.EARLY_SAMPLE or shortlist * k >= n:
+        listed = candidates(n, words, weights, k, space.splits) * rows
+    else:
+        listed = min(shortlist * k, _rank(n, k) * n / layout.EARLY_SAMPLE) * rows
     sectors = listed * 4 / SECTOR + lists  # each list begins and ends within a sector
     written = SECTOR * sectors + 4 * lists + SECTOR * blocks
     bins = blocks * layout.SAMPLE_BINS * 4 * 2 + rows * layout.SAMPLE_BINS * 4
-    return Traffic(rows * n * words * 4, bins, written * (1 + space.parts), rows * k * (4 + index_bytes))
+    codes = rows * n * words * 4.0
+    if not listed_all:
+        codes = rows * n * (4 + _gathered(words, shortlist * k / n))
+        bins = rows * layout.EARLY_SAMPLE * _whole(words) + rows * 4 * layout.SHORT_ROW * space.splits
+    return Traffic(codes, bins, written * (1 + space.parts), rows * k * (4 + index_bytes))
+
+
+def _whole(words: int) -> int:
+    """Bytes of the sectors that a code touches."""
+    return -(-4 * words // SECTOR) * SECTOR
+
+
+def _gathered(words: int, share: float) -> float:
+    """Bytes a key of the sectors that hold a code on the list, if such a share of them is, here and there.
+
+    Keys of one sector are scored side by side or nearly so, so it is read once.
+    """
+    together = max(1, SECTOR // (4 * words))
+    return _whole(words) / together * (1 - (1 - share) ** together)
+
+
+def _rank(n: int, k: int) -> float:
+    """Which of the sample's keys is the floor of the candidates (kernels/shortlist.cu)."""
+    share = k * layout.EARLY_SAMPLE / n
+    return share + 3 * math.sqrt(share) + 4
 
 
 def candidates(n: int, words: int, weights: Sequence[int], k: int, splits: int) -> float:

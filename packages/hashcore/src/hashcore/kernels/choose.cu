@@ -9,6 +9,9 @@
 //   (3) counts the candidates before its part that are above the threshold, or equal to it;
 //   (4) hands out the slots of its part: 4096 candidates at a time, 8 to a thread.
 // Part 0 clears the row's sample for the next search: no third launch.
+//
+// HASHCORE_SHORTLIST: the lists are those of shortlist.cu. What is scored again are only keys on the list; or all, if
+// fewer than k are on it.
 #include "lists.cuh"
 
 // What codes are like: only asked for where keys were left out.
@@ -33,6 +36,30 @@ __device__ __forceinline__ int score_alone(const u32* key, const u32* query, int
   return score;
 }
 
+#ifdef HASHCORE_SHORTLIST
+constexpr bool SHORT = true;
+#else
+constexpr bool SHORT = false;
+#endif
+
+// Tells which keys of a row are on its list.
+struct OnList {
+  const u32* first;  // first words of the row's keys
+  i64 step;
+  u32 floor;
+
+  // weights: shared, as above.
+  __device__ __forceinline__ bool has(int position, const u32* query, int planes, int words, const i32* weights) const {
+    if (floor == 0) return true;
+    const u32 word = __ldg(first + position * step);
+    u32 score = 0;
+#pragma unroll 1
+    for (int p = planes < EARLY_PLANES ? 0 : planes - EARLY_PLANES; p < planes; p++)
+      score += weights[p] * __popc(~(__ldg(query + p * words) ^ word));
+    return score >= floor;
+  }
+};
+
 // ---- Selection -----------------------------------------------------------------------------------------------------
 
 // The candidates of a row, numbered through: list after list.
@@ -50,6 +77,7 @@ struct Candidates {
   Cut cut;
   int lists_count;
   u32 trusted;  // a list whose floor is above it is not used: all its keys are candidates
+  OnList on_list;
 
   __device__ __forceinline__ bool is_left(int list) const { return floors[list / WARPS] > trusted; }
 
@@ -64,6 +92,10 @@ struct Candidates {
     const Range all = cut.keys(list);
     if (is_left(list)) {
       position = overlap(all, range).low + int(offset);
+      if (SHORT && !on_list.has(position, query, planes, words, weights)) {
+        position = -1;
+        return;
+      }
       score = u32(score_alone(keys + position * step, query, planes, words, weights));
     } else {
       const u32 entry = __ldcg(lists + all.low + offset);
@@ -77,11 +109,13 @@ constexpr int MAX_LISTS = MAX_SPLITS * WARPS;
 static_assert(MAX_SPLITS <= SELECT_THREADS);
 
 // Copies the floors of a row's blocks, and returns the highest. Every thread must call it.
-__device__ __forceinline__ u32 load_floors(const u32* from, const Cut& cut, int splits, u32* floors) {
+// useless: whether no list is to be used.
+__device__ __forceinline__ u32 load_floors(const u32* from, const Cut& cut, int splits, u32* floors,
+                                           bool useless = false) {
   __shared__ u32 highest;
   const int split = threadIdx.x;
   const bool written = split < splits && cut.keys(split * WARPS).size();
-  const u32 mine = written ? __ldcg(from + split) : 0;
+  const u32 mine = SHORT && useless ? 1 : written ? __ldcg(from + split) : 0;
   if (split < splits) floors[split] = mine;
   if (threadIdx.x == 0) highest = 0;
   __syncthreads();
@@ -109,7 +143,7 @@ __device__ __forceinline__ u32 number(const Candidates& of, u32* offsets) {
 
 struct Batch {
   u32 score[VECTOR];
-  int position[VECTOR];  // -1 behind the last
+  int position[VECTOR];  // -1 behind the last, and where a key is not on the list
 };
 
 // A thread's candidates first, ..., first + VECTOR - 1.
@@ -212,7 +246,7 @@ __device__ __forceinline__ void select_candidates(Candidates of, u32 highest, u3
   Threshold threshold;
   u32 total;
 #pragma unroll 1
-  for (of.trusted = highest;; of.trusted = threshold.score) {
+  for (;; of.trusted = threshold.score) {
     total = number(of, offsets);
     if (total <= TURN) batch = load_batch(of, VECTOR * threadIdx.x, total);
     threshold = {0, 0};
@@ -233,8 +267,8 @@ __device__ __forceinline__ void select_candidates(Candidates of, u32 highest, u3
 template <class Index>
 __device__ __forceinline__ void select_row(const u32* query, const u32* keys, const RowMap& map, const Window& window,
                                            const Selection& selection, const Codes& codes, const Levels& levels,
-                                           const Space& space, const Groups& groups, i32 splits, i32* values,
-                                           Index* indices) {
+                                           const Space& space, const Groups& groups, i32 splits,
+                                           const Shortlist* shortlist, i32* values, Index* indices) {
   __shared__ u32 offsets[MAX_LISTS + 1], floors[MAX_SPLITS];
   __shared__ i32 weights[8];  // read behind the barriers of load_floors
   if (threadIdx.x == 0) {
@@ -253,23 +287,40 @@ __device__ __forceinline__ void select_row(const u32* query, const u32* keys, co
   if (wanted > 0) {
     const Operands at = operands(query, keys, map, row);
     const Cut cut(reach(window, group), splits);
-    const u32 highest = load_floors(space.floors + i64(slot) * splits, cut, splits, floors);
+    OnList on_list = {};
+    bool useless = false;
+    if constexpr (SHORT) {
+      on_list = {operands(at.query, shortlist->first, shortlist->map, row).keys, shortlist->map.key,
+                 __ldcg(&shortlist->rows[slot].first)};
+      useless = __ldcg(&shortlist->rows[slot].listed) < u32(wanted);
+      if (useless) on_list.floor = 0;
+    }
+    const u32 highest = load_floors(space.floors + i64(slot) * splits, cut, splits, floors, useless);
     const Candidates of = {at.query, at.keys, map.key, space.lists + slot * space.stride,
                            space.counts + i64(slot) * splits * WARPS, floors, offsets, codes.planes, codes.words,
                            weights, range, cut,
-                           splits * WARPS, highest};
+                           splits * WARPS, useless ? 0 : highest, on_list};
     select_candidates(of, highest, offsets, counts, levels, u32(wanted), values, indices);
   }
   fill(values, indices, wanted, selection.width);
 }
 
+#ifdef HASHCORE_SHORTLIST
+#define SHORTLIST_ARGUMENT , Shortlist shortlist
+#define SHORTLIST_ADDRESS &shortlist
+#else
+#define SHORTLIST_ARGUMENT
+#define SHORTLIST_ADDRESS nullptr
+#endif
+
 #define SELECT_KERNEL(name, Index)                                                                                \
   extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)                                                  \
       name(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ values,                 \
            Index* __restrict__ indices, RowMap map, Window window, Selection selection, Codes codes,              \
-           Levels levels, Space space, Groups groups, i32 splits) {                                               \
+           Levels levels, Space space, Groups groups, i32 splits SHORTLIST_ARGUMENT) {                            \
     wait_for_predecessor();                                                                                       \
-    select_row(query, keys, map, window, selection, codes, levels, space, groups, splits, values, indices);     \
+    select_row(query, keys, map, window, selection, codes, levels, space, groups, splits, SHORTLIST_ADDRESS,      \
+               values, indices);                                                                                  \
   }
 
 SELECT_KERNEL(select_32, i32)

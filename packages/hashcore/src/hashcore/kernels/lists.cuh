@@ -79,3 +79,21 @@ struct Space {
   i64 stride;
   i32 shift;    // a score's bin of the sample is score >> shift
 };
+
+// ---- Shortlists (eq. 20) -------------------------------------------------------------------------------------------
+
+constexpr int EARLY_SAMPLE = 1024;  // keys whose first words say which others are on the list
+constexpr int EARLY_PLANES = 4;     // of a row, the last ones
+
+struct ShortRow {
+  u32 first;   // score of the first word that a key on the list reaches
+  u32 floor;   // score of the whole code below which no key was listed as a candidate
+  u32 listed;  // keys on the list
+};
+
+struct Shortlist {
+  const u32* first;  // first words, of the codes or side by side
+  RowMap map;        // where a row's lie: as those of its keys
+  ShortRow* rows;    // [slots]
+  i32 times;         // how many times k are to be on a list
+};

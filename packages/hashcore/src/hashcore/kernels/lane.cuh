@@ -1,0 +1,144 @@
+// A lane's share of keys and of a row's planes, and their scores (docs/algorithm.md, eq. 4).
+//
+// HASHCORE_WORDS: W. HASHCORE_PLANES: P. HASHCORE_WEIGHTS: the weights, if they are known when this is compiled; the
+// carry-save counter then runs over all planes at once. Without it the weights are an argument, and it runs per plane.
+#pragma once
+#include "lists.cuh"
+
+constexpr int WORDS = HASHCORE_WORDS;
+constexpr int PLANES = HASHCORE_PLANES;
+static_assert(WORDS >= 1 && PLANES >= 1 && PLANES <= 8);
+
+#ifdef HASHCORE_WEIGHTS
+using Fixed = FixedWeights<HASHCORE_WEIGHTS>;
+static_assert(Fixed::PLANES == PLANES);
+#endif
+
+// ---- A lane's share of a key ---------------------------------------------------------------------------------------
+
+// Long keys are shared by 2 or 4 lanes, so that the lanes of a warp read 16 bytes each, side by side: unit u of 4 words
+// belongs to lane u % LANES of the key.
+constexpr int LANES = WORDS % 16 == 0 ? 4 : WORDS % 8 == 0 ? 2 : 1;
+constexpr int SLICE = 32 / LANES;                // keys that a warp reads side by side
+constexpr int MINE = WORDS / LANES;              // words of a key that are a lane's
+constexpr int BLOCK_WORDS = MINE <= 8 ? MINE : 4;  // of them held at once
+constexpr int REST = MINE % BLOCK_WORDS;
+constexpr bool IN_REGISTERS = MINE <= 8 && PLANES * MINE <= 32;
+// Keys that a thread holds, and as many that are on their way to it: what its 128 registers take beside the planes.
+// 4 keys of 16 bytes x 512 threads are 32 KB in flight a multiprocessor; an H200 needs 23 to deliver 4.3 TB/s.
+constexpr int FITTING = (52 - (IN_REGISTERS ? PLANES * MINE : 0)) / (2 * BLOCK_WORDS);
+constexpr int KEYS = FITTING < 1 ? 1 : FITTING > 4 ? 4 : FITTING;
+static_assert(LANES == 1 || MINE % 4 == 0);
+
+// The place in a code of a lane's i-th word.
+__device__ __forceinline__ int word_of(int i, int part) {
+  if constexpr (LANES == 1) return i;
+  return (i / 4 * LANES + part) * 4 + i % 4;
+}
+
+// A lane's words of a row's planes, inverted, so that xor gives the matches: in registers if they are few, else read
+// through L1, where all lanes of a part want the same word.
+struct Query {
+  u32 word[IN_REGISTERS ? PLANES * MINE : 1];
+  const u32* memory;
+  int part;
+
+  __device__ __forceinline__ explicit Query(const u32* from, int lane) : memory(from), part(lane % LANES) {
+    if constexpr (IN_REGISTERS) {
+#pragma unroll
+      for (int i = 0; i < PLANES * MINE; i++) word[i] = ~__ldg(from + i / MINE * WORDS + word_of(i % MINE, part));
+    }
+  }
+
+  __device__ __forceinline__ u32 inverted(int plane, int i) const {
+    if constexpr (IN_REGISTERS) {
+      return word[plane * MINE + i];
+    } else {
+      return ~__ldg(memory + plane * WORDS + word_of(i, part));
+    }
+  }
+};
+
+// Reads COUNT of a lane's words of the key at `from`, from its i-th on.
+template <int COUNT>
+__device__ __forceinline__ void load_share(const u32* from, int i, int part, u32 (&to)[COUNT]) {
+  if constexpr (LANES == 1) {
+    load_words<WORDS>(from + i, to);
+  } else {
+#pragma unroll
+    for (int w = 0; w < COUNT; w += 4) {
+      const uint4 x = __ldcs(reinterpret_cast<const uint4*>(from + word_of(i + w, part)));
+      to[w] = x.x, to[w + 1] = x.y, to[w + 2] = x.z, to[w + 3] = x.w;
+    }
+  }
+}
+
+// The weighted matches of COUNT of a lane's words of a key, from its word `first` on.
+template <int COUNT>
+__device__ __forceinline__ int matches(const u32 (&key)[COUNT], const Query& query, int first, const Weights& weights) {
+#ifdef HASHCORE_WEIGHTS
+  return weighted_popcount<Fixed, COUNT>([&](int p, int w) { return key[w] ^ query.inverted(p, first + w); });
+#else
+  int sum = 0;
+#pragma unroll
+  for (int p = 0; p < PLANES; p++)
+    sum += weights.of[p] *
+           weighted_popcount<FixedWeights<1>, COUNT>([&](int, int w) { return key[w] ^ query.inverted(p, first + w); });
+  return sum;
+#endif
+}
+
+// Sums the matches of the lane's words [first, first + COUNT) of the key at `from`, and of every COUNT after them.
+template <int COUNT>
+__device__ __forceinline__ int matches_from(const u32* from, const Query& query, int first, const Weights& weights) {
+  int sum = 0;
+  if constexpr (COUNT > 0) {
+#pragma unroll 1
+    for (int w = first; w + COUNT <= MINE; w += COUNT) {
+      u32 words[COUNT];
+      load_share(from, w, query.part, words);
+      sum += matches(words, query, w, weights);
+    }
+  }
+  return sum;
+}
+
+// The score of a key of which the first words of each lane are held, in all lanes that share it; any number if it is
+// not to be read. The whole warp calls it.
+__device__ __forceinline__ int score_of(const u32 (&held)[BLOCK_WORDS], bool readable, const u32* key,
+                                        const Query& query, const Weights& weights) {
+  int score = matches(held, query, 0, weights);
+  if constexpr (MINE > BLOCK_WORDS) {
+    if (readable) {
+      score += matches_from<BLOCK_WORDS>(key, query, BLOCK_WORDS, weights);
+      score += matches_from<REST>(key, query, MINE - REST, weights);
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < LANES; step <<= 1) score += __shfl_xor_sync(FULL_WARP, score, step);
+  return score;
+}
+
+// The words of a lane of the keys first + u * SLICE, u < KEYS, as far as they are held at once.
+struct Held {
+  const u32* from;  // the row's keys
+  i64 step;         // words from one to the next
+  int first;        // this lane's first key
+  int end;          // no key from here on is read
+  u32 word[KEYS][BLOCK_WORDS];
+
+  __device__ __forceinline__ Held(const u32* keys, i64 step, int first, int end, int part)
+      : from(keys), step(step), first(first), end(end) {
+#pragma unroll
+    for (int u = 0; u < KEYS; u++) {
+#pragma unroll
+      for (int w = 0; w < BLOCK_WORDS; w++) word[u][w] = 0;
+      if (first + u * SLICE < end) load_share(from + (first + u * SLICE) * step, 0, part, word[u]);
+    }
+  }
+
+  // The score of key u, in all lanes that share it; any number if it is not before the end. The whole warp calls it.
+  __device__ __forceinline__ int score(int u, const Query& query, const Weights& weights) const {
+    return score_of(word[u], first + u * SLICE < end, from + (first + u * SLICE) * step, query, weights);
+  }
+};
