@@ -330,11 +330,17 @@ def _shorten(r, row, header, state, codes, planes, weights, short, work):
     rank = (wanted * SAMPLE + n - 1) // n
     floor, _ = _threshold(buffer[r, :SAMPLE], np.uint64(0), np.uint64(0), last, rank, histogram)
     state[r, FIRST_FLOOR] = np.int64(floor)
+    first, listed = short[2], np.int64(0)
+    first[:] = buffer[r, :SAMPLE]
     _score(keys, (step, codes[1], codes[2]), size, tile, weights, planes, r, one, places, buffer)
+    for i in range(SAMPLE):  # of the list alone: the best of all keys may not be on it
+        buffer[r, listed] = buffer[r, i]
+        listed += first[i] >= floor
     expected = k * SAMPLE / n
-    rank = np.int64(expected + 3 * np.sqrt(expected) + 4)
-    floor, _ = _threshold(buffer[r, :SAMPLE], np.uint64(0), np.uint64(0), np.uint64(top), rank, histogram)
-    state[r, FLOOR] = np.int64(floor)
+    rank, state[r, FLOOR] = np.int64(expected + 3 * np.sqrt(expected) + 4), 0
+    if rank <= listed:
+        floor, _ = _threshold(buffer[r, :listed], np.uint64(0), np.uint64(0), np.uint64(top), rank, histogram)
+        state[r, FLOOR] = np.int64(floor)
 
 
 @numba.njit
