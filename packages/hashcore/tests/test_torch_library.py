@@ -223,6 +223,18 @@ def test_topk_on_a_device_equals_numpy(rng, on_device, dtype):
             assert_equal(tensor, array)
 
 
+@pytest.mark.parametrize("lead", [(2, 2), (5, 3), (1, 9)])
+def test_a_workspace_has_room_for_queries_over_shared_keys(rng, on_device, lead):
+    planes, keys = random_codes(rng, *lead, 3, 4), random_codes(rng, lead[0], 1, 300, 4)
+    tensors = torch.from_numpy(planes), torch.from_numpy(keys)
+    out = torch.empty(*lead, 9, dtype=torch.int32), torch.empty(*lead, 9, dtype=torch.int64)
+    workspace = torch_ops.make_workspace(*tensors, (1, 2, 4))
+    torch_ops.search(*tensors, 9, (1, 2, 4), order="index", out=out, workspace=workspace)
+    expected = hashcore.search(planes, keys, 9, (1, 2, 4), order="index")
+    for ours, theirs in zip(out, expected, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs)
+
+
 def test_results_on_a_device_go_to_out_of_any_strides(rng, on_device):
     planes, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 300, 4)
     expected = hashcore.search(planes, keys, 9, (1, 2, 4), order="index")

@@ -181,7 +181,8 @@ def make_workspace(query: Tensor, keys: Tensor, weights: Sequence[int] | None = 
 
     _check_devices(query=query, keys=keys)
     checked, rows = _comparison(query, keys, weights)
-    return tensors.workspace(int(np.prod(rows)), keys.shape[-2], keys.shape[-1], checked or (1,), query.device)
+    slots = tensors.slots(query, keys, checked, rows)
+    return tensors.workspace(slots, keys.shape[-2], keys.shape[-1], checked or (1,), query.device)
 
 
 # ---- Checks --------------------------------------------------------------------------------------------------------

@@ -261,14 +261,26 @@ def _prepare(
     (n, words), lead, width = keys.shape[-2:], scores.shape[:-1], scores.shape[-1]
     layout.require_positions(n)
     at, own, direct = _placed(query, keys, weights, first, lead)
-    rows, line = math.prod(lead), at.map.size[3]
-    group = layout.MAX_GROUP if line > 1 and at.map.keys[3] == 0 else 1
-    slots = rows if group == 1 else rows // line * -(-line // group) * group
+    rows = math.prod(lead)
+    slots, group = _slots(at.map, rows)
     space = SearchSpace.plan(slots, group, n, width, _processors(scores.device))
     index_bits = 8 * indices.element_size()
     short = layout.Shortlist(map=own.map, times=shortlist) if shortlist else None
     call = kernels.search(at.map, words, weights or (1,), rows, group, index_bits, space, short)
     return _Prepared(call, space, lead, n, width, direct)
+
+
+def _slots(map: layout.RowMap, rows: int) -> tuple[int, int]:
+    """Return how many places rows take in a workspace, and how many are a group: each line of shared keys has whole."""
+    line = map.size[3]
+    if line == 1 or map.keys[3]:
+        return rows, 1
+    return rows // line * -(-line // layout.MAX_GROUP) * layout.MAX_GROUP, layout.MAX_GROUP
+
+
+def slots(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, lead: Sequence[int]) -> int:
+    """Return how many places the rows of a search of such operands take in a workspace."""
+    return _slots(_placed(query, keys, weights, None, lead).at.map, math.prod(lead))[0]
 
 
 class _Placed(NamedTuple):
