@@ -241,12 +241,9 @@ def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, 
                 _score(state[r, AT] + low * step, codes, size, tile, weights, planes, r, same, places, buffer)
             for q in range(r, r + same):
                 at, end = max(low, state[q, FROM]), min(low + size, state[q, TO])
-                wanted, count = state[q, WANTED], state[q, KEPT]
-                if wanted == 0 or at >= end:
+                if state[q, WANTED] == 0 or at >= end:
                     continue
-                if count + size + MORE > kept.shape[1]:
-                    state[q, FLOOR] = 1 + _shrink(kept[q], count, wanted, state[q, FLOOR], top, histogram)
-                    count = wanted  # later equals lose the tie
+                count = _make_room(q, size, state, kept[q], top, histogram)
                 if pairs:
                     keys = state[q, AT] + at * step
                     count = _append_pairs(keys, planes[q], weights, buffer[q], state[q, FLOOR], at, end, kept[q], count)
@@ -259,6 +256,17 @@ def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, 
                 else:
                     state[q, KEPT] = _append(buffer[q, at - low : end - low], state[q, FLOOR], at, kept[q], count)
             r += same
+
+
+@numba.njit
+def _make_room(q, size, state, kept, top, histogram):
+    """Shrink what row q keeps if so many more may not fit, and raise its floor; return how many are kept."""
+    count = state[q, KEPT]
+    if count + size + MORE > len(kept):
+        count = state[q, WANTED]
+        # One above the lowest: later equals lose the tie.
+        state[q, FLOOR] = 1 + _shrink(kept, state[q, KEPT], count, state[q, FLOOR], top, histogram)
+    return count
 
 
 @numba.njit
@@ -403,10 +411,8 @@ def _append_stash(q, size, state, planes, weights, short, work):
     stay_a_function()
     codes, indices, filled = short[3], short[4][q], state[q, STASHED]
     _, _, buffers, kept, histogram, top = work
-    buffer, kept, count, wanted = buffers[q], kept[q], state[q, KEPT], state[q, WANTED]
-    if count + size + MORE > len(kept):
-        state[q, FLOOR] = 1 + _shrink(kept, count, wanted, state[q, FLOOR], top, histogram)
-        count = wanted
+    buffer, kept = buffers[q], kept[q]
+    count = _make_room(q, size, state, kept, top, histogram)
     threshold, keys = np.uint16(state[q, FLOOR]), state[q, AT]
     c, p, w, out = _address(codes), _address(planes[q]), _address(weights), _address(buffer)
     for i in range(size):
@@ -432,10 +438,8 @@ def _append_both(q, low, high, state, codes, planes, weights, short, work):
     stay_a_function()
     early, first_words, first, _, _ = short
     tile, places, buffer, kept, histogram, top = work
-    size, one, count, kept = high - low, np.int64(1), state[q, KEPT], kept[q]
-    if count + size + MORE > len(kept):
-        state[q, FLOOR] = 1 + _shrink(kept, count, state[q, WANTED], state[q, FLOOR], top, histogram)
-        count = state[q, WANTED]
+    size, one, kept = high - low, np.int64(1), kept[q]
+    count = _make_room(q, size, state, kept, top, histogram)
     keys, places_of_first = state[q, AT] + low * codes[0], np.full(q + 1, _address(first))
     _score(keys, (codes[0], np.int64(32), False), size, tile, early, first_words, q, one, places_of_first, buffer)
     _score(keys, codes, size, tile, weights, planes, q, one, places, buffer)
