@@ -17,18 +17,19 @@ from hashtrain.models import text_decoder
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from sparse_decode import flash
 from sparse_decode.break_even import break_even
 from sparse_decode.budget import Budget
-from sparse_decode.cache import CODED, CodedDynamicLayer, carry_codes, coded_type, is_quantised
+from sparse_decode.cache import CODED, CodedDynamicLayer, Encoder, carry_codes, coded_type, is_quantised, no_codes
 from sparse_decode.forecast import Forecast, forecast
-from sparse_decode.interface import FLASH_NAME, KEYWORD, NAMES, AttentionName, Call, register
+from sparse_decode.interface import DENSE, FLASH_NAME, KEYWORD, NAMES, AttentionName, Call, register
 from sparse_decode.model import (
     CACHE_NAMES,
     OTHER_STATES,
     Attention,
+    dense_modules,
     dense_name,
     require_all_full,
     require_attachable,
@@ -137,6 +138,8 @@ class Attachment:
         self.break_even: int | None = None
         self._on_host = on_host
         self._ranks = 1
+        self._growing = Encoder(no_codes)
+        self._dense: tuple[Attention, ...] = ()
         if selector is not None:
             chosen = _as_selector(selector)
             chosen.require_match(text_decoder(model).config)
@@ -201,6 +204,10 @@ class Attachment:
             for found in modules.values():
                 hook = partial(self._hook, found.arguments)
                 self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
+            self._dense = tuple(dense_modules(model, modules))
+            for found in self._dense:
+                hook = partial(self._dense_hook, found.arguments)
+                self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _settled(self, budget: Budget) -> Budget:
         return replace(budget, dense_below=self.break_even) if budget.dense_below == "measured" else budget
@@ -223,6 +230,7 @@ class Attachment:
             self._name = None
         for plan in self._plans.values():
             plan.encoder.release()
+        self._growing.release()
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """Return tokens selected and visible by layer, over all sparse rows and query heads so far."""
@@ -264,6 +272,20 @@ class Attachment:
         held = None if cache is None else self._held(plan, cache)
         return args, {**kwargs, KEYWORD: Call(plan, held)}
 
+    def _dense_hook(
+        self, arguments: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let a layer that stays dense use our kernel in decode steps, and a cache that grows in place."""
+        given = {**dict(zip(arguments, args, strict=False)), **kwargs}
+        if any(given.get(name) is not None for name in OTHER_STATES):
+            return args, kwargs  # this call attends to another sequence
+        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+        if isinstance(cache, DynamicCache) and _decodes_on_cpu(given.get("hidden_states")):
+            layers, layer = cast("list[Any]", cache.layers), module.layer_idx
+            if layer < len(layers) and type(layers[layer]) is DynamicLayer and layers[layer].get_seq_length():
+                carry_codes(layers[layer], self._growing)
+        return args, {**kwargs, KEYWORD: DENSE}
+
     def memory(self, cache: Cache) -> tuple[int, int]:
         """Return bytes of a cache's keys and values, in all layers, and of its codes and the sums of its remainder."""
         kv = codes = 0
@@ -282,7 +304,8 @@ class Attachment:
         """
         shape = ModelShape.of(text_decoder(self.model).config)
         mine = shape if self._ranks == 1 else shard_shape(shape, self._ranks)
-        return forecast(self.model, mine, self._plans, batch, tokens)
+        growing = [found.layer for found in self._dense] if self.model.device.type == "cpu" else []
+        return forecast(self.model, mine, self._plans, batch, tokens, growing)
 
     def prepare(self, cache: Cache) -> Cache:
         """Make a cache carry codes before a model sees it: needed only if its first call is a compiled one.
@@ -312,6 +335,13 @@ class Attachment:
         if type(held) not in (DynamicLayer, CodedDynamicLayer, HostLayer):
             raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
         return carry_codes(held, plan.encoder, HostLayer)
+
+
+def _decodes_on_cpu(hidden: Any) -> bool:
+    """Say whether a layer that gets these states [B, T, X] may have a cache that is written to in place."""
+    if torch.compiler.is_compiling() or not isinstance(hidden, Tensor) or hidden.device.type != "cpu":
+        return False
+    return not hidden.requires_grad
 
 
 def _device_of(module: Any) -> torch.device:

@@ -30,7 +30,7 @@ from sparse_decode import attend_kernels, gather
 from sparse_decode.compiled import run
 from sparse_decode.positions import include, readable
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LIKE = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
 _NOTHING = np.empty((0, 5), np.float32), np.empty((0, 0, 0, 0), np.float32), np.empty((0, 0), np.int64)
 
@@ -129,7 +129,7 @@ def require(device: torch.device, dtype: torch.dtype, dims: Collection[int] = ()
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"sparse attention runs on the CPU or on CUDA, got {device}; move the model")
-    if dtype not in _KINDS:
+    if dtype not in KINDS:
         raise ValueError(f"sparse attention takes float32, bfloat16 or float16, got {dtype}; convert the model")
     if device.type == "cuda":
         gather.require(dtype, dims, group)
@@ -160,7 +160,7 @@ def on_host(
         work = tasks * indices.shape[3] * (hq // sets) * (dim + v.shape[3])
         chosen = indices.contiguous().numpy()
         sink = np.full(hq, -np.inf, np.float32) if sinks is None else _floats(sinks)
-        factors, kind = (np.float32(scaling), np.float32(softcap or 0)), _KINDS[k.dtype]
+        factors, kind = (np.float32(scaling), np.float32(softcap or 0)), KINDS[k.dtype]
         rest = _rest(left_out, (batch, n_rows), k.shape[2])
         where = *_place(k), *_place(v), _LIKE[k.element_size()]
         run(
@@ -279,7 +279,7 @@ def _check(
         raise ValueError(
             f"sparse attention runs on the CPU or on one CUDA device, got tensors on {got}; move the model"
         )
-    if k.dtype not in _KINDS or not q.dtype == k.dtype == v.dtype:
+    if k.dtype not in KINDS or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must all be float32, bfloat16 or float16, got {q.dtype}, {k.dtype} and {v.dtype}")
     hq, hkv, sets = q.shape[1], k.shape[1], indices.shape[1]
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or hq % hkv:

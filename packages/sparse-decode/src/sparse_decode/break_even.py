@@ -12,7 +12,7 @@ import torch
 from hashtrain import ModelShape
 
 from sparse_decode.budget import Budget
-from sparse_decode.interface import dense_attention, flash_attention
+from sparse_decode.interface import attend_densely, flash_attention
 from sparse_decode.plan import Inputs, Kernel, LayerPlan, RowRule
 from sparse_decode.select import Selector
 
@@ -70,7 +70,7 @@ def _steps(
             plan.encoder(k[:, :, -1:])
         plan.attend(x)
 
-    dense = flash_attention if plan.kernel == "flash" else dense_attention(module)
+    dense = flash_attention if plan.kernel == "flash" else attend_densely
     return sparse, lambda: dense(module, q, k, v, None, scaling=module.scaling, dropout=0.0)
 
 

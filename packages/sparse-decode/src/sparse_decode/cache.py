@@ -142,6 +142,11 @@ class Encoder:
         self._layers.clear()
 
 
+def no_codes(keys: Tensor) -> Tensor:
+    """Return codes of no bits: a dynamic layer that carries these only grows in place."""
+    return keys.new_empty(*keys.shape[:3], 0, dtype=torch.int32)
+
+
 class CodedLayer(Protocol):
     """What the attention function needs of a cache layer that carries codes."""
 

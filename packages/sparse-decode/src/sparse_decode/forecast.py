@@ -6,7 +6,7 @@ Sizes are those of tensors on torch's meta device, by the methods that will make
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -37,7 +37,7 @@ class Forecast(NamedTuple):
     sums: int
     """Sums for the remainder."""
     spare: int
-    """Room that dynamic caches of sparse layers hold ahead for later tokens, at most."""
+    """Room that dynamic caches hold ahead for later tokens, at most."""
     step: int
     """Most that a decode step holds for a moment, in one layer."""
     prompt: int
@@ -62,12 +62,19 @@ class Layer(NamedTuple):
         return self.keys.nbytes + self.values.nbytes
 
 
-def forecast(model: Any, shape: ModelShape, plans: Mapping[int, LayerPlan], batch: int, tokens: int) -> Forecast:
+def forecast(
+    model: Any,
+    shape: ModelShape,
+    plans: Mapping[int, LayerPlan],
+    batch: int,
+    tokens: int,
+    growing: Collection[int] = (),
+) -> Forecast:
     """Say what a batch of sequences of so many tokens each takes.
 
     Args:
         model: the attached model; shape: that of its heads in this process.
-        plans: those of its sparse layers.
+        plans: those of its sparse layers; growing: dense layers whose caches grow in place, too.
     Raises: ValueError if batch or tokens is below 1.
     """
     for name, value in (("batch", batch), ("tokens", tokens)):
@@ -88,6 +95,7 @@ def forecast(model: Any, shape: ModelShape, plans: Mapping[int, LayerPlan], batc
         moving = max(layer.nbytes, own)  # a buffer that grows is there twice
         prompt = max(prompt, hashing + 2 * own)
         step = max(step, _selecting(plan, layer, tokens) + max(moving, hashing, summing))
+    spare += sum(layers[index].nbytes // tokens * spare_rows(tokens) for index in growing if index in layers)
     if plans and next(iter(plans.values())).rule.start is not None:  # a prompt is attended to like a step
         prompt = max(prompt, step)
     return Forecast(sum(x.nbytes for x in layers.values()), codes, sums, spare, step, prompt)

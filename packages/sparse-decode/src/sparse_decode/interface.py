@@ -21,6 +21,7 @@ from transformers.utils.output_capturing import _active_collector
 from sparse_decode import flash
 from sparse_decode.attend import require
 from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
+from sparse_decode.dense_step import attend_step as attend_dense_step
 from sparse_decode.modes import autocasts, no_autocast
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import attend_step
@@ -92,6 +93,15 @@ class Call:
         return codes
 
 
+class DenseCall:
+    """What the attention function must know of a call of a layer that stays dense: that its keys are its own."""
+
+    __slots__ = ()
+
+
+DENSE = DenseCall()
+
+
 def register() -> None:
     """Make our names known to Hugging Face: the attention, and the mask without which padding would be ignored."""
     masks = {NAMES["sdpa"]: sdpa_mask, NAMES["eager"]: mask_of_eager, FLASH_NAME: flash_attention_mask}
@@ -126,7 +136,8 @@ def attention(
         Query [B, Hq, Q, D], key and value [B, Hkv, N, D], mask [B, 1, Q, N] or None.
     Returns: [B, Q, Hq, D], and attention weights only from dense eager attention.
     """
-    call: Call | None = kwargs.pop(KEYWORD, None)
+    given: Call | DenseCall | None = kwargs.pop(KEYWORD, None)
+    call = given if isinstance(given, Call) else None
     # A static cache returns all its room; its length is a tensor, which a compiled graph must not read.
     length = call.cache.cumulative_length if call is not None and isinstance(call.cache, StaticLayer) else None
     compiling = torch.compiler.is_compiling()
@@ -137,10 +148,9 @@ def attention(
         k, v = key, value
         if call is not None and isinstance(call.cache, HostLayer):
             k, v = call.cache.all_on(query.device)
-        mask = attention_mask
-        if mask is None and query.shape[2] == 1 and cast(Any, module).config._attn_implementation == NAMES["eager"]:
-            mask = query.new_zeros(1, 1, 1, k.shape[2])  # some eager attention adds it unasked
-        return dense_attention(module)(module, query, k, v, mask, scaling=scaling, dropout=dropout, **kwargs)
+        if given is not None:
+            return attend_densely(module, query, k, v, attention_mask, dropout, scaling, **kwargs)
+        return _as_the_model_does(module, query, k, v, attention_mask, dropout, scaling, **kwargs)
 
     if call is None:
         return dense()
@@ -307,6 +317,44 @@ def dense_attention(module: Any) -> Callable[..., Output]:
     if module.config._attn_implementation in ("eager", NAMES["eager"]):
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def attend_densely(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> Output:
+    """Attend to all visible tokens of a layer's own keys: decode steps on the CPU by our kernel, all else as the model.
+
+    Args: those of `attention`.
+    """
+    if (name := module.config._attn_implementation) != FLASH_NAME:
+        factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
+        eager = name in ("eager", NAMES["eager"])
+        out = attend_dense_step(module, query, key, value, mask, factor, dropout, eager, kwargs)
+        if out is not None:
+            return out, None
+    return _as_the_model_does(module, query, key, value, mask, dropout, scaling, **kwargs)
+
+
+def _as_the_model_does(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> Output:
+    if mask is None and query.shape[2] == 1 and module.config._attn_implementation == NAMES["eager"]:
+        mask = query.new_zeros(1, 1, 1, key.shape[2])  # some eager attention adds it unasked
+    return dense_attention(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
 
 
 def flash_attention(

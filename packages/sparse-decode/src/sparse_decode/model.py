@@ -140,6 +140,13 @@ def sparse_modules(model: PreTrainedModel, dense_layers: Collection[int]) -> dic
     return chosen
 
 
+def dense_modules(model: PreTrainedModel, sparse: Collection[int]) -> list[Attention]:
+    """List the other modules that attend to their own sequence through keys of their own, whatever they see of it."""
+    config = text_decoder(model).config
+    own = [m for m in attention_modules(model) if not m.crosses and m.layer not in sparse and m.reaches_us]
+    return [m for m in own if not _reuses(config, m.layer)]
+
+
 def require_kernels(model: PreTrainedModel, modules: dict[int, Attention], shape: ModelShape, one_each: bool) -> None:
     """Raise ValueError if the kernels do not take the model's device, type or heads: before a prefill is lost.
 

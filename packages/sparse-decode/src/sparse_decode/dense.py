@@ -1,0 +1,99 @@
+"""Dense softmax attention of decode steps on the CPU: each key and value is read once, for all heads that share it.
+
+    out_h = sum_{j visible} exp(l_j) v_j / (exp(s_h) + sum_{j visible} exp(l_j)),  l_j = scaling q_h . k_j, soft-capped
+
+    q [B, Hq, R, D]   k, v [B, Hkv, N, D]   mask [B or 1, 1, R, N] or None for causal   out [B, R, Hq, Dv]
+
+The same equation as `sparse_decode.attend` over a selection of everything, without its list of indices. torch's own
+attention repeats the keys for each query head, or leaves threads idle with so few rows.
+"""
+
+# Some methods of torch have no types.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hashcore.cpu.threads import compiled
+from torch import Tensor
+
+from sparse_decode import dense_kernels
+from sparse_decode.attend import _LIKE, KINDS, _place
+from sparse_decode.compiled import run
+from sparse_decode.lanes import LANES, WIDTH
+
+_NO_MASK = np.empty((0, 0, 0), np.uint8)
+
+
+def attend_all(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    mask: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor | None:
+    """Attend to all visible tokens.
+
+    Args:
+        q: [B, Hq, R, D], few rows; k: [B, Hkv, N, D]; v: [B, Hkv, N, Dv]; float32, bfloat16 or float16 of one type, on
+            the CPU; the components of a key lie side by side, everything else may have any strides.
+        scaling: factor on the logits, usually D^-0.5.
+        mask: which tokens each row sees, bool [B or 1, 1, R, N]; None: the last of the R rows sees all N tokens, and
+            each row before it one less.
+        softcap: bound on the logits' size, above 0; None leaves them as they are.
+        sinks: one learned logit per query head [Hq], which takes its share of the softmax and has no value.
+    Returns: [B, R, Hq, Dv] in q's type, the same bits whatever the number of threads; sums are float32. None if a row
+        sees no token.
+    Source: docs/algorithm.md, eq. 8, of all visible tokens.
+    """
+    (batch, hq, n_rows, dim), (hkv, n), dim_v = q.shape, k.shape[1:3], v.shape[3]
+    group, chunks = hq // hkv, -(-n // dense_kernels.CHUNK)
+    wide, wide_v = -(-dim // LANES) * LANES, -(-dim_v // WIDTH) * WIDTH
+    queries = np.zeros((batch, hkv, n_rows, group, wide), np.float32)
+    queries[..., :dim] = q.detach().float().view(batch, hkv, group, n_rows, dim).transpose(2, 3).numpy()
+    shown = _NO_MASK if mask is None else mask[:, 0].contiguous().view(torch.uint8).numpy()
+    lines = batch, hkv, chunks, n_rows * group
+    sums, facts = np.empty((*lines, wide_v), np.float32), np.empty((*lines, 2), np.float32)
+    out = np.empty((batch, n_rows, hkv, group, dim_v), np.float32)
+    limit = np.full((hkv, group), -np.inf, np.float32)
+    if sinks is not None:
+        limit[:] = sinks.detach().float().numpy().reshape(hkv, group)
+    where = *_where(k), *_where(v), _LIKE[k.element_size()]
+    factors = np.float32(scaling), np.float32(softcap or 0), KINDS[k.dtype]
+    given = n_rows, queries.reshape(batch, hkv, -1, wide), *where, shown, *factors, sums, facts
+    run(dense_kernels.tasks, batch * hkv * chunks, batch * hq * n_rows * n * (dim + dim_v), *given)
+    if not compiled(dense_kernels.combine)(0, batch, sums, facts, limit, out):
+        return None
+    return torch.from_numpy(out.reshape(batch, n_rows, hq, dim_v)).to(q.dtype)
+
+
+def _where(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
+    """Say where [B, Hkv, N, D] lies: its address, its reach, and its strides, heads, tokens and components."""
+    address, reach, how = _place(x)
+    return address, reach, (*how, x.shape[3])
+
+
+def attend_all_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    mask: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Do what `attend_all` does, in torch and in the simplest way: the oracle of the tests."""
+    (rows, n), group = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    seen = torch.ones(rows, n, dtype=torch.bool).tril(n - rows) if mask is None else mask
+    logits = q.float() @ k.transpose(2, 3) * scaling
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    logits = logits.masked_fill(~seen, -torch.inf)
+    sink = torch.full((q.shape[1],), -torch.inf) if sinks is None else sinks.float()
+    logits = torch.cat([logits, sink[:, None, None].expand(*logits.shape[:3], 1)], -1)
+    return (logits.softmax(-1)[..., :n] @ v).transpose(1, 2).to(q.dtype)

@@ -1,0 +1,249 @@
+"""Dense attention of a few rows on the CPU, in numba: what `dense.attend_all` runs.
+
+A task is one (batch row, KV head, chunk of CHUNK tokens). It reads each key and value of its chunk once, widens it to
+float32 in cache and uses it for all X = R G rows of the group's query heads, R query rows of G heads:
+
+    1. l_xj = scaling q_x . k_j, soft-capped, for the tokens j that row x sees: WIDTH keys at once, turned to columns
+    2. m_x = max_j l_xj,  s_x = sum_j exp(l_xj - m_x)
+    3. o_x = sum_j exp(l_xj - m_x) v_j
+
+`combine` puts the chunks c of a row together in their order, with M = max_c m_c or the learned sink if that is greater:
+out = sum_c exp(m_c - M) o_c / (sum_c exp(m_c - M) s_c + exp(sink - M)). Chunks are the same whatever the number of
+threads, and so are the bits of the result.
+
+Bytes read: N (D + Dv) elements a KV head, in order. The ceiling is the memory that they come from, until X is so large
+that the products take longer: 2 X D / LANES of them a token. Keys that no row sees are not read.
+"""
+
+# numba is untyped.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_decode.attend_kernels import _exp, _widen
+from sparse_decode.intrinsics import pointer
+from sparse_decode.lanes import (
+    LANES,
+    MOST_ROWS,
+    WIDTH,
+    multiply_1,
+    multiply_2,
+    multiply_3,
+    multiply_4,
+    turn_bfloat16,
+    turn_words,
+    widen_bfloat16,
+)
+
+SHARED = (
+    "5aa54a74b8be9913"  # the digest of what is compiled in: the compiler looks for changes in a kernel's own file only
+)
+CHUNK = 256
+"""Tokens of a task: their logits stay in the first cache, for up to 32 rows of query heads."""
+
+
+@numba.njit(inline="always")
+def _multiply(a, a_step, rows, b, b_at, b_step, depth, c, c_at, c_step):  # pragma: no cover - compiled
+    """Add A [rows, depth] B [depth, WIDTH] to C [rows, WIDTH]."""
+    for row in range(0, rows, MOST_ROWS):
+        a_at, to = row * a_step, c_at + row * c_step
+        left = rows - row
+        if left >= 4:
+            multiply_4(a, a_at, a_step, b, b_at, b_step, depth, c, to, c_step)
+        elif left == 3:
+            multiply_3(a, a_at, a_step, b, b_at, b_step, depth, c, to, c_step)
+        elif left == 2:
+            multiply_2(a, a_at, a_step, b, b_at, b_step, depth, c, to, c_step)
+        else:
+            multiply_1(a, a_at, a_step, b, b_at, b_step, depth, c, to, c_step)
+
+
+@numba.njit(inline="always")
+def _read(x, base, stride, shown, j, width, wide, kind, tile):  # pragma: no cover - compiled
+    """Write the rows j..j+WIDTH-1 of a chunk to tile [WIDTH, wide] as float32, zeros for tokens that nobody sees."""
+    for t in range(WIDTH):
+        at = base + (j + t) * stride
+        line = tile[t * wide : t * wide + wide]
+        if j + t >= len(shown) or not shown[j + t]:
+            line[:] = 0
+        elif kind == 1 and width % LANES == 0:
+            widen_bfloat16(x, at, tile, t * wide, width)
+        else:
+            _widen(x[at : at + width], kind, line.view(np.uint32), line)
+
+
+@numba.njit(inline="always")
+def _turn(x, base, stride, shown, j, width, wide, kind, tile, turned):  # pragma: no cover - compiled
+    """Write the rows j..j+WIDTH-1 of a chunk to turned [wide, WIDTH], a column each."""
+    whole = j + WIDTH <= len(shown)
+    if whole:
+        for t in range(WIDTH):
+            whole = whole and shown[j + t] != 0
+    if whole and kind == 1 and width % WIDTH == 0:
+        for t in range(0, WIDTH, LANES):
+            for i in range(0, width, WIDTH):
+                turn_bfloat16(x, base + (j + t) * stride + i, stride, turned, i * WIDTH + t, WIDTH)
+    else:
+        _read(x, base, stride, shown, j, width, wide, kind, tile)
+        for t in range(0, WIDTH, LANES):
+            for i in range(0, wide, LANES):
+                turn_words(tile, t * wide + i, wide, turned, i * WIDTH + t, WIDTH)
+
+
+@numba.njit(inline="always")
+def _hide(line, mask, b, r, first, past, count):  # pragma: no cover - compiled
+    """Set the logits of tokens that row r does not see to -inf, and of the slots behind the last token."""
+    if mask.size:
+        seen = mask[min(b, len(mask) - 1), r, first : first + count]
+        for j in range(count):
+            line[j] = line[j] if seen[j] else np.float32(-np.inf)
+        line[count:] = np.float32(-np.inf)
+    else:
+        line[max(0, min(count, past + r + 1 - first)) :] = np.float32(-np.inf)
+
+
+# NaN and infinity keep their meaning: only the order of sums is free, so that they vectorise.
+@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+def _cap(line, softcap, out, bits):  # pragma: no cover - compiled
+    """Replace x by softcap tanh(x / softcap), to 1e-6 of softcap: tanh |y| = (1 - e) / (1 + e), e = exp(-2 |y|)."""
+    signs = np.sign(line)
+    for j in range(len(line)):
+        line[j] = -abs(line[j]) * (np.float32(2) / softcap)
+    _exp(line, np.float32(0), out, bits)
+    for j in range(len(line)):
+        line[j] = signs[j] * softcap * (np.float32(1) - out[j]) / (np.float32(1) + out[j])
+
+
+@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+def _soften(line, bits):  # pragma: no cover - compiled
+    """Turn logits into weights; return the greatest logit, and the sum of the weights."""
+    top, total = np.float32(-np.inf), np.float32(0)
+    for j in range(len(line)):
+        top = max(top, line[j])
+    if top == np.float32(-np.inf):
+        for j in range(len(line)):  # NaN among them is not hidden
+            line[j] = np.float32(0) if line[j] == np.float32(-np.inf) else line[j]
+        return top, total
+    out = bits.view(np.float32)
+    _exp(line, top, out, bits)
+    for j in range(len(line)):  # nothing is written here: a loop that writes runs in this order or in another, as the
+        total += out[j]  # addresses of its arrays allow, and the sum would differ from thread to thread
+    line[:] = out
+    return top, total
+
+
+@numba.njit(inline="always")
+def _look(mask, b, first, shown):  # pragma: no cover - compiled
+    """Note which tokens of a chunk any row sees; say whether there is one."""
+    shown[:] = 1
+    if mask.size:
+        rows = mask[min(b, len(mask) - 1)]
+        shown[:] = 0
+        for r in range(len(rows)):
+            line = rows[r, first : first + len(shown)]
+            for j in range(len(shown)):
+                shown[j] |= line[j]
+    anything = np.uint8(0)
+    for j in range(len(shown)):
+        anything |= shown[j]
+    return anything != 0
+
+
+@numba.njit(fastmath={"reassoc", "contract", "nsz"})
+def _task(
+    task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, facts, shown, logits, bits, tile, turned
+):  # pragma: no cover - compiled  # fmt: skip
+    heads, n, chunks = k_at[3], k_at[4], sums.shape[2]
+    b, h, c = task // (heads * chunks), task // chunks % heads, task % chunks
+    (lines, wide), (dim, dim_v, wide_v) = q.shape[2:], (k_at[5], v_at[5], sums.shape[4])
+    first = c * CHUNK
+    count = min(CHUNK, n - first)
+    padded = (count + WIDTH - 1) // WIDTH * WIDTH
+    seen, queries = shown[:count], q[b, h].reshape(lines * wide)
+    if not _look(mask, b, first, seen):
+        facts[b, h, c, :, 0], facts[b, h, c, :, 1] = np.float32(-np.inf), np.float32(0)
+        return
+
+    logits[: lines * CHUNK] = 0
+    base = b * k_at[0] + h * k_at[1] + first * k_at[2]
+    for j in range(0, padded, WIDTH):
+        _turn(k, base, k_at[2], seen, j, dim, wide, kind, tile, turned)
+        _multiply(queries, wide, lines, turned, 0, WIDTH, dim, logits, j, CHUNK)
+
+    for x in range(lines):
+        line = logits[x * CHUNK : x * CHUNK + padded]
+        for j in range(padded):
+            line[j] *= scaling
+        if softcap > 0:
+            _cap(line, softcap, bits[:padded].view(np.float32), bits[:padded])
+        _hide(line, mask, b, x // (lines // n_rows), first, n - n_rows, count)
+        facts[b, h, c, x, 0], facts[b, h, c, x, 1] = _soften(line, bits[:padded])
+
+    out = sums[b, h, c].reshape(lines * wide_v)
+    out[:] = 0
+    base = b * v_at[0] + h * v_at[1] + first * v_at[2]
+    for j in range(0, padded, WIDTH):
+        _read(v, base, v_at[2], seen, j, dim_v, wide_v, kind, tile)
+        for i in range(0, wide_v, WIDTH):
+            _multiply(logits[j:], CHUNK, lines, tile, i, wide_v, WIDTH, out, i, wide_v)
+
+
+def tasks(
+    first: int, last: int, n_rows: int, q: NDArray[np.float32], k_address: int, k_reach: int, k_at: tuple[int, ...],
+    v_address: int, v_reach: int, v_at: tuple[int, ...], like: NDArray[Any], mask: NDArray[np.uint8],
+    scaling: np.float32, softcap: np.float32, kind: int, sums: NDArray[np.float32], facts: NDArray[np.float32],
+) -> None:  # pragma: no cover - compiled  # fmt: skip
+    """Attend for tasks [first, last) to keys and values at addresses, k_reach and v_reach numbers of like's type.
+
+    q [B, Hkv, X, D and zeros up to whole LANES]; k_at and v_at are strides of batch row, head and token, heads, tokens,
+    components; mask [B or 1, R, N], empty for causal rows. Written: sums [B, Hkv, C, X, Dv and zeros up to whole WIDTH]
+    and facts [B, Hkv, C, X, 2], o and (m, s) of each chunk.
+    """
+    k = numba.carray(pointer(k_address), k_reach, like.dtype)
+    v = numba.carray(pointer(v_address), v_reach, like.dtype)
+    lines, wide, wide_v = q.shape[2], q.shape[3], sums.shape[4]
+    shown, logits = np.empty(CHUNK, np.uint8), np.empty(lines * CHUNK, np.float32)
+    bits = np.empty(CHUNK, np.int32)
+    tile, turned = np.zeros(WIDTH * max(wide, wide_v), np.float32), np.zeros(WIDTH * wide, np.float32)
+    for task in range(first, last):
+        _task(
+            task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, facts, shown, logits, bits, tile,
+            turned,
+        )  # fmt: skip
+
+
+def combine(
+    first: int, last: int, sums: NDArray[np.float32], facts: NDArray[np.float32], sinks: NDArray[np.float32],
+    out: NDArray[np.float32],
+) -> bool:  # pragma: no cover - compiled  # fmt: skip
+    """Put the chunks together for batch rows [first, last): out [B, R, Hkv, G, Dv]. Says whether each row sees a token.
+
+    sinks [Hkv, G], -inf without learned ones. Rows that see nothing become NaN.
+    """
+    whole, (n_rows, heads, group, width) = True, out.shape[1:]
+    for b in range(first, last):
+        for r, h, g in np.ndindex((n_rows, heads, group)):
+            x = r * group + g
+            parts, line, seen = facts[b, h, :, x], out[b, r, h, g], np.float32(-np.inf)
+            for c in range(len(parts)):
+                seen = max(seen, parts[c, 0])
+            whole = whole and seen != np.float32(-np.inf)
+            top = max(seen, sinks[h, g])
+            total, line[:] = np.float32(math.exp(sinks[h, g] - top)), np.float32(0)
+            for c in range(len(parts)):
+                if parts[c, 0] != np.float32(-np.inf):
+                    share = np.float32(math.exp(parts[c, 0] - top))
+                    total += share * parts[c, 1]
+                    values = sums[b, h, c, x]
+                    for i in range(width):
+                        line[i] += share * values[i]
+            for i in range(width):
+                line[i] /= total
+    return whole

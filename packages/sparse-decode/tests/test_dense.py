@@ -1,0 +1,180 @@
+"""Dense attention of decode steps: the kernel against its reference, and which calls of attached models it serves."""
+
+import hashlib
+import importlib
+import pathlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_decode import Budget, attach, compiled, dense_kernels, dense_step
+from sparse_decode.dense import attend_all, attend_all_reference
+from sparse_decode_doubles import FAMILIES, SignHasher, prompts, tiny_model
+from transformers import DynamicCache, StaticCache
+
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+# batch, query heads, KV heads, rows, N, D, Dv: edges of lanes, tiles and chunks
+SHAPES = [
+    (1, 1, 1, 1, 1, 1, 1),
+    (2, 6, 2, 3, 37, 16, 16),
+    (1, 9, 3, 1, 513, 64, 64),
+    (1, 7, 1, 16, 257, 33, 20),
+    (2, 8, 4, 5, 256, 128, 96),
+]
+
+
+def case(shape, dtype=torch.float32, seed=0):
+    batch, hq, hkv, rows, n, dim, dim_v = shape
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *size: torch.randn(*size, generator=generator).to(dtype)  # noqa: E731
+    return draw(batch, hq, rows, dim), draw(batch, hkv, n, dim), draw(batch, hkv, n, dim_v)
+
+
+def close(dtype):
+    return {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_reference(shape, dtype):
+    q, k, v = case(shape, dtype)
+    out = attend_all(q, k, v, 0.3)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, attend_all_reference(q, k, v, 0.3), **close(dtype))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(*(st.integers(1, most) for most in (2, 4, 3, 6, 300, 70, 70))),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    masked=st.booleans(),
+    softcap=st.sampled_from([None, 0.5]),
+    sunk=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)
+def test_equals_the_reference_whatever_the_shape_and_the_mask(sizes, dtype, masked, softcap, sunk, seed):
+    batch, group, hkv, rows, n, dim, dim_v = sizes
+    rows = min(rows, n)
+    q, k, v = case((batch, group * hkv, hkv, rows, n, dim, dim_v), dtype, seed)
+    mask = None
+    if masked:
+        mask = torch.rand(batch, 1, rows, n, generator=torch.Generator().manual_seed(seed)) < 0.3
+        mask[..., -1] = True
+    options = {"softcap": softcap, "sinks": torch.linspace(-4, 4, group * hkv) if sunk else None}
+    expected = attend_all_reference(q, k, v, 0.3, mask, **options)
+    torch.testing.assert_close(attend_all(q, k, v, 0.3, mask, **options), expected, **close(dtype))
+
+
+def test_threads_change_nothing(monkeypatch):
+    q, k, v = case((2, 6, 2, 3, 2000, 48, 40), torch.bfloat16)
+    serial = attend_all(q, k, v, 0.3, softcap=2.0)
+    monkeypatch.setattr(compiled, "_GRAIN", 1)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        for _ in range(20):
+            assert torch.equal(attend_all(q, k, v, 0.3, softcap=2.0), serial)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_tokens_that_no_row_sees_are_never_read(dtype):
+    q, k, v = case((1, 6, 2, 2, 600, 64, 64), dtype)
+    mask = torch.ones(1, 1, 2, 600, dtype=torch.bool)
+    mask[..., 3:290] = False  # a whole chunk is among them
+    expected = attend_all_reference(q, k, v, 0.3, mask)
+    k[:, :, 3:290], v[:, :, 3:290] = torch.nan, torch.nan
+    torch.testing.assert_close(attend_all(q, k, v, 0.3, mask), expected, **close(dtype))
+    k[0, 1, 500] = torch.nan
+    assert attend_all(q, k, v, 0.3, mask)[:, :, 3:].isnan().all(), "a NaN that is seen is not hidden"
+
+
+def test_strided_keys_and_values_are_read_in_place():
+    q, k, v = case(SHAPES[2], torch.bfloat16)
+    expected = attend_all(q, k, v, 0.3)
+    by_token = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    roomy = [torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, : x.shape[2]] for x in (k, v)]
+    for strided in (by_token, roomy):
+        assert not strided[0].is_contiguous()
+        assert torch.equal(attend_all(q, *strided, 0.3), expected)
+
+
+def test_a_row_that_sees_nothing_is_left_to_others():
+    q, k, v = case((2, 6, 2, 2, 40, 16, 16))
+    mask = torch.ones(2, 1, 2, 40, dtype=torch.bool)
+    mask[1, :, 0] = False
+    assert attend_all(q, k, v, 0.3, mask) is None
+
+
+def steps(model, rows, length=40):
+    """Logits of two decode steps of so many rows after a padded prompt."""
+    ids, mask = prompts((length, length - 13))
+    cache, past = DynamicCache(config=model.config), length - 2 * rows
+    model(ids[:, :past], attention_mask=mask[:, :past], past_key_values=cache)
+    found = []
+    for first in (past, past + rows):
+        last = first + rows
+        found.append(model(ids[:, first:last], attention_mask=mask[:, :last], past_key_values=cache).logits)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dense_layers_of_attached_models_are_as_dense(family, rows, monkeypatch):
+    """One layer is sparse in name, and below its break-even."""
+    model, served = tiny_model(family), []
+    expected = steps(model, rows)
+
+    def counted(*given, **options):
+        served.append(given[0].shape[2])
+        return attend_all(*given, **options)
+
+    monkeypatch.setattr(dense_step, "attend_all", counted)
+    with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=[0, 2, 1]):
+        torch.testing.assert_close(steps(model, rows), expected, atol=2e-4, rtol=2e-4)
+    assert served == [rows] * 8, "four layers, two steps, no prompt"
+
+
+def test_prompts_training_and_returned_weights_go_the_models_own_way(monkeypatch):
+    model = tiny_model(implementation="eager")
+    monkeypatch.setattr(dense_step, "attend_all", lambda *_, **__: pytest.fail("our kernel has none of this"))
+    ids, cache = prompts((40,))[0], DynamicCache(config=model.config)
+    with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=1):
+        model(ids[:, :-1], past_key_values=cache)
+        with torch.no_grad():
+            found = model(ids[:, -1:], past_key_values=cache, output_attentions=True)
+        assert all(weights.shape == (1, 4, 1, 40) for weights in found.attentions)
+        with torch.enable_grad():
+            model.train()(ids).logits.sum().backward()
+
+
+def test_a_dense_layer_grows_in_place_and_is_plain_after_detach():
+    model, ids = tiny_model(), prompts((40,))[0]
+    cache = DynamicCache(config=model.config)
+    with attach(model, SignHasher(), dense_layers=2) as attachment:
+        model(ids[:, :-3], past_key_values=cache)
+        model(ids[:, -3:-2], past_key_values=cache)
+        where = cache.layers[0].keys.data_ptr()
+        model(ids[:, -2:-1], past_key_values=cache)
+        assert cache.layers[0].keys.data_ptr() == where
+        assert attachment.memory(cache)[1] == 2 * 39 * 2 * 16, "codes of the two sparse layers alone"
+    assert {type(layer).__name__ for layer in cache.layers} == {"DynamicLayer"}
+    assert cache.get_seq_length() == 39
+
+
+def test_a_static_cache_is_read_up_to_its_length():
+    model, ids = tiny_model(), prompts((40,))[0]
+    expected = model(ids).logits[:, -1]
+    with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=1):
+        cache = StaticCache(config=model.config, max_cache_len=600)
+        model(ids[:, :-1], past_key_values=cache)
+        for layer in cache.layers:
+            layer.keys[:, :, 40:], layer.values[:, :, 40:] = torch.nan, torch.nan
+        found = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_change_of_what_is_compiled_in_changes_the_file_that_the_compiler_cache_looks_at():
+    names = "attend_kernels", "lanes"
+    files = [pathlib.Path(importlib.import_module(f"sparse_decode.{name}").__file__) for name in names]
+    digest = hashlib.sha256("".join(file.read_text(encoding="utf-8") for file in files).encode()).hexdigest()[:16]
+    assert digest == dense_kernels.SHARED, f"{names} have changed: SHARED of dense_kernels.py is now {digest}"
