@@ -20,7 +20,7 @@ from hashtrain.cost import layer_costs, steps_of
 from hashtrain.distribute import ALONE, Ranks, joined
 from hashtrain.estimate import estimate
 from hashtrain.hasher import Hasher
-from hashtrain.job import LayerJob, LayerResult, make, result
+from hashtrain.job import LayerJob, LayerResult, make, result, training_of
 from hashtrain.judge import failing, summarise
 from hashtrain.plan import DEMO, Candidate, TrainCommand, base_model
 from hashtrain.prepare import Prepared, prepare
@@ -214,17 +214,28 @@ def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> 
 
 def _config(prepared: Prepared, candidate: Candidate) -> HasherConfig:
     command, shape = prepared.command, prepared.shape
+    width = max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128
     return HasherConfig(
         variant=candidate.variant,
         shape=shape,
         bits=candidate.bits or command.bits,
         planes=command.planes or 0,
-        hidden=max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128,
+        hidden=candidate.hidden or width,
         init=candidate.init,
+        residual=candidate.residual,
         estimator=candidate.estimator,
+        gamma=candidate.gamma,
+        training=_record(prepared, candidate) if candidate.trained else {},
         base_model=base_model(command.model),
         base_revision=getattr(prepared.model_config, "_commit_hash", None),
     )
+
+
+def _record(prepared: Prepared, candidate: Candidate) -> dict[str, Any]:
+    """Say what a hasher is trained with, to be read beside its weights."""
+    facts = asdict(training_of(prepared.command, candidate, prepared.device))
+    del facts["chunk"]  # changes no sum
+    return {**facts, "context": prepared.command.context, "contexts": len(prepared.contexts)}
 
 
 def _found(layers: list[LayerResult], dense: Collection[int]) -> dict[str, Any]:
