@@ -214,28 +214,32 @@ def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> 
 
 def _config(prepared: Prepared, candidate: Candidate) -> HasherConfig:
     command, shape = prepared.command, prepared.shape
-    width = max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128
     return HasherConfig(
         variant=candidate.variant,
         shape=shape,
         bits=candidate.bits or command.bits,
         planes=command.planes or 0,
-        hidden=candidate.hidden or width,
+        hidden=width_of(candidate, shape),
         init=candidate.init,
         residual=candidate.residual,
         estimator=candidate.estimator,
         gamma=candidate.gamma,
-        training=_record(prepared, candidate) if candidate.trained else {},
+        training=record_of(command, candidate, len(prepared.contexts), prepared.device) if candidate.trained else {},
         base_model=base_model(command.model),
         base_revision=getattr(prepared.model_config, "_commit_hash", None),
     )
 
 
-def _record(prepared: Prepared, candidate: Candidate) -> dict[str, Any]:
+def width_of(candidate: Candidate, shape: ModelShape) -> int:
+    """Return the hidden width of a candidate's hash functions: its own, or what its variant needs."""
+    return candidate.hidden or (max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128)
+
+
+def record_of(command: TrainCommand, candidate: Candidate, contexts: int, device: str) -> dict[str, Any]:
     """Say what a hasher is trained with, to be read beside its weights."""
-    facts = asdict(training_of(prepared.command, candidate, prepared.device))
+    facts = asdict(training_of(command, candidate, device))
     del facts["chunk"]  # changes no sum
-    return {**facts, "context": prepared.command.context, "contexts": len(prepared.contexts)}
+    return {**facts, "context": command.context, "contexts": contexts}
 
 
 def _found(layers: list[LayerResult], dense: Collection[int]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class _Probe(NoCodes):
             for budget in self.budgets:
                 counts = top_count(total, budget)[None]
                 part = Rows(rows.layer, q, rows.k, codes, visible, counts, rows.scaling, rows.softcap, rows.sinks)
-                _, sink, recent, shortlist = self.always
+                sink, recent, shortlist = self.always.sink, self.always.recent, self.always.shortlist
                 if isinstance(selector, AttendingSelector):
                     indices = selector.select(part)
                 else:
@@ -164,6 +164,8 @@ def _rows(command: OutputErrorCommand, ready: Ready, cells: list[Cell], samples:
         values = np.array([sample["cells"][i][METRIC] for sample in samples])  # [documents, layers]
         density = sum(sample["cells"][i]["density"] for sample in samples) / len(samples)
         at = {"budget": cell.budget, "rule": "visible", "density": density}
-        columns = np.concatenate([values[:, command.dense_layers :].mean(1, keepdims=True), values], axis=1)
+        columns = np.concatenate(
+            [values[:, command.always.sparse(values.shape[1])].mean(1, keepdims=True), values], axis=1
+        )
         for layer, estimate in zip((None, *range(values.shape[1])), bootstrap(columns, command.seed), strict=True):
             yield row(cell.method, METRIC, estimate, layer=layer, **at)
