@@ -11,19 +11,21 @@ says) measure what was made. A hasher that is there already is kept.
 import argparse
 import json
 import time
+from dataclasses import replace
+from typing import cast
 
 import torch
 from hashtrain.atomic import write_text
 from hashtrain.capture import run_context
-from hashtrain.captured import InMemory
+from hashtrain.captured import Capture, InMemory
 from hashtrain.cli import parse
-from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.config import ModelShape
 from hashtrain.corpus import contexts
 from hashtrain.hasher import Hasher
 from hashtrain.job import training_of
 from hashtrain.models import load_model
-from hashtrain.pipeline import record_of, width_of
-from hashtrain.plan import Candidate, TrainCommand, base_model
+from hashtrain.pipeline import config_of, record_of
+from hashtrain.plan import Candidate, TrainCommand
 from hashtrain.texts import read_texts
 from hashtrain.trainer import Training
 
@@ -44,7 +46,7 @@ class Several:
         return self.held[context].queries(0, layer, rows)
 
 
-def captured(command: TrainCommand, layers: list[int]) -> tuple[ModelShape, Several]:
+def captured(command: TrainCommand, layers: list[int]) -> tuple[ModelShape, Capture]:
     """Run the model over the contexts and keep q and k of some layers."""
     model, tokenizer = load_model(command.model_path, torch.float32, "cpu")
     texts = contexts(read_texts(list(command.text)), tokenizer, command.context, command.contexts, command.seed)
@@ -53,25 +55,14 @@ def captured(command: TrainCommand, layers: list[int]) -> tuple[ModelShape, Seve
         tensors, scalings = run_context(model, ids)
         wanted = {f"{kind}.{layer}" for kind in "qk" for layer in layers}
         held.append(InMemory({name: t.clone() for name, t in tensors.items() if name in wanted}, scalings))
-    return ModelShape.of(model.config), Several(held)
+    return ModelShape.of(model.config), cast(Capture, Several(held))
 
 
-def made(command: TrainCommand, candidate: Candidate, shape: ModelShape, data: Several, layers: list[int]) -> Hasher:
+def made(command: TrainCommand, candidate: Candidate, shape: ModelShape, data: Capture, layers: list[int]) -> Hasher:
     """Train the layers of one hasher."""
     trained = record_of(command, candidate, len(data), "cpu") if candidate.trained else {}
-    config = HasherConfig(
-        variant=candidate.variant,
-        shape=shape,
-        bits=candidate.bits or command.bits,
-        hidden=width_of(candidate, shape),
-        init=candidate.init,
-        residual=candidate.residual,
-        estimator=candidate.estimator,
-        gamma=candidate.gamma,
-        training=trained,
-        dense_layers=tuple(n for n in range(shape.num_layers) if n not in layers),
-        base_model=base_model(command.model),
-    )
+    config = config_of(command, candidate, shape, trained)
+    config = replace(config, dense_layers=tuple(n for n in range(shape.num_layers) if n not in layers))
     hasher = Hasher(config, command.seed)
     for layer in layers:
         hasher.layer(layer).start(data, layer, command.digits)

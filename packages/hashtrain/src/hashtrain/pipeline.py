@@ -213,7 +213,24 @@ def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> 
 
 
 def _config(prepared: Prepared, candidate: Candidate) -> HasherConfig:
-    command, shape = prepared.command, prepared.shape
+    command = prepared.command
+    trained = record_of(command, candidate, len(prepared.contexts), prepared.device) if candidate.trained else {}
+    revision = getattr(prepared.model_config, "_commit_hash", None)
+    return config_of(command, candidate, prepared.shape, trained, revision)
+
+
+def config_of(
+    command: TrainCommand,
+    candidate: Candidate,
+    shape: ModelShape,
+    trained: dict[str, Any],
+    revision: str | None = None,
+) -> HasherConfig:
+    """Return the config of a candidate's hasher.
+
+    Args:
+        trained: what it was trained with (`record_of`); revision: of the base model, if known.
+    """
     return HasherConfig(
         variant=candidate.variant,
         shape=shape,
@@ -224,9 +241,9 @@ def _config(prepared: Prepared, candidate: Candidate) -> HasherConfig:
         residual=candidate.residual,
         estimator=candidate.estimator,
         gamma=candidate.gamma,
-        training=record_of(command, candidate, len(prepared.contexts), prepared.device) if candidate.trained else {},
+        training=trained,
         base_model=base_model(command.model),
-        base_revision=getattr(prepared.model_config, "_commit_hash", None),
+        base_revision=revision,
     )
 
 

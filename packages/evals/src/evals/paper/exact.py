@@ -123,7 +123,7 @@ ITEMS = (
             "correlation: docs/algorithm.md, eq. 17.",
         ),
         against=tuple(("paper-exact", 0.02, f"paper-exact-{loss}", 0.02) for loss in ("mse", "reconstruction")),
-        stored=("order_loss",),
+        stored=("order_ppl",),
     ),
     Item(
         "table 11 (exact)",
