@@ -152,3 +152,18 @@ def test_the_other_tasks_select_per_query_head_too(command, loaded):
     assert found["kv"] != found["query"]
     given = command(ConesCommand, methods=("paper-exact",), documents=1)
     assert cones.run(replace(given, out=given.out / "cones"), QUIET).rows
+
+
+def test_a_layer_that_lost_its_remainder_has_the_error_of_its_selection(loaded):
+    both = [loaded.methods["planes"], loaded.methods["planes+remainder"]]
+    layer = both[1].selector.hasher.layer(1)
+    kept = layer.remainder.clone()
+    at, always = torch.arange(64, 128, 8), Always(0, 1, 4)
+    try:
+        layer.remainder.zero_()
+        found = output_error.measure(loaded.model, loaded.ids, at, both, (0.1,), always)
+    finally:
+        layer.remainder.copy_(kept)
+    alone, whole = (found[output_error.Cell(method.name, 0.1)]["error"] for method in both)
+    assert alone[1] == whole[1]
+    assert alone[2] != whole[2]

@@ -147,9 +147,9 @@ def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total:
         return method.selector.attend(rows, v, indices)
     options = {"softcap": rows.softcap, "sinks": rows.sinks}
     out, facts = attend(rows.q, rows.k, v, indices, rows.scaling, **options, facts=True)
-    if not method.remainder:
+    coefficients = method.selector.remainder(rows.layer) if method.remainder else None  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    if coefficients is None:  # of this layer: one that a remainder makes worse has none
         return out
-    coefficients = method.selector.remainder(rows.layer)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     mean_keys = rows.k.double().cumsum(2)[:, :, total - 1].div(total[None, None, :, None]).float()
     values = linear_values(rows.q, rows.k, v, total - 1, coefficients[:, -1] * rows.scaling)
     selected = (indices >= 0).sum(-1).repeat_interleave(rows.q.shape[1] // indices.shape[1], 1).transpose(1, 2)
