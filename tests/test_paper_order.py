@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-BROKEN = {("IoU", "linear-exact", "paper-exact")}
-"""What does not hold after 800 steps; docs/results.md says why."""
+BROKEN = {(metric, "linear-exact", "paper-exact") for metric in ("IoU", "perplexity", "KL")}
+"""What does not hold after 800 steps, but does after 3,200 (below); docs/results.md says why."""
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +23,19 @@ def paper():
 
 def test_the_papers_order_holds_but_for_the_links_that_docs_name(paper):
     links = paper.links(ROOT / "docs" / "results")
-    assert len(links) == 6
+    assert len(links) == 9
     assert {link for link, holds in links.items() if not holds} == BROKEN
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     for metric, worse, better in BROKEN:
         assert f"- {metric}: `{better}` is **not** better than `{worse}`." in text
     assert "The link that fails is the last one" in text
+
+
+def test_with_more_steps_the_whole_order_is_the_papers(paper):
+    result = paper.load(ROOT / "docs" / "results" / "order_long.json")
+    found = [paper.overlap(result, method) for method in paper.ORDER]
+    assert found == sorted(found)
+    assert found[3] > found[2] + 0.02
 
 
 def test_a_link_that_turns_is_noticed(paper, tmp_path, monkeypatch):

@@ -50,6 +50,16 @@ _FOUND = ("iou", "mass")
 _COSTS = (("perplexity_ratio", ".4f"), ("kl", ".5f"))
 
 
+def longer(results: pathlib.Path) -> str:
+    """Lay out the overlap of hashers of one layer that were trained for 3,200 steps in place of 800."""
+    few, many = load(results / "order_iou.json"), load(results / "order_long.json")
+    (layer,) = _layers(many)
+    at = {"metric": "iou", "heads": _HEADS, "layer": layer, "head": None}
+    lines = [[name, *(f"{found.one(method=name, **at).value:.3f}" for found in (few, many))] for name in ORDER]
+    title = f"IoU in layer {layer} of {SECOND_MODEL}, as above, {many.config['documents']} contexts for the longer one"
+    return to_markdown(Grid(title, ["method", "800 steps", "3,200 steps"], [lines]))
+
+
 def overlap(result: Result, method: str, metric: str = "iou") -> float:
     """Return a method's mean over the sparse layers and the query heads."""
     return result.one(method=method, metric=metric, heads=_HEADS, layer=None, head=None).value
@@ -61,12 +71,13 @@ def cost_of(result: Result, method: str, metric: str) -> float:
 
 
 def links(results: pathlib.Path) -> dict[tuple[str, str, str], bool]:
-    """Say for each two neighbours of the paper's order, and for IoU and KL, whether the second is better."""
+    """Say for each two neighbours of the paper's order whether the second is better, by IoU, perplexity and KL."""
     iou, ppl = load(results / "order_iou.json"), load(results / "order_ppl.json")
     found = {}
     for worse, better in itertools.pairwise(ORDER):
         found["IoU", worse, better] = overlap(iou, worse) < overlap(iou, better)
-        found["KL", worse, better] = cost_of(ppl, worse, "kl") > cost_of(ppl, better, "kl")
+        for name, metric in (("perplexity", "perplexity_ratio"), ("KL", "kl")):
+            found[name, worse, better] = cost_of(ppl, worse, metric) > cost_of(ppl, better, metric)
     return found
 
 

@@ -44,7 +44,8 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") ->
         # So that one phase never takes the place of the other unasked.
         own = "ppl_decode" if result.config.get("phase") == "decode" else task
         kept = [row for row in result.rows if not _KEPT[task] or row.metric in _KEPT[task]]
-        rows = [row for row in kept if row.head is None or row.metric == "low"]
+        dense = result.config.get("dense_at", [])  # layers named one by one: nothing was sparse there
+        rows = [row for row in kept if (row.head is None or row.metric == "low") and row.layer not in dense]
         table = json.loads(rows_to_text(rows))
         lines = ",\n".join(json.dumps(rounded(line)) for line in table["rows"])
         head = {"config": result.config, "environment": result.environment, "columns": table["columns"]}
