@@ -59,8 +59,9 @@ def _protocol(config: dict[str, Any]) -> str:
     """Say what else is not the default, as the end of a caption."""
     dense = f", layers {', '.join(map(str, config['dense_at']))} dense" if config["dense_at"] else ""
     heads = f", one selection {HEADS[config['heads'] + '_head']}" if config["heads"] else ""
-    beside = f", {config['sink']} first and {config['recent']} last tokens beside the budget"
-    return dense + heads + beside * (config["ends"] == "beside")
+    if config["ends"] != "beside":
+        return dense + heads
+    return f"{dense}{heads}, {config['sink']} first and {config['recent']} last tokens beside the budget"
 
 
 def ppl_pairs_grid(result: Result, method: str) -> Grid:
