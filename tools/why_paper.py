@@ -10,7 +10,7 @@ on), tokens that must always be read, the budget's rule, and a selection per que
 import argparse
 import json
 import pathlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from evals.documents import load_documents
@@ -27,7 +27,7 @@ CONTEXT, DENSE_LAYERS = 4096, 2
 class Suspect(NamedTuple):
     """What is otherwise than in the paper's protocol with a budget of the visible tokens."""
 
-    heads: str = "kv"
+    heads: Literal["kv", "query"] = "kv"
     rule: str = "visible"
     sink: int = 0
     recent: int = 0

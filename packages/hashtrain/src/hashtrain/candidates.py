@@ -118,7 +118,6 @@ EXACT = (
         name="down-proj-exact",
         variant="down-proj",
         init="rotation",
-        learning_rate=8e-2,
         summary="down-proj, trained as paper-exact",
     ),
 )

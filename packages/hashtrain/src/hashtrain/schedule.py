@@ -4,16 +4,12 @@
 paper's schedule for Llama-3-8B on a GPU of another machine.
 """
 
-# Configs and models of transformers have no types.
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from hashtrain.capture import context_bytes
 from hashtrain.config import ModelShape
@@ -21,6 +17,7 @@ from hashtrain.estimate import clock
 from hashtrain.job import training_of
 from hashtrain.layers import shapes
 from hashtrain.memory import step_bytes, weight_bytes
+from hashtrain.models import count_parameters
 from hashtrain.pipeline import config_of
 from hashtrain.plan import TrainCommand
 from hashtrain.reads import judged_reads, training_reads
@@ -121,7 +118,7 @@ def schedule(command: TrainCommand, model_config: Any, disk: float | None = None
             logits = 2.0 * training.rows * command.context * config.shape.head_dim * heads
             train += command.steps * (logits + 6.0 * heads * hashed * weights)
         traffic += command.steps * context_bytes(shape, command.context, torch.bfloat16, command.rows, values=False)
-    parameters = _parameters(model_config)
+    parameters = count_parameters(model_config)
     attention = sum(
         2.0 * command.context**2 * at.num_query_heads * at.head_dim for at in map(shape.at, range(shape.num_layers))
     )
@@ -162,13 +159,6 @@ def _waves(rest: int, always: int, disk: float | None) -> int:
             "use --stream with fewer held-out contexts, or shorter ones"
         )
     return max(1, -(-rest // int(disk - always)))
-
-
-def _parameters(model_config: Any) -> int:
-    """Count a model's parameters without making any."""
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(model_config)
-    return sum(p.numel() for p in model.parameters())
 
 
 def _product(size: tuple[int, ...]) -> int:
