@@ -43,6 +43,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "second-output-error": paper.plain("output_error"),
     "second-fidelity": paper.plain("fidelity"),
     "second-exercises": paper.plain("exercises"),
+    "second-needle": paper.plain("needle"),
     "bytes": quality.bytes_read(headline.SHORT_RUNS),
     "code-lengths": quality.of_run("codelength", codelength_grid),
     "throughput": speed.throughput,
