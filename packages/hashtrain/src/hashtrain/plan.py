@@ -45,8 +45,8 @@ def require_device_name(device: str) -> None:
 
 
 @dataclass(frozen=True)
-class TrainCommand(Recipe):
-    """Train every layer's hashers, compare them on held-out text, and store them."""
+class _Run:
+    """What a run reads, makes and writes; `Recipe` has the flags that change how its hashers are trained."""
 
     model: str = DEMO
     """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
@@ -109,6 +109,11 @@ class TrainCommand(Recipe):
     dry_run: bool = False
     """Say what would be done, the disk and memory it takes, and about how long; write nothing."""
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class TrainCommand(Recipe, _Run):
+    """Train every layer's hashers, compare them on held-out text, and store them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
