@@ -8,6 +8,7 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig
 from hashtrain.candidates import ABLATIONS, ALL, EXACT
+from hashtrain.checkpoint import Checkpoint
 from hashtrain.cli import main, parse
 from hashtrain.hasher import make_layer
 from hashtrain.loss import squared_error
@@ -185,3 +186,18 @@ def test_a_run_records_what_it_trained_with(folder, tmp_path, capsys):
     untrained = json.loads((tmp_path / "paper-exact-untrained" / "config.json").read_text())
     assert (untrained["training"], untrained["gamma"]) == ({}, 64)
     assert Hasher.from_pretrained(tmp_path / "paper-residual").config.residual
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_training_to_the_letter_cut_off_at_any_step_ends_with_the_same_bits(at, tmp_path):
+    config = replace(PAPER, steps=6, rows=8, learning_rate=1e-3)
+    whole = Training(layer_of(), 0, Drawn(), config)
+    whole.run()
+    file = Checkpoint(tmp_path / "layer.checkpoint", seconds=0)
+    Training(layer_of(), 0, Drawn(), config, file).run(until=at)
+    resumed = Training(layer_of(), 0, Drawn(), config, file)
+    assert len(resumed.losses) == at
+    resumed.run()
+    assert resumed.losses == whole.losses
+    mine, theirs = resumed.hasher.state_dict(), whole.hasher.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
