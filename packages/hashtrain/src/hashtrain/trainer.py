@@ -36,11 +36,6 @@ class TrainConfig:
 
     fraction: float = 0.02
     """Share of the tokens that counts as the target set (eq. 7)."""
-    of: Literal["visible", "length"] = "visible"
-    """Share of which tokens: those that a row sees, or, in the paper, all of the context, whatever the row sees."""
-    sink: int = SINK
-    recent: int = RECENT
-    """The first and the last tokens that every row reads: no pair is drawn of them; the paper has none."""
     steps: int = 800
     """Optimiser steps a layer; each reads one context."""
     rows: int = 64
@@ -69,6 +64,11 @@ class TrainConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
+    of: Literal["visible", "length"] = "visible"
+    """Share of which tokens: those that a row sees, or, in the paper, all of the context, whatever the row sees."""
+    sink: int = SINK
+    recent: int = RECENT
+    """The first and the last tokens that every row reads: no pair is drawn of them; the paper has none."""
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
