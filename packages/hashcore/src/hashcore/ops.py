@@ -229,6 +229,7 @@ def search(
     recent: int = 0,
     order: str = "best",
     shortlist: int | None = None,
+    blocks: Array | None = None,
     out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Find the k keys that score highest against each query: topk of score in one pass, without storing the scores.
@@ -242,22 +243,26 @@ def search(
         order: "best", highest score first and equal scores by ascending index; or "index", by ascending index.
         shortlist: score in full only about this many times k of the eligible keys, the best by the first words of codes
             and of the last four planes: faster where the first bits say most, and no longer exact. None: all keys.
+        blocks: keys are pages [..., M, S, W] of S keys, of any strides but the last, and a row's are in those that its
+            table names, int32 or int64 [..., T], which broadcasts as lengths do: position j is key j % S of page
+            blocks[j // S], and N = T S. Pages may be shared; entries that a row does not see may be anything.
         out: scores int32 and indices int64 or int32, both of the results' shape, to write to.
     Rows are [..., Q], or [...] with weights; k, lengths and starts are integers, or arrays of integers that broadcast
     to that shape.
     Returns: scores int32 and indices int64, [..., Q, K], or [..., K] with weights. K is k, or the largest k: a row that
         finds fewer ends in slots of score 0 and index -1.
-    Raises: ValueError if the arguments do not fit each other, or sum(weights) * 32 * W is 2^16 or more.
+    Raises: ValueError if the arguments do not fit each other, sum(weights) * 32 * W is 2^16 or more, a row sees a page
+        that there is not, or keys in pages are on CUDA or to have a shortlist.
     Source: docs/algorithm.md, eq. 2, 4, 6, 13, 14 and 20.
     """
     plain = type(query) is type(keys) is np.ndarray and type(k) is type(sink) is type(recent) is int
-    if plain and lengths is starts is out is None and validation.are_plain_weights(weights):
+    if plain and lengths is starts is out is blocks is None and validation.are_plain_weights(weights):
         rows = k, None, None, sink, recent
         found = _plain_search(query, keys, weights, rows, validation.order(order), validation.shortlist(shortlist))
         if found is not None:
             return found
     bounds = {"lengths": lengths, "starts": starts}
-    how: dict[str, Any] = {"sink": sink, "recent": recent, "order": order, "shortlist": shortlist}
+    how: dict[str, Any] = {"sink": sink, "recent": recent, "order": order, "shortlist": shortlist, "blocks": blocks}
     return _search(query, keys, k, weights, **bounds, **how, out=out)
 
 
@@ -290,30 +295,40 @@ def _search(
     recent: int,
     order: str,
     shortlist: int | None,
+    blocks: Array | None,
     out: tuple[Array, Array] | None,
 ) -> tuple[Array, Array]:
     """Search arrays or tensors of any kind."""
     values, indices = validation.pair(out)
-    optional = {"k": k, "lengths": lengths, "starts": starts, "out[0]": values, "out[1]": indices}
-    (q, c, k, lengths, starts, values, indices), restore = validation.host_arrays(optional, query=query, keys=keys)
+    optional = {"k": k, "lengths": lengths, "starts": starts, "blocks": blocks, "out[0]": values, "out[1]": indices}
+    given, restore = validation.host_arrays(optional, query=query, keys=keys)
+    q, c, k, lengths, starts, table, values, indices = given
     rows = k, lengths, starts
     best, weights = validation.order(order), validation.integers("weights", weights)
     times = validation.shortlist(shortlist)
 
     cpu = _numba_backend()
-    q, c = cpu.layout.aligned(q), cpu.layout.readable(c)
-    layouts, most = (cpu.layout.of(q), cpu.layout.of(c)), cpu.threads.most()
-    if any(validation.is_array(x) for x in rows):
+    q = cpu.layout.aligned(q)
+    if table is None:
+        c = cpu.layout.readable(c)
+        against = cpu.layout.of(c)
+    else:
+        validation.pages(table, times)
+        against = cpu.pages.laid(c, table)
+    layouts, most = (cpu.layout.of(q), against), cpu.threads.most()
+    if table is not None or any(validation.is_array(x) for x in rows):
         compared = cpu.prepared.comparison(*layouts, weights)
         validation.score_bits(compared.weights, q.shape[-1])
-        wanted = validation.asked((*compared.lead, c.shape[-2]), *rows, sink, recent)
+        wanted = validation.asked((*compared.lead, against.shape[-2]), *rows, sink, recent)
         plan = cpu.plan.filled(cpu.prepared.ragged_search(compared, wanted.width, best, most, times), wanted)
+        if table is not None:
+            plan = cpu.pages.paged(plan, c, table, wanted, compared.lead)
     else:
         asked = validation.row_integers(*rows, sink, recent)
         plan = cpu.prepared.search(*layouts, weights, asked, best, most, times)
     if out is None:
         scores, found = cpu.run_search(plan, *cpu.layout.addresses(q, c))
         return restore(scores), restore(found)
-    validation.outputs(values, indices, plan.shape, np.int32, c.shape[-2], [q, c, *rows])
+    validation.outputs(values, indices, plan.shape, np.int32, against.shape[-2], [q, c, table, *rows])
     cpu.run_search(plan, *cpu.layout.addresses(q, c), (values, indices))
     return out

@@ -90,6 +90,20 @@ def topk(
     return values, indices
 
 
+def gathered(pool: NDArray[np.int32], blocks: NDArray[Any]) -> NDArray[np.int32]:
+    """Copy keys [..., N, W] out of pages [..., M, S, W], page blocks[..., j] after the other; leading shapes broadcast.
+
+    Numbers of pages that there are not count as 0: no row may see these keys.
+    """
+    lead, (pages, size, words) = np.broadcast_shapes(pool.shape[:-3], blocks.shape[:-1]), pool.shape[-3:]
+    pool, blocks = np.broadcast_to(pool, (*lead, *pool.shape[-3:])), np.broadcast_to(blocks, (*lead, blocks.shape[-1]))
+    keys = np.empty((*lead, blocks.shape[-1] * size, words), np.int32)
+    for row in np.ndindex(lead):
+        table = np.where((blocks[row] >= 0) & (blocks[row] < pages), blocks[row], 0)
+        keys[row] = pool[row][table].reshape(-1, words)
+    return keys
+
+
 def shortlisted(
     query: NDArray[np.int32],
     keys: NDArray[np.int32],

@@ -138,6 +138,7 @@ def search(
     recent: int = 0,
     order: str = "best",
     shortlist: int | None = None,
+    blocks: Tensor | None = None,
     first: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     workspace: Tensor | None = None,
@@ -151,6 +152,11 @@ def search(
     A tensor k without `out` makes the host wait for the largest. With `out` and a workspace (make_workspace) nothing is
     allocated, and nothing but kernels is launched in order "index". Without a workspace the thread keeps one.
     """
+    if blocks is not None:
+        raise ValueError(
+            f"keys in pages are searched in CPU memory only, outside of compiled programs, got keys on {keys.device}; "
+            "gather them first"
+        )
     values, indices = validation.pair(out)
     arrays = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts, "workspace": workspace}
     arrays["first"] = first

@@ -321,6 +321,14 @@ def shortlist(times: Any) -> int:
     return int(times)
 
 
+def pages(blocks: Any, times: int) -> None:
+    """Require a table of blocks, and no shortlist beside it."""
+    if not is_array(blocks):
+        raise TypeError(f"blocks must be an array of page numbers, got {type(blocks).__name__}; make one")
+    if times:
+        raise ValueError(f"keys in pages are searched without a shortlist, got shortlist={times}; leave it out")
+
+
 def score_bits(weights: tuple[int, ...], words: int) -> None:
     """Require scores that fit the 16 bits a search keeps of them."""
     if sum(weights) * 32 * words >= 1 << 16:

@@ -32,6 +32,7 @@ from sparse_decode.positions import include, readable
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LIKE = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
+_SIDE_BY_SIDE = np.empty((0, 0), np.int64)
 _NOTHING = np.empty((0, 5), np.float32), np.empty((0, 0, 0, 0), np.float32), np.empty((0, 0), np.int64)
 
 
@@ -144,8 +145,12 @@ def on_host(
     softcap: float | None,
     sinks: Tensor | None,
     left_out: LeftOut | None,
+    blocks: NDArray[np.int64] = _SIDE_BY_SIDE,
 ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
     """Attend on the CPU to arguments that agree: the result, the facts, and tokens used, int64 [B, H, Q].
+
+    With blocks, int64 [B, T], k and v are pages [M, Hkv, S, D]: token j of a row is token j % S of page blocks[j // S],
+    which must be one of them where a row attends.
 
     Raises: ValueError on an index beyond N; no memory there is read.
     """
@@ -169,6 +174,7 @@ def on_host(
             work,
             _floats(q),
             *where,
+            blocks,
             chosen,
             out,
             logits,
@@ -179,7 +185,9 @@ def on_host(
             *rest,
         )
         if used.min() < 0:
-            raise ValueError(f"indices must be below N = {k.shape[2]}, got {int(indices.max())}")
+            raise ValueError(
+                f"indices must be below N = {k.shape[2] * max(1, blocks.shape[1])}, got {int(indices.max())}"
+            )
     result = torch.from_numpy(out)
     return result if q.dtype == torch.float32 else result.to(q.dtype), torch.from_numpy(logits), used
 

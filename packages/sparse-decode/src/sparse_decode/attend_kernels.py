@@ -55,13 +55,26 @@ def _fetch(line, at, count):  # pragma: no cover - compiled
 
 
 @numba.njit(inline="always")
-def _read_tile(x, base, stride, tokens, j, count, kind, bits, floats):  # pragma: no cover - compiled
-    """Write rows tokens[j : j + TILE] as float32, zeros behind the last; ask for those that come AHEAD tokens later."""
+def _places(tokens, blocks, at, row, head):  # pragma: no cover - compiled
+    """Return where the rows of a head's tokens begin, side by side or in the pages that blocks[row] names."""
+    places, first = np.empty(len(tokens), np.int64), head * at[1]
+    if blocks.shape[1] == 0:
+        for j in range(len(tokens)):
+            places[j] = first + row * at[0] + tokens[j] * at[2]
+        return places
+    for j in range(len(tokens)):
+        places[j] = first + blocks[row, tokens[j] // at[4]] * at[0] + tokens[j] % at[4] * at[2]
+    return places
+
+
+@numba.njit(inline="always")
+def _read_tile(x, places, j, count, kind, bits, floats):  # pragma: no cover - compiled
+    """Write rows places[j : j + TILE] as float32, zeros behind the last; ask for those that come AHEAD tokens later."""
     for t in range(TILE):
-        if j + t + AHEAD < len(tokens):
-            _fetch(x, base + tokens[j + t + AHEAD] * stride, count)
-        if j + t < len(tokens):
-            at = base + tokens[j + t] * stride
+        if j + t + AHEAD < len(places):
+            _fetch(x, places[j + t + AHEAD], count)
+        if j + t < len(places):
+            at = places[j + t]
             _widen(x[at : at + count], kind, bits[t], floats[t])
         else:
             bits[t, :count] = 0
@@ -96,7 +109,7 @@ def _exp(x, top, out, bits):  # pragma: no cover - compiled
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _task(
-    task, q, k, k_at, v, v_at, indices, out, facts, counts, scaling, softcap, sinks, kind,
+    task, q, k, k_at, v, v_at, blocks, indices, out, facts, counts, scaling, softcap, sinks, kind,
     coefficients, mean_keys, values, visible,
 ):  # pragma: no cover - compiled  # fmt: skip
     sets, n_rows = indices.shape[1:3]
@@ -110,8 +123,9 @@ def _task(
     used = len(tokens)
     if used == 0:
         return
+    limit = k_at[4] * max(1, blocks.shape[1])
     for j in range(used):
-        if tokens[j] >= k_at[4]:
+        if tokens[j] >= limit:
             counts[b, s, r] = -1
             return
     counts[b, s, r] = used
@@ -121,11 +135,11 @@ def _task(
     logits = np.empty((heads, padded), dtype=np.float32)
 
     # 1. logits: TILE keys at once, so that a query is read once for all of them
-    base = b * k_at[0] + kv * k_at[1]
+    places = _places(tokens, blocks, k_at, b, kv)
     for j in range(min(AHEAD, used)):
-        _fetch(k, base + tokens[j] * k_at[2], dim)
+        _fetch(k, places[j], dim)
     for j in range(0, used, TILE):
-        _read_tile(k, base, k_at[2], tokens, j, dim, kind, bits, floats)
+        _read_tile(k, places, j, dim, kind, bits, floats)
         k0, k1, k2, k3 = floats[0, :dim], floats[1, :dim], floats[2, :dim], floats[3, :dim]
         for g in range(heads):
             query = q[b, first + g, r]
@@ -165,11 +179,11 @@ def _task(
         logits[g, used:] = 0
 
     # 3. weighted sum of values
-    base = b * v_at[0] + kv * v_at[1]
+    places = _places(tokens, blocks, v_at, b, kv)
     for j in range(min(AHEAD, used)):
-        _fetch(v, base + tokens[j] * v_at[2], dim_v)
+        _fetch(v, places[j], dim_v)
     for j in range(0, used, TILE):
-        _read_tile(v, base, v_at[2], tokens, j, dim_v, kind, bits, floats)
+        _read_tile(v, places, j, dim_v, kind, bits, floats)
         v0, v1, v2, v3 = floats[0, :dim_v], floats[1, :dim_v], floats[2, :dim_v], floats[3, :dim_v]
         for g in range(heads):
             p0, p1, p2, p3 = logits[g, j], logits[g, j + 1], logits[g, j + 2], logits[g, j + 3]
@@ -204,20 +218,22 @@ def _share(c, known, query, mean_key, scaling, sizes):  # pragma: no cover - com
 
 def tasks(
     first: int, last: int, q: NDArray[np.float32], k_address: int, k_reach: int, k_at: tuple[int, ...],
-    v_address: int, v_reach: int, v_at: tuple[int, ...], like: NDArray[Any], indices: NDArray[np.int64],
+    v_address: int, v_reach: int, v_at: tuple[int, ...], like: NDArray[Any], blocks: NDArray[np.int64],
+    indices: NDArray[np.int64],
     out: NDArray[np.float32], facts: NDArray[np.float32], counts: NDArray[np.int64], scaling: np.float32,
     softcap: np.float32, sinks: NDArray[np.float32], kind: int, coefficients: NDArray[np.float32],
     mean_keys: NDArray[np.float32], values: NDArray[np.float32], visible: NDArray[np.int64],
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Attend for tasks [first, last): keys and values lie at addresses, k_reach and v_reach numbers of like's type.
 
-    k_at and v_at are strides of batch row, head and token, heads, tokens. counts gets the tokens used, -1 where an
-    index is beyond the last token.
+    k_at and v_at are strides of batch row, head and token, heads, tokens; with blocks [B, T], which say in which page
+    every so many tokens of a row lie, strides of page, head and token, heads, tokens of a page. counts gets the tokens
+    used, -1 where an index is beyond the last token.
     """
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
     for task in range(first, last):
         _task(
-            task, q, k, k_at, v, v_at, indices, out, facts, counts, scaling, softcap, sinks, kind,
+            task, q, k, k_at, v, v_at, blocks, indices, out, facts, counts, scaling, softcap, sinks, kind,
             coefficients, mean_keys, values, visible,
         )  # fmt: skip

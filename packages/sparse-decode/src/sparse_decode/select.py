@@ -153,6 +153,11 @@ class HashSelector:
         with torch.no_grad():
             return self._encoder.encode_keys(layer, k)
 
+    def encode_queries(self, layer: int, q: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Hash queries [B, Hq, T, D] of one layer to int32 planes [B, H, T, P, W] and the planes' weights."""
+        with torch.no_grad():
+            return self._encoder.encode_queries(layer, q)
+
     @property
     def per_query_head(self) -> bool:
         """Whether every query head has a set of its own."""
@@ -178,8 +183,7 @@ class HashSelector:
     def select(self, rows: Rows) -> Tensor:
         if rows.codes is None:
             raise ValueError("a hash selector needs the codes of the keys, got None")
-        with torch.no_grad():
-            planes, weights = self._encoder.encode_queries(rows.layer, rows.q)
+        planes, weights = self.encode_queries(rows.layer, rows.q)
         keys, counts = rows.codes[:, :, None], rows.counts[:, None]
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index", "shortlist": rows.shortlist}
         if rows.each is not None and rows.visible is None:  # nothing that differs by row has to be looked at

@@ -20,6 +20,9 @@ that the sample misled: then (2) again without a floor. What is kept is in index
 index, and the guess decides the time but never the result. With few rows and several threads the keys are parted and
 the parts' selections merged.
 
+Keys in pages are read where they lie if a page has them side by side, by quarters of 64; the others, and those before
+the first and after the last 64 of a row, go to L1 first.
+
 With a shortlist (2) scores the first words of 64 keys in registers, notes which of them reach the floor that a sample
 says the shortlist has, and scores these in full when some hundred have come together.
 
@@ -32,11 +35,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.cpu import kernels, layout, plan, prepared, threads
+from hashcore.cpu import kernels, layout, pages, plan, prepared, threads
 from hashcore.cpu.plan import Plan
 from hashcore.validation import Comparison, Selection
 
-__all__ = ["layout", "plan", "prepared", "run_score", "run_search", "score", "search", "threads", "topk"]
+__all__ = ["layout", "pages", "plan", "prepared", "run_score", "run_search", "score", "search", "threads", "topk"]
 
 
 def score(
@@ -134,7 +137,7 @@ def run_search(
 
 def _search_whole(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
     """Search all keys at once, or in parts of their own if scores and indices have them: contiguous."""
-    arguments = made.header, made.rows, query, keys, layout.address(scores), layout.address(indices)
+    arguments = made.header, made.rows, made.table, query, keys, layout.address(scores), layout.address(indices)
     threads.run(kernels.search_tasks, made.tasks, made.workers, arguments)
 
 

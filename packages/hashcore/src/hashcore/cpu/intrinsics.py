@@ -32,10 +32,12 @@ POSITION = types.int64
 
 @intrinsic
 def score_pairs(
-    typing_context: Any, keys: Any, planes: Any, weights: Any, count: Any, threshold: Any, out: Any, like: Any
-):
-    """Score LANES keys of two words each, in turn in memory, against the `count` planes of one row.
+    typing_context: Any, first: Any, second: Any, third: Any, fourth: Any, planes: Any, weights: Any, count: Any,
+    threshold: Any, out: Any, like: Any,
+):  # fmt: skip
+    """Score LANES keys of two words each, against the `count` planes of one row.
 
+    Each quarter of them lies in turn in memory, at an address of its own: keys in pages need not lie side by side.
     planes are the complements, two words each; weights are uint32 that sum to at most (2^16 - 1) / 128. The scores, of
     like's dtype, go to the address out. Returns a mask of those at or above the threshold, an uint16.
 
@@ -45,13 +47,13 @@ def score_pairs(
     bits = like.dtype.bitwidth
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        keys, planes, weights, count, threshold, out, _ = values
+        *quarters, planes, weights, count, threshold, out, _ = values
         low, high = totals = [cgutils.alloca_once(builder, SCORES) for _ in range(2)]
         for total in totals:
             builder.store(ir.Constant(SCORES, None), total)
         with cgutils.for_range(builder, count) as plane:
             pair = _load(builder, builder.add(planes, builder.shl(plane.index, WORD(4))), ir.VectorType(WORD, 2))
-            matches = _matching_bytes(builder, keys, builder.shuffle_vector(pair, pair, _indices([0, 1] * 4)))
+            matches = _matching_bytes(builder, quarters, builder.shuffle_vector(pair, pair, _indices([0, 1] * 4)))
             weight = _load(builder, builder.add(weights, builder.shl(plane.index, WORD(2))), HALF)
             weight = _splat(builder, builder.trunc(weight, SHORT), LANES // 2)
             for total, places in ((low, range(LANES // 2)), (high, range(LANES // 2, LANES))):
@@ -64,7 +66,7 @@ def score_pairs(
         builder.store(builder.zext(scores, wide) if bits > 16 else scores, place).align = bits // 8
         return builder.bitcast(builder.icmp_unsigned(">=", scores, limit), WORD)
 
-    return types.uint64(*[POSITION] * 4, types.uint16, POSITION, like), emit
+    return types.uint64(*[POSITION] * 7, types.uint16, POSITION, like), emit
 
 
 @intrinsic
@@ -227,6 +229,17 @@ def prefetch(typing_context: Any, address: Any):
 
 
 @intrinsic
+def prefetch_far(typing_context: Any, address: Any):
+    """Ask for the cache line at an address, which need not exist, for later: it takes no place in L1."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        _prefetch(builder, values[0], 2)
+        return context.get_dummy_value()
+
+    return types.void(POSITION), emit
+
+
+@intrinsic
 def stay_a_function(typing_context: Any):
     """Keep LLVM from copying the numba function that calls this into each of its callers: they compile much faster."""
 
@@ -262,13 +275,13 @@ def _load(builder: Any, address: Any, kind: Any) -> Any:
     return value
 
 
-def _matching_bytes(builder: Any, keys: Any, pair: Any) -> Any:
+def _matching_bytes(builder: Any, quarters: Any, pair: Any) -> Any:
     """Count the matches of LANES keys of two words with the same two words of a plane: a vector of bytes."""
     halves = []
-    for half in (0, 512):
+    for half in (quarters[:2], quarters[2:]):
         merged = ir.Constant(WORDS, [0] * 8)
         for i in range(8):
-            words = _load(builder, _add(builder, keys, half + 64 * i), WORDS)
+            words = _load(builder, _add(builder, half[i // 4], 64 * (i % 4)), WORDS)
             counts = _popcount(builder, builder.xor(words, pair))
             merged = _shift_in(builder, counts, merged)
         halves.append(merged)
@@ -363,11 +376,11 @@ def _popcount(builder: Any, x: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(kind, [kind]), name), [x])
 
 
-def _prefetch(builder: Any, address: Any) -> None:
+def _prefetch(builder: Any, address: Any, level: int = 3) -> None:
     pointer = BYTE.as_pointer()
     function = ir.FunctionType(ir.VoidType(), [pointer, HALF, HALF, HALF])
-    read, every_level, data = HALF(0), HALF(3), HALF(1)
-    arguments = [builder.inttoptr(address, pointer), read, every_level, data]
+    read, levels, data = HALF(0), HALF(level), HALF(1)
+    arguments = [builder.inttoptr(address, pointer), read, levels, data]
     builder.call(cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0"), arguments)
 
 

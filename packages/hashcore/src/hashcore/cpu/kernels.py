@@ -25,6 +25,7 @@ from hashcore.cpu.intrinsics import (
     memory,
     popcount,
     prefetch,
+    prefetch_far,
     score_columns,
     score_first_words,
     score_pairs,
@@ -33,18 +34,20 @@ from hashcore.cpu.intrinsics import (
     word_at,
 )
 
-FROM_OTHERS = "4a9415ee460803be"
+FROM_OTHERS = "369912b8657c9a3b"
 CHUNK, BLOCK, MORE, STASH = plan.CHUNK, plan.BLOCK, plan.MORE, plan.STASH
-N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST = plan.HEADER
-QUERY, KEYS_AT, OUT, K, LOW, HIGH = plan.COLUMNS
+N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST, PAGE = plan.HEADER
+QUERY, KEYS_AT, OUT, K, LOW, HIGH, TABLE = plan.COLUMNS
 FIRST_WEIGHT = plan.FIRST_WEIGHT
 LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first of them by 256 scores
+QUARTER = LANES // 4  # keys that a page must have side by side, and a power of 2 of them, or they are copied to L1
+SOON, LATER = 128, 1024  # keys: their pages are asked for, to L1 and to L2, because no processor guesses where they lie
 RUN = 64  # neighbouring keys of a sample
 LAST, INDEX, LOWER = np.uint64(1 << 63), np.uint64((1 << 48) - 1), np.uint64((1 << 32) - 1)
 USUAL = 8  # of 64 keys, are written to a shortlist without asking whether they are on it
 SAMPLE, EARLY = 1024, 4  # keys, and planes, whose first words say which others a shortlist has (eq. 20)
-# What a search knows of a row: its keys' address, the range it sees, ...
-AT, FROM, TO, WANTED, FLOOR, KEPT, FIRST_FLOOR, STASHED = range(8)
+# What a search knows of a row: its keys' address, the range it sees, ..., and where its pages are in the table.
+AT, FROM, TO, WANTED, FLOOR, KEPT, FIRST_FLOOR, STASHED, PAGES = range(9)
 # Constants are passed on as np.int64(...): numba compiles a function once more for every literal it is called with.
 
 
@@ -122,6 +125,7 @@ def search_tasks(
     last: int,
     header: NDArray[np.int64],
     rows: NDArray[np.int64],
+    table: NDArray[np.int64],
     query: int,
     keys: int,
     scores: int,
@@ -129,9 +133,9 @@ def search_tasks(
 ) -> int:
     """Select from tasks [first, last), each a block of rows x a part of the keys.
 
-    header and rows are a plan's; query and keys are the addresses that the offsets in it count from. Row r sees keys
-    [low, high), which score 0 to top. The best k of each part go to int32 and int64 [parts, rows, WIDTH] at scores and
-    indices, in ascending index order or, if best, highest score first. With a shortlist, a part has only keys of it.
+    header, rows and table are a plan's; query and keys are the addresses that the offsets in it count from. Row r sees
+    keys [low, high), which score 0 to top. The best k of each part go to int32 and int64 [parts, rows, WIDTH] at scores
+    and indices, in ascending index order or, if best, highest score first. With a shortlist, a part has only its keys.
     """
     n, top, width = header[N], header[TOP], header[WIDTH]
     room, block, parts = header[ROOMY], header[ROWS], header[PARTS]
@@ -139,7 +143,8 @@ def search_tasks(
     weights, own, tile, codes = _operands(header, block)
     histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
     buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
-    kept, state = np.empty((block, room), np.uint64), np.zeros((block, 8), np.int64)
+    kept, state = np.empty((block, room), np.uint64), np.zeros((block, 9), np.int64)
+    pages = _pages(header, table)
     short, work = _short(block, weights, header), (tile, places, buffer, kept, histogram, top)
     for r in range(block):
         places[r] = _address(buffer[r])
@@ -151,14 +156,16 @@ def search_tasks(
             at, end = max(a, row[LOW]), max(a, min(b, row[HIGH]))
             _copy_planes(query + row[QUERY], header, own[r])
             state[r, AT], state[r, FROM], state[r, TO] = keys + row[KEYS_AT], at, end
-            state[r, WANTED], state[r, KEPT] = min(row[K], max(0, end - at)), 0
+            state[r, WANTED], state[r, KEPT], state[r, PAGES] = min(row[K], max(0, end - at)), 0, row[TABLE]
             if header[SHORTLIST]:
                 _shorten(r, row, header, state, codes, own, weights, short, work)
             if state[r, FIRST_FLOOR] == 0:
-                state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top)
+                state[r, FLOOR] = _guess(r, state, codes, own, weights, tile, places, buffer, histogram, top, pages)
         ends = np.int64(0), count
         while ends[0] < ends[1]:
-            if header[SHORTLIST]:
+            if header[PAGE]:
+                _collect_paged(ends[0], ends[1], a, b, state, codes, own, weights, pages, work)
+            elif header[SHORTLIST]:
                 _collect_short(ends[0], ends[1], a, b, state, codes, own, weights, short, work)
             else:
                 _collect(ends[0], ends[1], a, b, state, codes, own, weights, tile, places, buffer, kept, histogram, top)
@@ -210,6 +217,8 @@ def _operands(header, block):
     for p in range(planes):
         weights[p] = header[FIRST_WEIGHT + p]
     pairs = halves == 4 and step == 16 and header[TOP] < 1 << 16
+    if header[PAGE] % QUARTER or header[PAGE] & (header[PAGE] - 1):  # pages are read where they lie by shifts and masks
+        pairs = False
     own, tile = np.empty((block, planes, words), np.uint64), np.empty(((words + 3) // 4 * 4, KEYS), np.uint64)
     return weights, own, tile, (step, 32 * halves, pairs)
 
@@ -256,6 +265,105 @@ def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, 
                 else:
                     state[q, KEPT] = _append(buffer[q, at - low : end - low], state[q, FLOOR], at, kept[q], count)
             r += same
+
+
+@numba.njit
+def _pages(header, table):
+    """Return what a search of keys in pages has more than others: how many a page has, where each page is, and a room.
+
+    The room takes a chunk of keys side by side; with it comes how they lie there. Without pages the first is 0.
+    """
+    halves = header[WORDS]
+    room = np.empty(CHUNK * halves if header[PAGE] else np.int64(0), np.uint32)
+    return header[PAGE], table, room, (4 * halves, 32 * halves, halves == 4)
+
+
+@numba.njit
+def _lay_out(r, low, size, state, codes, pages):
+    """Copy keys [low, low + size) of row r from their pages to the room; return where they lie now, and how."""
+    stay_a_function()
+    page, table, room, laid = pages
+    words, at = laid[1] // 32, np.int64(0)
+    while at < size:
+        block, inside = (low + at) // page, (low + at) % page
+        key, count = state[r, AT] + table[state[r, PAGES] + block] + inside * codes[0], min(size - at, page - inside)
+        if codes[0] == 4 * words:
+            room[words * at : words * (at + count)] = memory(key, words * count, room)
+        else:
+            for i in range(at, at + count):
+                room[words * i : words * (i + 1)] = memory(key, words, room)
+                key += codes[0]
+        at += count
+    return _address(room), laid
+
+
+@numba.njit
+def _collect_paged(r0, r1, a, b, state, codes, planes, weights, pages, work):
+    """Pass over keys [a, b), which are in pages, as `_collect` does."""
+    stay_a_function()
+    _, _, buffer, kept, histogram, top = work
+    for low in range(a - a % LANES, b, CHUNK):
+        for q in range(r0, r1):
+            at, end = max(low, state[q, FROM]), min(low + CHUNK, b, state[q, TO])
+            if state[q, WANTED] == 0 or at >= end:
+                continue
+            count = _make_room(q, end - at, state, kept[q], top, histogram)
+            whole = whole_end = end
+            if codes[2]:  # those that fill LANES are read where they lie
+                whole = min(end, (at + LANES - 1) // LANES * LANES)
+                whole_end = whole + (end - whole) // LANES * LANES
+            if at < whole:
+                count = _append_laid(q, at, whole, state, codes, planes, weights, pages, work, count)
+            if whole < whole_end:
+                floor = state[q, FLOOR]
+                where = state[q, AT], state[q, PAGES], whole, whole_end
+                count = _append_pages(where, planes[q], weights, buffer[q], floor, pages, kept[q], count)
+            if whole_end < end:
+                count = _append_laid(q, whole_end, end, state, codes, planes, weights, pages, work, count)
+            state[q, KEPT] = count
+
+
+@numba.njit
+def _append_laid(q, low, high, state, codes, planes, weights, pages, work, count):
+    """Score keys [low, high), at most CHUNK, out of their pages and append those that reach the floor, as `_append`."""
+    stay_a_function()
+    tile, places, buffer, kept, _, _ = work
+    keys, laid = _lay_out(q, low, high - low, state, codes, pages)
+    _score(keys, laid, high - low, tile, weights, planes, q, np.int64(1), places, buffer)
+    return _append(buffer[q, : high - low], state[q, FLOOR], low, kept[q], count)
+
+
+@numba.njit
+def _append_pages(where, planes, weights, buffer, floor, pages, kept, count):
+    """Score keys [low, high), multiples of LANES, where they lie in pages and append those that reach the floor."""
+    stay_a_function()
+    keys, at, low, high = where
+    page, table = pages[0], pages[1]
+    threshold, p, w, out = np.uint16(floor), _address(planes), _address(weights), _address(buffer)
+    last, shift, inside = high - 1, np.int64(0), page - 1
+    while np.int64(1) << shift < page:
+        shift += 1
+    blocks = memory(_address(table) + 8 * at, (last >> shift) + 1, table)
+    for i in range(low, high, LANES):
+        first, second = _place(keys, blocks, i, shift, inside), _place(keys, blocks, i + QUARTER, shift, inside)
+        third = _place(keys, blocks, i + 2 * QUARTER, shift, inside)
+        fourth = _place(keys, blocks, i + 3 * QUARTER, shift, inside)
+        for part in range(0, LANES, QUARTER):
+            near = _place(keys, blocks, min(i + SOON + part, last), shift, inside)
+            far = _place(keys, blocks, min(i + LATER + part, last), shift, inside)
+            for at in range(0, 16 * QUARTER, 64):
+                prefetch(near + at)
+                prefetch_far(far + at)
+        mask = score_pairs(first, second, third, fourth, p, w, len(weights), threshold, out, buffer)
+        if mask:
+            count = _take(mask, buffer, np.int64(0), i, kept, count)
+    return count
+
+
+@numba.njit
+def _place(keys, blocks, i, shift, inside):
+    """Return where key i lies in pages of 2^shift keys of 16 bytes."""
+    return keys + blocks[np.uint64(i) >> np.uint64(shift)] + ((i & inside) << 4)
 
 
 @numba.njit
@@ -418,7 +526,7 @@ def _append_stash(q, size, state, planes, weights, short, work):
     for i in range(size):
         copy_key(keys + 16 * indices[i], c + 16 * i)
     for start in range(0, size, LANES):
-        mask = score_pairs(c + 16 * start, p, w, len(weights), threshold, out, buffer)
+        mask = _score_beside(c + 16 * start, p, w, len(weights), threshold, out, buffer)
         if size - start < LANES:
             mask &= (np.uint64(1) << np.uint64(size - start)) - np.uint64(1)
         while mask:
@@ -451,7 +559,7 @@ def _append_both(q, low, high, state, codes, planes, weights, short, work):
 
 
 @numba.njit
-def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, top):
+def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, top, pages):
     """Return a score that about as many keys of row r reach as it wants, rather more, from runs spread over them.
 
     0, which all of them reach, where a sample would not pay. The number of the best keys that a sample meets has the
@@ -463,7 +571,7 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
     runs = min(max(n // 4096, 8), 128)
     if n < 32 * RUN or 4 * k >= n or k == 0:
         return 0
-    for run in range(runs):
+    for run in range(runs if pages[0] == 0 else 0):
         for i in range(0, RUN, max(64 // max(abs(step), 1), 1)):
             prefetch(keys + (low + run * (n - RUN) // (runs - 1) + i) * step)
     shift = 0
@@ -471,8 +579,11 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
         shift += 1
     histogram[: (top >> shift) + 1] = 0
     for run in range(runs):
-        place = keys + (low + run * (n - RUN) // (runs - 1)) * step
-        _score(place, codes, np.int64(RUN), tile, weights, planes, r, np.int64(1), places, buffer)
+        at, laid = low + run * (n - RUN) // (runs - 1), codes
+        place = keys + at * step
+        if pages[0]:
+            place, laid = _lay_out(r, at, np.int64(RUN), state, codes, pages)
+        _score(place, laid, np.int64(RUN), tile, weights, planes, r, np.int64(1), places, buffer)
         for i in range(RUN):
             histogram[buffer[r, i] >> shift] += 1
     expected = k * runs * RUN / n
@@ -499,7 +610,7 @@ def _score(place, codes, size, tile, weights, planes, r, rows, places, like):
         for i in range(0, whole, LANES):
             for q in range(rows):
                 out = places[r + q] + i * like.itemsize
-                score_pairs(place + 16 * i, p + 16 * count * q, w, count, np.uint16(0), out, like)
+                _score_beside(place + 16 * i, p + 16 * count * q, w, count, np.uint16(0), out, like)
     elif words == 1 and bits == 64 and step == 8:
         whole = size // KEYS * KEYS
         for i in range(0, whole, KEYS):
@@ -507,6 +618,14 @@ def _score(place, codes, size, tile, weights, planes, r, rows, places, like):
     for i in range(whole, size, KEYS):
         transpose(place + i * step, step, min(KEYS, size - i) - 1, bits // 32, t)
         score_columns(t, 8 * KEYS, words, p, w, count, rows, o, i * like.itemsize, like)
+
+
+@numba.njit
+def _score_beside(keys, planes, weights, count, threshold, out, like):
+    """Do what `score_pairs` does for keys that lie side by side."""
+    part = 16 * QUARTER
+    quarters = keys, keys + part, keys + 2 * part, keys + 3 * part
+    return score_pairs(quarters[0], quarters[1], quarters[2], quarters[3], planes, weights, count, threshold, out, like)
 
 
 @numba.njit
@@ -521,7 +640,7 @@ def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count):
     threshold = np.uint16(floor)  # it fits: a floor is at most one above the top, which validation.score_bits bounds
     p, w, out = _address(planes), _address(weights), _address(buffer)
     for i in range(low, high - LANES + 1, LANES):
-        mask = score_pairs(keys, p, w, len(weights), threshold, out, buffer)
+        mask = _score_beside(keys, p, w, len(weights), threshold, out, buffer)
         keys += 16 * LANES
         if mask:
             count = _take(mask, buffer, np.int64(0), i, kept, count)

@@ -20,9 +20,12 @@ MORE = 4  # of 64 scores that rarely more reach a good floor
 ROOM = 1 << 20  # of what all rows of a block keep: 8 MiB
 STASH = 256  # keys of a shortlist that wait to be scored together
 
-HEADER = N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST = range(13)
-COLUMNS = QUERY, KEYS, OUT, K, LOW, HIGH = range(6)
+HEADER = N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST, PAGE = range(
+    14
+)
+COLUMNS = QUERY, KEYS, OUT, K, LOW, HIGH, TABLE = range(7)
 FIRST_WEIGHT = len(HEADER)
+NO_TABLE = np.empty(0, np.int64)
 
 
 class Plan(NamedTuple):
@@ -35,6 +38,7 @@ class Plan(NamedTuple):
         tasks, workers: of threads.run.
         readable: whether the words of each key lie in turn, as the kernels read them.
         parts: of the keys, each of which a search selects from on its own.
+        table: of keys in pages, where in bytes each block of each row begins, int64, flat.
     """
 
     header: NDArray[np.int64]
@@ -44,6 +48,7 @@ class Plan(NamedTuple):
     workers: int
     readable: bool
     parts: int = 1
+    table: NDArray[np.int64] = NO_TABLE
 
 
 def score(

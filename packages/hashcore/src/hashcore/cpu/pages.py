@@ -1,0 +1,73 @@
+"""Keys in pages: what a search is told so that it reads them where they lie.
+
+A pool [..., M, S, W] has M pages of S keys. Position j of a row is key j % S of page blocks[j // S]. For the checks and
+for the plan the keys of a row are N = T S of them, T its blocks; the kernel adds where each block begins.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hashcore import validation
+from hashcore.cpu import layout, plan
+from hashcore.cpu.plan import Plan
+from hashcore.validation import Asked, Layout
+
+
+def laid(pool: NDArray[Any], blocks: Any) -> Layout:
+    """Return the layout [..., N, W] of the keys of one row of blocks, once everything but values is checked."""
+    keys = layout.of(pool)
+    validation.codes("keys", keys, "[..., M, S, W]")
+    if blocks.dtype not in (np.int32, np.int64):
+        raise TypeError(f"blocks must be int32 or int64 page numbers, got {blocks.dtype}; convert them")
+    if blocks.ndim == 0:
+        raise ValueError("blocks must have shape [..., T], got a scalar; add a dimension")
+    if not (pool.flags.aligned and (keys.strides[-1] == 4 or keys.shape[-1] == 1)):
+        raise ValueError(
+            f"the words of a key in pages must lie side by side and aligned, got strides {list(keys.strides)}; "
+            "keys in pages are never copied"
+        )
+    n = blocks.shape[-1] * keys.shape[-2]
+    return Layout(
+        keys.dtype, (*keys.shape[:-3], n, keys.shape[-1]), (*keys.strides[:-3], keys.strides[-2], keys.strides[-1])
+    )
+
+
+def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any], wanted: Asked, lead: tuple[int, ...]) -> Plan:
+    """Return a plan of a search of the laid out keys with the pages of its rows.
+
+    Raises: ValueError if blocks are not a table per row, or a row sees a page that the pool does not have.
+    """
+    shape = blocks.shape[:-1]
+    try:
+        offsets = np.arange(math.prod(shape)).reshape(shape)
+        numbers = np.broadcast_to(offsets, lead).ravel()
+    except ValueError:
+        raise ValueError(
+            f"blocks must broadcast to one table per row, shape {[*lead, 'T']}, got {list(blocks.shape)}; insert "
+            "dimensions of size 1"
+        ) from None
+    size, width = pool.shape[-2], blocks.shape[-1]
+    table = blocks.reshape(math.prod(shape), width).astype(np.int64)
+    _check(table, numbers, wanted, pool.shape[-3], size)
+    header, rows = made.header.copy(), made.rows.copy()
+    header[plan.PAGE], rows[:, plan.TABLE] = size, numbers * width
+    table *= pool.strides[-3]
+    return made._replace(header=header, rows=rows, table=table.ravel())
+
+
+def _check(table: NDArray[np.int64], numbers: NDArray[np.int64], wanted: Asked, pages: int, size: int) -> None:
+    """Require pages that exist where a row sees them; what lies beyond may be anything."""
+    if not table.size or not len(numbers) or (table.min() >= 0 and table.max() < pages):
+        return
+    low, high = (np.broadcast_to(np.asarray(x), numbers.shape)[:, None] for x in (wanted.low, wanted.high))
+    first = np.arange(table.shape[1]) * size
+    seen, of_rows = (first + size > low) & (first < high) & (low < high), table[numbers]
+    wrong = seen & ((of_rows < 0) | (of_rows >= pages))
+    if wrong.any():
+        raise ValueError(
+            f"blocks must be in 0..{pages - 1}, the pages of keys, where a row sees them, got "
+            f"{int(of_rows[wrong][0])}; shorten lengths or fill the table"
+        )

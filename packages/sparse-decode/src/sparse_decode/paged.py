@@ -1,0 +1,202 @@
+"""Decode steps over keys, values and codes in pages, as engines keep them: pools and tables in, output out.
+
+A pool is one tensor whose first dimension counts pages of S tokens; a row (one sequence that decodes one token) has its
+token j in page blocks[j // S], at j % S. Pages of any stride, so that keys, values and codes of a page may lie beside
+each other: what copies, shares or takes away a page does the same to its codes. No engine is imported.
+
+The way of a row is that of `attach`: tokens it sees -> its budget -> the hash's choice -> sink and recent -> attention,
+by the same kernels, which are told where pages lie. What a selection leaves out is not added back here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import hashcore
+import numpy as np
+import torch
+from hashcore.cpu.threads import compiled
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sparse_decode import page_kernels
+from sparse_decode.attend import on_host, require
+from sparse_decode.budget import Budget
+from sparse_decode.select import HashSelector
+
+_LINE = 64  # bytes of a line of memory
+_WORDS = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
+
+
+class Pages(NamedTuple):
+    """What a layer keeps of its tokens, in pages: views, of any strides but the last, which is 1."""
+
+    k: Tensor
+    """Keys after RoPE, [M, Hkv, S, D], float32, bfloat16 or float16."""
+    v: Tensor
+    """Values, [M, Hkv, S, Dv], in the keys' type."""
+    codes: Tensor
+    """Codes of the keys, int32 [M, Hkv, S, W]."""
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> None:
+        """Write tokens where they belong.
+
+        Args:
+            slots: int64 [T]: page times S plus the place in it; -1 leaves a token out.
+            k, v: [T, Hkv, D] and [T, Hkv, Dv], in the pages' type; codes: int32 [T, Hkv, W].
+        Raises: ValueError on other shapes or types, or a slot that there is not; nothing is written then.
+        """
+        pages, _, size, _ = self.k.shape
+        tokens = len(slots)
+        for name, x, target in (("k", k, self.k), ("v", v, self.v), ("codes", codes, self.codes)):
+            wanted = (tokens, target.shape[1], target.shape[3])
+            if x.shape != wanted or x.dtype != target.dtype:
+                raise ValueError(f"{name} must be {target.dtype} {wanted}, got {x.dtype} {tuple(x.shape)}")
+        if slots.dtype != torch.int64 or (tokens and not -1 <= int(slots.min()) <= int(slots.max()) < pages * size):
+            raise ValueError(f"slots must be int64 of -1..{pages * size - 1}, the room of {pages} pages")
+        for x, target in ((k, self.k), (v, self.v), (codes, self.codes)):
+            _write(slots.numpy(), x, target)
+
+
+def tail_bytes(block_size: int, heads: int, words: int, others: int) -> int:
+    """Return the bytes to add to a page of `others` bytes so that it holds codes, too.
+
+    Whole lines of memory, and an odd number of them in all: in pages of 2^n bytes the codes of all pages would fall to
+    the same few places of a cache.
+    """
+    lines = -(-(others + 4 * block_size * heads * words) // _LINE)
+    return (lines + 1 - lines % 2) * _LINE - others
+
+
+class Step(NamedTuple):
+    """What the rows of a step ask for: the same in all layers that have one budget."""
+
+    blocks: NDArray[np.int64]
+    """Pages of each row, [B, T]."""
+    lengths: NDArray[np.int64]
+    """Tokens that each row sees, its own among them, [B]."""
+    reads: NDArray[np.int64]
+    """Tokens that each row reads, [B]."""
+    dense: NDArray[np.bool_]
+    """Which rows read all they see, [B]."""
+    budget: Budget
+
+    @classmethod
+    def of(cls, blocks: Tensor, lengths: Tensor, budget: Budget, pages: int, size: int) -> Step:
+        """Describe a step.
+
+        Args:
+            blocks: int32 or int64 [B, T]; what lies behind the last page of a row may be anything.
+            lengths: integers [B], above 0, at most T times `size`.
+            pages, size: how many pages there are, of how many tokens.
+        Raises: ValueError if the two do not fit each other, or a row's page is none of the pool.
+        """
+        table, seen = blocks.numpy().astype(np.int64), lengths.numpy().astype(np.int64)
+        if table.ndim != 2 or seen.shape != table.shape[:1]:
+            raise ValueError(f"blocks [B, T] and lengths [B] are needed, got {table.shape} and {seen.shape}")
+        if len(seen) and not 0 < seen.min() <= seen.max() <= table.shape[1] * size:
+            raise ValueError(
+                f"lengths must be in 1..{table.shape[1] * size}, the tokens of {table.shape[1]} blocks, got "
+                f"{seen.min()}..{seen.max()}"
+            )
+        used = np.arange(table.shape[1]) * size < seen[:, None]
+        if ((table < 0) | (table >= pages))[used].any():
+            raise ValueError(f"blocks must name pages 0..{pages - 1} as far as lengths reach, got others")
+        reads = budget.count(torch.from_numpy(seen)).numpy()
+        return cls(np.where(used, table, 0), seen, reads, reads >= seen, budget)
+
+
+class PagedLayer:
+    """One sparse layer of a model whose keys are in pages.
+
+    Args:
+        layer: index in the model.
+        selector: the hash.
+        scaling: factor on the logits; softcap, sinks: what else the model does to them, as in `attend`.
+    Attributes:
+        selected, visible: tokens read and seen so far, over rows and query heads.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        selector: HashSelector,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ):
+        if selector.per_query_head:
+            raise ValueError("pages hold one code per KV head, got a selector with one per query head; use another")
+        self.layer: int = layer
+        self.selector: HashSelector = selector
+        self.scaling: float = scaling
+        self.softcap: float | None = softcap
+        self.sinks: Tensor | None = sinks
+        self.selected: int = 0
+        self.visible: int = 0
+
+    def encode(self, k: Tensor) -> Tensor:
+        """Hash keys [T, Hkv, D] to codes int32 [T, Hkv, W]."""
+        return self.selector.encode_keys(self.layer, k.transpose(0, 1)[None])[0].transpose(0, 1)
+
+    def decode(self, q: Tensor, pages: Pages, step: Step) -> Tensor:
+        """Attend, each row to its selection.
+
+        Args:
+            q: [B, Hq, D], in the pages' type; the row's own key is in the pages already.
+        Returns: [B, Hq, Dv] in q's type.
+        Raises: ValueError on other shapes, types or devices.
+        """
+        require(q.device, q.dtype)
+        heads = pages.k.shape[1]
+        if q.device.type != "cpu" or q.dtype != pages.k.dtype or len(q) != len(step.lengths) or q.shape[1] % heads:
+            raise ValueError(
+                f"q must be {pages.k.dtype} [{len(step.lengths)}, a multiple of {heads}, {pages.k.shape[3]}] in CPU "
+                f"memory, got {q.dtype} {tuple(q.shape)} on {q.device}"
+            )
+        rows = q[:, :, None]
+        chosen = self._choose(rows, pages.codes, step)
+        indices = np.empty((len(q), heads, 1, int(step.reads.max(initial=0))), np.int64)
+        ends = step.budget.sink, step.budget.recent
+        compiled(page_kernels.list_tokens)(0, len(q), step.lengths, step.dense, chosen, *ends, indices)
+        given = torch.from_numpy(indices), self.scaling, self.softcap, self.sinks, None
+        out = on_host(rows, pages.k, pages.v, *given, step.blocks)[0]
+        self.selected += int(step.reads.sum()) * q.shape[1]
+        self.visible += int(step.lengths.sum()) * q.shape[1]
+        return out[:, 0]
+
+    def _choose(self, rows: Tensor, codes: Tensor, step: Step) -> NDArray[np.int64]:
+        """Search for what sparse rows read besides sink and recent: indices [B, H, 1, K]."""
+        budget = step.budget
+        if step.dense.all():
+            return np.empty((len(rows), codes.shape[1], 1, 0), np.int64)
+        planes, weights = self.selector.encode_queries(self.layer, rows)
+        k = np.where(step.dense, 0, np.maximum(step.reads - budget.sink - budget.recent, 0))
+        how: dict[str, Any] = {"sink": budget.sink, "recent": budget.recent, "order": "index"}
+        pool, by_row = codes.numpy().transpose(1, 0, 2, 3)[:, None], (slice(None), None, None)
+        how |= {"blocks": step.blocks[by_row], "lengths": step.lengths[by_row]}
+        return hashcore.search(planes.numpy(), pool, k[by_row], weights, **how)[1]
+
+
+def _write(slots: NDArray[np.int64], x: Tensor, target: Tensor) -> None:
+    """Copy [T, H, C] to pages [M, H, S, C], of numbers of one size."""
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    reach = (_reach(x), _reach(target))
+    (_, heads, count), (page, head, token, _) = x.shape, target.stride()
+    compiled(page_kernels.write)(
+        0,
+        len(slots),
+        x.data_ptr(),
+        (x.stride(0), x.stride(1)),
+        target.data_ptr(),
+        (page, token, head),
+        reach,
+        (heads, count, target.shape[2]),
+        slots,
+        _WORDS[x.element_size()],
+    )
+
+
+def _reach(x: Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
