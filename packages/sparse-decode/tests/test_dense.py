@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode import Budget, attach, compiled, dense_kernels, dense_step
+from sparse_decode import Budget, attach, compiled, dense_kernels, dense_step, interface
 from sparse_decode.dense import attend_all, attend_all_reference
 from sparse_decode_doubles import FAMILIES, SignHasher, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
@@ -129,6 +129,7 @@ def test_dense_layers_of_attached_models_are_as_dense(family, rows, monkeypatch)
         return attend_all(*given, **options)
 
     monkeypatch.setattr(dense_step, "attend_all", counted)
+    monkeypatch.setattr(interface, "OWN_FROM", 0)
     with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=[0, 2, 1]):
         torch.testing.assert_close(steps(model, rows), expected, atol=2e-4, rtol=2e-4)
     assert served == [rows] * 8, "four layers, two steps, no prompt"

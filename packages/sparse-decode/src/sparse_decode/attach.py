@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, cast
+from weakref import WeakSet
 
 import torch
 from hashtrain import ModelShape
@@ -23,12 +23,13 @@ from sparse_decode import flash
 from sparse_decode.blocks import RowRule
 from sparse_decode.break_even import break_even
 from sparse_decode.budget import Budget
-from sparse_decode.cache import CODED, CodedDynamicLayer, Encoder, carry_codes, coded_type, is_quantised, no_codes
+from sparse_decode.cache import CODED, CodedDynamicLayer, carry_codes, coded_type, is_quantised
 from sparse_decode.forecast import Forecast, forecast
-from sparse_decode.interface import DENSE, FLASH_NAME, KEYWORD, NAMES, AttentionName, Call, register
+from sparse_decode.growing import GrowingLayer, grow, stop_growing
+from sparse_decode.hooks import Hook
+from sparse_decode.interface import FLASH_NAME, NAMES, AttentionName, Call, register
 from sparse_decode.model import (
     CACHE_NAMES,
-    OTHER_STATES,
     Attention,
     dense_modules,
     dense_name,
@@ -139,8 +140,8 @@ class Attachment:
         self.break_even: int | None = None
         self._on_host = on_host
         self._ranks = 1
-        self._growing = Encoder(no_codes)
-        self._dense: tuple[Attention, ...] = ()
+        self._growing = WeakSet[CacheLayerMixin]()
+        self._dense: tuple[int, ...] = ()
         if selector is not None:
             chosen = _as_selector(selector)
             chosen.require_match(text_decoder(model).config)
@@ -202,12 +203,11 @@ class Attachment:
             name = AttentionName.of(FLASH_NAME if kernel == "flash" else NAMES[dense], dense)
             set_attention(model, name)
             self._name = name
-            for found in modules.values():
-                hook = partial(self._hook, found.arguments)
-                self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
-            self._dense = tuple(dense_modules(model, modules))
-            for found in self._dense:
-                hook = partial(self._dense_hook, found.arguments)
+            self._dense = tuple(found.layer for found in dense_modules(model, modules))
+            may_be_short = kernel == "gather" and not on_host
+            ways = (self._config, name), self._called, self._growing, may_be_short
+            for layer, found in modules.items():
+                hook = Hook(self._plans[layer], found.arguments, *ways)
                 self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _settled(self, budget: Budget) -> Budget:
@@ -231,7 +231,8 @@ class Attachment:
             self._name = None
         for plan in self._plans.values():
             plan.encoder.release()
-        self._growing.release()
+        for layer in list(self._growing):
+            stop_growing(layer)
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """Return tokens selected and visible by layer, over all sparse rows and query heads so far."""
@@ -256,36 +257,19 @@ class Attachment:
             "attach to the copy"
         )
 
-    def _hook(
-        self, arguments: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hand the attention function its call; make the layer's cache carry codes at first sight."""
-        if self._config._attn_implementation != self._name:
-            raise ValueError(
-                f'attention was set to "{self._config._attn_implementation}" while sparse attention is attached; call '
-                "detach() before set_attn_implementation, and attach again"
-            )
-        given = {**dict(zip(arguments, args, strict=False)), **kwargs}
-        if any(given.get(name) is not None for name in OTHER_STATES):
-            return args, kwargs  # this call attends to another sequence
-        plan = self._plans[module.layer_idx]
+    def _called(self, plan: LayerPlan, given: dict[str, Any]) -> Call:
+        """Say what the attention function must know; make the layer's cache carry codes at first sight."""
         cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
-        held = None if cache is None else self._held(plan, cache)
-        return args, {**kwargs, KEYWORD: Call(plan, held)}
+        return Call(plan, None if cache is None else self._held(plan, cache))
 
-    def _dense_hook(
-        self, arguments: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let a layer that stays dense use our kernel in decode steps, and a cache that grows in place."""
-        given = {**dict(zip(arguments, args, strict=False)), **kwargs}
-        if any(given.get(name) is not None for name in OTHER_STATES):
-            return args, kwargs  # this call attends to another sequence
-        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
-        if isinstance(cache, DynamicCache) and _decodes_on_cpu(given.get("hidden_states")):
-            layers, layer = cast("list[Any]", cache.layers), module.layer_idx
-            if layer < len(layers) and type(layers[layer]) is DynamicLayer and layers[layer].get_seq_length():
-                carry_codes(layers[layer], self._growing)
-        return args, {**kwargs, KEYWORD: DENSE}
+    def _grow(self, cache: Any) -> None:
+        """Let the layers that stay dense grow in place on the CPU, where the cache has filled them."""
+        if type(cache) is not DynamicCache:
+            return
+        for index in self._dense:
+            held = cache.layers[index] if index < len(cache.layers) else None
+            if type(held) is DynamicLayer and held.is_initialized and held.device.type == "cpu":
+                grow(held, self._growing)
 
     def memory(self, cache: Cache) -> tuple[int, int]:
         """Return bytes of a cache's keys and values, in all layers, and of its codes and the sums of its remainder."""
@@ -305,7 +289,7 @@ class Attachment:
         """
         shape = ModelShape.of(text_decoder(self.model).config)
         mine = shape if self._ranks == 1 else shard_shape(shape, self._ranks)
-        growing = [found.layer for found in self._dense] if self.model.device.type == "cpu" else []
+        growing = self._dense if self.model.device.type == "cpu" else ()
         return forecast(self.model, mine, self._plans, batch, tokens, growing)
 
     def prepare(self, cache: Cache) -> Cache:
@@ -332,17 +316,11 @@ class Attachment:
         if torch.compiler.is_compiling():
             raise ValueError("the first call with a cache must not be compiled; call prepare(cache) on the attachment")
         if not self._on_host:
+            self._grow(cache)
             return carry_codes(held, plan.encoder)
-        if type(held) not in (DynamicLayer, CodedDynamicLayer, HostLayer):
+        if type(held) not in (DynamicLayer, GrowingLayer, CodedDynamicLayer, HostLayer):
             raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
         return carry_codes(held, plan.encoder, HostLayer)
-
-
-def _decodes_on_cpu(hidden: Any) -> bool:
-    """Say whether a layer that gets these states [B, T, X] may have a cache that is written to in place."""
-    if torch.compiler.is_compiling() or not isinstance(hidden, Tensor) or hidden.device.type != "cpu":
-        return False
-    return not hidden.requires_grad
 
 
 def _device_of(module: Any) -> torch.device:

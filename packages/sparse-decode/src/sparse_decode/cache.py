@@ -24,6 +24,7 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 
 from sparse_decode.buffer import GrowingBuffer
+from sparse_decode.growing import GrowingLayer, stop_growing
 from sparse_decode.modes import no_autocast, ordinary_tensors
 from sparse_decode.opaque import enrol, write_codes
 from sparse_decode.positions import readable
@@ -140,11 +141,6 @@ class Encoder:
             if getattr(layer, "encoder", None) is self:  # another attachment may have taken it over
                 drop_codes(layer)
         self._layers.clear()
-
-
-def no_codes(keys: Tensor) -> Tensor:
-    """Return codes of no bits: a dynamic layer that carries these only grows in place."""
-    return keys.new_empty(*keys.shape[:3], 0, dtype=torch.int32)
 
 
 class CodedLayer(Protocol):
@@ -555,7 +551,7 @@ def coded_type(plain: type) -> type[_Coded] | None:
 
     Raises: ValueError for quantised layers of a transformers in which they are not whole.
     """
-    if plain is DynamicLayer:
+    if plain in (DynamicLayer, GrowingLayer):
         return CodedDynamicLayer
     if plain is StaticLayer:
         return CodedStaticLayer
@@ -580,6 +576,7 @@ def carry_codes(layer: CacheLayerMixin, encoder: Encoder, coded: type[_Coded] | 
     """
     if isinstance(layer, _Coded):
         drop_codes(layer)
+    stop_growing(layer)
     coded = coded or coded_type(type(layer))
     if coded is None:
         raise ValueError(f"a layer type that can carry codes is needed, got {type(layer).__name__}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils.output_capturing import _active_collector
 
@@ -16,8 +17,25 @@ from sparse_decode.attend import KINDS
 from sparse_decode.dense import attend_all
 from sparse_decode.modes import autocasts
 
+OWN_FROM = 256
+"""Tokens from which on our kernel attends: below, torch's own takes less time than calling ours."""
+QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
+"""Keywords that reach attention and mean nothing to it."""
 MOST_ROWS = 16
 """Query rows of a sequence up to which a call with a past is a decode step: more than that are a piece of a prompt."""
+
+
+def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:
+    """Attend with one row a sequence, that sees all tokens, as transformers lets torch do it: [B, 1, Hq, Dv].
+
+    This is all that transformers' function does in such a call, without asking what it is.
+    """
+    shared = query.shape[1] != key.shape[1]
+    if shared and not key.shape[3] == value.shape[3] <= 256:
+        query = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+        shared = False
+    out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=shared)
+    return out.view(out.shape[0], 1, -1, value.shape[3])
 
 
 def attend_step(

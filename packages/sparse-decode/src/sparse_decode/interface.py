@@ -22,6 +22,7 @@ from sparse_decode import flash
 from sparse_decode.attend import require
 from sparse_decode.blocks import Inputs
 from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
+from sparse_decode.dense_step import OWN_FROM, QUIET, attend_by_torch
 from sparse_decode.dense_step import attend_step as attend_dense_step
 from sparse_decode.modes import autocasts, no_autocast
 from sparse_decode.offload import HostLayer
@@ -94,13 +95,14 @@ class Call:
         return codes
 
 
-class DenseCall:
-    """What the attention function must know of a call of a layer that stays dense: that its keys are its own."""
+class Short(Call):
+    """A call that leaves a context below the break-even: its cache is a plain one. One for all calls of a layer."""
 
-    __slots__ = ()
+    __slots__ = ("count",)
 
-
-DENSE = DenseCall()
+    def __init__(self, plan: LayerPlan):
+        super().__init__(plan, None)
+        self.count: Callable[[int, int], None] = plan.count_short
 
 
 def register() -> None:
@@ -137,8 +139,12 @@ def attention(
         Query [B, Hq, Q, D], key and value [B, Hkv, N, D], mask [B, 1, Q, N] or None.
     Returns: [B, Q, Hq, D], and attention weights only from dense eager attention.
     """
-    given: Call | DenseCall | None = kwargs.pop(KEYWORD, None)
-    call = given if isinstance(given, Call) else None
+    call: Call | None = kwargs.pop(KEYWORD, None)
+    if type(call) is Short and attention_mask is None and not dropout and kwargs.keys() <= QUIET:
+        batch, heads, rows, _ = query.shape
+        if rows == 1:
+            call.count(batch * heads, key.shape[2])
+            return attend_densely(module, query, key, value, None, 0.0, scaling)
     # A static cache returns all its room; its length is a tensor, which a compiled graph must not read.
     length = call.cache.cumulative_length if call is not None and isinstance(call.cache, StaticLayer) else None
     compiling = torch.compiler.is_compiling()
@@ -149,9 +155,7 @@ def attention(
         k, v = key, value
         if call is not None and isinstance(call.cache, HostLayer):
             k, v = call.cache.all_on(query.device)
-        if given is not None:
-            return attend_densely(module, query, k, v, attention_mask, dropout, scaling, **kwargs)
-        return _as_the_model_does(module, query, k, v, attention_mask, dropout, scaling, **kwargs)
+        return attend_densely(module, query, k, v, attention_mask, dropout, scaling, **kwargs)
 
     if call is None:
         return dense()
@@ -330,30 +334,22 @@ def attend_densely(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> Output:
-    """Attend to all visible tokens of a layer's own keys: decode steps on the CPU by our kernel, all else as the model.
+    """Attend to all visible tokens: long decode steps on the CPU by our kernel, all else as the model does.
 
     Args: those of `attention`.
     """
-    if (name := module.config._attn_implementation) != FLASH_NAME:
+    name = module.config._attn_implementation
+    alone = mask is None and query.shape[2] == 1
+    if key.shape[2] < OWN_FROM:
+        if alone and name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
+            return attend_by_torch(query, key, value, dropout, scaling), None
+    elif name != FLASH_NAME:
         factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
         eager = name in ("eager", NAMES["eager"])
         out = attend_dense_step(module, query, key, value, mask, factor, dropout, eager, kwargs)
         if out is not None:
             return out, None
-    return _as_the_model_does(module, query, key, value, mask, dropout, scaling, **kwargs)
-
-
-def _as_the_model_does(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    **kwargs: Any,
-) -> Output:
-    if mask is None and query.shape[2] == 1 and module.config._attn_implementation == NAMES["eager"]:
+    if alone and name == NAMES["eager"]:
         mask = query.new_zeros(1, 1, 1, key.shape[2])  # some eager attention adds it unasked
     return dense_attention(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
 

@@ -74,6 +74,12 @@ class LayerPlan:
         """Return how many of a call's query rows are worked on at once, of `n` tokens each."""
         return min(rows, rows_at_once(batch, query_heads, n))
 
+    def count_short(self, rows: int, n: int) -> None:
+        """Count a call of one row for each of so many heads and sequences, all of which attended to `n` tokens."""
+        start = self.rule.start
+        if n > (1 if start is None else start):
+            self.tally.add(rows * n, rows * n)
+
     def count_dense(self, x: Inputs, tally: Tally | None = None) -> None:
         """Count a call in which every row attended to all it saw, because it saw so little."""
         (batch, hq, n_queries, _), n, tally = x.q.shape, x.k.shape[2], tally or self.tally

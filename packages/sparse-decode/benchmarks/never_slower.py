@@ -1,0 +1,136 @@
+"""Time decode steps of an attached model beside the same model as it is, from one token of context up, on the CPU.
+
+    uv run packages/sparse-decode/benchmarks/never_slower.py --threads 2
+
+SmolLM2-135M's shape with random weights in bfloat16, or a folder with --model; untrained `transform` hashers with some
+remainder. `attached` has `attach`'s own default budget, which leaves short contexts dense; `dense layers` is attached
+with every layer below its break-even; `sparse` has none. Caches are filled with random numbers, and forget each step's
+token again.
+
+Steps take turns in one process; times are processor time with one thread and wall time with more, ratios are medians of
+neighbours. The bar: at no length is an attached step more than 2 % slower.
+The last line is JSON; the exit status is 1 if the bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
+from sparse_decode import Budget, attach
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
+
+LENGTHS = [1, 16, 64, 256, 1024, 4096, 8192]
+SLOWER_ASKED = 1.02
+NEVER = 1 << 30
+WARM_UP = 4
+
+Step = Callable[[], object]
+
+
+def make_model(layers: int) -> PreTrainedModel:
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        max_position_embeddings=1 << 17,
+        tie_word_embeddings=True,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def make_hasher(model: PreTrainedModel) -> Hasher:
+    shape = ModelShape.of(model.config)
+    hasher = Hasher(HasherConfig("transform", shape)).requires_grad_(False)
+    for layer in range(shape.num_layers):
+        hasher.layer(layer).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1, 0.6]))
+    return hasher
+
+
+def attached_models(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """Return the model as it is, and attached in several ways, all with the same weights in the same memory."""
+    hasher, models = make_hasher(model), {"as it is": model}
+    budgets = {"attached": None, "dense layers": Budget(dense_below=NEVER), "sparse": Budget()}
+    for name, budget in budgets.items():
+        models[name] = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        attach(models[name], hasher, budget)
+    return models
+
+
+def step_of(model: PreTrainedModel, keys_values: list[torch.Tensor]) -> tuple[Step, DynamicCache]:
+    """Return a step behind a context that is filled with these keys and values, and its cache."""
+    cache = DynamicCache(config=model.config)
+    for layer, (keys, values) in enumerate(keys_values):
+        cache.update(keys.clone(), values.clone(), layer)
+    n, ids = keys_values[0].shape[3], torch.zeros(1, 1, dtype=torch.long)
+    return (lambda: model(ids, past_key_values=cache, position_ids=torch.full((1, 1), n))), cache
+
+
+def interleaved(steps: dict[str, tuple[Step, DynamicCache]], repeats: int) -> dict[str, list[float]]:
+    """Time steps in turns, each of which its cache forgets; the first ones are not counted."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    for _ in range(repeats + WARM_UP):
+        for name, (step, cache) in steps.items():
+            began = clock()
+            step()
+            times[name].append(clock() - began)
+            cache.crop(-1)
+    return {name: taken[WARM_UP:] for name, taken in times.items()}
+
+
+def compared(over: list[float], under: list[float]) -> dict[str, float]:
+    """Return the median and the quartiles of neighbours' ratios."""
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
+    return {"ratio": round(middle, 4), "low": round(low, 4), "high": round(high, 4)}
+
+
+@torch.no_grad()
+def measure(models: dict[str, PreTrainedModel], n: int, repeats: int) -> dict[str, Any]:
+    config = models["as it is"].config
+    size = 2, 1, config.num_key_value_heads, n, config.hidden_size // config.num_attention_heads
+    drawn = [torch.empty(size, dtype=models["as it is"].dtype).normal_() for _ in range(config.num_hidden_layers)]
+    times = interleaved({name: step_of(model, drawn) for name, model in models.items()}, repeats)
+    plain = times.pop("as it is")
+    row = {"n": n, "as it is": {"ms": round(1e3 * statistics.median(plain), 2)}}
+    for name, taken in times.items():
+        row[name] = {"ms": round(1e3 * statistics.median(taken), 2), **compared(taken, plain)}
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder or hub id in place of random weights")
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--only", nargs="+", help="ways to attach, all by default")
+    parser.add_argument("--repeats", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    torch.manual_seed(0)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model = load(given.model, dtype=torch.bfloat16).eval() if given.model else make_model(given.layers)
+    models = attached_models(model)
+    models = {name: each for name, each in models.items() if name in ("as it is", *(given.only or models))}
+    rows = []
+    for n in given.lengths:
+        rows.append(measure(models, n, given.repeats))
+        print(f"{n:>7,} tokens: " + ", ".join(f"{name} {found}" for name, found in rows[-1].items() if name != "n"))
+    missed = [row["n"] for row in rows if row.get("attached", {"ratio": 0})["ratio"] > SLOWER_ASKED]
+    print(json.dumps({"asked": SLOWER_ASKED, "repeats": given.repeats, "missed": missed, "rows": rows}))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,106 @@
+"""A dynamic cache layer that grows in place: what layers without codes have in decode steps on the CPU.
+
+The plain one copies all keys and values in each step. This one overrides nothing but `update`: whatever else changes
+`keys` and `values` (crops, presses, beams) leaves other tensors there, which the next update takes over.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from sparse_decode.buffer import spare_rows
+from sparse_decode.modes import ordinary_tensors
+
+FROM = 256
+"""Tokens below which copying them all takes less time than Python needs to avoid it."""
+
+
+class GrowingLayer(DynamicLayer):
+    """A `DynamicLayer` with room for later tokens behind its keys and values. `grow` makes it of a plain one."""
+
+    _layer_type = None  # keeps Hugging Face from registering it in place of the plain one
+    keys: Tensor | None
+    values: Tensor | None
+    _room: tuple[Tensor, Tensor] | None = None
+    _shown: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, Hkv, t, D]."""
+        keys, values = self.keys, self.values
+        plain = torch.compiler.is_compiling() or key_states.requires_grad or value_states.requires_grad
+        if plain or keys is None or values is None or keys.dim() < 4 or not self._fits(key_states, value_states):
+            return super().update(key_states, value_states, *args, **kwargs)
+        n, t = keys.shape[2], key_states.shape[2]
+        room = self._room
+        if keys is not self._shown[0] or values is not self._shown[1]:
+            room = None if room is None or not (_begins(keys, room[0]) and _begins(values, room[1])) else room
+        if room is None or n + t > room[0].shape[2] or n + t > room[1].shape[2]:
+            room = self._room = _roomy(keys, n + t), _roomy(values, n + t)
+        shown = []
+        for held, new in zip(room, (key_states, value_states), strict=True):
+            held.narrow(2, n, t).copy_(new)
+            shown.append(held.narrow(2, 0, n + t))
+        self.keys, self.values = self._shown = shown[0], shown[1]
+        return shown[0], shown[1]
+
+    def _fits(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """Say whether new tokens are of the form of the held ones; torch has the words for those that are not."""
+        pairs = (key_states, cast(Tensor, self.keys)), (value_states, cast(Tensor, self.values))
+        return all(new.dtype == held.dtype and new.shape[:2] == held.shape[:2] for new, held in pairs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DynamicLayer:
+        memo[id(self)] = twin = plainly(self)
+        for name, value in vars(twin).items():
+            setattr(twin, name, copy.deepcopy(value, memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (plainly(self),)
+
+
+def _itself(layer: CacheLayerMixin) -> CacheLayerMixin:
+    return layer
+
+
+def _begins(x: Tensor, room: Tensor) -> bool:
+    """Say whether x is the first tokens of a buffer, as a crop leaves them."""
+    alike = x.data_ptr() == room.data_ptr() and x.stride() == room.stride() and x.shape[:2] == room.shape[:2]
+    return alike and x.shape[3] == room.shape[3] and x.dtype == room.dtype
+
+
+def _roomy(x: Tensor, tokens: int) -> Tensor:
+    """Copy x [B, H, T, D] to a buffer with room for so many tokens and later ones."""
+    batch, heads, n, width = x.shape
+    with ordinary_tensors():
+        room = torch.empty(batch, heads, tokens + spare_rows(tokens), width, dtype=x.dtype, device=x.device)
+        room.narrow(2, 0, n).copy_(x)
+    return room
+
+
+def plainly(layer: GrowingLayer) -> DynamicLayer:
+    """Return a plain layer that holds the same, without the room behind it."""
+    twin = object.__new__(DynamicLayer)
+    vars(twin).update((name, value) for name, value in vars(layer).items() if name not in ("_room", "_shown"))
+    if isinstance(layer.keys, Tensor) and isinstance(layer.values, Tensor):
+        twin.keys, twin.values = layer.keys.clone(), layer.values.clone()
+    return twin
+
+
+def grow(layer: CacheLayerMixin, layers: WeakSet[CacheLayerMixin]) -> None:
+    """Make a plain dynamic layer grow in place, and note it in `layers`."""
+    layer.__class__ = GrowingLayer
+    layers.add(layer)
+
+
+def stop_growing(layer: CacheLayerMixin) -> None:
+    """Turn a layer back into a plain one; it keeps its keys and values where they are."""
+    if isinstance(layer, GrowingLayer):
+        for name in ("_room", "_shown"):
+            vars(layer).pop(name, None)
+        layer.__class__ = DynamicLayer

@@ -1,0 +1,95 @@
+"""The hook before an attention module: it hands the attention function its call.
+
+Most calls of a short context are the same: one token, a plain cache, nothing unusual. For these it does as little as it
+can, because a model of small layers takes a millisecond for each, and two hundredths of that are soon spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+
+from sparse_decode.growing import FROM, GrowingLayer, grow
+from sparse_decode.interface import KEYWORD, Short
+from sparse_decode.model import CACHE_NAMES, OTHER_STATES
+from sparse_decode.plan import LayerPlan
+
+_OTHERS = frozenset(OTHER_STATES)
+
+
+class Hook:
+    """What torch calls before a sparse layer's attention module.
+
+    Args:
+        ours: the config of the text decoder, and the attention that it must name.
+        told: returns what the attention function is told, from the plan and all arguments by name.
+        growing: the cache layers that grow in place without codes.
+        may_be_short: whether a cache layer may stay a plain one below the break-even.
+    """
+
+    __slots__ = ("_arguments", "_below", "_config", "_growing", "_layer", "_name", "_short", "_told", "plan")
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        arguments: tuple[str, ...],
+        ours: tuple[Any, str],
+        told: Callable[[LayerPlan, dict[str, Any]], Any],
+        growing: WeakSet[CacheLayerMixin],
+        may_be_short: bool,
+    ):
+        self.plan: LayerPlan = plan
+        self._arguments = arguments
+        self._config, self._name = ours
+        self._told = told
+        self._growing = growing
+        self._layer, self._short = plan.layer, Short(plan)
+        below: Any = plan.budget.dense_below
+        self._below: int = below if may_be_short else 0
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if (now := self._config._attn_implementation) is not self._name and now != self._name:
+            raise ValueError(
+                f'attention was set to "{now}" while sparse attention is attached; call detach() before '
+                "set_attn_implementation, and attach again"
+            )
+        if self._below and not args and self._stays_short(kwargs):
+            kwargs[KEYWORD] = self._short  # of this call alone: torch has collected it anew
+            return None
+        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+        if any(given.get(name) is not None for name in OTHER_STATES):
+            return args, kwargs  # this call attends to another sequence
+        if args and self._below and self._stays_short(given):
+            return args, {**kwargs, KEYWORD: self._short}
+        return args, {**kwargs, KEYWORD: self._told(self.plan, given)}
+
+    def _stays_short(self, given: dict[str, Any]) -> bool:
+        """Say whether a call leaves its context so short that the cache layer need not carry codes yet."""
+        cache, hidden = given.get(CACHE_NAMES[0]), given.get("hidden_states")
+        if type(cache) is not DynamicCache or hidden is None or not _OTHERS.isdisjoint(given):
+            return False
+        if self._layer >= len(layers := cache.layers):
+            return False
+        held: Any = layers[self._layer]
+        kind = type(held)
+        if kind is not DynamicLayer and kind is not GrowingLayer:
+            return False
+        new = hidden.shape[1]
+        n = held.keys.shape[2] if held.is_initialized and held.keys.numel() else 0
+        if n + new >= self._below:
+            return False
+        if n >= FROM and new == 1 and kind is DynamicLayer and _may_grow(hidden):
+            grow(held, self._growing)
+        return True
+
+
+def _may_grow(hidden: Tensor) -> bool:
+    """Say whether a layer that gets these states may have a cache that is written to in place."""
+    return hidden.device.type == "cpu" and not hidden.requires_grad and not torch.compiler.is_compiling()
