@@ -84,7 +84,7 @@ def test_the_break_even_is_measured_on_the_models_own_steps(family, monkeypatch)
         assert attachment.break_even in (256, 512, 1024)
         assert attachment._plans[3].budget.dense_below == attachment.break_even
         assert attachment.counts() == {}
-    assert attach(model, SignHasher()).break_even is None
+    assert attach(model, SignHasher(), Budget()).break_even is None
 
 
 def test_contexts_that_would_take_too_much_memory_are_not_tried(monkeypatch):
@@ -92,3 +92,32 @@ def test_contexts_that_would_take_too_much_memory_are_not_tried(monkeypatch):
     monkeypatch.setattr(module, "_seconds", lambda step, device: -1.0 if step.__name__ == "<lambda>" else 0.0)
     with attach(tiny_model(), SignHasher(), Budget(dense_below="measured")) as attachment:
         assert attachment.break_even == 512
+
+
+def test_by_default_a_step_is_dense_until_the_bytes_that_it_saves_are_worth_it(monkeypatch):
+    """Keys and values of 256 bytes a token, codes of 16 a head; 2 % is read at half the speed."""
+    model, (ids, mask) = tiny_model(), prompts((40,))
+    monkeypatch.setattr(module, "EARNS", 38 * (256 - 32 - 2 * 0.02 * 256) + 1)
+    with attach(model, SignHasher()) as attachment:
+        assert attachment.break_even == 39
+        generate(model, ids[:, :30], mask[:, :30], new_tokens=9)
+        assert attachment.density() == dict.fromkeys(attachment.layers, 1.0), "the last step sees 38"
+        generate(model, ids[:, :38], mask[:, :38], new_tokens=2)
+        assert attachment.counts() == dict.fromkeys(
+            attachment.layers, (4 * (sum(range(31, 39)) + 5), 4 * sum(range(31, 40)))
+        )
+
+
+@pytest.mark.parametrize("options", [{"sparse_rows": 5}, {"kv": "host"}, {"budget": Budget()}])
+def test_no_break_even_where_a_length_is_given_or_nothing_is_known_of_bytes(options):
+    model = tiny_model()
+    with attach(model, SignHasher(), **options) as attachment:
+        assert attachment.break_even is None
+        assert attachment._plans[3].budget.dense_below == 0
+    with attach(model, OracleSelector()) as attachment:
+        assert attachment.break_even is None
+
+
+def test_a_step_that_saves_no_bytes_is_never_sparse():
+    with attach(tiny_model(), SignHasher(), Budget(0.6, dense_below="predicted")) as attachment:
+        assert attachment.break_even == module.NEVER

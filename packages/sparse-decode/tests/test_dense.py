@@ -24,6 +24,11 @@ SHAPES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _our_kernel_at_any_length(monkeypatch):
+    monkeypatch.setattr(interface, "OWN_FROM", 0)
+
+
 def case(shape, dtype=torch.float32, seed=0):
     batch, hq, hkv, rows, n, dim, dim_v = shape
     generator = torch.Generator().manual_seed(seed)
@@ -129,7 +134,6 @@ def test_dense_layers_of_attached_models_are_as_dense(family, rows, monkeypatch)
         return attend_all(*given, **options)
 
     monkeypatch.setattr(dense_step, "attend_all", counted)
-    monkeypatch.setattr(interface, "OWN_FROM", 0)
     with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=[0, 2, 1]):
         torch.testing.assert_close(steps(model, rows), expected, atol=2e-4, rtol=2e-4)
     assert served == [rows] * 8, "four layers, two steps, no prompt"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast
 from weakref import WeakSet
@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from sparse_decode import flash
 from sparse_decode.blocks import RowRule
-from sparse_decode.break_even import break_even
+from sparse_decode.break_even import break_even, predicted
 from sparse_decode.budget import Budget
 from sparse_decode.cache import CODED, CodedDynamicLayer, carry_codes, coded_type, is_quantised
 from sparse_decode.forecast import Forecast, forecast
@@ -65,7 +65,8 @@ def attach(
     Args:
         model: any Hugging Face decoder with "sdpa" or "eager" attention; its files and weights stay as they are.
         selector: a hasher (such as `hashtrain.Hasher`), another `Selector`, or None to leave everything dense.
-        budget: tokens per row; 2 % by default.
+        budget: tokens per row. By default 2 %, and in decode steps all below the context from which on a sparse step is
+            predicted to be faster (`dense_below="predicted"`), so that attaching slows no step.
         layer_budgets: budgets of single layers, which they have instead.
         dense_layers: which layers stay dense: so many of the first, or their indices; by default those that the hasher
             names, because training measured that they cost too much, and none with another selector.
@@ -98,7 +99,8 @@ def attach(
     rule = RowRule(None if sparse_rows == "decode" else sparse_rows, decode_rows)
     how = kv == "host", remainder, kernel
     dense = _dense_layers(selector, dense_layers)
-    return Attachment(model, selector, budget or Budget(), layer_budgets or {}, dense, rule, *how)
+    own = Budget(dense_below="predicted" if sparse_rows == "decode" else 0)
+    return Attachment(model, selector, budget or own, layer_budgets or {}, dense, rule, *how)
 
 
 class Attachment:
@@ -108,8 +110,8 @@ class Attachment:
         model: the model.
         layers: indices of its sparse layers.
         remainder: whether any of them adds what its selections leave out.
-        break_even: the context from which on a sparse step was measured to be faster than a dense one; None if no
-            budget asked for it.
+        break_even: the context from which on a sparse step was measured, or is predicted, to be faster than a dense
+            one, in the first layer whose budget asks for it; None if none does.
     """
 
     def __init__(
@@ -166,11 +168,8 @@ class Attachment:
             if strangers := sorted(set(layer_budgets) - set(modules)):
                 raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
             budgets = {layer: layer_budgets.get(layer, budget) for layer in modules}
-            if any(found.dense_below == "measured" for found in budgets.values()):
-                layer = next(layer for layer, found in budgets.items() if found.dense_below == "measured")
-                heads = shape.at(layer) if size == 1 else shard_shape(shape.at(layer), size)
-                facts = chosen, budgets[layer], model.dtype, model.device, kernel
-                self.break_even = break_even(modules[layer].module, layer, heads, *facts)
+            own_heads = (lambda i: shape.at(i)) if size == 1 else (lambda i: shard_shape(shape.at(i), size))
+            budgets = self._settled(budgets, modules, own_heads, chosen)
             coefficients, sights = getattr(chosen, "remainder", None) if remainder else None, Sights()
             for layer, found in budgets.items():
                 left_out = None if coefficients is None else coefficients(layer)
@@ -187,7 +186,7 @@ class Attachment:
                 self._plans[layer] = LayerPlan(
                     layer,
                     chosen,
-                    self._settled(found),
+                    found,
                     rule,
                     left_out,
                     kernel,
@@ -210,8 +209,30 @@ class Attachment:
                 hook = Hook(self._plans[layer], found.arguments, *ways)
                 self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _settled(self, budget: Budget) -> Budget:
-        return replace(budget, dense_below=self.break_even) if budget.dense_below == "measured" else budget
+    def _settled(
+        self,
+        budgets: dict[int, Budget],
+        modules: Mapping[int, Attention],
+        heads: Callable[[int], ModelShape],
+        selector: Selector,
+    ) -> dict[int, Budget]:
+        """Put numbers in place of break-evens that are to be measured, once for all layers, or predicted."""
+        model, found = self.model, dict(budgets)
+        measured = [layer for layer, budget in budgets.items() if budget.dense_below == "measured"]
+        if measured:
+            layer = measured[0]
+            facts = selector, budgets[layer], model.dtype, model.device, self._kernel
+            self.break_even = break_even(modules[layer].module, layer, heads(layer), *facts)
+        # What a prediction counts are a CPU's bytes of codes, keys and values.
+        foreseen = model.device.type == "cpu" and selector.needs_codes and not self._on_host
+        for layer, budget in budgets.items():
+            if budget.dense_below == "measured":
+                found[layer] = replace(budget, dense_below=self.break_even or 0)
+            elif budget.dense_below == "predicted":
+                below = predicted(heads(layer), budget, model.dtype) if foreseen else 0
+                found[layer] = replace(budget, dense_below=below)
+                self.break_even = self.break_even or below or None
+        return found
 
     def __enter__(self) -> Attachment:
         return self

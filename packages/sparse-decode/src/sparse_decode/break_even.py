@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -19,8 +20,25 @@ from sparse_decode.select import Selector
 
 LENGTHS = tuple(256 << i for i in range(10))
 """Contexts that are tried, 256 to 131,072 tokens."""
+NEVER = 1 << 40
+"""A context that nobody reaches."""
+EARNS = 6 << 20
+"""Bytes of keys and values that a dense step of a layer reads in the time that a sparse one needs before it reads any:
+to hash, search and select. On the CPU, by benchmarks/never_slower.py."""
+_CODE = 16  # bytes of a key's code in each KV head
+_FAR = 2  # reading rows that lie apart takes so many times as long
 _REPEATS = 5
 _MAX_BYTES = 1 << 28  # of keys and values: what is longer is not tried
+
+
+def predicted(heads: ModelShape, budget: Budget, dtype: torch.dtype) -> int:
+    """Return the context from which on a sparse step of one layer saves more than it costs on the CPU, by its bytes.
+
+    Args: heads: the shape of that layer; dtype: that of its keys.
+    """
+    dense = 2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize
+    saved = dense - heads.num_kv_heads * _CODE - _FAR * budget.fraction * dense
+    return math.ceil(EARNS / saved) if saved > 0 else NEVER
 
 
 def break_even(

@@ -36,15 +36,16 @@ class Budget:
     shortlist: int | None = None
     """Score by whole codes only about this many times the tokens to select, those best by their first 32 bits
     (`hashcore.search`); None: all. Masks with holes score all. 6 is usual for `transform`."""
-    dense_below: int | Literal["measured"] = 0
-    """A row that sees fewer tokens than this attends to all of them; "measured" times both ways when attaching."""
+    dense_below: int | Literal["measured", "predicted"] = 0
+    """A row that sees fewer tokens than this attends to all of them; "measured" times both ways when attaching,
+    "predicted" counts the bytes that a sparse step saves."""
 
     def __post_init__(self) -> None:
         if not _is_number(self.fraction) or not 0 < self.fraction <= 1:
             raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction!r}; 0.02 keeps 2 %")
         for name, least in (("min_tokens", 1), ("sink", 0), ("recent", 0), ("dense_below", 0)):
             value = getattr(self, name)
-            if name == "dense_below" and value == "measured":
+            if name == "dense_below" and value in ("measured", "predicted"):
                 continue
             if not _is_int(value) or value < least:
                 raise ValueError(f"{name} must be an integer of {least} or more, got {value!r}")
@@ -68,7 +69,7 @@ class Budget:
         Raises: ValueError if `dense_below` is still to be measured, or a length is needed and not given.
         """
         if not isinstance(self.dense_below, int):
-            raise ValueError('a budget with dense_below="measured" counts only once attached; give a number')
+            raise ValueError(f'a budget with dense_below="{self.dense_below}" counts only once attached; give a number')
         if self.of == "visible":
             counts = top_count(visible, self.fraction, self.min_tokens, self.max_tokens)
         elif length is None:
@@ -81,7 +82,7 @@ class Budget:
     def count_row(self, visible: int) -> int:
         """Count the tokens of one row, the last of its sequence: `count` of numbers, in the same arithmetic."""
         if not isinstance(self.dense_below, int):
-            raise ValueError('a budget with dense_below="measured" counts only once attached; give a number')
+            raise ValueError(f'a budget with dense_below="{self.dense_below}" counts only once attached; give a number')
         if visible < self.dense_below:
             return visible
         count = max(self.min_tokens, math.floor(visible * self.fraction + 1e-9))  # as hashtrain.target.top_count
