@@ -59,8 +59,34 @@ def test_every_task_runs_once(tasks, workers):
     assert sorted(ran) == list(range(tasks))
 
 
+def _run(kernel, tasks, workers):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threads, "compiled", lambda function: function)
+        return threads.run(kernel, tasks, workers, ())
+
+
+def test_a_piece_that_fails_fails_the_whole():
+    def kernel(first: int, last: int) -> None:
+        if first <= 17 < last:
+            raise ArithmeticError("task 17")
+
+    for _ in range(20):
+        with pytest.raises(ArithmeticError, match="task 17"):
+            _run(kernel, 40, 3)
+
+
+def test_the_caller_takes_part_and_waits_for_no_thread_that_is_busy_elsewhere():
+    """Pieces that start others would wait for each other for ever, once all threads have one."""
+    assert _run(lambda first, last: sum(_run(lambda a, b: b - a, 5, 9)), 12, 9) == [5] * 12
+
+
+def test_threads_are_kept_and_a_forked_process_has_its_own():
+    assert threads._helpers(1) is threads._helpers(1)
+    assert threads._helpers(1) is not threads._helpers(2)
+
+
 def test_small_work_starts_no_thread(rng, monkeypatch):
-    monkeypatch.setattr(threads, "ThreadPoolExecutor", None)
+    monkeypatch.setattr(threads, "_helpers", None)
     monkeypatch.setattr(threads.numba.config, "NUMBA_NUM_THREADS", 8)
     query, keys = random_codes(rng, 1, 4), random_codes(rng, 60_000, 4)
     hashcore.search(query, keys, 100)

@@ -155,7 +155,7 @@ def test_prompts_training_and_returned_weights_go_the_models_own_way(monkeypatch
 def test_a_dense_layer_grows_in_place_and_is_plain_after_detach():
     model, ids = tiny_model(), prompts((40,))[0]
     cache = DynamicCache(config=model.config)
-    with attach(model, SignHasher(), dense_layers=2) as attachment:
+    with attach(model, SignHasher(), Budget(), dense_layers=2) as attachment:
         model(ids[:, :-3], past_key_values=cache)
         model(ids[:, -3:-2], past_key_values=cache)
         where = cache.layers[0].keys.data_ptr()

@@ -52,9 +52,11 @@ def attend_all(
     """
     (batch, hq, n_rows, dim), (hkv, n), dim_v = q.shape, k.shape[1:3], v.shape[3]
     group, chunks = hq // hkv, -(-n // dense_kernels.CHUNK)
-    wide, wide_v = -(-dim // LANES) * LANES, -(-dim_v // WIDTH) * WIDTH
+    wide, wide_v, kind = -(-dim // WIDTH) * WIDTH, -(-dim_v // WIDTH) * WIDTH, KINDS[k.dtype]
     queries = np.zeros((batch, hkv, n_rows, group, wide), np.float32)
     queries[..., :dim] = q.detach().float().view(batch, hkv, group, n_rows, dim).transpose(2, 3).numpy()
+    if kind == 1:  # as `lanes.place` says
+        queries = np.ascontiguousarray(queries.reshape(*queries.shape[:4], -1, LANES, 2).swapaxes(-1, -2))
     shown = _NO_MASK if mask is None else mask[:, 0].contiguous().view(torch.uint8).numpy()
     lines = batch, hkv, chunks, n_rows * group
     sums, facts = np.empty((*lines, wide_v), np.float32), np.empty((*lines, 2), np.float32)
@@ -63,10 +65,10 @@ def attend_all(
     if sinks is not None:
         limit[:] = sinks.detach().float().numpy().reshape(hkv, group)
     where = *_where(k), *_where(v), _LIKE[k.element_size()]
-    factors = np.float32(scaling), np.float32(softcap or 0), KINDS[k.dtype]
+    factors = np.float32(scaling), np.float32(softcap or 0), kind
     given = n_rows, queries.reshape(batch, hkv, -1, wide), *where, shown, *factors, sums, facts
     run(dense_kernels.tasks, batch * hkv * chunks, batch * hq * n_rows * n * (dim + dim_v), *given)
-    if not compiled(dense_kernels.combine)(0, batch, sums, facts, limit, out):
+    if not compiled(dense_kernels.combine)(0, batch, sums, facts, limit, out, kind):
         return None
     return torch.from_numpy(out.reshape(batch, n_rows, hq, dim_v)).to(q.dtype)
 

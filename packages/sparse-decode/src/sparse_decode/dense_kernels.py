@@ -3,7 +3,7 @@
 A task is one (batch row, KV head, chunk of CHUNK tokens). It reads each key and value of its chunk once, widens it to
 float32 in cache and uses it for all X = R G rows of the group's query heads, R query rows of G heads:
 
-    1. l_xj = scaling q_x . k_j, soft-capped, for the tokens j that row x sees: WIDTH keys at once, turned to columns
+    1. l_xj = scaling q_x . k_j, soft-capped, for the tokens j that row x sees: TOKENS keys at once
     2. m_x = max_j l_xj,  s_x = sum_j exp(l_xj - m_x)
     3. o_x = sum_j exp(l_xj - m_x) v_j
 
@@ -27,74 +27,94 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_decode.attend_kernels import _exp, _widen
+from sparse_decode.attend_kernels import _exp, _fetch, _widen
 from sparse_decode.intrinsics import pointer
 from sparse_decode.lanes import (
     LANES,
     MOST_ROWS,
+    TOKENS,
     WIDTH,
-    multiply_1,
-    multiply_2,
-    multiply_3,
-    multiply_4,
-    turn_bfloat16,
-    turn_words,
-    widen_bfloat16,
+    dots_1,
+    dots_2,
+    dots_3,
+    dots_4,
+    weigh_1,
+    weigh_2,
+    weigh_3,
+    weigh_4,
 )
 
 SHARED = (
-    "c3be1262fa8634f7"  # the digest of what is compiled in: the compiler looks for changes in a kernel's own file only
+    "db259934e2b904c6"  # the digest of what is compiled in: the compiler looks for changes in a kernel's own file only
 )
+AHEAD = 32
+"""Tokens whose keys or values are on their way from memory. Those behind the last token are asked for in vain."""
 CHUNK = 256
 """Tokens of a task: their logits stay in the first cache, for up to 32 rows of query heads."""
 
 
 @numba.njit(inline="always")
-def _multiply(a, a_step, rows, b, b_at, b_step, depth, c, c_at, c_step):  # pragma: no cover - compiled
-    """Add A [rows, depth] B [depth, WIDTH] to C [rows, WIDTH]."""
+def _dot(queries, step, rows, x, at, x_step, width, out, to, out_step):  # pragma: no cover - compiled
+    """Write queries [rows, width] times the rows of x, [TOKENS, width], to out [rows, TOKENS]."""
     for row in range(0, rows, MOST_ROWS):
-        a_at, to = row * a_step, c_at + row * c_step
-        left = rows - row
+        q_at, c_at, left = row * step, to + row * out_step, rows - row
         if left >= 4:
-            multiply_4(a, a_at, a_step, b, b_at, b_step, depth, c, to, c_step)
+            dots_4(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
         elif left == 3:
-            multiply_3(a, a_at, a_step, b, b_at, b_step, depth, c, to, c_step)
+            dots_3(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
         elif left == 2:
-            multiply_2(a, a_at, a_step, b, b_at, b_step, depth, c, to, c_step)
+            dots_2(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
         else:
-            multiply_1(a, a_at, a_step, b, b_at, b_step, depth, c, to, c_step)
+            dots_1(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
+
+
+@numba.njit(inline="always")
+def _weigh(weights, at, rows, x, x_at, x_step, out, wide):  # pragma: no cover - compiled
+    """Add weights [rows, WIDTH] times the rows of x, [WIDTH, wide], to out [rows, wide]."""
+    for i in range(0, wide, WIDTH):
+        for row in range(0, rows, MOST_ROWS):
+            a_at, c_at, left = at + row * CHUNK, row * wide + i, rows - row
+            if left >= 4:
+                weigh_4(weights, a_at, CHUNK, x, x_at + i, x_step, WIDTH, out, c_at, wide)
+            elif left == 3:
+                weigh_3(weights, a_at, CHUNK, x, x_at + i, x_step, WIDTH, out, c_at, wide)
+            elif left == 2:
+                weigh_2(weights, a_at, CHUNK, x, x_at + i, x_step, WIDTH, out, c_at, wide)
+            else:
+                weigh_1(weights, a_at, CHUNK, x, x_at + i, x_step, WIDTH, out, c_at, wide)
 
 
 @numba.njit(inline="always")
 def _read(x, base, stride, shown, j, width, wide, kind, tile):  # pragma: no cover - compiled
     """Write the rows j..j+WIDTH-1 of a chunk to tile [WIDTH, wide] as float32, zeros for tokens that nobody sees."""
+    tile[: WIDTH * wide] = 0
+    bits = tile.view(np.uint32)
     for t in range(WIDTH):
-        at = base + (j + t) * stride
-        line = tile[t * wide : t * wide + wide]
-        if j + t >= len(shown) or not shown[j + t]:
-            line[:] = 0
-        elif kind == 1 and width % LANES == 0:
-            widen_bfloat16(x, at, tile, t * wide, width)
-        else:
-            _widen(x[at : at + width], kind, line.view(np.uint32), line)
+        at, to = base + (j + t) * stride, t * wide
+        if j + t < len(shown) and shown[j + t]:
+            if kind == 1:
+                for i in range(width):  # as `lanes.place` says
+                    to_i = to + ((i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1))
+                    bits[to_i] = np.uint32(x[at + i]) << np.uint32(16)
+            else:
+                _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
 
 
 @numba.njit(inline="always")
-def _turn(x, base, stride, shown, j, width, wide, kind, tile, turned):  # pragma: no cover - compiled
-    """Write the rows j..j+WIDTH-1 of a chunk to turned [wide, WIDTH], a column each."""
-    whole = j + WIDTH <= len(shown)
-    if whole:
+def _in_place(shown, every, j, width, kind):  # pragma: no cover - compiled
+    """Say whether the rows j..j+WIDTH-1 of a chunk can be worked on where they lie, `every` one if all are shown."""
+    whole = j + WIDTH <= len(shown) and kind < 2 and width % WIDTH == 0
+    if whole and not every:
         for t in range(WIDTH):
             whole = whole and shown[j + t] != 0
-    if whole and kind == 1 and width % WIDTH == 0:
-        for t in range(0, WIDTH, LANES):
-            for i in range(0, width, WIDTH):
-                turn_bfloat16(x, base + (j + t) * stride + i, stride, turned, i * WIDTH + t, WIDTH)
-    else:
-        _read(x, base, stride, shown, j, width, wide, kind, tile)
-        for t in range(0, WIDTH, LANES):
-            for i in range(0, wide, LANES):
-                turn_words(tile, t * wide + i, wide, turned, i * WIDTH + t, WIDTH)
+    return whole
+
+
+@numba.njit(inline="always")
+def _ask(x, at, step, rows, width):  # pragma: no cover - compiled
+    """Ask the memory for rows that come later: it is not guessed soon enough that they do."""
+    for t in range(rows):
+        _fetch(x, at + t * step, width)
 
 
 @numba.njit(inline="always")
@@ -158,7 +178,7 @@ def _look(mask, b, first, shown):  # pragma: no cover - compiled
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _task(
-    task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, facts, shown, logits, bits, tile, turned
+    task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, facts, shown, logits, bits, tile
 ):  # pragma: no cover - compiled  # fmt: skip
     heads, n, chunks = k_at[3], k_at[4], sums.shape[2]
     b, h, c = task // (heads * chunks), task // chunks % heads, task % chunks
@@ -167,16 +187,26 @@ def _task(
     count = min(CHUNK, n - first)
     padded = (count + WIDTH - 1) // WIDTH * WIDTH
     seen, queries = shown[:count], q[b, h].reshape(lines * wide)
-    if not _look(mask, b, first, seen):
+    every = mask.size == 0
+    if every:
+        seen[:] = 1
+    elif not _look(mask, b, first, seen):
         facts[b, h, c, :, 0], facts[b, h, c, :, 1] = np.float32(-np.inf), np.float32(0)
         return
 
-    logits[: lines * CHUNK] = 0
     base = b * k_at[0] + h * k_at[1] + first * k_at[2]
     for j in range(0, padded, WIDTH):
-        _turn(k, base, k_at[2], seen, j, dim, wide, kind, tile, turned)
-        _multiply(queries, wide, lines, turned, 0, WIDTH, dim, logits, j, CHUNK)
+        if _in_place(seen, every, j, dim, kind):
+            for t in range(j, j + WIDTH, TOKENS):
+                _ask(k, base + (t + AHEAD) * k_at[2], k_at[2], TOKENS, dim)
+                _dot(queries, wide, lines, k, base + t * k_at[2], k_at[2], dim, logits, t, CHUNK)
+        else:
+            _read(k, base, k_at[2], seen, j, dim, wide, kind, tile)
+            for t in range(0, WIDTH, TOKENS):
+                _dot(queries, wide, lines, tile, t * wide, wide, wide, logits, j + t, CHUNK)
 
+    values = b * v_at[0] + h * v_at[1] + first * v_at[2]
+    _ask(v, values, v_at[2], AHEAD, dim_v)  # they come while the logits become weights
     for x in range(lines):
         line = logits[x * CHUNK : x * CHUNK + padded]
         for j in range(padded):
@@ -188,11 +218,13 @@ def _task(
 
     out = sums[b, h, c].reshape(lines * wide_v)
     out[:] = 0
-    base = b * v_at[0] + h * v_at[1] + first * v_at[2]
     for j in range(0, padded, WIDTH):
-        _read(v, base, v_at[2], seen, j, dim_v, wide_v, kind, tile)
-        for i in range(0, wide_v, WIDTH):
-            _multiply(logits[j:], CHUNK, lines, tile, i, wide_v, WIDTH, out, i, wide_v)
+        if _in_place(seen, every, j, dim_v, kind):
+            _ask(v, values + (j + AHEAD) * v_at[2], v_at[2], WIDTH, dim_v)
+            _weigh(logits, j, lines, v, values + j * v_at[2], v_at[2], out, wide_v)
+        else:
+            _read(v, values, v_at[2], seen, j, dim_v, wide_v, kind, tile)
+            _weigh(logits, j, lines, tile, 0, wide_v, out, wide_v)
 
 
 def tasks(
@@ -202,26 +234,24 @@ def tasks(
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Attend for tasks [first, last) to keys and values at addresses, k_reach and v_reach numbers of like's type.
 
-    q [B, Hkv, X, D and zeros up to whole LANES]; k_at and v_at are strides of batch row, head and token, heads, tokens,
-    components; mask [B or 1, R, N], empty for causal rows. Written: sums [B, Hkv, C, X, Dv and zeros up to whole WIDTH]
-    and facts [B, Hkv, C, X, 2], o and (m, s) of each chunk.
+    q [B, Hkv, X, D and zeros up to whole WIDTH], for bfloat16 in the order of `lanes.place`, as sums are.
+    k_at and v_at are strides of batch row, head and token, heads, tokens, components; mask [B or 1, R, N], empty for
+    causal rows. Written: sums [B, Hkv, C, X, Dv and zeros up to whole WIDTH] and facts [B, Hkv, C, X, 2], o and (m, s)
+    of each chunk.
     """
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
     lines, wide, wide_v = q.shape[2], q.shape[3], sums.shape[4]
     shown, logits = np.empty(CHUNK, np.uint8), np.empty(lines * CHUNK, np.float32)
     bits = np.empty(CHUNK, np.int32)
-    tile, turned = np.zeros(WIDTH * max(wide, wide_v), np.float32), np.zeros(WIDTH * wide, np.float32)
+    tile = np.empty(WIDTH * max(wide, wide_v), np.float32)
     for task in range(first, last):
-        _task(
-            task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, facts, shown, logits, bits, tile,
-            turned,
-        )  # fmt: skip
+        _task(task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, facts, shown, logits, bits, tile)
 
 
 def combine(
     first: int, last: int, sums: NDArray[np.float32], facts: NDArray[np.float32], sinks: NDArray[np.float32],
-    out: NDArray[np.float32],
+    out: NDArray[np.float32], kind: int,
 ) -> bool:  # pragma: no cover - compiled  # fmt: skip
     """Put the chunks together for batch rows [first, last): out [B, R, Hkv, G, Dv]. Says whether each row sees a token.
 
@@ -242,8 +272,12 @@ def combine(
                     share = np.float32(math.exp(parts[c, 0] - top))
                     total += share * parts[c, 1]
                     values = sums[b, h, c, x]
-                    for i in range(width):
-                        line[i] += share * values[i]
+                    if kind == 1:
+                        for i in range(width):
+                            line[i] += share * values[(i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1)]
+                    else:
+                        for i in range(width):
+                            line[i] += share * values[i]
             for i in range(width):
                 line[i] /= total
     return whole

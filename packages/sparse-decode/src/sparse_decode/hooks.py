@@ -73,7 +73,7 @@ class Hook:
     def _stays_short(self, given: dict[str, Any]) -> bool:
         """Say whether a call leaves its context so short that the cache layer need not carry codes yet."""
         cache, hidden = given.get(CACHE_NAMES[0]), given.get("hidden_states")
-        if type(cache) is not DynamicCache or hidden is None or not _OTHERS.isdisjoint(given):
+        if type(cache) is not DynamicCache or hidden is None or cache.offloading or not _OTHERS.isdisjoint(given):
             return False
         if self._layer >= len(layers := cache.layers):
             return False

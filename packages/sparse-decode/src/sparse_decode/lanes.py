@@ -1,8 +1,12 @@
-"""Operations on LANES numbers at once, for numba: products of small matrices, transposition, bfloat16.
+"""Operations on LANES numbers at once, for numba: dot products of rows, sums of weighted rows.
 
 A compiler that is left alone with such loops sums within vectors, which takes longer than the products. LLVM splits
 the vectors into what the processor has. Arrays are contiguous lines of memory; places and steps count their elements,
 and nothing checks them.
+
+Rows of 16 bits are bfloat16, the upper half of a float32. A vector of LANES words holds 2 LANES of them; shifted and
+masked they are those at even and those at odd places, without a transport between lanes. So everything that meets them
+is kept in that order, the even ones of 2 LANES first: `place` says where.
 """
 
 # llvmlite is untyped.
@@ -10,7 +14,6 @@ and nothing checks them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -20,12 +23,18 @@ from numba.extending import intrinsic
 
 LANES = 16
 WIDTH = 2 * LANES
-"""Columns of a product that are made at once."""
+"""Columns of a weighted sum that are made at once."""
 MOST_ROWS = 4
-"""Rows of a product that are made at once: MOST_ROWS x WIDTH sums fill half of the registers of AVX-512."""
+"""Rows of a result that are made at once: MOST_ROWS x TOKENS sums fill half of the registers of AVX-512."""
+TOKENS = 4
+"""Dot products of a row that are made at once."""
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
-_HALVES = ir.VectorType(ir.IntType(16), LANES)
+
+
+def place(i: int) -> int:
+    """Return where component i of a row of bfloat16 is kept."""
+    return (i & -WIDTH) | (i % 2 * LANES) | (i % WIDTH >> 1)
 
 
 def _data(context: Any, builder: Any, kind: Any, value: Any) -> Any:
@@ -42,11 +51,28 @@ def _lines(*kinds: Any) -> None:
         raise TypeError(f"expected contiguous lines of memory, got {kinds}")
 
 
-def _multiply(rows: int) -> Any:
+def _wide(builder: Any, x: Any, at: Any) -> list[Any]:
+    """Load WIDTH numbers of a row, float32 or bfloat16, as two vectors of float32."""
+    number = at.type
+    if x.type.pointee != ir.IntType(16):
+        ends = at, builder.add(at, ir.Constant(number, LANES))
+        return [builder.load(_vector(builder, x, end, _FLOATS), align=4) for end in ends]
+    words = builder.load(_vector(builder, x, at, _WORDS), align=2)
+    even = builder.shl(words, ir.Constant(_WORDS, [16] * LANES))
+    odd = builder.and_(words, ir.Constant(_WORDS, [0xFFFF0000] * LANES))
+    return [builder.bitcast(each, _FLOATS) for each in (even, odd)]
+
+
+def _fused(builder: Any) -> Any:
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    return cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+
+
+def _weigh(rows: int) -> Any:
     """Make the function that adds A [rows, depth] B [depth, WIDTH] to C [rows, WIDTH], in the order of depth."""
 
     @intrinsic
-    def multiply(
+    def weigh(
         typing_context: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, depth: Any, c: Any,
         c_at: Any, c_step: Any,
     ) -> Any:  # fmt: skip
@@ -55,9 +81,7 @@ def _multiply(rows: int) -> Any:
         def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             a, b, c = (_data(context, builder, signature.args[i], values[i]) for i in (0, 3, 7))
             a_at, a_step, b_at, b_step, depth, c_at, c_step = (values[i] for i in (1, 2, 4, 5, 6, 8, 9))
-            number = a_at.type
-            kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-            fused = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
+            number, fused = a_at.type, _fused(builder)
             zero, undefined = ir.Constant(ir.IntType(32), 0), ir.Constant(_FLOATS, ir.Undefined)
             everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
 
@@ -68,9 +92,7 @@ def _multiply(rows: int) -> Any:
             cells = [(row, half) for row in range(rows) for half in range(2)]
             sums = {cell: cgutils.alloca_once_value(builder, builder.load(place(*cell), align=4)) for cell in cells}
             with cgutils.for_range(builder, depth, intp=number) as loop:
-                at = builder.add(b_at, builder.mul(loop.index, b_step))
-                ends = at, builder.add(at, ir.Constant(number, LANES))
-                lines = [builder.load(_vector(builder, b, end, _FLOATS), align=4) for end in ends]
+                lines = _wide(builder, b, builder.add(b_at, builder.mul(loop.index, b_step)))
                 for row in range(rows):
                     one = builder.add(builder.add(a_at, builder.mul(a_step, ir.Constant(number, row))), loop.index)
                     factor = builder.insert_element(undefined, builder.load(builder.gep(a, [one])), zero)
@@ -85,79 +107,86 @@ def _multiply(rows: int) -> Any:
         n = types.intp
         return types.void(a, n, n, b, n, n, n, c, n, n), emit
 
-    return multiply
+    return weigh
 
 
-multiply_1, multiply_2, multiply_3, multiply_4 = (_multiply(rows) for rows in range(1, MOST_ROWS + 1))
+weigh_1, weigh_2, weigh_3, weigh_4 = (_weigh(rows) for rows in range(1, MOST_ROWS + 1))
 
 
-def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transpose LANES vectors of LANES words: log2 LANES rounds that exchange halves of pairs."""
-    step = LANES // 2
-    while step:
-        low = [i + LANES * (i & step > 0) - step * (i & step > 0) for i in range(LANES)]
-        high = [i + step if not i & step else i + LANES for i in range(LANES)]
-        done = list(rows)
-        for i in range(LANES):
-            if not i & step:
-                pair = rows[i], rows[i + step]
-                done[i], done[i + step] = (builder.shuffle_vector(*pair, ir.Constant(_WORDS, x)) for x in (low, high))
-        rows, step = done, step // 2
-    return rows
+def _lanes(*of: tuple[int, ...]) -> tuple[list[int], ...]:
+    """Say which lanes of a pair of vectors make another vector: these of each four in turn, or these fours."""
+    return tuple(
+        [4 * four + lane % 4 + LANES * (lane > 3) for four in range(LANES // 4) for lane in each] for each in of
+    )
 
 
-def _turn(store: Callable[..., None]) -> Any:
-    """Make the function that transposes LANES rows of LANES words of 32 bits; `store` gets each column."""
+def _fours(*of: tuple[int, ...]) -> tuple[list[int], ...]:
+    return tuple([4 * four + lane for four in each for lane in range(4)] for each in of)
+
+
+_ROUNDS = (
+    _lanes((0, 4, 1, 5), (2, 6, 3, 7)),
+    _lanes((0, 1, 4, 5), (2, 3, 6, 7)),
+    _fours((0, 1, 4, 5), (2, 3, 6, 7)),
+    _fours((0, 2, 4, 6), (1, 3, 5, 7)),
+)
+"""What is added to what to sum LANES vectors, each to one number, in their order: a pair becomes one, four times."""
+
+
+def _summed(builder: Any, vectors: list[Any]) -> Any:
+    """Sum each of LANES vectors: a vector of the sums."""
+    for sides in _ROUNDS:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        halves = [[builder.shuffle_vector(*pair, ir.Constant(_WORDS, side)) for side in sides] for pair in pairs]
+        vectors = [builder.fadd(*pair) for pair in halves]
+    return vectors[0]
+
+
+def _dots(rows: int) -> Any:
+    """Make the function that writes C [rows, TOKENS] = A [rows, width] X [TOKENS, width]^T; WIDTH divides width."""
 
     @intrinsic
-    def turn(typing_context: Any, x: Any, at: Any, step: Any, out: Any, out_at: Any, out_step: Any) -> Any:
-        _lines(x, out)
+    def dots(
+        typing_context: Any, a: Any, a_at: Any, a_step: Any, x: Any, x_at: Any, x_step: Any, width: Any, c: Any,
+        c_at: Any, c_step: Any,
+    ) -> Any:  # fmt: skip
+        _lines(a, x, c)
 
         def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            x, out = (_data(context, builder, signature.args[i], values[i]) for i in (0, 3))
-            at, step, out_at, out_step = (values[i] for i in (1, 2, 4, 5))
+            a, x, c = (_data(context, builder, signature.args[i], values[i]) for i in (0, 3, 7))
+            a_at, a_step, x_at, x_step, width, c_at, c_step = (values[i] for i in (1, 2, 4, 5, 6, 8, 9))
+            number, fused = a_at.type, _fused(builder)
 
-            def row(i: int) -> Any:
-                place = builder.add(at, builder.mul(step, ir.Constant(at.type, i)))
-                return builder.load(_vector(builder, x, place, _WORDS), align=2)
+            def row_of(at: Any, step: Any, row: int) -> Any:
+                return builder.add(at, builder.mul(step, ir.Constant(number, row)))
 
-            def put(i: int, value: Any) -> None:
-                place = builder.add(out_at, builder.mul(out_step, ir.Constant(at.type, i)))
-                builder.store(value, _vector(builder, out, place, _WORDS), align=4)
-
-            for i, column in enumerate(_transposed(builder, [row(i) for i in range(LANES)])):
-                store(builder, put, i, column)
+            nothing = ir.Constant(_FLOATS, [0.0] * LANES)
+            cells = [(row, token) for row in range(rows) for token in range(TOKENS)]
+            sums = {cell: cgutils.alloca_once_value(builder, nothing) for cell in cells}
+            with cgutils.for_range(builder, builder.udiv(width, ir.Constant(number, WIDTH)), intp=number) as loop:
+                i = builder.mul(loop.index, ir.Constant(number, WIDTH))
+                keys = [_wide(builder, x, builder.add(row_of(x_at, x_step, token), i)) for token in range(TOKENS)]
+                for row in range(rows):
+                    query = _wide(builder, a, builder.add(row_of(a_at, a_step, row), i))
+                    for token in range(TOKENS):
+                        total = builder.load(sums[row, token])
+                        for half in range(2):
+                            total = builder.call(fused, [query[half], keys[token][half], total])
+                        builder.store(total, sums[row, token])
+            undefined = ir.Constant(_FLOATS, ir.Undefined)
+            vectors = [builder.load(sums[cell]) for cell in cells]
+            found = _summed(builder, vectors + [undefined] * (LANES - len(vectors)))
+            few = ir.VectorType(ir.FloatType(), TOKENS)
+            for row in range(rows):
+                which = ir.Constant(ir.VectorType(ir.IntType(32), TOKENS), [TOKENS * row + i for i in range(TOKENS)])
+                line = builder.shuffle_vector(found, undefined, which)
+                builder.store(line, _vector(builder, c, row_of(c_at, c_step, row), few), align=4)
             return context.get_dummy_value()
 
-        return types.void(x, types.intp, types.intp, out, types.intp, types.intp), emit
+        n = types.intp
+        return types.void(a, n, n, x, n, n, n, c, n, n), emit
 
-    return turn
-
-
-def _two_halves(builder: Any, put: Callable[[int, Any], None], i: int, column: Any) -> None:
-    put(2 * i, builder.shl(column, ir.Constant(_WORDS, [16] * LANES)))
-    put(2 * i + 1, builder.and_(column, ir.Constant(_WORDS, [0xFFFF0000] * LANES)))
+    return dots
 
 
-turn_words = _turn(lambda builder, put, i, column: put(i, column))
-"""Write rows x[at + r step : ][:LANES] of 32 bits as columns: out[out_at + i out_step + r]."""
-turn_bfloat16 = _turn(_two_halves)
-"""Write rows x[at + r step : ][:2 LANES] of bfloat16 as columns of float32."""
-
-
-@intrinsic
-def widen_bfloat16(typing_context: Any, x: Any, at: Any, out: Any, out_at: Any, count: Any) -> Any:
-    """Write x[at : at + count] of bfloat16, the upper half of a float32, to out from out_at on; LANES divide count."""
-    _lines(x, out)
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        x, out = (_data(context, builder, signature.args[i], values[i]) for i in (0, 2))
-        at, out_at, count = (values[i] for i in (1, 3, 4))
-        with cgutils.for_range(builder, builder.udiv(count, ir.Constant(at.type, LANES)), intp=at.type) as loop:
-            i = builder.mul(loop.index, ir.Constant(at.type, LANES))
-            read = builder.load(_vector(builder, x, builder.add(at, i), _HALVES), align=2)
-            wide = builder.shl(builder.zext(read, _WORDS), ir.Constant(_WORDS, [16] * LANES))
-            builder.store(wide, _vector(builder, out, builder.add(out_at, i), _WORDS), align=4)
-        return context.get_dummy_value()
-
-    return types.void(x, types.intp, out, types.intp, types.intp), emit
+dots_1, dots_2, dots_3, dots_4 = (_dots(rows) for rows in range(1, MOST_ROWS + 1))

@@ -1,14 +1,17 @@
 """Compiled kernels and the threads that run them.
 
-The kernels release the GIL and run on short-lived Python threads that take pieces in turn: no barrier (8-16 ms for
-numba's own on a loaded machine), half the compile time, safe from several threads (numba's default layer is not) and
-after a fork. Pieces never share outputs, so the result does not depend on them.
+The kernels release the GIL and run on Python threads, the caller's among them, that take pieces in turn: no barrier
+(8-16 ms for numba's own on a loaded machine), half the compile time, safe from several threads (numba's default layer
+is not) and after a fork. The other threads are kept: to start them anew takes as long as a small kernel. Pieces never
+share outputs, so the result does not depend on them.
 """
 
 # numba is untyped.
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
 import functools
+import itertools
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +20,7 @@ import numba
 
 GRAIN = (
     1 << 23
-)  # popcounts, or 1/4 of the scores to select from, that pay for a thread, which takes 0.2 ms to start and end
+)  # popcounts, or 1/4 of the scores to select from, that pay for a thread, which takes up to 0.2 ms to start and end
 
 
 def most() -> int:
@@ -36,9 +39,28 @@ def run(kernel: Callable[..., Any], tasks: int, threads: int, arguments: tuple[A
         return [compiled(kernel)(0, tasks, *arguments)]
     pieces = min(tasks, 4 * threads)  # a thread that a busy machine holds up takes fewer
     edges = [tasks * piece // pieces for piece in range(pieces + 1)]
-    function = compiled(kernel)
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(lambda first, last: function(first, last, *arguments), edges, edges[1:]))
+    function, found, turns = compiled(kernel), [None] * pieces, itertools.count()
+
+    def work() -> None:
+        while (piece := next(turns)) < pieces:
+            found[piece] = function(edges[piece], edges[piece + 1], *arguments)
+
+    helpers = [_helpers(os.getpid()).submit(work) for _ in range(threads - 1)]
+    try:
+        work()
+    finally:
+        for helper in helpers:
+            helper.cancel()  # one that is busy for somebody else is not waited for
+    for helper in helpers:
+        if not helper.cancelled():
+            helper.result()
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _helpers(process: int) -> ThreadPoolExecutor:
+    """Return the threads of a process: those of its parent did not come along in a fork."""
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1), most()), "hashcore")
 
 
 @functools.cache
