@@ -12,6 +12,7 @@ from sparse_decode import Budget, attach, compiled, dense_kernels, dense_step, i
 from sparse_decode.dense import attend_all, attend_all_reference
 from sparse_decode_doubles import FAMILIES, SignHasher, prompts, tiny_model
 from transformers import DynamicCache, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # batch, query heads, KV heads, rows, N, D, Dv: edges of lanes, tiles and chunks
@@ -183,3 +184,27 @@ def test_a_change_of_what_is_compiled_in_changes_the_file_that_the_compiler_cach
     files = [pathlib.Path(importlib.import_module(f"sparse_decode.{name}").__file__) for name in names]
     digest = hashlib.sha256("".join(file.read_text(encoding="utf-8") for file in files).encode()).hexdigest()[:16]
     assert digest == dense_kernels.SHARED, f"{names} have changed: SHARED of dense_kernels.py is now {digest}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("heads", [(9, 3, 64, 64), (4, 4, 16, 16), (8, 2, 48, 32), (8, 2, 288, 288)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_short_step_is_to_the_bit_what_transformers_makes_of_it(batch, heads, dtype):
+    hq, hkv, dim, dim_v = heads
+    q, k, v = case((batch, hq, hkv, 1, 21, dim, dim_v), dtype)
+    module = torch.nn.Module()
+    module.num_key_value_groups = hq // hkv
+    expected, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, None, scaling=0.3)
+    found = dense_step.attend_by_torch(q, k, v, 0.0, 0.3)
+    assert torch.equal(found, expected)
+    assert found.is_contiguous()
+
+
+def test_a_short_step_goes_the_models_own_way(monkeypatch):
+    model, ids = tiny_model(), prompts((40,))[0]
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    monkeypatch.setattr(interface, "OWN_FROM", 256)
+    monkeypatch.setattr(dense_step, "attend_all", lambda *_, **__: pytest.fail("too short for our kernel"))
+    with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=2):
+        found = model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    assert all(torch.equal(*pair) for pair in zip(found.logits, expected.logits, strict=True))

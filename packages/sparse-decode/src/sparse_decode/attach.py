@@ -168,8 +168,11 @@ class Attachment:
             if strangers := sorted(set(layer_budgets) - set(modules)):
                 raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
             budgets = {layer: layer_budgets.get(layer, budget) for layer in modules}
-            own_heads = (lambda i: shape.at(i)) if size == 1 else (lambda i: shard_shape(shape.at(i), size))
-            budgets = self._settled(budgets, modules, own_heads, chosen)
+
+            def heads_of(layer: int) -> ModelShape:
+                return shape.at(layer) if size == 1 else shard_shape(shape.at(layer), size)
+
+            budgets = self._settled(budgets, modules, heads_of, chosen)
             coefficients, sights = getattr(chosen, "remainder", None) if remainder else None, Sights()
             for layer, found in budgets.items():
                 left_out = None if coefficients is None else coefficients(layer)

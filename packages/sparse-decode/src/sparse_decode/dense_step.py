@@ -35,7 +35,7 @@ def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, s
         query = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
         shared = False
     out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=shared)
-    return out.view(out.shape[0], 1, -1, value.shape[3])
+    return out.reshape(out.shape[0], 1, -1, value.shape[3])
 
 
 def attend_step(

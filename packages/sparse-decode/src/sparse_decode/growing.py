@@ -103,4 +103,4 @@ def stop_growing(layer: CacheLayerMixin) -> None:
     if isinstance(layer, GrowingLayer):
         for name in ("_room", "_shown"):
             vars(layer).pop(name, None)
-        layer.__class__ = DynamicLayer
+        cast(Any, layer).__class__ = DynamicLayer
