@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Attachment, attach
+from sparse_decode import Attachment, Budget, attach
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 CASES = ((64, 8_192), (1, 262_144))
@@ -81,7 +81,7 @@ def measure(batch: int, tokens: int) -> dict[str, int]:
     hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config)))
     for layer in range(LAYERS):
         hasher.layer(layer).remainder.fill_(0.1)
-    with attach(model, hasher) as attachment:
+    with attach(model, hasher, Budget()) as attachment:
         _run(attachment, filled(model, batch, WARM_UP // batch))  # compiles the kernels
         libc.malloc_trim(0)
         before = resident("VmRSS")

@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import LshSelector, OracleSelector, attach, blocks
+from sparse_decode import Budget, LshSelector, OracleSelector, attach, blocks
 from sparse_decode import cache as cache_module
 from sparse_decode import remainder as remainder_module
 from sparse_decode_doubles import VOCABULARY, tiny_model
@@ -68,7 +68,7 @@ def small_chunks(monkeypatch):
 def test_what_is_kept_is_what_was_said(family):
     model = tiny_model(family, max_position_embeddings=TOKENS)
     ids = torch.arange(2 * 90).view(2, 90) % VOCABULARY
-    with attach(model, calibrated(model)) as attachment:
+    with attach(model, calibrated(model), Budget()) as attachment:
         cache = DynamicCache(config=model.config)
         model(ids, past_key_values=cache)
         decode(model, cache, STEPS)
@@ -81,7 +81,7 @@ def test_what_is_kept_is_what_was_said(family):
 def test_no_more_is_held_than_was_said(batch):
     model = tiny_model(max_position_embeddings=TOKENS)
     tokens = TOKENS // batch - STEPS
-    with attach(model, calibrated(model)) as attachment:
+    with attach(model, calibrated(model), Budget()) as attachment:
         said = attachment.forecast(batch, tokens + STEPS)
         cache = filled(model, batch, tokens)
 
@@ -100,7 +100,7 @@ def test_no_more_is_held_than_was_said(batch):
 @torch.no_grad()
 def test_hashing_a_prompt_takes_no_more_than_was_said():
     model = tiny_model(max_position_embeddings=TOKENS)
-    with attach(model, calibrated(model)) as attachment:
+    with attach(model, calibrated(model), Budget()) as attachment:
         said, encoder = attachment.forecast(1, TOKENS), attachment._plans[0].encoder
         keys = torch.randn(1, 2, TOKENS, 16)
         assert CHUNK // 8 < most_held(lambda: encoder(keys)) <= said.prompt
@@ -108,12 +108,12 @@ def test_hashing_a_prompt_takes_no_more_than_was_said():
 
 def test_the_smaller_ones_are_added_up():
     model = tiny_model()
-    with attach(model, calibrated(model)) as attachment:
+    with attach(model, calibrated(model), Budget()) as attachment:
         said = attachment.forecast(3, 100)
     assert said.beyond == said.codes + said.sums + said.spare + max(said.step, said.prompt)
-    with attach(model, LshSelector(model.config)) as attachment:
+    with attach(model, LshSelector(model.config), Budget()) as attachment:
         assert attachment.forecast(3, 100).sums == 0
-    with attach(model, OracleSelector()) as attachment:
+    with attach(model, OracleSelector(), Budget()) as attachment:
         assert attachment.forecast(3, 100)[:3] == (said.keys_values, 0, 0)
     with attach(model, None) as attachment:
         assert attachment.forecast(3, 100) == (said.keys_values, 0, 0, 0, 0, 0)
@@ -122,5 +122,8 @@ def test_the_smaller_ones_are_added_up():
 @pytest.mark.parametrize(("batch", "tokens"), [(0, 8), (2, 0), (1.0, 8)])
 def test_what_is_no_size_is_refused(batch, tokens):
     model = tiny_model()
-    with attach(model, LshSelector(model.config)) as attachment, pytest.raises(ValueError, match="1 or more, got"):
+    with (
+        attach(model, LshSelector(model.config), Budget()) as attachment,
+        pytest.raises(ValueError, match="1 or more, got"),
+    ):
         attachment.forecast(batch, tokens)

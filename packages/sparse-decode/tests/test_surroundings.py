@@ -59,7 +59,7 @@ def test_autocast(hasher, implementation):
 
 def test_codes_are_the_same_inside_and_outside_of_autocast():
     model, (ids, _) = tiny_model(), prompts((40,))
-    with attach(model, SignHasher(), dense_layers=0) as attachment:
+    with attach(model, SignHasher(), Budget(), dense_layers=0) as attachment:
         inside, outside = DynamicCache(config=model.config), DynamicCache(config=model.config)
         model(ids, past_key_values=outside)
         for held, twin in zip(attachment.prepare(inside).layers, outside.layers, strict=True):

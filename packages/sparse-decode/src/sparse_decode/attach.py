@@ -26,7 +26,7 @@ from sparse_decode.budget import Budget
 from sparse_decode.cache import CODED, CodedDynamicLayer, carry_codes, coded_type, is_quantised
 from sparse_decode.forecast import Forecast, forecast
 from sparse_decode.growing import GrowingLayer, grow, stop_growing
-from sparse_decode.hooks import Hook
+from sparse_decode.hooks import NO_COPY, Hook
 from sparse_decode.interface import FLASH_NAME, NAMES, AttentionName, Call, register
 from sparse_decode.model import (
     CACHE_NAMES,
@@ -276,10 +276,7 @@ class Attachment:
             plan.tally.reset()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a model to which sparse attention is attached cannot be copied or pickled; call detach() first, and "
-            "attach to the copy"
-        )
+        raise TypeError(NO_COPY)
 
     def _called(self, plan: LayerPlan, given: dict[str, Any]) -> Call:
         """Say what the attention function must know; make the layer's cache carry codes at first sight."""

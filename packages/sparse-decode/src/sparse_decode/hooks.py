@@ -22,6 +22,12 @@ from sparse_decode.plan import LayerPlan
 _OTHERS = frozenset(OTHER_STATES)
 
 
+NO_COPY = (
+    "a model to which sparse attention is attached cannot be copied or pickled; call detach() first, and attach to the "
+    "copy"
+)
+
+
 class Hook:
     """What torch calls before a sparse layer's attention module.
 
@@ -69,6 +75,9 @@ class Hook:
         if args and self._below and self._stays_short(given):
             return args, {**kwargs, KEYWORD: self._short}
         return args, {**kwargs, KEYWORD: self._told(self.plan, given)}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(NO_COPY)
 
     def _stays_short(self, given: dict[str, Any]) -> bool:
         """Say whether a call leaves its context so short that the cache layer need not carry codes yet."""
