@@ -22,7 +22,7 @@ LENGTHS = tuple(256 << i for i in range(10))
 """Contexts that are tried, 256 to 131,072 tokens."""
 NEVER = 1 << 40
 """A context that nobody reaches."""
-EARNS = 12 << 20
+EARNS = 11 << 20
 """Bytes of keys and values that a dense step of a layer reads in the time that a sparse one needs before it reads any:
 to hash, search and select. On the CPU, by benchmarks/never_slower.py."""
 _CODE = 16  # bytes of a key's code in each KV head
