@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from sparse_decode.growing import FROM, GrowingLayer, grow
-from sparse_decode.interface import KEYWORD, Short
+from sparse_decode.interface import KEYWORD, Call, Short
 from sparse_decode.model import CACHE_NAMES, OTHER_STATES
 from sparse_decode.plan import LayerPlan
 
@@ -66,37 +66,39 @@ class Hook:
                 f'attention was set to "{now}" while sparse attention is attached; call detach() before '
                 "set_attn_implementation, and attach again"
             )
-        if self._below and not args and self._stays_short(kwargs):
-            kwargs[KEYWORD] = self._short  # of this call alone: torch has collected it anew
+        if self._below and not args and (call := self._if_short(kwargs)) is not None:
+            kwargs[KEYWORD] = call  # of this call alone: torch has collected it anew
             return None
         given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
         if any(given.get(name) is not None for name in OTHER_STATES):
             return args, kwargs  # this call attends to another sequence
-        if args and self._below and self._stays_short(given):
-            return args, {**kwargs, KEYWORD: self._short}
+        if args and self._below and (call := self._if_short(given)) is not None:
+            return args, {**kwargs, KEYWORD: call}
         return args, {**kwargs, KEYWORD: self._told(self.plan, given)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
 
-    def _stays_short(self, given: dict[str, Any]) -> bool:
-        """Say whether a call leaves its context so short that the cache layer need not carry codes yet."""
+    def _if_short(self, given: dict[str, Any]) -> Call | None:
+        """Return the call if it leaves its context so short that the cache layer need not carry codes yet."""
         cache, hidden = given.get(CACHE_NAMES[0]), given.get("hidden_states")
         if type(cache) is not DynamicCache or hidden is None or cache.offloading or not _OTHERS.isdisjoint(given):
-            return False
+            return None
         if self._layer >= len(layers := cache.layers):
-            return False
+            return None
         held: Any = layers[self._layer]
         kind = type(held)
         if kind is not DynamicLayer and kind is not GrowingLayer:
-            return False
+            return None
         new = hidden.shape[1]
         n = held.keys.shape[2] if held.is_initialized and held.keys.numel() else 0
         if n + new >= self._below:
-            return False
-        if n >= FROM and new == 1 and kind is DynamicLayer and _may_grow(hidden):
+            return None
+        if new > 1:  # a prompt, which says whether steps can be sparse later
+            return Call(self.plan, held)
+        if n >= FROM and kind is DynamicLayer and _may_grow(hidden):
             grow(held, self._growing)
-        return True
+        return self._short
 
 
 def _may_grow(hidden: Tensor) -> bool:

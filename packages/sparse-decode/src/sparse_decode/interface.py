@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import CacheLayerMixin, StaticLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
@@ -24,6 +24,7 @@ from sparse_decode.blocks import Inputs
 from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
 from sparse_decode.dense_step import OWN_FROM, QUIET, attend_by_torch
 from sparse_decode.dense_step import attend_step as attend_dense_step
+from sparse_decode.growing import GrowingLayer
 from sparse_decode.modes import autocasts, no_autocast
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import attend_step
@@ -290,14 +291,19 @@ def require_serves(module: Any, call: Call, query: Tensor, key: Tensor, value: T
             "keys masked head by head (masked_key_indices, as AdaKV's presses set it) cannot be left out by sparse "
             "attention; use a press that removes keys"
         )
-    if plan.selector.needs_codes and isinstance(held, CodedDynamicLayer | CodedStaticLayer):
-        own = cast(Tensor, held.keys)
+    coded = isinstance(held, CodedDynamicLayer | CodedStaticLayer)
+    if plan.selector.needs_codes and (coded or type(held) in (DynamicLayer, GrowingLayer)):
+        own = cast(Tensor, cast(Any, held).keys)
         if key.shape != own.shape or not _same_memory(key, own):
             raise ValueError(
                 f"layer {plan.layer} must attend to the keys in its cache, {tuple(own.shape)}, got others, "
                 f"{tuple(key.shape)}; leave this model dense"
             )
-        if query.shape[2] > 1 and (codes := cast(Tensor, held.codes).shape[1]) not in (key.shape[1], query.shape[1]):
+        if (
+            coded
+            and query.shape[2] > 1
+            and (codes := cast(Tensor, held.codes).shape[1]) not in (key.shape[1], query.shape[1])
+        ):
             raise ValueError(
                 f"codes of {key.shape[1]} KV heads or {query.shape[1]} query heads are needed in layer {plan.layer}, "
                 f"got {codes}; the model's config does not say how many it has"
