@@ -47,8 +47,9 @@ from sparse_decode.lanes import (
 SHARED = (
     "cf29bafda40de9ae"  # the digest of what is compiled in: the compiler looks for changes in a kernel's own file only
 )
-AHEAD = 32
-"""Tokens whose keys or values are on their way from memory. Those behind the last token are asked for in vain."""
+AHEAD = 4096
+"""Bytes of keys or values that are on their way from memory, and that are worked on at once: more do not stay in the
+first cache. Those behind the last token are asked for in vain."""
 CHUNK = 256
 """Tokens of a task: their logits stay in the first cache, for up to 32 rows of query heads."""
 
@@ -69,19 +70,19 @@ def _dot(queries, step, rows, x, at, x_step, width, out, to, out_step):  # pragm
 
 
 @numba.njit(inline="always")
-def _weigh(weights, at, rows, x, x_at, x_step, out, wide):  # pragma: no cover - compiled
-    """Add weights [rows, WIDTH] times the rows of x, [WIDTH, wide], to out [rows, wide]."""
+def _weigh(weights, at, rows, x, x_at, x_step, depth, out, wide):  # pragma: no cover - compiled
+    """Add weights [rows, depth] times the rows of x, [depth, wide], to out [rows, wide]."""
     for i in range(0, wide, WIDTH):
         for row in range(0, rows, MOST_ROWS):
             a_at, c_at, left = at + row * CHUNK, row * wide + i, rows - row
             if left >= 4:
-                weigh_4(weights, a_at, CHUNK, x, x_at + i, x_step, WIDTH, out, c_at, wide)
+                weigh_4(weights, a_at, CHUNK, x, x_at + i, x_step, depth, out, c_at, wide)
             elif left == 3:
-                weigh_3(weights, a_at, CHUNK, x, x_at + i, x_step, WIDTH, out, c_at, wide)
+                weigh_3(weights, a_at, CHUNK, x, x_at + i, x_step, depth, out, c_at, wide)
             elif left == 2:
-                weigh_2(weights, a_at, CHUNK, x, x_at + i, x_step, WIDTH, out, c_at, wide)
+                weigh_2(weights, a_at, CHUNK, x, x_at + i, x_step, depth, out, c_at, wide)
             else:
-                weigh_1(weights, a_at, CHUNK, x, x_at + i, x_step, WIDTH, out, c_at, wide)
+                weigh_1(weights, a_at, CHUNK, x, x_at + i, x_step, depth, out, c_at, wide)
 
 
 @numba.njit(inline="always")
@@ -108,6 +109,15 @@ def _in_place(shown, every, j, width, kind):  # pragma: no cover - compiled
         for t in range(WIDTH):
             whole = whole and shown[j + t] != 0
     return whole
+
+
+@numba.njit(inline="always")
+def _ahead(size):  # pragma: no cover - compiled
+    """Return how many rows of so many bytes are asked for ahead: a part of WIDTH."""
+    rows = WIDTH
+    while rows > TOKENS and rows * size > AHEAD:
+        rows //= 2
+    return rows
 
 
 @numba.njit(inline="always")
@@ -194,11 +204,12 @@ def _task(
         facts[b, h, c, :, 0], facts[b, h, c, :, 1] = np.float32(-np.inf), np.float32(0)
         return
 
+    k_ahead, v_ahead = _ahead(dim * k.itemsize), _ahead(dim_v * v.itemsize)
     base = b * k_at[0] + h * k_at[1] + first * k_at[2]
     for j in range(0, padded, WIDTH):
         if _in_place(seen, every, j, dim, kind):
             for t in range(j, j + WIDTH, TOKENS):
-                _ask(k, base + (t + AHEAD) * k_at[2], k_at[2], TOKENS, dim)
+                _ask(k, base + (t + k_ahead) * k_at[2], k_at[2], TOKENS, dim)
                 _dot(queries, wide, lines, k, base + t * k_at[2], k_at[2], dim, logits, t, CHUNK)
         else:
             _read(k, base, k_at[2], seen, j, dim, wide, kind, tile)
@@ -206,7 +217,7 @@ def _task(
                 _dot(queries, wide, lines, tile, t * wide, wide, wide, logits, j + t, CHUNK)
 
     values = b * v_at[0] + h * v_at[1] + first * v_at[2]
-    _ask(v, values, v_at[2], AHEAD, dim_v)  # they come while the logits become weights
+    _ask(v, values, v_at[2], v_ahead, dim_v)  # they come while the logits become weights
     for x in range(lines):
         line = logits[x * CHUNK : x * CHUNK + padded]
         for j in range(padded):
@@ -220,11 +231,12 @@ def _task(
     out[:] = 0
     for j in range(0, padded, WIDTH):
         if _in_place(seen, every, j, dim_v, kind):
-            _ask(v, values + (j + AHEAD) * v_at[2], v_at[2], WIDTH, dim_v)
-            _weigh(logits, j, lines, v, values + j * v_at[2], v_at[2], out, wide_v)
+            for t in range(j, j + WIDTH, v_ahead):
+                _ask(v, values + (t + v_ahead) * v_at[2], v_at[2], v_ahead, dim_v)
+                _weigh(logits, t, lines, v, values + t * v_at[2], v_at[2], v_ahead, out, wide_v)
         else:
             _read(v, values, v_at[2], seen, j, dim_v, wide_v, kind, tile)
-            _weigh(logits, j, lines, tile, 0, wide_v, out, wide_v)
+            _weigh(logits, j, lines, tile, 0, wide_v, WIDTH, out, wide_v)
 
 
 def tasks(
