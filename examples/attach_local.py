@@ -19,7 +19,7 @@ from hashtrain.models import load_model
 from hashtrain.plan import DEMO, model_path
 from hashtrain.usage import guarded
 from sparse_decode import Attachment, Budget, attach
-from sparse_decode.streaming import TimedStreamer, load_selector, warm_up
+from sparse_decode.streaming import TimedStreamer, load_selector, read_text, warm_up
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -77,7 +77,7 @@ def run(arguments: list[str] | None) -> int:
         parser.error(f"--prompt-tokens and --tokens must be 1 or more, got {given.prompt_tokens} and {given.tokens}")
     model, tokenizer = load_model(model_path(given.model))
     path = given.prompt_file
-    text = next(d.text for d in held_out_sources() if d.name == "tempfile.py") if path is None else path.read_text()
+    text = next(d.text for d in held_out_sources() if d.name == "tempfile.py") if path is None else read_text(path)
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     assert isinstance(ids, Tensor)
     compare(model, tokenizer, given, ids[:, : given.prompt_tokens].to(model.device))

@@ -27,8 +27,8 @@ INTS = {
 }
 FLOATS = {
     "hashtrain": "fraction warmup learning-rate backbone-memory checkpoint-seconds",
-    "sparse-decode": "fraction",
-    "evals ppl": "budgets",
+    "sparse-decode": "fraction values",
+    "evals ppl": "budgets values",
     "evals throughput": "budget",
     "evals needle": "depths",
 }

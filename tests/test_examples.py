@@ -3,6 +3,7 @@
 import ast
 import io
 import json
+import os
 import pathlib
 import re
 import sys
@@ -80,6 +81,14 @@ def test_attach_local_compares(load, fraction, least, most, capsys):
 def test_attach_local_says_what_is_missing(load, tmp_path, capsys):
     assert load("examples", "attach_local").main(["--hasher", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", [("attach_local", "--prompt-file"), ("chat", "--document")], ids=str)
+def test_a_text_that_never_ends_is_not_waited_for(load, tmp_path, flag, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", "/dev/zero"):
+        assert load("examples", flag[0]).main([flag[1], str(place), "--hasher", "lsh"]) == 2
+        assert "plain file" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

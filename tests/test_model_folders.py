@@ -71,6 +71,9 @@ def configured(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+QUICK = ["--contexts", "64", "--repeats", "1", "--steps", "1", "--warmup", "1", "--methods", "sdpa"]
+
+
 def commands(folder, text):
     """Every command that reads a model, on this one."""
     name, out = str(folder), str(folder.parent / "out")
@@ -81,6 +84,11 @@ def commands(folder, text):
         "hashtrain": (hashtrain, ["--model", name, *ours, "--only", "lsh"]),
         "convert": (hashtrain, ["convert", str(text), "--model", name, "--out", out]),
         "evals ppl": (evals, ["ppl", "--model", name, "--methods", "recent", "--out", out, "--text", str(text)]),
+        "hashtrain plan": (hashtrain, ["plan", "--model", name]),
+        "evals throughput": (
+            evals,
+            ["throughput", "--shape", name, *QUICK, "--out", out],
+        ),
         "evals codesize": (evals, ["codesize", "--shape", name, "--out", out]),
         "chat": (example("chat"), ["--model", name, "--hasher", "lsh"]),
         "attach_local": (example("attach_local"), ["--model", name, "--hasher", "lsh", "--prompt-file", str(text)]),
@@ -204,6 +212,19 @@ def test_a_broken_folder_is_one_sentence(name, changes, file, copy, model, capsy
         assert main(words) == 0
     else:
         assert refused(main, words, capsys).startswith("sparse-decode: ")
+
+
+@pytest.mark.parametrize("name", ["hashtrain plan", "evals throughput", "evals codesize"])
+@pytest.mark.parametrize("key", ["head_dim", "num_key_value_heads", "vocab_size", "hidden_act", "dtype", "model_type"])
+def test_a_config_alone_is_read_or_refused_in_one_sentence(key, name, copy, model, capsys):
+    for value in CHANGES[key]:
+        configured(copy, **{key: value})
+        main, words = commands(copy, model.parent / "text.txt")[name]
+        done = main(words)
+        said = capsys.readouterr()
+        assert done in (0, 2), value
+        assert "Traceback" not in said.err + said.out
+        assert done == 0 or said.err.strip()
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -12,11 +12,11 @@ SECOND_MODEL = "SmolLM2-135M-Instruct"
 SECOND_RUNS = {"English": "second_english", "Python": "second_python"}
 """Stored runs on the second model, behind a dense prompt, by kind of text."""
 SHORT_RUNS = {
-    f"{SECOND_MODEL}, English": ("second_english", "short_english"),
-    f"{SECOND_MODEL}, Python": ("second_python", "short_python"),
-    "demo model, Python": ("ppl_decode", "short_demo"),
+    f"{SECOND_MODEL}, English": ("second_english", "short_english", "values_english"),
+    f"{SECOND_MODEL}, Python": ("second_python", "short_python", "values_python"),
+    "demo model, Python": ("ppl_decode", "short_demo", "values_demo"),
 }
-"""Stored runs behind a dense prompt, by model and text: all codes read in whole, and with a shortlist."""
+"""Stored runs behind a dense prompt, by model and text: all codes read in whole, with a shortlist, and with fewer values, too."""
 
 
 def headline(results: pathlib.Path) -> str:

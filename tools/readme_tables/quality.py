@@ -121,7 +121,7 @@ def bytes_read(names: dict[str, tuple[str, ...]]) -> Callable[[pathlib.Path], st
             f"`{OURS}` behind a dense prompt, 16-bit keys and values: bytes that a layer's step reads, as a share of "
             "all keys and values, at the middle of the scored rows (`sparse_decode.traffic.step_bytes`)"
         )
-        header = ["model, text", "tokens read", "scored in full", "bytes", "perplexity", "KL, nats"]
+        header = ["model, text", "keys read", "values, of these", "scored in full", "bytes", "perplexity", "KL, nats"]
         return to_markdown(Grid(title, header, sections))
 
     return table
@@ -134,13 +134,14 @@ HEAD_DIM = 64  # of both models
 def _bytes_line(subject: str, run: Result, share: float) -> tuple[float, list[str]]:
     config = run.config
     times = config["shortlist"]
-    budget = Budget(share, sink=config["sink"], recent=config["recent"], shortlist=times)
+    budget = Budget(share, sink=config["sink"], recent=config["recent"], shortlist=times, values=config["values"])
     n = config["context"] - (config["scored"] or config["context"] // 2) // 2
     read = step_bytes(n, budget, HEAD_DIM).share
     full = "all tokens" if times is None else f"{times} x as many"
     return read, [
         subject,
         f"{100 * share:g} %",
+        f"{100 * config['values']:.0f} %",
         full,
         f"{100 * read:.1f} %",
         change(run, OURS, share),

@@ -103,6 +103,7 @@ def test_a_stopped_run_says_how_to_go_on(typed, capsys, monkeypatch):
 SETTINGS = {
     "budget 0": ({"budgets": "0"}, "above 0 and at most 1"),
     "budget above 1": ({"budgets": "0.1 1.5"}, "above 0 and at most 1"),
+    "values above 1": ({"values": "1.5"}, "--values must be above 0 and at most 1"),
     "the same budget twice": ({"budgets": "0.1 0.1"}, "each once"),
     "unknown method": ({"methods": "lsh magic"}, "got magic"),
     "nothing but dense": ({"methods": "dense"}, "beside dense"),

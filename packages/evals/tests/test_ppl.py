@@ -1,5 +1,6 @@
 """What the perplexity task measures, each number against one got another way."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from evals.methods import DEFAULT_NAMES, NAMES, REMAINDER, SPARSE_NAMES, load_methods
 from evals.plan import Always
 from evals.rivals import MagicPigSelector, QuestSelector
-from evals.tasks.ppl import Cell, measure, prompt_of, sparse_logits
+from evals.tasks.ppl import Cell, measure, prompt_of, scored_logits, sparse_logits
 from hashtrain import Hasher
 from sparse_decode import Budget, attach
 from sparse_decode.select import RecentSelector
@@ -22,6 +23,12 @@ PHASES = ("everywhere", "decode")
 
 def score(loaded, *cells, dense_layers=1):
     return measure(loaded.model, loaded.ids, list(cells), loaded.methods, Always(dense_layers, 0, 0))
+
+
+def test_logits_of_a_context_keep_the_type_of_the_model(loaded):
+    model = copy.deepcopy(loaded.model).bfloat16()
+    with torch.no_grad():
+        assert scored_logits(model, loaded.ids, 64).dtype == torch.bfloat16  # half of what 128K tokens would take
 
 
 def test_dense_loss_is_that_of_the_second_half(loaded):

@@ -11,8 +11,15 @@ from hashtrain import Hasher, ModelShape
 from hashtrain.cli import _best, _parse, main, next_command
 from hashtrain.plan import PAPER, TrainCommand
 from hashtrain.prepare import _check_model
+from hashtrain.usage import UsageError
 from hashtrain_runs import command
 from transformers import Gemma2Config, MistralConfig
+
+
+@pytest.mark.parametrize("changes", [{"contexts": 2**31}, {"steps": 2**31}, {"seed": 2**32}, {"seed": -1}], ids=str)
+def test_a_number_that_no_generator_or_count_takes_is_refused(changes):
+    with pytest.raises(UsageError, match=r"must be (at most|between)"):
+        TrainCommand(**changes)
 
 
 def test_without_tensorboard_its_option_is_refused_before_anything_is_written(folder, tmp_path, monkeypatch, capsys):

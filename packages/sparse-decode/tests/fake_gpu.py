@@ -90,9 +90,25 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.launching: list[str] = []
         self.copies: list[str] = []
+        self._stopped = False
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.launching.clear()
+        self.copies.clear()
+
+    def stop(self) -> None:
+        """List nothing more."""
+        self._stopped = True
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return how many operators, launches and copies there were."""
+        return len(self.launching), sum(map(launches_of, self.launching)), len(self.copies)
 
     def __torch_dispatch__(self, func: OpOverload, types: object, args=(), kwargs=None) -> object:
         out = func(*args, **(kwargs or {}))
+        if self._stopped:
+            return out
         name = func._schema.name.split("::")[-1]
         given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
         places = {x.device.type for x in given + [x for x in [out] if isinstance(x, torch.Tensor)]}
@@ -136,10 +152,10 @@ KINDS = "plain", "padded", "static", "host", "beam"
 of rows that beam search puts in another order before each of them."""
 
 
-def steps(
+def last_layer(
     config: PreTrainedConfig, selector: HashSelector | None, budget: Budget, kind: str, **how: object
 ) -> Operators:
-    """Decode after a prompt; return the operators of the last of three steps, dense if there is no selector.
+    """Decode after a prompt; return the operators of the last layer in the last of three steps, dense if no selector.
 
     The prompt is dense: eager attention has a mask there, whose form a prefill looks at. The first step sums what the
     remainder needs.
@@ -160,10 +176,13 @@ def steps(
         with contextlib.nullcontext() if selector is None else attach(model, selector, budget, **how):
             with told(PROMPT + 1):
                 step(1, PROMPT + 1)
+            last = model.model.layers[-1]
             for end in (PROMPT + 2, PROMPT + 3):
                 if kind == "beam":
                     cache.reorder_cache(beams)
                 with Operators() as seen:
+                    last.register_forward_pre_hook(lambda *_, seen=seen: seen.forget())
+                    last.register_forward_hook(lambda *_, seen=seen: seen.stop())
                     step(1, end)
     return seen
 
@@ -185,24 +204,20 @@ def beyond_dense(
     per_query_head: bool = False,
     remainder: bool = True,
 ) -> Beyond:
-    """Decode a token, and count; raises where something waits for the device.
+    """Decode a token, and count in the last layer; raises where something waits for the device.
 
-    What a layer does is what a model with one layer more does more: what a mask says is found once for all of them.
+    What a mask says is found once for all layers, by the first one.
     """
-    counts: list[list[tuple[int, int, int]]] = []
-    for layers in (2, 3):
-        config = config_of(family, layers)
-        hasher = Hasher(HasherConfig(variant, ModelShape.of(config)), 0)
-        with fake_gpu() as mode:
-            hasher = faked(hasher, mode)
-            selector = HashSelector(QueryHeadHasher(hasher) if per_query_head else hasher)
-            both = steps(config, None, budget, kind), steps(config, selector, budget, kind, remainder=remainder)
-        assert "gather" in both[1].launching
-        counts.append(
-            [(len(found.launching), sum(map(launches_of, found.launching)), len(found.copies)) for found in both]
-        )
-    dense, sparse = ([more - fewer for fewer, more in zip(*ends, strict=True)] for ends in zip(*counts, strict=True))
-    return Beyond(*(mine - theirs for mine, theirs in zip(sparse, dense, strict=True)))
+    config = config_of(family)
+    hasher = Hasher(HasherConfig(variant, ModelShape.of(config)), 0)
+    with fake_gpu() as mode:
+        hasher = faked(hasher, mode)
+        selector = HashSelector(QueryHeadHasher(hasher) if per_query_head else hasher)
+        dense = last_layer(config, None, budget, kind)
+        sparse = last_layer(config, selector, budget, kind, remainder=remainder)
+    assert "gather" in sparse.launching
+    ends = zip(sparse.counts(), dense.counts(), strict=True)
+    return Beyond(*(mine - theirs for mine, theirs in ends))
 
 
 def launches_of(operator: str) -> int:

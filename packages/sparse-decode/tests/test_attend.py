@@ -7,10 +7,10 @@ import pathlib
 import numpy as np
 import pytest
 import torch
-from sparse_decode import attend, attend_reference, compiled, intrinsics
-from sparse_decode.attend import LeftOut
+from hashtrain.remainder import Evidence, add_remainder, log_weight
+from sparse_decode import Budget, attend, attend_reference, compiled, intrinsics
+from sparse_decode.attend import LeftOut, attention_weights
 from sparse_decode.attend_kernels import _exp
-from sparse_decode.remainder import with_remainder
 from sparse_decode_doubles import as_sets, masked_attention
 
 # batch, query heads, KV heads, rows, N, D, Dv, most selected
@@ -36,6 +36,26 @@ def case(shape, dtype=torch.float32, per_query_head=False, seed=0):
     return q, k, v, kept.masked_fill(kept == n, -1)
 
 
+def with_remainder(out, facts, q, mean_keys, values, coefficients, visible, selected, scaling):
+    """Add to attention over a selection what the selection leaves out.
+
+    Args:
+        out: [B, R, Hq, Dv]; facts: float32 [2, B, R, Hq], both as `attend` returns them; q: [B, Hq, R, D].
+        mean_keys: of the visible tokens, [B, Hkv, R, D]; values: those of eq. 16, [B, Hq, R, Dv].
+        coefficients: the first five of `LayerHasher.remainder`, [Hq, 5].
+        visible: tokens each row sees, [B, R]; selected: tokens each query head selected, [B, R, Hq].
+        scaling: the model's factor on the logits.
+    Returns: [B, R, Hq, Dv] in out's type; rows without a selected token stay as they are.
+    """
+    grouped = q.float().unflatten(1, (mean_keys.shape[1], -1))
+    mean_key = (grouped * mean_keys.to(q.device)[:, :, None]).sum(-1).flatten(1, 2).transpose(1, 2) * scaling
+    mean, lse = facts[0], facts[1]
+    evidence = Evidence(mean, lse, mean_key, visible[..., None], selected)
+    weight = log_weight(coefficients.to(q.device), evidence)
+    whole = add_remainder(out, lse, values.to(q.device).transpose(1, 2), weight)
+    return torch.where((selected > 0)[..., None], whole, out.float()).to(out.dtype)
+
+
 def logits_options(capped, sunk, hq):
     """Soft-capping tight enough to bend the logits, and sinks from negligible to greater than any of them."""
     return {"softcap": 0.5 if capped else None, "sinks": torch.linspace(-4, 4, hq) if sunk else None}
@@ -55,6 +75,57 @@ def test_equals_the_reference_and_dense_attention_restricted_to_the_selection(
     close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
     torch.testing.assert_close(out, attend_reference(q, k, v, indices, 0.3, **options), **close)
     torch.testing.assert_close(out, masked_attention(q, k, v, as_sets(indices, k.shape[2]), 0.3, **options), **close)
+
+
+@pytest.mark.parametrize("share", [1e-3, 0.25, 0.5, 0.99])
+@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_of_the_most_attended_tokens_alone_are_read(shape, per_query_head, share):
+    q, k, v, indices = case(shape, per_query_head=per_query_head)
+    options = logits_options(False, True, shape[1])
+    out = attend(q, k, v, indices, 0.3, **options, values=share)
+    expected = attend_reference(q, k, v, indices, 0.3, **options, values=share)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    rest = left_out(shape, indices)
+    all_read = attend(q, k, v, indices, 0.3, **options, left_out=rest)
+    whole, facts = attend(q, k, v, indices, 0.3, **options, left_out=rest, values=share, facts=True)
+    assert torch.equal(facts, attend(q, k, v, indices, 0.3, **options, facts=True)[1])
+    part, every = (
+        attend_reference(q, k, v, indices, 0.3, **options, values=x, stand_in=rest.values) for x in (share, 1.0)
+    )
+    # The remainder joins both alike: out + (its share of the softmax) (value - out).
+    stand_in = rest.values.transpose(1, 2)
+    gap = stand_in - every
+    joined = ((all_read - every) * gap).sum(-1, keepdim=True) / (gap * gap).sum(-1, keepdim=True)
+    used = (whole != 0).any(-1, keepdim=True)
+    torch.testing.assert_close(whole, torch.where(used, part + joined * (stand_in - part), 0), atol=1e-4, rtol=1e-3)
+
+
+def test_values_that_are_not_read_may_be_anything():
+    q, k, v, indices = case((1, 6, 2, 2, 40, 16, 16, 20))
+    weights = attention_weights(q, k, indices, 0.3, None, None).unflatten(1, (2, 3)).sum(2)  # [B, Hkv, Q, N]
+    keep = ((indices >= 0).sum(-1) * 0.5).ceil().long()
+    order = weights.argsort(-1, descending=True).argsort(-1)
+    unread = (order >= keep[..., None]).all(2)  # by none of the rows
+    assert unread.any()
+    poisoned = v.masked_fill(unread[..., None], torch.nan)
+    assert torch.equal(attend(q, k, poisoned, indices, 0.3, values=0.5), attend(q, k, v, indices, 0.3, values=0.5))
+    assert attend(q, k, poisoned, indices, 0.3).isnan().any()
+
+
+def test_equal_weights_keep_the_first_values():
+    q, k, v, indices = torch.zeros(1, 2, 1, 4), torch.zeros(1, 1, 8, 4), torch.arange(8.0), torch.tensor([1, 3, 5, 7])
+    v = v[None, None, :, None].expand(1, 1, 8, 4).contiguous()
+    found = attend(q, k, v, indices[None, None, None], 1.0, values=0.5)
+    assert (found == 2).all()  # of tokens 1 and 3
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5, float("nan")])
+def test_a_share_of_values_that_is_none_is_refused(share):
+    with pytest.raises(ValueError, match="values must be above 0 and at most 1"):
+        attend(*case(SHAPES[1]), 0.3, values=share)
+    with pytest.raises(ValueError, match="values must be above 0 and at most 1"):
+        Budget(values=share)
 
 
 @pytest.mark.parametrize(("capped", "sunk"), [(True, False), (False, True)])

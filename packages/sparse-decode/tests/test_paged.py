@@ -13,6 +13,7 @@ HQ, HKV, DIM, BITS = 4, 2, 64, 128
 SHAPE = ModelShape(2, HQ, HKV, DIM)
 SIZES = [16, 32, 128]
 BUDGETS = {
+    "half of the values": Budget(0.1, values=0.5),
     "2 %": Budget(0.02, min_tokens=8, sink=4, recent=1),
     "25 %": Budget(0.25, sink=2, recent=3),
     "100 %": Budget(1.0),

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from sparse_decode import Budget, attach
+from sparse_decode import AttendingSelector, Budget, attach
 from transformers import PreTrainedModel
 
 from evals.methods import LoadedMethod, Sampling
@@ -50,6 +50,8 @@ def attending(
         selector.sampled = selector.empty = 0
     start = 0 if prompt is None else prompt
     budget = replace(budget, sink=always.sink, recent=always.recent, shortlist=always.shortlist)
+    if not isinstance(selector, AttendingSelector):  # which weighs what it reads, and so reads all of it
+        budget = replace(budget, values=always.values)
     dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
     with attach(
         model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder

@@ -43,6 +43,7 @@ class Always(NamedTuple):
     sink: int = SINK
     recent: int = RECENT
     shortlist: int | None = None
+    values: float = 1.0
     dense_at: tuple[int, ...] = ()
     """Further layers, by index."""
     beside: bool = False
@@ -84,6 +85,8 @@ class MethodsCommand:
     shortlist: int | None = None
     """Hash methods score by whole codes about this many times the tokens they select, the best by their first 32 bits;
     None: all tokens."""
+    values: float = 1.0
+    """Share of the tokens read whose values are read, too: those with most attention by their exact logits."""
     seed: int = 0
     """Draws the order of documents, the exercises, the sampled rows and the bootstrap."""
     device: str = "cpu"
@@ -96,6 +99,8 @@ class MethodsCommand:
 
     def __post_init__(self) -> None:
         at_least(self, documents=1, dense_layers=0, dense_at=0, sink=0, recent=0, shortlist=1)
+        if not 0 < self.values <= 1:
+            raise UsageError(f"--values must be above 0 and at most 1, got {self.values:g}; 1 reads all values")
         require_seed(self.seed)
         require_device_name(self.device)
         for name in ("methods", "budgets"):
@@ -116,7 +121,7 @@ class MethodsCommand:
     @property
     def always(self) -> Always:
         """What no method decides."""
-        return Always(self.dense_layers, self.sink, self.recent, self.shortlist, self.dense_at)
+        return Always(self.dense_layers, self.sink, self.recent, self.shortlist, self.values, self.dense_at)
 
     @property
     def own_heads(self) -> bool:

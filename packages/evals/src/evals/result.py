@@ -20,7 +20,7 @@ _ON_MODELS = (
     *("cones", "codelength", "suggest", "tune"),
 )
 _FORMER: dict[str, dict[str, Any]] = {
-    task: {"dtype": "float32", "shortlist": None, "dense_at": [], "heads": None} for task in _ON_MODELS
+    task: {"dtype": "float32", "shortlist": None, "values": 1.0, "dense_at": [], "heads": None} for task in _ON_MODELS
 }
 for _task in ("ppl", "suggest"):
     _FORMER[_task]["phase"] = "everywhere"

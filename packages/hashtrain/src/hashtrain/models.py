@@ -97,8 +97,19 @@ def load_config(name: str) -> PretrainedConfig:
 def count_parameters(config: PretrainedConfig) -> int:
     """Count the parameters of a model of this config, of which none is made."""
     with torch.device("meta"):
-        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        model = from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def from_config(config: PretrainedConfig, **more: Any) -> PreTrainedModel:
+    """Make a model of a config, with random weights.
+
+    Args:
+        more: what transformers' `from_config` takes, such as `dtype`.
+    Raises: ValueError if the config is none that a model can be made of.
+    """
+    with _readable(config.name_or_path or f"of a {type(config).__name__}"):
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, trust_remote_code=False, **more))
 
 
 def pretrained(kind: Any, name: str, **more: Any) -> Any:

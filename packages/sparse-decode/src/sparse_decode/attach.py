@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast
 from weakref import WeakSet
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from sparse_decode import flash
+from sparse_decode.attend import require_values
 from sparse_decode.blocks import RowRule
 from sparse_decode.break_even import break_even, predicted
 from sparse_decode.budget import Budget
@@ -168,6 +169,7 @@ class Attachment:
             if strangers := sorted(set(layer_budgets) - set(modules)):
                 raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
             budgets = {layer: layer_budgets.get(layer, budget) for layer in modules}
+            _require_values(budgets.values(), kernel, chosen, model.device)
 
             def heads_of(layer: int) -> ModelShape:
                 return shape.at(layer) if size == 1 else shard_shape(shape.at(layer), size)
@@ -342,6 +344,15 @@ class Attachment:
         if type(held) not in (DynamicLayer, GrowingLayer, CodedDynamicLayer, HostLayer):
             raise ValueError(f'kv="host" needs a DynamicCache, got a layer of type {type(held).__name__}')
         return carry_codes(held, plan.encoder, HostLayer)
+
+
+def _require_values(budgets: Iterable[Budget], kernel: Kernel, selector: Selector, device: torch.device) -> None:
+    """Raise ValueError if a budget leaves out values and what attends cannot."""
+    share = min(budget.values for budget in budgets)
+    require_values(share, device)
+    if share < 1 and (kernel == "flash" or isinstance(selector, AttendingSelector)):
+        by = 'kernel="flash"' if kernel == "flash" else type(selector).__name__
+        raise ValueError(f"values below 1 needs the attention of our own kernels, got {share} and {by}; give 1")
 
 
 def _device_of(module: Any) -> torch.device:

@@ -61,6 +61,7 @@ def attend(
     sinks: Tensor | None = None,
     left_out: LeftOut | None = None,
     ends: tuple[int, int] | Tensor = (0, 0),
+    values: float = 1.0,
     facts: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -75,6 +76,7 @@ def attend(
     sinks: Tensor | None = None,
     left_out: LeftOut | None = None,
     ends: tuple[int, int] | Tensor = (0, 0),
+    values: float = 1.0,
     facts: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def attend(
@@ -88,6 +90,7 @@ def attend(
     sinks: Tensor | None = None,
     left_out: LeftOut | None = None,
     ends: tuple[int, int] | Tensor = (0, 0),
+    values: float = 1.0,
     facts: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to the selected tokens only.
@@ -103,20 +106,24 @@ def attend(
         left_out: add what the selection leaves out, as one token (eq. 16); None leaves it out.
         ends: how many of the first and of the last of the N tokens every row reads besides; `indices` has none of them,
             and no unused slot. Or which tokens all rows of a sequence read, int64 [B, E], -1 in unused slots.
+        values: share of the selected tokens whose values are read, rounded up (eq. 21): those with the largest sum of
+            weights over the set's query heads, equal ones by their place in `indices`. The others have the value of
+            what is left out; without `left_out`, no weight. On CUDA only 1.
         facts: return what the remainder needs, too (eq. 15).
     Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32. With facts also
         float32 [2, B, Q, Hq]: mean and log sum exp of the selected logits, 0 and -inf for rows without one; a sink is
         part of the second.
-    Raises: ValueError on other shapes, types or devices, and on an index beyond N; on CUDA, where its value cannot be
-        read without waiting, such an index counts as unused.
+    Raises: ValueError on other shapes, types, devices or shares, and on an index beyond N; on CUDA, where its value
+        cannot be read without waiting, such an index counts as unused.
     Source: docs/algorithm.md, eq. 8.
     """
     _check(q, k, v, indices, softcap, sinks, left_out)
+    require_values(values, q.device)
     rest = (None,) * 4 if left_out is None else left_out
     always = (0, 0, ends) if isinstance(ends, Tensor) else (*ends, None)
     given = q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks, *rest, *always
     # On the CPU without torch's dispatcher, which costs more than all the rest of the call.
-    result, logits = (_on_cpu if readable(q) else gather.OPERATOR)(*given)
+    result, logits = _on_cpu(*given, values) if readable(q) else gather.OPERATOR(*given)
     if q.requires_grad:
         result = _NoBackward.apply(result, q)  # pyright: ignore[reportAssignmentType]
     return (result, logits) if facts else result  # pyright: ignore[reportReturnType]
@@ -136,6 +143,14 @@ def require(device: torch.device, dtype: torch.dtype, dims: Collection[int] = ()
         gather.require(dtype, dims, group)
 
 
+def require_values(share: float, device: torch.device) -> None:
+    """Raise ValueError if no kernel can read the values of only this share of what was selected."""
+    if not 0 < share <= 1:
+        raise ValueError(f"values must be above 0 and at most 1, got {share}; 0.5 reads every second value")
+    if share < 1 and device.type != "cpu":
+        raise ValueError(f"values below 1 needs the CPU, got {share} on {device}; give 1")
+
+
 def on_host(
     q: Tensor,
     k: Tensor,
@@ -146,6 +161,7 @@ def on_host(
     sinks: Tensor | None,
     left_out: LeftOut | None,
     blocks: NDArray[np.int64] = _SIDE_BY_SIDE,
+    values: float = 1.0,
 ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
     """Attend on the CPU to arguments that agree: the result, the facts, and tokens used, int64 [B, H, Q].
 
@@ -183,6 +199,7 @@ def on_host(
             sink,
             kind,
             *rest,
+            float(values),
         )
         if used.min() < 0:
             raise ValueError(
@@ -216,23 +233,35 @@ def attend_reference(
     *,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    values: float = 1.0,
+    stand_in: Tensor | None = None,
 ) -> Tensor:
-    """Do what `attend` does, in torch and in the simplest way: the oracle of the tests."""
+    """Do what `attend` does, in torch and in the simplest way: the oracle of the tests.
+
+    Args: those of `attend`; stand_in: what selected tokens have whose values are not read, [B, Hq, Q, Dv].
+    """
     hq, hkv = q.shape[1], k.shape[1]
     wanted = indices.repeat_interleave(hq // indices.shape[1], 1)  # [B, Hq, Q, K]
     batch = torch.arange(q.shape[0])[:, None, None, None]
     head = (torch.arange(hq) // (hq // hkv))[:, None, None]
     dead = wanted < 0
     keys = k[batch, head, wanted.clamp(min=0)].float().masked_fill(dead[..., None], 0)
-    values = v[batch, head, wanted.clamp(min=0)].float().masked_fill(dead[..., None], 0)
+    read = v[batch, head, wanted.clamp(min=0)].float().masked_fill(dead[..., None], 0)
     logits = (q.float()[..., None, :] * keys).sum(-1).mul(scaling)
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
     logits = logits.masked_fill(dead, -torch.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks.float()[None, :, None, None].expand(*logits.shape[:3], 1)], dim=-1)
-    p = logits.softmax(-1)[..., : dead.shape[-1]].masked_fill(dead, 0)
-    return (p[..., None] * values).sum(-2).transpose(1, 2).to(q.dtype)
+    every = logits.softmax(-1)
+    p, of_sinks = every[..., : dead.shape[-1]].masked_fill(dead, 0), every[..., dead.shape[-1] :].sum(-1, keepdim=True)
+    both = p.unflatten(1, (indices.shape[1], -1)).sum(2).masked_fill(indices < 0, -1)
+    rank = both.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+    keep = ((indices >= 0).sum(-1, keepdim=True) * values).ceil()
+    kept = torch.where((rank < keep).repeat_interleave(hq // indices.shape[1], 1), p, 0)
+    out, left = (kept[..., None] * read).sum(-2), kept.sum(-1, keepdim=True) + of_sinks
+    out = (out / left).nan_to_num(0) if stand_in is None else out + (p - kept).sum(-1, keepdim=True) * stand_in
+    return out.transpose(1, 2).to(q.dtype)
 
 
 def attention_weights(
@@ -340,7 +369,8 @@ def _on_cpu(
 ) -> tuple[Tensor, Tensor]:
     left_out, always = None if rest[0] is None else LeftOut(*rest[:4]), rest[6]
     indices = include(indices, k.shape[2], rest[4:6] if always is None else always)  # pyright: ignore[reportArgumentType]
-    return on_host(q, k, v, indices, scaling, softcap, sinks, left_out)[:2]
+    share = rest[7] if len(rest) > 7 else 1.0
+    return on_host(q, k, v, indices, scaling, softcap, sinks, left_out, values=share)[:2]
 
 
 gather.LIBRARY.impl("gather", _on_cpu, "CPU")

@@ -107,10 +107,38 @@ def _exp(x, top, out, bits):  # pragma: no cover - compiled
         out[i] *= x[i]
 
 
+@numba.njit
+def _drop(weights, keep, dropped):  # pragma: no cover - compiled
+    """Keep the values of the `keep` tokens with most weight over all heads; equal weights, the first ones.
+
+    Zeroes the others' weights [heads, tokens], adds them up in dropped [heads], and returns which are kept, ascending.
+    """
+    heads, used = weights.shape
+    both = np.zeros(used, np.float32)
+    for g in range(heads):
+        for j in range(used):
+            both[j] += weights[g, j]
+    least = np.partition(both, used - keep)[used - keep]
+    room = keep
+    for j in range(used):
+        room -= both[j] > least
+    kept, n = np.empty(keep, np.int64), 0
+    for j in range(used):
+        equal = both[j] == least and room > 0
+        room -= equal
+        if both[j] > least or equal:
+            kept[n] = j
+            n += 1
+        else:
+            for g in range(heads):
+                dropped[g] += weights[g, j]
+    return kept[:n]
+
+
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _task(
     task, q, k, k_at, v, v_at, blocks, indices, out, facts, counts, scaling, softcap, sinks, kind,
-    coefficients, mean_keys, values, visible,
+    coefficients, mean_keys, values, visible, share_of_values,
 ):  # pragma: no cover - compiled  # fmt: skip
     sets, n_rows = indices.shape[1:3]
     hq, dim, dim_v = q.shape[1], q.shape[3], out.shape[3]
@@ -179,10 +207,18 @@ def _task(
         logits[g, used:] = 0
 
     # 3. weighted sum of values
+    keep, dropped = math.ceil(used * share_of_values), np.zeros(heads, np.float32)
+    if keep < used:
+        kept = _drop(logits[:, :used], keep, dropped)
+        keep, tokens = len(kept), tokens[kept]
+        for g in range(heads):
+            for j in range(keep):
+                logits[g, j] = logits[g, kept[j]]
+            logits[g, keep:] = 0
     places = _places(tokens, blocks, v_at, b, kv)
-    for j in range(min(AHEAD, used)):
+    for j in range(min(AHEAD, keep)):
         _fetch(v, places[j], dim_v)
-    for j in range(0, used, TILE):
+    for j in range(0, keep, TILE):
         _read_tile(v, places, j, dim_v, kind, bits, floats)
         v0, v1, v2, v3 = floats[0, :dim_v], floats[1, :dim_v], floats[2, :dim_v], floats[3, :dim_v]
         for g in range(heads):
@@ -191,7 +227,17 @@ def _task(
             for i in range(dim_v):
                 line[i] += p0 * v0[i] + p1 * v1[i] + p2 * v2[i] + p3 * v3[i]
 
-    # 4. what was left out, as one token
+    # 4. what was left out, as one token: first the selected tokens whose values were not read
+    if keep < used:
+        for g in range(heads):
+            line, left = out[b, r, first + g], np.float32(math.exp(sinks[first + g] - facts[1, b, r, first + g]))
+            for j in range(keep):
+                left += logits[g, j]
+            for i in range(dim_v):
+                if len(coefficients):
+                    line[i] += dropped[g] * values[b, first + g, r, i]
+                else:
+                    line[i] /= left
     rest = visible[b, r] - used if len(coefficients) else 0
     if rest > 0:
         sizes = np.float32(math.log(visible[b, r])), np.float32(math.log(used)), np.float32(math.log(rest))
@@ -222,18 +268,18 @@ def tasks(
     indices: NDArray[np.int64],
     out: NDArray[np.float32], facts: NDArray[np.float32], counts: NDArray[np.int64], scaling: np.float32,
     softcap: np.float32, sinks: NDArray[np.float32], kind: int, coefficients: NDArray[np.float32],
-    mean_keys: NDArray[np.float32], values: NDArray[np.float32], visible: NDArray[np.int64],
+    mean_keys: NDArray[np.float32], values: NDArray[np.float32], visible: NDArray[np.int64], share_of_values: float,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Attend for tasks [first, last): keys and values lie at addresses, k_reach and v_reach numbers of like's type.
 
     k_at and v_at are strides of batch row, head and token, heads, tokens; with blocks [B, T], which say in which page
     every so many tokens of a row lie, strides of page, head and token, heads, tokens of a page. counts gets the tokens
-    used, -1 where an index is beyond the last token.
+    used, -1 where an index is beyond the last token. The values of share_of_values of these are read.
     """
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
     for task in range(first, last):
         _task(
             task, q, k, k_at, v, v_at, blocks, indices, out, facts, counts, scaling, softcap, sinks, kind,
-            coefficients, mean_keys, values, visible,
+            coefficients, mean_keys, values, visible, share_of_values,
         )  # fmt: skip

@@ -36,6 +36,9 @@ class Budget:
     shortlist: int | None = None
     """Score by whole codes only about this many times the tokens to select, those best by their first 32 bits
     (`hashcore.search`); None: all. Masks with holes score all. 6 is usual for `transform`."""
+    values: float = 1.0
+    """Share of the tokens read whose values are read, too, above 0 and at most 1: those with most attention by their
+    exact logits. The others count with the weight that they have and the value of what is left out (`attend`)."""
     dense_below: int | Literal["measured", "predicted"] = 0
     """A row that sees fewer tokens than this attends to all of them; "measured" times both ways when attaching,
     "predicted" counts the bytes that a sparse step saves."""
@@ -43,6 +46,8 @@ class Budget:
     def __post_init__(self) -> None:
         if not _is_number(self.fraction) or not 0 < self.fraction <= 1:
             raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction!r}; 0.02 keeps 2 %")
+        if not _is_number(self.values) or not 0 < self.values <= 1:
+            raise ValueError(f"values must be above 0 and at most 1, got {self.values!r}; 0.5 reads every second value")
         for name, least in (("min_tokens", 1), ("sink", 0), ("recent", 0), ("dense_below", 0)):
             value = getattr(self, name)
             if name == "dense_below" and value in ("measured", "predicted"):

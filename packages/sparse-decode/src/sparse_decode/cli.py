@@ -43,6 +43,9 @@ class GenerateCommand:
     shortlist: int | None = None
     """Score by whole codes only about this many times the tokens to select, the best by their first 32 bits: faster at
     long context; 6 is usual."""
+    values: float = 1.0
+    """Share of the tokens read whose values are read, too, those with most attention: 0.33 makes room for a larger
+    fraction at the same bytes."""
     dense_layers: int | None = None
     """First layers that stay dense; without it, those that the hasher names."""
     compare: bool = False
@@ -54,6 +57,8 @@ class GenerateCommand:
         )
         if not 0 < self.fraction <= 1:
             raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}; 0.02 selects 2 %")
+        if not 0 < self.values <= 1:
+            raise UsageError(f"--values must be above 0 and at most 1, got {self.values}; 1 reads all values")
 
     @property
     def model_path(self) -> str:

@@ -160,7 +160,7 @@ class PagedLayer:
         ends = step.budget.sink, step.budget.recent
         compiled(page_kernels.list_tokens)(0, len(q), step.lengths, step.dense, chosen, *ends, indices)
         given = torch.from_numpy(indices), self.scaling, self.softcap, self.sinks, None
-        out = on_host(rows, pages.k, pages.v, *given, step.blocks)[0]
+        out = on_host(rows, pages.k, pages.v, *given, step.blocks, step.budget.values)[0]
         self.selected += int(step.reads.sum()) * q.shape[1]
         self.visible += int(step.lengths.sum()) * q.shape[1]
         return out[:, 0]

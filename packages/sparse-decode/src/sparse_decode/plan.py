@@ -215,7 +215,8 @@ class LayerPlan:
         if x.host is not None:
             read = include(indices, x.k.shape[2], ends) if readable(indices) else indices
             x.host.cross(int((read >= 0).sum()) if readable(indices) else indices.numel())
-        return attend(q, x.k, x.v, indices, x.scaling, softcap=x.softcap, sinks=x.sinks, left_out=left_out, ends=ends)
+        how = {"softcap": x.softcap, "sinks": x.sinks, "left_out": left_out, "ends": ends}
+        return attend(q, x.k, x.v, indices, x.scaling, values=self.budget.values, **how)
 
 
 def _encoder(selector: Selector, layer: int) -> Encoder:

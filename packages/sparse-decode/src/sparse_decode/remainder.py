@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from hashtrain.remainder import Evidence, add_remainder, log_weight
 from torch import Tensor
 
 from sparse_decode import moments
@@ -311,36 +310,6 @@ class StaticMoments:
     def nbytes(self) -> int:
         """Bytes of the sums."""
         return sum(x.nbytes for x in self.tensors)
-
-
-def with_remainder(
-    out: Tensor,
-    facts: Tensor,
-    q: Tensor,
-    mean_keys: Tensor,
-    values: Tensor,
-    coefficients: Tensor,
-    visible: Tensor,
-    selected: Tensor,
-    scaling: float,
-) -> Tensor:
-    """Add to attention over a selection what the selection leaves out.
-
-    Args:
-        out: [B, R, Hq, Dv]; facts: float32 [2, B, R, Hq], both as `attend` returns them; q: [B, Hq, R, D].
-        mean_keys: of the visible tokens, [B, Hkv, R, D]; values: those of eq. 16, [B, Hq, R, Dv].
-        coefficients: the first five of `LayerHasher.remainder`, [Hq, 5].
-        visible: tokens each row sees, [B, R]; selected: tokens each query head selected, [B, R, Hq].
-        scaling: the model's factor on the logits.
-    Returns: [B, R, Hq, Dv] in out's type; rows without a selected token stay as they are.
-    """
-    grouped = q.float().unflatten(1, (mean_keys.shape[1], -1))
-    mean_key = (grouped * mean_keys.to(q.device)[:, :, None]).sum(-1).flatten(1, 2).transpose(1, 2) * scaling
-    mean, lse = facts[0], facts[1]
-    evidence = Evidence(mean, lse, mean_key, visible[..., None], selected)
-    weight = log_weight(coefficients.to(q.device), evidence)
-    whole = add_remainder(out, lse, values.to(q.device).transpose(1, 2), weight)
-    return torch.where((selected > 0)[..., None], whole, out.float()).to(out.dtype)
 
 
 def _between(a: Moments, b: Moments) -> Tensor:

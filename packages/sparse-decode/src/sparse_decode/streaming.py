@@ -87,9 +87,8 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     model, tokenizer = load_model(command.model_path)
     ids = _tokens(command, text, model, tokenizer)
     selector = load_selector(command.hasher, model)
-    budget = Budget(
-        command.fraction, command.min_tokens, sink=command.sink, recent=command.recent, shortlist=command.shortlist
-    )
+    ends = {"sink": command.sink, "recent": command.recent}
+    budget = Budget(command.fraction, command.min_tokens, **ends, shortlist=command.shortlist, values=command.values)
 
     def write(text: str) -> None:
         out.write(text)

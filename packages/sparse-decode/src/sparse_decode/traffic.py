@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from sparse_decode.budget import Budget
@@ -38,4 +39,5 @@ def step_bytes(
     if budget.shortlist is not None and bits:
         codes = n * word + min(n, budget.shortlist * count) * bits / 8
     state = remainder * (2 * 8 * head_dim + 4 * head_dim**2)
-    return StepBytes(codes, 2 * count * head_dim * element, state, 2 * n * head_dim * element)
+    values = math.ceil(count * budget.values)
+    return StepBytes(codes, (count + values) * head_dim * element, state, 2 * n * head_dim * element)

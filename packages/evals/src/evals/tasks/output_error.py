@@ -12,8 +12,8 @@ from hashtrain.remainder import linear_values
 from hashtrain.target import top_count
 from rich.console import Console
 from sparse_decode import AttendingSelector, Budget, Rows, attach, attend
+from sparse_decode.attend import LeftOut
 from sparse_decode.positions import with_ends
-from sparse_decode.remainder import with_remainder
 from sparse_decode.select import NoCodes
 from torch import Tensor
 from torch.nn import functional as F
@@ -133,7 +133,7 @@ class _Probe(NoCodes):
                     searched = (counts - sink - recent).clamp(min=0)
                     part = replace(part, counts=searched, sink=sink, recent=recent, shortlist=shortlist)
                     indices = with_ends(selector.select(part), 0, total[None], sink, recent)
-                out = _attend(method, part, v, indices, total)
+                out = _attend(method, part, v, indices, total, self.always.values)
                 cell = Cell(method.name, budget)
                 gap = (out.float() - dense.float()).flatten(2).norm(dim=-1) / dense.float().flatten(2).norm(dim=-1)
                 self.errors[cell].setdefault(rows.layer, []).append(gap[0].double())
@@ -141,20 +141,18 @@ class _Probe(NoCodes):
                 self.visible[cell] += int(total.sum()) * indices.shape[1]
 
 
-def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total: Tensor) -> Tensor:
+def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total: Tensor, share: float) -> Tensor:
     """Attend as an attachment would: [1, R, Hq, Dv]."""
     if isinstance(method.selector, AttendingSelector):
         return method.selector.attend(rows, v, indices)
-    options = {"softcap": rows.softcap, "sinks": rows.sinks}
-    out, facts = attend(rows.q, rows.k, v, indices, rows.scaling, **options, facts=True)
     coefficients = method.selector.remainder(rows.layer) if method.remainder else None  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    if coefficients is None:  # of this layer: one that a remainder makes worse has none
-        return out
-    mean_keys = rows.k.double().cumsum(2)[:, :, total - 1].div(total[None, None, :, None]).float()
-    values = linear_values(rows.q, rows.k, v, total - 1, coefficients[:, -1] * rows.scaling)
-    selected = (indices >= 0).sum(-1).repeat_interleave(rows.q.shape[1] // indices.shape[1], 1).transpose(1, 2)
-    known = mean_keys, values, coefficients[:, :-1], total[None], selected
-    return with_remainder(out, facts, rows.q, *known, rows.scaling)
+    left_out = None
+    if coefficients is not None:  # a layer that a remainder makes worse has none
+        mean_keys = rows.k.double().cumsum(2)[:, :, total - 1].div(total[None, None, :, None]).float()
+        values = linear_values(rows.q, rows.k, v, total - 1, coefficients[:, -1] * rows.scaling)
+        left_out = LeftOut(coefficients[:, :-1], mean_keys, values, total[None].expand(len(rows.q), -1))
+    options: Any = {"softcap": rows.softcap, "sinks": rows.sinks, "left_out": left_out, "values": share}
+    return attend(rows.q, rows.k, v, indices, rows.scaling, **options)
 
 
 def _rows(command: OutputErrorCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.distribute import device_for
+from hashtrain.models import from_config
 from rich.console import Console
 from sparse_decode import Attachment, Budget, HashSelector, RecentSelector, Selector, attach
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from evals.costs import dense_step, sparse_step
@@ -43,8 +44,10 @@ def run(command: ThroughputCommand, console: Console) -> Result:
     reset_peak(command.device)  # refuses before anything is written where it cannot be read
     settings = open_run(command, "throughput")
     torch.manual_seed(command.seed)
-    made = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=getattr(torch, command.dtype))
+    made = from_config(config, dtype=getattr(torch, command.dtype))
     model = made.eval().to(command.device)
+    with attach(model, RecentSelector(), dense_layers=command.dense_layers):  # refuses models without attention
+        pass
     hasher = Hasher(
         HasherConfig("planes", shape, bits=command.bits, planes=command.planes, hidden=command.hidden), command.seed
     )
