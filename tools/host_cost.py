@@ -21,7 +21,7 @@ from unittest import mock
 
 import hashcore
 import torch
-from hashcore.cuda import launch, source, tensors
+from hashcore.cuda import launch, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.hasher import make_layer
 from hashtrain.layers.transform import Transform
@@ -55,27 +55,23 @@ def calls() -> dict[str, Callable[[], object]]:
     out = (torch.zeros(1, KV_HEADS, KEPT, dtype=torch.int32), torch.zeros(1, KV_HEADS, KEPT, dtype=torch.int64))
     cache = torch.zeros(1, KV_HEADS, TOKENS, DIM, dtype=torch.bfloat16)
     plane_weights = tuple(1 << p for p in range(layer.planes))
-    cuda = torch.device("cuda", 0)
     bounds, chosen = tensors.Bounds(TOKENS, 0, 1, 4), out[1][:, :, None]
 
-    def run(launches: Any, device: object, folder: Any = source.HASHCORE_KERNELS) -> None:
-        launch.run(launches, cuda, folder)
-
     def encode() -> None:
-        encode_cuda.hash_keys(k, key_weights, digits, new_code, run=run)
-        encode_cuda.hash_queries(q, weights, digits, BITS, GROUP, layer.planes, run)
+        encode_cuda.hash_keys(k, key_weights, digits, new_code)
+        encode_cuda.hash_queries(q, weights, digits, BITS, GROUP, layer.planes)
 
     def search() -> None:
-        tensors.search(planes, keys, KEPT, plane_weights, bounds, *out, run=run)
+        tensors.search(planes, keys, KEPT, plane_weights, bounds, *out)
 
     def attend() -> None:
-        gather.attend(q, cache, cache, chosen, 0.1, None, None, ends=(1, 4), run=run)
+        gather.attend(q, cache, cache, chosen, 0.1, None, None, ends=(1, 4), facts=False)
 
     keys_sum, values_sum = (torch.zeros(1, KV_HEADS, DIM, dtype=torch.float64) for _ in range(2))
     spread, slopes = torch.zeros(1, KV_HEADS, DIM, DIM), torch.zeros(KV_HEADS * GROUP)
 
     def add() -> None:
-        moments.add_token(q[:, :, 0], slopes, cache, cache, keys_sum, values_sum, spread, run=run)
+        moments.add_token(q[:, :, 0], slopes, cache, cache, keys_sum, values_sum, spread)
 
     return {"encode": encode, "search": search, "attend": attend, APART: add}
 

@@ -115,11 +115,15 @@ def attend(
     rest = (None,) * 4 if left_out is None else left_out
     always = (0, 0, ends) if isinstance(ends, Tensor) else (*ends, None)
     given = q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks, *rest, *always
-    # On the CPU without torch's dispatcher, which costs more than all the rest of the call.
-    result, logits = (_on_cpu if readable(q) else gather.OPERATOR)(*given)
+    if readable(q):  # the CPU, without torch's dispatcher, which costs more than all the rest of the call
+        result, logits = _on_cpu(*given)
+    elif facts:
+        result, logits = gather.OPERATORS.gather_with_facts(*given)
+    else:
+        result, logits = gather.OPERATORS.gather(*given), None
     if q.requires_grad:
-        result = _NoBackward.apply(result, q)  # pyright: ignore[reportAssignmentType]
-    return (result, logits) if facts else result  # pyright: ignore[reportReturnType]
+        result = _NoBackward.apply(result, q)
+    return (result, logits) if facts else result
 
 
 def require(device: torch.device, dtype: torch.dtype, dims: Collection[int] = (), group: int = 1) -> None:

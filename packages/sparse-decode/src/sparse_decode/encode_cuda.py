@@ -115,7 +115,7 @@ def hash_keys(
         codes: the words of a code side by side.
     """
     x, device = x.contiguous(), x.device
-    form = _form(x, weights, digits, device), codes.shape, codes.stride()
+    form = *_form(x, weights, digits, device), codes.size(3), codes.stride()
     call = _keys.found.get(form)
     if call is None:
         call = _keys.keep(form, _prepare_keys(x, weights, digits, codes))
@@ -136,14 +136,14 @@ def hash_queries(
 ) -> Tensor:
     """Hash x [B, H, T, D], not empty, to planes int32 [B, H / group, T, planes, bits / 32]. Args: as `hash_keys`."""
     x, device = x.contiguous(), x.device
-    form = _form(x, weights, digits, device), bits, group, planes
+    form = *_form(x, weights, digits, device), bits, group, planes
     call = _queries.found.get(form)
     if call is None:
         call = _queries.keep(form, _prepare_queries(x, weights, digits, bits, group, planes))
     found = x.new_empty(*call.shape, dtype=torch.int32)
     memory = scratch(call.words, device)
     call.x.value, call.found.value = x.data_ptr(), found.data_ptr()
-    call.numbers.value = memory.data_ptr() + 4 * SAMPLES
+    call.numbers.value = memory.address + 4 * SAMPLES
     _place(call.functions, call.digits, weights, digits)
     (launch.run if run is None else run)(call.launches, device, KERNELS)
     return found
@@ -178,7 +178,7 @@ _queries: Table[_Queries] = Table()
 
 def _form(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], device: torch.device) -> tuple[Any, ...]:
     """Return what the launches depend on; x, weights and digits have no gaps."""
-    return x.shape, x.dtype, device, weights[0].shape, weights[1].shape, digits[0].shape if digits else None
+    return x.shape, x.dtype, device, weights[3].shape, digits[0].size(0) if digits else 0
 
 
 def _prepare_keys(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], codes: Tensor) -> _Keys:
@@ -222,18 +222,15 @@ def _digits_of(digits: Sequence[Tensor], bits: int) -> Digits:
     return Digits(None, None, None, len(digits[0]) if digits else 0, bits)
 
 
+_address = Tensor.data_ptr
+
+
 def _place(functions: Functions, described: Digits, weights: Sequence[Tensor], digits: Sequence[Tensor]) -> None:
     """Write where a layer's tensors lie; without digits, their addresses stay null."""
-    r, w1, b1, w2, b2 = weights
-    functions.r, functions.w1, functions.b1 = r.data_ptr(), w1.data_ptr(), b1.data_ptr()
-    functions.w2, functions.b2 = w2.data_ptr(), b2.data_ptr()
+    at = map(_address, weights)
+    functions.r, functions.w1, functions.b1, functions.w2, functions.b2 = at
     if digits:
-        coordinate, power, limit = digits
-        described.coordinate, described.power, described.limit = (
-            coordinate.data_ptr(),
-            power.data_ptr(),
-            limit.data_ptr(),
-        )
+        described.coordinate, described.power, described.limit = map(_address, digits)
 
 
 def _empty_planes(
