@@ -44,9 +44,10 @@ def calls() -> dict[str, Callable[[], object]]:
     """Return the three calls of a layer of Llama-3-8B's shape."""
     layer = make_layer(HasherConfig("transform", ModelShape(1, KV_HEADS * GROUP, KV_HEADS, DIM)), 0, 0)
     assert isinstance(layer, Transform)
-    with torch.no_grad():
-        weights, digits = encode_cuda._weights(layer.query), encode_cuda._digits(layer)
-        key_weights = encode_cuda._weights(layer.key)
+    encode_cuda.place(layer)  # as the copy of a hasher on a device is
+    weights, digits, key_weights = (
+        encode_cuda._placed[id(layer)]._asdict()[name] for name in ("query", "digits", "key")
+    )
     q = torch.zeros(1, KV_HEADS * GROUP, 1, DIM, dtype=torch.bfloat16)
     k = torch.zeros(1, KV_HEADS, 1, DIM, dtype=torch.bfloat16)
     keys = torch.zeros(1, KV_HEADS, TOKENS, BITS // 32, dtype=torch.int32)

@@ -123,7 +123,7 @@ def attend(
         result, logits = gather.OPERATORS.gather(*given), None
     if q.requires_grad:
         result = _NoBackward.apply(result, q)
-    return (result, logits) if facts else result
+    return (result, logits) if facts else result  # pyright: ignore[reportReturnType]
 
 
 def require(device: torch.device, dtype: torch.dtype, dims: Collection[int] = (), group: int = 1) -> None:

@@ -116,14 +116,13 @@ def attend(
     Weights are rounded to q's type before they multiply values; sums are float32. Indices outside [0, N) are unused.
     """
     device = q.device
-    shapes = q.shape, k.shape, k.stride(), v.shape, v.stride(), indices.shape
-    form = *shapes, q.dtype, device, scaling, softcap, *ends, sinks is None, left_out[0] is None, facts
-    if always is not None:
-        form = *form, always.shape
+    more = sinks is None, left_out[0] is None, None if always is None else always.shape, facts
+    how = scaling, softcap, ends[0], ends[1], more
+    form = q.shape, k.shape, k.stride(), v.shape, v.stride(), indices.shape, q.dtype, device, how
     call = _calls.found.get(form)
     if call is None:
         call = _calls.keep(form, _prepare(q, k, v, indices, scaling, softcap, ends, sinks, left_out, always))
-    out, known = q.new_empty(*call.out), q.new_empty(*call.facts, dtype=torch.float32) if facts else None
+    out, known = torch.empty_like(call.like), q.new_empty(*call.facts, dtype=torch.float32) if facts else None
     if call.launches is None:
         if known is not None:
             known[0], known[1] = 0, -torch.inf
@@ -133,7 +132,7 @@ def attend(
         check(q, k, v, indices)
     at.q.value, at.k.value, at.v.value, at.indices.value = q.data_ptr(), keys, values, indices.data_ptr()
     at.out.value = out.data_ptr()
-    call.place(scratch(call.words, device).address)
+    call.place(scratch(call.words, device).address + 4 * SAMPLES)
     if known is not None:
         at.facts.value = known.data_ptr()
     held = None if call.alone else _place_more(at, sinks, left_out, always)
@@ -163,8 +162,8 @@ class _Call(NamedTuple):
     """Attention of one form, prepared."""
 
     at: _Arguments
-    out: tuple[int, ...]
-    """Shape of the result."""
+    like: Tensor
+    """As the result is, whose form costs less to copy."""
     facts: tuple[int, ...]
     stats: int
     """Bytes from the sums in scratch memory to the statistics."""
@@ -206,7 +205,7 @@ def _prepare(
     (batch, hq, queries, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
     sets, width = indices.shape[1], indices.shape[3]
     at = _Arguments(*(ctypes.c_void_p() for _ in range(11)), left_out=LeftOut())
-    results = (batch, queries, hq, value_dim), (2, batch, queries, hq)
+    results = q.new_empty(batch, queries, hq, value_dim), (2, batch, queries, hq)
     sink = min(ends[0], n) if always is None else always.shape[1]
     recent = min(ends[1], n - sink) if always is None else 0
     if not sink + width + recent or not q.shape.numel() or not n:
@@ -227,7 +226,8 @@ def _prepare(
     sizes = parts * group * value_dim, 3 * parts * group, parts, 2 * tasks * group
     *starts, words = itertools.accumulate(sizes)
     alone = sinks is None and left_out[0] is None and always is None
-    return _Call(at, *results, *(4 * start for start in starts), SAMPLES + words, alone, Kept(launches))
+    stats, counts_at, unasked = (4 * start for start in starts)
+    return _Call(at, *results, stats, counts_at, unasked, SAMPLES + words, alone, Kept(launches))
 
 
 def _place_more(
@@ -268,7 +268,8 @@ def _empty_with_facts(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[T
 def _checked(facts: bool, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: Any) -> Any:
     if not (k.is_cuda and v.is_cuda):
         check(q, k, v, indices)  # whether host memory is pinned is no matter of form
-    found = attend(q, k, v, indices, *how[:3], how[3:7], how[7:9], how[9], facts=facts)
+    scaling, softcap, sinks, *rest = how
+    found = attend(q, k, v, indices, scaling, softcap, sinks, rest[:4], rest[4:6], rest[6], facts=facts)
     return found if facts else found[0]
 
 

@@ -19,7 +19,7 @@ class Table(threading.local, Generic[T]):
     """What a thread keeps by the form of a call; beyond `most`, the oldest goes.
 
     A form holds all that launches depend on but for the values that are written into them before each call: shapes,
-    strides, types and the device. It holds no tensor.
+    strides, types and the device. What is kept may hold an empty result, never what was given.
     """
 
     def __init__(self, most: int = MOST_FORMS):

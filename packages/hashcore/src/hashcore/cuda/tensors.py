@@ -32,6 +32,7 @@ PACKED = {
 }
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 QUANTISED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_NUMBERS = int, type(None)
 SIMULATED_PROCESSORS = 3  # of a device that is none: few enough that a row has several chunks, and more than one turn
 
 
@@ -102,10 +103,6 @@ class Bounds(NamedTuple):
     starts: Bound = None
     sink: int = 0
     recent: int = 0
-
-    def in_memory(self) -> bool:
-        """Tell whether lengths or starts are a tensor."""
-        return isinstance(self.lengths, torch.Tensor) or isinstance(self.starts, torch.Tensor)
 
     def window(self, window: Window, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
         """Write the argument of the kernels, and return the tensors that it points at."""
@@ -179,8 +176,8 @@ def search(
     device = scores.device
     weights = None if weights is None else tuple(weights)
     at, keys_at = query.data_ptr(), keys.data_ptr()  # what is copied to be aligned depends on the addresses, too
-    shapes = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape
-    form = *shapes, indices.dtype, device, at % 16, keys_at % 16, weights
+    how = indices.dtype, device, at % 16, keys_at % 16, weights
+    form = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape, how
     if not shortlist or _lists_all(keys.shape[-2], k, shortlist):
         shortlist, first = 0, None
     else:
@@ -237,12 +234,14 @@ class _Prepared:
 
     def bound(self, bounds: Bounds, k: int | torch.Tensor) -> object:
         """Write which positions compete and how many are selected; return the tensors of which the addresses are."""
-        if isinstance(k, torch.Tensor) or bounds.in_memory():
-            self.rows = None
-        elif self.rows == (rows := (bounds, k)):
-            return None
-        else:
+        lengths, starts = bounds.lengths, bounds.starts
+        # What is a number is asked for: whether something is a tensor is a question to a class that takes its time.
+        if isinstance(k, int) and isinstance(lengths, _NUMBERS) and isinstance(starts, _NUMBERS):
+            if self.rows == (rows := (bounds, k)):
+                return None
             self.rows = rows
+        else:
+            self.rows = None
         call = self.call
         return bounds.window(call.window, self.lead, self.n), _selection(call.selection, k, self.lead, self.width)
 
