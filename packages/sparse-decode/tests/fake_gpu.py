@@ -84,12 +84,14 @@ def faked(hasher: Hasher, mode: FakeTensorMode) -> Hasher:
 
 
 class Operators(TorchDispatchMode):
-    """Lists the operators that launch something, by name, and the copies between host and device."""
+    """Lists the operators that launch something, by name, those of host memory, and the copies between both."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launching: list[str] = []
         self.copies: list[str] = []
+        self.on_host: list[str] = []
+        """A CUDA graph would do them once, while it is captured."""
 
     def __torch_dispatch__(self, func: OpOverload, types: object, args=(), kwargs=None) -> object:
         out = func(*args, **(kwargs or {}))
@@ -98,6 +100,8 @@ class Operators(TorchDispatchMode):
         places = {x.device.type for x in given + [x for x in [out] if isinstance(x, torch.Tensor)]}
         if len(places) > 1 and func.namespace != "sparse_decode":  # our kernels read host memory where it is
             self.copies.append(name)
+        if places == {"cpu"}:
+            self.on_host.append(name)
         if not func.is_view and name not in NOTHING:
             self.launching.append(name)
         return out
