@@ -92,3 +92,14 @@ def test_contexts_that_would_take_too_much_memory_are_not_tried(monkeypatch):
     monkeypatch.setattr(module, "_seconds", lambda step, device: -1.0 if step.__name__ == "<lambda>" else 0.0)
     with attach(tiny_model(), SignHasher(), Budget(dense_below="measured")) as attachment:
         assert attachment.break_even == 512
+
+
+def test_steps_on_a_gpu_are_timed_with_what_they_launched(monkeypatch):
+    """Once warmed up, and in every repeat, the device is waited for behind the step."""
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    module._seconds(lambda: done.append("step"), torch.device("cuda"))
+    assert done == ["step", "wait"] * (1 + module._REPEATS)
+    done.clear()
+    module._seconds(lambda: done.append("step"), torch.device("cpu"))
+    assert "wait" not in done
