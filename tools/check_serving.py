@@ -10,6 +10,9 @@ them with a shared prefix, twice: with a cold and with a warm prefix cache; page
 tiny random models of other families. server: tools/check_server.py. Exit code 1, with what is wrong, if anything is.
 """
 
+# vLLM is installed only where this is run.
+# pyright: reportMissingImports=false
+
 import argparse
 import json
 import os
@@ -52,7 +55,7 @@ def engine(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("poison"):
         poison_each_step(model)
     passes = [model.generate(prompts, sampling, use_tqdm=False) for _ in range(2)]
-    found = {"tokens": [[list(x.outputs[0].token_ids) for x in outs] for outs in passes]}
+    found: dict[str, Any] = {"tokens": [[list(x.outputs[0].token_ids) for x in outs] for outs in passes]}
     found["cached"] = [sum(x.num_cached_tokens or 0 for x in outs) for outs in passes]
     found["preemptions"] = sum(x.value for x in model.get_metrics() if x.name == "vllm:num_preemptions")
     if job["spotlight"] is not None:
@@ -65,6 +68,8 @@ def engine(job: dict[str, Any]) -> dict[str, Any]:
 
 def poison_each_step(model: Any) -> None:
     """Overwrite, before each step, all pages that no request owns: with NaN, and codes of ones."""
+    import torch
+
     core = model.llm_engine.engine_core.engine_core
     caches = core.model_executor.driver_worker.worker.model_runner.kv_caches
     manager, run = core.scheduler.kv_cache_manager, core.model_executor.execute_model
@@ -75,7 +80,7 @@ def poison_each_step(model: Any) -> None:
             page = cache.stride(0)
             whole = cache.as_strided((len(cache), page), (page, 1))
             free = [block for block in range(len(cache)) if block not in owned]
-            whole.view(__import__("torch").int32)[free] = -1
+            whole.view(torch.int32)[free] = -1
         return run(scheduled, *rest, **how)
 
     core.model_executor.execute_model = execute_model
@@ -88,7 +93,7 @@ def attached(job: dict[str, Any]) -> dict[str, Any]:
     from sparse_decode import Budget, attach
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
     hasher, fraction = Hasher.from_pretrained(job["spotlight"]["hasher"]), job["spotlight"]["fraction"]
     how: dict[str, Any] = dict(max_new_tokens=job["new"], do_sample=False, pad_token_id=0, eos_token_id=None)
     how |= dict(return_dict_in_generate=True, output_logits=True)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget
 from sparse_serve.batch import Batch
 from sparse_serve.served import Served
@@ -75,8 +76,6 @@ def test_the_copy_holds_each_prompt_where_its_blocks_say():
 
 @pytest.fixture
 def served(tmp_path):
-    from hashtrain import Hasher, HasherConfig, ModelShape
-
     Hasher(HasherConfig("lsh", ModelShape(3, 4, 2, 16), bits=64), 0).save_pretrained(tmp_path)
     return Served(Settings(str(tmp_path), dense_layers=(1,)))
 
@@ -105,3 +104,13 @@ def test_layers_that_stay_dense_are_nobodys(served):
     assert served.layer(1, 0.25, None, None) is None
     assert served.layer(2, 0.25, None, None).layer == 2
     assert served.counts() == (0, 0)
+
+
+def test_hashers_are_float32_whatever_type_the_engine_makes_its_layers_in(served, tmp_path):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = Served(Settings(str(tmp_path)))
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {x.dtype for x in made.hasher.parameters()} | {made.hasher.layer(0).rotation.dtype} == {torch.float32}

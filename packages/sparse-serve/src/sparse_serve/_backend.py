@@ -118,8 +118,8 @@ class SpotlightImpl(CPUAttentionBackendImpl):
     ) -> Tensor:
         paged = self._layer(layer)
         if attn_metadata is None or paged is None:
-            given = layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-            return super().forward(*given)
+            scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output=output, **scales)
         batch: Batch = attn_metadata.spotlight
         q, out = (x.view(-1, self.num_heads, self.head_size) for x in (query, output))
         pages = cast(Served, self._served).pages(kv_cache)

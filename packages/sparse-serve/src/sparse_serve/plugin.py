@@ -4,6 +4,9 @@ The attention of its CPU platform is replaced by ours, which is the engine's own
 It is named by its path, not imported: that would import numba, before which vLLM must have looked at its compilers.
 """
 
+# vLLM is no dependency of this package.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import functools
@@ -34,5 +37,5 @@ def _checked(found: Any) -> Any:
         found(vllm_config)
         require_serves(vllm_config)
 
-    check_and_update_config.checks_spotlight = True  # pyright: ignore[reportFunctionMemberAccess]
+    check_and_update_config.checks_spotlight = True
     return check_and_update_config

@@ -1,5 +1,8 @@
 """What the plug-in cannot serve, said in one sentence before the engine starts."""
 
+# vLLM is no dependency of this package.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +12,17 @@ from sparse_decode.budget import Budget
 from torch import Tensor
 
 from sparse_serve.settings import Settings
+
+
+@contextmanager
+def _float32() -> Generator[None]:
+    """Make new tensors float32: an engine makes its layers, and us with them, while the default is the model's type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class Served:
@@ -25,7 +38,8 @@ class Served:
     def __init__(self, settings: Settings) -> None:
         from sparse_decode.select import HashSelector  # imports numba: the engine is running by now
 
-        self.hasher: Hasher = Hasher.from_pretrained(settings.hasher)
+        with _float32():
+            self.hasher: Hasher = Hasher.from_pretrained(settings.hasher)
         self.selector: HashSelector = HashSelector(self.hasher)
         self.budget: Budget = settings.budget()
         given = settings.dense_layers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from sparse_decode.budget import Budget
 
@@ -49,22 +49,21 @@ class Settings:
 
         Raises: ValueError with one sentence on anything that is not as it should be.
         """
-        asked = additional.get(KEY) if isinstance(additional, Mapping) else None
+        asked: Any = cast("Mapping[str, Any]", additional).get(KEY) if isinstance(additional, Mapping) else None
         if asked is None:
             return None
         if not isinstance(asked, Mapping):
             raise ValueError(f"{KEY} must be a mapping with a hasher, got {type(asked).__name__}")
-        known = [field.name for field in fields(cls)]
-        if strangers := sorted(str(name) for name in asked if name not in known):
+        given, known = dict(cast("Mapping[str, Any]", asked)), [field.name for field in fields(cls)]
+        if strangers := sorted(str(name) for name in given if name not in known):
             raise ValueError(f"{KEY} takes {', '.join(known)}, got {', '.join(strangers)}; leave them out")
-        if "hasher" not in asked:
+        if "hasher" not in given:
             raise ValueError(f"{KEY} needs a hasher, the folder of a stored one, got none")
-        given = dict(asked)
         if given.get("dense_layers") is not None:
             layers = given["dense_layers"]
             if not isinstance(layers, list | tuple):
                 raise ValueError(f"{KEY}.dense_layers must be a list of indices of layers, got {layers!r}")
-            given["dense_layers"] = tuple(layers)
+            given["dense_layers"] = tuple(cast("list[Any]", layers))
         return cls(**given)
 
     def budget(self) -> Budget:
