@@ -28,6 +28,7 @@ ALLOWED = {
     ("packages/hashcore/tests/test_readme_code.py", "exec"): "runs the blocks of our own README",
     ("packages/hashtrain/tests/test_cli.py", "torch.save"): "makes what `convert` reads",
     ("packages/hashtrain/tests/test_convert.py", "torch.save"): "makes what `convert` reads",
+    ("packages/evals/tests/test_published.py", "torch.save"): "makes what `convert` reads",
     ("packages/sparse-decode/tests/fuzz_cache.py", "pickle"): "pickles caches of its own making",
     ("packages/sparse-decode/tests/test_cache.py", "pickle"): "pickles caches of its own making",
     ("packages/sparse-decode/tests/test_surroundings.py", "pickle"): "pickles caches of its own making",

@@ -124,8 +124,8 @@ def test_times_of_an_unknown_machine_are_refused(table):
 
 
 def test_a_run_that_no_table_shows_is_not_stored(table):
-    with pytest.raises(ValueError, match=r"got .*one of cones"):
-        table("throughput", {"task": "cones"}, [])
+    with pytest.raises(ValueError, match=r"got .*one of suggest"):
+        table("throughput", {"task": "suggest"}, [])
 
 
 def paired(method, rule, against, metric, value):

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = re.compile(r"requirements\.txt|.*/demo/model/.*|.*\.(png|parquet|safetensors)")
 """Hashes by the thousand, a tokenizer's vocabulary, and files that are no text."""
 _METHODS = "dense|down-proj|group-xnor|linear|lsh|magicpig|oracle|paper|planes|quest|recent|transform"
-DIGESTS = rf"_identit|\"sha256\": \"|\"({_METHODS})[\w +-]*\": \"|FROM_OTHERS = |detect-secrets"
+DIGESTS = rf"_identit|\"sha256\": \"|\"({_METHODS})[\w +-]*\": \"|\.cu[^\"]*\": \"|FROM_OTHERS = |detect-secrets"
 """Lines of stored results that name a model or a hasher by its digest, a salt, and the name of a tool."""
 PLUGINS = (
     *("ArtifactoryDetector", "AWSKeyDetector", "AzureStorageKeyDetector", "BasicAuthDetector", "CloudantDetector"),

@@ -3,6 +3,9 @@
     uv run --group kernels tools/check_kernels.py            # exit 1 if anything spills, costs more, or has changed
     uv run --group kernels tools/check_kernels.py --update   # write the table after a change that is meant
 
+The table has a digest of each program as it was compiled. A program that still has it, with the same compiler, would
+give the same machine code: it is compiled for one architecture only, unless --all asks for more.
+
 A kernel may not touch local memory: no spill and no stack frame. Its registers must be those of the table
 docs/results/kernels.json, for the compiler the table was made with. The instructions that bound the scoring are counted
 in the machine code, per key: POPC runs at a quarter of the rate of the others.
@@ -11,6 +14,7 @@ in the machine code, per key: POPC runs at a quarter of the rate of the others.
 import argparse
 import collections
 import concurrent.futures
+import hashlib
 import importlib
 import importlib.metadata
 import json
@@ -139,30 +143,55 @@ def measure(job: tuple[Program, str]) -> tuple[dict[str, dict[str, int]], dict[s
     return resources(log), {b.kernel: inner_loop(cubin, b.kernel) for b in BUDGETS if b.program == program}
 
 
-def table() -> tuple[dict[str, Any], list[str]]:
-    """Measure everything; return the table, and a sentence for each kernel that breaks a rule of its own."""
+def jobs(known: dict[str, Any], every: bool) -> list[tuple[Program, str]]:
+    """Return what is to be compiled: for all architectures what the table does not know as it is now."""
+    old = known.get("sources", {}) if known.get("nvrtc") == compiler() else {}
+    return [
+        (program, arch)
+        for program in PROGRAMS
+        for arch in (ARCHITECTURES if every or old.get(str(program)) != digest(program) else ARCHITECTURES[:1])
+    ]
+
+
+def digest(program: Program) -> str:
+    """Return a hash of all that a program's machine code depends on, but for architecture and compiler."""
+    return hashlib.sha256(f"{program}\n{program.source()}".encode()).hexdigest()[:16]
+
+
+def table(known: dict[str, Any], every: bool) -> tuple[dict[str, Any], list[str]]:
+    """Measure what has to be; return the table, and a sentence for each kernel that breaks a rule of its own."""
     importlib.import_module("cuda.core")  # its first import fails if two threads begin it at once
-    jobs = [(program, arch) for program in PROGRAMS for arch in ARCHITECTURES]
+    todo = jobs(known, every)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(measure, jobs))
+        results = list(pool.map(measure, todo))
     registers: dict[str, dict[str, dict[str, int]]] = {}
     loops: dict[str, dict[str, dict[str, float]]] = {}
     broken = []
-    for (program, arch), (used, inner) in zip(jobs, results, strict=True):
+    for (program, arch), (used, inner) in zip(todo, results, strict=True):
         for kernel, found in sorted(used.items()):
-            registers.setdefault(str(program), {}).setdefault(kernel, {})[arch] = found["registers"]
+            before = known.get("registers", {}).get(str(program), {}).get(kernel, {})
+            of_kernel = registers.setdefault(str(program), {}).setdefault(kernel, {} if every else dict(before))
+            of_kernel[arch] = found["registers"]
             if found["stack"] or found["spills"]:
                 broken.append(f"{kernel} of {program} on {arch} uses local memory: {found}; hold fewer values at once")
         for kernel, counts in inner.items():
-            loops.setdefault(f"{program} {kernel}", {})[arch] = counts
-    for budget in BUDGETS:
-        for arch, counts in loops[f"{budget.program} {budget.kernel}"].items():
-            for name, most in (("popc", budget.popc), ("lop3", budget.lop3)):
-                if counts[name] > most:
-                    broken.append(
-                        f"{budget.kernel} of {budget.program} on {arch} has {counts[name]} {name} a key, over {most}"
-                    )
-    return {"nvrtc": compiler(), "registers": registers, "instructions_per_key": loops}, broken
+            name = f"{program} {kernel}"
+            before = known.get("instructions_per_key", {}).get(name, {})
+            loops.setdefault(name, {} if every else dict(before))[arch] = counts
+    sources = {str(program): digest(program) for program in PROGRAMS}
+    new = {"nvrtc": compiler(), "sources": sources, "registers": registers, "instructions_per_key": loops}
+    return new, broken + over_budget(loops)
+
+
+def over_budget(loops: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    """Return a sentence for each inner loop that has more instructions than it may."""
+    return [
+        f"{budget.kernel} of {budget.program} on {arch} has {counts[name]} {name} a key, over {most}"
+        for budget in BUDGETS
+        for arch, counts in loops[f"{budget.program} {budget.kernel}"].items()
+        for name, most in (("popc", budget.popc), ("lop3", budget.lop3))
+        if counts[name] > most
+    ]
 
 
 def compiler() -> str:
@@ -182,18 +211,19 @@ def main() -> int:
         description="Compile every kernel for every architecture and hold it to its budget."
     )
     parser.add_argument("--update", action="store_true", help="write the table instead of comparing with it")
-    update = parser.parse_args().update
-    new, broken = table()
-    if update:
+    parser.add_argument("--all", action="store_true", help="compile also what has not changed for all architectures")
+    flags = parser.parse_args()
+    known = json.loads(TABLE.read_text()) if TABLE.is_file() else {}
+    new, broken = table(known, flags.all)
+    if flags.update and not broken:
         text = json.dumps(new, indent=1) + "\n"
         temporary = TABLE.with_suffix(".tmp")
         temporary.write_text(text)
         os.replace(temporary, TABLE)
-    elif not TABLE.is_file():
+    elif not known:
         broken.append(f"expected {TABLE.relative_to(ROOT)}, found none; write it with {UPDATE}")
-    else:
-        changed = differences(json.loads(TABLE.read_text()), new)
-        broken += [f"{line}; if it is meant: {UPDATE}" for line in changed]
+    elif not flags.update:
+        broken += [f"{line}; if it is meant: {UPDATE}" for line in differences(known, new)]
     for line in broken:
         print(line, file=sys.stderr)
     kernels = sum(len(of) for of in new["registers"].values())

@@ -7,7 +7,7 @@ from evals import report
 from evals.grid import to_markdown
 from evals.lengths import codelength_grid
 
-from readme_tables import decoding, gpu, headline, quality, rivals, searching, speed
+from readme_tables import decoding, gpu, headline, paper, quality, rivals, searching, speed
 from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import named, stored
 
@@ -35,6 +35,15 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "paper-protocol": quality.of_run("ppl_paper_protocol", report.ppl_grid),
     "two-dense": quality.of_run("demo_two_dense", report.ppl_grid),
     "second-two-dense": quality.of_run("second_two_dense", lambda result: report.ppl_grid(named(result, SECOND_MODEL))),
+    "order": paper.order,
+    "order-links": paper.sentences,
+    "order-long": paper.longer,
+    "why-paper": paper.why,
+    "second-cones": paper.plain("cones"),
+    "second-output-error": paper.plain("output_error"),
+    "second-fidelity": paper.plain("fidelity"),
+    "second-exercises": paper.plain("exercises"),
+    "second-needle": paper.plain("needle"),
     "bytes": quality.bytes_read(headline.SHORT_RUNS),
     "code-lengths": quality.of_run("codelength", codelength_grid),
     "throughput": speed.throughput,

@@ -9,13 +9,14 @@ from evals.result import Result, read_json, read_result, rows_from_json, rows_to
 from hashtrain.atomic import write_text
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
-_KEPT = {
+_KEPT: dict[str, tuple[str, ...]] = {
     "ppl": ("perplexity", "perplexity_per_document", "perplexity_ratio", "kl", "nll"),
     "iou": ("iou", "recall", "mass", "low", "lost"),
     "codelength": ("iou", "equal_lsh_bits", "times_shorter"),
+    **dict.fromkeys(("cones", "codesize", "complexity", "fidelity", "needle", "output-error", "ruler-synthetic"), ()),
     "throughput": ("p50_ms", "p99_ms", "tokens_per_s", "share_of_bandwidth", "kv_bytes", "code_bytes"),
 }
-"""By task, the metrics that tables show."""
+"""By task, the metrics that tables show; none named: all."""
 DIFFERENCES = "differences.json"
 """What `evals paper` leaves beside its report: the paired differences that its items show."""
 _DIGITS = 5
@@ -42,7 +43,9 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") ->
             raise ValueError(f"runs of {', '.join(_KEPT)} have a table, got {run}, one of {task}")
         # So that one phase never takes the place of the other unasked.
         own = "ppl_decode" if result.config.get("phase") == "decode" else task
-        rows = [row for row in result.rows if row.metric in _KEPT[task] and (row.head is None or row.metric == "low")]
+        kept = [row for row in result.rows if not _KEPT[task] or row.metric in _KEPT[task]]
+        dense = result.config.get("dense_at", [])  # layers named one by one: nothing was sparse there
+        rows = [row for row in kept if (row.head is None or row.metric == "low") and row.layer not in dense]
         table = json.loads(rows_to_text(rows))
         lines = ",\n".join(json.dumps(rounded(line)) for line in table["rows"])
         head = {"config": result.config, "environment": result.environment, "columns": table["columns"]}

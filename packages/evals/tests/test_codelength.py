@@ -72,7 +72,7 @@ def made_up(values, bits=(32, 2048)):
             rows.append(Row(metric="equal_lsh_bits", value=equal, low=500.0, high=700.0, **at, **own))
             rows.append(Row(metric="times_shorter", value=equal / length, low=None, high=None, **at, **own))
     config = {"task": "codelength", "bits": list(bits), "methods": ["paper", "planes"], "budgets": [0.02]}
-    return Result({**config, "context": 4096, "model": "demo"}, {}, rows)
+    return Result({**config, "context": 4096, "model": "demo", "heads": None}, {}, rows)
 
 
 MADE_UP = made_up({"paper": (128, 640.0), "planes": (128, 2048.0), "planes at 64": (64, 32.0)})

@@ -36,7 +36,8 @@ def test_kept_bytes_worked_out_by_hand():
     assert (shape.num_query_heads, shape.num_kv_heads, shape.head_dim) == (28, 4, 128)
     assert kv_bytes(shape) == 512
     one_a_kv_head = dict.fromkeys(("lsh", "linear", "group-xnor", "planes", "transform"), 16.0)
-    magicpig = {"magicpig": 100 * 15 / 8, "magicpig-bare": 100 * 15 / 8, "magicpig-10x150": 150 * 10 / 8}
+    fifteen = ("magicpig", "magicpig-sink", "magicpig-local", "magicpig-bare")
+    magicpig = {**dict.fromkeys(fifteen, 100 * 15 / 8), "magicpig-10x150": 150 * 10 / 8}
     assert kept == {
         **{"oracle": 0, "recent": 0},
         **one_a_kv_head,

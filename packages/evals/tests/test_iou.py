@@ -96,7 +96,7 @@ def by_sets(p, row, budget):
 def test_estimates_leave_dense_layers_out_of_the_mean_only():
     # Two documents, two layers, two heads; layer 0 stays dense.
     values = np.array([[[9.0, 9.0], [0.0, 2.0]], [[9.0, 9.0], [2.0, 4.0]]])
-    found = dict(_estimates(values, dense_layers=1, seed=0))
+    found = dict(_estimates(values, sparse=[1], seed=0))
     assert tuple(found[None, None]) == (2.0, 1.0, 3.0)
     assert found[0, None].mean == 9.0
     assert found[1, None].mean == 2.0

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from evals import cli, paper
 from evals.result import read_result
 from evals.study import PaperCommand
 from evals_output import last_line
-from hashtrain.plan import ABLATIONS
+from hashtrain.candidates import ABLATIONS, EXACT
 from hashtrain.usage import UsageError
 
 
@@ -19,8 +20,9 @@ def test_every_command_of_the_paper_is_one_of_ours(tmp_path):
     for item in paper.ITEMS:
         assert item.differs
         if item.task is None:
-            with pytest.raises(ValueError, match="has no command"):
+            with pytest.raises(ValueError, match="is shown by another program"):
                 item.commands(settings)
+            assert item.lines(settings) == [" ".join(item.program)] != [""]
             continue
         for words, folder in zip(item.commands(settings), item.folders(settings), strict=True):
             command = tyro.extras.subcommand_cli_from_dict(cli.COMMANDS, args=words, prog="evals")
@@ -66,8 +68,8 @@ def test_the_paper_lists_and_runs_its_commands(tmp_path, monkeypatch, capsys):
     assert last_line(capsys)["items"] == [item.name for item in few]
     assert "figure 6 (complexity): Efficiency" in (tmp_path / "report.md").read_text()
     monkeypatch.undo()
-    assert cli.main(["paper", "--table", "5", "--out", str(tmp_path)]) == 2
-    assert "needs models of several sizes" in capsys.readouterr().err
+    assert cli.main(["paper", "--table", "7", "--out", str(tmp_path)]) == 2
+    assert "is shown by another program: hashtrain --model" in capsys.readouterr().err
     assert cli.main(["paper", "--table", "6", "--out", str(tmp_path)]) == 2
     assert "give --other-hashers" in capsys.readouterr().err
 
@@ -77,18 +79,52 @@ def test_all_leaves_out_what_it_has_no_hashers_for(tmp_path, capsys):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
     few = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path))}
-    with_tasks = {item.name for item in paper.ITEMS if item.task}
+    with_tasks = {item.name for item in paper.ITEMS if item.task and not item.hub and "exact" not in item.name}
+    few = {name for name in few if "exact" not in name}
     none = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path / "none"))}
     assert {name for name in none if name.startswith("figure 6")} == {n for n in with_tasks if n.startswith("figure 6")}
     assert with_tasks - few == {"table 1", "table 6", "table 10", "table 11", "code length"}
     for candidate in ABLATIONS:
         (tmp_path / candidate.name).mkdir()
         (tmp_path / candidate.name / "config.json").touch()
-    many = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path))}
+    many = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path)) if "exact" not in item.name}
     assert with_tasks - many == {"table 6"}
-    assert {
-        i.name for i in paper.chosen(PaperCommand(all=True, hashers=tmp_path, other_hashers=tmp_path))
-    } == with_tasks
+    both = PaperCommand(all=True, hashers=tmp_path, other_hashers=tmp_path)
+    assert {i.name for i in paper.chosen(both) if "exact" not in i.name} == with_tasks
+    assert not {i.name for i in paper.chosen(both) if i.hub}
+    assert {i.name for i in paper.chosen(both) if "exact" in i.name} == {"table 3 (exact, no retrieval)"}
+    for candidate in EXACT:
+        (tmp_path / candidate.name).mkdir()
+        (tmp_path / candidate.name / "config.json").touch()
+    exact = {i.name for i in paper.ITEMS if "exact" in i.name}
+    assert {i.name for i in paper.chosen(both) if "exact" in i.name} == exact
+
+
+def test_the_list_names_every_table_and_figure_with_its_command_and_what_is_stored(tmp_path, capsys):
+    (tmp_path / "quest.json").touch()
+    assert cli.main(["paper", "--list", "--results", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    stored = json.loads(told.out.strip().splitlines()[-1])["stored"]
+    assert [name for name, files in stored.items() if files] == ["table 2"]
+    for kind, last in (("table", 11), ("figure", 11)):
+        assert {f"{kind} {n + 1}" for n in range(last)} <= {name.partition(" (")[0] for name in stored}
+    lines = told.err.splitlines()
+    for item in paper.ITEMS:
+        at = lines.index(f"{item.name}: {item.title}")
+        assert lines[at + 1].split()[0] in ("evals", "hashtrain", "uv")
+    assert f"  stored in {tmp_path}: quest.json" in lines
+
+
+def test_four_fifths_of_the_papers_tables_and_figures_have_a_stored_result():
+    """Those that need a hub's data count, those that only draw or quote do not."""
+    settings = PaperCommand(results=Path(__file__).parents[3] / "docs" / "results")
+    drawn = {"figure 1", "figure 3", "figure 7", "figure 8", "figure 9"}
+    kept: dict[str, bool] = {}
+    for item in paper.ITEMS:
+        name = item.name.partition(" (")[0]
+        if name not in drawn:
+            kept[name] = kept.get(name, False) or bool(item.kept(settings))
+    assert sum(kept.values()) >= 0.8 * len(kept), [name for name, found in kept.items() if not found]
 
 
 def test_an_item_shows_the_differences_it_names(made, tmp_path, monkeypatch, capsys):

@@ -198,8 +198,10 @@ def test_the_table_of_methods_is_whole():
     losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction", "down-proj")
     estimators = ("linear", "linear-straight", "paper-straight", "planes-softsign")
     ablations = ("paper-rotation", *estimators, "group-xnor", "planes-64", "transform-start", *losses)
-    rivals = ("quest", "quest-heads", "magicpig", "magicpig-bare", "magicpig-10x150")
-    assert set((*plain, *whole, *ablations, *rivals)) == set(NAMES)
+    rivals = ("quest", "quest-heads", "magicpig", "magicpig-sink", "magicpig-local", "magicpig-bare", "magicpig-10x150")
+    names = ("exact", "exact-untrained", "residual", "exact-straight", "exact-mse", "exact-reconstruction")
+    exact = (*(f"paper-{name}" for name in names), "linear-exact", "down-proj-exact")
+    assert set((*plain, *whole, *ablations, *rivals, *exact)) == set(NAMES)
     assert NAMES[: len(plain)] == plain
 
 

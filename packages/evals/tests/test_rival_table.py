@@ -21,6 +21,18 @@ PUBLISHED = {
     "quest": (QuestSelector(False, 16), None, "quest", "quest-page4"),
     "quest-heads": (QuestSelector(True, 16), None, "quest-heads", "quest-heads-page4"),
     "magicpig": (MagicPigSelector(15, 100), 1500, "magicpig-15x100-4-64-1024-0", "magicpig-bits8-tables50-4-64-1024-0"),
+    "magicpig-sink": (
+        MagicPigSelector(15, 100, 4, 0),
+        1500,
+        "magicpig-15x100-4-0-1024-0",
+        "magicpig-sink-bits8-tables50-4-0-1024-0",
+    ),
+    "magicpig-local": (
+        MagicPigSelector(15, 100, 0, 64),
+        1500,
+        "magicpig-15x100-0-64-1024-0",
+        "magicpig-local-bits8-tables50-0-64-1024-0",
+    ),
     "magicpig-bare": (
         MagicPigSelector(15, 100, 0, 0),
         1500,

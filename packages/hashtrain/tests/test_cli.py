@@ -99,7 +99,7 @@ def test_inspect_prints_the_config(folder, tmp_path, capsys):
     ("content", "message"),
     [
         ("steps = ", "is not a TOML file"),
-        ("step = 5", "sets step, expected one of backbone_memory, bits"),
+        ("step = 5", "sets step, expected one of alpha, backbone_memory, beta, bits"),
         ("steps = true", "sets steps to True, expected a text, a number or a list"),
         ("stream = 1", "sets stream to 1, expected true or false"),
         ("steps = 0", "--steps must be at least 1"),

@@ -233,7 +233,7 @@ def test_learning_rate_rises_then_falls_to_zero():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"fraction": 0}, {"fraction": 1.1}, {"steps": 0}, {"learning_rate": 0}, {"loss": "mse"}, {"keys_first": 2}],
+    [{"fraction": 0}, {"fraction": 1.1}, {"steps": 0}, {"learning_rate": 0}, {"loss": "hinge"}, {"keys_first": 2}],
 )
 def test_impossible_settings_are_refused(changes):
     with pytest.raises(ValueError, match="must be"):

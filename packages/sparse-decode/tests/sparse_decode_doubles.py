@@ -5,10 +5,12 @@ import functools
 import hashcore
 import torch
 import transformers
+from sparse_decode import blocks
 from sparse_decode import plan as plan_module
 from sparse_decode.attend import attend, attend_reference
 from sparse_decode.interface import Call
-from sparse_decode.positions import include, visible_rows
+from sparse_decode.positions import include
+from sparse_decode.select import Rows
 from transformers.cache_utils import QuantizedLayer
 
 VOCABULARY = 97
@@ -158,12 +160,13 @@ class Auditor:
         self.sizes = []
         self._visible = None
         monkeypatch.setattr(plan_module, "attend", self._attend)
-        monkeypatch.setattr(plan_module, "visible_rows", self._visible_rows)
+        monkeypatch.setattr(blocks, "Rows", self._rows)
         monkeypatch.setattr(Call, "codes", functools.partialmethod(_audited_codes, Call.codes))
 
-    def _visible_rows(self, *arguments):
-        self._visible = visible_rows(*arguments)
-        return self._visible
+    def _rows(self, *arguments, **known):
+        rows = Rows(*arguments, **known)
+        self._visible = rows.visible
+        return rows
 
     def _attend(self, q, k, v, indices, scaling, *, left_out, ends, **logits):
         indices = include(indices, k.shape[2], ends)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from sparse_decode import Budget, OracleSelector, RecentSelector, attach, remainder
+from sparse_decode.blocks import Blocks
 from sparse_decode.cache import QUANTISED
 from sparse_decode.offload import HostLayer
 from sparse_decode.plan import LayerPlan
@@ -356,9 +357,9 @@ def test_a_cache_cropped_by_hand_is_gone_on_with(left):
 def test_a_plain_step_is_any_other(monkeypatch, selector, budget):
     """Steps without padding take a shorter way: the same tokens, logits and counts."""
     model, (ids, _) = tiny_model(), prompts((30, 30))
-    short, found = LayerPlan._step, []
+    short, found = Blocks.step, []
     taken = []
-    monkeypatch.setattr(LayerPlan, "_step", lambda plan, x: (taken.append(plan.layer), short(plan, x))[1])
+    monkeypatch.setattr(Blocks, "step", lambda blocks, x: (taken.append(blocks.layer), short(blocks, x))[1])
     for _ in range(2):
         with attach(model, selector, budget) as attachment:
             cache = DynamicCache(config=model.config)

@@ -8,7 +8,8 @@ import pytest
 import torch
 from fake_gpu import FAMILIES, KINDS, TENTH, beyond_dense, fake_gpu
 from sparse_decode import Budget, moments
-from sparse_decode.plan import Inputs, LayerPlan, RowRule
+from sparse_decode.blocks import Inputs, RowRule
+from sparse_decode.plan import LayerPlan
 from sparse_decode.positions import Sights
 from sparse_decode.remainder import RunningMoments
 from sparse_decode.select import NoCodes, RecentSelector
@@ -76,10 +77,10 @@ def test_a_mask_is_looked_at_once_a_step_even_if_its_numbers_change():
     plans = [LayerPlan(layer, RecentSelector(), TENTH, RowRule(None, 1), sights=sights) for layer in (0, 1)]
     x = inputs(mask)
     with torch.inference_mode():
-        found = [plan._see(x, mask)[0] for plan in plans]
+        found = [plan.blocks.see(x, mask)[0] for plan in plans]
         assert found[0] is found[1]
         mask[:, :, :, :5] = False
-        later = [plan._see(x, mask)[0] for plan in plans]
+        later = [plan.blocks.see(x, mask)[0] for plan in plans]
     assert later[0] is later[1]
     assert (found[0].visible[:, 0].tolist(), later[0].visible[:, 0].tolist()) == ([20, 20], [15, 15])
 
@@ -94,8 +95,8 @@ def test_layers_that_take_part_in_some_steps_count_those():
         for plan in plans[: 1 if step in (1, 3) else 2]:
             plan.attend(inputs(mask))
     seen = [4 * (20 - step + 20) for step in range(5)]
-    assert plans[0].counted()[1] == sum(seen)
-    assert plans[1].counted()[1] == sum(seen[step] for step in (0, 2, 4))
+    assert plans[0].tally.totals()[1] == sum(seen)
+    assert plans[1].tally.totals()[1] == sum(seen[step] for step in (0, 2, 4))
 
 
 class First(NoCodes):
@@ -112,8 +113,8 @@ def test_a_step_with_holes_in_its_mask_reads_what_is_seen():
     mask[0, :, :, [1, 3, 4, 8, 9, 15, 19]] = True
     mask[1] = True
     plan, x = LayerPlan(0, First(), Budget(0.5, sink=1, recent=1), RowRule(None, 1)), inputs(mask)
-    part = plan._step(x)
-    assert part.sight.ends.tolist() == [[1, 19], [0, 19]]
-    assert part.chosen.tolist() == [[1], [8]]
-    found = plan._select(plan._rows_of(x, part), part)
+    block = plan.blocks.step(x)
+    assert block.sight.ends.tolist() == [[1, 19], [0, 19]]
+    assert block.rows.counts.tolist() == [[1], [8]]
+    found = block.complete(plan.selector.select(block.rows))
     assert [sorted(set(row.tolist()) - {-1}) for row in found[:, 0, 0]] == [[1, 3, 19], [*range(9), 19]]

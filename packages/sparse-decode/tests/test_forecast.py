@@ -5,9 +5,8 @@ import tracemalloc
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import LshSelector, OracleSelector, attach
+from sparse_decode import LshSelector, OracleSelector, attach, blocks
 from sparse_decode import cache as cache_module
-from sparse_decode import plan as plan_module
 from sparse_decode import remainder as remainder_module
 from sparse_decode_doubles import VOCABULARY, tiny_model
 from torch.profiler import ProfilerActivity, profile
@@ -61,7 +60,7 @@ def most_held(work):
 def small_chunks(monkeypatch):
     monkeypatch.setattr(cache_module, "_CHUNK", CHUNK)
     monkeypatch.setattr(remainder_module, "_CHUNK", CHUNK)
-    monkeypatch.setattr(plan_module, "_CHUNK_SCORES", CHUNK // 8)
+    monkeypatch.setattr(blocks, "_CHUNK_SCORES", CHUNK // 8)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

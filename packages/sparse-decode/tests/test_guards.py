@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_decode import Budget, attach
-from sparse_decode import plan as plan_module
+from sparse_decode import Budget, attach, blocks
+from sparse_decode.blocks import Blocks, RowRule
 from sparse_decode.cache import Encoder
 from sparse_decode.interface import NAMES
-from sparse_decode.plan import RowRule
+from sparse_decode.remainder import RunningMoments
 from sparse_decode_doubles import VOCABULARY, Auditor, Calibrated, SignHasher, generate, prompts, tiny_model
 from transformers import AttentionMaskInterface, DynamicCache, StaticCache
 
@@ -62,12 +62,12 @@ def static_is_dynamic(monkeypatch):
 
 
 def selector_sees_everything(monkeypatch):
-    original = plan_module.LayerPlan._rows_of
+    original = Blocks._rows
 
-    def blind(plan, *arguments):
-        return replace(original(plan, *arguments), visible=None)
+    def blind(whose, *arguments, **known):
+        return replace(original(whose, *arguments, **known), visible=None)
 
-    monkeypatch.setattr(plan_module.LayerPlan, "_rows_of", blind)
+    monkeypatch.setattr(Blocks, "_rows", blind)
 
 
 def no_mask(monkeypatch):
@@ -78,15 +78,17 @@ def no_mask(monkeypatch):
 
 
 def budget_of_all_positions(monkeypatch):
-    def count(plan, visible):
-        return plan.budget.count(torch.full_like(visible, int(visible.max()))).minimum(visible)
+    def count(whose, visible):
+        return whose.budget.count(torch.full_like(visible, int(visible.max()))).minimum(visible)
 
-    monkeypatch.setattr(plan_module.LayerPlan, "_counts", count)
+    monkeypatch.setattr(Blocks, "_counts", count)
 
 
 def means_with_padding(monkeypatch):
-    monkeypatch.setattr(plan_module, "_unpadded", lambda *arguments: None)
-    monkeypatch.setattr(plan_module, "_require_causal", lambda *arguments: None)
+    rows = RunningMoments.rows
+    monkeypatch.setattr(RunningMoments, "rows", lambda sums, *given: rows(sums, *given[:4], None, *given[5:]))
+    monkeypatch.setattr(RunningMoments, "step", lambda *_: None)
+    monkeypatch.setattr(blocks, "_require_causal", lambda *arguments: None)
 
 
 def whole_calls_are_prefill(monkeypatch):

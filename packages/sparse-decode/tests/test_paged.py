@@ -79,7 +79,7 @@ class Batch:
         k, v, q = (x.transpose(0, 1)[None] for x in (self.k[row], self.v[row], self.q[row][None]))
         plan = LayerPlan(1, chosen, budget, RowRule(None, 1))
         inputs = Inputs(q, k, v, None, chosen.encode_keys(1, k), None, DIM**-0.5, None, None)
-        return plan.attend(inputs)[0][0, 0], plan.counted()
+        return plan.attend(inputs)[0][0, 0], plan.tally.totals()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

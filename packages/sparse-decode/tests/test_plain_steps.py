@@ -5,7 +5,8 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach
 from sparse_decode.attend import attend_reference
-from sparse_decode.plan import Inputs, LayerPlan, RowRule
+from sparse_decode.blocks import Inputs, RowRule
+from sparse_decode.plan import LayerPlan
 from sparse_decode.select import HashSelector, NoCodes, RecentSelector
 from transformers import DynamicCache, ModernBertDecoderConfig, ModernBertDecoderForCausalLM
 
@@ -30,7 +31,7 @@ def test_a_selector_that_does_as_it_likes_reads_each_token_once():
     out, _ = plan.attend(x)
     union = torch.tensor([0, 1, 2, 3, 96, 97, 98, 99]).expand(2, 2, 1, -1)
     torch.testing.assert_close(out, attend_reference(x.q, x.k, x.v, union, 0.25))
-    assert plan.counted() == (2 * 4 * 8, 2 * 4 * 100)
+    assert plan.tally.totals() == (2 * 4 * 8, 2 * 4 * 100)
 
 
 def test_what_a_hash_selects_is_counted_without_a_look():
@@ -39,7 +40,7 @@ def test_what_a_hash_selects_is_counted_without_a_look():
     x = Inputs(x.q, x.k, x.v, None, selector.encode_keys(0, x.k), None, 0.25, None, None)
     plan = LayerPlan(0, selector, Budget(0.1, sink=2, recent=3), RowRule(None, 1))
     plan.attend(x)
-    assert plan.counted() == (2 * 4 * 10, 2 * 4 * 100)
+    assert plan.tally.totals() == (2 * 4 * 10, 2 * 4 * 100)
 
 
 def test_what_one_mode_left_another_can_use():

@@ -171,7 +171,7 @@ def test_attention_with_the_remainder_is_that_of_its_equations(budget):
 def seen_attend(attachment, inside):
     """Record what one layer's plan was given, and what it made of it."""
     plan = attachment._plans[3]
-    attend_of_plan, work = plan._attend, plan._select_and_attend
+    attend_of_plan, work = plan._attend, plan._attend_block
 
     def record(x, rows, indices, left_out, ends):
         inside.update(x=x, q=rows.q, indices=indices)
@@ -181,7 +181,7 @@ def seen_attend(attachment, inside):
         inside["out"] = work(*arguments)
         return inside["out"]
 
-    plan._attend, plan._select_and_attend = record, whole
+    plan._attend, plan._attend_block = record, whole
     return attend_of_plan
 
 

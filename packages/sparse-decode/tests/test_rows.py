@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach, attend_reference
-from sparse_decode import plan as plan_module
+from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach, attend_reference, blocks
 from sparse_decode.plan import LayerPlan
 from sparse_decode_doubles import (
     FAMILIES,
@@ -96,7 +95,7 @@ def test_chunks_of_rows_change_nothing(monkeypatch, selector):
         whole = model(ids, attention_mask=mask).logits
         counts = attachment.counts()
         attachment.reset_density()
-        monkeypatch.setattr(plan_module, "_CHUNK_SCORES", 7 * 2 * 4 * 40)
+        monkeypatch.setattr(blocks, "_CHUNK_SCORES", 7 * 2 * 4 * 40)
         close(model(ids, attention_mask=mask).logits, whole)
         assert attachment.counts() == counts
 
@@ -105,10 +104,10 @@ def test_memory_of_a_long_pass_is_bounded(monkeypatch):
     """No more scores at once than the limit, whatever the context."""
     model, (ids, _) = tiny_model(max_position_embeddings=2048), prompts((1500,))
     seen = []
-    select = LayerPlan._select
-    monkeypatch.setattr(plan_module, "_CHUNK_SCORES", 4 * 1500 * 64)
+    work = LayerPlan._attend_block
+    monkeypatch.setattr(blocks, "_CHUNK_SCORES", 4 * 1500 * 64)
     monkeypatch.setattr(
-        LayerPlan, "_select", lambda plan, rows, *rest: (seen.append(rows.q.shape), select(plan, rows, *rest))[1]
+        LayerPlan, "_attend_block", lambda plan, x, b, *rest: (seen.append(b.rows.q.shape), work(plan, x, b, *rest))[1]
     )
     with attach(model, SignHasher(), Budget(0.01), dense_layers=3, sparse_rows=1400):
         model(ids)

@@ -50,7 +50,7 @@ def attending(
         selector.sampled = selector.empty = 0
     start = 0 if prompt is None else prompt
     budget = replace(budget, sink=always.sink, recent=always.recent, shortlist=always.shortlist)
-    dense = {*range(always.dense_layers), *getattr(selector, "dense_layers", ())}
+    dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
     with attach(
         model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder
     ) as attachment:

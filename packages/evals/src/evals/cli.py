@@ -32,7 +32,6 @@ from evals.study import CompareCommand, PaperCommand, ReportCommand, SuggestComm
 
 # What else a command needs is imported where it runs, so that `--help` does not wait for torch and transformers.
 if TYPE_CHECKING:
-    from evals.paper import Item
     from evals.result import Result
 
 TASKS = {  # name: command, module of evals.tasks
@@ -145,9 +144,7 @@ def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
 
     items = chosen(command)
     if not items:
-        for item in ITEMS:
-            console.print(f"{item.name}: {item.title}\n  {_how(item, command)}", highlight=False)
-        return {"items": [item.name for item in ITEMS]}
+        return _paper_list(command, console)
     for item in ITEMS:
         if command.all and item.task and (reason := why_not(item, command)):
             console.print(f"{item.name} is left out: {reason}", highlight=False)
@@ -169,12 +166,18 @@ def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
     return {"out": str(command.out), "items": [item.name for item in items]}
 
 
-def _how(item: Item, command: PaperCommand) -> str:
-    """Write an item's commands, or why it has none."""
-    try:
-        return "\n  ".join(" ".join(words) for words in item.commands(command))
-    except ValueError as error:
-        return str(error)
+def _paper_list(command: PaperCommand, console: Console) -> dict[str, Any]:
+    """Print every item with its commands and what is stored of it; count them."""
+    from evals.paper import ITEMS
+
+    kept = {item.name: [file.name for file in item.kept(command)] for item in ITEMS}
+    for item in ITEMS:
+        stored = f"stored in {command.results}: {', '.join(kept[item.name])}" if kept[item.name] else "nothing stored"
+        words = "\n  ".join((*item.lines(command), stored))
+        console.print(f"{item.name}: {item.title}\n  {words}", highlight=False, soft_wrap=True)
+    shown = sum(map(bool, kept.values()))
+    console.print(f"{len(ITEMS)} tables, figures and parts of them, stored results of {shown}", highlight=False)
+    return {"items": list(kept), "stored": kept}
 
 
 _SPECIAL: dict[type, Callable[[Any, Console], dict[str, Any]]] = {

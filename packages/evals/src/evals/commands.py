@@ -130,8 +130,15 @@ class ConesCommand(TaskCommand):
     out: Path = Path("runs/cones")
     """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
 
+    @property
+    def own_heads(self) -> bool:
+        """It looks at codes, not at selections."""
+        return False
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.heads is not None:
+            raise UsageError(f"cones takes no --heads, got {self.heads}: it looks at codes alone; leave it out")
         if strange := [name for name in self.methods if name not in CODED_NAMES]:
             raise UsageError(f"--methods of cones takes {', '.join(CODED_NAMES)}, got {', '.join(strange)}")
 
@@ -153,6 +160,11 @@ class CodelengthCommand(TaskCommand):
     """Rows measured in each context."""
     out: Path = Path("runs/codelength")
     """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+
+    @property
+    def own_heads(self) -> bool:
+        """Both kinds of heads are measured, or the one that --heads names."""
+        return False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -87,7 +87,7 @@ def _samples(folder: Path) -> list[dict[str, Any]]:
 def _values(result: Result, samples: list[dict[str, Any]]) -> Values:
     """Collect each metric's number of each document."""
     found: Values = {}
-    dense = result.config["dense_layers"]
+    dense = {*range(result.config["dense_layers"]), *result.config["dense_at"]}
     for sample in samples:
         for cell in sample.get("cells", sample.get("answers", [])):
             places = ("task",) if result.config["task"] in _BENCHMARKS else _PLACES  # a run of one has one rule
@@ -97,9 +97,14 @@ def _values(result: Result, samples: list[dict[str, Any]]) -> Values:
                 held |= cell["values"]
                 continue
             for metric in _METRICS[result.config["task"]]:
-                value = cell[metric]  # a list is one of layers: its mean over the sparse ones
-                held.setdefault(metric, []).append(float(np.mean(value[dense:] if isinstance(value, list) else value)))
+                held.setdefault(metric, []).append(_mean(cell[metric], dense))
     return found
+
+
+def _mean(value: Any, dense: set[int]) -> float:
+    """Return a number, or the mean of a list of layers over those that are sparse."""
+    found = [x for layer, x in enumerate(value) if layer not in dense] if isinstance(value, list) else value
+    return float(np.mean(found))
 
 
 def _differences(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hashtrain.corpus import Document, contexts, held_out_sources, read_texts
+from hashtrain.shares import room_for
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -58,7 +59,7 @@ def load_documents(
         seed: the order in which documents are drawn.
     Raises: ValueError if a text is missing, not UTF-8, or every one is too short.
     """
-    documents = read_texts(list(text)) if text else sources()
+    documents = read_texts(list(text), room=room_for(context * count)) if text else sources()
     random.Random(seed).shuffle(documents)
     first: list[TokenDocument] = []
     later: list[TokenDocument] = []

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from evals.grid import HEADS, percent
+from evals.grid import HEADS, heads_of, percent
 from evals.lengths import LSH, code_of
 from evals.methods import REMAINDER
 from evals.report import PHASES, RULES, ordered
@@ -30,12 +30,22 @@ COLOURS = {
     "quest": "#009e73",
     "quest-heads": "#006a4e",
     "magicpig": "#0072b2",
+    "magicpig-sink": "#3f94c6",
+    "magicpig-local": "#5fa6cf",
     "magicpig-bare": "#7fb8d8",
     "magicpig-10x150": "#004166",
 }
 _MARKERS = {"oracle": "*", "recent": "x", "lsh": "s", "paper": "^", "planes": "o", "transform": "D"}
 _MARKERS |= {"linear": "v", "group-xnor": "p", "planes-64": "."}
-_MARKERS |= {"quest": "P", "quest-heads": "X", "magicpig": "D", "magicpig-bare": "d", "magicpig-10x150": ">"}
+_MARKERS |= {
+    "quest": "P",
+    "quest-heads": "X",
+    "magicpig": "D",
+    "magicpig-sink": "<",
+    "magicpig-local": "^",
+    "magicpig-bare": "d",
+    "magicpig-10x150": ">",
+}
 
 
 def draw(result: Result, path: Path) -> None:
@@ -67,7 +77,8 @@ def _draw_ppl(result: Result, figure: Figure) -> None:
 def _draw_iou(result: Result, figure: Figure) -> None:
     """IoU over layers at the first budget, a panel per kind of head."""
     budget = result.config["budgets"][0]
-    for axes, heads in zip(figure.subplots(1, len(HEADS), sharey=True), HEADS, strict=True):
+    kinds = heads_of(result.config)
+    for axes, heads in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
         for method in _methods(result):
             rows = result.select(method=method, budget=budget, heads=heads, head=None, metric="iou")
             rows = [row for row in rows if row.layer is not None]
@@ -80,7 +91,8 @@ def _draw_iou(result: Result, figure: Figure) -> None:
 
 def draw_codelength(result: Result, figure: Figure) -> None:
     """IoU over bits of a code, a panel per kind of head and a line per hash: untrained LSH, and the learned ones."""
-    for axes, heads in zip(figure.subplots(1, len(HEADS), sharey=True), HEADS, strict=True):
+    kinds = heads_of(result.config)
+    for axes, heads in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
         rows = result.select(metric="iou", heads=heads)
         codes = {code_of(result, row): row for row in rows}
         for kind in dict.fromkeys((LSH, *result.config["methods"])):

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 
 from evals.result import Row
 
 HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
+
+
+def heads_of(config: dict[str, Any]) -> list[str]:
+    """Name the kinds of heads that a task which measures both has measured: those of --heads."""
+    return [*HEADS] if config["heads"] is None else [f"{config['heads']}_head"]
 
 
 @dataclass(frozen=True)

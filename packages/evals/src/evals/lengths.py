@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from evals.grid import HEADS, Grid, cell_of, percent
+from evals.grid import HEADS, Grid, cell_of, heads_of, percent
 from evals.result import Result, Row
 
 AT = " at "
@@ -52,6 +52,7 @@ def equal_words(result: Result, row: Row) -> tuple[str, str]:
 
 def codelength_grid(result: Result) -> Grid:
     """Lay out IoU by hash and length, LSH first, and the LSH length that equals each learned one, for both heads."""
+    kinds = heads_of(result.config)
     order = {kind: i for i, kind in enumerate((LSH, *result.config["methods"]))}
     found: dict[Code, dict[str, Row]] = {}
     for row in result.select(metric="iou"):
@@ -59,7 +60,7 @@ def codelength_grid(result: Result) -> Grid:
     sections: dict[str, list[list[str]]] = {}
     for code in sorted(found, key=lambda code: (order[code.kind], code.bits)):
         line = [f"{code.kind}{AT}{code.bits}"]
-        for heads in HEADS:
+        for heads in kinds:
             row = found[code][heads]
             equal = ["", ""]
             if code.kind != LSH:
@@ -75,7 +76,7 @@ def codelength_grid(result: Result) -> Grid:
         f"{interval}, model `{result.config['model']}`"
     )
     header = ["hash at bits"]
-    for name in HEADS.values():
+    for name in (HEADS[heads] for heads in kinds):
         header += [f"IoU {name}", "equal LSH bits", "times as many"]
     return Grid(title, header, list(sections.values()))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import hashtrain
 import sparse_decode
-from hashtrain.plan import ABLATIONS, CANDIDATES
+from hashtrain.candidates import ABLATIONS, CANDIDATES, EXACT
 
 from evals.rivals import RIVALS, rival_named
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 REMAINDER = "+remainder"
 _AFTER_PROMPT = "-after-prompt"
+_QUERY_HEADS = "-query-heads"
+_BY_QUERY_HEAD = tuple(candidate.name for candidate in EXACT)
 
 
 @runtime_checkable
@@ -56,6 +58,30 @@ class LoadedMethod:
     """One set per query head, the paper's quality protocol."""
     remainder: bool = False
     """Whether what a selection leaves out is added back (eq. 15, 16), as `attach` does by default."""
+
+    by_query_head: bool = False
+    """Whether it is meant to have one set per query head: the paper to the letter."""
+    heads: str | None = None
+    """`query_head` where `selector` has one set per query head by `for_heads`."""
+
+    def for_heads(self, heads: Literal["kv", "query"] | None) -> LoadedMethod:
+        """Return the method as it selects for such heads; None: as it is meant.
+
+        Raises: ValueError if it has no such form.
+        """
+        wanted = heads or ("query" if self.by_query_head else "kv")
+        if self.selector is None or (wanted == "kv" and not self._by_itself):
+            return self
+        if self._by_itself:
+            if heads == "kv":
+                raise ValueError(f"{self.name} selects per query head alone, got --heads kv; leave --heads out")
+            return self
+        changed = {"selector": self.query_head_selector, "identity": self.identity + _QUERY_HEADS}
+        return replace(self, **changed, heads="query_head")
+
+    @property
+    def _by_itself(self) -> bool:
+        return self.selector is not None and self.query_head_selector is None
 
     def selector_after(self, prompt: int | None) -> Selector | None:
         """Return what selects behind a dense prompt of so many tokens; None: every row is sparse.
@@ -138,9 +164,11 @@ def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
     if not first.has_codes:
         from evals.scored import ScoreSelector  # here: `--help` names the methods without torch
 
-        return LoadedMethod(*facts, ScoreSelector(hasher), ScoreSelector(hasher, per_query_head=True))
-    by_query_head = sparse_decode.HashSelector(sparse_decode.QueryHeadHasher(hasher))
-    return LoadedMethod(*facts, sparse_decode.HashSelector(hasher), by_query_head, remainder)
+        forms = ScoreSelector(hasher), ScoreSelector(hasher, per_query_head=True)
+    else:
+        by_query_head = sparse_decode.HashSelector(sparse_decode.QueryHeadHasher(hasher))
+        forms = sparse_decode.HashSelector(hasher), by_query_head
+    return LoadedMethod(*facts, *forms, remainder, by_query_head=name in _BY_QUERY_HEAD)
 
 
 def _whole(name: str) -> Method:
@@ -176,6 +204,7 @@ METHODS = (
     _whole("planes"),
     _whole("transform"),
     *(Method(c.name, f"ablation: {c.summary}", partial(_hashed, c.name)) for c in ABLATIONS),
+    *(Method(c.name, f"per query head: {c.summary}", partial(_hashed, c.name)) for c in EXACT),
     _whole("transform-start"),
     *(Method(rival.name, rival.summary, partial(_published, rival.name)) for rival in RIVALS.values()),
 )
@@ -186,9 +215,9 @@ RIVAL_NAMES = tuple(RIVALS)
 """Those written from other papers: they take their own number of tokens, so compare them by measured density."""
 TUNED = "-tuned"
 """Behind a rival's name: with the parameters that `evals tune` found for the model."""
-ABLATION_NAMES = tuple(candidate.name for candidate in ABLATIONS)
+ABLATION_NAMES = tuple(candidate.name for candidate in ABLATIONS + EXACT)
 """Hashers that `hashtrain --only all` makes beside the usual ones."""
-CODED_NAMES = tuple(c.name for c in CANDIDATES + ABLATIONS if c.variant != "down-proj")
+CODED_NAMES = tuple(c.name for c in CANDIDATES + ABLATIONS + EXACT if c.variant != "down-proj")
 """Hashers that make codes."""
 DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n.removesuffix(REMAINDER) not in (*RIVAL_NAMES, *ABLATION_NAMES))
 _ONE_FORM = tuple(rival.name for rival in RIVALS.values() if rival.query_heads is None)
@@ -200,7 +229,7 @@ OURS = ("planes", "planes" + REMAINDER, "transform", "transform" + REMAINDER)
 
 def without_hasher(names: Sequence[str], folder: Path) -> list[str]:
     """Return those of `names` that need a hasher which is not in the folder."""
-    hashed = {candidate.name for candidate in CANDIDATES + ABLATIONS}
+    hashed = {candidate.name for candidate in CANDIDATES + ABLATIONS + EXACT}
     needed = dict.fromkeys(name.removesuffix(REMAINDER) for name in names)
     return [name for name in needed if name in hashed and not (folder / name / "config.json").is_file()]
 

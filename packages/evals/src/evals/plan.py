@@ -28,17 +28,29 @@ Methods = Annotated[tuple[str, ...], tyro.conf.arg(aliases=("--method",))]
 Budgets = Annotated[tuple[float, ...], tyro.conf.arg(aliases=("--budget",))]
 Rule = Literal["visible", "fixed"]
 Phase = Literal["everywhere", "decode"]
+Heads = Literal["kv", "query"]
+Score = Literal["second-half", "all"]
+Ends = Literal["within", "beside"]
 RowsFrom = Literal["drawn", "last"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 class Always(NamedTuple):
-    """What no method decides: the first layers, which stay dense, tokens that all rows read, and how hashes search."""
+    """What no method decides: the layers that stay dense, tokens that all rows read, and how hashes search."""
 
     dense_layers: int = 0
+    """The first layers."""
     sink: int = SINK
     recent: int = RECENT
     shortlist: int | None = None
+    dense_at: tuple[int, ...] = ()
+    """Further layers, by index."""
+    beside: bool = False
+    """Whether sink and recent tokens come on top of a budget that is the same for all rows."""
+
+    def sparse(self, layers: int) -> list[int]:
+        """List the layers, of so many, that do not stay dense."""
+        return [n for n in range(self.dense_layers, layers) if n not in self.dense_at]
 
 
 ALWAYS = Always()
@@ -60,6 +72,11 @@ class MethodsCommand:
     """Contexts or exercises to measure; a run may be continued with more."""
     dense_layers: int = 0
     """The first layers, which stay dense for every method, beside those that a hasher names (the paper: 2)."""
+    dense_at: tuple[int, ...] = ()
+    """Further layers that stay dense for every method, by index (MagicPIG: --dense-at 0 16)."""
+    heads: Heads | None = None
+    """Whether a method selects once per KV head (`kv`), as deployed, or once per query head (`query`), as in the paper;
+    None: as each method is meant, `paper-exact` and its kin per query head, the others per KV head."""
     sink: int = SINK
     """First tokens that every row reads, whatever the method, within its budget (the paper: 0)."""
     recent: int = RECENT
@@ -78,7 +95,7 @@ class MethodsCommand:
     """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
 
     def __post_init__(self) -> None:
-        at_least(self, documents=1, dense_layers=0, sink=0, recent=0, shortlist=1)
+        at_least(self, documents=1, dense_layers=0, dense_at=0, sink=0, recent=0, shortlist=1)
         require_seed(self.seed)
         require_device_name(self.device)
         for name in ("methods", "budgets"):
@@ -99,7 +116,12 @@ class MethodsCommand:
     @property
     def always(self) -> Always:
         """What no method decides."""
-        return Always(self.dense_layers, self.sink, self.recent, self.shortlist)
+        return Always(self.dense_layers, self.sink, self.recent, self.shortlist, self.dense_at)
+
+    @property
+    def own_heads(self) -> bool:
+        """Whether methods are to be loaded in the form that `heads` names; else the task has both, and chooses."""
+        return True
 
     @property
     def longest(self) -> tuple[str, int]:
@@ -174,8 +196,13 @@ class PplCommand(TaskCommand):
     phase: Phase = "everywhere"
     """Which rows are sparse: `everywhere`, the paper's protocol; `decode`, as in serving: the rows before the scored
     part are a dense prompt, and each scored token is predicted by a sparse row."""
+    score: Score = "second-half"
+    """Which tokens of each context are scored: the second half, or `all` but the first, as in the paper."""
     scored: int | None = None
-    """How many of each context's tokens are scored, the last ones; without it, the second half."""
+    """How many of each context's tokens are scored, the last ones; without it, those of --score."""
+    ends: Ends = "within"
+    """Whether --sink and --recent tokens count `within` the budget, or come `beside` it, as the paper's sink and local
+    tokens do; the latter with --rules fixed alone."""
     match: tuple[str, ...] = ()
     """Methods, such as magicpig, at whose measured density on each context ours are measured, too: a fair comparison
     with those that heed no budget."""
@@ -188,6 +215,13 @@ class PplCommand(TaskCommand):
         super().__post_init__()
         each_once(self, "rules")
         require_counts(self, scored=1)
+        if self.score == "all" and (self.scored is not None or self.phase == "decode"):
+            other = "--phase decode, which has a prompt" if self.scored is None else f"--scored {self.scored}"
+            raise UsageError(f"--score all scores every token, and goes with no {other}; leave one of them out")
+        if self.ends == "beside" and (self.rules != ("fixed",) or self.phase == "decode"):
+            raise UsageError(
+                "--ends beside needs --rules fixed alone and --phase everywhere: other rows' budgets differ"
+            )
         if self.scored is not None and self.scored >= self.context - 1:
             raise UsageError(f"--scored must be below --context {self.context} less 1, got {self.scored}")
         if len(set(self.match)) < len(self.match):
@@ -198,6 +232,16 @@ class PplCommand(TaskCommand):
             raise UsageError(f"--match takes methods of --methods that are not ours, got {', '.join(strange)}")
         if self.match and not set(OURS) & set(self.methods):
             raise UsageError(f"--match needs one of {', '.join(OURS)} in --methods")
+
+    @property
+    def always(self) -> Always:
+        """What no method decides."""
+        return super().always._replace(beside=self.ends == "beside")
+
+    @property
+    def last(self) -> int | None:
+        """How many tokens are scored, the last ones; None for the second half."""
+        return self.context - 1 if self.score == "all" else self.scored
 
     @property
     def dense_prompt(self) -> bool:
@@ -225,6 +269,11 @@ class IouCommand(TaskCommand):
         if idle := [name for name in self.methods if name in SPARSE_NAMES and name not in SELECTION_NAMES]:
             raise UsageError(f"--methods of iou takes {', '.join(SELECTION_NAMES)}, got {', '.join(idle)}")
         at_least(self, rows=1)
+
+    @property
+    def own_heads(self) -> bool:
+        """Both kinds of heads are measured, or the one that --heads names."""
+        return False
 
     def settings(self, task: str) -> dict[str, Any]:
         """Return the settings that decide the numbers, as JSON values and with no path of the machine."""

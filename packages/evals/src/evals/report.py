@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from evals.grid import HEADS, Grid, amount, cell_of, percent
+from evals.grid import HEADS, Grid, amount, cell_of, heads_of, percent
 from evals.lengths import codelength_grid
 from evals.methods import DENSE, NAMES, TUNED
 from evals.result import Result, Row
@@ -47,11 +47,21 @@ def ppl_grid(result: Result) -> Grid:
             section.append(line)
         sections.append(section)
     scored = "second half" if config["scored"] is None else f"last {config['scored']:,} tokens"
+    scored = "all tokens" if config["score"] == "all" else scored
     title = (
         f"Perplexity (against dense) and mean KL from dense in nats, {_where(result, dense.n)}, {scored} scored, "
-        f"{PHASES[config['phase']]} from layer {config['dense_layers']} on"
+        f"{PHASES[config['phase']]} from layer {config['dense_layers']} on{_protocol(config)}"
     )
     return Grid(title, header, sections)
+
+
+def _protocol(config: dict[str, Any]) -> str:
+    """Say what else is not the default, as the end of a caption."""
+    dense = f", layers {', '.join(map(str, config['dense_at']))} dense" if config["dense_at"] else ""
+    heads = f", one selection {HEADS[config['heads'] + '_head']}" if config["heads"] else ""
+    if config["ends"] != "beside":
+        return dense + heads
+    return f"{dense}{heads}, {config['sink']} first and {config['recent']} last tokens beside the budget"
 
 
 def ppl_pairs_grid(result: Result, method: str) -> Grid:
@@ -106,7 +116,7 @@ def matched_grid(result: Result, rival: str) -> Grid:
 def iou_grids(result: Result) -> list[Grid]:
     """Return overlap by layer and method, a table per budget and kind of head."""
     budgets = result.config["budgets"]
-    return [iou_grid(result, budget, heads) for budget in budgets for heads in reversed(HEADS)]
+    return [iou_grid(result, budget, heads) for budget in budgets for heads in reversed(heads_of(result.config))]
 
 
 def iou_grid(result: Result, budget: float, heads: str) -> Grid:
@@ -114,7 +124,7 @@ def iou_grid(result: Result, budget: float, heads: str) -> Grid:
     config = result.config
     names = [name for name in ordered(config["methods"]) if name != DENSE]
     layers = sorted({row.layer for row in result.rows if row.layer is not None})
-    sparse = layers[config["dense_layers"] :]
+    sparse = [layer for layer in layers if layer >= config["dense_layers"] and layer not in config["dense_at"]]
     at = {"budget": budget, "heads": heads, "head": None}
 
     worst = bool(result.select(metric="low"))  # runs before version 0.4 have none
@@ -130,7 +140,7 @@ def iou_grid(result: Result, budget: float, heads: str) -> Grid:
     def line(label: str, layer: int | None) -> list[str]:
         return [label, *(shown(name, layer) for name in names)]
 
-    body = [line(f"{layer} (dense)" if layer < config["dense_layers"] else str(layer), layer) for layer in layers]
+    body = [line(f"{layer} (dense)" if layer not in sparse else str(layer), layer) for layer in layers]
     means = [result.one(method=n, layer=None, metric="iou", **at) for n in names]
     interval = ["IoU, 95 %", *(_interval(row, 3) for row in means)]
     n = means[0].n

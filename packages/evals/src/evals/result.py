@@ -19,10 +19,12 @@ _ON_MODELS = (
     *("ppl", "iou", "output-error", "fidelity", "needle", "ruler-synthetic", "longbench", "ruler", "fewshot"),
     *("cones", "codelength", "suggest", "tune"),
 )
-_FORMER: dict[str, dict[str, Any]] = {task: {"dtype": "float32", "shortlist": None} for task in _ON_MODELS}
+_FORMER: dict[str, dict[str, Any]] = {
+    task: {"dtype": "float32", "shortlist": None, "dense_at": [], "heads": None} for task in _ON_MODELS
+}
 for _task in ("ppl", "suggest"):
     _FORMER[_task]["phase"] = "everywhere"
-_FORMER["ppl"]["scored"] = None
+_FORMER["ppl"] |= {"scored": None, "score": "second-half", "ends": "within"}
 _FORMER["iou"]["rows_from"] = "drawn"
 """By task, settings that older runs do not state, as those runs had them."""
 

@@ -93,6 +93,11 @@ class SuggestCommand(TaskCommand):
             raise UsageError(f"--methods of suggest takes one of {', '.join(names)}, got {' '.join(self.methods)}")
 
     @property
+    def own_heads(self) -> bool:
+        """The mass is measured for either kind of head."""
+        return self.mass is None
+
+    @property
     def metric(self) -> str:
         """What the target is of."""
         return "kl" if self.mass is None else "mass"
@@ -133,6 +138,8 @@ class TuneCommand(TaskCommand):
         super().__post_init__()
         for name in ("pages", "bits", "tables"):
             each_positive(self, name)
+        if self.heads is not None:
+            raise UsageError(f"tune takes no --heads, got {self.heads}: each rival has heads of its own; leave it out")
         if max(self.bits) > 31 or min(self.tables) < 2:
             raise UsageError(
                 f"--bits must be at most 31 and --tables at least 2, got {max(self.bits)} and {min(self.tables)}"
@@ -160,6 +167,11 @@ class PaperCommand:
     """Run the command of this figure."""
     all: bool = False
     """Run them all and write one report."""
+    list: bool = False
+    """Print them all, each with its command and the stored results that show it; so does a command without any of
+    these."""
+    results: Path = Path("docs/results")
+    """Where --list looks for stored results: a checkout's."""
     model: str = "demo"
     """As for the tasks."""
     hashers: Path = Path("runs/demo")
@@ -180,8 +192,8 @@ class PaperCommand:
     """A folder for each task goes here, and report.html."""
 
     def __post_init__(self) -> None:
-        if sum([self.table is not None, self.figure is not None, self.all]) > 1:
-            raise UsageError("give one of --table, --figure and --all, got several")
+        if sum([self.table is not None, self.figure is not None, self.all, self.list]) > 1:
+            raise UsageError("give one of --table, --figure, --all and --list, got several")
         require_device_name(self.device)
         if self.documents is not None:
             at_least(self, documents=1)

@@ -1,4 +1,4 @@
-"""The command line: `hashtrain [train|capture|convert|inspect|push] ...`."""
+"""The command line: `hashtrain [train|capture|plan|convert|inspect|push] ...`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,26 @@ import tyro
 from rich.console import Console
 
 from hashtrain.plan import CANDIDATES, DEMO, PAPER, TrainCommand, base_model, model_path
-from hashtrain.usage import guarded, require_folder
+from hashtrain.usage import UsageError, guarded, require_folder
 
 
 @dataclass(frozen=True)
 class CaptureCommand(TrainCommand):
     """Only capture queries and keys; `train` with the same settings goes on from there."""
+
+
+@dataclass(frozen=True)
+class PlanCommand(TrainCommand):
+    """Count the bytes of disk and memory and the least hours, on named GPUs, that `train` with these settings would
+    take: from the model's config alone, without weights or text."""
+
+    disk: float | None = None
+    """GB for captures: says in how many waves they would fit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.disk is not None and not 0 < self.disk < float("inf"):
+            raise UsageError(f"--disk must be above 0, got {self.disk}")
 
 
 @dataclass(frozen=True)
@@ -58,10 +72,11 @@ def main(arguments: list[str] | None = None) -> int:
     return guarded("hashtrain", lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
-Command = TrainCommand | CaptureCommand | ConvertCommand | InspectCommand | PushCommand
+Command = TrainCommand | CaptureCommand | PlanCommand | ConvertCommand | InspectCommand | PushCommand
 COMMANDS: dict[str, Any] = {
     "train": TrainCommand,
     "capture": CaptureCommand,
+    "plan": PlanCommand,
     "convert": ConvertCommand,
     "inspect": InspectCommand,
     "push": PushCommand,
@@ -79,6 +94,8 @@ def _run(arguments: list[str]) -> int:
     if isinstance(command, TrainCommand | ConvertCommand):
         require_folder(command.out)
     match command:
+        case PlanCommand():
+            return _plan(command)
         case CaptureCommand():
             return _capture(command)
         case TrainCommand():
@@ -130,6 +147,16 @@ def _capture(command: CaptureCommand) -> int:
     from hashtrain.pipeline import run
 
     print(json.dumps({"out": str(command.out), **run(command, _console(), capture_only=True)}), flush=True)
+    return 0
+
+
+def _plan(command: PlanCommand) -> int:
+    from hashtrain.models import load_config
+    from hashtrain.schedule import as_json, schedule
+
+    found = schedule(command, load_config(command.model_path), None if command.disk is None else 1e9 * command.disk)
+    _console().print("\n".join(found.lines(command)), highlight=False, soft_wrap=True)
+    print(json.dumps({"plan": as_json(found)}), flush=True)
     return 0
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 ESTIMATORS = ("straight-through", "softsign")
 VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "transform", "down-proj")
@@ -14,6 +15,10 @@ SINK = 1
 that misses it loses most of its attention. More sinks cost more than they hold (docs/log.md, 2026-11-23)."""
 RECENT = 4
 """Last tokens that every row reads by default, its own among them: what the worst rows of the worst head missed."""
+SOFTSIGN_GAMMA = 64.0
+"""The paper's, appendix."""
+START_STD = 1e-3
+"""Standard deviation of a Gaussian start: that of the authors' code; the paper gives none."""
 MAX_DIGITS = 8
 """Bits that `transform` gives one dimension of a head at most: as many as a query has planes."""
 
@@ -104,6 +109,13 @@ def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
+def _is_record(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    pairs = cast("dict[object, object]", value).items()
+    return len(pairs) <= 64 and all(_is_text(k) and isinstance(v, str | int | float) for k, v in pairs)
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
@@ -132,11 +144,16 @@ class HasherConfig:
     hidden: int = 128
     """Hidden width of the MLP; `paper` from a rotation needs at least twice head_dim."""
     init: str = "rotation"
-    """`rotation` starts a learned variant as LSH; `random` starts it as torch starts linear layers."""
+    """`rotation` starts a learned variant as LSH; `random` starts it as torch starts linear layers; `gaussian`, the
+    paper's, is for `paper` alone: normal numbers of standard deviation START_STD."""
     residual: bool = False
     """`paper` only: the residuals and the second bias of the authors' published hashers, from a small random start."""
     estimator: str = ""
     """What stands for the sign in training: `straight-through`, `softsign`, or the variant's own."""
+    gamma: float = SOFTSIGN_GAMMA
+    """Of softsign, in training only (eq. 11)."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """What it was trained with (`hashtrain.TrainConfig`), for readers: nothing follows from it. Empty if untrained."""
     dense_layers: tuple[int, ...] = ()
     """Layers that are to stay dense, because sparse ones were measured to cost too much."""
     base_model: str = ""
@@ -178,12 +195,18 @@ class HasherConfig:
             raise ValueError(f"planes must be between 1 and 8, got {self.planes!r}")
         if type(self.hidden) is not int or not 1 <= self.hidden <= 65536:
             raise ValueError(f"hidden must be between 1 and 65536, got {self.hidden!r}")
-        if self.init not in ("rotation", "random"):
-            raise ValueError(f"init must be rotation or random, got {self.init!r}")
+        if self.init not in ("rotation", "random", "gaussian"):
+            raise ValueError(f"init must be rotation, random or gaussian, got {self.init!r}")
+        if self.init == "gaussian" and self.variant != "paper":
+            raise ValueError(f"init=gaussian is for variant paper, got {self.variant}; use random")
+        if type(self.gamma) not in (int, float) or not 0 < self.gamma < math.inf:
+            raise ValueError(f"gamma must be a finite number above 0, got {self.gamma!r}")
+        if not _is_record(self.training):
+            raise ValueError(f"training must name at most 64 texts and numbers, got {str(self.training)[:80]}")
         if self.estimator not in ("", *ESTIMATORS):
             raise ValueError(f"estimator must be {' or '.join(ESTIMATORS)}, or empty, got {self.estimator!r}")
         if type(self.residual) is not bool or (self.residual and (self.variant != "paper" or self.init == "rotation")):
-            raise ValueError("residual is for variant paper with init=random, got " + f"{self.variant}, {self.init}")
+            raise ValueError(f"residual is for variant paper not from a rotation, got {self.variant}, {self.init}")
         if self.variant == "paper" and self.init == "rotation" and self.hidden < 2 * self.shape.head_dim:
             raise ValueError(
                 f"paper from a rotation needs hidden of at least 2 x head_dim = {2 * self.shape.head_dim}, "

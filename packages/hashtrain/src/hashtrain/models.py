@@ -94,6 +94,13 @@ def load_config(name: str) -> PretrainedConfig:
     return config
 
 
+def count_parameters(config: PretrainedConfig) -> int:
+    """Count the parameters of a model of this config, of which none is made."""
+    with torch.device("meta"):
+        model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def pretrained(kind: Any, name: str, **more: Any) -> Any:
     """Call `from_pretrained` of one of transformers' Auto classes, without the code that may lie beside the model.
 

@@ -20,7 +20,7 @@ from hashtrain.cost import layer_costs, steps_of
 from hashtrain.distribute import ALONE, Ranks, joined
 from hashtrain.estimate import estimate
 from hashtrain.hasher import Hasher
-from hashtrain.job import LayerJob, LayerResult, make, result
+from hashtrain.job import LayerJob, LayerResult, make, result, training_of
 from hashtrain.judge import failing, summarise
 from hashtrain.plan import DEMO, Candidate, TrainCommand, base_model
 from hashtrain.prepare import Prepared, prepare
@@ -213,18 +213,50 @@ def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> 
 
 
 def _config(prepared: Prepared, candidate: Candidate) -> HasherConfig:
-    command, shape = prepared.command, prepared.shape
+    command = prepared.command
+    trained = record_of(command, candidate, len(prepared.contexts), prepared.device) if candidate.trained else {}
+    revision = getattr(prepared.model_config, "_commit_hash", None)
+    return config_of(command, candidate, prepared.shape, trained, revision)
+
+
+def config_of(
+    command: TrainCommand,
+    candidate: Candidate,
+    shape: ModelShape,
+    trained: dict[str, Any],
+    revision: str | None = None,
+) -> HasherConfig:
+    """Return the config of a candidate's hasher.
+
+    Args:
+        trained: what it was trained with (`record_of`); revision: of the base model, if known.
+    """
     return HasherConfig(
         variant=candidate.variant,
         shape=shape,
         bits=candidate.bits or command.bits,
         planes=command.planes or 0,
-        hidden=max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128,
+        hidden=width_of(candidate, shape),
         init=candidate.init,
+        residual=candidate.residual,
         estimator=candidate.estimator,
+        gamma=candidate.gamma,
+        training=trained,
         base_model=base_model(command.model),
-        base_revision=getattr(prepared.model_config, "_commit_hash", None),
+        base_revision=revision,
     )
+
+
+def width_of(candidate: Candidate, shape: ModelShape) -> int:
+    """Return the hidden width of a candidate's hash functions: its own, or what its variant needs."""
+    return candidate.hidden or (max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128)
+
+
+def record_of(command: TrainCommand, candidate: Candidate, contexts: int, device: str) -> dict[str, Any]:
+    """Say what a hasher is trained with, to be read beside its weights."""
+    facts = asdict(training_of(command, candidate, device))
+    del facts["chunk"]  # changes no sum
+    return {**facts, "context": command.context, "contexts": contexts}
 
 
 def _found(layers: list[LayerResult], dense: Collection[int]) -> dict[str, Any]:

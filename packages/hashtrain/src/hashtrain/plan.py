@@ -7,75 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hashtrain.candidates import ABLATIONS, ALL, CANDIDATES, EXACT, Candidate
 from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import demo_model_path
+from hashtrain.recipe import Recipe
 from hashtrain.usage import UsageError, require_counts, require_seed
+
+__all__ = [
+    "ABLATIONS",
+    "ALL",
+    "CANDIDATES",
+    "DEMO",
+    "DIGITS",
+    "EXACT",
+    "PAPER",
+    "Candidate",
+    "TrainCommand",
+    "base_model",
+    "model_path",
+    "require_device_name",
+]
 
 DEMO = "demo"
 """What `--model` calls the model that ships inside."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One hasher a run may make; `name` is its folder below the run's."""
-
-    name: str
-    variant: str
-    init: str = "rotation"
-    learning_rate: float = 6e-3
-    loss: str = "ranking"
-    estimator: str = ""
-    """What stands for the sign in training, if not the variant's own."""
-    beta: float = 1.0
-    """Slope of the ranking loss (eq. 10)."""
-    keys_first: float = 0.0
-    """Share of the steps that train keys alone."""
-    bits: int | None = None
-    """Code length, if not the run's."""
-    trained: bool = True
-    summary: str = ""
-    """What an ablation changes."""
-
-
-# Each hasher's own best learning rate: tools/tune_learning_rates.py, docs/results/learning_rates.json.
-CANDIDATES = (
-    Candidate("lsh", "lsh", trained=False),
-    Candidate("paper", "paper", "random", 3e-3),
-    Candidate("planes", "planes"),
-    Candidate("transform", "transform", learning_rate=3e-3, keys_first=0.5),
-)
-# The paper's ablations and ours; `--only all` makes them too.
-_STRAIGHT = "straight-through"
-ABLATIONS = (
-    Candidate("paper-rotation", "paper", learning_rate=3e-3, summary="paper, started as a rotation"),
-    Candidate("linear", "linear", summary="a rotation, trained as in the paper"),
-    Candidate("linear-straight", "linear", learning_rate=2e-2, estimator=_STRAIGHT, summary="linear, our estimator"),
-    Candidate("paper-straight", "paper", "random", 1e-2, estimator=_STRAIGHT, summary="paper, our estimator"),
-    Candidate(
-        "planes-softsign",
-        "planes",
-        learning_rate=3e-3,
-        estimator="softsign",
-        summary="planes, the paper's estimator for keys",
-    ),
-    Candidate("group-xnor", "group-xnor", summary="planes with one bit a query head"),
-    Candidate("planes-64", "planes", bits=64, learning_rate=1e-2, summary="planes with half the bits"),
-    Candidate("paper-untrained", "paper", "random", trained=False, summary="the paper's MLP as it starts"),
-    Candidate("paper-reconstruction", "paper", "random", 3e-3, "reconstruction", summary="paper, other loss"),
-    Candidate(
-        "transform-start",
-        "transform",
-        trained=False,
-        summary="transform as it starts: two moments measured, no training step",
-    ),
-    Candidate(
-        "planes-reconstruction", "planes", learning_rate=8e-2, loss="reconstruction", summary="planes, other loss"
-    ),
-    Candidate(
-        "down-proj", "down-proj", learning_rate=8e-2, summary="numbers in place of bits, compared by inner product"
-    ),
-)
-ALL = (*CANDIDATES, *ABLATIONS)
 
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
@@ -91,8 +45,8 @@ def require_device_name(device: str) -> None:
 
 
 @dataclass(frozen=True)
-class TrainCommand:
-    """Train every layer's hashers, compare them on held-out text, and store them."""
+class _Run:
+    """What a run reads, makes and writes; `Recipe` has the flags that change how its hashers are trained."""
 
     model: str = DEMO
     """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
@@ -156,7 +110,13 @@ class TrainCommand:
     """Say what would be done, the disk and memory it takes, and about how long; write nothing."""
     seed: int = 0
 
+
+@dataclass(frozen=True)
+class TrainCommand(Recipe, _Run):
+    """Train every layer's hashers, compare them on held-out text, and store them."""
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_counts(self, contexts=1, held_out=1, held_out_rows=1, steps=1, rows=1, context=512)
         require_counts(self, workers=0, dense_layers=0)
         require_seed(self.seed)
@@ -193,8 +153,8 @@ class TrainCommand:
 
     @property
     def candidates(self) -> list[Candidate]:
-        """The hashers to make, in table order."""
-        return [c for c in ALL if c.name in self.only or "all" in self.only]
+        """The hashers to make, in table order, as the flags of `Recipe` change them."""
+        return [self.applied(c) for c in ALL if c.name in self.only or "all" in self.only]
 
     @property
     def model_path(self) -> str:

@@ -19,6 +19,7 @@ from hashtrain.models import require_vocabulary
 from hashtrain.plan import TrainCommand
 from hashtrain.reads import Reads, judged_reads, training_reads
 from hashtrain.remainder import MAX_CONTEXTS
+from hashtrain.shares import room_for
 from hashtrain.sources import Source, loaded
 from hashtrain.texts import read_texts, require_apart
 
@@ -116,9 +117,10 @@ def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
 
 def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Tensor], list[Tensor]]:
     most = 4 * (command.contexts + command.held_out)
-    train = read_texts(list(command.text), most) if command.text else python_sources()
+    room = room_for(command.context * (command.contexts + command.held_out))
+    train = read_texts(list(command.text), most, room, command.seed) if command.text else python_sources()
     if command.held_out_text:
-        held = read_texts(list(command.held_out_text), most)
+        held = read_texts(list(command.held_out_text), most, room_for(command.context * command.held_out), command.seed)
     elif command.text:
         train, held = split(train)
     else:

@@ -11,7 +11,7 @@ other context the keys and the rows of its steps: 4.8 TB in place of 26 for Llam
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from hashtrain.judge import rows_of_contexts
 from hashtrain.layers import BY_VARIANT
 from hashtrain.plan import TrainCommand
 from hashtrain.rows import rows_of_steps
+from hashtrain.trainer import TrainConfig
 
 _DTYPE = torch.bfloat16
 
@@ -100,24 +101,41 @@ def training_reads(command: TrainCommand, shape: ModelShape, contexts: int, whol
         shared: whether processes share the rows of each step.
     """
     trained = [candidate for candidate in command.candidates if candidate.trained]
-    targets = sorted({BY_VARIANT[candidate.variant].target_heads for candidate in trained})
-    shapes = [shape.at(layer) for layer in range(shape.num_layers)]
-    # Heads of the targets, by layer: hashers whose targets have as many heads draw the same rows.
-    heads = [sorted({at.num_kv_heads if kind == "kv" else at.num_query_heads for kind in targets}) for at in shapes]
-    config = training_of(command, trained[0] if trained else command.candidates[0], "cpu")
     numbers = ("steps", "rows", "chunk", "max_top", "max_rest", "min_position", "seed")
-    facts = {**{name: getattr(config, name) for name in numbers}, "heads": heads, "shared": shared}
+    schedules: dict[tuple[int, ...], tuple[TrainConfig, set[str]]] = {}
+    for candidate in trained or command.candidates[:1]:
+        config = training_of(command, candidate, "cpu")
+        _, kinds = schedules.setdefault(tuple(getattr(config, name) for name in numbers), (config, set()))
+        if trained:
+            kinds.add(BY_VARIANT[candidate.variant].target_heads)
+    # Heads of the targets, by layer: hashers of one schedule whose targets have as many heads draw the same rows.
+    draws = [
+        (config, [_heads(shape.at(n), kinds) for n in range(shape.num_layers)]) for config, kinds in schedules.values()
+    ]
+    told = [{**{name: getattr(config, name) for name in numbers}, "heads": heads} for config, heads in draws]
+    facts = {**told[0], "shared": shared} if len(told) == 1 else {"draws": told, "shared": shared}
 
     def draw() -> list[Tensor]:
         return [
-            torch.cat([rows_of_steps(config, layer, count, command.context, shared) for count in counts], 1)
-            if counts
-            else torch.empty(config.steps, 0, dtype=torch.int32)
-            for layer, counts in enumerate(heads)
+            torch.cat(
+                [
+                    rows_of_steps(config, layer, count, command.context, shared)
+                    for config, heads in draws
+                    for count in heads[layer]
+                ]
+                or [torch.empty(command.steps, 0, dtype=torch.int32)],
+                1,
+            )
+            for layer in range(shape.num_layers)
         ]
 
-    rows = config.rows * max(map(len, heads))
-    return Reads(shape, command.context, contexts, whole, config.steps, rows, facts, draw)
+    most = max(sum(len(heads[layer]) for _, heads in draws) for layer in range(shape.num_layers))
+    return Reads(shape, command.context, contexts, whole, command.steps, command.rows * most, facts, draw)
+
+
+def _heads(shape: ModelShape, kinds: Collection[str]) -> list[int]:
+    """List the numbers of heads that targets of these kinds have in a layer, each once."""
+    return sorted({shape.num_kv_heads if kind == "kv" else shape.num_query_heads for kind in kinds})
 
 
 def judged_reads(command: TrainCommand, shape: ModelShape, contexts: int) -> Reads:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import hashcore
 import torch
 from torch import Tensor
 
-SOFTSIGN_GAMMA = 64.0  # the paper's value, appendix
+from hashtrain.config import SOFTSIGN_GAMMA
 
 
 def softsign(x: Tensor, gamma: float = SOFTSIGN_GAMMA) -> Tensor:
@@ -52,9 +53,9 @@ def digits(z: Tensor, coordinate: Tensor, power: Tensor, limit: Tensor) -> Tenso
     return _Digits.apply(z, coordinate, power, limit)
 
 
-def estimator(name: str) -> Callable[[Tensor], Tensor]:
+def estimator(name: str, gamma: float = SOFTSIGN_GAMMA) -> Callable[[Tensor], Tensor]:
     """Return the function that stands for the sign in training. Raises: KeyError for another name."""
-    return {"straight-through": signs, "softsign": softsign}[name]
+    return {"straight-through": signs, "softsign": partial(softsign, gamma=gamma)}[name]
 
 
 class _StraightThroughSign(torch.autograd.Function):

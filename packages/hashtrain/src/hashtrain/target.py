@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -75,7 +75,14 @@ class Pairs(NamedTuple):
 
 
 def sample_pairs(
-    p: Tensor, positions: Tensor, fraction: float, max_top: int, max_rest: int, generator: torch.Generator
+    p: Tensor,
+    positions: Tensor,
+    fraction: float,
+    max_top: int,
+    max_rest: int,
+    generator: torch.Generator,
+    of: Literal["visible", "length"] = "visible",
+    ends: tuple[int, int] = (SINK, RECENT),
 ) -> Pairs:
     """Draw tokens of each row's target set, and tokens of the whole context, uniformly and with replacement.
 
@@ -85,13 +92,17 @@ def sample_pairs(
             positions[r] + 1 tokens and reads `fraction` of them, those that are always read included: the target set
             is the best of the others.
         max_top, max_rest: how many of each to draw: A a row, C for all.
+        of: what `fraction` is of: the tokens that a row sees, or all T, as in the paper; a row that sees no more tokens
+            than that has them all as its target set, and no valid pair.
+        ends: the first and the last tokens that are always read.
     """
     visible = positions + 1
-    counts = (top_count(visible, fraction) - visible.clamp(max=SINK + RECENT)).clamp(min=1)
+    wanted = top_count(visible if of == "visible" else torch.full_like(visible, p.shape[-1]), fraction)
+    counts = (wanted.minimum(visible) - visible.clamp(max=sum(ends))).clamp(min=1)
     draws = (draw_tops((*p.shape[:-1], max_top), generator) * counts[:, None]).long()
     rest = draw_rest(int(visible.max()), max_rest, generator)
     at, last, draws, rest = (to_device(x, p.device) for x in (positions, counts - 1, draws, rest))
-    p = p.masked_fill(always_read(at, p.shape[-1]), -1.0)
+    p = p.masked_fill(always_read(at, p.shape[-1], *ends), -1.0)
     best = p.topk(int(counts.max()), dim=-1)
     threshold = best.values.gather(-1, last[None, None, :, None].expand(*p.shape[:-1], 1))
     found = p[..., rest]

@@ -15,14 +15,16 @@ downloaded.
 
 from __future__ import annotations
 
+import codecs
 import collections
 import itertools
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hashtrain.shares import shares
 from hashtrain.usage import require_plain_file
 
 HUB = "hub:"
@@ -43,6 +45,8 @@ class Document:
 
     name: str
     text: str
+    corpus: int = 0
+    """Which of the given paths it is from: contexts are drawn from all of them in turn."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +84,23 @@ class HubText:
         )
 
 
-def read_texts(paths: list[Path], at_most: int = 200_000) -> list[Document]:
+def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> list[Document]:
     """Read documents from files, folders (every file below them that has a known ending) and Hub ids.
 
     Args:
         at_most: documents of one table or data set, the first ones.
+        room: bytes of text to hold at most, as many of each path (`hashtrain.shares`); None: all there are.
+        seed: draws the files that are read where not all are.
     Raises: ValueError if a path is missing, holds no text, is binary or not UTF-8; or a table is asked for without the
         extra `datasets`.
     """
     documents: list[Document] = []
-    for path in paths:
+    own = None if room is None else room // max(1, len(paths))
+    for corpus, path in enumerate(paths):
         if str(path).startswith(HUB):
             source = HubText.parse(str(path))
-            documents += _of_rows(source.rows(), source.field, str(path), at_most)
+            found = _of_rows(source.rows(), source.field, str(path), at_most, own)
+            documents += [replace(document, corpus=corpus) for document in found]
             continue
         if not path.exists():
             hint = f", or {HUB}{path} for the data set of the Hub" if _is_hub_id(path) else ""
@@ -101,8 +109,8 @@ def read_texts(paths: list[Path], at_most: int = 200_000) -> list[Document]:
         require_plain_file(path, "the text")
         # Whatever else has such a name, a folder, a pipe or a link to nowhere, is no text.
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
-        for file in files:
-            documents += _read_file(file, at_most)
+        for file, most in shares(files, own, seed):
+            documents += [replace(document, corpus=corpus) for document in _read_file(file, at_most, most)]
     documents = [document for document in documents if document.text and not document.text.isspace()]
     if not documents:
         found = ", ".join(map(str, paths))
@@ -150,19 +158,20 @@ def _sentences(text: str) -> Iterator[str]:
         start = end + 2
 
 
-def _read_file(file: Path, at_most: int) -> list[Document]:
+def _read_file(file: Path, at_most: int, most: int | None) -> list[Document]:
     if file.suffix in _TABLES:
         if not file.stat().st_size:
             raise ValueError(f"{file} is empty: expected rows with a text")
-        return _of_rows(_stream(_builder(file), file.name, data_files=str(file)), None, file.name, at_most)
-    if (size := file.stat().st_size) > _MOST_BYTES:
+        return _of_rows(_stream(_builder(file), file.name, data_files=str(file)), None, file.name, at_most, most)
+    if most is None and (size := file.stat().st_size) > _MOST_BYTES:
         raise ValueError(f"{file} has {size} bytes, expected at most {_MOST_BYTES}; cut it into several files")
     with file.open("rb") as opened:
-        content = opened.read(_MOST_BYTES)  # no more, should it grow
+        content = opened.read(most or _MOST_BYTES)  # no more, should it grow
     if b"\0" in content:
         raise ValueError(f"{file} is binary: expected UTF-8 text, got a zero byte at {content.index(0)}")
     try:
-        return [Document(file.name, content.decode("utf-8"))]
+        # A part may end within a character, which is then left out.
+        return [Document(file.name, codecs.getincrementaldecoder("utf-8")().decode(content, final=most is None))]
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{file} is not UTF-8 text: byte {error.start} cannot be read; convert it with iconv first"
@@ -188,15 +197,20 @@ def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iter
         raise _unreadable(shown, error) from error
 
 
-def _of_rows(rows: Iterable[dict[str, Any]], field: str | None, name: str, at_most: int) -> list[Document]:
+def _of_rows(
+    rows: Iterable[dict[str, Any]], field: str | None, name: str, at_most: int, room: int | None
+) -> list[Document]:
     documents: list[Document] = []
+    left = room
     try:
         for number, row in enumerate(itertools.islice(rows, at_most)):
             text = row.get(field or next((f for f in _FIELDS if f in row), ""))
             if not isinstance(text, str):
                 wanted = field or " or ".join(_FIELDS)
                 raise ValueError(f"expected a text in the field {wanted}, got the fields {', '.join(row)}")
-            documents.append(Document(f"{name}, row {number + 1}", text))
+            documents.append(Document(f"{name}, row {number + 1}", text if left is None else text[:left]))
+            if left is not None and (left := left - len(text)) <= 0:
+                break
     except Exception as error:  # each reader below `datasets` raises its own kind
         raise _unreadable(name, error) from error
     return documents

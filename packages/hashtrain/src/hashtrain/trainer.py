@@ -10,16 +10,17 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from hashtrain.captured import Capture
 from hashtrain.checkpoint import Checkpoint
+from hashtrain.config import RECENT, SINK
 from hashtrain.distribute import ALONE, Ranks
 from hashtrain.layers import LayerHasher
-from hashtrain.loss import ranking_loss, reconstruction_loss
+from hashtrain.loss import LOSSES, ranking_loss, reconstruction_loss, squared_error
 from hashtrain.rows import draw_rows, generator_of
 from hashtrain.snapshots import Snapshots, copied
 from hashtrain.target import Pairs, attention, sample_pairs
@@ -34,7 +35,7 @@ class TrainConfig:
     """How one layer is trained; the same for every layer and, but for the learning rate, every variant."""
 
     fraction: float = 0.02
-    """Share of the visible tokens that counts as the target set (eq. 7)."""
+    """Share of the tokens that counts as the target set (eq. 7)."""
     steps: int = 800
     """Optimiser steps a layer; each reads one context."""
     rows: int = 64
@@ -54,7 +55,7 @@ class TrainConfig:
     min_position: int = 256
     """Rows before this position are not trained on: their target sets hold a handful of tokens."""
     loss: str = "ranking"
-    """`ranking` (eq. 10), or `reconstruction` (eq. 17), the paper's ablation."""
+    """`ranking` (eq. 10), or the paper's ablation (eq. 17): `reconstruction`, or `mse`."""
     learning_rate: float = 1e-3
     warmup: float = 0.02
     """Share of the steps with a rising learning rate; after it, cosine to zero."""
@@ -63,6 +64,11 @@ class TrainConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
+    of: Literal["visible", "length"] = "visible"
+    """Share of which tokens: those that a row sees, or, in the paper, all of the context, whatever the row sees."""
+    sink: int = SINK
+    recent: int = RECENT
+    """The first and the last tokens that every row reads: no pair is drawn of them; the paper has none."""
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
@@ -72,8 +78,13 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.keys_first <= 1:
             raise ValueError(f"keys_first must be a share from 0 to 1, got {self.keys_first}")
-        if self.loss not in ("ranking", "reconstruction"):
-            raise ValueError(f"loss must be ranking or reconstruction, got {self.loss!r}")
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.of not in ("visible", "length"):
+            raise ValueError(f"of must be visible or length, got {self.of!r}")
+        for name in ("sink", "recent", "min_position"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
         if self.precision not in ("fp32", "bf16"):
             raise ValueError(f"precision must be fp32 or bf16, got {self.precision!r}")
         if self.learning_rate <= 0:
@@ -281,7 +292,8 @@ class Training:
                 rows = q[:, :, start : start + config.chunk].contiguous()
                 at = positions[start : start + config.chunk]
                 p = attention(rows, k, to_device(at, k.device), scaling, self.hasher.target_heads)
-                pairs = sample_pairs(p, at, config.fraction, config.max_top, config.max_rest, generator)
+                drawn = config.max_top, config.max_rest, generator
+                pairs = sample_pairs(p, at, config.fraction, *drawn, config.of, (config.sink, config.recent))
                 valid = pairs.valid if config.loss == "ranking" else torch.ones(len(at), device=p.device)
                 parts.append((rows, pairs, valid.sum()))
         return parts
@@ -341,7 +353,8 @@ def _loss(hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, scaling: floa
         heads // hasher.hkv, 1
     ).mT
     at = torch.cat([pairs.top, pairs.rest.expand(*pairs.valid.shape)], -1)
-    return reconstruction_loss(torch.cat([top, rest], -1), exact.gather(-1, at), valid)
+    rebuilt = squared_error if config.loss == "mse" else reconstruction_loss
+    return rebuilt(torch.cat([top, rest], -1), exact.gather(-1, at), valid)
 
 
 def pair_scores(

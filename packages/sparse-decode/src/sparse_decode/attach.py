@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
 from sparse_decode import flash
+from sparse_decode.blocks import RowRule
 from sparse_decode.break_even import break_even
 from sparse_decode.budget import Budget
 from sparse_decode.cache import CODED, CodedDynamicLayer, carry_codes, coded_type, is_quantised
@@ -39,7 +40,7 @@ from sparse_decode.model import (
 )
 from sparse_decode.offload import HostLayer
 from sparse_decode.parallel import head_shard, shard, shard_shape
-from sparse_decode.plan import Kernel, LayerPlan, RowRule
+from sparse_decode.plan import Kernel, LayerPlan
 from sparse_decode.positions import Sights
 from sparse_decode.select import AttendingSelector, HashSelector, KeyQueryHasher, Selector
 
@@ -226,7 +227,7 @@ class Attachment:
 
     def counts(self) -> dict[int, tuple[int, int]]:
         """Return tokens selected and visible by layer, over all sparse rows and query heads so far."""
-        found = {layer: plan.counted() for layer, plan in self._plans.items()}
+        found = {layer: plan.tally.totals() for layer, plan in self._plans.items()}
         return {layer: (selected, visible) for layer, (selected, visible) in found.items() if visible}
 
     def density(self) -> dict[int, float]:
@@ -239,7 +240,7 @@ class Attachment:
     def reset_density(self) -> None:
         """Start counting anew."""
         for plan in self._plans.values():
-            plan.forget_counts()
+            plan.tally.reset()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

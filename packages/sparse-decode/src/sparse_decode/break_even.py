@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from hashtrain import ModelShape
 
+from sparse_decode.blocks import Inputs, RowRule
 from sparse_decode.budget import Budget
 from sparse_decode.interface import dense_attention, flash_attention
-from sparse_decode.plan import Inputs, Kernel, LayerPlan, RowRule
+from sparse_decode.plan import Kernel, LayerPlan
 from sparse_decode.select import Selector
 
 LENGTHS = tuple(256 << i for i in range(10))

@@ -20,11 +20,12 @@ from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode import flash
 from sparse_decode.attend import require
+from sparse_decode.blocks import Inputs
 from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
 from sparse_decode.modes import autocasts, no_autocast
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import attend_step
-from sparse_decode.plan import Inputs, LayerPlan, trim
+from sparse_decode.plan import LayerPlan, trim
 from sparse_decode.positions import readable, visible_rows
 from sparse_decode.remainder import StaticMoments
 
@@ -166,7 +167,7 @@ def attention(
         x = Inputs(query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length)
         if plan.traces(x):
             return plan.attend(x)[0], None
-        rest = (sinks, plan.tally, sums, plan.number, factor, softcap)
+        rest = (sinks, plan.tally.tensor, sums, plan.number, factor, softcap)
         return attend_step(query, key, value, codes, attention_mask, length, *rest), None
     with no_autocast(query.device):
         return _sparse(module, call, query, key, value, attention_mask, length, whole, factor, kwargs, dense)

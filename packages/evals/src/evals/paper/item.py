@@ -30,6 +30,9 @@ class Item:
         paper: the paper's own numbers, where it prints some.
         against: (method, budget, other, its budget): differences to show, paired over documents.
         twice: run it with --other-hashers, too, and show the difference.
+        program: the words of another program that shows it, where no task of ours measures it.
+        hub: whether its data come from a hub, so that --all leaves it out.
+        stored: names of stored results that show it, of ours or of another model, in the folder of --results.
     """
 
     name: str
@@ -41,11 +44,15 @@ class Item:
     paper: Grid | None = None
     against: tuple[tuple[str, float, str, float], ...] = ()
     twice: bool = False
+    program: tuple[str, ...] = ()
+    hub: bool = False
+    stored: tuple[str, ...] = ()
 
     def commands(self, settings: PaperCommand) -> list[list[str]]:
         """Write the commands out. Raises: ValueError if there are none, or something for them is not given."""
         if self.task is None:
-            raise ValueError(f"{self.name} has no command: {self.differs[0]}")
+            shown = " ".join(self.program)
+            raise ValueError(f"{self.name} is shown by another program: {shown}; {self.differs[0]}")
         if self.twice and settings.other_hashers is None:
             raise ValueError(
                 f"{self.name} compares two sets of hashers: make one with `uv run hashtrain --text FOLDER --out OTHER` "
@@ -60,7 +67,8 @@ class Item:
                 words += ["--device", settings.device]
             if self.task not in _BY_SHAPE:
                 words += ["--dtype", settings.dtype]
-                words += ["--model", settings.model, "--hashers", str(made), "--documents", count]
+                words += ["--model", settings.model, "--hashers", str(made)]
+                words += ["--documents", count] if self.documents else []
             if self.task == "codelength" and settings.more_hashers:
                 words += ["--more-hashers", *map(str, settings.more_hashers)]
             if self.rivals and settings.tuned is not None:
@@ -72,6 +80,18 @@ class Item:
         """Say where its runs go."""
         name = self.name.replace(" ", "-").replace("(", "").replace(")", "")
         return [settings.out / name, *([settings.out / f"{name}-other"] if self.twice else [])]
+
+    def lines(self, settings: PaperCommand) -> list[str]:
+        """Write its commands for a reader, `OTHER` for what is not given; another program's as they are."""
+        if self.task is None:
+            return [" ".join(self.program)]
+        given = settings.other_hashers or Path("OTHER")
+        return [" ".join(("evals", *words)) for words in self.commands(replace(settings, other_hashers=given))]
+
+    def kept(self, settings: PaperCommand) -> list[Path]:
+        """List the stored results that show it."""
+        files = (settings.results / f"{name}.json" for name in self.stored)
+        return [file for file in files if file.is_file()]
 
     @property
     def rivals(self) -> bool:

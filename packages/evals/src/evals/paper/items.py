@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from evals.grid import Grid
+from evals.paper import exact
 from evals.paper.item import Item
 
 _MODEL = "The paper runs 7 to 14 billion parameters; by default this runs the demo model: compare orders."
@@ -16,7 +17,7 @@ def _numbers(title: str, header: str, *lines: str) -> Grid:
     return Grid(f"The paper's: {title}", header.split("|"), [[line.split("|") for line in lines]])
 
 
-ITEMS = (
+_FITTING = (
     Item(
         "table 1",
         "IoU and perplexity before and after training",
@@ -36,6 +37,7 @@ ITEMS = (
             "LLaMA3-8B|- / 6.45|1.00 / 6.63|0.15 / 7.12|0.18 / 7.07|0.07 / 148.2|0.34 / 6.69",
             "Qwen2.5-7B|- / 7.17|1.00 / 7.28|0.13 / 8.81|0.16 / 8.73|0.09 / 22.07|0.35 / 7.31",
         ),
+        stored=("ablations", "second_training"),
     ),
     Item(
         "table 2",
@@ -63,6 +65,7 @@ ITEMS = (
             "Spotlight, 2 %|8.977|3.621|5.434",
         ),
         against=tuple((ours, 0.02, rival, 0.08) for ours in _OURS for rival in ("quest", "quest-heads")),
+        stored=("quest", "ppl"),
     ),
     Item(
         "table 3",
@@ -91,6 +94,7 @@ ITEMS = (
             "MagicPIG, bare|NaN|NaN|NaN",
             "Spotlight, 2 %|9.99|2.91|2.30",
         ),
+        stored=("magicpig",),
     ),
     Item(
         "table 4",
@@ -113,14 +117,15 @@ ITEMS = (
             "MagicPIG|0.44",
             "Spotlight, 163|0.58",
         ),
+        stored=("fidelity",),
     ),
     Item(
         "table 5",
         "Model sizes",
-        None,
-        (),
-        0,
-        ("it needs models of several sizes: give each to `evals ppl --model FOLDER --hashers FOLDER`.",),
+        "ppl",
+        ("--methods", "oracle", *_OURS, "--budgets", "0.02", "--rules", "visible"),
+        4,
+        (_MODEL, _TEXT, "One model a run: --model and --hashers name it; `evals compare` puts two runs side by side."),
         _numbers(
             "perplexity of Qwen2.5, dense / Spotlight, top 2 %",
             "model|PG19|Math|Code",
@@ -128,6 +133,7 @@ ITEMS = (
             "7B|11.112 / 9.930|3.833 / 3.497|4.951 / 4.645",
             "14B|8.416 / 8.261|3.230 / 3.196|4.472 / 4.440",
         ),
+        stored=("second_english", "second_python", "ppl_decode"),
     ),
     Item(
         "table 6",
@@ -147,8 +153,18 @@ ITEMS = (
             "GitHub code|8.891|3.611|5.393",
         ),
         twice=True,
+        stored=("differences",),
     ),
-    Item("table 7", "Training settings", None, (), 0, ("it lists settings: `hashtrain train --help` shows ours.",)),
+    Item(
+        "table 7",
+        "Training settings",
+        None,
+        (),
+        0,
+        ("it lists settings; a run stores its own in config.toml, and with every hasher.",),
+        program=("hashtrain", "--model", "MODEL", "--text", "TEXT", "--only", "paper-exact", "--dry-run"),
+        stored=("second_training", "training"),
+    ),
     Item(
         "table 8",
         "Few-shot tasks at 20 tokens",
@@ -168,14 +184,15 @@ ITEMS = (
             ".618 / .620|.727 / .736|.378 / .378|.631 / .624|.804 / .804|.772 / .773|.850 / .851|.534 / .533|"
             ".418 / .411|.663 / .664",
         ),
+        stored=("exercises",),
     ),
     Item(
         "table 9",
         "Scores on LongBench",
-        None,
-        (),
+        "longbench",
+        ("--methods", "oracle", "quest", "magicpig", *_OURS, "--tokens", "163"),
         0,
-        ("it needs a hub and a model that follows instructions: `evals longbench --model FOLDER --hashers FOLDER`.",),
+        ("It needs a hub's data and a model that follows instructions.",),
         _numbers(
             "mean scores of LLaMA3-8B by kind of task",
             "method|one document|several|summaries|few-shot|synthetic|code",
@@ -184,6 +201,7 @@ ITEMS = (
             "MagicPIG|13.41|10.12|13.41|59.84|7.40|67.77",
             "Spotlight, 163 tokens|15.21|9.99|14.30|46.84|9.42|48.54",
         ),
+        hub=True,
     ),
     Item(
         "table 10",
@@ -202,6 +220,7 @@ ITEMS = (
             "ranking|8.977|3.621|5.434",
         ),
         against=tuple((name, 0.02, f"{name}-reconstruction", 0.02) for name in ("paper", "planes")),
+        stored=("differences", "ablations"),
     ),
     Item(
         "table 11",
@@ -222,6 +241,7 @@ ITEMS = (
             "hashing|8.977|3.621|5.434",
         ),
         against=(("planes-64", 0.02, "down-proj", 0.02), ("paper", 0.02, "down-proj", 0.02)),
+        stored=("differences", "ablations"),
     ),
     Item(
         "code length",
@@ -230,8 +250,18 @@ ITEMS = (
         ("--methods", "paper", "linear", "group-xnor", "planes-64", "planes", "transform", "--rows", "32"),
         3,
         (_MODEL, "The paper's claim of codes 5 times shorter."),
+        stored=("codelength",),
     ),
-    Item("figure 1", "Overview", None, (), 0, ("it is a drawing: docs/algorithm.md describes the same.",)),
+    Item(
+        "figure 1",
+        "Overview",
+        None,
+        (),
+        0,
+        ("it is a drawing: docs/algorithm.md describes the same.",),
+        program=("uv", "run", "tools/draw_overview.py"),
+        stored=("ppl", "sparse_attention", "sparse_model_decode"),
+    ),
     Item(
         "figure 2",
         "Queries and keys lie in cones",
@@ -239,8 +269,18 @@ ITEMS = (
         ("--context", "2048"),
         3,
         (_MODEL, "Angles and components are measured in every layer; the paper shows one."),
+        stored=("cones",),
     ),
-    Item("figure 3", "The two losses", None, (), 0, ("it is a drawing.",)),
+    Item(
+        "figure 3",
+        "The two losses",
+        None,
+        (),
+        0,
+        ("it is a drawing; training.png of such a run shows both losses.",),
+        program=("hashtrain", "--only", "paper-exact", "paper-exact-mse"),
+        stored=("ablations",),
+    ),
     Item(
         "figure 4",
         "Needle in a haystack",
@@ -252,6 +292,7 @@ ITEMS = (
             "The haystack is Python and the needle an assignment, which the demo model reads best; up to 1,024 tokens, "
             "the paper's up to 8,192.",
         ),
+        stored=("needle",),
     ),
     Item(
         "figure 5",
@@ -263,6 +304,7 @@ ITEMS = (
             "LongBench needs a hub and a model that follows instructions (`evals longbench`);"
             " this shows each layer's output error instead.",
         ),
+        stored=("output_error",),
     ),
     Item(
         "figure 6 (throughput)",
@@ -276,6 +318,7 @@ ITEMS = (
             "adds torch.compile.",
             "Times are of the machine as it was; leave it idle.",
         ),
+        stored=("throughput",),
     ),
     Item(
         "figure 6 (kernels)",
@@ -284,6 +327,7 @@ ITEMS = (
         ("--contexts", "32768", "131072"),
         0,
         ("On the CPU; the paper has two steps on a GPU, each within 100 microseconds up to 512K tokens.",),
+        stored=("kernels",),
     ),
     Item(
         "figure 6 (code size)",
@@ -292,6 +336,7 @@ ITEMS = (
         (),
         0,
         ("By formula, for Qwen2.5-7B; the paper draws MagicPIG and its own.",),
+        stored=("codesize",),
     ),
     Item(
         "figure 6 (complexity)",
@@ -300,10 +345,35 @@ ITEMS = (
         (),
         0,
         ("By formula, for Qwen2.5-7B.",),
+        stored=("complexity",),
     ),
-    Item("figure 7", "The needle", None, (), 0, ("it quotes a prompt; samples/ of figure 4 hold ours.",)),
-    Item("figure 8", "The needle's prompt", None, (), 0, ("it quotes a prompt; samples/ of figure 4 hold ours.",)),
-    Item("figure 9", "Bit packing", None, (), 0, ("it is a drawing: `hashcore.pack`.",)),
+    Item(
+        "figure 7",
+        "The needle",
+        "needle",
+        ("--methods", "transform", "--lengths", "256"),
+        1,
+        ("It quotes a prompt; samples/ of this run hold ours.",),
+        stored=("needle",),
+    ),
+    Item(
+        "figure 8",
+        "The needle's prompt",
+        "needle",
+        ("--methods", "transform", "--lengths", "256"),
+        1,
+        ("It quotes a prompt; samples/ of this run hold ours.",),
+        stored=("needle",),
+    ),
+    Item(
+        "figure 9",
+        "Bit packing",
+        None,
+        (),
+        0,
+        ("it is a listing; this runs the kernel under a simulator and compares it with `hashcore.pack`.",),
+        program=("uv", "run", "pytest", "packages/hashcore/tests/test_kernels.py", "-k", "pack"),
+    ),
     Item(
         "figure 10",
         "IoU per head",
@@ -311,6 +381,25 @@ ITEMS = (
         ("--methods", "lsh", "paper", "planes", "transform", "--rows", "32"),
         3,
         (_MODEL, "rows.json has a number for every layer and head; the table shows layers."),
+        stored=("iou", "second_training"),
     ),
-    Item("figure 11", "Fidelity by task", None, (), 0, ("it splits table 4 by LongBench's tasks, which need a hub.",)),
+    Item(
+        "figure 11",
+        "Fidelity by task",
+        "longbench",
+        ("--methods", "oracle", "lsh", "quest", "magicpig", *_OURS, "--tokens", "163"),
+        0,
+        ("It splits table 4 by LongBench's tasks, whose data come from a hub; samples/ hold every answer.",),
+        hub=True,
+    ),
 )
+
+
+def _place(item: Item) -> tuple[int, int]:
+    """Say where an item comes: tables, what is no numbered part of the paper, figures."""
+    kind, number, *_ = item.name.split()
+    return ("table", "code", "figure").index(kind), int(number) if number.isdigit() else 0
+
+
+ITEMS = tuple(sorted((*_FITTING, *exact.ITEMS), key=_place))
+"""Every table and figure, those of the paper's own protocol behind those that fit the demo model."""

@@ -123,6 +123,8 @@ RIVALS = {
             "heeds no budget",
             (_SPOTLIGHT, _AUTHORS),
         ),
+        _magicpig("magicpig-sink", "magicpig with its sink and no local tokens", (_SPOTLIGHT, _AUTHORS), 4, 0),
+        _magicpig("magicpig-local", "magicpig with its local and no sink tokens", (_SPOTLIGHT, _AUTHORS), 0, 64),
         _magicpig("magicpig-bare", "the same without sink and local tokens", (_SPOTLIGHT, _AUTHORS), 0, 0),
         _magicpig(
             "magicpig-10x150",

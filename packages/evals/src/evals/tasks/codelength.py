@@ -20,7 +20,7 @@ from evals.methods import LoadedMethod, load_methods, without_hasher
 from evals.metrics import Estimate, bootstrap, resampled_means
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.iou import HEADS, Cell, measure
+from evals.tasks.iou import Cell, heads_measured, measure
 from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 
 
@@ -37,14 +37,18 @@ def run(command: CodelengthCommand, console: Console) -> Result:
     settings = {**ready.settings, "method_identities": identities}
     ready = replace(ready, methods=[*lsh, *learned], settings=settings)
     budget = command.budgets[0]
-    cells = [Cell(method.name, budget, heads) for heads in HEADS for method in ready.methods]
+    heads_of = heads_measured(command)
+    cells = [Cell(method.name, budget, heads) for heads in heads_of for method in ready.methods]
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
         positions = drawn_rows(command, command.rows, number)
-        found = measure(ready.model, document.ids, positions, ready.methods, command.budgets, command.always)
+        found = measure(ready.model, document.ids, positions, ready.methods, command.budgets, command.always, heads_of)
         step("selections")
-        dense = command.dense_layers
-        means = {m: {cell: float(np.mean(found[cell][m][dense:])) for cell in cells} for m in Quality._fields}
+        sparse = command.always.sparse(ready.shape.num_layers)
+        means = {
+            m: {cell: float(np.mean([found[cell][m][layer] for layer in sparse])) for cell in cells}
+            for m in Quality._fields
+        }
         return {"cells": [{**cell._asdict(), **{m: means[m][cell] for m in Quality._fields}} for cell in cells]}
 
     def check(sample: Sample) -> None:
@@ -116,7 +120,7 @@ def _rows(command: CodelengthCommand, ready: Ready, cells: list[Cell], samples: 
     row = rows_of(command, ready, "rows", len(samples))
     by_bits = np.array(sorted(command.bits))
     bits = {method.name: length_of(method) for method in ready.methods}
-    for heads in HEADS:
+    for heads in heads_measured(command):
         where = {"kv_head": "one set per KV head", "query_head": "one set per query head"}[heads]
         at = {"where": where, "budget": command.budgets[0], "rule": "visible", "density": None, "heads": heads}
         index = {cell.method: i for i, cell in enumerate(cells) if cell.heads == heads}

@@ -160,7 +160,9 @@ def draw_cones(result: Result, points: dict[str, list[list[float]]], path: Path)
     second.legend(framealpha=0.6, fontsize="small")
     for name in dict.fromkeys(row.method for row in result.select(metric="bit_entropy")):
         rows = [row for row in result.select(metric="bit_entropy", method=name) if row.layer is not None]
-        third.plot([r.layer or 0 for r in rows], [r.value for r in rows], marker="o", label=name, color=COLOURS[name])
+        third.plot(
+            [r.layer or 0 for r in rows], [r.value for r in rows], marker="o", label=name, color=COLOURS.get(name)
+        )
     third.set(xlabel="layer", ylabel="entropy of a bit", title="key codes", ylim=(0, 1.03))
     third.legend()
     replace(path, lambda temporary: figure.savefig(temporary, dpi=110, format="png"))

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from evals.documents import TokenDocument
 from evals.methods import LoadedMethod
 from evals.metrics import Estimate, bootstrap
-from evals.plan import Always, IouCommand
+from evals.plan import Always, IouCommand, MethodsCommand
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
@@ -49,11 +49,12 @@ def run(command: IouCommand, console: Console) -> Result:
     """
     ready = prepare(command, "iou", console)
     methods = [method for method in ready.methods if method.selector]
-    cells = [Cell(m.name, b, heads) for heads in HEADS for b in command.budgets for m in methods]
+    heads_of = heads_measured(command)
+    cells = [Cell(m.name, b, heads) for heads in heads_of for b in command.budgets for m in methods]
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
         positions = positions_of(command, number)  # the same rows for all methods
-        found = measure(ready.model, document.ids, positions, methods, command.budgets, command.always)
+        found = measure(ready.model, document.ids, positions, methods, command.budgets, command.always, heads_of)
         step("selections")
         return {"cells": [{**cell._asdict(), **found[cell]} for cell in cells]}
 
@@ -72,6 +73,11 @@ def run(command: IouCommand, console: Console) -> Result:
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
 
 
+def heads_measured(command: MethodsCommand) -> tuple[str, ...]:
+    """Name the kinds of heads that are measured: both, or the one of --heads."""
+    return HEADS if command.heads is None else (f"{command.heads}_head",)
+
+
 def positions_of(command: IouCommand, number: int) -> Tensor:
     """Return the rows to measure in a context, int64 [R]: drawn by its number, or the last one."""
     if command.rows_from == "last":
@@ -87,6 +93,7 @@ def measure(
     methods: list[LoadedMethod],
     budgets: tuple[float, ...],
     always: Always,
+    heads_of: tuple[str, ...] = HEADS,
 ) -> dict[Cell, dict[str, Any]]:
     """Compare every method's selections with the target on some rows of one context.
 
@@ -94,6 +101,7 @@ def measure(
         ids: int64 [T].
         positions: the rows, int64 [R].
         always: the tokens that every row reads without a search.
+        heads_of: the kinds of heads to measure.
     Returns: for each cell its `density`, and as [layer][head] `iou`, `recall` and `mass`, means over the rows, and
         `low` and `lost` (see `METRICS`).
     """
@@ -104,7 +112,7 @@ def measure(
 
     def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
         q = q[:, :, positions]
-        for heads in HEADS:
+        for heads in heads_of:
             p = attention(q, k, positions, scaling, "kv" if heads == "kv_head" else "query")
             for method in methods:
                 selector = method.selector if heads == "kv_head" else method.query_head_selector
@@ -144,17 +152,17 @@ def _rows(command: IouCommand, ready: Ready, cells: list[Cell], samples: list[Sa
         at = {"budget": cell.budget, "rule": "visible", "density": density, "heads": cell.heads}
         for metric in METRICS:
             values = np.array([sample["cells"][i][metric] for sample in samples])  # [documents, layers, heads]
-            for (layer, head), estimate in _estimates(values, command.dense_layers, command.seed):
+            for (layer, head), estimate in _estimates(values, command.always.sparse(values.shape[1]), command.seed):
                 yield row(cell.method, metric, estimate, layer=layer, head=head, **at)
 
 
 def _estimates(
-    values: np.ndarray, dense_layers: int, seed: int
+    values: np.ndarray, sparse: list[int], seed: int
 ) -> Iterator[tuple[tuple[int | None, int | None], Estimate]]:
     documents, layers, heads = values.shape
     by_layer = values.mean(2)
     columns = np.concatenate(
-        [by_layer[:, dense_layers:].mean(1, keepdims=True), by_layer, values.reshape(documents, -1)], axis=1
+        [by_layer[:, sparse].mean(1, keepdims=True), by_layer, values.reshape(documents, -1)], axis=1
     )
     keys = [(None, None), *((i, None) for i in range(layers)), *((i, h) for i in range(layers) for h in range(heads))]
     yield from zip(keys, bootstrap(columns, seed), strict=True)

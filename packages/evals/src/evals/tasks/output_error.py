@@ -126,7 +126,7 @@ class _Probe(NoCodes):
             for budget in self.budgets:
                 counts = top_count(total, budget)[None]
                 part = Rows(rows.layer, q, rows.k, codes, visible, counts, rows.scaling, rows.softcap, rows.sinks)
-                _, sink, recent, shortlist = self.always
+                sink, recent, shortlist = self.always.sink, self.always.recent, self.always.shortlist
                 if isinstance(selector, AttendingSelector):
                     indices = selector.select(part)
                 else:
@@ -147,9 +147,9 @@ def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total:
         return method.selector.attend(rows, v, indices)
     options = {"softcap": rows.softcap, "sinks": rows.sinks}
     out, facts = attend(rows.q, rows.k, v, indices, rows.scaling, **options, facts=True)
-    if not method.remainder:
+    coefficients = method.selector.remainder(rows.layer) if method.remainder else None  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    if coefficients is None:  # of this layer: one that a remainder makes worse has none
         return out
-    coefficients = method.selector.remainder(rows.layer)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     mean_keys = rows.k.double().cumsum(2)[:, :, total - 1].div(total[None, None, :, None]).float()
     values = linear_values(rows.q, rows.k, v, total - 1, coefficients[:, -1] * rows.scaling)
     selected = (indices >= 0).sum(-1).repeat_interleave(rows.q.shape[1] // indices.shape[1], 1).transpose(1, 2)
@@ -164,6 +164,8 @@ def _rows(command: OutputErrorCommand, ready: Ready, cells: list[Cell], samples:
         values = np.array([sample["cells"][i][METRIC] for sample in samples])  # [documents, layers]
         density = sum(sample["cells"][i]["density"] for sample in samples) / len(samples)
         at = {"budget": cell.budget, "rule": "visible", "density": density}
-        columns = np.concatenate([values[:, command.dense_layers :].mean(1, keepdims=True), values], axis=1)
+        columns = np.concatenate(
+            [values[:, command.always.sparse(values.shape[1])].mean(1, keepdims=True), values], axis=1
+        )
         for layer, estimate in zip((None, *range(values.shape[1])), bootstrap(columns, command.seed), strict=True):
             yield row(cell.method, METRIC, estimate, layer=layer, **at)

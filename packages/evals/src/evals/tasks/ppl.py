@@ -58,10 +58,15 @@ def cells_of(command: PplCommand, names: list[str]) -> list[Cell]:
     return asked + [Cell(n, AS + rival, b) for b in command.budgets for rival in command.match for n in ours]
 
 
-def budget_of(rule: str, fraction: float) -> Budget:
-    """Build the budget of a rule (eq. 7)."""
+def budget_of(rule: str, fraction: float, beside: int = 0, length: int = 1) -> Budget:
+    """Build the budget of a rule (eq. 7).
+
+    Args:
+        beside: tokens that come on top of the `fixed` rule's budget, of contexts of so many tokens (`length`).
+    """
     if rule == "fixed":
-        return Budget(fraction, min_tokens=PAPER_MIN_TOKENS, of="length")
+        share = min(1.0, fraction + beside / length)
+        return Budget(share, min_tokens=PAPER_MIN_TOKENS + beside, of="length")
     return Budget(fraction, min_tokens=1)
 
 
@@ -78,7 +83,7 @@ def run(command: PplCommand, console: Console) -> Result:
     methods = {method.name: method for method in ready.methods}
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
-        return measure(ready.model, document.ids, cells, methods, command.always, step, command.phase, command.scored)
+        return measure(ready.model, document.ids, cells, methods, command.always, step, command.phase, command.last)
 
     def check(sample: Sample) -> None:
         finite(sample["dense"]["nll"])
@@ -131,7 +136,7 @@ def measure(
     for cell in cells:
         began = time.monotonic()
         fraction = _density_of(cell.rival, cell.budget, found) if cell.rival else cell.budget
-        budget = budget_of(cell.rule, fraction)
+        budget = budget_of(cell.rule, fraction, always.beside * (always.sink + always.recent), len(ids))
         other, attended = sparse_logits(model, ids, scored, methods[cell.method], budget, always, prompt, cache)
         nll, kl = token_losses(other, targets).mean().item(), mean_kl(reference, other)
         measured = {"nll": nll, "kl": kl, "density": attended.density, "seconds": round(time.monotonic() - began, 2)}

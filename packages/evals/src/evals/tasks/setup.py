@@ -57,7 +57,13 @@ def load(command: MethodsCommand, task: str) -> Ready:
     shape = ModelShape.of(model.config)
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
+    if beyond := [layer for layer in command.dense_at if layer >= shape.num_layers]:
+        raise ValueError(f"--dense-at takes layers 0 to {shape.num_layers - 1}, got {beyond[0]}")
+    if not command.always.sparse(shape.num_layers):
+        raise ValueError("--dense-layers and --dense-at must leave a layer, got all of them; name fewer")
     methods = load_methods(command.methods, command.hashers, model.config)
+    if command.own_heads:
+        methods = [method.for_heads(command.heads) for method in methods]
     identities = identities_of(methods, command)
     settings = {**command.settings(task), "dtype": str(model.dtype).removeprefix("torch.")}
     settings |= {"model_identity": model_identity(model), "method_identities": identities}
@@ -122,6 +128,8 @@ def rows_of(command: MethodsCommand, ready: Ready, phase: str, n: int) -> Callab
         found = methods.get(method)
         facts = {"variant": found.variant if found else method, "bits": found.bits if found else None}
         selector = found.selector if found else None  # MagicPIG brings sink and local tokens of its own
+        if found is not None and found.heads is not None:
+            more = {"heads": found.heads, **more}
         own = {"sink": getattr(selector, "sink", command.sink), "recent": getattr(selector, "local", command.recent)}
         facts |= dict.fromkeys(own, 0) if method == DENSE else own
         if method == DENSE:

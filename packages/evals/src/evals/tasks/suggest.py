@@ -93,8 +93,9 @@ def _value(command: SuggestCommand, ready: Ready, method: LoadedMethod, budget: 
         cells, methods, dense = [ppl.Cell(method.name, "visible", budget)], {method.name: method}, command.always
         return ppl.measure(ready.model, ids, cells, methods, dense, phase=command.phase)["cells"][0]["kl"]
     positions = drawn_rows(command, command.rows, number)
-    found: Any = iou.measure(ready.model, ids, positions, [method], (budget,), command.always)[
-        iou.Cell(method.name, budget, "kv_head")
+    heads = "query_head" if command.heads == "query" or (command.heads is None and method.by_query_head) else "kv_head"
+    found: Any = iou.measure(ready.model, ids, positions, [method], (budget,), command.always, (heads,))[
+        iou.Cell(method.name, budget, heads)
     ]
-    sparse = found["mass"][command.dense_layers :]
+    sparse = [found["mass"][layer] for layer in command.always.sparse(len(found["mass"]))]
     return sum(map(sum, sparse)) / sum(map(len, sparse))

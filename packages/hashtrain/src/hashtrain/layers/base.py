@@ -70,7 +70,7 @@ class LayerHasher(nn.Module):
         self.d: int = shape.head_dim
         self.bits: int = config.bits
         self.group: int = shape.group
-        self.sign: Callable[[Tensor], Tensor] = estimator(config.estimator or self.estimator)
+        self.sign: Callable[[Tensor], Tensor] = estimator(config.estimator or self.estimator, config.gamma)
         self.register_buffer("remainder", torch.zeros(self.hq, REMAINDER_TERMS))
 
     @property

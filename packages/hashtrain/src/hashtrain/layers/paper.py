@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hashtrain.config import HasherConfig
+from hashtrain.config import START_STD, HasherConfig
 from hashtrain.layers.base import Draw, LayerHasher, normal, rotation, uniform
 
 
@@ -20,18 +20,21 @@ class Paper(LayerHasher):
 
     target_heads = "query"
     estimator = "softsign"
+    w1: nn.Parameter
+    b1: nn.Parameter
+    w2: nn.Parameter
     b2: nn.Parameter  # only with `residual`
 
     def __init__(self, config: HasherConfig, generator: Draw):
         super().__init__(config)
         h, d, hidden, bits = self.hq, self.d, config.hidden, self.bits
         self.residual: bool = config.residual
-        if self.residual:
+        if self.residual or config.init == "gaussian":
             self._start_small(config, generator)
             return
-        self.w1: nn.Parameter = nn.Parameter(uniform((h, d, hidden), d, generator))
-        self.b1: nn.Parameter = nn.Parameter(uniform((h, 1, hidden), d, generator))
-        self.w2: nn.Parameter = nn.Parameter(uniform((h, hidden, bits), hidden, generator))
+        self.w1 = nn.Parameter(uniform((h, d, hidden), d, generator))
+        self.b1 = nn.Parameter(uniform((h, 1, hidden), d, generator))
+        self.w2 = nn.Parameter(uniform((h, hidden, bits), hidden, generator))
         if config.init == "rotation" and generator is not None:
             self._start_as_rotation(generator)
 
@@ -48,7 +51,8 @@ class Paper(LayerHasher):
     def _start_small(self, config: HasherConfig, generator: Draw) -> None:
         for name, size in type(self).shapes(config).items():
             if name != "remainder":
-                start = normal(size, generator) * 1e-3 if name.startswith("w") else torch.zeros(size)
+                drawn = name.startswith("w") or config.init == "gaussian"
+                start = normal(size, generator) * START_STD if drawn else torch.zeros(size)
                 self.register_parameter(name, nn.Parameter(start))
 
     @torch.no_grad()

@@ -1,0 +1,166 @@
+"""The paper's tables and figures in its own protocol: `paper-exact`, one selection per query head, every token scored.
+
+A budget is 2 % of the full length and at least 20 tokens in every row, no token is read unasked, and layers 0 and 1 are
+dense. For models of hundreds of millions of parameters and more; `items` has what fits the demo model.
+"""
+
+from __future__ import annotations
+
+from evals.paper.item import Item
+
+_ROWS = ("--sink", "0", "--recent", "0", "--dense-layers", "2", "--heads", "query")
+_PPL = ("--rules", "fixed", "--score", "all", *_ROWS)
+_MAGICPIG = ("--dense-layers", "0", "--dense-at", "0", "16", "--rules", "fixed", "--score", "all")
+_ENDS = ("--sink", "4", "--recent", "64")
+_ALONE = ("--methods", "recent", "--budgets", "0.0001")
+"""Selects nothing beyond the ends: a budget below them."""
+_HASHERS = (
+    "Hashers: `hashtrain --model MODEL --text TEXT --only lsh linear-exact paper-exact-untrained paper-exact`, whose "
+    "schedule is the paper's."
+)
+_HUB = "LongBench's data come from a hub."
+
+ITEMS = (
+    Item(
+        "table 1 (exact)",
+        "IoU before and after training",
+        "iou",
+        ("--methods", "oracle", "lsh", "linear-exact", "paper-exact-untrained", "paper-exact", *_ROWS),
+        8,
+        (_HASHERS, "Rows are drawn; `--rows-from last` is the paper's, one row of one document."),
+        stored=("order_iou",),
+    ),
+    Item(
+        "table 1 (exact, perplexity)",
+        "Perplexity before and after training",
+        "ppl",
+        (
+            *("--methods", "oracle", "lsh", "linear-exact", "paper-exact-untrained", "paper-exact"),
+            *("--budgets", "0.02", *_PPL),
+        ),
+        8,
+        (_HASHERS,),
+        stored=("order_ppl",),
+    ),
+    Item(
+        "table 2 (exact)",
+        "Perplexity beside Quest over budgets",
+        "ppl",
+        ("--methods", "oracle", "paper-exact", "quest", "--budgets", "0.2", "0.1", "0.05", "0.031", "0.02", *_PPL),
+        8,
+        (_HASHERS, "Quest's `--heads query` is its published form; its first 128 rows are dense, as in the paper."),
+    ),
+    Item(
+        "table 3 (MagicPIG)",
+        "MagicPIG with sink and local tokens, with either, with neither",
+        "ppl",
+        (
+            *("--methods", "magicpig", "magicpig-sink", "magicpig-local", "magicpig-bare", "--budgets", "0.02"),
+            *(*_MAGICPIG, "--sink", "0", "--recent", "0"),
+        ),
+        8,
+        ("Layers 0 and 16 are dense. A row that draws nothing attends to its own token, where the paper has NaN.",),
+    ),
+    Item(
+        "table 3 (MagicPIG, no retrieval)",
+        "Sink and local tokens alone, layers 0 and 16 dense",
+        "ppl",
+        (*_ALONE, *_MAGICPIG, *_ENDS, "--ends", "beside"),
+        8,
+        ("The paper's row reads 68 tokens; --rules fixed adds its least budget of 20.",),
+    ),
+    Item(
+        "table 3 (exact)",
+        "Retrieval alone, layers 0 and 1 dense",
+        "ppl",
+        ("--methods", "oracle", "paper-exact", "--budgets", "0.02", *_PPL),
+        8,
+        (_HASHERS,),
+        stored=("order_ppl",),
+    ),
+    Item(
+        "table 3 (exact, ends)",
+        "Retrieval with sink and local tokens",
+        "ppl",
+        (
+            *("--methods", "paper-exact", "--budgets", "0.02", "--rules", "fixed", "--score", "all"),
+            *(*_ENDS, "--ends", "beside", "--dense-layers", "2"),
+        ),
+        8,
+        (_HASHERS,),
+    ),
+    Item(
+        "table 3 (exact, no retrieval)",
+        "Sink and local tokens alone, layers 0 and 1 dense",
+        "ppl",
+        (
+            *(*_ALONE, *_ENDS, "--ends", "beside", "--rules", "fixed", "--score", "all"),
+            *("--dense-layers", "2"),
+        ),
+        8,
+        ("The paper's row reads 68 tokens; --rules fixed adds its least budget of 20.",),
+    ),
+    Item(
+        "table 6 (exact)",
+        "Training corpora",
+        "ppl",
+        ("--methods", "paper-exact", "--budgets", "0.02", *_PPL),
+        8,
+        (_HASHERS, "The second set of hashers, --other-hashers, was trained on another text."),
+        twice=True,
+    ),
+    Item(
+        "table 10 (exact)",
+        "Ranking against reconstruction loss",
+        "ppl",
+        (
+            *("--methods", "paper-exact", "paper-exact-mse", "paper-exact-reconstruction", "--budgets", "0.02"),
+            *_PPL,
+        ),
+        8,
+        (
+            "`paper-exact-mse` is the paper's squared error; `paper-exact-reconstruction` is one minus the squared "
+            "correlation: docs/algorithm.md, eq. 17.",
+        ),
+        against=tuple(("paper-exact", 0.02, f"paper-exact-{loss}", 0.02) for loss in ("mse", "reconstruction")),
+        stored=("order_ppl",),
+    ),
+    Item(
+        "table 11 (exact)",
+        "Hashing against down-projection",
+        "ppl",
+        ("--methods", "paper-exact", "down-proj-exact", "--budgets", "0.02", *_PPL),
+        8,
+        ("Down-projection keeps head_dim / 16 numbers of 16 bits a KV head, and a projection a query head.",),
+        against=(("paper-exact", 0.02, "down-proj-exact", 0.02),),
+    ),
+    Item(
+        "figure 4 (exact)",
+        "Needle in a haystack",
+        "needle",
+        (
+            *("--methods", "paper-exact", "magicpig", "--lengths", "1024", "2048", "4096", "8192"),
+            *("--sink", "0", "--recent", "0", "--dense-layers", "2"),
+        ),
+        5,
+        (_HASHERS, "The haystack is Python and the needle an assignment; Rouge-L is a metric of its rows."),
+    ),
+    Item(
+        "figure 5 (LongBench)",
+        "LongBench, by task",
+        "longbench",
+        ("--methods", "oracle", "lsh", "paper-exact", "quest", "--tokens", "163", "--heads", "query"),
+        0,
+        (_HUB, "Prompts lose their middle, as in LongBench's own script."),
+        hub=True,
+    ),
+    Item(
+        "figure 10 (exact)",
+        "IoU per head",
+        "iou",
+        ("--methods", "lsh", "paper-exact-untrained", "paper-exact", *_ROWS),
+        8,
+        (_HASHERS, "rows.json has a number for every layer and head."),
+        stored=("order_iou",),
+    ),
+)

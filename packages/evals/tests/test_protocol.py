@@ -1,0 +1,169 @@
+"""The paper's protocol by flags: heads, scored tokens, dense layers, and ends beside a budget."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from evals.commands import CodelengthCommand, ConesCommand, FidelityCommand, OutputErrorCommand
+from evals.plan import Always
+from evals.study import SuggestCommand, TuneCommand
+from evals.tasks import codelength, cones, fidelity, iou, output_error, ppl, suggest
+from evals.tasks.ppl import Cell, budget_of, measure
+from hashtrain.candidates import EXACT
+from hashtrain.capture import replacing
+from hashtrain.target import top_count
+from hashtrain.usage import UsageError
+from rich.console import Console
+
+QUIET = Console(quiet=True)
+
+
+def by_hand(loaded, hasher, fraction, dense):
+    """Logits with every row sparse, each query head reading its own best tokens: by a mask and a softmax."""
+
+    def attend(layer, q, k, v, scaling):
+        t, group = k.shape[2], q.shape[1] // k.shape[1]
+        at = torch.arange(t)
+        logits = (q @ k.repeat_interleave(group, 1).mT) * scaling
+        hidden = at > at[:, None]
+        if layer not in dense:
+            scores = hasher.layer(layer).scores(q, k, per_query_head=True).double() - at / 1e6  # ties: the lowest
+            order = scores.masked_fill(hidden, -1e9).argsort(-1, descending=True).argsort(-1)
+            hidden = hidden | (order >= top_count(at + 1, fraction)[:, None])
+        return (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(group, 1)).transpose(1, 2)
+
+    with torch.inference_mode(), replacing(loaded.model, attend):
+        return loaded.model(loaded.ids[None], use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("name", ["paper-exact", "lsh", "planes"])
+def test_a_selection_per_query_head_is_each_heads_own(loaded, name):
+    method = loaded.methods[name].for_heads("query")
+    always = Always(0, 0, 0, dense_at=(1,))
+    found = measure(loaded.model, loaded.ids, [Cell(name, "visible", 0.1)], {name: method}, always)
+    logits = by_hand(loaded, loaded.methods[name].selector.hasher, 0.1, {1})
+    nll = torch.nn.functional.cross_entropy(logits[63:-1], loaded.ids[64:]).item()
+    assert found["cells"][0]["nll"] == pytest.approx(nll, abs=2e-4)
+    kv = measure(loaded.model, loaded.ids, [Cell(name, "visible", 0.1)], loaded.methods, always)
+    assert abs(kv["cells"][0]["nll"] - nll) > 1e-3
+
+
+def test_methods_select_as_they_are_meant_unless_heads_are_named(loaded):
+    exact = {candidate.name for candidate in EXACT}
+    for name, method in loaded.methods.items():
+        own, kv = method.for_heads(None), method.for_heads("query")
+        assert (own.heads == "query_head") == (name in exact), name
+        if method.selector is None or method.query_head_selector is None:
+            assert kv is method
+            continue
+        assert kv.identity != method.identity
+        assert kv.selector is method.query_head_selector
+        assert method.for_heads("kv") is method
+    with pytest.raises(ValueError, match="magicpig selects per query head alone, got --heads kv"):
+        loaded.methods["magicpig"].for_heads("kv")
+
+
+def test_heads_are_in_rows_settings_and_captions(ppl_command):
+    command = ppl_command(methods=("lsh", "paper-exact"), documents=1, rules=("visible",))
+    rows = ppl.run(command, QUIET).rows
+    assert {(row.method, row.heads) for row in rows} >= {("lsh", None), ("paper-exact", "query_head")}
+    told = ppl_command(methods=("lsh",), documents=1, rules=("visible",), heads="query", out=command.out / "query")
+    found = ppl.run(told, QUIET)
+    assert {row.heads for row in found.select(method="lsh")} == {"query_head"}
+    assert "one selection per query head" in (told.out / "report.md").read_text()
+
+
+def test_every_token_but_the_first_is_scored(loaded, ppl_command):
+    command = ppl_command(methods=("lsh",), documents=1, rules=("fixed",), score="all")
+    assert command.last == 127
+    found = measure(loaded.model, loaded.ids, [Cell("lsh", "fixed", 0.1)], loaded.methods, command.always, scored=127)
+    with torch.inference_mode():
+        logits = loaded.model(loaded.ids[None]).logits[0, :-1]
+    dense = torch.nn.functional.cross_entropy(logits, loaded.ids[1:]).item()
+    assert found["dense"]["nll"] == pytest.approx(dense, abs=1e-5)
+    ppl.run(command, QUIET)
+    assert "all tokens scored" in (command.out / "report.md").read_text()
+    for other in ({"phase": "decode"}, {"scored": 8}):
+        with pytest.raises(UsageError, match="--score all scores every token, and goes with no"):
+            ppl_command(score="all", **other)
+
+
+def test_ends_beside_a_budget_are_read_on_top_of_it(loaded, ppl_command):
+    always = Always(0, 2, 5, beside=True)
+    cells = [Cell("lsh", "fixed", 0.25)]
+    beside, within = (
+        measure(loaded.model, loaded.ids, cells, loaded.methods, always._replace(beside=which))["cells"][0]["density"]
+        for which in (True, False)
+    )
+    seen = range(1, 129)
+    assert within == pytest.approx(sum(min(n, 32) for n in seen) / sum(seen))
+    assert beside == pytest.approx(sum(min(n, 39) for n in seen) / sum(seen))
+    assert budget_of("fixed", 0.02, 68, 8192).count(torch.tensor([8192]), torch.tensor([8192])).item() == 163 + 68
+    for other in ({"rules": ("visible",)}, {"rules": ("fixed",), "phase": "decode"}):
+        with pytest.raises(UsageError, match="--ends beside needs --rules fixed alone"):
+            ppl_command(ends="beside", **other)
+
+
+def test_any_set_of_layers_stays_dense(command, ppl_command, loaded):
+    with pytest.raises(ValueError, match="--dense-at takes layers 0 to 2, got 3"):
+        ppl.run(ppl_command(methods=("lsh",), dense_at=(3,)), QUIET)
+    with pytest.raises(ValueError, match="must leave a layer, got all of them"):
+        ppl.run(ppl_command(methods=("lsh",), dense_at=(1, 2)), QUIET)
+    # Layers 0 and 1 dense by either name: the same numbers.
+    how = {"methods": ("lsh",), "documents": 1, "rules": ("visible",)}
+    first = ppl.run(ppl_command(**how, dense_layers=2), QUIET)
+    other = ppl_command(**how, dense_layers=0, dense_at=(0, 1))
+    again = ppl.run(replace(other, out=other.out / "again"), QUIET)
+    at = {"method": "lsh", "metric": "kl"}
+    assert first.one(**at).value == again.one(**at).value
+    for kind, task, more in (
+        (OutputErrorCommand, output_error, {"rows": 4}),
+        (CodelengthCommand, codelength, {"rows": 4, "bits": (32, 64), "methods": ("planes",)}),
+    ):
+        given = command(kind, **{"methods": ("lsh",), "documents": 1, "dense_layers": 0, "dense_at": (0, 2), **more})
+        result = task.run(replace(given, out=given.out / task.__name__), QUIET)
+        if task is output_error:
+            at = {"method": "lsh", "metric": "error"}
+            assert result.one(**at, layer=None).value == result.one(**at, layer=1).value
+
+
+def test_the_mean_overlap_is_of_the_sparse_layers_and_heads_named(iou_command):
+    found = iou.run(iou_command(methods=("lsh",), documents=1, dense_layers=0, dense_at=(0, 2), heads="query"), QUIET)
+    assert {row.heads for row in found.rows} == {"query_head"}
+    at = {"method": "lsh", "metric": "iou", "head": None}
+    assert found.one(**at, layer=None).value == found.one(**at, layer=1).value
+
+
+def test_tasks_that_have_no_heads_to_choose_say_so(command, tmp_path):
+    for kind, more in ((ConesCommand, {"methods": ("lsh",)}), (TuneCommand, {"methods": ("quest",)})):
+        with pytest.raises(UsageError, match="takes no --heads, got query"):
+            command(kind, heads="query", **more)
+
+
+def test_the_other_tasks_select_per_query_head_too(command, loaded):
+    how = {"methods": ("lsh",), "documents": 1, "context": 64, "new_tokens": 4}
+    rows = fidelity.run(command(FidelityCommand, heads="query", **how), QUIET).rows
+    assert {row.heads for row in rows} == {"query_head"}
+    found = {}
+    for heads in ("kv", "query"):
+        given = command(SuggestCommand, methods=("lsh",), documents=1, budgets=(1.0,), mass=0.5, rows=4, heads=heads)
+        suggest.run(replace(given, out=given.out / heads), QUIET)
+        found[heads] = sorted(path.read_text() for path in (given.out / heads / "samples").glob("*.json"))
+    assert found["kv"] != found["query"]
+    given = command(ConesCommand, methods=("paper-exact",), documents=1)
+    assert cones.run(replace(given, out=given.out / "cones"), QUIET).rows
+
+
+def test_a_layer_that_lost_its_remainder_has_the_error_of_its_selection(loaded):
+    both = [loaded.methods["planes"], loaded.methods["planes+remainder"]]
+    layer = both[1].selector.hasher.layer(1)
+    kept = layer.remainder.clone()
+    at, always = torch.arange(64, 128, 8), Always(0, 1, 4)
+    try:
+        layer.remainder.zero_()
+        found = output_error.measure(loaded.model, loaded.ids, at, both, (0.1,), always)
+    finally:
+        layer.remainder.copy_(kept)
+    alone, whole = (found[output_error.Cell(method.name, 0.1)]["error"] for method in both)
+    assert alone[1] == whole[1]
+    assert alone[2] != whole[2]

@@ -1,0 +1,125 @@
+"""The hashers that a run may make: ours, the paper's as we deploy it, the ablations, and the paper's to the letter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hashtrain.config import RECENT, SINK, SOFTSIGN_GAMMA
+
+Of = Literal["visible", "length"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One hasher a run may make; `name` is its folder below the run's."""
+
+    name: str
+    variant: str
+    init: str = "rotation"
+    learning_rate: float = 6e-3
+    loss: str = "ranking"
+    """One of `hashtrain.loss.LOSSES`."""
+    estimator: str = ""
+    """What stands for the sign in training, if not the variant's own."""
+    gamma: float = SOFTSIGN_GAMMA
+    """Of softsign (eq. 11)."""
+    beta: float = 1.0
+    alpha: float = 3.0
+    """Slope and margin of the ranking loss (eq. 10)."""
+    max_top: int = 8
+    """Target tokens drawn a row."""
+    max_rest: int = 512
+    """Other tokens drawn a step, shared by its rows."""
+    target: Of = "visible"
+    """What the budget is a share of (eq. 7): the tokens a row sees, or the paper's full length for every row."""
+    ends: tuple[int, int] = (SINK, RECENT)
+    """First and last tokens that no pair is drawn of, because every row reads them."""
+    first_trained: int | None = None
+    """The first row trained on; None: a sixteenth of the context, whose target sets hold a handful of tokens."""
+    hidden: int | None = None
+    """Hidden width; None: what the variant needs."""
+    residual: bool = False
+    """`paper` in the form of the authors' published hashers."""
+    keys_first: float = 0.0
+    """Share of the steps that train keys alone."""
+    bits: int | None = None
+    """Code length, if not the run's."""
+    trained: bool = True
+    summary: str = ""
+    """What an ablation changes."""
+
+
+# Each hasher's own best learning rate: tools/tune_learning_rates.py, docs/results/learning_rates.json.
+CANDIDATES = (
+    Candidate("lsh", "lsh", trained=False),
+    Candidate("paper", "paper", "random", 3e-3),
+    Candidate("planes", "planes"),
+    Candidate("transform", "transform", learning_rate=3e-3, keys_first=0.5),
+)
+# The paper's ablations and ours; `--only all` makes them too.
+_STRAIGHT = "straight-through"
+ABLATIONS = (
+    Candidate("paper-rotation", "paper", learning_rate=3e-3, summary="paper, started as a rotation"),
+    Candidate("linear", "linear", summary="a rotation, trained as in the paper"),
+    Candidate("linear-straight", "linear", learning_rate=2e-2, estimator=_STRAIGHT, summary="linear, our estimator"),
+    Candidate("paper-straight", "paper", "random", 1e-2, estimator=_STRAIGHT, summary="paper, our estimator"),
+    Candidate(
+        "planes-softsign",
+        "planes",
+        learning_rate=3e-3,
+        estimator="softsign",
+        summary="planes, the paper's estimator for keys",
+    ),
+    Candidate("group-xnor", "group-xnor", summary="planes with one bit a query head"),
+    Candidate("planes-64", "planes", bits=64, learning_rate=1e-2, summary="planes with half the bits"),
+    Candidate("paper-untrained", "paper", "random", trained=False, summary="the paper's MLP as it starts"),
+    Candidate("paper-reconstruction", "paper", "random", 3e-3, "reconstruction", summary="paper, other loss"),
+    Candidate(
+        "transform-start",
+        "transform",
+        trained=False,
+        summary="transform as it starts: two moments measured, no training step",
+    ),
+    Candidate(
+        "planes-reconstruction", "planes", learning_rate=8e-2, loss="reconstruction", summary="planes, other loss"
+    ),
+    Candidate(
+        "down-proj", "down-proj", learning_rate=8e-2, summary="numbers in place of bits, compared by inner product"
+    ),
+)
+
+# The paper to the letter: a two-layer MLP of width 128 per query head from a Gaussian start, targets of 2 % of the full
+# length, every row trained, no token spared; `evals` gives each query head a selection of its own. What a name adds to
+# `paper-exact` is the one thing that is otherwise.
+_EXACT = Candidate(
+    "paper-exact",
+    "paper",
+    "gaussian",
+    1e-3,
+    target="length",
+    ends=(0, 0),
+    first_trained=0,
+    hidden=128,
+    summary="the paper to the letter",
+)
+EXACT = (
+    _EXACT,
+    replace(_EXACT, name="paper-exact-untrained", trained=False, summary="paper-exact as it starts"),
+    replace(_EXACT, name="paper-residual", residual=True, summary="paper-exact in the authors' published form"),
+    replace(_EXACT, name="paper-exact-straight", estimator=_STRAIGHT, summary="paper-exact, our estimator"),
+    replace(_EXACT, name="paper-exact-mse", loss="mse", summary="paper-exact, squared error of scores"),
+    replace(
+        _EXACT, name="paper-exact-reconstruction", loss="reconstruction", summary="paper-exact, correlation of scores"
+    ),
+    replace(_EXACT, name="linear-exact", variant="linear", init="rotation", summary="linear, trained as paper-exact"),
+    replace(
+        _EXACT,
+        name="down-proj-exact",
+        variant="down-proj",
+        init="rotation",
+        summary="down-proj, trained as paper-exact",
+    ),
+)
+ALL = (*CANDIDATES, *ABLATIONS, *EXACT)
+"""In table order."""

@@ -1,0 +1,126 @@
+"""Tables of what `paper-exact` and the others find and cost by the paper's protocol, with the paper's values beside."""
+
+import itertools
+import pathlib
+from collections.abc import Callable
+
+from evals import paper
+from evals.grid import Grid, to_markdown
+from evals.report import grids
+from evals.result import Result
+
+from readme_tables.headline import SECOND_MODEL
+from readme_tables.stored import load, named, stored
+
+ORDER = ("paper-exact-untrained", "lsh", "linear-exact", "paper-exact")
+"""The paper's table 1, worst first."""
+_COLUMN = {"dense": 1, "oracle": 2, "lsh": 3, "linear-exact": 4, "paper-exact-untrained": 5, "paper-exact": 6}
+"""Where the paper's table 1 has a method."""
+_HEADS = "query_head"
+
+
+def papers(method: str) -> str:
+    """Return IoU / perplexity of LLaMA3-8B, as the paper prints them; empty for what it has not."""
+    item = next(item for item in paper.ITEMS if item.name == "table 1")
+    assert item.paper is not None
+    line = next(line for line in item.paper.sections[0] if line[0] == "LLaMA3-8B")
+    return line[_COLUMN[method]] if method in _COLUMN else ""
+
+
+def order(results: pathlib.Path) -> str:
+    """Lay out the paper's table 1 on the second model: overlap, and perplexity with the same layers sparse."""
+    iou, ppl = load(results / "order_iou.json"), load(results / "order_ppl.json")
+    lines = []
+    for method in ("dense", "oracle", *ORDER, "paper-exact-mse"):
+        found = ["", ""] if method in ("dense", "oracle") else [f"{overlap(iou, method, m):.3f}" for m in _FOUND]
+        cost = ["", "0"] if method == "dense" else [f"{cost_of(ppl, method, m):{how}}" for m, how in _COSTS]
+        lines.append([method, *found, *cost, papers(method)])
+    layers = _layers(iou)
+    title = (
+        f"Layers {', '.join(map(str, layers))} of {SECOND_MODEL} sparse, {iou.config['documents']} held-out contexts "
+        f"of {iou.config['context']} tokens, one selection per query head, no token read unasked. IoU and mass: 2 % of "
+        f"the visible tokens; perplexity and KL ({ppl.config['documents']} contexts, all tokens scored): 2 % of the "
+        "full length, at least 20 tokens"
+    )
+    header = ["method", "IoU", "mass", "perplexity over dense's", "KL, nats", "the paper: IoU / perplexity, LLaMA3-8B"]
+    return to_markdown(Grid(title, header, [lines]))
+
+
+_FOUND = ("iou", "mass")
+_COSTS = (("perplexity_ratio", ".4f"), ("kl", ".5f"))
+
+
+def longer(results: pathlib.Path) -> str:
+    """Lay out the overlap of hashers of one layer that were trained for 3,200 steps in place of 800."""
+    few, many = load(results / "order_iou.json"), load(results / "order_long.json")
+    (layer,) = _layers(many)
+    at = {"metric": "iou", "heads": _HEADS, "layer": layer, "head": None}
+    lines = [[name, *(f"{found.one(method=name, **at).value:.3f}" for found in (few, many))] for name in ORDER]
+    title = f"IoU in layer {layer} of {SECOND_MODEL}, as above, {many.config['documents']} contexts for the longer one"
+    return to_markdown(Grid(title, ["method", "800 steps", "3,200 steps"], [lines]))
+
+
+def overlap(result: Result, method: str, metric: str = "iou") -> float:
+    """Return a method's mean over the sparse layers and the query heads."""
+    return result.one(method=method, metric=metric, heads=_HEADS, layer=None, head=None).value
+
+
+def cost_of(result: Result, method: str, metric: str) -> float:
+    """Return what a method costs, of one rule and budget."""
+    return result.one(method=method, metric=metric, against=None).value
+
+
+def links(results: pathlib.Path) -> dict[tuple[str, str, str], bool]:
+    """Say for each two neighbours of the paper's order whether the second is better, by IoU, perplexity and KL."""
+    iou, ppl = load(results / "order_iou.json"), load(results / "order_ppl.json")
+    found = {}
+    for worse, better in itertools.pairwise(ORDER):
+        found["IoU", worse, better] = overlap(iou, worse) < overlap(iou, better)
+        for name, metric in (("perplexity", "perplexity_ratio"), ("KL", "kl")):
+            found[name, worse, better] = cost_of(ppl, worse, metric) > cost_of(ppl, better, metric)
+    return found
+
+
+def sentences(results: pathlib.Path) -> str:
+    """Say of each link of the paper's order whether it holds here."""
+    said = [
+        f"- {metric}: `{better}` is {'better' if holds else '**not** better'} than `{worse}`."
+        for (metric, worse, better), holds in links(results).items()
+    ]
+    return "\n".join(said)
+
+
+def plain(name: str) -> Callable[[pathlib.Path], str]:
+    """Return what makes the first table of a stored run of the second model."""
+
+    def tables(results: pathlib.Path) -> str:
+        result = load(results / f"{name}.json")
+        return to_markdown(grids(named(result, SECOND_MODEL))[0])  # the means; the others are of layers
+
+    return tables
+
+
+def _layers(result: Result) -> list[int]:
+    every = sorted({row.layer for row in result.rows if row.layer is not None})
+    return [n for n in every if n >= result.config["dense_layers"] and n not in result.config["dense_at"]]
+
+
+def why(results: pathlib.Path) -> str:
+    """Lay out what `tools/why_paper.py` found: each suspect alone, untrained LSH beside the paper's codes."""
+    found = stored(results / "why_paper.json")
+    lines = []
+    for suspect in dict.fromkeys(line["suspect"] for line in found["lines"]):
+        cells = [
+            [line["excess"] for line in found["lines"] if (line["suspect"], line["method"]) == (suspect, method)]
+            for method in ("lsh", "paper")
+        ]
+        means = [sum(values) / len(values) for values in cells]
+        shown = [
+            f"{mean:.3f} ({', '.join(f'{x:.3f}' for x in values)})" for mean, values in zip(means, cells, strict=True)
+        ]
+        lines.append([suspect, *shown, "paper" if means[1] < means[0] else "lsh"])
+    title = (
+        f"{SECOND_MODEL}, nats of negative log-likelihood over dense attention, second half of {found['documents']} "
+        f"texts of {found['context']} tokens, the first {found['dense_layers']} layers dense, 2 %: mean (each text)"
+    )
+    return to_markdown(Grid(title, ["every row sparse, and", "lsh", "paper", "better"], [lines]))
