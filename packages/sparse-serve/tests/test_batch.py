@@ -114,3 +114,12 @@ def test_hashers_are_float32_whatever_type_the_engine_makes_its_layers_in(served
     finally:
         torch.set_default_dtype(torch.float32)
     assert {x.dtype for x in made.hasher.parameters()} | {made.hasher.layer(0).rotation.dtype} == {torch.float32}
+
+
+def test_each_rank_hashes_its_own_heads_as_the_whole_does(served, tmp_path):
+    k = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(1))
+    whole = served.layer(0, 0.25, None, None).encode(k)
+    for rank in range(2):
+        part = Served(Settings(str(tmp_path)), rank, 2).layer(0, 0.25, None, None)
+        assert torch.equal(part.encode(k[:, rank : rank + 1]), whole[:, rank : rank + 1])
+    assert not torch.equal(whole[:, 0], whole[:, 1])

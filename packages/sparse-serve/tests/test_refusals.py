@@ -50,7 +50,7 @@ REFUSED = {
     "an encoder": ("model_config.is_encoder_decoder", True, "decoders, got a model with an encoder"),
     "fp8": ("cache_config.cache_dtype", "fp8", "caches of the model's type, got fp8; use auto"),
     "drafts": ("speculative_config", object(), "one token a step, got speculative decoding; leave it out"),
-    "ranks": ("parallel_config.tensor_parallel_size", 2, "got tensor parallel; use a size of 1"),
+    "three ranks": ("parallel_config.tensor_parallel_size", 3, "divide among ranks, got 2 for 3; use fewer ranks"),
     "stages": ("parallel_config.pipeline_parallel_size", 2, "got pipeline parallel"),
     "contexts": ("parallel_config.decode_context_parallel_size", 2, "got decode context parallel"),
     "a connector": ("kv_transfer_config", object(), "pages that stay here, got a KV connector"),
@@ -76,6 +76,12 @@ def test_a_gpu_is_refused(platform, hasher):
     platform.is_cpu, platform.device_name = lambda: False, "cuda"
     with pytest.raises(ValueError, match="needs vLLM's CPU platform, got cuda; serve without it"):
         require_serves(config({"spotlight": {"hasher": hasher}}))
+
+
+def test_ranks_among_which_kv_heads_divide_pass(platform, hasher):
+    given = config({"spotlight": {"hasher": hasher}})
+    given.parallel_config.tensor_parallel_size = 2
+    require_serves(given)
 
 
 def test_a_layer_that_there_is_not_is_refused(platform, hasher):

@@ -31,22 +31,24 @@ def require_serves(vllm_config: Any) -> None:
         (kind not in ("auto", "bfloat16", "float16", "float32"), f"caches of the model's type, got {kind}; use auto"),
         (vllm_config.speculative_config is not None, "one token a step, got speculative decoding; leave it out"),
         (parallel.decode_context_parallel_size > 1, "whole contexts, got decode context parallel; use a size of 1"),
-        (parallel.tensor_parallel_size > 1, "all heads in one process, got tensor parallel; use a size of 1"),
         (parallel.pipeline_parallel_size > 1, "all layers in one process, got pipeline parallel; use a size of 1"),
         (vllm_config.kv_transfer_config is not None, "pages that stay here, got a KV connector; leave it out"),
     ):
         if wrong:
             raise ValueError(f"{KEY} needs {text}")
-    _require_hasher(settings, model.hf_text_config)
+    _require_hasher(settings, model.hf_text_config, parallel.tensor_parallel_size)
 
 
-def _require_hasher(settings: Settings, config: Any) -> None:
+def _require_hasher(settings: Settings, config: Any, ranks: int) -> None:
     from hashtrain import Hasher
 
     hasher = Hasher.from_pretrained(settings.hasher)
     hasher.require_match(config)
     if not hasher.layer(0).has_codes:
         raise ValueError(f"{KEY} needs a hasher that keeps codes, got variant {hasher.config.variant}; use another")
-    layers = hasher.config.shape.num_layers
+    shape = hasher.config.shape
+    if uneven := [n for n in (shape.at(i).num_kv_heads for i in range(shape.num_layers)) if n % ranks]:
+        raise ValueError(f"{KEY} needs KV heads that divide among ranks, got {uneven[0]} for {ranks}; use fewer ranks")
+    layers = shape.num_layers
     if strangers := [layer for layer in settings.dense_layers or () if layer >= layers]:
         raise ValueError(f"{KEY}.dense_layers must be below the model's {layers} layers, got {strangers}")

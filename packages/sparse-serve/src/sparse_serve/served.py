@@ -1,5 +1,8 @@
 """What an engine's sparse layers share: the hasher, the budget, and how a page of vLLM's CPU cache is laid out."""
 
+# vLLM is no dependency of this package.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Generator
@@ -25,22 +28,32 @@ def _float32() -> Generator[None]:
         torch.set_default_dtype(before)
 
 
+def _place(size: int) -> tuple[int, int]:
+    """Return this process's tensor-parallel rank, and how many there are."""
+    if size == 1:
+        return 0, 1
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank(), size
+
+
 class Served:
-    """One engine's selection.
+    """One engine's selection, of the heads that this process holds: those of tensor-parallel rank `rank` of `size`.
 
     Attributes:
         latest: that of the engine whose layers were made last, for vLLM's hooks that are told of no engine.
     """
 
     latest: ClassVar[Served | None] = None
-    _known: ClassVar[dict[Settings, Served]] = {}
+    _known: ClassVar[dict[tuple[Settings, int, int], Served]] = {}
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, rank: int = 0, size: int = 1) -> None:
         from sparse_decode.select import HashSelector  # imports numba: the engine is running by now
 
         with _float32():
             self.hasher: Hasher = Hasher.from_pretrained(settings.hasher)
-        self.selector: HashSelector = HashSelector(self.hasher)
+            whole = HashSelector(self.hasher)
+            self.selector: HashSelector = whole if size == 1 else whole.shard(rank, size)
         self.budget: Budget = settings.budget()
         given = settings.dense_layers
         self.dense_layers: tuple[int, ...] = self.hasher.dense_layers if given is None else given
@@ -53,9 +66,10 @@ class Served:
         settings = Settings.of(vllm_config.additional_config)
         if settings is None:
             return None
-        if settings not in cls._known:
-            cls._known[settings] = cls(settings)
-        return cls._known[settings]
+        key = settings, *_place(vllm_config.parallel_config.tensor_parallel_size)
+        if key not in cls._known:
+            cls._known[key] = cls(*key)
+        return cls._known[key]
 
     def layer(self, index: int, scaling: float, softcap: float | None, sinks: Tensor | None) -> Any:
         """Return what decodes a layer, a `sparse_decode.paged.PagedLayer`; None for one that stays dense."""
