@@ -114,8 +114,8 @@ def ask(kind: str, **job: Any) -> dict[str, Any]:
         place = pathlib.Path(folder)
         (place / "job").write_text(json.dumps(job))
         command = [sys.executable, "-m", "serving_checks.jobs", kind, str(place)]
-        tools = str(pathlib.Path(__file__).resolve().parent.parent)
-        how: dict[str, Any] = {"env": os.environ | QUIET | {"PYTHONPATH": tools}, "stderr": subprocess.STDOUT}
+        path = os.pathsep.join([str(pathlib.Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])
+        how: dict[str, Any] = {"env": os.environ | QUIET | {"PYTHONPATH": path}, "stderr": subprocess.STDOUT}
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, **how)
         if not (place / "found").exists():
             raise SystemExit(f"check_serving: {kind} failed: {done.stdout[-3000:]}")
