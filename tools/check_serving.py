@@ -123,7 +123,8 @@ def preemption(case: Case) -> list[str]:
     stock = case.engine(None, 32, 256, **job)
     wrong = []
     for fraction in (1.0, 0.02):
-        ours = case.engine(fraction, 32, 256, **job, more={"num_gpu_blocks_override": 30})
+        tight = {"num_gpu_blocks_override": 30, "max_model_len": 512}  # room for two requests of 16
+        ours = case.engine(fraction, 32, 256, **job, more=tight)
         pairs = [
             (a, b) for x, y in zip(stock["tokens"], ours["tokens"], strict=True) for a, b in zip(x, y, strict=True)
         ]

@@ -27,7 +27,7 @@ def engine(job: dict[str, Any]) -> dict[str, Any]:
     asked = {} if job["spotlight"] is None else {"spotlight": job["spotlight"]}
     how: dict[str, Any] = dict(dtype="float32", enforce_eager=True, max_model_len=2048, additional_config=asked)
     how |= dict(block_size=job["page"], max_num_batched_tokens=job["chunk"], max_num_seqs=16, disable_log_stats=False)
-    model = LLM(job["model"], skip_tokenizer_init=True, **how, **job.get("more", {}))
+    model = LLM(job["model"], skip_tokenizer_init=True, **(how | job.get("more", {})))
     sampling = SamplingParams(temperature=0, max_tokens=job["new"], ignore_eos=True, detokenize=False)
     poisoned = poison_each_step(model) if job.get("poison") else [0]
     draws = [random.Random(seed) if job.get("arrivals") else None for seed in (1, 2)]

@@ -1,19 +1,22 @@
 """Time decode steps of vLLM on the CPU with and without a selection: with the Python of an environment that has both.
 
-    PYTHON packages/sparse-serve/benchmarks/throughput.py --contexts 512 16384 32768
+    PYTHON packages/sparse-serve/benchmarks/throughput.py --contexts 512 16384 32768 --out docs/results/serving.json
 
 4 requests, 4 layers of 16 query and 4 KV heads of 128 in bfloat16, random weights, an untrained hash of 128 bits, 2 %.
-Prompts are cached, not attended to, by both: what a step takes does not depend on it. Each engine is a process of its
-own; they are timed in turn, `--rounds` times, and the least median counts, because a busy machine only ever adds to it.
-The last line is JSON.
+Prompts are not read: caches are filled with random numbers, on which what a step takes does not depend. Each engine is
+a process of its own; they are timed in turn, `--rounds` times, and the least median counts, because a busy machine only
+ever adds to it. Where it is busy, too, `--processor-time` with OMP_NUM_THREADS=1 says more than the clock.
+The last line is JSON; --busy says in what is stored that the machine had other work, too.
 """
 
 # vLLM is installed only where this is run.
 # pyright: reportMissingImports=false
 
 import argparse
+import datetime
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -21,7 +24,7 @@ import tempfile
 import time
 from typing import Any
 
-REQUESTS, STEPS, PAGE = 4, 40, 128
+REQUESTS, STEPS, PAGE, FRACTION = 4, 40, 128, 0.02
 SHAPE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
 SHAPE |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 65536}
 
@@ -39,26 +42,35 @@ def make(folder: str) -> None:
 
 
 def skip_prompts() -> None:
-    """Let both ways write their caches and attend in decode steps only."""
-    from sparse_serve import _backend
+    """Let layers do nothing in steps that read prompts: what they would write is filled in."""
+    from vllm.model_executor.models.llama import LlamaDecoderLayer
 
-    for kind in (_backend.SpotlightImpl, _backend.CPUAttentionBackendImpl):
-        kind.forward = without_prompts(kind.forward)
+    whole = LlamaDecoderLayer.forward
 
+    def forward(own: Any, positions: Any, hidden_states: Any, residual: Any, *given: Any, **how: Any) -> Any:
+        if len(positions) > REQUESTS:
+            return hidden_states, hidden_states if residual is None else residual
+        return whole(own, positions, hidden_states, residual, *given, **how)
 
-def without_prompts(whole: Any) -> Any:
-    """Return an attention that answers zeros where a row has more than one token."""
-
-    def forward(own: Any, *given: Any, output: Any, **how: Any) -> Any:
-        if given[5] is None or given[5].max_query_len > 1:
-            return output.zero_()
-        return whole(own, *given, output=output, **how)
-
-    return forward
+    LlamaDecoderLayer.forward = forward
 
 
-def steps(folder: str, context: int, spotlight: dict[str, Any] | None) -> list[float]:
-    """Return the seconds of decode steps of all requests at once."""
+def fill(engine: Any) -> None:
+    """Write random keys, values and codes to all pages: in any layout they are what a model might have written."""
+    import torch
+
+    runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    torch.manual_seed(0)
+    for cache in runner.kv_caches:
+        page = cache.stride(0)
+        whole = cache.as_strided((len(cache), page), (page, 1))
+        whole.view(torch.int32).random_(-(1 << 31), 1 << 31)  # where nothing else is, codes
+        cache.normal_()
+
+
+def steps(folder: str, context: int, spotlight: dict[str, Any] | None, processor: bool) -> list[float]:
+    """Return the seconds of decode steps of all requests at once, of the clock or of processor time."""
+    clock = time.process_time if processor else time.perf_counter
     from vllm import LLM, SamplingParams
 
     asked = {} if spotlight is None else {"spotlight": spotlight}
@@ -66,6 +78,7 @@ def steps(folder: str, context: int, spotlight: dict[str, Any] | None) -> list[f
     how |= dict(max_model_len=context + 256, enable_prefix_caching=False, max_num_batched_tokens=4096)
     engine: Any = LLM(f"{folder}/model", skip_tokenizer_init=True, additional_config=asked, **how).llm_engine
     skip_prompts()
+    fill(engine)
     sampling = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, detokenize=False)
     for name in range(REQUESTS):
         tokens = [3 + (7 * i + name) % 500 for i in range(context)]
@@ -75,18 +88,18 @@ def steps(folder: str, context: int, spotlight: dict[str, Any] | None) -> list[f
         begun |= {x.request_id for x in engine.step() if x.outputs and len(x.outputs[0].token_ids)}
     taken = []
     for _ in range(10 + STEPS):
-        start = time.perf_counter()
+        start = clock()
         engine.step()
-        taken.append(time.perf_counter() - start)
+        taken.append(clock() - start)
     return taken[10:]
 
 
-def measure(folder: str, context: int, dense_below: int, ours: bool) -> float:
+def measure(folder: str, context: int, dense_below: int, ours: bool, processor: bool) -> float:
     """Return the median of an engine's steps, in ms."""
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    asked = {"hasher": f"{folder}/hasher", "fraction": 0.02, "dense_below": dense_below} if ours else None
-    command = [sys.executable, __file__, "--work", json.dumps([folder, context, asked])]
+    asked = {"hasher": f"{folder}/hasher", "fraction": FRACTION, "dense_below": dense_below} if ours else None
+    command = [sys.executable, __file__, "--work", json.dumps([folder, context, asked, processor])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     return 1e3 * statistics.median(json.loads(done.stdout.splitlines()[-1]))
 
@@ -96,6 +109,11 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 16384, 32768])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dense-below", type=int, default=2048)
+    parser.add_argument("--out", type=pathlib.Path, help="a file for the result")
+    parser.add_argument("--busy", action="store_true", help="the machine does other work")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="not the clock: with one thread, on a busy machine"
+    )
     parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
@@ -105,13 +123,28 @@ def main() -> None:
         make(folder)
         for context in given.contexts:
             pairs = [
-                [measure(folder, context, given.dense_below, ours) for ours in (False, True)]
+                [measure(folder, context, given.dense_below, ours, given.processor_time) for ours in (False, True)]
                 for _ in range(given.rounds)
             ]
             stock, ours = (min(column) for column in zip(*pairs, strict=True))
             rows.append({"context": context, "stock": stock, "ours": ours, "ratio": stock / ours})
             print(f"{context} tokens: {stock:.1f} ms, ours {ours:.1f} ms, {stock / ours:.2f} times", flush=True)
-    print(json.dumps(rows))
+    found = facts(given.busy, given.dense_below) | {"processor_time": given.processor_time} | {"rows": rows}
+    if given.out:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+
+
+def facts(busy: bool, dense_below: int) -> dict[str, Any]:
+    """Say what was measured, and where."""
+    from importlib.metadata import version
+
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "processor": processor, "busy": busy}
+    found |= {"threads": int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))}
+    found |= {"engine": f"vllm-cpu {version('vllm-cpu')}", "requests": REQUESTS, "steps": STEPS, "page": PAGE}
+    return found | {"shape": SHAPE, "bits": 128, "fraction": FRACTION, "dense_below": dense_below}
 
 
 if __name__ == "__main__":
