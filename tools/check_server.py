@@ -12,6 +12,7 @@ import argparse
 import http.client
 import pathlib
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -114,6 +115,25 @@ def settled(server: Server, clients: Clients, prompts: list[list[int]], hasher: 
     return wrong + [f"failed while the server was up: {line}" for line in clients.failed]
 
 
+def checked(
+    server: Server, prompts: list[list[int]], expected: dict[str, Any], hasher: str, seconds: float, last: bool
+) -> list[str]:
+    """Let clients ask a server for a while, then kill one of its processes, or stop it: say what was wrong."""
+    server.wait()
+    clients = Clients(server, prompts, expected, seed=int(last))
+    time.sleep(seconds)
+    if last:
+        clients.stop()
+        wrong = settled(server, clients, prompts, hasher)
+        code = server.stop()
+        wrong += [] if code == 0 else [f"the server ended with {code}"]
+    else:
+        wrong = killed(server, clients)
+    counts = f"{len(clients.answered)} answered, {clients.ties} part at near-ties, {len(clients.wrong)} wrong"
+    print(f"{counts}; {clients.left} left, {len(clients.failed)} broken off", flush=True)
+    return wrong + clients.wrong + ([] if clients.answered and clients.left else ["too few requests to tell"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check the OpenAI-compatible server with our plug-in.")
     parser.add_argument("--seconds", type=float, default=60)
@@ -121,6 +141,7 @@ def main() -> int:
     given = parser.parse_args()
     from hashtrain.demo import demo_model_path
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the server would outlive this
     model, wrong = str(demo_model_path()), list[str]()
     prompts = requests(4000)
     with tempfile.TemporaryDirectory() as folder:
@@ -129,21 +150,10 @@ def main() -> int:
         expected = ask("attached", model=model, prompts=prompts, new=NEW, spotlight=asked)
         for half in range(2):
             server = Server(model, asked, pathlib.Path(folder) / f"log{half}")
-            server.wait()
-            clients = Clients(server, prompts, expected, half)
-            time.sleep(given.seconds / 2)
-            if half:
-                clients.stop()
-                wrong += settled(server, clients, prompts, hasher)
-                code = server.stop()
-                wrong += [] if code == 0 else [f"the server ended with {code}"]
-            else:
-                wrong += killed(server, clients)
+            try:
+                wrong += checked(server, prompts, expected, hasher, given.seconds / 2, last=half == 1)
+            finally:
                 server.stop()
-            wrong += clients.wrong
-            counts = f"{len(clients.answered)} answered, {clients.ties} part at near-ties, {len(clients.wrong)} wrong"
-            print(f"{counts}; {clients.left} left, {len(clients.failed)} broken off", flush=True)
-            wrong += [] if clients.answered and clients.left else ["too few requests to tell"]
             if wrong:
                 print(server.log.read_text()[-3000:])
     print("\n".join(wrong) or "all well", flush=True)

@@ -1,7 +1,8 @@
-"""Run a check of serving with vLLM's engine for CPUs: in an environment of its own, kept between runs.
+"""Run Python with vLLM's engine for CPUs, and our plug-in: in an environment of its own, kept between runs.
 
     uv run --no-project tools/serving_environment.py tools/check_serving.py --quick
     uv run --no-project tools/serving_environment.py tools/check_server.py --seconds 60
+    uv run --no-project tools/serving_environment.py -m vllm.entrypoints.openai.api_server --help
 
 The environment is what packages/sparse-serve/requirements-cpu.txt says, file by file, in a folder of this user's cache
 that is named by the hash of that file. Our own packages are read from this checkout; only what names the plug-in is
@@ -70,7 +71,7 @@ def make(place: pathlib.Path) -> pathlib.Path:
 
 
 def main() -> int:
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__)
         return 2
     try:

@@ -39,7 +39,7 @@ def gpt_oss(folder: str) -> tuple[str, str, int]:
     more: dict[str, Any] = {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 96}
 
     def make() -> Any:
-        model = GptOssForCausalLM(GptOssConfig(**SHAPE, layer_types=kinds, **more))
+        model: Any = GptOssForCausalLM(GptOssConfig(**SHAPE, layer_types=kinds, **more))
         draw = torch.Generator().manual_seed(1)
         for layer in model.model.layers:  # made as zeros, they would all but not be there
             layer.self_attn.sinks.data.copy_(torch.randn(8, generator=draw))

@@ -59,7 +59,7 @@ class Server:
         self.log: pathlib.Path = log
         with log.open("a") as said:
             how: dict[str, Any] = {"stdout": said, "stderr": subprocess.STDOUT, "env": kept, "start_new_session": True}
-            self.process: subprocess.Popen[bytes] = subprocess.Popen(command, **how)
+            self.process: subprocess.Popen[Any] = subprocess.Popen(command, **how)
 
     def wait(self) -> None:
         """Wait until it answers. Raises: SystemExit with the end of what it said if it ends, or takes too long."""
