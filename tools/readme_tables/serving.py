@@ -21,7 +21,7 @@ def serving(results: pathlib.Path) -> str:
         f"{threads} thread{'s' * (threads != 1)}, {found['date']}{', taken beside other work' * found['busy']}: "
         f"{shape['num_hidden_layers']} layers of {shape['num_attention_heads']} query and "
         f"{shape['num_key_value_heads']} KV heads of {shape['head_dim']} in bfloat16, random "
-        f"weights, {found['bits']}-bit codes of an untrained hash, "
+        f"weights, {found['bits']}-bit codes of an untrained `{found['hasher']}`, "
         f"{found['fraction']:.0%} selected from {found['dense_below']:,} tokens on"
     )
     return to_markdown(Grid(title, ["tokens each", "vLLM", "with selection", "vLLM / it"], [lines]))

