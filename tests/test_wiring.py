@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "evals": {"hashcore", "hashtrain", "sparse_decode"},
     "sparse_serve": {"hashcore", "hashtrain", "sparse_decode"},
 }
-HOSTS = {"sparse_serve": {"vllm"}}
+HOSTS = {"sparse_serve": {"prometheus_client", "vllm"}}
 """What is there wherever a plug-in of it runs, and nowhere else: no dependency, and no reason to install it."""
 DEMO_MODEL = "packages/hashtrain/src/hashtrain/demo/model/"
 MEGABYTE = 1 << 20

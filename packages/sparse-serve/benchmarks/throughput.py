@@ -25,6 +25,7 @@ import time
 from typing import Any
 
 REQUESTS, STEPS, PAGE, FRACTION, BITS = 4, 40, 128, 0.02, 128
+MORE = 256  # tokens of room for what is generated
 SHAPE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
 SHAPE |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 65536}
 
@@ -55,17 +56,21 @@ def skip_prompts() -> None:
     LlamaDecoderLayer.forward = forward
 
 
-def fill(engine: Any) -> None:
-    """Write random keys, values and codes to all pages: in any layout they are what a model might have written."""
+def fill(engine: Any, context: int) -> None:
+    """Write random keys, values and codes to the pages that requests will get, the first ones.
+
+    In any layout they are what a model might have written.
+    """
     import torch
 
     runner = engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     torch.manual_seed(0)
     for cache in runner.kv_caches:
-        page = cache.stride(0)
-        whole = cache.as_strided((len(cache), page), (page, 1))
+        used = cache[: 1 + REQUESTS * (1 + (context + MORE) // PAGE)]
+        page = used.stride(0)
+        whole = used.as_strided((len(used), page), (page, 1))
         whole.view(torch.int32).random_(-(1 << 31), 1 << 31)  # where nothing else is, codes
-        cache.normal_()
+        used.normal_()
 
 
 def steps(folder: str, context: int, spotlight: dict[str, Any] | None, processor: bool) -> list[float]:
@@ -75,10 +80,10 @@ def steps(folder: str, context: int, spotlight: dict[str, Any] | None, processor
 
     asked = {} if spotlight is None else {"spotlight": spotlight}
     how: dict[str, Any] = dict(dtype="bfloat16", enforce_eager=True, block_size=PAGE, max_num_seqs=REQUESTS)
-    how |= dict(max_model_len=context + 256, enable_prefix_caching=False, max_num_batched_tokens=4096)
+    how |= dict(max_model_len=context + MORE, enable_prefix_caching=False, max_num_batched_tokens=4096)
     engine: Any = LLM(f"{folder}/model", skip_tokenizer_init=True, additional_config=asked, **how).llm_engine
     skip_prompts()
-    fill(engine)
+    fill(engine, context)
     sampling = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, detokenize=False)
     for name in range(REQUESTS):
         tokens = [3 + (7 * i + name) % 500 for i in range(context)]
@@ -96,7 +101,7 @@ def steps(folder: str, context: int, spotlight: dict[str, Any] | None, processor
 
 def measure(folder: str, context: int, dense_below: int, ours: bool, processor: bool) -> float:
     """Return the median of an engine's steps, in ms."""
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     asked = {"hasher": f"{folder}/hasher", "fraction": FRACTION, "dense_below": dense_below} if ours else None
     command = [sys.executable, __file__, "--work", json.dumps([folder, context, asked, processor])]

@@ -34,10 +34,11 @@ class Settings:
     dense_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.hasher, str) or not self.hasher:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"{KEY}.hasher must be the folder of a stored hasher, got {self.hasher!r}")
-        if not isinstance(self.dense_below, int) or isinstance(self.dense_below, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ValueError(f"{KEY}.dense_below must be a number of tokens, got {self.dense_below!r}; 0 is none")
+        hasher, below = cast("tuple[object, object]", (self.hasher, self.dense_below))  # a user's, of any type
+        if not isinstance(hasher, str) or not hasher:
+            raise ValueError(f"{KEY}.hasher must be the folder of a stored hasher, got {hasher!r}")
+        if not isinstance(below, int) or isinstance(below, bool):
+            raise ValueError(f"{KEY}.dense_below must be a number of tokens, got {below!r}; 0 is none")
         layers = self.dense_layers
         if layers is not None and any(type(x) is not int or x < 0 for x in layers):
             raise ValueError(f"{KEY}.dense_layers must be indices of layers, got {layers!r}")
