@@ -129,7 +129,8 @@ def preemption(case: Case) -> list[str]:
             (a, b) for x, y in zip(stock["tokens"], ours["tokens"], strict=True) for a, b in zip(x, y, strict=True)
         ]
         equal, ended = sum(a == b for a, b in pairs), sum(len(b) == 100 for _, b in pairs)
-        say(f"{fraction:.0%}: {ours['preemptions']} preemptions, {ended}/{len(pairs)} ended, {equal} as without any")
+        same = f", {equal} as vLLM alone without any" if fraction == 1.0 else ""
+        say(f"{fraction:.0%}: {ours['preemptions']} preemptions, {ended}/{len(pairs)} ended{same}")
         if ours["preemptions"] < PREEMPTED or ended < len(pairs) or (fraction == 1.0 and equal < len(pairs)):
             wrong.append(f"preemption at {fraction}: tokens changed or are missing, or there were too few")
     return wrong
