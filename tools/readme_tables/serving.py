@@ -13,7 +13,7 @@ def serving(results: pathlib.Path) -> str:
     shape, threads = found["shape"], found["threads"]
     lines = [
         [f"{row['context']:,}", f"{row['stock']:.1f}", f"{row['ours']:.1f}", f"{row['ratio']:.2f} x"]
-        for row in found["rows"]
+        for row in sorted(found["rows"], key=lambda row: row["context"])
     ]
     what = "Processor milliseconds" if found["processor_time"] else "Milliseconds"
     title = (
