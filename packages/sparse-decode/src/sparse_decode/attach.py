@@ -254,6 +254,7 @@ class Attachment:
         self, arguments: tuple[str, ...], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Hand the attention function its call; make the layer's cache carry codes at first sight."""
+        _refuse_paged(kwargs)
         if self._config._attn_implementation != self._name:
             raise ValueError(
                 f'attention was set to "{self._config._attn_implementation}" while sparse attention is attached; call '
@@ -324,6 +325,15 @@ def _require_values(budgets: Iterable[Budget], kernel: Kernel, selector: Selecto
     if share < 1 and (kernel == "flash" or isinstance(selector, AttendingSelector)):
         by = 'kernel="flash"' if kernel == "flash" else type(selector).__name__
         raise ValueError(f"values below 1 needs the attention of our own kernels, got {share} and {by}; give 1")
+
+
+def _refuse_paged(kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if a module is called by continuous batching: transformers sets an attention of its own then."""
+    if "read_index" in kwargs:
+        raise ValueError(
+            "sparse attention does not read the paged cache of continuous batching (generate_batch, transformers "
+            "serve); call detach() first, use generate, or serve with the package sparse-serve"
+        )
 
 
 def _device_of(module: Any) -> torch.device:
