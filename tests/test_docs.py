@@ -45,6 +45,9 @@ def public_names(load):
         "uv sync --group docs",
         'uv pip install "./packages/hashcore[cuda]" ./packages/evals',
         "uv run pytest tests/test_docs.py",
+        "uv venv path/or/it && uv pip sync --python path/or/it requirements.txt && curl -d '{}' http://localhost:8000",
+        "uv run --no-project tools/serving_environment.py tools/check_serving.py --quick",
+        "uv run --no-project tools/serving_environment.py -m vllm.entrypoints.openai.api_server --model x",
     ],
 )
 def test_commands_that_are_right_pass(commands, code):
@@ -71,6 +74,9 @@ def test_commands_that_are_right_pass(commands, code):
         ("uv run pytest tests/none.py", "got tests/none.py"),
         ("uv run hashtrain && frobnicate", "got frobnicate"),
         ("uv run evals ppl --help", "got a request for help"),
+        ("uv pip sync none.txt", "got none.txt"),
+        ("uv cache clean", "got uv cache"),
+        ("uv run tools/serving_environment.py tools/check_serving.py --quicker", "got --quicker"),
     ],
 )
 def test_a_command_that_is_wrong_is_told(commands, code, said):

@@ -20,7 +20,9 @@ from detect_secrets.core.secrets_collection import SecretsCollection
 from detect_secrets.settings import transient_settings
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = re.compile(r"requirements\.txt|.*/demo/model/.*|.*\.(png|parquet|safetensors)")
+DATA = re.compile(
+    r"requirements\.txt|packages/sparse-serve/requirements-cpu\.txt|.*/demo/model/.*|.*\.(png|parquet|safetensors)"
+)
 """Hashes by the thousand, a tokenizer's vocabulary, and files that are no text."""
 _METHODS = "dense|down-proj|group-xnor|linear|lsh|magicpig|oracle|paper|planes|quest|recent|transform"
 DIGESTS = rf"_identit|\"sha256\": \"|\"({_METHODS})[\w +-]*\": \"|\.cu[^\"]*\": \"|FROM_OTHERS = |detect-secrets"

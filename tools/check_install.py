@@ -43,6 +43,7 @@ QUICK = {
     ],
     "hashtrain": ["test_loss_and_target.py", "test_hub.py"],
     "sparse_decode": ["test_budget.py", "test_positions.py"],
+    "sparse_serve": ["test_settings.py", "test_batch.py"],
 }
 RUNNERS = {"hypothesis", "pytest", "pytest-xdist"}  # of what runs the tests, the pinned versions always
 AWAY = ("--directory", tempfile.gettempdir())

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGES = ("hashcore", "hashtrain", "sparse_decode", "evals")
+PACKAGES = ("hashcore", "hashtrain", "sparse_decode", "evals", "sparse_serve")
 
 
 def report(package: str) -> dict[str, Any]:

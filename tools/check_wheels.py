@@ -26,6 +26,7 @@ MUST_HOLD = {
     "hashcore": ["kernels/score.cu", "kernels/common.cuh", "hostsim/hostsim.hpp"],
     "hashtrain": ["demo/model/model.safetensors", "demo/model/tokenizer.json", "demo/model/README.md"],
     "sparse_decode": ["kernels/gather.cu", "kernels/mma.cuh"],
+    "sparse_serve": ["plugin.py", "_backend.py", "_metrics.py"],
 }
 LICENCES = ("LICENSE", "NOTICE")
 ARCHIVE = ("CHANGELOG.md", "README.md", "pyproject.toml", *LICENCES)

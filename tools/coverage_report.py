@@ -15,7 +15,8 @@ import tempfile
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LEAST = {"evals": None, "hashcore": 90, "hashtrain": 90, "sparse_decode": 90}  # per cent of lines; None: only said
+LEAST = {"evals": None, "hashcore": 90, "hashtrain": 90, "sparse_decode": 90, "sparse_serve": None}
+"""Per cent of lines; None: only said, because they need results, or an engine that is not installed here."""
 SHOWN = 3  # files of a package, those with most lines that did not run
 
 

@@ -21,7 +21,7 @@ from unittest import mock
 
 import hashcore
 import torch
-from hashcore.cuda import launch, source, tensors
+from hashcore.cuda import launch, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.hasher import make_layer
 from hashtrain.layers.transform import Transform
@@ -44,9 +44,10 @@ def calls() -> dict[str, Callable[[], object]]:
     """Return the three calls of a layer of Llama-3-8B's shape."""
     layer = make_layer(HasherConfig("transform", ModelShape(1, KV_HEADS * GROUP, KV_HEADS, DIM)), 0, 0)
     assert isinstance(layer, Transform)
-    with torch.no_grad():
-        weights, digits = encode_cuda._weights(layer.query), encode_cuda._digits(layer)
-        key_weights = encode_cuda._weights(layer.key)
+    encode_cuda.place(layer)  # as the copy of a hasher on a device is
+    weights, digits, key_weights = (
+        encode_cuda._placed[id(layer)]._asdict()[name] for name in ("query", "digits", "key")
+    )
     q = torch.zeros(1, KV_HEADS * GROUP, 1, DIM, dtype=torch.bfloat16)
     k = torch.zeros(1, KV_HEADS, 1, DIM, dtype=torch.bfloat16)
     keys = torch.zeros(1, KV_HEADS, TOKENS, BITS // 32, dtype=torch.int32)
@@ -55,27 +56,23 @@ def calls() -> dict[str, Callable[[], object]]:
     out = (torch.zeros(1, KV_HEADS, KEPT, dtype=torch.int32), torch.zeros(1, KV_HEADS, KEPT, dtype=torch.int64))
     cache = torch.zeros(1, KV_HEADS, TOKENS, DIM, dtype=torch.bfloat16)
     plane_weights = tuple(1 << p for p in range(layer.planes))
-    cuda = torch.device("cuda", 0)
     bounds, chosen = tensors.Bounds(TOKENS, 0, 1, 4), out[1][:, :, None]
 
-    def run(launches: Any, device: object, folder: Any = source.HASHCORE_KERNELS) -> None:
-        launch.run(launches, cuda, folder)
-
     def encode() -> None:
-        encode_cuda.hash_keys(k, key_weights, digits, new_code, run=run)
-        encode_cuda.hash_queries(q, weights, digits, BITS, GROUP, layer.planes, run)
+        encode_cuda.hash_keys(k, key_weights, digits, new_code)
+        encode_cuda.hash_queries(q, weights, digits, BITS, GROUP, layer.planes)
 
     def search() -> None:
-        tensors.search(planes, keys, KEPT, plane_weights, bounds, *out, run=run)
+        tensors.search(planes, keys, KEPT, plane_weights, bounds, *out)
 
     def attend() -> None:
-        gather.attend(q, cache, cache, chosen, 0.1, None, None, ends=(1, 4), run=run)
+        gather.attend(q, cache, cache, chosen, 0.1, None, None, ends=(1, 4), facts=False)
 
     keys_sum, values_sum = (torch.zeros(1, KV_HEADS, DIM, dtype=torch.float64) for _ in range(2))
     spread, slopes = torch.zeros(1, KV_HEADS, DIM, DIM), torch.zeros(KV_HEADS * GROUP)
 
     def add() -> None:
-        moments.add_token(q[:, :, 0], slopes, cache, cache, keys_sum, values_sum, spread, run=run)
+        moments.add_token(q[:, :, 0], slopes, cache, cache, keys_sum, values_sum, spread)
 
     return {"encode": encode, "search": search, "attend": attend, APART: add}
 

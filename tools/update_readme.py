@@ -11,6 +11,7 @@
     uv run packages/sparse-decode/benchmarks/model.py decode --out docs/results/sparse_model_decode.json
     uv run packages/sparse-decode/benchmarks/model.py break-even --out docs/results/sparse_model_break_even.json
     uv run packages/sparse-decode/benchmarks/model.py prefill --out docs/results/sparse_model_prefill.json
+    PYTHON packages/sparse-serve/benchmarks/throughput.py --out docs/results/serving.json  # as its text says
     uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --out docs/results/hashcore_index.json
     uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --cpu 1 --out docs/results/hashcore_cpu.json
 

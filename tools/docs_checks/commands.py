@@ -19,8 +19,11 @@ from sparse_decode.cli import GenerateCommand
 from torch.distributed.run import get_args_parser
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PLAIN = {"basedpyright", "cd", "chmod", "cp", "git", "head", "mkdir", "nix", "pre-commit", "ruff"}
+PLAIN = {"basedpyright", "cd", "chmod", "cp", "curl", "git", "head", "mkdir", "nix", "pre-commit", "ruff"}
 """Commands that are not ours and are taken as they are."""
+ENGINE = "tools/serving_environment.py"
+"""Python in an environment with an engine that is not installed here."""
+ENGINE_MODULE = "vllm.entrypoints.openai.api_server"
 UV_FLAGS = {
     "--no-project",
     "--no-sync",
@@ -78,6 +81,9 @@ def _check(words: Words, root: pathlib.Path) -> None:
         _python(rest, root)
     elif program == "pytest":
         _paths([word for word in rest if not word.startswith("-")], root)
+    elif program == ENGINE:
+        if rest[:2] != ["-m", ENGINE_MODULE]:
+            _python(rest, root)
     elif program.endswith(".py"):
         _script(program, rest, root)
     elif program not in PLAIN:
@@ -88,10 +94,12 @@ def _uv(words: Words, root: pathlib.Path) -> None:
     action, rest = words[0], words[1:]
     if action == "pip" and rest[:1] == ["install"]:
         return _installed(rest[1:], root)
-    if action == "build":
+    if action == "pip" and rest[:1] == ["sync"]:
+        return _paths([word for word in rest if word.endswith(".txt")], root)
+    if action in ("build", "venv"):
         return None
     if action not in ("run", "sync"):
-        raise CommandError(f"expected uv run, sync, build or pip install, got uv {action}")
+        raise CommandError(f"expected uv run, sync, venv, build, pip install or pip sync, got uv {action}")
     rest = _without_uv_options(rest, root)
     if action == "sync" and rest:
         raise CommandError(f"expected options of uv sync, got {rest[0]}")

@@ -7,7 +7,7 @@ from evals import report
 from evals.grid import to_markdown
 from evals.lengths import codelength_grid
 
-from readme_tables import decoding, gpu, headline, paper, quality, rivals, searching, speed
+from readme_tables import decoding, gpu, headline, paper, quality, rivals, searching, serving, speed
 from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import named, stored
 
@@ -54,6 +54,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "hashcore-cpu-score": searching.cpu_score,
     "gpu-step": gpu.step,
     "gpu-model": gpu.model,
+    "serving": serving.serving,
     "sparse-attention": decoding.sparse_attention,
     "shortlist": decoding.shortlist,
     "sparse-break-even": decoding.break_even,

@@ -16,7 +16,7 @@ SHORT_RUNS = {
     f"{SECOND_MODEL}, Python": ("second_python", "short_python", "values_python"),
     "demo model, Python": ("ppl_decode", "short_demo", "values_demo"),
 }
-"""Stored runs behind a dense prompt, by model and text: all codes read in whole, with a shortlist, and with fewer values, too."""
+"""Stored runs behind a dense prompt, by model and text: all codes in whole, a shortlist, and fewer values, too."""
 
 
 def headline(results: pathlib.Path) -> str:

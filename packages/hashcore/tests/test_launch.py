@@ -69,7 +69,7 @@ from hashcore.cuda import kernels, launch
 
 capturing = False
 torch.cuda.device = contextlib.nullcontext
-torch.cuda.current_device = lambda: 0
+torch._C._cuda_getDevice = lambda: 0
 torch._C._cuda_getCurrentRawStream = lambda index: 0x5555
 torch.cuda.get_device_capability = lambda index: (9, 0)
 torch.cuda.is_current_stream_capturing = lambda: capturing

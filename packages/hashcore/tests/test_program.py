@@ -91,6 +91,14 @@ def test_sources_stay_within_120_columns(name):
         assert max(map(len, path.read_text().splitlines())) <= 120
 
 
+@pytest.mark.parametrize(("source", "array"), [("gemm.cu", "shared"), ("select.cu", "counts"), ("choose.cu", "counts")])
+def test_what_is_read_in_16_bytes_lies_at_16_bytes(source, array):
+    """Shared memory lies where the compiler puts it, which the host simulator cannot show."""
+    found = [line for line in (HASHCORE_KERNELS / source).read_text().splitlines() if f" u32 {array}[" in line]
+    assert found
+    assert all("__shared__ __align__(16)" in line for line in found)
+
+
 def test_a_missing_compiler_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.core", None)
     with pytest.raises(RuntimeError, match=r"expected it to be installed.*pip install"):

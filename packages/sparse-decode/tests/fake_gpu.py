@@ -84,18 +84,21 @@ def faked(hasher: Hasher, mode: FakeTensorMode) -> Hasher:
 
 
 class Operators(TorchDispatchMode):
-    """Lists the operators that launch something, by name, and the copies between host and device."""
+    """Lists the operators that launch something, by name, those of host memory, and the copies between both."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launching: list[str] = []
         self.copies: list[str] = []
+        self.on_host: list[str] = []
+        """A CUDA graph would do them once, while it is captured."""
         self._stopped = False
 
     def forget(self) -> None:
         """Begin anew."""
         self.launching.clear()
         self.copies.clear()
+        self.on_host.clear()
 
     def stop(self) -> None:
         """List nothing more."""
@@ -114,6 +117,8 @@ class Operators(TorchDispatchMode):
         places = {x.device.type for x in given + [x for x in [out] if isinstance(x, torch.Tensor)]}
         if len(places) > 1 and func.namespace != "sparse_decode":  # our kernels read host memory where it is
             self.copies.append(name)
+        if places == {"cpu"}:
+            self.on_host.append(name)
         if not func.is_view and name not in NOTHING:
             self.launching.append(name)
         return out
@@ -152,10 +157,17 @@ KINDS = "plain", "padded", "static", "host", "beam"
 of rows that beam search puts in another order before each of them."""
 
 
-def last_layer(
-    config: PreTrainedConfig, selector: HashSelector | None, budget: Budget, kind: str, **how: object
+def steps(
+    config: PreTrainedConfig,
+    selector: HashSelector | None,
+    budget: Budget,
+    kind: str,
+    whole: bool = True,
+    **how: object,
 ) -> Operators:
-    """Decode after a prompt; return the operators of the last layer in the last of three steps, dense if no selector.
+    """Decode after a prompt; return the operators of the last of three steps, or of the last layer in it.
+
+    Dense without a selector.
 
     The prompt is dense: eager attention has a mask there, whose form a prefill looks at. The first step sums what the
     remainder needs.
@@ -181,8 +193,9 @@ def last_layer(
                 if kind == "beam":
                     cache.reorder_cache(beams)
                 with Operators() as seen:
-                    last.register_forward_pre_hook(lambda *_, seen=seen: seen.forget())
-                    last.register_forward_hook(lambda *_, seen=seen: seen.stop())
+                    if not whole:
+                        last.register_forward_pre_hook(lambda *_, seen=seen: seen.forget())
+                        last.register_forward_hook(lambda *_, seen=seen: seen.stop())
                     step(1, end)
     return seen
 
@@ -213,8 +226,8 @@ def beyond_dense(
     with fake_gpu() as mode:
         hasher = faked(hasher, mode)
         selector = HashSelector(QueryHeadHasher(hasher) if per_query_head else hasher)
-        dense = last_layer(config, None, budget, kind)
-        sparse = last_layer(config, selector, budget, kind, remainder=remainder)
+        dense = steps(config, None, budget, kind, whole=False)
+        sparse = steps(config, selector, budget, kind, whole=False, remainder=remainder)
     assert "gather" in sparse.launching
     ends = zip(sparse.counts(), dense.counts(), strict=True)
     return Beyond(*(mine - theirs for mine, theirs in ends))

@@ -168,7 +168,8 @@ class Auditor:
         self._visible = rows.visible
         return rows
 
-    def _attend(self, q, k, v, indices, scaling, *, left_out, ends, **logits):
+    def _attend(self, q, k, v, indices, scaling, *, left_out, ends, values=1.0, **logits):
+        assert values == 1, "the laws below are of steps that read all values of what they select"
         indices = include(indices, k.shape[2], ends)
         if isinstance(ends, torch.Tensor):  # before the others, in no order
             indices = indices.sort(-1, descending=True).values.sort(-1).values

@@ -121,3 +121,14 @@ def test_no_break_even_where_a_length_is_given_or_nothing_is_known_of_bytes(opti
 def test_a_step_that_saves_no_bytes_is_never_sparse():
     with attach(tiny_model(), SignHasher(), Budget(0.6, dense_below="predicted")) as attachment:
         assert attachment.break_even == module.NEVER
+
+
+def test_steps_on_a_gpu_are_timed_with_what_they_launched(monkeypatch):
+    """Once warmed up, and in every repeat, the device is waited for behind the step."""
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+    module._seconds(lambda: done.append("step"), torch.device("cuda"))
+    assert done == ["step", "wait"] * (1 + module._REPEATS)
+    done.clear()
+    module._seconds(lambda: done.append("step"), torch.device("cpu"))
+    assert "wait" not in done

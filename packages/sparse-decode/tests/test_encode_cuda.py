@@ -75,6 +75,33 @@ def test_what_is_not_finite_is_hashed_as_documented():
     assert (codes == 0).all()
 
 
+@pytest.mark.parametrize("case", CASES[1:3])
+def test_a_layer_that_stays_in_place_is_looked_up(case, monkeypatch):
+    layer = layer_of(*case)
+    described = encode_cuda._describe(encode_cuda._weights(layer.key), encode_cuda._digits(layer))
+    encode_cuda.place(layer)
+    known, seen = encode_cuda._placed[id(layer)], []
+    k = torch.zeros(1, 2, 1, layer.d, dtype=torch.bfloat16)
+    codes = torch.zeros(1, 2, 1, layer.bits // 32, dtype=torch.int32)
+
+    def run(launches, device, folder):
+        seen.extend(
+            bytes(x) for x in launches[0].arguments if isinstance(x, encode_cuda.Functions | encode_cuda.Digits)
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr(encode_cuda, "_describe", lambda *_: pytest.fail("described again"))
+        encode_cuda.hash_keys(k, known.key, known.digits, codes, run=run)
+    assert seen == [described.functions, described.described]
+    other = [x.clone() for x in known.key]
+    encode_cuda.hash_keys(k, other, known.digits, codes, run=run)
+    assert seen[2] == encode_cuda._describe(other, known.digits).functions != seen[0]
+    numbers = id(layer), id(known.key[0]), id(known.query[0])
+    del layer, known
+    assert numbers[0] not in encode_cuda._placed
+    assert not set(numbers[1:]) & set(encode_cuda._sides)
+
+
 @pytest.mark.parametrize(
     ("changed", "taken"),
     [

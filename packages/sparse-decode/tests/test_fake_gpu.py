@@ -6,13 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_gpu import FAMILIES, KINDS, TENTH, beyond_dense, fake_gpu
+from fake_gpu import FAMILIES, KINDS, TENTH, Operators, beyond_dense, config_of, fake_gpu, faked, steps
+from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, moments
 from sparse_decode.blocks import Inputs, RowRule
 from sparse_decode.plan import LayerPlan
 from sparse_decode.positions import Sights
 from sparse_decode.remainder import RunningMoments
-from sparse_decode.select import NoCodes, RecentSelector
+from sparse_decode.select import HashSelector, NoCodes, RecentSelector
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 STORED = json.loads((pathlib.Path(__file__).parents[3] / "docs" / "results" / "gpu_step.json").read_text("utf-8"))
@@ -29,6 +30,24 @@ def test_a_step_does_not_wait(family, kind):
     assert found.launches <= launches
     # The new key and value go to host memory; the host does not wait for them.
     assert found.copies == (2 if kind == "host" else 0)
+
+
+@pytest.mark.parametrize("variant", ["planes", "transform"])
+@pytest.mark.parametrize("kind", ["plain", "static"])
+def test_a_step_does_nothing_in_host_memory(variant, kind):
+    """A step whose operators are all on the device, wait for nothing and copy nothing is what a CUDA graph captures."""
+    config = config_of("llama")
+    hasher = Hasher(HasherConfig(variant, ModelShape.of(config)), 0)
+    with fake_gpu() as mode:
+        found = steps(config, HashSelector(faked(hasher, mode)), TENTH, kind)
+    assert "gather" in found.launching
+    assert found.on_host == found.copies == []
+
+
+def test_the_harness_sees_host_memory():
+    with fake_gpu(), Operators() as seen:
+        torch.ones(3, device="cpu").add_(1)
+    assert "add_" in seen.on_host
 
 
 @pytest.mark.parametrize("name", STORED)

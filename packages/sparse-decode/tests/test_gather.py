@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from hashcore.cuda import layout
-from hashcore.cuda.kept import Table
+from hashcore.cuda.kept import Memory, Table
 from hashcore.cuda.source import read_source
 from hashcore.hostsim import SimulationError, Simulator, check_slack, guarded
 from hypothesis import given, settings
@@ -213,11 +213,17 @@ def test_results_lie_within_their_memory(monkeypatch):
         kept.append(held)
         return held if dtype else held.view(self.dtype)
 
+    def guarded_like(like):
+        return guarded_empty(like, *like.shape)
+
     def guarded_scratch(words, device):
-        return guarded_empty(torch.empty(0), words, dtype=torch.int32)
+        memory = guarded_empty(torch.empty(0), words, dtype=torch.int32)
+        return Memory(memory.data_ptr(), words, memory)
 
     inputs = make(width=150, group=3)
+    gather.attend(*inputs, 0.1, None, None, run=lambda *_: None)  # prepares the form
     monkeypatch.setattr(torch.Tensor, "new_empty", guarded_empty)
+    monkeypatch.setattr(torch, "empty_like", guarded_like)
     monkeypatch.setattr(gather, "scratch", guarded_scratch)
     ours = gather.attend(*inputs, 0.1, None, None, run=device())
     monkeypatch.undo()

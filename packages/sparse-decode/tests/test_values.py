@@ -10,6 +10,7 @@ from sparse_decode.plan import LayerPlan
 from sparse_decode.select import HashSelector, RecentSelector
 from sparse_decode.traffic import step_bytes
 from sparse_decode_doubles import tiny_model
+from transformers import StaticCache
 
 
 class SelfAttending(RecentSelector):
@@ -65,3 +66,16 @@ def test_bytes_of_values_that_are_not_read_are_not_counted():
     assert one.keys_and_values == 163 * 256
     assert third.keys_and_values == 163 * 128 + 54 * 128
     assert one.codes == third.codes
+
+
+def test_a_compiled_step_reads_the_share_too():
+    torch._dynamo.reset()
+    model, ids = tiny_model(), torch.randint(1, 60, (1, 44), generator=torch.Generator().manual_seed(0))
+    selector = HashSelector(Hasher(HasherConfig("lsh", ModelShape.of(model.config), bits=64), 0))
+    found = []
+    for step in (model, torch.compile(model, fullgraph=True, backend="eager")):
+        cache = StaticCache(config=model.config, max_cache_len=48)
+        with torch.no_grad(), attach(model, selector, HALF, dense_layers=0):
+            model(ids[:, :40], past_key_values=cache)
+            found.append(torch.cat([step(ids[:, i : i + 1], past_key_values=cache).logits for i in range(40, 44)]))
+    torch.testing.assert_close(*found)

@@ -122,10 +122,16 @@ def attend(
     rest = (None,) * 4 if left_out is None else left_out
     always = (0, 0, ends) if isinstance(ends, Tensor) else (*ends, None)
     given = q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks, *rest, *always
-    # On the CPU without torch's dispatcher, which costs more than all the rest of the call.
-    result, logits = _on_cpu(*given, values) if readable(q) else gather.OPERATOR(*given)
+    if readable(q):  # the CPU, without torch's dispatcher, which costs more than all the rest of the call
+        result, logits = _on_cpu(*given, values)
+    elif values < 1:
+        raise ValueError(f"values below 1 needs a step that is not traced, got {values}; give 1")
+    elif facts:
+        result, logits = gather.OPERATORS.gather_with_facts(*given)
+    else:
+        result, logits = gather.OPERATORS.gather(*given), None
     if q.requires_grad:
-        result = _NoBackward.apply(result, q)  # pyright: ignore[reportAssignmentType]
+        result = _NoBackward.apply(result, q)
     return (result, logits) if facts else result  # pyright: ignore[reportReturnType]
 
 
@@ -373,4 +379,5 @@ def _on_cpu(
     return on_host(q, k, v, indices, scaling, softcap, sinks, left_out, values=share)[:2]
 
 
-gather.LIBRARY.impl("gather", _on_cpu, "CPU")
+gather.LIBRARY.impl("gather", lambda *given: _on_cpu(*given)[0], "CPU")
+gather.LIBRARY.impl("gather_with_facts", _on_cpu, "CPU")

@@ -6,6 +6,7 @@ The kernels are those of kernels/encode.cu; what they compute is what `sparse_de
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -19,6 +20,7 @@ from hashtrain.layers import LayerHasher
 from hashtrain.layers.planes import Planes
 from hashtrain.layers.transform import Transform
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sparse_decode import encode
 from sparse_decode.gather import KERNELS, Run
@@ -60,6 +62,46 @@ class Digits(ctypes.Structure):
     )
 
 
+class Placed(NamedTuple):
+    """The tensors of a layer that stay where they are: of keys, of queries, and of digits."""
+
+    key: list[Tensor]
+    query: list[Tensor]
+    digits: list[Tensor]
+    fits: bool
+
+
+class _Side(NamedTuple):
+    """The functions of keys or of queries that stay where they are, and their arguments as they are in memory."""
+
+    weights: Sequence[Tensor]
+    digits: Sequence[Tensor]
+    functions: bytes
+    described: bytes
+    form: tuple[Any, ...]
+
+
+_placed: dict[int, Placed] = {}
+_sides: dict[int, _Side] = {}
+
+
+def place(layer: LayerHasher) -> None:
+    """Look up from now on where the tensors of a layer lie: they stay there, and live as long as the layer."""
+    if type(layer) in (Planes, Transform):
+        own = cast(Planes | Transform, layer)
+        known = _placed[id(layer)] = Placed(_weights(own.key), _weights(own.query), _digits(own), _fits(own))
+        weakref.finalize(layer, _forget, id(layer), id(known.key[0]), id(known.query[0]))
+        if not isinstance(known.key[0], FakeTensor):
+            for weights in known[:2]:
+                _sides[id(weights[0])] = _describe(weights, known.digits)
+
+
+def _forget(layer: int, *sides: int) -> None:
+    for side in sides:
+        _sides.pop(side, None)
+    del _placed[layer]
+
+
 def takes(layer: LayerHasher, x: Tensor) -> bool:
     """Say whether these functions hash tokens x [B, H, T, D] of a layer: few, in 16 bits, on CUDA."""
     return x.device.type == "cuda" and x.dtype in _BF16 and fits(layer, x)
@@ -67,16 +109,21 @@ def takes(layer: LayerHasher, x: Tensor) -> bool:
 
 def fits(layer: LayerHasher, x: Tensor) -> bool:
     """Say whether the operators below hash tokens x [B, H, T, D] of a layer, but for their type: few, small enough."""
-    if not 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS or type(layer) not in (Planes, Transform):
-        return False
-    if layer.remainder.dtype != torch.float32:
+    known = _placed.get(id(layer))
+    return 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS and (_fits(layer) if known is None else known.fits)
+
+
+def _fits(layer: LayerHasher) -> bool:
+    if type(layer) not in (Planes, Transform) or layer.remainder.dtype != torch.float32:
         return False
     return max(layer.d, layer.bits, cast(Planes, layer).key.w1.shape[2]) <= MOST
 
 
 def write_keys(layer: Planes | Transform, k: Tensor, codes: Tensor, at: Tensor | None) -> None:
     """Hash keys [B, Hkv, T, D] into codes int32 [B, Hkv, N, W], from token `at` on; None: into all."""
-    OPERATORS.hash_keys(k, _weights(layer.key), _digits(layer), codes, at)
+    known = _placed.get(id(layer))
+    weights, digits = (_weights(layer.key), _digits(layer)) if known is None else (known.key, known.digits)
+    OPERATORS.hash_keys(k, weights, digits, codes, at)
 
 
 def queries(layer: Planes | Transform, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
@@ -84,8 +131,9 @@ def queries(layer: Planes | Transform, q: Tensor, per_query_head: bool) -> tuple
 
     A check would wait for the device: a weight that is NaN has level -1, one that is infinite counts as the largest.
     """
-    group = 1 if per_query_head else layer.group
-    found = OPERATORS.hash_queries(q, _weights(layer.query), _digits(layer), layer.bits, group, layer.planes)
+    known, group = _placed.get(id(layer)), 1 if per_query_head else layer.group
+    weights, digits = (_weights(layer.query), _digits(layer)) if known is None else (known.query, known.digits)
+    found = OPERATORS.hash_queries(q, weights, digits, layer.bits, group, layer.planes)
     return found, tuple(1 << p for p in range(layer.planes))
 
 
@@ -114,14 +162,14 @@ def hash_keys(
         digits: int64 coordinate [H, bits], float32 power [H, bits] and limit [H, C]; empty if C is bits.
         codes: the words of a code side by side.
     """
-    x, device = x.contiguous(), x.device
-    form = _form(x, weights, digits, device), codes.shape, codes.stride()
+    x, device, side = x.contiguous(), x.device, _side(weights, digits)
+    form = x.shape, x.dtype, device, side.form, codes.shape[3], codes.stride()
     call = _keys.found.get(form)
     if call is None:
         call = _keys.keep(form, _prepare_keys(x, weights, digits, codes))
     to = call.codes
     call.x.value, to.words, to.at = x.data_ptr(), codes.data_ptr(), None if at is None else at.data_ptr()
-    _place(call.functions, call.digits, weights, digits)
+    call.functions[:], call.digits[:] = side.functions, side.described
     (launch.run if run is None else run)(call.launches, device, KERNELS)
 
 
@@ -135,16 +183,15 @@ def hash_queries(
     run: Run | None = None,
 ) -> Tensor:
     """Hash x [B, H, T, D], not empty, to planes int32 [B, H / group, T, planes, bits / 32]. Args: as `hash_keys`."""
-    x, device = x.contiguous(), x.device
-    form = _form(x, weights, digits, device), bits, group, planes
+    x, device, side = x.contiguous(), x.device, _side(weights, digits)
+    form = x.shape, x.dtype, device, side.form, bits, group, planes
     call = _queries.found.get(form)
     if call is None:
         call = _queries.keep(form, _prepare_queries(x, weights, digits, bits, group, planes))
-    found = x.new_empty(*call.shape, dtype=torch.int32)
-    memory = scratch(call.words, device)
+    found, memory = torch.empty_like(call.like), scratch(call.words, device)
     call.x.value, call.found.value = x.data_ptr(), found.data_ptr()
-    call.numbers.value = memory.data_ptr() + 4 * SAMPLES
-    _place(call.functions, call.digits, weights, digits)
+    call.numbers.value = memory.address + 4 * SAMPLES
+    call.functions[:], call.digits[:] = side.functions, side.described
     (launch.run if run is None else run)(call.launches, device, KERNELS)
     return found
 
@@ -154,21 +201,21 @@ class _Keys(NamedTuple):
 
     x: ctypes.c_void_p
     codes: Codes
-    functions: Functions
-    digits: Digits
+    functions: bytearray
+    digits: bytearray
     launches: Kept
 
 
 class _Queries(NamedTuple):
-    """Hashing queries, prepared; words: scratch memory, with the searches'; shape: of the planes."""
+    """Hashing queries, prepared; words: scratch memory, with the searches'; like: planes, to copy the form of."""
 
     x: ctypes.c_void_p
     numbers: ctypes.c_void_p
     found: ctypes.c_void_p
-    functions: Functions
-    digits: Digits
+    functions: bytearray
+    digits: bytearray
     words: int
-    shape: tuple[int, ...]
+    like: Tensor
     launches: Kept
 
 
@@ -176,16 +223,10 @@ _keys: Table[_Keys] = Table()
 _queries: Table[_Queries] = Table()
 
 
-def _form(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], device: torch.device) -> tuple[Any, ...]:
-    """Return what the launches depend on; x, weights and digits have no gaps."""
-    return x.shape, x.dtype, device, weights[0].shape, weights[1].shape, digits[0].shape if digits else None
-
-
 def _prepare_keys(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], codes: Tensor) -> _Keys:
     batch, heads, tokens, _ = x.shape
-    to, functions = Codes(None, *codes.stride()[:3]), _functions(weights)
-    described, at = _digits_of(digits, 32 * codes.shape[3]), ctypes.c_void_p()
-    arguments = at, to, functions, described, ctypes.c_int32(tokens)
+    to, at, (functions, described) = Codes(None, *codes.stride()[:3]), ctypes.c_void_p(), _room()
+    arguments = at, to, Functions.from_buffer(functions), Digits.from_buffer(described), ctypes.c_int32(tokens)
     step = make_launch("encode.cu", "hash_keys", (batch * tokens, heads), THREADS, arguments, _macros(x))
     return _Keys(at, to, functions, described, Kept([step]))
 
@@ -195,9 +236,10 @@ def _prepare_queries(
 ) -> _Queries:
     (batch, heads, tokens, _), out = x.shape, weights[0].shape[2]
     at, numbers, found = (ctypes.c_void_p() for _ in range(3))
-    functions, described, count = _functions(weights), _digits_of(digits, bits), ctypes.c_int32(tokens)
+    (functions, described), count = _room(), ctypes.c_int32(tokens)
     sizes = ctypes.c_int32(out), ctypes.c_int32(group), count, ctypes.c_int32(planes)
-    first, second = (at, numbers, functions, count), (numbers, found, described, *sizes)
+    first = at, numbers, Functions.from_buffer(functions), count
+    second = numbers, found, Digits.from_buffer(described), *sizes
     grids, macros = ((batch * tokens, heads), (batch * tokens, heads // group)), _macros(x)
     launches = Kept(
         [
@@ -206,34 +248,33 @@ def _prepare_queries(
         ]
     )
     words, shape = SAMPLES + batch * heads * tokens * out, (batch, heads // group, tokens, planes, bits // 32)
-    return _Queries(at, numbers, found, functions, described, words, shape, launches)
+    like = x.new_empty(*shape, dtype=torch.int32)
+    return _Queries(at, numbers, found, functions, described, words, like, launches)
 
 
 def _macros(x: Tensor) -> tuple[tuple[str, str]]:
     return (("SPARSE_BF16", _BF16[x.dtype]),)
 
 
-def _functions(weights: Sequence[Tensor]) -> Functions:
-    r, w1 = weights[:2]
-    return Functions(*(None,) * 5, r.shape[1], w1.shape[2], r.shape[2])
+def _room() -> tuple[bytearray, bytearray]:
+    """Return memory for Functions and Digits."""
+    return bytearray(ctypes.sizeof(Functions)), bytearray(ctypes.sizeof(Digits))
 
 
-def _digits_of(digits: Sequence[Tensor], bits: int) -> Digits:
-    return Digits(None, None, None, len(digits[0]) if digits else 0, bits)
+def _side(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> _Side:
+    """Describe functions and digits without gaps; known ones, tensor for tensor, are looked up."""
+    known = _sides.get(id(weights[0]))
+    # Lists look at what is the same object first, so that no numbers are compared here.
+    return known if known and known.weights == weights and known.digits == digits else _describe(weights, digits)
 
 
-def _place(functions: Functions, described: Digits, weights: Sequence[Tensor], digits: Sequence[Tensor]) -> None:
-    """Write where a layer's tensors lie; without digits, their addresses stay null."""
-    r, w1, b1, w2, b2 = weights
-    functions.r, functions.w1, functions.b1 = r.data_ptr(), w1.data_ptr(), b1.data_ptr()
-    functions.w2, functions.b2 = w2.data_ptr(), b2.data_ptr()
-    if digits:
-        coordinate, power, limit = digits
-        described.coordinate, described.power, described.limit = (
-            coordinate.data_ptr(),
-            power.data_ptr(),
-            limit.data_ptr(),
-        )
+def _describe(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> _Side:
+    (heads, dim, hidden), out = weights[1].shape, weights[0].shape[2]
+    of_digits = digits[0].shape if digits else (0, out)
+    functions = Functions(*(x.data_ptr() for x in weights), dim, hidden, out)
+    described = Digits(*([x.data_ptr() for x in digits] or (None,) * 3), *of_digits)
+    form = heads, dim, hidden, out, *of_digits
+    return _Side(weights, digits, bytes(functions), bytes(described), form)
 
 
 def _empty_planes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -106,34 +107,38 @@ def attend(
     ends: Sequence[int] = (0, 0),
     always: Tensor | None = None,
     run: Run | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return what `sparse_decode.attend.attend` returns with facts, of arguments that were checked.
+    facts: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `sparse_decode.attend.attend` returns, of arguments that were checked; None for facts not asked for.
 
     Args: as there; left_out: the fields of its `LeftOut`, or None four times; always: its `ends`, if that is a tensor.
 
     Weights are rounded to q's type before they multiply values; sums are float32. Indices outside [0, N) are unused.
     """
     device = q.device
-    how = scaling, softcap, ends[0], ends[1], sinks is None, left_out[0] is None
-    rows = k.shape, k.stride(), v.shape, v.stride(), indices.shape, None if always is None else always.shape
-    form = q.shape, q.dtype, device, rows, how
+    more = sinks is None, left_out[0] is None, None if always is None else always.shape, facts
+    how = scaling, softcap, ends[0], ends[1], more
+    form = q.shape, k.shape, k.stride(), v.shape, v.stride(), indices.shape, q.dtype, device, how
     call = _calls.found.get(form)
     if call is None:
         call = _calls.keep(form, _prepare(q, k, v, indices, scaling, softcap, ends, sinks, left_out, always))
-    out, facts = q.new_empty(*call.out), q.new_empty(*call.facts, dtype=torch.float32)
+    out, known = torch.empty_like(call.like), q.new_empty(*call.facts, dtype=torch.float32) if facts else None
     if call.launches is None:
-        facts[0], facts[1] = 0, -torch.inf
-        return out.zero_(), facts
+        if known is not None:
+            known[0], known[1] = 0, -torch.inf
+        return out.zero_(), known
     q, indices, at, keys, values = q.contiguous(), indices.contiguous(), call.at, k.data_ptr(), v.data_ptr()
     if (keys | values) % 16:
         check(q, k, v, indices)
     at.q.value, at.k.value, at.v.value, at.indices.value = q.data_ptr(), keys, values, indices.data_ptr()
-    at.out.value, at.facts.value = out.data_ptr(), facts.data_ptr()
-    call.place(scratch(call.words, device).data_ptr() + 4 * SAMPLES)
+    at.out.value = out.data_ptr()
+    call.place(scratch(call.words, device).address + 4 * SAMPLES)
+    if known is not None:
+        at.facts.value = known.data_ptr()
     held = None if call.alone else _place_more(at, sinks, left_out, always)
     (launch.run if run is None else run)(call.launches, device, KERNELS)
     del held  # the allocator may reuse them from here on: the launches are in the stream
-    return out, facts
+    return out, known
 
 
 class _Arguments(NamedTuple):
@@ -157,12 +162,14 @@ class _Call(NamedTuple):
     """Attention of one form, prepared."""
 
     at: _Arguments
-    out: tuple[int, ...]
-    """Shape of the result."""
+    like: Tensor
+    """As the result is, whose form costs less to copy."""
     facts: tuple[int, ...]
     stats: int
     """Bytes from the sums in scratch memory to the statistics."""
     counts: int
+    unasked: int
+    """Bytes to where facts go that nobody asked for."""
     words: int
     """Of scratch memory, with the searches'."""
     alone: bool
@@ -175,6 +182,7 @@ class _Call(NamedTuple):
         at = self.at
         if at.sums.value != address:
             at.sums.value, at.stats.value, at.counts.value = address, address + self.stats, address + self.counts
+            at.facts.value = address + self.unasked
 
 
 _calls: Table[_Call] = Table()
@@ -197,11 +205,11 @@ def _prepare(
     (batch, hq, queries, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
     sets, width = indices.shape[1], indices.shape[3]
     at = _Arguments(*(ctypes.c_void_p() for _ in range(11)), left_out=LeftOut())
-    results = (batch, queries, hq, value_dim), (2, batch, queries, hq)
+    results = q.new_empty(batch, queries, hq, value_dim), (2, batch, queries, hq)
     sink = min(ends[0], n) if always is None else always.shape[1]
     recent = min(ends[1], n - sink) if always is None else 0
     if not sink + width + recent or not q.shape.numel() or not n:
-        return _Call(at, *results, 0, 0, 0, True, None)
+        return _Call(at, *results, 0, 0, 0, 0, True, None)
     group, tasks = hq // sets, batch * sets * queries
     slots, splits = split(tasks, sink + width + recent, _processors(q.device))
     shape = Shape(sets, queries, width, group, hq // hkv, n, slots, sink, recent, scaling, softcap or 0.0)
@@ -215,9 +223,11 @@ def _prepare(
         make_launch("gather.cu", "combine", (tasks, group), THREADS, second, defined, programmatic=True),
     ]
     parts = tasks * splits
-    ends_at = [*itertools.accumulate((parts * group * value_dim, 3 * parts * group, parts))]
+    sizes = parts * group * value_dim, 3 * parts * group, parts, 2 * tasks * group
+    *starts, words = itertools.accumulate(sizes)
     alone = sinks is None and left_out[0] is None and always is None
-    return _Call(at, *results, 4 * ends_at[0], 4 * ends_at[1], SAMPLES + ends_at[2], alone, Kept(launches))
+    stats, counts_at, unasked = (4 * start for start in starts)
+    return _Call(at, *results, stats, counts_at, unasked, SAMPLES + words, alone, Kept(launches))
 
 
 def _place_more(
@@ -244,27 +254,36 @@ def _processors(device: torch.device) -> int:
     return launch.processors(device) if device.type == "cuda" else SIMULATED_PROCESSORS
 
 
-def _empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    """Return tensors of the shapes that `attend` returns: what a compiler and a fake device see."""
+def _empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    """Return a tensor of the shape that the operator returns: what a compiler and a fake device see."""
     batch, hq, queries, _ = q.shape
-    return q.new_empty(batch, queries, hq, v.shape[3]), q.new_empty(2, batch, queries, hq, dtype=torch.float32)
+    return q.new_empty(batch, queries, hq, v.shape[3])
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+def _empty_with_facts(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    batch, hq, queries, _ = q.shape
+    return _empty(q, k, v), q.new_empty(2, batch, queries, hq, dtype=torch.float32)
+
+
+def _checked(facts: bool, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: Any) -> Any:
     if not (k.is_cuda and v.is_cuda):
         check(q, k, v, indices)  # whether host memory is pinned is no matter of form
     scaling, softcap, sinks, *rest = how
-    return attend(q, k, v, indices, scaling, softcap, sinks, rest[:4], rest[4:6], rest[6])
+    found = attend(q, k, v, indices, scaling, softcap, sinks, rest[:4], rest[4:6], rest[6], facts=facts)
+    return found if facts else found[0]
 
 
-_NAME = "gather"
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
-LIBRARY.define(
-    f"{_NAME}(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
-    "Tensor? coefficients, Tensor? mean_keys, Tensor? values, Tensor? visible, SymInt sink, SymInt recent, "
-    "Tensor? always) -> (Tensor, Tensor)"
-)
-LIBRARY.impl(_NAME, _checked, "CUDA")
-torch.library.register_fake(f"sparse_decode::{_NAME}", _empty, lib=LIBRARY)
-OPERATOR: Any = torch.ops.sparse_decode.gather
-"""`attend` as an operator, so that it can be traced, counted and captured."""
+for _name, _returns, _cuda, _fake in (
+    ("gather", "Tensor", functools.partial(_checked, False), _empty),
+    ("gather_with_facts", "(Tensor, Tensor)", functools.partial(_checked, True), _empty_with_facts),
+):
+    LIBRARY.define(
+        f"{_name}(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
+        "Tensor? coefficients, Tensor? mean_keys, Tensor? values, Tensor? visible, SymInt sink, SymInt recent, "
+        f"Tensor? always) -> {_returns}"
+    )
+    LIBRARY.impl(_name, _cuda, "CUDA")
+    torch.library.register_fake(f"sparse_decode::{_name}", _fake, lib=LIBRARY)
+OPERATORS: Any = torch.ops.sparse_decode
+"""`attend` as operators, so that it can be traced, counted and captured."""

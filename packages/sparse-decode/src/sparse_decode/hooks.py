@@ -61,6 +61,8 @@ class Hook:
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if "read_index" in kwargs:
+            _refuse_paged()
         if (now := self._config._attn_implementation) is not self._name and now != self._name:
             raise ValueError(
                 f'attention was set to "{now}" while sparse attention is attached; call detach() before '
@@ -104,3 +106,11 @@ class Hook:
 def _may_grow(hidden: Tensor) -> bool:
     """Say whether a layer that gets these states may have a cache that is written to in place."""
     return hidden.device.type == "cpu" and not hidden.requires_grad and not torch.compiler.is_compiling()
+
+
+def _refuse_paged() -> None:
+    """Raise ValueError: continuous batching calls a module, for which transformers sets an attention of its own."""
+    raise ValueError(
+        "sparse attention does not read the paged cache of continuous batching (generate_batch, transformers serve); "
+        "call detach() first, use generate, or serve with the package sparse-serve"
+    )

@@ -11,6 +11,8 @@ from hashtrain import Hasher, ModelShape
 from hashtrain.layers import LayerHasher
 from torch.distributed.tensor import DTensor
 
+from sparse_decode import encode_cuda
+
 
 def head_shard(module: Any, heads: ModelShape) -> tuple[int, int]:
     """Say which part of a layer's heads this process holds: (rank, size), (0, 1) if all.
@@ -76,22 +78,21 @@ class PlacedHasher:
 
     def __init__(self, hasher: Hasher):
         self.hasher = hasher
-        self._copies: dict[tuple[int, torch.device], tuple[_Versions, _Storages, LayerHasher]] = {}
+        self._copies: dict[tuple[int, torch.device], tuple[_Watch, LayerHasher]] = {}
 
     def layer(self, index: int, device: torch.device) -> LayerHasher:
         """Return one layer's hash functions on a device."""
+        known = self._copies.get((index, device))
+        # Versions cannot be read while a graph is compiled.
+        if known is not None and (torch.compiler.is_compiling() or known[0].unchanged(self.hasher.layer(index))):
+            return known[1]
         own = self.hasher.layer(index)
         if own.remainder.device == device:
             return own
-        key = index, device
-        known = self._copies.get(key)
-        if known is not None and torch.compiler.is_compiling():  # versions cannot be read there
-            return known[2]
-        versions = _versions(own)
-        if known is None or known[0] != versions:
-            held = [x.untyped_storage() for x in _tensors(own)]  # so that no other gets one of their addresses
-            known = self._copies[key] = versions, held, _copy(own, device)
-        return known[2]
+        copied = _copy(own, device)
+        encode_cuda.place(copied)
+        self._copies[index, device] = _Watch(own), copied
+        return copied
 
 
 def _copy(layer: LayerHasher, device: torch.device) -> LayerHasher:
@@ -101,14 +102,25 @@ def _copy(layer: LayerHasher, device: torch.device) -> LayerHasher:
     return cast(LayerHasher, copy.deepcopy(layer, there))
 
 
-_Versions = list[tuple[int, int]]
-_Storages = list[torch.UntypedStorage]
+class _Watch:
+    """Tells whether the weights of a layer are those it had: torch counts up a tensor's version with every write.
 
+    It is asked twice a layer and step, so it looks where a module keeps its tensors and does not ask the module.
+    """
 
-def _tensors(layer: LayerHasher) -> tuple[torch.Tensor, ...]:
-    return *layer.parameters(), *layer.buffers()
+    def __init__(self, layer: LayerHasher):
+        self._layer = layer
+        places = [(x._parameters, x._buffers, x._modules) for x in layer.modules()]
+        self._held = [(held, name, held[name]) for three in places for held in three for name in held]
+        tensors = [x for *_, x in self._held if isinstance(x, torch.Tensor)]
+        self._storages = [x.untyped_storage() for x in tensors]  # so that no other gets one of their addresses
+        self._at = [(x, held._cdata) for x, held in zip(tensors, self._storages, strict=True)]
+        self._versions = [(x, x._version) for x in tensors if not x.is_inference()]
 
-
-def _versions(layer: LayerHasher) -> _Versions:
-    """Tell the weights of a layer apart from those it had: torch counts up a tensor's version with every write."""
-    return [(x.untyped_storage()._cdata, 0 if x.is_inference() else x._version) for x in _tensors(layer)]
+    def unchanged(self, layer: LayerHasher) -> bool:
+        """Say so of the layer that is in its place now."""
+        if layer is not self._layer:
+            return False
+        held = all(held[name] is x for held, name, x in self._held)
+        written = any(x._version != version for x, version in self._versions)
+        return held and not written and all(x.untyped_storage()._cdata == at for x, at in self._at)

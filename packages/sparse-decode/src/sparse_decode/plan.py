@@ -115,7 +115,7 @@ class LayerPlan:
             return False
         ready = self.remainder is None or (isinstance(x.moments, StaticMoments) and x.moments.ready)
         placed = self.remainder is None or (x.q.device, x.scaling) in self._placed
-        here = self.tally.tensor.device == x.q.device and self.kernel == "gather"
+        here = self.tally.tensor.device == x.q.device and self.kernel == "gather" and self.budget.values == 1
         return here and ready and placed and self._is_step(x) and self.selector.traceable(self.layer, x.q)
 
     def learn(self, k: Tensor, v: Tensor, mask: Tensor | None, moments: StaticMoments, scaling: float) -> None:

@@ -1,7 +1,7 @@
 """What a thread keeps from call to call: prepared launches by the form of a call, and scratch memory by lane."""
 
 import threading
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ class Table(threading.local, Generic[T]):
     """What a thread keeps by the form of a call; beyond `most`, the oldest goes.
 
     A form holds all that launches depend on but for the values that are written into them before each call: shapes,
-    strides, types and the device. It holds no tensor.
+    strides, types and the device. What is kept may hold an empty result, never what was given.
     """
 
     def __init__(self, most: int = MOST_FORMS):
@@ -35,22 +35,33 @@ class Table(threading.local, Generic[T]):
         return made
 
 
-_lanes: Table[torch.Tensor] = Table(MOST_LANES)
+class Memory(NamedTuple):
+    """Scratch memory, int32: its address is asked for in every call, and asking torch costs twice as much."""
+
+    address: int
+    words: int
+    tensor: torch.Tensor
 
 
-def scratch(words: int, device: torch.device) -> torch.Tensor:
-    """Return scratch memory, int32, that this thread uses again in all that runs in order with this.
+_lanes: Table[Memory] = Table(MOST_LANES)
+
+
+def scratch(words: int, device: torch.device) -> Memory:
+    """Return scratch memory that this thread uses again in all that runs in order with this.
 
     Args:
         words: with the first `layout.SAMPLES`, which are the searches' alone and zero between them.
     """
     lane = launch.lane(device)
     found = _lanes.found.get(lane)
-    if found is None or found.numel() < words:
+    if found is None or found.words < words:
         # Zero, so that the first samples are right; in a capture they need not be, and each replay saves a launch.
         make = torch.empty if len(lane) > 2 else torch.zeros
-        if 4 * words > MOST_BYTES:
-            return make(words, dtype=torch.int32, device=device)
-        room = words if found is None else max(words, min(2 * found.numel(), MOST_BYTES // 4))
-        found = _lanes.keep(lane, make(room, dtype=torch.int32, device=device))
+        keeps = 4 * words <= MOST_BYTES
+        if keeps and found is not None:
+            words = max(words, min(2 * found.words, MOST_BYTES // 4))
+        tensor = make(words, dtype=torch.int32, device=device)
+        found = Memory(tensor.data_ptr(), words, tensor)
+        if keeps:
+            _lanes.keep(lane, found)
     return found

@@ -5,19 +5,18 @@ import functools
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from hashcore.cuda.kernels import Kept, Launch
 from hashcore.cuda.program import Program
 from hashcore.cuda.source import HASHCORE_KERNELS
 
-if TYPE_CHECKING:
-    import torch
-
 _loading = threading.Lock()
 
 
-def run(launches: Iterable[Launch], device: "torch.device", folder: Path = HASHCORE_KERNELS) -> None:
+def run(launches: Iterable[Launch], device: torch.device, folder: Path = HASHCORE_KERNELS) -> None:
     """Launch kernels one after the other on torch's current stream of a CUDA device.
 
     The first launch of a kernel compiles it, or reads it from the disk cache, and loads it: 1 to 300 ms, not allowed
@@ -34,49 +33,46 @@ def run(launches: Iterable[Launch], device: "torch.device", folder: Path = HASHC
     if index is None:
         index = here
     elif index != here:  # cuLaunchKernel goes to the calling thread's current context
-        import torch
-
         with torch.cuda.device(index):
             return run(launches, device, folder)
-    if index not in _threads.bound:
-        _bind(index)
-        _threads.bound.add(index)
-    stream = _current_stream(index)
-    # All of them before the first is launched: one that cannot be loaded must not leave half a search behind.
     calls = launches.calls.get(index) if isinstance(launches, Kept) and launches.folder is folder else None
     if calls is None:
-        calls = [_prepare(index, folder, one) for one in launches]
-        if isinstance(launches, Kept):
-            launches.keep(index, folder, calls)
+        calls = _ready(launches, index, folder)
+    stream = _current_stream(index)
     for call in calls:
         call(stream)
     return None
 
 
-def _current_device() -> int:
-    import torch
+def _ready(launches: Iterable[Launch], index: int, folder: Path) -> list[Callable[[int], None]]:
+    """Load all of the kernels before the first is launched: one that cannot be must not leave half a search behind."""
+    if index not in _threads.bound:
+        _bind(index)
+        _threads.bound.add(index)
+    calls = [_prepare(index, folder, one) for one in launches]
+    if isinstance(launches, Kept):
+        launches.keep(index, folder, calls)
+    return calls
 
-    return torch.cuda.current_device()
+
+def _current_device() -> int:
+    return torch._C._cuda_getDevice()  # a third of torch.cuda.current_device, which makes sure that there is one
 
 
 def _current_stream(index: int) -> int:
-    import torch
-
     return torch._C._cuda_getCurrentRawStream(index)  # a tenth of what making a Stream costs
 
 
-def lane(device: "torch.device") -> tuple[Any, ...]:
+def lane(device: torch.device) -> tuple[Any, ...]:
     """Name what works on a device in order: the stream, in a graph's capture the capture. (): the host simulator.
 
     Scratch memory may be used again by what comes later in the same lane.
     """
     if device.type != "cuda":
         return ()
-    import torch
-
     index = _current_device() if device.index is None else device.index
     stream = _current_stream(index)
-    if not torch.cuda.is_current_stream_capturing():
+    if not torch._C._cuda_isCurrentStreamCapturing():
         return index, stream
     return index, stream, int(_check(_driver().cuStreamGetCaptureInfo(stream))[1])
 
@@ -92,17 +88,13 @@ _threads = _Threads()
 
 
 @functools.cache
-def processors(device: "torch.device") -> int:
+def processors(device: torch.device) -> int:
     """Return how many multiprocessors a CUDA device has."""
-    import torch
-
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def architecture(index: int) -> str:
     """Return what NVRTC calls a device: from 9.0 on with the `a` of its own instructions."""
-    import torch
-
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
@@ -110,8 +102,6 @@ def architecture(index: int) -> str:
 @functools.cache
 def _starts_early(index: int) -> bool:
     """Tell whether a device can schedule a kernel before its predecessor ends; older ones may refuse the attribute."""
-    import torch
-
     return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
@@ -201,8 +191,6 @@ _libraries: dict[tuple[int, Program], Any] = {}
 
 
 def _library(index: int, program: Program) -> Any:
-    import torch
-
     driver = _driver()
     with _loading:  # two threads would load it twice
         if (index, program) not in _libraries:

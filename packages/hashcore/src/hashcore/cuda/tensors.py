@@ -32,6 +32,7 @@ PACKED = {
 }
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 QUANTISED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_NUMBERS = int, type(None)
 SIMULATED_PROCESSORS = 3  # of a device that is none: few enough that a row has several chunks, and more than one turn
 
 
@@ -102,10 +103,6 @@ class Bounds(NamedTuple):
     starts: Bound = None
     sink: int = 0
     recent: int = 0
-
-    def in_memory(self) -> bool:
-        """Tell whether lengths or starts are a tensor."""
-        return isinstance(self.lengths, torch.Tensor) or isinstance(self.starts, torch.Tensor)
 
     def window(self, window: Window, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
         """Write the argument of the kernels, and return the tensors that it points at."""
@@ -178,26 +175,27 @@ def search(
         return
     device = scores.device
     weights = None if weights is None else tuple(weights)
-    # What is copied to be aligned depends on the addresses, too.
-    places, of_keys = (query.data_ptr(), keys.data_ptr()), (keys.shape, keys.stride())
-    form = query.shape, query.stride(), of_keys, scores.shape, indices.dtype, places[0] % 16, places[1] % 16, weights
+    at, keys_at = query.data_ptr(), keys.data_ptr()  # what is copied to be aligned depends on the addresses, too
+    how = indices.dtype, device, at % 16, keys_at % 16, weights
+    form = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape, how
     if not shortlist or _lists_all(keys.shape[-2], k, shortlist):
         shortlist, first = 0, None
     else:
         form = *form, shortlist, None if first is None else first.stride()
-    prepared = _searches.found.get((form, device))
+    prepared = _searches.found.get(form)
     if prepared is None:
-        prepared = _searches.keep((form, device), _prepare(query, keys, weights, scores, indices, shortlist, first))
+        prepared = _searches.keep(form, _prepare(query, keys, weights, scores, indices, shortlist, first))
     call, held = prepared.call, prepared.bound(bounds, k)
-    memory = kept.scratch(prepared.space.words, device) if scratch is None else prepared.fitting(scratch)
-    prepared.place(memory.data_ptr())
+    memory = kept.scratch(prepared.words, device) if scratch is None else prepared.fitting(scratch)
+    prepared.place(memory.address)
     words = keys if first is None else first
     if not prepared.direct:
         found = _placed(query, keys, weights, first, scores.shape[:-1])
-        held, words, places = (held, found), found.first.keys, (found.at.query.data_ptr(), found.at.keys.data_ptr())
+        held, words, operands = (held, found), found.first.keys, found.at
+        at, keys_at = operands.query.data_ptr(), operands.keys.data_ptr()
     if shortlist:
         call.shortlist.first = words.data_ptr()
-    call.query.value, call.keys.value = places
+    call.query.value, call.keys.value = at, keys_at
     call.values.value, call.indices.value = scores.data_ptr(), indices.data_ptr()
     (launch.run if run is None else run)(call.launches, device)
     del held  # the allocator may reuse them from here on: the launches are in the stream
@@ -213,19 +211,19 @@ class _Prepared:
 
     def __init__(self, call: kernels.Search, space: SearchSpace, lead: Sequence[int], n: int, width: int, direct: bool):
         self.call, self.space, self.direct = call, space, direct
-        self.lead, self.n, self.width = lead, n, width
+        self.lead, self.n, self.width, self.words = lead, n, width, space.words
         self.at = 0
         self.rows: object = None
         """The bounds and the count that are written, if they are numbers."""
 
-    def fitting(self, memory: torch.Tensor) -> torch.Tensor:
+    def fitting(self, memory: torch.Tensor) -> kept.Memory:
         """Return memory, if it is enough for the workspace."""
-        if memory.numel() < self.space.words:
+        if memory.numel() < self.words:
             raise ValueError(
-                f"the workspace must hold {self.space.words} words for {math.prod(self.lead)} rows of {self.n} "
+                f"the workspace must hold {self.words} words for {math.prod(self.lead)} rows of {self.n} "
                 f"positions, got {memory.numel()}; make it with hashcore.cuda.tensors.workspace"
             )
-        return memory
+        return kept.Memory(memory.data_ptr(), memory.numel(), memory)
 
     def place(self, address: int) -> None:
         """Write where the workspace lies, if it is another than before."""
@@ -236,12 +234,14 @@ class _Prepared:
 
     def bound(self, bounds: Bounds, k: int | torch.Tensor) -> object:
         """Write which positions compete and how many are selected; return the tensors of which the addresses are."""
-        if isinstance(k, torch.Tensor) or bounds.in_memory():
-            self.rows = None
-        elif self.rows == (rows := (bounds, k)):
-            return None
-        else:
+        lengths, starts = bounds.lengths, bounds.starts
+        # What is a number is asked for: whether something is a tensor is a question to a class that takes its time.
+        if isinstance(k, int) and isinstance(lengths, _NUMBERS) and isinstance(starts, _NUMBERS):
+            if self.rows == (rows := (bounds, k)):
+                return None
             self.rows = rows
+        else:
+            self.rows = None
         call = self.call
         return bounds.window(call.window, self.lead, self.n), _selection(call.selection, k, self.lead, self.width)
 

@@ -1,0 +1,87 @@
+"""Density and break-even of each request among the engine's own metrics, where it serves them: `/metrics`.
+
+vLLM makes a `RequestMetrics` in the process that answers requests, by its entry point of the group
+`vllm.stat_logger_plugins`, and tells it of every request that ended. The sparse layers run in another process, which
+cannot reach this one's registry; but what a request reads follows from its lengths, so nothing has to be sent.
+Names begin with `spotlight:`, because vLLM takes all that begin with `vllm:` out of the registry before its own go in.
+"""
+
+# vLLM is no dependency of this package, and has few types.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from sparse_serve.settings import Settings
+from sparse_serve.spent import Spent
+
+LABELS = ("model_name", "engine")
+SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)
+
+
+class Metrics(NamedTuple):
+    """What this process counts."""
+
+    density: Histogram
+    past: Histogram
+    read: Counter
+    seen: Counter
+    break_even: Gauge
+
+
+@functools.cache
+def metrics() -> Metrics:
+    """Make the metrics, once in a process: a registry takes a name once."""
+    return Metrics(
+        Histogram(
+            "spotlight:request_density",
+            "Share of the tokens seen that the decode steps of a finished request read, in each sparse layer.",
+            LABELS,
+            buckets=SHARES,
+        ),
+        Histogram(
+            "spotlight:request_past_break_even",
+            "Share of the decode steps of a finished request whose context had reached the break-even.",
+            LABELS,
+            buckets=SHARES,
+        ),
+        Counter("spotlight:tokens_read", "Tokens read by decode steps of finished requests, per sparse layer.", LABELS),
+        Counter("spotlight:tokens_seen", "Tokens seen by decode steps of finished requests, per sparse layer.", LABELS),
+        Gauge(
+            "spotlight:break_even_tokens",
+            "Context from which on decode steps are sparse: dense_below of the settings.",
+            LABELS,
+            multiprocess_mode="mostrecent",
+        ),
+    )
+
+
+class RequestMetrics(StatLoggerBase):
+    """Counts each finished request; does nothing in an engine that is asked for no selection."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        settings = Settings.of(vllm_config.additional_config)
+        self._budget = None if settings is None else settings.budget()
+        self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
+        if settings is not None:
+            metrics().break_even.labels(*self._labels).set(settings.dense_below)
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *others: Any, **more: Any) -> None:
+        if self._budget is None or iteration_stats is None:
+            return
+        found = metrics()
+        for request in iteration_stats.finished_requests:
+            spent = Spent.of(self._budget, request.num_prompt_tokens, request.num_generation_tokens)
+            if spent.steps:
+                found.density.labels(*self._labels).observe(spent.read / spent.seen)
+                found.past.labels(*self._labels).observe(spent.sparse / spent.steps)
+                found.read.labels(*self._labels).inc(spent.read)
+                found.seen.labels(*self._labels).inc(spent.seen)
+
+    def log_engine_initialized(self) -> None:
+        """Say nothing: the engine does."""

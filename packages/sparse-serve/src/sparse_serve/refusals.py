@@ -1,0 +1,54 @@
+"""What the plug-in cannot serve, said in one sentence before the engine starts."""
+
+# vLLM is no dependency of this package.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparse_serve.settings import KEY, Settings
+
+
+def require_serves(vllm_config: Any) -> None:
+    """Raise ValueError if a selection is asked for and this engine, as configured, cannot decode by it.
+
+    Args:
+        vllm_config: a `vllm.config.VllmConfig`, as complete as the platform makes it.
+    """
+    settings = Settings.of(vllm_config.additional_config)
+    model = vllm_config.model_config
+    if settings is None or model is None:
+        return
+    from vllm.platforms import current_platform
+
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    kind = str(cache.cache_dtype)
+    for wrong, text in (
+        (not current_platform.is_cpu(), f"vLLM's CPU platform, got {current_platform.device_name}; serve without it"),
+        (model.use_mla, "models with keys and values per head, got multi-head latent attention; serve without it"),
+        (model.is_encoder_decoder, "decoders, got a model with an encoder; serve without it"),
+        (kind not in ("auto", "bfloat16", "float16", "float32"), f"caches of the model's type, got {kind}; use auto"),
+        (vllm_config.speculative_config is not None, "one token a step, got speculative decoding; leave it out"),
+        (parallel.decode_context_parallel_size > 1, "whole contexts, got decode context parallel; use a size of 1"),
+        (parallel.pipeline_parallel_size > 1, "all layers in one process, got pipeline parallel; use a size of 1"),
+        (vllm_config.kv_transfer_config is not None, "pages that stay here, got a KV connector; leave it out"),
+    ):
+        if wrong:
+            raise ValueError(f"{KEY} needs {text}")
+    _require_hasher(settings, model.hf_text_config, parallel.tensor_parallel_size)
+
+
+def _require_hasher(settings: Settings, config: Any, ranks: int) -> None:
+    from hashtrain import Hasher
+
+    hasher = Hasher.from_pretrained(settings.hasher)
+    hasher.require_match(config)
+    if not hasher.layer(0).has_codes:
+        raise ValueError(f"{KEY} needs a hasher that keeps codes, got variant {hasher.config.variant}; use another")
+    shape = hasher.config.shape
+    if uneven := [n for n in (shape.at(i).num_kv_heads for i in range(shape.num_layers)) if n % ranks]:
+        raise ValueError(f"{KEY} needs KV heads that divide among ranks, got {uneven[0]} for {ranks}; use fewer ranks")
+    layers = shape.num_layers
+    if strangers := [layer for layer in settings.dense_layers or () if layer >= layers]:
+        raise ValueError(f"{KEY}.dense_layers must be below the model's {layers} layers, got {strangers}")

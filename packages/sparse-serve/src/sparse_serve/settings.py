@@ -1,0 +1,79 @@
+"""What a user asks of the plug-in: vLLM's `additional_config={"spotlight": {...}}`.
+
+Nothing here imports numba, which must not be there before the engine's own compiler has looked at the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+from sparse_decode.budget import Budget
+
+KEY = "spotlight"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an engine's full-attention layers decode.
+
+    Attributes:
+        hasher: folder of a stored `hashtrain.Hasher`.
+        fraction, min_tokens, max_tokens, sink, recent, dense_below: as in `sparse_decode.Budget`, whose defaults hold.
+        dense_layers: layers that stay the engine's own; None: those that the hasher names.
+    """
+
+    hasher: str
+    fraction: float = Budget.fraction
+    min_tokens: int = Budget.min_tokens
+    max_tokens: int | None = None
+    sink: int = Budget.sink
+    recent: int = Budget.recent
+    dense_below: int = 0
+    dense_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        hasher, below = cast("tuple[object, object]", (self.hasher, self.dense_below))  # a user's, of any type
+        if not isinstance(hasher, str) or not hasher:
+            raise ValueError(f"{KEY}.hasher must be the folder of a stored hasher, got {hasher!r}")
+        if not isinstance(below, int) or isinstance(below, bool):
+            raise ValueError(f"{KEY}.dense_below must be a number of tokens, got {below!r}; 0 is none")
+        layers = self.dense_layers
+        if layers is not None and any(type(x) is not int or x < 0 for x in layers):
+            raise ValueError(f"{KEY}.dense_layers must be indices of layers, got {layers!r}")
+        self.budget()
+
+    @classmethod
+    def of(cls, additional: Any) -> Settings | None:
+        """Read what vLLM was given; None if it does not ask for us.
+
+        Raises: ValueError with one sentence on anything that is not as it should be.
+        """
+        asked: Any = cast("Mapping[str, Any]", additional).get(KEY) if isinstance(additional, Mapping) else None
+        if asked is None:
+            return None
+        if not isinstance(asked, Mapping):
+            raise ValueError(f"{KEY} must be a mapping with a hasher, got {type(asked).__name__}")
+        given, known = dict(cast("Mapping[str, Any]", asked)), [field.name for field in fields(cls)]
+        if strangers := sorted(str(name) for name in given if name not in known):
+            raise ValueError(f"{KEY} takes {', '.join(known)}, got {', '.join(strangers)}; leave them out")
+        if "hasher" not in given:
+            raise ValueError(f"{KEY} needs a hasher, the folder of a stored one, got none")
+        if given.get("dense_layers") is not None:
+            layers = given["dense_layers"]
+            if not isinstance(layers, list | tuple):
+                raise ValueError(f"{KEY}.dense_layers must be a list of indices of layers, got {layers!r}")
+            given["dense_layers"] = tuple(cast("list[Any]", layers))
+        return cls(**given)
+
+    def budget(self) -> Budget:
+        """Return how many tokens each row reads."""
+        return Budget(
+            self.fraction,
+            self.min_tokens,
+            self.max_tokens,
+            self.sink,
+            self.recent,
+            dense_below=self.dense_below,
+        )

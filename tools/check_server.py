@@ -1,0 +1,164 @@
+"""Check the OpenAI-compatible server with our plug-in, on the CPU: with the Python of an environment that has both.
+
+    PYTHON tools/check_server.py --seconds 60 --hasher path/or/hasher/of/the/demo/model
+
+8 clients ask over loopback all the time, prompts of 1 to 1,000 tokens; one request in five is left in the middle of its
+answer. Halfway one of the engine's own processes is killed: the server must end by itself, with nothing left of it, and
+a new one takes its place. Wrong: an answer other than that of `attach` (but at near-ties), a request that fails while
+the server is up, cache blocks or requests that are left in the end, metrics that do not count what was answered.
+"""
+
+import argparse
+import http.client
+import pathlib
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+from serving_checks.compare import differences, requests
+from serving_checks.jobs import ask
+from serving_checks.models import hash_of
+from serving_checks.server import Server, children
+
+CLIENTS, NEW, LONG, FRACTION = 8, 24, 600, 0.25
+GONE = 60.0  # seconds for what is left of a server to go
+
+
+class Clients:
+    """Clients that ask a server until they are told to stop."""
+
+    def __init__(self, server: Server, prompts: list[list[int]], expected: dict[str, Any], seed: int) -> None:
+        self.answered: list[int] = []
+        self.left = self.ties = 0
+        self.wrong: list[str] = []
+        self.failed: list[str] = []
+        self._server, self._prompts, self._expected = server, prompts, expected
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        draws = [random.Random(seed * CLIENTS + i) for i in range(CLIENTS)]
+        self._threads = [threading.Thread(target=self._ask, args=(draw,)) for draw in draws]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, draw: random.Random) -> None:
+        while not self._stop.is_set():
+            index, leaves = draw.randrange(len(self._prompts)), draw.random() < 0.2
+            try:
+                how = (LONG, draw.randint(1, 12)) if leaves else (NEW, None)
+                tokens = self._server.complete(self._prompts[index], *how)
+            except (OSError, http.client.HTTPException) as error:
+                with self._lock:
+                    self.failed.append(f"{type(error).__name__}: {error}")
+                return
+            with self._lock:
+                self._judge(index, tokens)
+
+    def _judge(self, index: int, tokens: list[int] | None) -> None:
+        if tokens is None:
+            self.left += 1
+            return
+        self.answered.append(index)
+        if len(tokens) != NEW:
+            self.wrong.append(f"request {index} got {len(tokens)} tokens")
+            return
+        own = {name: [self._expected[name][index]] for name in ("tokens", "logits")}
+        ties, wrong = differences([tokens], own)
+        self.ties += ties
+        self.wrong += [f"prompt {index}: {line}" for line in wrong]
+
+    def stop(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def killed(server: Server, clients: Clients) -> list[str]:
+    """Kill one of the engine's processes; say what is wrong about how the server ends."""
+    known = children(server.process.pid)
+    early = list(clients.failed)
+    print("killed:", server.kill_worker(random.Random(0))[:100], flush=True)
+    code = server.ended(GONE)
+    clients.stop()
+    end = time.monotonic() + GONE
+    while time.monotonic() < end and any(pathlib.Path(f"/proc/{pid}").exists() for pid in known):
+        time.sleep(0.2)
+    rest = [line[:100] for pid, line in known.items() if pathlib.Path(f"/proc/{pid}").exists()]
+    print(f"the server ended with {code}; of its {len(known)} processes {len(rest)} are left", flush=True)
+    wrong = [f"failed before anything was killed: {line}" for line in early]
+    wrong += ["the server did not end by itself"] if code is None else []
+    return wrong + [f"still there: {line}" for line in rest]
+
+
+def settled(server: Server, clients: Clients, prompts: list[list[int]], hasher: str) -> list[str]:
+    """Compare the server's own metrics with what was answered."""
+    from sparse_serve import Settings
+    from sparse_serve.spent import Spent
+
+    server.complete(prompts[0], NEW)  # a step after the last request that was left
+    asked = Settings(hasher, FRACTION).budget()
+    spent = [Spent.of(asked, len(prompts[i]), NEW) for i in (*clients.answered, 0)]
+    wrong = []
+    for name, expected in (
+        ("vllm:kv_cache_usage_perc", 0),
+        ("vllm:num_requests_running", 0),
+        ("vllm:num_requests_waiting", 0),
+        ("spotlight:request_density_count", len(spent)),
+        ("spotlight:tokens_read_total", sum(x.read for x in spent)),
+        ("spotlight:tokens_seen_total", sum(x.seen for x in spent)),
+    ):
+        found = server.metric(name)
+        print(f"{name} {found:g}, expected {expected}", flush=True)
+        wrong += [] if found == expected else [f"{name} is {found:g}, expected {expected}"]
+    return wrong + [f"failed while the server was up: {line}" for line in clients.failed]
+
+
+def checked(
+    server: Server, prompts: list[list[int]], expected: dict[str, Any], hasher: str, seconds: float, last: bool
+) -> list[str]:
+    """Let clients ask a server for a while, then kill one of its processes, or stop it: say what was wrong."""
+    server.wait()
+    clients = Clients(server, prompts, expected, seed=int(last))
+    time.sleep(seconds)
+    if last:
+        clients.stop()
+        wrong = settled(server, clients, prompts, hasher)
+        code = server.stop()
+        wrong += [] if code == 0 else [f"the server ended with {code}"]
+    else:
+        wrong = killed(server, clients)
+    counts = f"{len(clients.answered)} answered, {clients.ties} part at near-ties, {len(clients.wrong)} wrong"
+    print(f"{counts}; {clients.left} left, {len(clients.failed)} broken off", flush=True)
+    return wrong + clients.wrong + ([] if clients.answered and clients.left else ["too few requests to tell"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check the OpenAI-compatible server with our plug-in.")
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--hasher", help="a hasher of the demo model; without one: untrained")
+    given = parser.parse_args()
+    from hashtrain.demo import demo_model_path
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the server would outlive this
+    model, wrong = str(demo_model_path()), list[str]()
+    prompts = requests(4000)
+    with tempfile.TemporaryDirectory() as folder:
+        hasher, _ = hash_of(model, f"{folder}/hasher", given.hasher)
+        asked = {"hasher": hasher, "fraction": FRACTION}
+        expected = ask("attached", model=model, prompts=prompts, new=NEW, spotlight=asked)
+        for half in range(2):
+            server = Server(model, asked, pathlib.Path(folder) / f"log{half}")
+            try:
+                wrong += checked(server, prompts, expected, hasher, given.seconds / 2, last=half == 1)
+            finally:
+                server.stop()
+            if wrong:
+                print(server.log.read_text()[-3000:])
+    print("\n".join(wrong) or "all well", flush=True)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""Check sparse-serve inside vLLM, on the CPU: with the Python of an environment that has both.
+
+    PYTHON tools/check_serving.py --hasher path/or/hasher/of/the/demo/model
+    PYTHON tools/check_serving.py --hasher path/or/hasher --parts exact budgets arrivals ranks preemption poison others
+    PYTHON tools/check_serving.py --quick          # what CI runs: an untrained hash, few engines
+
+Every engine runs in a process of its own. exact: at a whole budget the tokens are those of vLLM without us. budgets: at
+25 and 2 % they are those of `attach`, but where its own logits are as good as equal. 16 ragged requests each, two of
+them with a shared prefix, twice: with a cold and with a warm prefix cache; pages of 32 and 128 tokens, chunks of 64 and
+2,048. arrivals: the same at 2 % and at 100 % with requests that come between the engine's steps. ranks: with tensor
+parallel of 2. preemption: 20 at least, and all tokens right. poison: NaN, and wrong codes, in all pages that nobody
+owns, at every step. others: tiny random models of other families, with untrained hashes. Exit code 1, with what is
+wrong, if anything is. tools/check_server.py checks the server.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from serving_checks.compare import LENGTHS, differences, expected_counts, requests
+from serving_checks.jobs import ask
+from serving_checks.models import TINY, hash_of
+
+NEW = 24
+PREEMPTED = 20
+PAGES = ((32, 64), (128, 2048))  # tokens of a page, tokens of a step
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its hasher, what is asked of it, and how many sparse layers times query heads it has."""
+
+    model: str
+    hasher: str
+    prompts: list[list[int]]
+    heads: int
+    pages: tuple[tuple[int, int], ...] = PAGES
+
+    def asked(self, fraction: float) -> dict[str, Any]:
+        return {"hasher": self.hasher, "fraction": fraction}
+
+    def engine(self, fraction: float | None, page: int, chunk: int, **more: Any) -> dict[str, Any]:
+        """Answer twice by one engine, at a fraction, or without us."""
+        job = {"model": self.model, "prompts": self.prompts, "new": NEW, "page": page, "chunk": chunk}
+        return ask("engine", **(job | more), spotlight=None if fraction is None else self.asked(fraction))
+
+    def attached(self, fraction: float) -> dict[str, Any]:
+        return ask("attached", model=self.model, prompts=self.prompts, new=NEW, spotlight=self.asked(fraction))
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def exact(case: Case) -> list[str]:
+    wrong = []
+    for page, chunk in case.pages:
+        stock, ours = case.engine(None, page, chunk), case.engine(1.0, page, chunk)
+        equal = [
+            sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(stock["tokens"], ours["tokens"], strict=True)
+        ]
+        count, each = len(case.prompts), expected_counts(case.prompts, NEW, 1.0)
+        say(
+            f"whole budget, pages of {page}, chunks of {chunk}: equal cold {equal[0]}/{count}, warm "
+            f"{equal[1]}/{count}; from prefixes {ours['cached']}; tokens read and seen {ours['counts']}"
+        )
+        good = equal == [count, count] and ours["cached"] == stock["cached"] and ours["cached"][1]
+        wrong += [] if good else [f"pages of {page}: not the tokens of vLLM alone"]
+        wrong += [] if ours["counts"] == [2 * case.heads * x for x in each] else [f"not {each} tokens a head and pass"]
+    return wrong
+
+
+def against(case: Case, found: dict[str, Any], expected: dict[str, Any], what: str, fraction: float) -> list[str]:
+    """Compare both passes of an engine with `attach`, and its counts with those that lengths alone give."""
+    wrong = []
+    for name, tokens in zip(("cold", "warm"), found["tokens"], strict=True):
+        ties, others = differences(tokens, expected)
+        same = sum(a == b for a, b in zip(tokens, expected["tokens"], strict=True))
+        say(f"{what}, {name}: {same}/{len(tokens)} equal, {ties} part at near-ties, {len(others)} elsewhere {others}")
+        wrong += others
+    if "counts" in found:
+        each = expected_counts(case.prompts, NEW, fraction)
+        say(f"density {found['counts'][0] / found['counts'][1]:.3f}")
+        wrong += [] if found["counts"] == [2 * case.heads * x for x in each] else [f"{what}: {found['counts']} tokens"]
+    return wrong
+
+
+def budgets(case: Case) -> list[str]:
+    wrong = []
+    for fraction in (0.25, 0.02):
+        expected = case.attached(fraction)
+        for page, chunk in case.pages:
+            found, what = case.engine(fraction, page, chunk), f"{fraction:.0%}, pages of {page}, chunks of {chunk}"
+            wrong += against(case, found, expected, what, fraction)
+    return wrong
+
+
+def arrivals(case: Case) -> list[str]:
+    stock, ours = (case.engine(fraction, 32, 64, arrivals=True) for fraction in (None, 1.0))
+    same = ours["tokens"] == stock["tokens"]
+    say(f"whole budget, arriving at random: {'equal' if same else 'NOT EQUAL'}")
+    found = case.engine(0.02, 32, 64, arrivals=True)
+    others = against(case, found, case.attached(0.02), "2%, arriving at random", 0.02)
+    return ([] if same else ["requests that arrive between steps get other tokens"]) + others
+
+
+def ranks(case: Case) -> list[str]:
+    more = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    stock, ours = (case.engine(fraction, 32, 64, more=more) for fraction in (None, 1.0))
+    same = ours["tokens"] == stock["tokens"]
+    say(f"whole budget, two ranks: {'equal' if same else 'NOT EQUAL'}")
+    found = case.engine(0.02, 32, 64, more=more)
+    others = against(case, found, case.attached(0.02), "2%, two ranks", 0.02)
+    return ([] if same else ["two ranks give other tokens"]) + others
+
+
+def preemption(case: Case) -> list[str]:
+    short = [[4] * (40 - len(p[:40])) + p[:40] for p in case.prompts]  # two pages, which become five
+    job: dict[str, Any] = {"prompts": short, "new": 100}
+    stock = case.engine(None, 32, 256, **job)
+    wrong = []
+    for fraction in (1.0, 0.02):
+        tight = {"num_gpu_blocks_override": 30, "max_model_len": 512}  # room for 14 to begin, for 6 to end
+        ours = case.engine(fraction, 32, 256, **job, more=tight)
+        pairs = [
+            (a, b) for x, y in zip(stock["tokens"], ours["tokens"], strict=True) for a, b in zip(x, y, strict=True)
+        ]
+        equal, ended = sum(a == b for a, b in pairs), sum(len(b) == 100 for _, b in pairs)
+        same = f", {equal} as vLLM alone without any" if fraction == 1.0 else ""
+        say(f"{fraction:.0%}: {ours['preemptions']} preemptions, {ended}/{len(pairs)} ended{same}")
+        if ours["preemptions"] < PREEMPTED or ended < len(pairs) or (fraction == 1.0 and equal < len(pairs)):
+            wrong.append(f"preemption at {fraction}: tokens changed or are missing, or there were too few")
+    return wrong
+
+
+def poison(case: Case) -> list[str]:
+    wrong = []
+    for fraction in (1.0, 0.02):
+        how = {"more": {"enable_prefix_caching": False, "num_gpu_blocks_override": 300}}
+        clean, poisoned = (case.engine(fraction, 32, 256, **how, poison=on) for on in (False, True))
+        same = clean["tokens"] == poisoned["tokens"]
+        say(f"poison at {fraction:.0%}, {poisoned['poisoned']:,} pages: {'nothing changes' if same else 'CHANGED'}")
+        wrong += [] if same and poisoned["poisoned"] else [f"pages of nobody are read at {fraction}"]
+    return wrong
+
+
+def others(case: Case) -> list[str]:
+    wrong = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, make in TINY.items():
+            say(f"{name}:")
+            model, hasher, heads = make(f"{folder}/{name}")
+            mine = Case(model, hasher, requests(512), heads, case.pages)
+            wrong += [f"{name}: {line}" for part in (exact, budgets) for line in part(mine)]
+    return wrong
+
+
+def quick(case: Case) -> list[str]:
+    few = Case(case.model, case.hasher, requests(4000, LENGTHS[::4]), case.heads, PAGES[:1])
+    return exact(few) + against(few, few.engine(0.02, 32, 64), few.attached(0.02), "2%", 0.02)
+
+
+PARTS: dict[str, Callable[[Case], list[str]]] = {"exact": exact, "budgets": budgets, "arrivals": arrivals}
+PARTS |= {"ranks": ranks, "preemption": preemption, "poison": poison, "others": others}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check sparse-serve inside vLLM.")
+    parser.add_argument("--hasher", help="a hasher of the demo model; without one: untrained")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--quick", action="store_true", help="a part of exact and budgets")
+    given = parser.parse_args()
+    from hashtrain.demo import demo_model_path
+
+    model = str(demo_model_path())
+    with tempfile.TemporaryDirectory() as folder:
+        hasher, heads = hash_of(model, f"{folder}/hasher", given.hasher)
+        case = Case(model, hasher, requests(4000), heads)
+        checks = [quick] if given.quick else [PARTS[name] for name in given.parts]
+        wrong = [line for check in checks for line in check(case)]
+    say("\n".join(wrong) or "all well")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

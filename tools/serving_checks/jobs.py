@@ -1,0 +1,127 @@
+"""Jobs of the checks of serving, each in a process of its own: answers of one engine, or of `attach`.
+
+PYTHON -m serving_checks.jobs engine path/or/folder     # reads its file `job`, writes its file `found`
+"""
+
+# vLLM is installed only where this is run.
+# pyright: reportMissingImports=false
+
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+QUIET |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TOKENIZERS_PARALLELISM": "false"}
+QUIET |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # or two ranks, or two checks, would sit on one core
+
+
+def engine(job: dict[str, Any]) -> dict[str, Any]:
+    """Answer a job's prompts, each twice, by one engine: tokens, and what was counted."""
+    from vllm import LLM, SamplingParams
+
+    asked = {} if job["spotlight"] is None else {"spotlight": job["spotlight"]}
+    how: dict[str, Any] = dict(dtype="float32", enforce_eager=True, max_model_len=2048, additional_config=asked)
+    how |= dict(block_size=job["page"], max_num_batched_tokens=job["chunk"], max_num_seqs=16, disable_log_stats=False)
+    model = LLM(job["model"], skip_tokenizer_init=True, **(how | job.get("more", {})))
+    sampling = SamplingParams(temperature=0, max_tokens=job["new"], ignore_eos=True, detokenize=False)
+    poisoned = poison_each_step(model) if job.get("poison") else [0]
+    draws = [random.Random(seed) if job.get("arrivals") else None for seed in (1, 2)]
+    passes = [answers(model.llm_engine, job["prompts"], sampling, draw) for draw in draws]
+    found: dict[str, Any] = {"tokens": [[list(x.outputs[0].token_ids) for x in outs] for outs in passes]}
+    found["cached"] = [sum(x.num_cached_tokens or 0 for x in outs) for outs in passes]
+    found["preemptions"] = sum(x.value for x in model.get_metrics() if x.name == "vllm:num_preemptions")
+    found["poisoned"] = poisoned[0]
+    if job["spotlight"] is not None and "tensor_parallel_size" not in job.get("more", {}):
+        from sparse_serve.served import Served
+
+        assert Served.latest is not None
+        found["counts"] = Served.latest.counts()
+    return found
+
+
+def answers(core: Any, prompts: list[list[int]], sampling: Any, draw: random.Random | None) -> list[Any]:
+    """Step an engine until all prompts are answered.
+
+    Args:
+        draw: how many requests arrive between two steps, 0 to 2; None: all before the first.
+    """
+    waiting, found = list(enumerate(prompts)), {}
+    while waiting or core.has_unfinished_requests():
+        for _ in range(len(waiting) if draw is None else draw.choice((0, 0, 0, 1, 2))):
+            if waiting:
+                index, tokens = waiting.pop(0)
+                core.add_request(str(index), {"prompt_token_ids": tokens}, sampling)
+        found |= {int(x.request_id): x for x in core.step() if x.finished}
+    return [found[index] for index in range(len(prompts))]
+
+
+def poison_each_step(model: Any) -> list[int]:
+    """Overwrite, before each step, all pages that no request owns: with NaN, and wrong codes, all ones.
+
+    Returns: the number of pages overwritten so far, in a list.
+    """
+    import torch
+
+    core, total = model.llm_engine.engine_core.engine_core, [0]
+    caches = core.model_executor.driver_worker.worker.model_runner.kv_caches
+    manager, run = core.scheduler.kv_cache_manager, core.model_executor.execute_model
+
+    def execute_model(scheduled: Any, *rest: Any, **how: Any) -> Any:
+        owned = {block for name in core.scheduler.requests for group in manager.get_block_ids(name) for block in group}
+        for cache in caches:
+            page = cache.stride(0)
+            whole = cache.as_strided((len(cache), page), (page, 1))
+            free = [block for block in range(len(cache)) if block not in owned]
+            whole.view(torch.int32)[free] = -1
+            total[0] += len(free)
+        return run(scheduled, *rest, **how)
+
+    core.model_executor.execute_model = execute_model
+    return total
+
+
+def attached(job: dict[str, Any]) -> dict[str, Any]:
+    """Answer by `attach`, one prompt at a time: tokens, and the logits of each step."""
+    import torch
+    from hashtrain import Hasher
+    from sparse_decode import Budget, attach
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
+    hasher, fraction = Hasher.from_pretrained(job["spotlight"]["hasher"]), job["spotlight"]["fraction"]
+    how: dict[str, Any] = dict(max_new_tokens=job["new"], do_sample=False, pad_token_id=0, eos_token_id=None)
+    how |= dict(return_dict_in_generate=True, output_logits=True)
+    tokens, logits = [], []
+    with torch.no_grad(), attach(model, hasher, Budget(fraction), remainder=False):
+        for prompt in job["prompts"]:
+            found: Any = model.generate(torch.tensor([prompt]), **how)
+            tokens.append(found.sequences[0, len(prompt) :].tolist())
+            logits.append([step[0].tolist() for step in found.logits])
+    return {"tokens": tokens, "logits": logits}
+
+
+WORK = {"engine": engine, "attached": attached}
+
+
+def ask(kind: str, **job: Any) -> dict[str, Any]:
+    """Do a job in a process of its own. Raises: SystemExit with the end of what it said if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = pathlib.Path(folder)
+        (place / "job").write_text(json.dumps(job))
+        command = [sys.executable, "-m", "serving_checks.jobs", kind, str(place)]
+        path = os.pathsep.join([str(pathlib.Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])
+        how: dict[str, Any] = {"env": os.environ | QUIET | {"PYTHONPATH": path}, "stderr": subprocess.STDOUT}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, **how)
+        if not (place / "found").exists():
+            raise SystemExit(f"check_serving: {kind} failed: {done.stdout[-3000:]}")
+        return json.loads((place / "found").read_text())
+
+
+if __name__ == "__main__":
+    folder = pathlib.Path(sys.argv[2])
+    (folder / "found").write_text(json.dumps(WORK[sys.argv[1]](json.loads((folder / "job").read_text()))))

@@ -1,0 +1,59 @@
+"""Tiny random models for the checks of serving, and hashers for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+SHAPE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4}
+SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+
+
+def hash_of(model: str, folder: str, given: str | None = None) -> tuple[str, int]:
+    """Return a hasher of a stored model, an untrained one in `folder` if none is given, and sparse layers x heads."""
+    from hashtrain import Hasher, HasherConfig, ModelShape
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    if given is None:
+        Hasher(HasherConfig("lsh", ModelShape.of(config), bits=128), 0).save_pretrained(folder)
+    hasher = Hasher.from_pretrained(given or folder)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    sparse = [i for i, kind in enumerate(kinds) if kind == "full_attention" and i not in hasher.dense_layers]
+    return given or folder, len(sparse) * config.num_attention_heads
+
+
+def qwen3(folder: str) -> tuple[str, str, int]:
+    """Make a qwen3: normalised queries and keys."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return _save(lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)), folder)
+
+
+def gpt_oss(folder: str) -> tuple[str, str, int]:
+    """Make a gpt_oss: learned sinks in every layer, every other one with a sliding window, experts."""
+    import torch
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    more: dict[str, Any] = {"head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 96}
+
+    def make() -> Any:
+        model: Any = GptOssForCausalLM(GptOssConfig(**SHAPE, layer_types=kinds, **more))
+        draw = torch.Generator().manual_seed(1)
+        for layer in model.model.layers:  # made as zeros, they would all but not be there
+            layer.self_attn.sinks.data.copy_(torch.randn(8, generator=draw))
+        return model
+
+    return _save(make, folder)
+
+
+def _save(make: Callable[[], Any], folder: str) -> tuple[str, str, int]:
+    import torch
+
+    torch.manual_seed(0)
+    make().save_pretrained(f"{folder}/model")
+    return f"{folder}/model", *hash_of(f"{folder}/model", f"{folder}/hasher")
+
+
+TINY = {"qwen3": qwen3, "gpt_oss": gpt_oss}
