@@ -19,7 +19,7 @@ What the selection leaves out (eq. 15, 16) is added in the same task.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import numpy as np
 import torch
@@ -261,7 +261,7 @@ def attend_reference(
         logits = torch.cat([logits, sinks.float()[None, :, None, None].expand(*logits.shape[:3], 1)], dim=-1)
     every = logits.softmax(-1)
     p, of_sinks = every[..., : dead.shape[-1]].masked_fill(dead, 0), every[..., dead.shape[-1] :].sum(-1, keepdim=True)
-    both = p.unflatten(1, (indices.shape[1], -1)).sum(2).masked_fill(indices < 0, -1)
+    both = cast(Tensor, p.unflatten(1, (indices.shape[1], -1))).sum(2).masked_fill(indices < 0, -1)
     rank = both.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
     keep = ((indices >= 0).sum(-1, keepdim=True) * values).ceil()
     kept = torch.where((rank < keep).repeat_interleave(hq // indices.shape[1], 1), p, 0)
@@ -379,5 +379,9 @@ def _on_cpu(
     return on_host(q, k, v, indices, scaling, softcap, sinks, left_out, values=share)[:2]
 
 
-gather.LIBRARY.impl("gather", lambda *given: _on_cpu(*given)[0], "CPU")
+def _alone_on_cpu(*given: Any) -> Tensor:
+    return _on_cpu(*given)[0]
+
+
+gather.LIBRARY.impl("gather", _alone_on_cpu, "CPU")
 gather.LIBRARY.impl("gather_with_facts", _on_cpu, "CPU")

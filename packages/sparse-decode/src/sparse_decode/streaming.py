@@ -87,7 +87,7 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     model, tokenizer = load_model(command.model_path)
     ids = _tokens(command, text, model, tokenizer)
     selector = load_selector(command.hasher, model)
-    ends = {"sink": command.sink, "recent": command.recent}
+    ends: Any = {"sink": command.sink, "recent": command.recent}
     budget = Budget(command.fraction, command.min_tokens, **ends, shortlist=command.shortlist, values=command.values)
 
     def write(text: str) -> None:

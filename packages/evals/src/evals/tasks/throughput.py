@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
@@ -45,7 +45,7 @@ def run(command: ThroughputCommand, console: Console) -> Result:
     settings = open_run(command, "throughput")
     torch.manual_seed(command.seed)
     made = from_config(config, dtype=getattr(torch, command.dtype))
-    model = made.eval().to(command.device)
+    model: PreTrainedModel = cast(Any, made.eval()).to(command.device)
     with attach(model, RecentSelector(), dense_layers=command.dense_layers):  # refuses models without attention
         pass
     hasher = Hasher(
