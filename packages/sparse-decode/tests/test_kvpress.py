@@ -120,7 +120,7 @@ def test_a_press_that_masks_keys_head_by_head_is_refused(kvpress):
     model = tiny_model()
     press = kvpress.AdaKVPress(kvpress.KnormPress(**HALF))
     with (
-        attach(model, SignHasher(), dense_layers=0),
+        attach(model, SignHasher(), Budget(), dense_layers=0),
         pytest.raises(ValueError, match="use a press that removes keys"),
     ):
         run(model, press)
