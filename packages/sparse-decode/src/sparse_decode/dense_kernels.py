@@ -44,9 +44,8 @@ from sparse_decode.lanes import (
     weigh_4,
 )
 
-SHARED = (
-    "c9dadf846f15e18a"  # the digest of what is compiled in: the compiler looks for changes in a kernel's own file only
-)
+# The digest of what is compiled in: the compiler looks for changes in a kernel's own file only.
+FROM_OTHERS = "c9dadf846f15e18a"
 AHEAD = 4096
 """Bytes of keys or values that are on their way from memory, and that are worked on at once: more do not stay in the
 first cache. Those behind the last token are asked for in vain."""
