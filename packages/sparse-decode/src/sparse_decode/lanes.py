@@ -110,7 +110,10 @@ def _weigh(rows: int) -> Any:
     return weigh
 
 
-weigh_1, weigh_2, weigh_3, weigh_4 = (_weigh(rows) for rows in range(1, MOST_ROWS + 1))
+weigh_1: Any = _weigh(1)
+weigh_2: Any = _weigh(2)
+weigh_3: Any = _weigh(3)
+weigh_4: Any = _weigh(4)
 
 
 def _lanes(*of: tuple[int, ...]) -> tuple[list[int], ...]:
@@ -189,4 +192,7 @@ def _dots(rows: int) -> Any:
     return dots
 
 
-dots_1, dots_2, dots_3, dots_4 = (_dots(rows) for rows in range(1, MOST_ROWS + 1))
+dots_1: Any = _dots(1)
+dots_2: Any = _dots(2)
+dots_3: Any = _dots(3)
+dots_4: Any = _dots(4)
