@@ -89,10 +89,11 @@ def attached(job: dict[str, Any]) -> dict[str, Any]:
     """Answer by `attach`, one prompt at a time: tokens, and the logits of each step."""
     import torch
     from hashtrain import Hasher
+    from hashtrain.models import pretrained
     from sparse_decode import Budget, attach
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).eval()
+    model: Any = pretrained(AutoModelForCausalLM, job["model"], dtype=torch.float32).eval()
     hasher, fraction = Hasher.from_pretrained(job["spotlight"]["hasher"]), job["spotlight"]["fraction"]
     how: dict[str, Any] = dict(max_new_tokens=job["new"], do_sample=False, pad_token_id=0, eos_token_id=None)
     how |= dict(return_dict_in_generate=True, output_logits=True)

@@ -12,9 +12,9 @@ SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embe
 def hash_of(model: str, folder: str, given: str | None = None) -> tuple[str, int]:
     """Return a hasher of a stored model, an untrained one in `folder` if none is given, and sparse layers x heads."""
     from hashtrain import Hasher, HasherConfig, ModelShape
-    from transformers import AutoConfig
+    from hashtrain.models import load_config
 
-    config = AutoConfig.from_pretrained(model)
+    config = load_config(model)
     if given is None:
         Hasher(HasherConfig("lsh", ModelShape.of(config), bits=128), 0).save_pretrained(folder)
     hasher = Hasher.from_pretrained(given or folder)

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.models import from_config, pretrained
 from sparse_decode import Budget, attach
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
@@ -46,7 +47,7 @@ def make_model(layers: int) -> PreTrainedModel:
         max_position_embeddings=1 << 17,
         tie_word_embeddings=True,
     )
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return from_config(config, dtype=torch.bfloat16).eval()
 
 
 def make_hasher(model: PreTrainedModel) -> Hasher:
@@ -119,8 +120,8 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    load: Any = AutoModelForCausalLM.from_pretrained
-    model = load(given.model, dtype=torch.bfloat16).eval() if given.model else make_model(given.layers)
+    stored = {"dtype": torch.bfloat16}
+    model = pretrained(AutoModelForCausalLM, given.model, **stored).eval() if given.model else make_model(given.layers)
     models = attached_models(model)
     models = {name: each for name, each in models.items() if name in ("as it is", *(given.only or models))}
     rows = []
