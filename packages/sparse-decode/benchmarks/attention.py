@@ -17,12 +17,11 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 import torch
 import torch.nn.functional as F
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.atomic import write_text
+from results import machine, store
 from sparse_decode import Budget, HashSelector
 from sparse_decode.cache import CodedDynamicLayer, carry_codes
 from sparse_decode.plan import Inputs, LayerPlan, RowRule
@@ -133,12 +132,6 @@ def seconds(way: Step, i: int) -> float:
     return time.process_time() - began
 
 
-def processor() -> str:
-    """Name the processor."""
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=list(BARS))
@@ -149,10 +142,9 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    shape = {"query_heads": HQ, "kv_heads": HKV, "head_dim": D, "fraction": FRACTION, "threads": given.threads}
+    shape = {"query_heads": HQ, "kv_heads": HKV, "head_dim": D, "fraction": FRACTION}
     shape["planes"] = HasherConfig("transform", ModelShape(1, HQ, HKV, D)).planes
-    facts = {"processor": processor(), "torch": torch.__version__, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
-    result = {**shape, **facts, "repeats": given.repeats, "rows": []}
+    result = {**shape, **machine(), "repeats": given.repeats, "rows": []}
     with torch.no_grad():
         for n in given.lengths:
             for name in given.dtypes:
@@ -162,9 +154,7 @@ def main() -> None:
                 row = measure(n, dtype, given.repeats)
                 result["rows"].append(row)
                 print(f"  {row['ratio']:.1f} x (asked {row['asked']}): {json.dumps(row)}", flush=True)
-    if given.out:
-        write_text(given.out, json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    store(result, given.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time decode steps of an attached model beside the same model as it is, from one token of context up, on the CPU.
 
-    uv run packages/sparse-decode/benchmarks/never_slower.py --threads 2
+    uv run packages/sparse-decode/benchmarks/never_slower.py --out docs/results/never_slower.json
 
 SmolLM2-135M's shape with random weights in bfloat16, or a folder with --model; untrained `transform` hashers with some
 remainder. `attached` has `attach`'s own default budget, which leaves short contexts dense; `dense layers` is attached
@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
+import pathlib
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.models import from_config, pretrained
+from results import machine, store
+from shapes import SHAPES, make_hasher, make_model
 from sparse_decode import Budget, attach
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 LENGTHS = [1, 16, 64, 256, 1024, 4096, 8192]
 SLOWER_ASKED = 1.02
@@ -34,28 +34,6 @@ NEVER = 1 << 30
 WARM_UP = 4
 
 Step = Callable[[], object]
-
-
-def make_model(layers: int) -> PreTrainedModel:
-    config = LlamaConfig(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49152,
-        max_position_embeddings=1 << 17,
-        tie_word_embeddings=True,
-    )
-    return from_config(config, dtype=torch.bfloat16).eval()
-
-
-def make_hasher(model: PreTrainedModel) -> Hasher:
-    shape = ModelShape.of(model.config)
-    hasher = Hasher(HasherConfig("transform", shape)).requires_grad_(False)
-    for layer in range(shape.num_layers):
-        hasher.layer(layer).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1, 0.6]))
-    return hasher
 
 
 def attached_models(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
@@ -112,24 +90,27 @@ def measure(models: dict[str, PreTrainedModel], n: int, repeats: int) -> dict[st
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or hub id in place of random weights")
-    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser.add_argument("--layers", type=int, help="of the shape; all by default")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--only", nargs="+", help="ways to attach, all by default")
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=pathlib.Path)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    stored = {"dtype": torch.bfloat16}
-    model = pretrained(AutoModelForCausalLM, given.model, **stored).eval() if given.model else make_model(given.layers)
-    models = attached_models(model)
+    models = attached_models(make_model(given.model, given.shape, given.layers))
     models = {name: each for name, each in models.items() if name in ("as it is", *(given.only or models))}
     rows = []
     for n in given.lengths:
         rows.append(measure(models, n, given.repeats))
-        print(f"{n:>7,} tokens: " + ", ".join(f"{name} {found}" for name, found in rows[-1].items() if name != "n"))
+        told = ", ".join(f"{name} {found}" for name, found in rows[-1].items() if name != "n")
+        print(f"{n:>7,} tokens: {told}", flush=True)
     missed = [row["n"] for row in rows if row.get("attached", {"ratio": 0})["ratio"] > SLOWER_ASKED]
-    print(json.dumps({"asked": SLOWER_ASKED, "repeats": given.repeats, "missed": missed, "rows": rows}))
+    name = pathlib.Path(given.model).name if given.model else given.shape
+    about = {"model": name, "layers": models["as it is"].config.num_hidden_layers, **machine()}
+    store({**about, "asked": SLOWER_ASKED, "repeats": given.repeats, "missed": missed, "rows": rows}, given.out)
     return 1 if missed else 0
 
 

@@ -21,12 +21,12 @@ os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # read when im
 import hashcore
 import numpy as np
 import torch
-from attention import processor
 from hashtrain import Hasher
 from hashtrain.capture import capturing
 from hashtrain.corpus import contexts, held_out_sources
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
+from results import machine, store
 from torch import Tensor
 
 FRACTION, TIMES = 0.02, (4, 5, 6, 8)
@@ -102,10 +102,7 @@ def main() -> None:
     for layer, given in operands(args).items():
         rows.append({"layer": layer, **measured(*given, args.rounds)})
         print(json.dumps(rows[-1]), flush=True)
-    result = {"date": time.strftime("%Y-%m-%d"), "processor": processor(), "fraction": FRACTION, "rows": rows}
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    store({**machine(), "fraction": FRACTION, "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ not seen here: the kernels have their host simulator, the arithmetic its tests o
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeVar
 from unittest import mock
 
 import hashcore
@@ -19,6 +19,7 @@ from hashtrain.layers import LayerHasher
 from sparse_decode import Budget, attach
 from sparse_decode.remainder import RunningMoments, StaticMoments
 from sparse_decode.select import HashSelector, QueryHeadHasher
+from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +30,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen3Config,
     Qwen3MoeConfig,
     StaticCache,
@@ -36,6 +38,7 @@ from transformers import (
 )
 from transformers.integrations import moe
 
+T = TypeVar("T")
 NOTHING = (
     "empty",
     "new_empty",
@@ -52,7 +55,7 @@ NOTHING = (
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[FakeTensorMode]:
-    """Make every new tensor a fake one on CUDA."""
+    """Make every new tensor a fake one, on the device that is asked for: what nobody places is in host memory."""
     tensor = torch.tensor
 
     def without_numbers(data: object, **how: object) -> torch.Tensor:  # of none, torch would ask for a real device
@@ -64,7 +67,7 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
     calibrated = mock.patch.object(LayerHasher, "calibrated", property(lambda layer: True))  # it reads numbers
     grouped = mock.patch.object(moe, "_can_use_grouped_mm", return_value=True)  # it asks the device what it is
     empty = mock.patch.object(cache_utils.torch, "tensor", without_numbers)
-    with FakeTensorMode() as mode, torch.device("cuda"), calibrated, grouped, empty:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, calibrated, grouped, empty:
         yield mode
 
 
@@ -79,8 +82,14 @@ def told(tokens: int) -> Iterator[None]:
 
 def faked(hasher: Hasher, mode: FakeTensorMode) -> Hasher:
     """Copy a hasher whose weights are fake, in host memory: where a hasher that was loaded has them."""
-    known: dict[int, object] = {id(x): mode.from_tensor(x) for x in (*hasher.buffers(), *hasher.parameters())}
-    return copy.deepcopy(hasher, known)
+    return faked_with(hasher, [hasher], mode)
+
+
+def faked_with(anything: T, modules: Iterable[nn.Module], mode: FakeTensorMode) -> T:
+    """Copy what holds modules; the weights of these are fake in the copy."""
+    tensors = (x for module in modules for x in (*module.buffers(), *module.parameters()))
+    known: dict[int, object] = {id(x): mode.from_tensor(x) for x in tensors}
+    return copy.deepcopy(anything, known)
 
 
 class Operators(TorchDispatchMode):
@@ -157,6 +166,12 @@ KINDS = "plain", "padded", "static", "host", "beam"
 of rows that beam search puts in another order before each of them."""
 
 
+def model_of(config: PreTrainedConfig) -> PreTrainedModel:
+    """Make a model on the device."""
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
 def steps(
     config: PreTrainedConfig,
     selector: HashSelector | None,
@@ -172,16 +187,17 @@ def steps(
     The prompt is dense: eager attention has a mask there, whose form a prefill looks at. The first step sums what the
     remainder needs.
     """
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model = model_of(config)
     cache = StaticCache(config=config, max_cache_len=ROOM) if kind == "static" else DynamicCache(config=config)
     if kind == "host":
         how["kv"] = "host"
-    mask = torch.ones(ROWS, ROOM, dtype=torch.long) if kind in ("padded", "static") else None
-    beams = torch.zeros(ROWS, dtype=torch.long)
+    mask = torch.ones(ROWS, ROOM, dtype=torch.long, device="cuda") if kind in ("padded", "static") else None
+    beams = torch.zeros(ROWS, dtype=torch.long, device="cuda")
 
     def step(tokens: int, end: int) -> None:
         seen = None if mask is None else mask[:, :end]
-        model(torch.zeros(ROWS, tokens, dtype=torch.long), attention_mask=seen, past_key_values=cache)
+        ids = torch.zeros(ROWS, tokens, dtype=torch.long, device="cuda")
+        model(ids, attention_mask=seen, past_key_values=cache)
 
     with torch.inference_mode():
         step(PROMPT, PROMPT)

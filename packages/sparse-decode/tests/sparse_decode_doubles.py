@@ -3,6 +3,7 @@
 import functools
 
 import hashcore
+import pytest
 import torch
 import transformers
 from sparse_decode import blocks
@@ -53,6 +54,16 @@ _CONFIGS = {
     "glm4": (transformers.Glm4Config, {"head_dim": 16}),
 }
 FAMILIES = tuple(_CONFIGS)
+QUICK = "llama", "gemma2", "gpt_oss"
+"""Those between them have what is unusual: grouped heads, sliding layers, soft-capping, learned sinks."""
+
+
+def slow_but(quick, values):
+    """Return values for `parametrize`, those but the quick ones marked slow."""
+    given = [(value, value if isinstance(value, tuple) else (value,)) for value in values]
+    return [value if value in quick else pytest.param(*parts, marks=pytest.mark.slow) for value, parts in given]
+
+
 ATTENTION = {"gemma2": "eager", "gpt_oss": "eager"}
 """Families whose models know no SDPA: their soft-capped or sunk logits need the model's own attention."""
 

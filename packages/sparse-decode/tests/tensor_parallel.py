@@ -37,7 +37,7 @@ def results(folder, **options):
             with attach(model, selector, BUDGET) as attachment:
                 assert attachment.remainder == name.startswith("planes")
                 for way, settings in WAYS.items():
-                    found[f"{family}, {name}, {way}"] = generate(model, ids, mask, new_tokens=8, **settings).tolist()
+                    found[f"{family}, {name}, {way}"] = generate(model, ids, mask, new_tokens=4, **settings).tolist()
                 found[f"{family}, {name}, density"] = attachment.density()[3]
     return found
 

@@ -205,6 +205,18 @@ def test_what_others_do_to_keys_and_values_is_noticed(kind, edit, then):
     check_all(layer)
 
 
+def test_edits_in_inference_mode_of_what_was_made_there_are_noticed():
+    with torch.inference_mode():
+        layer = DynamicLayer()
+        update(layer, 9, 0)
+        carry_codes(layer, Encoder(encode))
+        scale(layer)
+        check_all(layer)
+    update(layer, 2, 1)
+    scale(layer)
+    check_all(layer)
+
+
 def test_a_layer_with_fewer_values_than_keys_is_refused():
     layer = make("dynamic")
     update(layer, 6, 0)

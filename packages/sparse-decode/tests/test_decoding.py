@@ -17,6 +17,7 @@ from sparse_decode_doubles import (
     SignHasher,
     generate,
     prompts,
+    slow_but,
     tiny_model,
 )
 from torch._dynamo.utils import counters
@@ -151,7 +152,7 @@ def graphs():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", slow_but(("llama",), ["llama", "gpt_oss"]))
 def test_a_compiled_step_is_one_graph_with_the_same_tokens_and_counts(family, graphs):
     kinds = {"gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]}}.get(family, {})
     model, (ids, mask) = tiny_model(family, num_hidden_layers=2, **kinds), prompts()
@@ -194,6 +195,7 @@ def test_a_compiled_call_of_short_rows_is_dense(graphs):
         assert graphs() == (1, 0)
 
 
+@pytest.mark.slow
 def test_chunked_prefill_compiled_from_the_first_call(graphs):
     model, (ids, mask) = tiny_model(num_hidden_layers=1), prompts()
     options = {"prefill_chunk_size": 16, "new_tokens": 6, **compiling()}

@@ -6,11 +6,11 @@ import pathlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, attach, compiled, dense_kernels, dense_step, interface
 from sparse_decode.dense import attend_all, attend_all_reference
-from sparse_decode_doubles import FAMILIES, SignHasher, prompts, tiny_model
+from sparse_decode_doubles import FAMILIES, QUICK, SignHasher, prompts, slow_but, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -82,6 +82,27 @@ def test_threads_change_nothing(monkeypatch):
             assert torch.equal(attend_all(q, k, v, 0.3, softcap=2.0), serial)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(*(st.integers(1, most) for most in (4, 3, 16, 530, 70, 70))),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    masked=st.booleans(),
+    softcap=st.sampled_from([None, 0.5]),
+    seed=st.integers(0, 1 << 20),
+)
+@example(sizes=(3, 3, 2, 33, 64, 64), dtype=torch.float32, masked=False, softcap=None, seed=0)  # a whole tile less
+def test_a_row_has_the_same_bits_alone_and_among_others(sizes, dtype, masked, softcap, seed):
+    group, hkv, rows, n, dim, dim_v = sizes
+    rows = min(rows, n)
+    q, k, v = case((1, group * hkv, hkv, rows, n, dim, dim_v), dtype, seed)
+    mask = torch.ones(1, 1, rows, n, dtype=torch.bool).tril(n - rows) if masked else None
+    together = attend_all(q, k, v, 0.3, mask, softcap=softcap)
+    for row in range(rows):
+        end = n - rows + 1 + row
+        alone = attend_all(q[:, :, row : row + 1], k[:, :, :end], v[:, :, :end], 0.3, softcap=softcap)
+        assert torch.equal(together[:, row], alone[:, 0])
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_tokens_that_no_row_sees_are_never_read(dtype):
     q, k, v = case((1, 6, 2, 2, 600, 64, 64), dtype)
@@ -124,7 +145,7 @@ def steps(model, rows, length=40):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_dense_layers_of_attached_models_are_as_dense(family, rows, monkeypatch):
     """One layer is sparse in name, and below its break-even."""
     model, served = tiny_model(family), []

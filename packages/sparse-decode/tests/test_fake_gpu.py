@@ -6,23 +6,47 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_gpu import FAMILIES, KINDS, TENTH, Operators, beyond_dense, config_of, fake_gpu, faked, steps
+from fake_gpu import (
+    FAMILIES,
+    KINDS,
+    PROMPT,
+    ROOM,
+    ROWS,
+    TENTH,
+    Operators,
+    beyond_dense,
+    config_of,
+    fake_gpu,
+    faked,
+    model_of,
+    steps,
+    told,
+)
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, moments
+from sparse_decode import Budget, attach, moments
 from sparse_decode.blocks import Inputs, RowRule
 from sparse_decode.plan import LayerPlan
 from sparse_decode.positions import Sights
 from sparse_decode.remainder import RunningMoments
 from sparse_decode.select import HashSelector, NoCodes, RecentSelector
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from sparse_decode_doubles import slow_but
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from transformers import StaticCache
 
 STORED = json.loads((pathlib.Path(__file__).parents[3] / "docs" / "results" / "gpu_step.json").read_text("utf-8"))
+OURS = {
+    "hashcore.score",
+    "hashcore.topk",
+    "sparse_decode.gather",
+    "sparse_decode.hash_keys",
+    "sparse_decode.hash_queries",
+}
 MOST = {"plain": (12, 7), "padded": (16, 12), "static": (16, 12), "host": (12, 7), "beam": (12, 7)}
 """Operators and launches a layer of each kind of step, with the remainder; 6 launches without it, see below."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(("llama", "gpt_oss"), FAMILIES))
 def test_a_step_does_not_wait(family, kind):
     found = beyond_dense(family, "transform", kind=kind)
     operators, launches = MOST[kind]
@@ -33,7 +57,7 @@ def test_a_step_does_not_wait(family, kind):
 
 
 @pytest.mark.parametrize("variant", ["planes", "transform"])
-@pytest.mark.parametrize("kind", ["plain", "static"])
+@pytest.mark.parametrize("kind", ["plain", "padded", "static", "beam"])
 def test_a_step_does_nothing_in_host_memory(variant, kind):
     """A step whose operators are all on the device, wait for nothing and copy nothing is what a CUDA graph captures."""
     config = config_of("llama")
@@ -46,11 +70,52 @@ def test_a_step_does_nothing_in_host_memory(variant, kind):
 
 def test_the_harness_sees_host_memory():
     with fake_gpu(), Operators() as seen:
-        torch.ones(3, device="cpu").add_(1)
+        torch.ones(3).add_(1)
     assert "add_" in seen.on_host
 
 
-@pytest.mark.parametrize("name", STORED)
+def test_the_harness_sees_sizes_that_depend_on_numbers():
+    def looking(scores, candidates):
+        return scores * candidates.nonzero().shape[0]
+
+    with mock.patch("sparse_decode.select._hide", looking), pytest.raises(DynamicOutputShapeException):
+        beyond_dense("llama", "planes", kind="padded")
+
+
+@pytest.mark.parametrize(("variant", "remainder"), [("planes", False), ("transform", True)])
+def test_a_compiled_step_of_a_gpu_is_one_graph_on_it(variant, remainder):
+    """torch.compile takes it whole, waits for nothing, and finds operators alone, none of them in host memory."""
+    config, nodes = config_of("llama"), []
+    hasher = Hasher(HasherConfig(variant, ModelShape.of(config)), 0)
+
+    def backend(graph, given):
+        nodes.append([node for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    def operands(end):
+        ids = torch.zeros(ROWS, 1, dtype=torch.long, device="cuda")
+        return ids, torch.ones(ROWS, end, dtype=torch.long, device="cuda")
+
+    torch._dynamo.reset()
+    with fake_gpu() as mode, torch.no_grad():
+        model, cache = model_of(config), StaticCache(config=config, max_cache_len=ROOM)
+        prompt = torch.zeros(ROWS, PROMPT, dtype=torch.long, device="cuda")
+        model(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache)
+        with attach(model, HashSelector(faked(hasher, mode)), TENTH, remainder=remainder):
+            with told(PROMPT + 1):
+                ids, mask = operands(PROMPT + 1)
+                model(ids, attention_mask=mask, past_key_values=cache)
+            ids, mask = operands(ROOM)
+            torch.compile(model, fullgraph=True, backend=backend)(ids, attention_mask=mask, past_key_values=cache)
+    torch._dynamo.reset()
+    assert len(nodes) == 1
+    values = [node.meta["example_value"] for node in nodes[0] if "example_value" in node.meta]
+    assert {x.device.type for x in values if isinstance(x, torch.Tensor)} == {"cuda"}
+    ours = {str(node.target) for node in nodes[0] if str(node.target).startswith(("hashcore.", "sparse_decode."))}
+    assert ours == OURS | ({"sparse_decode.add_in_place"} if remainder else set())
+
+
+@pytest.mark.parametrize("name", slow_but(("transform+remainder", "transform+padded", "planes"), STORED))
 def test_what_a_layer_does_is_what_is_stored(name):
     variant, *more = name.split("+")
     kind = next((kind for kind in KINDS if kind in more), "plain")
@@ -60,6 +125,7 @@ def test_what_a_layer_does_is_what_is_stored(name):
         assert found.launches <= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [Budget(0.1, sink=0, recent=0), Budget(0.1, sink=4, recent=16), Budget(1.0)])
 @pytest.mark.parametrize("kind", ["plain", "padded"])
 def test_whatever_is_always_read(budget, kind):
@@ -77,7 +143,7 @@ def test_the_harness_sees_a_wait():
 @pytest.mark.parametrize(("heads", "taken"), [(16, True), (17, False)])
 def test_the_sums_of_a_gpu_take_16_query_heads_a_kv_head(heads, taken):
     assert moments.MAX_GROUP == 16
-    with fake_gpu(), torch.inference_mode():
+    with fake_gpu(), torch.device("cuda"), torch.inference_mode():
         q = torch.zeros(1, 2 * heads, 1, 64, dtype=torch.bfloat16)
         k, slopes, running = torch.zeros(1, 2, 9, 64, dtype=torch.bfloat16), torch.zeros(2 * heads), RunningMoments()
         running.rows(q, slopes, k[:, :, :8], k[:, :, :8], None, 7, 8)

@@ -8,7 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach
-from sparse_decode_doubles import FAMILIES, Auditor, PaperLikeHasher, SignHasher, generate, prompts, tiny_model
+from sparse_decode_doubles import (
+    FAMILIES,
+    QUICK,
+    Auditor,
+    PaperLikeHasher,
+    SignHasher,
+    generate,
+    prompts,
+    slow_but,
+    tiny_model,
+)
 from transformers import DynamicCache
 
 WAYS = {"greedy": {}, "beam": {"num_beams": 3}, "sampling": {"do_sample": True}}
@@ -28,7 +38,7 @@ def run(model, ids, mask=None, **options):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(QUICK, FAMILIES))
 def test_a_full_budget_is_dense_token_for_token(family, way):
     model, (ids, mask) = tiny_model(family), prompts()
     dense = run(model, ids, mask, **WAYS[way])

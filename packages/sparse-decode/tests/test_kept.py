@@ -88,7 +88,7 @@ CALLS = {
             {},
             {"rooms": (6, 0)},
             {"rooms": (0, 6)},
-            {"n": 91},
+            {"n": 93},
             {"width": 200},
             {"dtype": OTHER},
             {"sets": 8},
@@ -97,10 +97,10 @@ CALLS = {
         *({"ends": (0, 0)}, {"value_dim": 32}, {"more": ("sinks",)}, {"more": ("left_out",)}, {"more": ("always",)}),
     ),
     "add_token": (
-        *({}, {"rooms": (5, 0)}, {"rooms": (0, 5)}, {"n": 10}, {"dtype": OTHER}, {"padded": 1}, {"padded": 3}),
+        *({}, {"rooms": (5, 0)}, {"rooms": (0, 5)}, {"n": 12}, {"dtype": OTHER}, {"padded": 1}, {"padded": 3}),
     ),
     "search": (
-        *({}, {"room": 5}, {"room": 9}, {"n": 301}, {"k": 9}, {"wide": True}, {"bounds": (200, 3, 0, 0)}),
+        *({}, {"room": 5}, {"room": 9}, {"n": 303}, {"k": 9}, {"wide": True}, {"bounds": (200, 3, 0, 0)}),
         *({"bounds": (ROWS,)}, {"bounds": (None, ROWS)}, {"k": ROWS}, {"planes": 2}),
         *({"bounds": (WIDE, ROWS)}, {"bounds": (ROWS, WIDE)}, {"k": WIDE}),
     ),
@@ -188,3 +188,66 @@ def test_threads_keep_launches_of_their_own(name):
     thread.join()
     assert any(table)
     assert other == [0] * len(TABLES)
+
+
+def growing(name, lengths, **how):
+    """Calls over a cache that has room for more: keys of other strides, where nobody keeps room, too."""
+    rooms = {"attend": lambda n: {"rooms": (400 - n, 0)}, "add_token": lambda n: {"rooms": (0, 400 - n)}}
+    rooms["search"] = lambda n: {"room": 9000 - n, "bounds": (n, 0, 1, 4)}
+    return [MAKE[name](n=n, **rooms[name](n), **how) for n in lengths]
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "how"),
+    [
+        ("attend", (1, 2, 3, 4, 5, 6), {}),
+        ("attend", (90, 91, 92, 93), {"more": ("sinks", "left_out")}),
+        ("attend", (90, 91, 92), {"more": ("always",)}),
+        ("add_token", (9, 10, 11), {}),
+        ("add_token", (9, 10, 11), {"padded": 3}),
+        ("search", (298, 299, 300, 301), {}),
+        ("search", (298, 299, 300), {"k": ROWS}),
+    ],
+)
+def test_launches_of_a_cache_that_grows_are_written_anew(name, lengths, how, monkeypatch):
+    made, fresh = growing(name, lengths, **how), []
+    for one in made:
+        forget()
+        fresh.append(launched(*one))
+    forget()
+    assert launched(*made[0]) == fresh[0]
+    for module in (gather, moments, tensors.kernels):
+        monkeypatch.setattr(module, "make_launch", lambda *_, **__: pytest.fail("described again"))
+    assert [launched(*one) for one in made[1:]] == fresh[1:]
+    assert [launched(*made[-1]), sum(len(table.found) for table in TABLES)] == [fresh[-1], 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "how"),
+    [
+        ("search", (2047, 2048, 2049, 2050, 2048, 2049), {}),  # a row has another part
+        ("attend", (90, 91, 90, 91, 92), {}),  # tokens are taken off
+        ("attend", (3, 4, 300, 4, 301, 5, 302, 6), {}),  # two caches
+    ],
+)
+def test_launches_of_another_grid_are_described_anew(name, lengths, how, monkeypatch):
+    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 24)  # enough to cut rows in parts
+    made, fresh = growing(name, lengths, **how), []
+    for one in made:
+        forget()
+        fresh.append(launched(*one))
+    forget()
+    assert [launched(*one) for one in made] == fresh
+    forget()
+
+
+def test_a_budget_that_grows_with_the_cache_is_written_anew_until_it_needs_another_grid():
+    widths = (20, 20, 21, 22, 130, 131, 140)
+    made = [attend(n=90 + i, width=width) for i, width in enumerate(widths)]
+    made += [search(n=298 + i, k=width) for i, width in enumerate(widths)]
+    fresh = []
+    for one in made:
+        forget()
+        fresh.append(launched(*one))
+    forget()
+    assert [launched(*one) for one in made] == fresh

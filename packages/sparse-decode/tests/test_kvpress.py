@@ -12,7 +12,7 @@ import pytest
 import torch
 from sparse_decode import Budget, attach
 from sparse_decode.interface import register
-from sparse_decode_doubles import Auditor, Calibrated, SignHasher, prompts, tiny_model
+from sparse_decode_doubles import Auditor, Calibrated, SignHasher, prompts, slow_but, tiny_model
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -58,7 +58,7 @@ def run(model, press):
 
 
 @pytest.mark.parametrize("name", PRESSES)
-@pytest.mark.parametrize("kv", ["device", "host"])
+@pytest.mark.parametrize("kv", slow_but(("device",), ["device", "host"]))
 def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name, kv):
     model = tiny_model()
     dense, kept = run(model, PRESSES[name](kvpress))
@@ -70,6 +70,7 @@ def test_a_press_does_the_same_with_a_whole_budget_as_without_us(kvpress, name, 
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESSES)
 @pytest.mark.parametrize("hasher", [SignHasher(), Calibrated()])
 def test_selections_behind_a_press_are_made_from_the_codes_of_what_it_left(kvpress, name, hasher, monkeypatch):

@@ -112,3 +112,13 @@ def test_selectors_keep_the_protocol_and_take_empty_budgets(selector):
     assert isinstance(selector, Selector)
     rows = rows_of(selector, torch.zeros(3, ROWS, dtype=torch.int64), causal=False)
     assert (selector.select(rows) >= 0).sum() == 0
+
+
+@pytest.mark.parametrize("each", [0, 1, 9, 47])
+def test_recent_tokens_of_a_step_are_those_of_its_counts(each):
+    rows = rows_of(RecentSelector(), counts_like(), causal=False)
+    q = rows.q[:, :, -1:]
+    step = replace(rows, q=q, counts=torch.full((3, 1), each), each=each, sink=1, recent=2)
+    found = RecentSelector().select(step)
+    assert found.shape == (3, 2, 1, each)
+    assert torch.equal(found, RecentSelector().select(replace(step, each=None)))

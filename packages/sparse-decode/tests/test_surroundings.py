@@ -8,9 +8,9 @@ import pickle
 import pytest
 import torch
 import transformers
-from sparse_decode import Budget, QueryHeadHasher, attach
+from sparse_decode import Budget, QueryHeadHasher, attach, blocks, interface, plan
 from sparse_decode.interface import FLASH_NAME, NAMES, register
-from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
+from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, slow_but, tiny_model
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.continuous_batching import continuous_api
 
@@ -18,11 +18,12 @@ WHOLE = Budget(1.0)
 
 
 @pytest.mark.parametrize("hasher", [SignHasher(), Calibrated()])
+@pytest.mark.parametrize("kv", ["device", "host"])
 @pytest.mark.parametrize("batched", [False, True])
-def test_a_prefix_prefilled_in_inference_mode_is_gone_on_with(hasher, batched):
+def test_a_prefix_prefilled_in_inference_mode_is_gone_on_with(hasher, kv, batched):
     model, (ids, _) = tiny_model(), prompts((40,))
     dense = generate(model, ids)
-    with attach(model, hasher, WHOLE, dense_layers=0):
+    with attach(model, hasher, WHOLE, dense_layers=0, kv=kv):
         cache = DynamicCache(config=model.config)
         with torch.inference_mode():
             model(ids[:, :30], past_key_values=cache)
@@ -253,7 +254,7 @@ def masked(rows, n, blind, kind):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("rule", ["decode", 0])
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", slow_but((False,), [False, True]))
 def test_a_row_that_sees_nothing_is_as_in_dense_attention(implementation, rule, static, compiled):
     model, (ids, _) = tiny_model(implementation=implementation), prompts((24,))
 
@@ -266,6 +267,31 @@ def test_a_row_that_sees_nothing_is_as_in_dense_attention(implementation, rule, 
     dense = run()
     with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, decode_rows=4):
         torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_step_that_sees_nothing(implementation, monkeypatch):
+    """As in dense attention where the host can look; zeros, as torch's own attention gives, where it would wait."""
+    model, (ids, _) = tiny_model(implementation=implementation), prompts((24,))
+    seen = []
+
+    def run():
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :23], past_key_values=cache)
+        mask = masked(1, 24, [0], implementation)
+        return model(ids[:, 23:], past_key_values=cache, attention_mask=mask).logits
+
+    def keep(_, args):
+        seen.append(args[0])
+
+    dense = run()
+    with attach(model, SignHasher(), WHOLE, dense_layers=0):
+        torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
+        for module in (blocks, plan, interface):
+            monkeypatch.setattr(module, "readable", lambda x: False)
+        model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(keep)
+        run()
+    assert not seen[-1].any()
 
 
 @pytest.mark.parametrize("rule", ["decode", 0])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -25,9 +26,11 @@ from sparse_decode.blocks import RowRule
 from sparse_decode.break_even import break_even, predicted
 from sparse_decode.budget import Budget
 from sparse_decode.cache import CODED, CodedDynamicLayer, carry_codes, coded_type, is_quantised
+from sparse_decode.exact import Drafts, retype
+from sparse_decode.exact_refusals import require_exact, require_forgets
 from sparse_decode.forecast import Forecast, forecast
 from sparse_decode.growing import GrowingLayer, grow, stop_growing
-from sparse_decode.hooks import NO_COPY, Hook
+from sparse_decode.hooks import NO_COPY, ExactHook, Hook
 from sparse_decode.interface import FLASH_NAME, NAMES, AttentionName, Call, register
 from sparse_decode.model import (
     CACHE_NAMES,
@@ -42,6 +45,7 @@ from sparse_decode.model import (
     sparse_modules,
 )
 from sparse_decode.offload import HostLayer
+from sparse_decode.pace import Costs, Pace
 from sparse_decode.parallel import head_shard, shard, shard_shape
 from sparse_decode.plan import Kernel, LayerPlan
 from sparse_decode.positions import Sights
@@ -60,6 +64,7 @@ def attach(
     kv: Literal["device", "host"] = "device",
     remainder: bool = True,
     kernel: Kernel = "gather",
+    exact: int | None = None,
 ) -> Attachment:
     """Make the full-attention layers of a causal language model sparse.
 
@@ -87,6 +92,10 @@ def attach(
         kernel: what attends. "gather": our own kernels, and for dense calls what the model uses. "flash": flash-attn
             (extra `sparse-decode[flash]`) for dense calls and over rows that torch gathers, as in the paper: on CUDA
             in 16-bit types, without padding, remainder, learned sinks, sliding layers, static caches.
+        exact: `generate` makes what the model makes without us, greedy token for token and samples in distribution: at
+            most so many tokens (up to 15) are drafted by sparse steps, then checked by one dense pass. Everything else
+            the model is called for is dense. Fewer are drafted, down to none, where that is predicted to pay more; with
+            a number as the budget's `dense_below` one at least from that context on. Of one sequence at a time.
     Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`. Its `forecast(batch, tokens)`
         says beforehand what memory a run takes, and `memory(cache)` what a cache has taken.
     Raises: ValueError with one sentence if the model, its attention or the hasher cannot be used; the model is then
@@ -97,11 +106,13 @@ def attach(
         raise ValueError(f'kv must be "device" or "host", got {kv!r}')
     if kernel not in ("gather", "flash"):
         raise ValueError(f'kernel must be "gather" or "flash", got {kernel!r}')
+    if exact is not None:
+        require_exact(exact, selector, sparse_rows, decode_rows, kv, kernel)
     rule = RowRule(None if sparse_rows == "decode" else sparse_rows, decode_rows)
     how = kv == "host", remainder, kernel
     dense = _dense_layers(selector, dense_layers)
     own = Budget(dense_below="predicted" if sparse_rows == "decode" else 0)
-    return Attachment(model, selector, budget or own, layer_budgets or {}, dense, rule, *how)
+    return Attachment(model, selector, budget or own, layer_budgets or {}, dense, rule, *how, exact)
 
 
 class Attachment:
@@ -113,6 +124,7 @@ class Attachment:
         remainder: whether any of them adds what its selections leave out.
         break_even: the context from which on a sparse step was measured, or is predicted, to be faster than a dense
             one, in the first layer whose budget asks for it; None if none does.
+        drafts: of exact mode, None without it: its `acceptance` says how many tokens were drafted, and accepted.
     """
 
     def __init__(
@@ -126,8 +138,11 @@ class Attachment:
         on_host: bool,
         remainder: bool,
         kernel: Kernel = "gather",
+        exact: int | None = None,
     ):
         require_attachable(model)
+        if exact is not None:
+            require_forgets(model)
         self._kernel: Kernel = kernel
         if kernel == "flash":
             shape = ModelShape.of(text_decoder(model).config)
@@ -145,6 +160,9 @@ class Attachment:
         self._ranks = 1
         self._growing = WeakSet[CacheLayerMixin]()
         self._dense: tuple[int, ...] = ()
+        self.drafts: Drafts | None = None
+        self._retyped: Callable[[], None] | None = None
+        pace = None
         if selector is not None:
             chosen = _as_selector(selector)
             chosen.require_match(text_decoder(model).config)
@@ -174,7 +192,14 @@ class Attachment:
             def heads_of(layer: int) -> ModelShape:
                 return shape.at(layer) if size == 1 else shard_shape(shape.at(layer), size)
 
+            stops = any(isinstance(found.dense_below, str) for found in budgets.values())
             budgets = self._settled(budgets, modules, heads_of, chosen)
+            if exact is not None:
+                foreseen = model.device.type == "cpu" and chosen.needs_codes
+                heads = [heads_of(layer) for layer in range(shape.num_layers)]
+                costs = Costs.predicted(model, budgets, heads) if foreseen else None
+                below = min(cast(int, found.dense_below) for found in budgets.values())
+                pace = functools.partial(Pace, exact, costs, stops, below)
             coefficients, sights = getattr(chosen, "remainder", None) if remainder else None, Sights()
             for layer, found in budgets.items():
                 left_out = None if coefficients is None else coefficients(layer)
@@ -198,7 +223,10 @@ class Attachment:
                     sights,
                     _device_of(modules[layer].module),
                 )
-        self.remainder: bool = any(plan.remainder is not None for plan in self._plans.values())
+        summing = [layer for layer, plan in self._plans.items() if plan.remainder is not None]
+        self.remainder: bool = bool(summing)
+        if pace is not None:
+            self.drafts = Drafts(pace, self.prepare, summing)
         self.layers: tuple[int, ...] = tuple(modules)
         if modules:
             register()
@@ -207,11 +235,14 @@ class Attachment:
             name = AttentionName.of(FLASH_NAME if kernel == "flash" else NAMES[dense], dense)
             set_attention(model, name)
             self._name = name
+            self._retyped = None if self.drafts is None else retype(model, self.drafts)
             self._dense = tuple(found.layer for found in dense_modules(model, modules))
             may_be_short = kernel == "gather" and not on_host
             ways = (self._config, name), self._called, self._growing, may_be_short
             for layer, found in modules.items():
                 hook = Hook(self._plans[layer], found.arguments, *ways)
+                if self.drafts is not None:
+                    hook = ExactHook(self._plans[layer], found.arguments, *ways[:-1], self.drafts.has, self._grow)
                 self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _settled(
@@ -252,6 +283,8 @@ class Attachment:
         self._handles = []
         if self._name is not None:
             self._name.live = False
+            if self._retyped is not None:
+                self._retyped()
             if self._config._attn_implementation == self._name:  # somebody may have set another one
                 set_attention(self.model, self._name.dense)
             self._name = None

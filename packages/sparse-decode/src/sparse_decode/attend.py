@@ -31,7 +31,7 @@ from sparse_decode.compiled import run
 from sparse_decode.positions import include, readable
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_LIKE = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
+LIKE = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
 _SIDE_BY_SIDE = np.empty((0, 0), np.int64)
 _NOTHING = np.empty((0, 5), np.float32), np.empty((0, 0, 0, 0), np.float32), np.empty((0, 0), np.int64)
 
@@ -189,7 +189,7 @@ def on_host(
         sink = np.full(hq, -np.inf, np.float32) if sinks is None else _floats(sinks)
         factors, kind = (np.float32(scaling), np.float32(softcap or 0)), KINDS[k.dtype]
         rest = _rest(left_out, (batch, n_rows), k.shape[2])
-        where = *_place(k), *_place(v), _LIKE[k.element_size()]
+        where = *_place(k), *_place(v), LIKE[k.element_size()]
         run(
             attend_kernels.tasks,
             tasks,

@@ -136,7 +136,7 @@ def _drop(weights, keep, dropped):  # pragma: no cover - compiled
 
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
-def _task(
+def _attend_task(
     task, q, k, k_at, v, v_at, blocks, indices, out, facts, counts, scaling, softcap, sinks, kind,
     coefficients, mean_keys, values, visible, share_of_values,
 ):  # pragma: no cover - compiled  # fmt: skip
@@ -279,7 +279,7 @@ def tasks(
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
     for task in range(first, last):
-        _task(
+        _attend_task(
             task, q, k, k_at, v, v_at, blocks, indices, out, facts, counts, scaling, softcap, sinks, kind,
             coefficients, mean_keys, values, visible, share_of_values,
         )  # fmt: skip

@@ -58,7 +58,8 @@ class RowRule:
     def rows(self, visible: Tensor, n_queries: int, n: int) -> Tensor:
         """Say which rows are sparse, bool like `visible` [B, Q], the tokens that each row sees."""
         if self.start is None:
-            # A row that sees nothing has nothing to select: it gets what dense attention makes of it.
+            # A row that sees nothing has nothing to select: it gets what dense attention makes of it. A step on CUDA
+            # gives it zeros, as torch's attention does: eager attention's mean of all values would cost a read of all.
             return (visible > 0) & self.may_be_sparse(n_queries, n)
         # A padded row is as far along as the tokens it sees, so it turns sparse where it would alone.
         return visible > self.start

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from hashtrain import ModelShape
+from transformers.cache_utils import DynamicLayer
 
 from sparse_decode.blocks import Inputs, RowRule
 from sparse_decode.budget import Budget
+from sparse_decode.cache import carry_codes
 from sparse_decode.interface import attend_densely, flash_attention
 from sparse_decode.plan import Kernel, LayerPlan
 from sparse_decode.select import Selector
@@ -22,11 +24,13 @@ LENGTHS = tuple(256 << i for i in range(10))
 """Contexts that are tried, 256 to 131,072 tokens."""
 NEVER = 1 << 40
 """A context that nobody reaches."""
-EARNS = 11 << 20
+EARNS = 11 << 18
 """Bytes of keys and values that a dense step of a layer reads in the time that a sparse one needs before it reads any:
-to hash, search and select. On the CPU, by benchmarks/never_slower.py."""
-_CODE = 16  # bytes of a key's code in each KV head
-_FAR = 2  # reading rows that lie apart takes so many times as long
+to hash, search and select: 2.75 MiB, some more than where whole steps cross on the CPU."""
+CODE = 16
+"""Bytes of a key's code in each KV head."""
+FAR = 2
+"""Reading rows that lie apart takes so many times as long."""
 _REPEATS = 5
 _MAX_BYTES = 1 << 28  # of keys and values: what is longer is not tried
 
@@ -37,7 +41,7 @@ def predicted(heads: ModelShape, budget: Budget, dtype: torch.dtype) -> int:
     Args: heads: the shape of that layer; dtype: that of its keys.
     """
     dense = 2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize
-    saved = dense - heads.num_kv_heads * _CODE - _FAR * budget.fraction * dense
+    saved = dense - heads.num_kv_heads * CODE - FAR * budget.fraction * dense
     return math.ceil(EARNS / saved) if saved > 0 else NEVER
 
 
@@ -78,16 +82,18 @@ def _steps(
     draw, dim = torch.Generator().manual_seed(n), heads.head_dim
     q = torch.randn(1, heads.num_query_heads, 1, dim, generator=draw).to(device, dtype)
     k, v = torch.randn(2, 1, heads.num_kv_heads, n, dim, generator=draw).to(device, dtype)
-    codes = None
-    if plan.selector.needs_codes:  # random codes are as quick to score as true ones
-        shape = plan.encoder(k[:, :, :1]).shape
-        codes = torch.randint(-(1 << 31), 1 << 31, (*shape[:2], n, shape[3]), generator=draw).to(q.device, torch.int32)
-    x = Inputs(q, k, v, None, codes, None, module.scaling, None, None)
+    held: Any = DynamicLayer()
+    k, v = held.update(k, v)
+    if plan.selector.needs_codes:
+        carry_codes(held, plan.encoder)
+        k, v = held.keys, held.values
 
     def sparse() -> None:
         if plan.selector.needs_codes:
-            plan.encoder(k[:, :, -1:])
-        plan.attend(x)
+            held._codes.truncate(n - 1)  # the last key is the step's own, and is hashed in it
+        if plan.attend_at_once(held, q, k, v, module.scaling) is None:
+            codes = held.codes if plan.selector.needs_codes else None
+            plan.attend(Inputs(q, k, v, None, codes, None, module.scaling, None, None))
 
     dense = flash_attention if plan.kernel == "flash" else attend_densely
     return sparse, lambda: dense(module, q, k, v, None, scaling=module.scaling, dropout=0.0)

@@ -50,10 +50,11 @@ class GrowingBuffer:
     def adopt(self, rows: Tensor) -> None:
         """Hold these rows [B, H, T, X] instead; those on the same device are not copied until the next append.
 
-        They are never written to, even where a crop has left room in them: others may hold them, too.
+        They are never written to, even where a crop has left room in them: others may hold them, too. Rows made in
+        inference mode are copied: torch does not count writes to them, so a change by somebody else would go unnoticed.
         """
         self._data, self._length = None, 0
-        if self._host and rows.device.type != "cpu":
+        if (self._host and rows.device.type != "cpu") or rows.is_inference():
             self.append(rows)
         else:
             self._data, self._length, self._own = rows, rows.shape[2], False
@@ -87,6 +88,15 @@ class GrowingBuffer:
             self._own = True
         first, self._length = self._length, end
         return data[:, :, first:end]
+
+    def room(self, tokens: int) -> Tensor | None:
+        """Return all there is, [B, H, T or more, X], if so many more tokens can be written behind the others."""
+        data = self._data
+        return data if data is not None and self._own and self._length + tokens <= data.shape[2] else None
+
+    def advance(self, tokens: int) -> None:
+        """Take so many tokens, which were written to `room`, as held."""
+        self._length += tokens
 
     def wait(self) -> None:
         """Wait until the rows are there: before the CPU reads them."""

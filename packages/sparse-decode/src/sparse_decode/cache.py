@@ -5,7 +5,8 @@ codes are those of the keys as they arrived: a quantised layer's keys change whe
 
 Keys and values are everybody's: a press prunes them, a caller crops them by hand. Each layer remembers the tensors that
 it left, and their versions, which torch counts up with every write; where they differ, it begins anew with what it
-finds. Only inside compiled graphs, where no version can be read, nobody looks.
+finds. Two kinds of writes go unnoticed, because torch does not count them: those inside compiled graphs, and those
+through `tensor.data`.
 """
 
 from __future__ import annotations
@@ -262,6 +263,20 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         if len(self._codes) < len(self._keys):
             self._hash(self._keys.view()[:, :, len(self._codes) :])
         return self._codes.view()
+
+    def room_for_code(self) -> tuple[Tensor, bool]:
+        """Return the codes, int32 [B, H, T or more, W], and whether the last key still has none, but room for it.
+
+        Who writes it there says so by `wrote_code`.
+        """
+        self.settle()
+        if len(self._keys) - len(self._codes) == 1 and (room := self._codes.room(1)) is not None:
+            return room, True
+        return self.codes, False
+
+    def wrote_code(self) -> None:
+        """Take the code of the last key as written."""
+        self._codes.advance(1)
 
     def _hash(self, keys: Tensor) -> None:
         """Append the codes of keys [B, Hkv, t, D]; on a GPU few are hashed to where they are to lie."""

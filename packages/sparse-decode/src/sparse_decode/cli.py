@@ -48,12 +48,23 @@ class GenerateCommand:
     fraction at the same bytes."""
     dense_layers: int | None = None
     """First layers that stay dense; without it, those that the hasher names."""
+    exact: int | None = None
+    """Write what dense attention writes: draft up to so many tokens by sparse attention, 15 at most, and check them by
+    dense attention at once. Drafts nothing where that does not pay."""
     compare: bool = False
     """Generate with dense attention, too."""
 
     def __post_init__(self) -> None:
         require_counts(
-            self, max_new_tokens=1, max_prompt_tokens=1, min_tokens=1, sink=0, recent=0, shortlist=1, dense_layers=0
+            self,
+            max_new_tokens=1,
+            max_prompt_tokens=1,
+            min_tokens=1,
+            sink=0,
+            recent=0,
+            shortlist=1,
+            dense_layers=0,
+            exact=1,
         )
         if not 0 < self.fraction <= 1:
             raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}; 0.02 selects 2 %")
@@ -86,7 +97,7 @@ def _main(arguments: list[str] | None) -> int:
 
 def _table(found: dict[str, Any]) -> Table:
     """Show sparse and dense side by side."""
-    runs = [name for name in ("sparse", "dense") if name in found]
+    runs = [name for name in ("sparse", "exact", "dense") if name in found]
     table = Table("", *runs, title=f"{found['prompt_tokens']:,} tokens of prompt")
     lines = {
         "new tokens": lambda run: f"{run['new_tokens']:,}",
@@ -98,6 +109,9 @@ def _table(found: dict[str, Any]) -> Table:
     }
     for title, show in lines.items():
         table.add_row(title, *(show(found[name]) for name in runs))
+    if "exact" in found:
+        made = found["exact"]
+        table.add_row("accepted of drafted", f"{made['accepted']:,} of {made['drafted']:,}", *[""] * (len(runs) - 1))
     if "same_tokens" in found:
         table.add_row("tokens alike from the start", str(found["same_tokens"]), "")
     return table
@@ -106,7 +120,7 @@ def _table(found: dict[str, Any]) -> Table:
 def _early_ends(found: dict[str, Any], most: int) -> list[str]:
     """Say of each run that made fewer tokens than asked for why, and what to do."""
     said: list[str] = []
-    for name in ("sparse", "dense"):
+    for name in ("sparse", "exact", "dense"):
         if name in found and (made := found[name]["new_tokens"]) < most:
             none = "; speed and density are of the tokens after the first" if made == 1 else ""
             tokens = f"{made} token{'s' * (made != 1)} of at most {most}"

@@ -19,7 +19,7 @@ from hashcore.cpu.threads import compiled
 from torch import Tensor
 
 from sparse_decode import dense_kernels
-from sparse_decode.attend import _LIKE, KINDS, _place
+from sparse_decode.attend import KINDS, LIKE, _place
 from sparse_decode.compiled import run
 from sparse_decode.lanes import LANES, WIDTH
 
@@ -64,7 +64,7 @@ def attend_all(
     limit = np.full((hkv, group), -np.inf, np.float32)
     if sinks is not None:
         limit[:] = sinks.detach().float().numpy().reshape(hkv, group)
-    where = *_where(k), *_where(v), _LIKE[k.element_size()]
+    where = *_where(k), *_where(v), LIKE[k.element_size()]
     factors = np.float32(scaling), np.float32(softcap or 0), kind
     given = n_rows, queries.reshape(batch, hkv, -1, wide), *where, shown, *factors, sums, facts
     run(dense_kernels.tasks, batch * hkv * chunks, batch * hq * n_rows * n * (dim + dim_v), *given)

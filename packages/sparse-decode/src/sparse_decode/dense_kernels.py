@@ -9,7 +9,7 @@ float32 in cache and uses it for all X = R G rows of the group's query heads, R 
 
 `combine` puts the chunks c of a row together in their order, with M = max_c m_c or the learned sink if that is greater:
 out = sum_c exp(m_c - M) o_c / (sum_c exp(m_c - M) s_c + exp(sink - M)). Chunks are the same whatever the number of
-threads, and so are the bits of the result.
+threads, and of rows: so are the bits of the result, and those of a row are the ones that it has alone.
 
 Bytes read: N (D + Dv) elements a KV head, in order. The ceiling is the memory that they come from, until X is so large
 that the products take longer: 2 X D / LANES of them a token. Keys that no row sees are not read.
@@ -45,7 +45,7 @@ from sparse_decode.lanes import (
 )
 
 # The digest of what is compiled in: the compiler looks for changes in a kernel's own file only.
-FROM_OTHERS = "b51486f12d5d996c"
+FROM_OTHERS = "44f05879a0b2dad6"
 AHEAD = 4096
 """Bytes of keys or values that are on their way from memory, and that are worked on at once: more do not stay in the
 first cache. Those behind the last token are asked for in vain."""
@@ -218,13 +218,13 @@ def _task(
     values = b * v_at[0] + h * v_at[1] + first * v_at[2]
     _ask(v, values, v_at[2], v_ahead, dim_v)  # they come while the logits become weights
     for x in range(lines):
-        line = logits[x * CHUNK : x * CHUNK + padded]
-        for j in range(padded):
+        line = logits[x * CHUNK : (x + 1) * CHUNK]  # all of it, or the order of the sums would depend on the last chunk
+        for j in range(CHUNK):
             line[j] *= scaling
         if softcap > 0:
-            _cap(line, softcap, bits[:padded].view(np.float32), bits[:padded])
+            _cap(line, softcap, bits.view(np.float32), bits)
         _hide(line, mask, b, x // (lines // n_rows), first, n - n_rows, count)
-        facts[b, h, c, x, 0], facts[b, h, c, x, 1] = _soften(line, bits[:padded])
+        facts[b, h, c, x, 0], facts[b, h, c, x, 1] = _soften(line, bits)
 
     out = sums[b, h, c].reshape(lines * wide_v)
     out[:] = 0
@@ -254,6 +254,7 @@ def tasks(
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
     lines, wide, wide_v = q.shape[2], q.shape[3], sums.shape[4]
     shown, logits = np.empty(CHUNK, np.uint8), np.empty(lines * CHUNK, np.float32)
+    logits[:] = 0  # what lies behind the last token is scaled and capped, too, before it is hidden
     bits = np.empty(CHUNK, np.int32)
     tile = np.empty(WIDTH * max(wide, wide_v), np.float32)
     for task in range(first, last):

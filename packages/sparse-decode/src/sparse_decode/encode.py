@@ -76,7 +76,7 @@ class FewTokens:
     def keys(self, layer: LayerHasher, k: Tensor) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W]: `layer.encode_keys`."""
         own = cast(Planes | Transform, layer)
-        return self._hash(own.key, self._digits_of(own), k, 1, 0)[0][..., 0, :]
+        return self._hash(own.key, self.digits_of(own), k, 1, 0)[0][..., 0, :]
 
     def queries(self, layer: LayerHasher, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
         """Hash queries [B, Hq, T, D] to planes [B, H, T, P, W] and their weights: `layer.encode_queries`.
@@ -84,7 +84,7 @@ class FewTokens:
         Raises: ValueError if a query's weights are not finite.
         """
         own = cast(Planes | Transform, layer)
-        words, numbers = self._hash(own.query, self._digits_of(own), q, 1 if per_query_head else own.group, own.planes)
+        words, numbers = self._hash(own.query, self.digits_of(own), q, 1 if per_query_head else own.group, own.planes)
         if not words.numel():
             hashcore.planes(numbers, own.planes)  # says what is wrong
         return words, tuple(1 << p for p in range(own.planes))
@@ -92,7 +92,8 @@ class FewTokens:
     def _hash(self, functions: nn.Module, digits: Digits, x: Tensor, group: int, planes: int) -> tuple[Tensor, Tensor]:
         return hash_tokens(self._found(functions), digits, x, group, planes)
 
-    def _digits_of(self, layer: Planes | Transform) -> Digits:
+    def digits_of(self, layer: Planes | Transform) -> Digits:
+        """Return the digits of a layer's bits: the same object until others are loaded."""
         if isinstance(layer, Planes):
             return NO_DIGITS
         laid, known = layer.layout(), self._digits.get(id(layer))
@@ -192,37 +193,44 @@ def _digits(x, coordinate, power, limit, out):  # pragma: no cover - compiled
         out[j] = np.float32(2 * digit - 1)
 
 
+@numba.njit
+def _hash_head(
+    head, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words
+):  # pragma: no cover - compiled
+    """Hash the tokens of one output head; say whether all numbers were finite."""
+    hidden, finite = np.empty(w1.shape[2], np.float32), True
+    levels = np.empty(numbers.shape[3], np.int32)
+    spread = coordinate.shape[1] > 0
+    sums = np.zeros((x.shape[0], x.shape[2], r.shape[2]), np.float32)
+    for g in range(group * head, group * (head + 1)):
+        for b in range(x.shape[0]):
+            for t in range(x.shape[2]):
+                out = sums[b, t]
+                hidden[:] = b1[g, 0]
+                _add_product(x[b, g, t], w1[g], hidden)
+                _silu(hidden)
+                _add_product(x[b, g, t], r[g], out)
+                _add_product(hidden, w2[g], out)
+                for j in range(len(out)):
+                    out[j] += b2[g, 0, j]
+    for b in range(x.shape[0]):
+        for t in range(x.shape[2]):
+            kv = head * coordinate.shape[0] // numbers.shape[1]  # its own, or its group's
+            if not spread:
+                numbers[b, head, t] = sums[b, t]
+            elif planes:
+                _weigh(sums[b, t], coordinate[kv], power[kv], numbers[b, head, t])
+            else:
+                _digits(sums[b, t], coordinate[kv], power[kv], limit[kv], numbers[b, head, t])
+            if planes:
+                finite &= _quantise(numbers[b, head, t], planes, levels, words[b, head, t])
+            else:
+                _pack(numbers[b, head, t], np.float32(0), words[b, head, t, 0])
+    return finite
+
+
 def _tasks(  # pragma: no cover - compiled
     first, last, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words, finite
 ):
-    hidden = np.empty(w1.shape[2], np.float32)
-    levels = np.empty(numbers.shape[3], np.int32)
-    spread = coordinate.shape[1] > 0
-    sums = np.empty((x.shape[0], x.shape[2], r.shape[2]), np.float32)
     for head in range(first, last):
-        for g in range(group * head, group * (head + 1)):
-            for b in range(x.shape[0]):
-                for t in range(x.shape[2]):
-                    out = sums[b, t]
-                    if g == group * head:
-                        out[:] = 0
-                    hidden[:] = b1[g, 0]
-                    _add_product(x[b, g, t], w1[g], hidden)
-                    _silu(hidden)
-                    _add_product(x[b, g, t], r[g], out)
-                    _add_product(hidden, w2[g], out)
-                    for j in range(len(out)):
-                        out[j] += b2[g, 0, j]
-        for b in range(x.shape[0]):
-            for t in range(x.shape[2]):
-                kv = head * coordinate.shape[0] // numbers.shape[1]  # its own, or its group's
-                if not spread:
-                    numbers[b, head, t] = sums[b, t]
-                elif planes:
-                    _weigh(sums[b, t], coordinate[kv], power[kv], numbers[b, head, t])
-                else:
-                    _digits(sums[b, t], coordinate[kv], power[kv], limit[kv], numbers[b, head, t])
-                if planes:
-                    finite[head] &= _quantise(numbers[b, head, t], planes, levels, words[b, head, t])
-                else:
-                    _pack(numbers[b, head, t], np.float32(0), words[b, head, t, 0])
+        finite[head] = _hash_head(head, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words)

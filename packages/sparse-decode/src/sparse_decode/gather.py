@@ -121,7 +121,7 @@ def attend(
     form = q.shape, k.shape, k.stride(), v.shape, v.stride(), indices.shape, q.dtype, device, how
     call = _calls.found.get(form)
     if call is None:
-        call = _calls.keep(form, _prepare(q, k, v, indices, scaling, softcap, ends, sinks, left_out, always))
+        call = _renewed(form, q, k, v, indices, scaling, softcap, ends, sinks, left_out, always)
     out, known = torch.empty_like(call.like), q.new_empty(*call.facts, dtype=torch.float32) if facts else None
     if call.launches is None:
         if known is not None:
@@ -176,6 +176,26 @@ class _Call(NamedTuple):
     """Whether there are no sinks, nothing left out, and no list of what is always read."""
     launches: Kept | None
     """None: there is nothing to read."""
+    shape: Shape
+    strides: tuple[Rows, Rows]
+
+    def resize(
+        self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, ends: Sequence[int], always: Tensor | None
+    ) -> bool:
+        """Attend to as many tokens as are given from now on, if the launches can; their grids stay as they are."""
+        _check_form(q, k, v, indices)
+        n, width, shape = v.shape[2], indices.shape[3], self.shape
+        sink, recent = _ends(ends, always, n)
+        if self.launches is None or not sink + width + recent:
+            return False
+        tasks, splits = self.launches[0].grid
+        slots, wanted = split(tasks, sink + width + recent, _processors(q.device))
+        if wanted != splits:
+            return False
+        shape.tokens, shape.width, shape.slots, shape.sink, shape.recent = n, width, slots, sink, recent
+        for rows, x in zip(self.strides, (k, v), strict=True):
+            rows.batch, rows.head, rows.token = x.stride()[:3]
+        return True
 
     def place(self, address: int) -> None:
         """Write where scratch memory lies, if it is another than before."""
@@ -186,6 +206,20 @@ class _Call(NamedTuple):
 
 
 _calls: Table[_Call] = Table()
+
+
+def _renewed(
+    form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None,
+    ends: Sequence[int], sinks: Tensor | None, left_out: Sequence[Tensor | None], always: Tensor | None,
+) -> _Call:  # fmt: skip
+    """Return the launches of a form: those of one token fewer, with their numbers changed, or new ones."""
+    (*lead, n, dim), value_dim = k.shape, v.shape[3]
+    kind = q.shape, *lead, dim, value_dim, indices.shape[:3], *form[6:]
+
+    def make() -> _Call:
+        return _prepare(q, k, v, indices, scaling, softcap, ends, sinks, left_out, always)
+
+    return _calls.renew(form, kind, n, lambda made: made.resize(q, k, v, indices, ends, always), make)
 
 
 def _prepare(
@@ -206,14 +240,12 @@ def _prepare(
     sets, width = indices.shape[1], indices.shape[3]
     at = _Arguments(*(ctypes.c_void_p() for _ in range(11)), left_out=LeftOut())
     results = q.new_empty(batch, queries, hq, value_dim), (2, batch, queries, hq)
-    sink = min(ends[0], n) if always is None else always.shape[1]
-    recent = min(ends[1], n - sink) if always is None else 0
+    (sink, recent), rows, shape = _ends(ends, always, n), (Rows(*k.stride()[:3]), Rows(*v.stride()[:3])), Shape()
     if not sink + width + recent or not q.shape.numel() or not n:
-        return _Call(at, *results, 0, 0, 0, 0, True, None)
+        return _Call(at, *results, 0, 0, 0, 0, True, None, shape, rows)
     group, tasks = hq // sets, batch * sets * queries
     slots, splits = split(tasks, sink + width + recent, _processors(q.device))
     shape = Shape(sets, queries, width, group, hq // hkv, n, slots, sink, recent, scaling, softcap or 0.0)
-    rows = Rows(*k.stride()[:3]), Rows(*v.stride()[:3])
     first = (*at[:7], *rows, shape, at.always)
     counts = ctypes.c_int32(splits), ctypes.c_int32(tasks)
     second = (*at[4:7], at.sinks, at.out, at.facts, *counts, shape, at.q, at.left_out)
@@ -227,7 +259,13 @@ def _prepare(
     *starts, words = itertools.accumulate(sizes)
     alone = sinks is None and left_out[0] is None and always is None
     stats, counts_at, unasked = (4 * start for start in starts)
-    return _Call(at, *results, stats, counts_at, unasked, SAMPLES + words, alone, Kept(launches))
+    return _Call(at, *results, stats, counts_at, unasked, SAMPLES + words, alone, Kept(launches), shape, rows)
+
+
+def _ends(ends: Sequence[int], always: Tensor | None, n: int) -> tuple[int, int]:
+    """Return how many slots the first tokens have, or those of a list, and how many the last."""
+    sink = min(ends[0], n)
+    return (sink, min(ends[1], n - sink)) if always is None else (always.shape[1], 0)
 
 
 def _place_more(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
+from sparse_decode.dense_step import MOST_ROWS
 from sparse_decode.growing import FROM, GrowingLayer, grow
 from sparse_decode.interface import KEYWORD, Call, Short
 from sparse_decode.model import CACHE_NAMES, OTHER_STATES
@@ -61,13 +62,7 @@ class Hook:
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if "read_index" in kwargs:
-            _refuse_paged()
-        if (now := self._config._attn_implementation) is not self._name and now != self._name:
-            raise ValueError(
-                f'attention was set to "{now}" while sparse attention is attached; call detach() before '
-                "set_attn_implementation, and attach again"
-            )
+        self._require_ours(kwargs)
         if self._below and not args and (call := self._if_short(kwargs)) is not None:
             kwargs[KEYWORD] = call  # of this call alone: torch has collected it anew
             return None
@@ -77,6 +72,13 @@ class Hook:
         if args and self._below and (call := self._if_short(given)) is not None:
             return args, {**kwargs, KEYWORD: call}
         return args, {**kwargs, KEYWORD: self._told(self.plan, given)}
+
+    def _require_ours(self, kwargs: dict[str, Any]) -> None:
+        """Raise ValueError if the call reads another cache than ours, or another attention was set."""
+        if "read_index" in kwargs:
+            _refuse_paged()
+        if (now := self._config._attn_implementation) is not self._name and now != self._name:
+            _refuse_attention(now)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
@@ -106,6 +108,56 @@ class Hook:
 def _may_grow(hidden: Tensor) -> bool:
     """Say whether a layer that gets these states may have a cache that is written to in place."""
     return hidden.device.type == "cpu" and not hidden.requires_grad and not torch.compiler.is_compiling()
+
+
+class ExactHook(Hook):
+    """The hook of exact mode: sparse while drafts are being added to a cache, dense otherwise.
+
+    Args: drafting: says whether they are; grows: lets the dense layers of a cache grow in place; others as above.
+    """
+
+    __slots__ = ("_drafting", "_grows")
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        arguments: tuple[str, ...],
+        ours: tuple[Any, str],
+        told: Callable[[LayerPlan, dict[str, Any]], Any],
+        growing: WeakSet[CacheLayerMixin],
+        drafting: Callable[[object], bool],
+        grows: Callable[[object], None],
+    ):
+        super().__init__(plan, arguments, ours, told, growing, may_be_short=False)
+        self._drafting, self._grows = drafting, grows
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs} if args else kwargs
+        cache = given.get(CACHE_NAMES[0])
+        if self._drafting(cache):
+            return super().__call__(module, args, kwargs)
+        self._require_ours(kwargs)
+        hidden = given.get("hidden_states")
+        if type(cache) is not DynamicCache or hidden is None or self._layer >= len(cache.layers):
+            return None
+        held: Any = cache.layers[self._layer]
+        keys: Any = held.keys if type(held) is DynamicLayer and held.is_initialized else None
+        if keys is None or not keys.numel() or hidden.shape[1] > MOST_ROWS:
+            return None
+        if keys.shape[2] >= FROM and _may_grow(hidden):
+            grow(held, self._growing)
+            self._grows(cache)
+        return None
+
+
+def _refuse_attention(now: str) -> None:
+    """Raise ValueError: another attention than ours was set."""
+    raise ValueError(
+        f'attention was set to "{now}" while sparse attention is attached; call detach() before '
+        "set_attn_implementation, and attach again"
+    )
 
 
 def _refuse_paged() -> None:

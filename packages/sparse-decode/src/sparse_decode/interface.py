@@ -146,6 +146,13 @@ def attention(
         if rows == 1:
             call.count(batch * heads, key.shape[2])
             return attend_densely(module, query, key, value, None, 0.0, scaling)
+    if type(call) is Call and _is_plain(module, query, attention_mask, dropout, kwargs):
+        factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
+        out = call.plan.attend_at_once(
+            call.cache, query, key, value, factor, kwargs.get("softcap"), kwargs.get("s_aux")
+        )
+        if out is not None:
+            return out, None
     # A static cache returns all its room; its length is a tensor, which a compiled graph must not read.
     length = call.cache.cumulative_length if call is not None and isinstance(call.cache, StaticLayer) else None
     compiling = torch.compiler.is_compiling()
@@ -186,6 +193,18 @@ def attention(
         return attend_step(query, key, value, codes, attention_mask, length, *rest), None
     with no_autocast(query.device):
         return _sparse(module, call, query, key, value, attention_mask, length, whole, factor, kwargs, dense)
+
+
+def _is_plain(module: Any, query: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
+    """Say whether a call is a step on the CPU in which everything is as usual, so that one kernel may do all of it."""
+    if mask is not None or query.shape[2] != 1 or dropout or torch.compiler.is_compiling():
+        return False
+    usual = type(query) is Tensor and query.device.type == "cpu" and not query.requires_grad and len(query) > 0
+    if not usual or autocasts(query.device) or kwargs.get("position_bias") is not None:
+        return False
+    if kwargs.get("is_causal") is False or kwargs.get("output_attentions") or _active_collector.get():
+        return False
+    return getattr(module, "masked_key_indices", None) is None
 
 
 def _learn(call: Call, key: Tensor, value: Tensor, mask: Tensor | None, length: Tensor | None, factor: float) -> None:

@@ -25,6 +25,37 @@ def _lean(query, slope, spread, n, out):  # pragma: no cover - compiled
             out[i] += weight * row[i]
 
 
+@numba.njit
+def _add_token(
+    b, h, counts, joins, k, v, key_sums, value_sums, spreads, q, slopes, new_keys, new_values, new_spreads, mean_keys,
+    rest,
+):  # pragma: no cover - compiled  # fmt: skip
+    """Add a token of batch row b to the sums of KV head h."""
+    group, dim, dim_v = q.shape[1] // k.shape[1], k.shape[2], v.shape[2]
+    far_v = np.empty(dim_v, np.float32)
+    one = np.float32(joins[b])
+    n = max(counts[b], 1.0)
+    before = max(counts[b] - one, 1.0)
+    share = np.float32((counts[b] - one) / n)
+    for i in range(dim_v):
+        far_v[i] = one * np.float32(v[b, h, i] - value_sums[b, h, i] / before)
+        new_values[b, h, i] = value_sums[b, h, i] + (v[b, h, i] if joins[b] else np.float32(0))
+    for d in range(dim):
+        far_k = np.float32(k[b, h, d] - key_sums[b, h, d] / before) * share
+        new_keys[b, h, d] = key_sums[b, h, d] + (k[b, h, d] if joins[b] else np.float32(0))
+        mean_keys[b, h, d] = np.float32(new_keys[b, h, d] / n)
+        old, new = spreads[b, h, d], new_spreads[b, h, d]
+        if joins[b]:
+            for i in range(dim_v):
+                new[i] = old[i] + far_k * far_v[i]
+        else:
+            new[:] = old
+    for g in range(group * h, group * (h + 1)):
+        for i in range(dim_v):
+            rest[b, g, i] = np.float32(new_values[b, h, i] / n)
+        _lean(q[b, g], slopes[g], new_spreads[b, h], np.float32(n), rest[b, g])
+
+
 def tasks(
     first: int, last: int, counts: Sums, joins: NDArray[np.bool_], k: Array, v: Array, key_sums: Sums,
     value_sums: Sums, spreads: Array, q: Array, slopes: Array, new_keys: Sums, new_values: Sums, new_spreads: Array,
@@ -36,29 +67,9 @@ def tasks(
     and room for those with it, as in `Moments`; q: [B, Hq, D]; slopes: [Hq]; mean_keys [B, Hkv, D] and rest [B, Hq, Dv]
     get what `RunningMoments.rows` returns.
     """
-    heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    dim, dim_v = k.shape[2], v.shape[2]
-    far_v = np.empty(dim_v, np.float32)
+    heads = k.shape[1]
     for task in range(first, last):
-        b, h = task // heads, task % heads
-        one = np.float32(joins[b])
-        n = max(counts[b], 1.0)
-        before = max(counts[b] - one, 1.0)
-        share = np.float32((counts[b] - one) / n)
-        for i in range(dim_v):
-            far_v[i] = one * np.float32(v[b, h, i] - value_sums[b, h, i] / before)
-            new_values[b, h, i] = value_sums[b, h, i] + (v[b, h, i] if joins[b] else np.float32(0))
-        for d in range(dim):
-            far_k = np.float32(k[b, h, d] - key_sums[b, h, d] / before) * share
-            new_keys[b, h, d] = key_sums[b, h, d] + (k[b, h, d] if joins[b] else np.float32(0))
-            mean_keys[b, h, d] = np.float32(new_keys[b, h, d] / n)
-            old, new = spreads[b, h, d], new_spreads[b, h, d]
-            if joins[b]:
-                for i in range(dim_v):
-                    new[i] = old[i] + far_k * far_v[i]
-            else:
-                new[:] = old
-        for g in range(group * h, group * (h + 1)):
-            for i in range(dim_v):
-                rest[b, g, i] = np.float32(new_values[b, h, i] / n)
-            _lean(q[b, g], slopes[g], new_spreads[b, h], np.float32(n), rest[b, g])
+        _add_token(
+            task // heads, task % heads, counts, joins, k, v, key_sums, value_sums, spreads, q, slopes, new_keys,
+            new_values, new_spreads, mean_keys, rest,
+        )  # fmt: skip

@@ -128,7 +128,7 @@ def _launch(
     form = q.shape, q.dtype, device, k.shape, k.stride(), v.shape, v.stride(), _step(shown), _step(before)
     call = _calls.found.get(form)
     if call is None:
-        call = _calls.keep(form, _prepare(q, k, v, shown, before))
+        call = _renewed(form, q, k, v, k.stride(), v.stride(), _step(shown), _step(before))
     token, padding, into, to = call.token, call.padding, call.sums, call.results
     token.k, token.v, token.q, token.slopes = k.data_ptr(), v.data_ptr(), q.data_ptr(), slopes.data_ptr()
     padding.visible, padding.shown, padding.before = _at(visible), _at(shown), _at(before)
@@ -147,18 +147,35 @@ class _Call(NamedTuple):
     results: Results
     launches: Kept
 
+    def resize(self, n: int, keys: Sequence[int], values: Sequence[int], shown: int | None, before: int | None) -> bool:
+        """Add the last of so many tokens from now on, which lie that far apart: the grid does not depend on it."""
+        token, padding = self.token, self.padding
+        token.tokens, padding.shown_batch, padding.before_batch = n, shown or 0, before or 0
+        token.key_batch, token.key_head, token.key_token = keys[:3]
+        token.value_batch, token.value_head, token.value_token = values[:3]
+        return True
+
 
 _calls: Table[_Call] = Table()
 
 
-def _prepare(q: Tensor, k: Tensor, v: Tensor, shown: Tensor | None, before: Tensor | None) -> _Call:
+def _renewed(form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *strides: Any) -> _Call:
+    """Return the launch of a form: that of one token fewer, with its numbers changed, or a new one."""
+    (*lead, n, dim), value_dim = k.shape, v.shape[3]
+    kind = *form[:3], *lead, dim, value_dim
+    return _calls.renew(form, kind, n, lambda made: made.resize(n, *strides), lambda: _prepare(q, k, v, *strides))
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, keys: Sequence[int], values: Sequence[int], shown: int | None, before: int | None
+) -> _Call:
     (batch, hq, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
-    token = Token(None, None, *k.stride()[:3], *v.stride()[:3], None, None, hkv, hq // hkv, n)
-    padding = Padding(shown_batch=_step(shown) or 0, before_batch=_step(before) or 0)
-    arguments = token, padding, Sums(), Results()
+    arguments = Token(kv_heads=hkv, group=hq // hkv), Padding(), Sums(), Results()
     defined = macros(dim, value_dim, q.dtype)
     step = make_launch("moments.cu", "add_token", (batch * hkv, 1), THREADS, arguments, defined)
-    return _Call(*arguments, Kept([step]))
+    call = _Call(*arguments, Kept([step]))
+    call.resize(n, keys, values, shown, before)
+    return call
 
 
 def _step(x: Tensor | None) -> int | None:

@@ -73,7 +73,8 @@ def shard_shape(shape: ModelShape, size: int) -> ModelShape:
 class PlacedHasher:
     """A `hashtrain.Hasher` whose layers are found on the device of the keys; copied there if they are not.
 
-    A copy is made anew when the weights it was made of have changed.
+    A copy is made anew when the weights it was made of have changed; writes to weights that were made in inference mode
+    go unnoticed, because torch does not count them.
     """
 
     def __init__(self, hasher: Hasher):

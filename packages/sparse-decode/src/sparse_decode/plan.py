@@ -12,7 +12,8 @@ from sparse_decode import flash
 from sparse_decode.attend import LeftOut, attend, attention_weights
 from sparse_decode.blocks import Blocks, Inputs, RowRule, SomeRows, Step, rows_at_once
 from sparse_decode.budget import Budget
-from sparse_decode.cache import Encoder
+from sparse_decode.cache import CodedDynamicLayer, Encoder
+from sparse_decode.fused import FusedStep
 from sparse_decode.modes import ordinary_tensors
 from sparse_decode.opaque import enrol
 from sparse_decode.positions import Sights, include, readable, visible_rows
@@ -60,6 +61,9 @@ class LayerPlan:
         self.encoder: Encoder = _encoder(selector, layer)
         self.tally: Tally = Tally(torch.zeros(2, dtype=torch.int64, device=device))
         self.number: int = enrol(self)
+        self._fused: FusedStep | None = None
+        if kernel == "gather" and isinstance(selector, HashSelector):
+            self._fused = FusedStep(layer, selector, budget)
 
     @property
     def weighs_itself(self) -> bool:
@@ -87,6 +91,39 @@ class LayerPlan:
             return tally.add(batch * hq * n, batch * hq * n)
         visible, sparse = self.blocks.seen(x)
         tally.add_rows(visible * hq, visible * hq, sparse)
+
+    def attend_at_once(
+        self,
+        held: object,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor | None:
+        """Do a step without a mask in one call: [B, 1, Hq, Dv]; None where `attend` has to.
+
+        Args: as `Inputs` has them; held: the cache layer, whose keys and values k and v are.
+        """
+        fused, n = self._fused, k.shape[2]
+        if (
+            fused is None
+            or q.device.type != "cpu"
+            or not isinstance(held, CodedDynamicLayer)
+            or held.on_host
+            or held.keys is not k
+            or held.values is not v
+        ):
+            return None
+        if not self.rule.may_be_sparse(1, n) or self.all_dense(n):
+            return None
+        left_out = None if self.remainder is None else self._coefficients(q.device, scaling)
+        out = fused.attend(held, q, k, v, scaling, softcap, sinks, left_out)
+        if out is not None:
+            heads = len(q) * q.shape[1]
+            self.tally.add(heads * self.budget.count_row(n), heads * n)
+        return out
 
     def attend(self, x: Inputs, tally: Tally | None = None) -> tuple[Tensor, Tensor | None]:
         """Attend sparsely in the rows that the rule makes sparse.

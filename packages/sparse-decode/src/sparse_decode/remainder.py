@@ -7,6 +7,7 @@ beside the cache: a decode step adds its own token to them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from sparse_decode import moments
+from sparse_decode.modes import ordinary_tensors
 from sparse_decode.positions import Seen, readable
 
 _CHUNK = 1 << 26  # bytes of float64 keys or values that are summed at once, whatever the batch and the context
@@ -91,9 +93,10 @@ class RunningMoments:
     """
 
     def __init__(self) -> None:
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Sum anew when next asked."""
         self.length: int = 0
         """Tokens summed so far, padding included."""
         self._sums: Moments | None = None
@@ -164,12 +167,35 @@ class RunningMoments:
         self._sums, self._seen, self.length = Moments(*found), shown, n
         return mean_keys[:, :, None], rest[:, :, None]
 
+    def to_extend(self, batch: int, n: int) -> Moments | None:
+        """Return the sums, if they are of all tokens but the last of n, in memory of the CPU; None if they are not.
+
+        Who adds the last token to them in place says so by `extended`.
+        """
+        sums = self._sums
+        if sums is None or self._seen is not None or self.length != n - 1 or len(sums.keys) != batch:
+            return None
+        return sums if sums.keys.device.type == "cpu" and all(x.is_contiguous() for x in sums) else None
+
+    def extended(self, n: int) -> None:
+        """Take the sums as those of all n tokens."""
+        assert self._sums is not None
+        self._sums.tokens.numpy().fill(n)  # torch does not write to what was made in inference mode outside of it
+        self.length = n
+
+    def copied(self) -> RunningMoments:
+        """Return the same sums in memory of their own: steps may add to these in place."""
+        twin = copy.copy(self)
+        with ordinary_tensors():
+            twin._sums = None if self._sums is None else self._sums.map(torch.clone)
+        return twin
+
     def drop(self, k: Tensor, v: Tensor, length: int) -> None:
         """Take the tokens from `length` on out of the sums; k and v still hold them."""
         if length >= self.length:
             return
         if not length:
-            return self._forget()
+            return self.forget()
         assert self._sums is not None
         last = Moments.of(k, v, self._seen, length, self.length, self._sums.keys.device)
         self._sums = self._sums.without(last)
@@ -201,7 +227,7 @@ class RunningMoments:
     def advance(self, k: Tensor, v: Tensor, seen: Tensor | None, length: int, device: torch.device) -> Moments:
         """Sum the tokens up to `length`, or anew if these are not the tokens that were summed."""
         if self.length > length or not self._same(seen, k.shape[0]):
-            self._forget()
+            self.forget()
         if self._sums is None:
             self._sums = Moments.of(k, v, seen, 0, length, device)
         elif self.length < length:

@@ -168,6 +168,11 @@ class HashSelector:
         found = getattr(self.hasher, "remainder", None)
         return None if found is None else found(layer)
 
+    def own_layer(self, layer: int, device: torch.device) -> LayerHasher | None:
+        """Return the hash functions of a layer on a device, if all this selector does is to apply them per KV head."""
+        encoder = self._encoder
+        return encoder.own_layer(layer, device) if type(self) is HashSelector and type(encoder) is PerHead else None
+
     def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
         """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
 
@@ -294,6 +299,10 @@ class PerHead:
         encode_cuda.write_keys(own, k, codes, at)  # pyright: ignore[reportArgumentType]
         return True
 
+    def own_layer(self, layer: int, device: torch.device) -> LayerHasher:
+        """Return the hash functions of a layer on a device."""
+        return self._placed.layer(layer, device)
+
     def _of_keys(self, layer: int, k: Tensor) -> LayerHasher:
         """Return the hasher of a layer where its keys [B, Hkv, T, D] are, if it is for as many KV heads."""
         own = self._placed.layer(layer, k.device)
@@ -356,6 +365,12 @@ class NoCodes:
 class RecentSelector(NoCodes):
     """Selects the last tokens that the row sees: a sliding window of the budget's size."""
 
+    chooses_all_asked = True
+
     def select(self, rows: Rows) -> Tensor:
+        if rows.each is not None and rows.visible is None and rows.among is None:  # a step in which nothing is hidden
+            end = rows.k.shape[2] - rows.recent
+            last = torch.arange(end - rows.each, end, device=rows.q.device)
+            return last.expand(rows.q.shape[0], rows.k.shape[1], rows.q.shape[2], -1)
         chosen = last_visible(rows.candidates(), rows.counts, rows.k.shape[2])
         return chosen[:, None].expand(-1, rows.k.shape[1], -1, -1)

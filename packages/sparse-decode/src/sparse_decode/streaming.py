@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -48,10 +49,11 @@ class TimedStreamer(TextStreamer):
         self.tokens: list[int] = []
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt first, then one token after the other."""
+        """Take the prompt first, then one token after the other, or several that a check made at once."""
         if not self.next_tokens_are_prompt:
-            self.times.append(time.perf_counter() - self._began)
-            self.tokens += value.flatten().tolist()
+            new = cast("list[int]", value.flatten().tolist())
+            self.times += [time.perf_counter() - self._began] * len(new)
+            self.tokens += new
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -79,8 +81,9 @@ def load_selector(hasher: str, model: PreTrainedModel) -> HashSelector:
 def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     """Load, generate and measure.
 
-    Returns: the settings, and for `sparse` and, if asked for, `dense`: new tokens, seconds of prefill, tokens per
-        second after it, density, bytes of keys and values in all layers, bytes of codes.
+    Returns: the settings, and for `sparse` (or `exact`) and, if asked for, `dense`: new tokens, seconds of prefill,
+        tokens per second after it, density, bytes of keys and values in all layers, bytes of codes; for `exact`, how
+        many tokens were drafted, and accepted.
     Raises: UsageError or ValueError with one sentence if the prompt, the model or the hasher cannot be used.
     """
     text = read_text(command.prompt_file)
@@ -89,6 +92,11 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     selector = load_selector(command.hasher, model)
     ends: Any = {"sink": command.sink, "recent": command.recent}
     budget = Budget(command.fraction, command.min_tokens, **ends, shortlist=command.shortlist, values=command.values)
+    mine = "sparse" if command.exact is None else "exact"
+    if mine == "exact":  # which drafts nothing where that does not pay
+        with attach(model, selector, budget, dense_layers=command.dense_layers):
+            warm_up(model, ids)
+        budget = replace(budget, dense_below="predicted")
 
     def write(text: str) -> None:
         out.write(text)
@@ -96,17 +104,19 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
 
     found: dict[str, Any] = {"model": command.model, "hasher": command.hasher, "prompt_tokens": ids.shape[1]}
     streamers: dict[str, TimedStreamer] = {}
-    for name, chosen in (("sparse", selector), ("dense", None))[: 1 + command.compare]:
+    for name, chosen, exact in ((mine, selector, command.exact), ("dense", None, None))[: 1 + command.compare]:
         if command.compare:
             write(f"--- {name}\n")
-        with attach(model, chosen, budget, dense_layers=command.dense_layers) as attachment:
+        with attach(model, chosen, budget, dense_layers=command.dense_layers, exact=exact) as attachment:
             warm_up(model, ids)
             attachment.reset_density()
+            if attachment.drafts is not None:
+                attachment.drafts.reset()
             streamers[name] = TimedStreamer(tokenizer, write)
             cache = _run(model, ids, command.max_new_tokens, streamers[name])
             found[name] = _measured(attachment, streamers[name], cache)
     if command.compare:
-        pairs = zip(streamers["sparse"].tokens, streamers["dense"].tokens, strict=False)
+        pairs = zip(streamers[mine].tokens, streamers["dense"].tokens, strict=False)
         differ = [i for i, (a, b) in enumerate(pairs) if a != b]
         shorter = min(len(streamer.tokens) for streamer in streamers.values())
         found["same_tokens"] = differ[0] if differ else shorter
@@ -131,7 +141,10 @@ def _run(model: PreTrainedModel, ids: Tensor, tokens: int, streamer: TimedStream
 def _measured(attachment: Attachment, streamer: TimedStreamer, cache: DynamicCache) -> dict[str, Any]:
     kv, codes = attachment.memory(cache)
     selected, visible = (sum(column) for column in zip((0, 0), *attachment.counts().values(), strict=True))
+    drafts = None if attachment.drafts is None else attachment.drafts.acceptance
+    made = {} if drafts is None else {**drafts._asdict(), "acceptance": drafts.rate}
     return {
+        **made,
         "new_tokens": len(streamer.times),
         "prefill_seconds": streamer.times[0],
         "tokens_per_second": streamer.tokens_per_second,

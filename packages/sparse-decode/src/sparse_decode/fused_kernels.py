@@ -1,0 +1,207 @@
+"""A whole decode step of one layer on the CPU in one call: hash, search, sum, attend, for each (sequence, KV head).
+
+It calls the kernels that the separate steps call, one after the other, and adds no arithmetic of its own. What it saves
+is Python: after the rest of a model has emptied a processor's caches, each small call from Python takes microseconds.
+
+numba's cache looks at this file only, so `kernel` takes the digest of everything that is called from here.
+"""
+
+# numba is untyped.
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from hashcore.cpu import kernels, plan
+from hashcore.cpu.intrinsics import stay_a_function
+from hashcore.cpu.threads import compiled
+
+from sparse_decode import attend_kernels, encode, moment_kernels
+from sparse_decode.attend_kernels import _attend_task, _widen
+from sparse_decode.encode import _hash_head
+from sparse_decode.intrinsics import pointer
+from sparse_decode.moment_kernels import _add_token
+
+FORM = (
+    *("HKV", "GROUP", "DIM", "DIM_V", "KIND", "BITS", "PLANES", "COORDINATES", "SPREAD", "QUERY_HIDDEN", "KEY_HIDDEN"),
+    *("SINK", "RECENT", "SHORTLIST", "REMAINDER"),
+    *(f"{name}_{step}" for name in ("Q", "K", "V", "CODE") for step in ("BATCH", "HEAD", "TOKEN")),
+    *(f"QUERY_{name.upper()}" for name in encode.NAMES),
+    *(f"KEY_{name.upper()}" for name in encode.NAMES),
+    *("COORDINATE", "POWER", "LIMIT", "COEFFICIENTS", "SLOPES"),
+)
+"""What stays the same from step to step, by its place in an int64 array: sizes, strides in numbers, addresses."""
+AT = {name: at for at, name in enumerate(FORM)}
+(
+    HKV, GROUP, DIM, DIM_V, KIND, BITS, PLANES, COORDINATES, SPREAD, QUERY_HIDDEN, KEY_HIDDEN, SINK, RECENT, SHORTLIST,
+    REMAINDER, Q_BATCH, Q_HEAD, _Q_TOKEN, K_BATCH, K_HEAD, K_TOKEN, V_BATCH, V_HEAD, V_TOKEN, CODE_BATCH, CODE_HEAD,
+    CODE_TOKEN, QUERY_R, _QUERY_W1, _QUERY_B1, _QUERY_W2, _QUERY_B2, KEY_R, _KEY_W1, _KEY_B1, _KEY_W2, _KEY_B2,
+    COORDINATE, POWER, LIMIT, COEFFICIENTS, SLOPES,
+) = range(len(FORM))  # fmt: skip
+NOT_FINITE = 1
+"""What a piece of the work returns if a query's weights are not finite."""
+_COLUMNS = len(plan.COLUMNS)
+_ROOM = plan.CHUNK + plan.STASH + plan.MORE
+
+search_tasks: Any = None  # the compiled one, once `kernel` has been called
+
+
+@functools.cache
+def kernel() -> Callable[..., int]:
+    """Return the step, to be run by `hashcore.cpu.threads.run`."""
+    global search_tasks
+    search_tasks = compiled(kernels.search_tasks)
+    files = [Path(str(x.__file__)) for x in (kernels, plan, encode, attend_kernels, moment_kernels)]
+    files.append(files[0].with_name("intrinsics.py"))
+    files.append(Path(str(importlib.import_module("sparse_decode.intrinsics").__file__)))
+    return _tasks_of(hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest())
+
+
+@numba.njit
+def _line(x, address, size, kind, like):  # pragma: no cover - compiled
+    """Return `size` numbers of like's type at an address as float32."""
+    bits = np.empty(size, np.uint32)
+    _widen(numba.carray(pointer(address), (size,), like.dtype), kind, bits, bits.view(np.float32))
+    x[:] = bits.view(np.float32)
+
+
+@numba.njit
+def _floats(address, shape):  # pragma: no cover - compiled
+    return numba.carray(pointer(address), shape, np.float32)
+
+
+@numba.njit
+def _doubles(address, shape):  # pragma: no cover - compiled
+    return numba.carray(pointer(address), shape, np.float64)
+
+
+@numba.njit
+def _hash(form, first, hidden, head, heads, group, x, planes, words):  # pragma: no cover - compiled
+    """Hash x [1, group, 1, D] by the functions whose weights' addresses begin at form[first]: of heads head on."""
+    dim, coordinates, bits = form[DIM], form[COORDINATES], form[BITS]
+    one = np.int64(4)
+    r = _floats(form[first] + one * head * dim * coordinates, (heads, dim, coordinates))
+    w1 = _floats(form[first + 1] + one * head * dim * hidden, (heads, dim, hidden))
+    b1 = _floats(form[first + 2] + one * head * hidden, (heads, 1, hidden))
+    w2 = _floats(form[first + 3] + one * head * hidden * coordinates, (heads, hidden, coordinates))
+    b2 = _floats(form[first + 4] + one * head * coordinates, (heads, 1, coordinates))
+    kv = head // group
+    digits = bits if form[SPREAD] else 0
+    coordinate = numba.carray(pointer(form[COORDINATE] + one * kv * digits), (1, digits), np.int32)
+    power = _floats(form[POWER] + one * kv * digits, (1, digits))
+    limit = _floats(form[LIMIT] + one * kv * coordinates * form[SPREAD], (1, coordinates * form[SPREAD]))
+    numbers = np.empty((1, 1, 1, bits), np.float32)
+    return _hash_head(0, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words)
+
+
+@numba.njit
+def _search(form, planes, codes, n, count, scores, indices):  # pragma: no cover - compiled
+    """Write the `count` best of n codes at an address to scores and indices, in ascending order, but for the ends.
+
+    Both belong to the caller: an array of which only the address is used is gone before the search begins.
+    """
+    stay_a_function()
+    words, levels = form[BITS] // 32, form[PLANES]
+    header = np.zeros(plan.FIRST_WEIGHT + levels, np.int64)
+    header[plan.N], header[plan.WORDS], header[plan.PLANES] = n, words, levels
+    header[plan.PLANE_STEP], header[plan.WORD_STEP] = 4 * words, 4
+    header[plan.STEP] = 4 * form[CODE_TOKEN]
+    header[plan.WIDTH], header[plan.ROWS], header[plan.PARTS] = count, 1, 1
+    header[plan.ROOMY], header[plan.SHORTLIST] = min(2 * count, n) + _ROOM, form[SHORTLIST]
+    for p in range(levels):
+        header[plan.FIRST_WEIGHT + p] = 1 << p
+        header[plan.TOP] += (1 << p) * 32 * words
+    rows = np.zeros((1, _COLUMNS), np.int64)
+    rows[0, plan.K], rows[0, plan.LOW] = count, min(form[SINK], n)
+    rows[0, plan.HIGH] = max(n - form[RECENT], rows[0, plan.LOW])
+    search_tasks(
+        0, 1, header, rows, np.empty(0, np.int64), planes.ctypes.data, codes, scores.ctypes.data, indices.ctypes.data
+    )
+
+
+def _tasks_of(digest: str) -> Callable[..., int]:
+    def tasks(
+        first: int, last: int, form: Any, like: Any, scaling: Any, softcap: Any, share: float, q_at: int, k_at: int,
+        v_at: int, code_at: int, n: int, count: int, pending: int, sinks_at: int, out_at: int, sums: Any,
+    ) -> int:  # pragma: no cover - compiled  # fmt: skip
+        """Do tasks [first, last): one a sequence and KV head; return NOT_FINITE or 0.
+
+        Args:
+            form: int64, by FORM; like: empty, of the type in which keys are read.
+            q_at, k_at, v_at, code_at, out_at: addresses of q [B, Hq, 1, D], k, v, codes, and out, float32
+                [B, 1, Hq, Dv].
+            n: tokens with the new one; count: how many to select between the ends.
+            pending: 1 if the last key is still to be hashed.
+            sinks_at: address of learned sinks, float32 [Hq], 0 without them.
+            sums: addresses of the sums of keys, values and spread, which get the last token; 0 without remainder.
+        """
+        assert digest  # a part of what numba's cache looks at
+        hkv, group, dim, dim_v, kind = form[HKV], form[GROUP], form[DIM], form[DIM_V], form[KIND]
+        item, words, levels = like.itemsize, form[BITS] // 32, form[PLANES]
+        sink, recent = min(form[SINK], n), form[RECENT]
+        end = max(n - recent, sink)
+        q, key = np.empty((1, group, 1, dim), np.float32), np.empty((1, 1, 1, dim), np.float32)
+        value = np.empty((1, 1, dim_v), np.float32)
+        code, planes = np.empty((1, 1, 1, 1, words), np.int32), np.empty((1, 1, 1, levels, words), np.int32)
+        indices = np.empty((1, 1, 1, sink + count + n - end), np.int64)
+        scores = np.empty(count, np.int32)
+        facts, used = np.empty((2, 1, 1, group), np.float32), np.empty((1, 1, 1), np.int64)
+        mean_keys, rest = np.zeros((1, 1, dim), np.float32), np.zeros((1, group, dim_v), np.float32)
+        blocks, visible = np.empty((0, 0), np.int64), np.full((1, 1), n, np.int64)
+        counts, joins = np.full(1, float(n)), np.ones(1, np.bool_)
+        own_sinks = np.full(group, -np.inf, np.float32)
+        for task in range(first, last):
+            b, h = task // hkv, task % hkv
+            head = h * group
+            for g in range(group):
+                _line(q[0, g, 0], q_at + item * (b * form[Q_BATCH] + (head + g) * form[Q_HEAD]), dim, kind, like)
+                if sinks_at:
+                    own_sinks[g] = _floats(sinks_at, (head + group,))[head + g]
+            own_k = k_at + item * (b * form[K_BATCH] + h * form[K_HEAD])
+            own_v = v_at + item * (b * form[V_BATCH] + h * form[V_HEAD])
+            own_code = code_at + 4 * (b * form[CODE_BATCH] + h * form[CODE_HEAD])
+            _line(key[0, 0, 0], own_k + item * (n - 1) * form[K_TOKEN], dim, kind, like)
+            if pending:
+                _hash(form, KEY_R, form[KEY_HIDDEN], h, 1, 1, key, 0, code)
+                numba.carray(pointer(own_code + 4 * (n - 1) * form[CODE_TOKEN]), (words,), np.int32)[:] = code[
+                    0, 0, 0, 0
+                ]
+            if not _hash(form, QUERY_R, form[QUERY_HIDDEN], head, group, group, q, levels, planes):
+                return NOT_FINITE
+            for token in range(sink):
+                indices[0, 0, 0, token] = token
+            for token in range(end, n):
+                indices[0, 0, 0, sink + count + token - end] = token
+            if count:
+                _search(form, planes, own_code, n, count, scores, indices[0, 0, 0, sink:])
+            coefficients = _floats(form[COEFFICIENTS] + 20 * head, (group * form[REMAINDER], 5))
+            if form[REMAINDER]:
+                _line(value[0, 0], own_v + item * (n - 1) * form[V_TOKEN], dim_v, kind, like)
+                keys = _doubles(sums[0] + 8 * task * dim, (1, 1, dim))
+                values = _doubles(sums[1] + 8 * task * dim_v, (1, 1, dim_v))
+                spread = _floats(sums[2] + 4 * task * dim * dim_v, (1, 1, dim, dim_v))
+                slopes = _floats(form[SLOPES] + 4 * head, (group,))
+                _add_token(
+                    0, 0, counts, joins, key[0], value, keys, values, spread, q.reshape(1, group, dim), slopes, keys,
+                    values, spread, mean_keys, rest,
+                )  # fmt: skip
+            reach = (n - 1) * form[K_TOKEN] + dim, (n - 1) * form[V_TOKEN] + dim_v
+            own = _floats(out_at + 4 * (b * hkv + h) * group * dim_v, (1, 1, group, dim_v))
+            own[:] = 0
+            _attend_task(
+                0, q, numba.carray(pointer(own_k), reach[0], like.dtype), (0, 0, form[K_TOKEN], 1, n),
+                numba.carray(pointer(own_v), reach[1], like.dtype), (0, 0, form[V_TOKEN], 1, n), blocks, indices, own,
+                facts, used, scaling, softcap, own_sinks, kind, coefficients, mean_keys.reshape(1, 1, 1, dim),
+                rest.reshape(1, group, 1, dim_v), visible, share,
+            )  # fmt: skip
+        return 0
+
+    return tasks

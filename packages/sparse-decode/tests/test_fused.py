@@ -1,0 +1,346 @@
+"""A plain decode step in one compiled call: the same as step by step, and the other way where it does not apply."""
+
+import copy
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hashtrain import Hasher, HasherConfig, ModelShape
+from sparse_decode import Budget, QueryHeadHasher, attach, fused_kernels
+from sparse_decode.blocks import Inputs, RowRule
+from sparse_decode.cache import Encoder, carry_codes
+from sparse_decode.fused import FusedStep
+from sparse_decode.plan import LayerPlan
+from sparse_decode.remainder import Moments
+from sparse_decode.select import HashSelector
+from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+KINDS = [torch.float32, torch.bfloat16, torch.float16]
+BUDGETS = [
+    Budget(0.1),
+    Budget(0.1, sink=0, recent=0),
+    Budget(0.2, sink=3, recent=2, shortlist=2),
+    Budget(0.3, values=0.4),
+    Budget(1.0),
+    Budget(0.01, sink=2, recent=2),
+]
+
+
+SHAPE = ModelShape(1, 6, 2, 16)
+
+
+def make_hasher(variant="transform", shape=SHAPE, calibrated=True):
+    hasher = Hasher(HasherConfig(variant, shape, bits=64, planes=4), 1)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for x in hasher.parameters():
+            x.add_(torch.randn(x.shape, generator=draw) * 0.1)
+        for layer in range(shape.num_layers if calibrated else 0):
+            hasher.layer(layer).remainder.copy_(torch.rand(shape.num_query_heads, 6, generator=draw) * 0.4 - 0.1)
+    return hasher.eval().requires_grad_(False)
+
+
+def tensors(kind, batch, tokens, hq=6, hkv=2, dim=16, dim_v=16):
+    draw = torch.Generator().manual_seed(tokens)
+    sizes = (hq, 1, dim), (hkv, tokens, dim), (hkv, tokens, dim_v)
+    return [torch.randn(batch, *size, generator=draw).to(kind) for size in sizes]
+
+
+class Both:
+    """A layer's steps in one call, and step by step over a cache of their own."""
+
+    def __init__(self, hasher, budget, remainder=True, rule=None):
+        def made():
+            selector = HashSelector(hasher)
+            return LayerPlan(
+                0, selector, budget, rule or RowRule(None, 1), selector.remainder(0) if remainder else None
+            )
+
+        self.fused, self.other = made(), made()
+        self.held = [carry_codes(DynamicLayer(), plan.encoder) for plan in (self.fused, self.other)]
+
+    def step(self, q, k, v, **options):
+        """Do one step over the tokens of k and v, of which all new ones are appended; return both results."""
+        for held in self.held:
+            held.update(k[:, :, held.get_seq_length() :], v[:, :, held.get_seq_length() :])
+        first, second = self.held
+        ours = self.fused.attend_at_once(first, q, first.keys, first.values, 0.25, **options)
+        return ours, self.other.attend(inputs(second, q, **options))[0]
+
+
+def inputs(held, q, softcap=None, sinks=None):
+    """A step for the other way."""
+    return Inputs(q, held.keys, held.values, None, held.codes, None, 0.25, softcap, sinks, held.moments)
+
+
+def assert_alike(ours, theirs):
+    """The same selection, so the same numbers but for rounding: the compiler orders sums of a loop as it likes."""
+    step = torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours, theirs, atol=4e-6 if ours.dtype == torch.float32 else step / 8, rtol=step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("remainder", [False, True])
+def test_the_same_as_step_by_step(kind, budget, remainder):
+    both = Both(make_hasher(), budget, remainder)
+    q, k, v = tensors(kind, 3, 170)
+    for n in (80, 81, 82, 83, 120, 121, 170):
+        ours, theirs = both.step(q, k[:, :, :n], v[:, :, :n], softcap=5.0, sinks=torch.linspace(-1, 1, 6))
+        alone = n in (81, 82, 83, 121)  # one token is new, so that the sums are those of all others
+        assert (ours is None) == (remainder and not alone)
+        if ours is None:
+            first = both.held[0]
+            ours = both.fused.attend(inputs(first, q, 5.0, torch.linspace(-1, 1, 6)))[0]
+        assert_alike(ours, theirs)
+        assert torch.equal(both.held[0].codes, both.held[1].codes)
+        for mine, other in zip(both.held[0].moments._sums or (), both.held[1].moments._sums or (), strict=True):
+            assert torch.equal(mine, other)
+    assert both.fused.tally.totals() == both.other.tally.totals()
+
+
+@pytest.mark.parametrize("variant", ["planes", "transform"])
+@pytest.mark.parametrize(("hq", "hkv", "dim", "dim_v"), [(1, 1, 8, 8), (4, 4, 32, 16), (8, 2, 24, 40)])
+def test_any_heads_and_any_hash_of_ours(variant, hq, hkv, dim, dim_v):
+    both = Both(make_hasher(variant, ModelShape(1, hq, hkv, dim)), Budget(0.1))
+    q, k, v = tensors(torch.float32, 1, 90, hq, hkv, dim, dim_v)
+    both.step(q, k[:, :, :60], v[:, :, :60])
+    both.fused.attend(inputs(both.held[0], q))
+    for n in range(61, 90):
+        ours, theirs = both.step(q, k[:, :, :n], v[:, :, :n])
+        assert_alike(ours, theirs)
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4, 5, 6, 9])
+def test_rows_that_see_little_more_than_their_ends(tokens):
+    both = Both(make_hasher(), Budget(0.5, sink=2, recent=3), remainder=False)
+    q, k, v = tensors(torch.float32, 2, tokens)
+    ours, theirs = both.step(q, k, v)
+    assert_alike(ours, theirs)
+
+
+def test_threads_change_nothing(monkeypatch):
+    wanted = []
+    monkeypatch.setattr(FusedStep, "_workers", lambda self, form, n, reads, tasks: wanted[-1])
+    both = Both(make_hasher(), Budget(0.1), remainder=False)
+    q, k, v = tensors(torch.float32, 3, 99)
+    for workers in (1, 2, 5, 6):
+        wanted.append(workers)
+        ours, theirs = both.step(q, k, v)
+        assert_alike(ours, theirs)
+    wanted.append(7)  # of 6 tasks: a search in parts is faster
+    assert both.step(q, k, v)[0] is None
+
+
+def test_weights_that_are_not_finite_are_refused_and_change_nothing():
+    both = Both(make_hasher(), Budget(0.1))
+    q, k, v = tensors(torch.float32, 1, 90)
+    both.step(q, k[:, :, :88], v[:, :, :88])
+    first = both.held[0]
+    both.fused.attend(inputs(first, q))
+    bad = q.clone()
+    bad[0, 5, 0, 3] = torch.inf
+    first.update(k[:, :, 88:89], v[:, :, 88:89])
+    assert both.fused.attend_at_once(first, bad, first.keys, first.values, 0.25) is None
+    with pytest.raises(ValueError, match="finite"):
+        both.fused.attend(inputs(first, bad))
+    both.held[1].update(k[:, :, 88:89], v[:, :, 88:89])
+    assert torch.equal(first.codes, both.held[1].codes)
+    assert first.moments._sums is None  # summed anew when next asked
+
+
+def counted(monkeypatch):
+    """Count the steps that were done in one call."""
+    done, own = [], FusedStep.attend
+
+    def attend(*given):
+        out = own(*given)
+        done.append(out is not None)
+        return out
+
+    monkeypatch.setattr(FusedStep, "attend", attend)
+    return done
+
+
+CHANGES = [(family, change) for family in ("llama", "gemma2", "gpt_oss") for change in ("nothing", "beams", "copy")]
+
+
+@pytest.mark.parametrize(("family", "change"), [*CHANGES, ("llama", "crop"), ("qwen3", "crop")])  # windows cannot crop
+def test_generation_with_and_without(family, change, monkeypatch):
+    model, (ids, _) = tiny_model(family), prompts((40, 40))
+    hasher = make_hasher(shape=ModelShape.of(model.config))
+    options = {"num_beams": 3} if change == "beams" else {}
+
+    def run():
+        with attach(model, hasher, Budget(0.2, min_tokens=4)) as attachment:
+            cache = DynamicCache(config=model.config)
+            first = generate(model, ids, past_key_values=cache, **options)
+            if change == "copy":
+                cache = copy.deepcopy(cache)
+            if change == "crop":
+                cache.crop(-10)
+                first = first[:, :46]
+            again = first if change == "beams" else generate(model, first, past_key_values=cache)
+            return again, attachment.density()
+
+    done = counted(monkeypatch)
+    ours = run()
+    assert sum(done) > len(done) / 2
+    monkeypatch.setattr(LayerPlan, "attend_at_once", lambda *_, **__: None)
+    theirs = run()
+    assert torch.equal(ours[0], theirs[0])
+    assert ours[1] == theirs[1]
+
+
+@pytest.mark.parametrize("case", ["padding", "host", "per query head", "another hasher", "weights", "gradients", "lsh"])
+def test_what_is_not_plain_goes_the_other_way(case, monkeypatch):
+    model, (ids, mask) = tiny_model(implementation="eager" if case == "weights" else "sdpa"), prompts((40, 40))
+    hasher = make_hasher("lsh" if case == "lsh" else "transform", ModelShape.of(model.config), calibrated=False)
+    hasher = (
+        QueryHeadHasher(hasher) if case == "per query head" else SignHasher() if case == "another hasher" else hasher
+    )
+    if case == "padding":
+        ids, mask = prompts((40, 30))
+    options = {"output_attentions": True, "return_dict_in_generate": True} if case == "weights" else {}
+    done = counted(monkeypatch)
+    with attach(model, hasher, Budget(0.2), kv="host" if case == "host" else "device"):
+        if case == "gradients":
+            cache = DynamicCache(config=model.config)
+            with torch.enable_grad():
+                for part in ids.split([36, 1, 1, 2], 1):
+                    model(part, past_key_values=cache)
+        else:
+            generate(model, ids, mask, **options)
+    assert not any(done)
+
+
+def test_tensors_that_do_not_agree_go_the_other_way_which_says_so():
+    both = Both(make_hasher(), Budget(0.1), remainder=False)
+    q, k, v = tensors(torch.bfloat16, 1, 90)
+    both.step(q, k, v)
+    held = both.held[0]
+    assert both.fused.attend_at_once(held, q.half(), held.keys, held.values, 0.25) is None
+    with pytest.raises(ValueError, match="must all be float32, bfloat16 or float16"):
+        both.fused.attend(inputs(held, q.half()))
+    apart = q.repeat_interleave(2, -1)[..., ::2]
+    assert both.fused.attend_at_once(held, apart, held.keys, held.values, 0.25) is None
+    assert both.fused.attend_at_once(held, q, held.keys.clone(), held.values, 0.25) is None
+    assert both.fused.attend_at_once(held, q, held.keys, held.values.clone(), 0.25) is None
+    ours = both.fused.attend_at_once(held, q, held.keys, held.values, 0.25)
+    assert_alike(ours, both.fused.attend(inputs(held, apart))[0])
+
+
+def test_two_threads_with_a_cache_each():
+    model, (ids, _) = tiny_model(), prompts((40,))
+    texts = [ids, ids.flip(1)[:, :31]]
+    with attach(model, make_hasher(shape=ModelShape.of(model.config)), Budget(0.2, min_tokens=4)):
+        alone = [generate(model, text, new_tokens=30) for text in texts]
+        found = [None, None]
+
+        def work(i):
+            found[i] = generate(model, texts[i], new_tokens=30)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+
+
+def test_a_copy_of_the_sums_stays_what_it_was():
+    both = Both(make_hasher(), Budget(0.1))
+    q, k, v = tensors(torch.float32, 1, 90)
+    both.step(q, k[:, :, :88], v[:, :, :88])
+    held = both.held[0]
+    both.fused.attend(inputs(held, q))
+    kept, before = held.moments.copied(), [x.clone() for x in held.moments._sums]
+    held.update(k[:, :, 88:89], v[:, :, 88:89])
+    assert both.fused.attend_at_once(held, q, held.keys, held.values, 0.25) is not None
+    assert held.moments.length == 89
+    assert kept.length == 88
+    assert all(torch.equal(x, y) for x, y in zip(kept._sums, before, strict=True))
+    assert not torch.equal(held.moments._sums.spread, before[-1])
+
+
+def test_steps_after_those_of_inference_mode(monkeypatch):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    done = counted(monkeypatch)
+
+    def run(modes):
+        cache, logits = DynamicCache(config=model.config), []
+        with torch.inference_mode():
+            model(ids[:, :30], past_key_values=cache)
+        for token, mode in zip(range(30, 40), modes, strict=True):
+            with mode():
+                logits.append(model(ids[:, token : token + 1], past_key_values=cache).logits.clone())
+        return torch.cat(logits)
+
+    with attach(model, make_hasher(shape=ModelShape.of(model.config)), Budget(0.2, min_tokens=4)):
+        alone = run([torch.inference_mode] * 10)
+        mixed = run([torch.inference_mode] * 5 + [torch.no_grad] * 5)
+    assert sum(done) > len(done) / 2
+    torch.testing.assert_close(mixed, alone)
+
+
+def test_drafts_of_exact_mode_leave_the_sums_as_they_were(monkeypatch):
+    model, (ids, _) = tiny_model(), prompts((40,))
+    done = counted(monkeypatch)
+    with attach(
+        model, make_hasher(shape=ModelShape.of(model.config)), Budget(0.2, min_tokens=4), exact=4
+    ) as attachment:
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :30], past_key_values=cache)
+        for _ in range(2):
+            with torch.no_grad(), attachment.drafts.adding(cache):
+                for token in range(30, 34):
+                    model(ids[:, token : token + 1], past_key_values=cache)
+            for held in cache.layers:
+                expected = Moments.of(held.keys, held.values, None, 0, 30, held.keys.device)
+                for mine, other in zip(held.moments._sums, expected, strict=True):
+                    torch.testing.assert_close(mine, other)
+    assert any(done)
+
+
+def test_weights_that_are_replaced_or_written_to_count_at_once():
+    hasher = make_hasher()
+    both = Both(hasher, Budget(0.1), remainder=False)
+    q, k, v = tensors(torch.float32, 1, 90)
+    both.step(q, k, v)
+    query = hasher.layer(0).query
+    for change in (lambda: query.r.neg_(), lambda: setattr(query, "w1", torch.nn.Parameter(query.w1 * -1, False))):
+        before = both.step(q, k, v)[0]
+        change()
+        ours, theirs = both.step(q, k, v)
+        assert_alike(ours, theirs)
+        assert not torch.equal(ours, before)
+
+
+def test_the_compilers_cache_looks_at_all_that_is_compiled_in(monkeypatch):
+    """numba's key holds what a function closes over: the digest of every file that this kernel is made of."""
+    before = fused_kernels.kernel()
+    assert before.__closure__ is not None
+    read = Path.read_bytes
+    for name in ("kernels.py", "plan.py", "intrinsics.py", "encode.py", "attend_kernels.py", "moment_kernels.py"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", lambda self, name=name: read(self) + b"#" * (self.name == name))
+            after = fused_kernels.kernel.__wrapped__()
+        assert after.__closure__[0].cell_contents != before.__closure__[0].cell_contents, name
+
+
+def test_codes_are_hashed_by_the_encoder_where_there_is_no_room():
+    hashed = []
+    hasher = make_hasher()
+    selector = HashSelector(hasher)
+    plan = LayerPlan(0, selector, Budget(0.1), RowRule(None, 1))
+    held = carry_codes(DynamicLayer(), Encoder(lambda k: (hashed.append(k.shape[2]), selector.encode_keys(0, k))[1]))
+    q, k, v = tensors(torch.float32, 1, 300)
+    held.update(k[:, :, :60], v[:, :, :60])
+    for n in range(60, 300):
+        held.update(k[:, :, n : n + 1], v[:, :, n : n + 1])
+        assert plan.attend_at_once(held, q, held.keys, held.values, 0.25) is not None
+    assert torch.equal(held.codes, selector.encode_keys(0, k))
+    assert 0 < len(hashed) < 10
