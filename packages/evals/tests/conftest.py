@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the helpers: importing tests by file leaves folders off it
+sys.path.append(str(Path(__file__).parents[2] / "sparse-decode" / "tests"))  # for fake_gpu
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 
 import pytest

@@ -116,7 +116,7 @@ def test_compiled_steps_say_what_plain_ones_say(shape_folder, traced, sparse):
     config = LlamaConfig.from_pretrained(shape_folder)
     model, shape = AutoModelForCausalLM.from_config(config).eval(), ModelShape.of(config)
     cache, tokens = DynamicCache(config=config), torch.tensor([[3], [5], [7]])
-    throughput.fill(cache, config, shape, 64, 1, torch.float32, 0)
+    throughput.fill(cache, shape, 64, 1, torch.float32, 0, "cpu")
     hasher = Hasher(HasherConfig("planes", shape, bits=32, hidden=16), 0)
     how = HashSelector(hasher) if sparse else None, TENTH, 1
     with torch.inference_mode():
@@ -170,7 +170,7 @@ def test_bytes_of_a_step_worked_out_by_hand(shape_folder):
 def test_a_filled_cache_is_of_the_asked_length(shape_folder):
     config = LlamaConfig.from_pretrained(shape_folder)
     cache = DynamicCache(config=config)
-    throughput.fill(cache, config, ModelShape.of(config), 50, 2, torch.bfloat16, 0)
+    throughput.fill(cache, ModelShape.of(config), 50, 2, torch.bfloat16, 0, "cpu")
     assert cache.get_seq_length() == 50
     assert [tuple(layer.keys.shape) for layer in cache.layers] == [(2, 2, 50, 16)] * 3
     assert cache.layers[0].keys.dtype == torch.bfloat16

@@ -2,7 +2,8 @@
 
     uv run --extra cuda python packages/hashcore/benchmarks/gpu.py --out docs/results/hashcore_gpu.json
 
-4 KV heads, 7 query heads each, as 3 planes of 128 bits; the best 2 % of n keys. Times are microseconds within a CUDA
+4 KV heads, 7 query heads each, as 3 planes of 128 bits; the best 2 % of n keys, also from shortlists of several times
+as many, for which first words lie side by side (docs/algorithm.md, eq. 20). Times are microseconds within a CUDA
 graph, by events, the median of its replays; a graph goes through key sets that together exceed the L2 cache four times.
 The bound is printed before anything is measured. The last line is JSON. Without a CUDA device: exit code 2.
 """
@@ -19,6 +20,7 @@ import hashcore
 import torch
 
 HEADS, WORDS, PLANES, FRACTION = 4, 4, 3, 0.02
+SHORTLISTS = (5, 6)  # times as many keys as are selected
 LAUNCH_US = 2.0  # of a CUDA graph, as docs/gpu.md takes it
 SIZES = (1 << 19, 1 << 21)
 SELECTABLE = (torch.int32, torch.int16, torch.float32, torch.float16)  # all hold these scores exactly
@@ -90,6 +92,34 @@ def measure_search(case: Case) -> dict[str, float]:
     return {f"{step.__name__}_us": time.median for step, time in zip(steps, times, strict=True)}
 
 
+def measure_shortlist(case: Case, times: int) -> dict[str, float]:
+    """Time a search from a shortlist, and say which share of the whole search's selection it finds, on average.
+
+    The first key set's result is held to the CPU's before.
+    """
+    from hashcore import torch_ops
+    from hashcore.cuda.timing import graph_time
+
+    planes, weights = hashcore.planes(case.w, PLANES)
+    whole = hashcore.search(planes, case.keys[0], case.k, weights, order="index")[1]
+    expected = hashcore.search(planes.cpu(), case.keys[0].cpu(), case.k, weights, order="index", shortlist=times)[1]
+    firsts = [keys[..., 0].contiguous() for keys in case.keys]
+
+    def search(keys: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        options: dict[str, Any] = {"order": "index", "out": case.out, "workspace": case.workspace}
+        return torch_ops.search(planes, keys, case.k, weights, shortlist=times, first=first, **options)
+
+    found = search(case.keys[0], firsts[0])[1]
+    if not torch.equal(found.cpu(), expected.int()):
+        raise SystemExit(
+            f"the shortlist of {times} x of {case.n} keys differs from the CPU's; times would mean nothing"
+        )
+    listed = torch.zeros(HEADS, case.n, dtype=torch.bool, device=found.device).scatter_(-1, found.long(), True)
+    share = listed.gather(-1, whole.long()).float().mean()
+    steps = [lambda keys=keys, first=first: search(keys, first) for keys, first in zip(case.keys, firsts, strict=True)]
+    return {f"shortlist_{times}_us": graph_time(steps, rounds=2).median, f"shortlist_{times}_found": share.item()}
+
+
 def measure_topk(case: Case) -> dict[str, float]:
     """Time the selection from finished scores: torch.topk in its fastest type, and ours of int32 scores."""
     from hashcore.cuda.timing import graph_time
@@ -112,13 +142,14 @@ def bytes_of(case: Case) -> int:
     return HEADS * case.n * 4 * WORDS
 
 
-def predicted_us(case: Case, bandwidth: float) -> float:
-    """Predict a search: all that it moves (hashcore.cuda.traffic), and two launches of a graph."""
+def predicted_us(case: Case, bandwidth: float, shortlist: int = 0) -> float:
+    """Predict a search: all that it moves (hashcore.cuda.traffic), and a graph's launches: 2, or 3 with a shortlist."""
     from hashcore.cuda import launch, traffic
 
     weights = tuple(1 << p for p in range(PLANES))
-    found = traffic.search(HEADS, case.n, WORDS, weights, case.k, launch.processors(torch.device("cuda", 0)), 4)
-    return found.codes * (1 + found.beside) / bandwidth + 2 * LAUNCH_US
+    processors = launch.processors(torch.device("cuda", 0))
+    found = traffic.search(HEADS, case.n, WORDS, weights, case.k, processors, 4, shortlist)
+    return found.total / bandwidth + (3 if shortlist else 2) * LAUNCH_US
 
 
 def measure(n: int, l2_bytes: int, bandwidth: float) -> dict[str, float]:
@@ -127,6 +158,9 @@ def measure(n: int, l2_bytes: int, bandwidth: float) -> dict[str, float]:
     print(f"n = {n:,}: {bytes_of(case) / 1e6:.1f} MB a search, at least {bound:.1f} us; {len(case.keys)} key sets")
     check(case)
     found = measure_search(case) | measure_topk(case)
+    for times in SHORTLISTS:
+        found |= measure_shortlist(case, times)
+        found[f"predicted_{times}_us"] = predicted_us(case, bandwidth, times)
     select = found["search_us"] - found["score_us"]
     return found | {
         "n": n,

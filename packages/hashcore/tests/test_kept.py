@@ -31,6 +31,22 @@ def test_the_oldest_goes_first():
     assert elsewhere(lambda: (table.most, table.found)) == (3, {})
 
 
+def test_what_is_kept_for_one_token_fewer_is_rewritten_if_it_can_be():
+    table, asked = kept.Table(3), []
+
+    def renew(n, kind="kind", able=True):
+        return table.renew((kind, n), kind, n, lambda made: asked.append((made, n)) or able, lambda: f"made {kind} {n}")
+
+    assert [renew(5), renew(6), renew(7)] == ["made kind 5"] * 3
+    assert table.found == {("kind", 7): "made kind 5"}
+    assert asked == [("made kind 5", 6), ("made kind 5", 7)]
+    assert renew(8, able=False) == "made kind 8"
+    assert renew(9, "other") == "made other 9"
+    assert [renew(6), renew(11)] == ["made kind 6", "made kind 11"]
+    assert table.found == {("other", 9): "made other 9", ("kind", 6): "made kind 6", ("kind", 11): "made kind 11"}
+    assert renew(9) == "made kind 9", "the oldest is gone, and so is what is known of it"
+
+
 def test_scratch_memory_is_one_for_what_runs_in_order(monkeypatch):
     monkeypatch.setattr(kept, "_lanes", kept.Table(2))
     lanes = iter([(0, 7), (0, 7), (0, 8), (0, 7), (1, 7, 33), (0, 7)])

@@ -200,6 +200,24 @@ def test_whatever_the_sample_holds_the_result_is_right(rng, order, kept):
         assert_same(ours, theirs)
 
 
+def test_a_search_is_right_after_one_that_failed_between_its_launches(rng):
+    query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 9001, 4)
+    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 700, "wide": True}
+    case |= {"lengths": None, "starts": None, "sink": 0, "recent": 0}
+    scratch = tensors.workspace(2, 9001, 4, (1, 2, 4), torch.device("cpu"))
+    device = simulated.Device()
+
+    def fails(launches, _):
+        device(launches[:1])
+        raise RuntimeError("no second launch")
+
+    with pytest.raises(RuntimeError, match="no second launch"):
+        run_search(case | {"query": ~query}, fails, scratch)
+    assert scratch.any()
+    for ours, theirs in zip(run_search(case, device, scratch), expected_search(case), strict=True):
+        assert_same(ours, theirs)
+
+
 @pytest.mark.parametrize("words", [4, 16])
 def test_keys_that_get_better_are_found_behind_a_floor_of_the_worse(rng, words):
     """The sample is of the first keys of each list; here each block's are worse than the next one's."""
@@ -338,8 +356,14 @@ def test_more_than_the_kernels_can_count_is_refused():
     words = "on CUDA a call may have fewer than 2147483648 rows, got 2147483648; split the queries"
     with pytest.raises(ValueError, match=words):
         tensors.search(many[0], one, 1, (1,), tensors.Bounds(), *many[2:], run=launched)
-    with pytest.raises(ValueError, match=words):
-        tensors.group_planes(many[0][:, None, 0, :1], many[2][:, :, None], launched)
+    wide, levels = torch.zeros(1, 32).expand(2**31, 32), torch.zeros(1, 1, dtype=torch.int16).expand(2**31, 32)
+    for call in (
+        lambda: tensors.group_planes(many[0][:, None, 0, :1], many[2][:, :, None], launched),
+        lambda: tensors.planes(wide, many[2][:, :, None], launched),
+        lambda: tensors.quantise(wide, levels, many[2][:, :1].float(), 3, launched),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
 @few

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hashcore import cpu, reference
 from hashcore.cpu import kernels, layout, plan
-from hashcore_samples import assert_same, random_codes
+from hashcore_samples import assert_same, random_codes, unaligned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,6 +85,9 @@ def test_words_off_an_eight_byte_boundary_score_alike(rng):
     flat = random_codes(rng, 1 + 33 * 4)
     keys, query = flat[1:].reshape(33, 4), random_codes(rng, 2, 4)
     assert_same(hashcore.score(query, keys), reference.score(query, keys))
+    moved = unaligned(keys)
+    assert_same(hashcore.score(moved, moved), reference.score(keys, keys))
+    assert_same(hashcore.score(unaligned(query), moved, (1, 2)), reference.score(query, keys, (1, 2)))
 
 
 def test_expanded_arrays_score_without_being_copied(rng):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hashcore import cpu, reference, validation
 from hashcore.cpu import kernels
-from hashcore_samples import random_codes
+from hashcore_samples import random_codes, unaligned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -273,6 +273,8 @@ def test_leading_dimensions_broadcast_and_strides_do_not_matter(rng):
     for keys in (buffer[:, :, :33], buffer[::-1, :, ::2], buffer[:, :1], np.broadcast_to(buffer[0], (2, 3, 50, 4))):
         assert_searches_as_reference(query, keys, 7, (1, 3))
         assert_searches_as_reference(query, keys, 7)
+    assert_searches_as_reference(unaligned(query), unaligned(buffer), 7, (1, 3))
+    assert_searches_as_reference(unaligned(query), unaligned(buffer), unaligned(np.array([7], np.int32)), (1, 3))
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -115,7 +115,11 @@ class Device(TorchDispatchMode):
 
 def _plain(x: object) -> object:
     """Return what the CPU is given in place of an argument."""
-    return x.inner if isinstance(x, Pretended) else torch.device("cpu") if isinstance(x, torch.device) else x
+    if isinstance(x, torch.device):
+        return (
+            torch.device("cpu") if x.type == "cuda" else x
+        )  # meta stays meta: a model is made there before it is read
+    return x.inner if isinstance(x, Pretended) else x
 
 
 class Stream:

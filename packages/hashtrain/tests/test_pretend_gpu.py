@@ -37,6 +37,12 @@ def test_a_generator_of_another_device_is_refused():
         torch.rand(3, device="cuda", generator=torch.Generator("cpu"))
 
 
+def test_tensors_without_memory_stay_without():
+    """Models are made there before they are read: in memory instead, what no file holds would be whatever lay there."""
+    with pretend_gpu(), torch.device("meta"):
+        assert torch.zeros(3).is_meta
+
+
 def test_waits_and_copies_are_listed():
     with pretend_gpu() as device:
         numbers = torch.arange(3).to("cuda")

@@ -28,7 +28,7 @@ from evals.commands import (
 from evals.methods import METHODS
 from evals.plan import IouCommand, ListCommand, PplCommand
 from evals.speed import KernelsCommand, ThroughputCommand
-from evals.study import CompareCommand, PaperCommand, ReportCommand, SuggestCommand, TuneCommand
+from evals.study import CompareCommand, FrontierCommand, PaperCommand, ReportCommand, SuggestCommand, TuneCommand
 
 # What else a command needs is imported where it runs, so that `--help` does not wait for torch and transformers.
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ TASKS = {  # name: command, module of evals.tasks
     "throughput": (ThroughputCommand, "throughput"),
     "kernels": (KernelsCommand, "kernels"),
 }
-STUDIES = {"report": ReportCommand, "compare": CompareCommand, "paper": PaperCommand}
+STUDIES = {"report": ReportCommand, "compare": CompareCommand, "frontier": FrontierCommand, "paper": PaperCommand}
 COMMANDS: dict[str, Any] = {"list": ListCommand, **{name: kind for name, (kind, _) in TASKS.items()}, **STUDIES}
 _HEADLINE = {"ppl": ("perplexity", "perplexity_ratio", "kl"), "iou": ("iou", "mass")}
 
@@ -137,6 +137,28 @@ def _compare(command: CompareCommand, console: Console) -> dict[str, Any]:
     return {"differences": entries}
 
 
+def _frontier(command: FrontierCommand, console: Console) -> dict[str, Any]:
+    from hashtrain.atomic import write_text
+
+    from evals.frontier import draw, grid, points, require_comparable
+    from evals.grid import to_markdown, to_rich
+    from evals.result import as_written, read_result
+    from evals.shapes import load_config, shape_of
+
+    head_dim = shape_of(load_config(command.model)).head_dim
+    results = [read_result(folder) for folder in command.runs]
+    require_comparable(results)
+    with as_written(" or ".join(map(str, command.runs))):
+        found = points(results, head_dim)
+    command.out.mkdir(parents=True, exist_ok=True)
+    write_text(command.out / "frontier.md", to_markdown(grid(found)) + "\n")
+    draw(found, command.out / "frontier.png")
+    console.print(to_rich(grid(found)))
+    console.print(f"written: {command.out / 'frontier.png'} and frontier.md", highlight=False)
+    best = [{"method": point.line, "budget": point.budget, "bytes": point.share} for point in found if point.best]
+    return {"out": str(command.out), "frontier": best}
+
+
 def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
     from evals.page import section_of, write_page
     from evals.paper import ITEMS, chosen, why_not
@@ -184,6 +206,7 @@ _SPECIAL: dict[type, Callable[[Any, Console], dict[str, Any]]] = {
     ListCommand: _list,
     ReportCommand: _report,
     CompareCommand: _compare,
+    FrontierCommand: _frontier,
     PaperCommand: _paper,
 }
 

@@ -35,9 +35,9 @@ COLOURS = {
     "magicpig-bare": "#7fb8d8",
     "magicpig-10x150": "#004166",
 }
-_MARKERS = {"oracle": "*", "recent": "x", "lsh": "s", "paper": "^", "planes": "o", "transform": "D"}
-_MARKERS |= {"linear": "v", "group-xnor": "p", "planes-64": "."}
-_MARKERS |= {
+MARKERS = {"oracle": "*", "recent": "x", "lsh": "s", "paper": "^", "planes": "o", "transform": "D"}
+MARKERS |= {"linear": "v", "group-xnor": "p", "planes-64": "."}
+MARKERS |= {
     "quest": "P",
     "quest-heads": "X",
     "magicpig": "D",
@@ -138,7 +138,7 @@ def _line(axes: Axes, method: str, x: list[float], rows: list[Row]) -> None:
     """Draw values with their intervals as a band."""
     style = {"color": COLOURS.get(method.removesuffix(REMAINDER)), "label": method}
     style["linestyle"] = "--" if method.endswith(REMAINDER) else "-"
-    marker = _MARKERS.get(method.removesuffix(REMAINDER), "o")
+    marker = MARKERS.get(method.removesuffix(REMAINDER), "o")
     axes.plot(x, [row.value for row in rows], marker=marker, markersize=5, **style)
     if all(row.low is not None for row in rows):
         low, high = ([getattr(row, edge) for row in rows] for edge in ("low", "high"))

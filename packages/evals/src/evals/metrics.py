@@ -43,12 +43,12 @@ def perplexity(losses: Sequence[float], tokens: Sequence[int]) -> float:
 
 def mean_kl(reference: Tensor, other: Tensor) -> float:
     """Return the mean over rows of KL(reference || other), in nats, for logits [R, V] of any float type."""
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=reference.device)
     for p, q in zip(_log_probs(reference), _log_probs(other), strict=True):
         # A token of probability 0 adds nothing, whatever the other says; 0 * inf would be NaN.
         gap = (p - q).masked_fill_(p == -torch.inf, 0)
-        total += gap.mul_(p.exp()).sum(dtype=torch.float64).item()
-    return total / len(reference)
+        total += gap.mul_(p.exp()).sum(dtype=torch.float64)
+    return total.item() / len(reference)
 
 
 def _log_probs(logits: Tensor) -> Iterator[Tensor]:

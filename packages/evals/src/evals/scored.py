@@ -8,6 +8,7 @@ import torch
 from hashtrain import Hasher
 from sparse_decode import Rows
 from sparse_decode.oracle import best_floats
+from sparse_decode.parallel import PlacedHasher
 from sparse_decode.select import NoCodes
 from torch import Tensor
 
@@ -22,6 +23,7 @@ class ScoreSelector(NoCodes):
     def __init__(self, hasher: Hasher, per_query_head: bool = False):
         self.hasher: Hasher = hasher
         self.per_query_head: bool = per_query_head
+        self._placed = PlacedHasher(hasher)
 
     def require_match(self, model_config: Any) -> None:
         self.hasher.require_match(model_config)
@@ -29,7 +31,7 @@ class ScoreSelector(NoCodes):
     def select(self, rows: Rows) -> Tensor:
         """Choose the best `counts` candidates of each row, int64 [B, Hq or Hkv, Q, K]; see `Selector`."""
         with torch.no_grad():
-            own = self.hasher.layer(rows.layer).to(rows.q.device)
+            own = self._placed.layer(rows.layer, rows.q.device)
             scores = own.scores(rows.q, rows.k, self.per_query_head)
         candidates = rows.candidates()
         if candidates is not None:

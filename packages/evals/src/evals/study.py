@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from hashtrain.plan import require_device_name
+from hashtrain.plan import DEMO, require_device_name
 from hashtrain.usage import UsageError
 
 from evals.methods import REMAINDER, RIVAL_NAMES, SELECTION_NAMES, SPARSE_NAMES
@@ -47,6 +47,23 @@ class CompareCommand:
     """Only this budget of the first run."""
     budget_b: float | None = None
     """Compare it with this budget of the second run; otherwise with the same."""
+
+
+@dataclass(frozen=True)
+class FrontierCommand:
+    """Draw quality against bytes read: finished runs of `ppl` of one model and text, with any methods and budgets."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """Folders of runs."""
+    model: str = DEMO
+    """The model they are of, for the size of its heads: a folder or hub id; `demo` is the model that ships with
+    hashtrain."""
+    out: Path = Path("runs/frontier")
+    """Where frontier.md and frontier.png go."""
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            raise UsageError("frontier needs the folder of a run of ppl or more, got none")
 
 
 @dataclass(frozen=True)

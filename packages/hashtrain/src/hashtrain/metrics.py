@@ -5,7 +5,7 @@ Everything here goes through hashcore's integer codes, scores and top-k: the pat
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import hashcore
 import torch
@@ -95,16 +95,18 @@ def quality(p: Tensor, selected: Tensor, counts: Tensor, always: Tensor | None =
     mass = (p * taken).sum(-1)
     taken = taken & ~always
     target = torch.zeros_like(taken)
-    if int(searched.max()):
-        found = p.masked_fill(always, -1.0).topk(int(searched.max()), dim=-1).indices
+    sizes = torch.stack([searched.max(), counts.max()])  # so that the device is waited for once
+    wanted, most = cast("list[int]", sizes.tolist())  # pyright: ignore[reportUnknownMemberType]
+    if wanted:
+        found = p.masked_fill(always, -1.0).topk(wanted, dim=-1).indices
         target.scatter_(
             -1, found, (torch.arange(found.shape[-1], device=p.device) < searched[:, None]).expand_as(found)
         )
     hits = (target & taken).sum(-1)
     union = (target | taken).sum(-1)
-    top = p.topk(int(counts.max()), dim=-1).values
-    most = (top * (torch.arange(top.shape[-1], device=p.device) < counts[:, None])).sum(-1)
-    mass = mass / most
+    top = p.topk(most, dim=-1).values
+    best_mass = (top * (torch.arange(top.shape[-1], device=p.device) < counts[:, None])).sum(-1)
+    mass = mass / best_mass
     whole = union == 0  # nothing was searched for
     iou, recall = hits / union.clamp(min=1), hits / target.sum(-1).clamp(min=1)
     return Quality(iou.masked_fill(whole, 1.0), recall.masked_fill(target.sum(-1) == 0, 1.0), mass)

@@ -71,9 +71,9 @@ class QuestSelector(NoCodes):
         (batch, hq, n_rows, dim), hkv = rows.q.shape, rows.k.shape[1]
         k = rows.k.detach().float()
         to = pages[:, None, :, None].expand_as(k)
-        bounds = []
+        bounds, count = [], int(pages.max()) + 1
         for way, none in (("amax", -torch.inf), ("amin", torch.inf)):
-            start = k.new_full((batch, hkv, int(pages.max()) + 1, dim), none)
+            start = k.new_full((batch, hkv, count, dim), none)
             found = start.scatter_reduce(2, to, k.masked_fill(~ever[:, None, :, None], none), way)
             bounds.append(found.masked_fill(found.isinf(), 0).transpose(-1, -2))  # pages that hold padding only
         q = rows.q.detach().float().reshape(batch, hkv, -1, dim)

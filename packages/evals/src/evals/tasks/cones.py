@@ -97,17 +97,17 @@ def geometry(q: Tensor, k: Tensor, generator: torch.Generator) -> dict[str, floa
             moment, without centring: a cone is one direction that all vectors share.
     """
     owner = torch.arange(q.shape[0]) * k.shape[0] // q.shape[0]
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, a, b in (("qq", q, q), ("kk", k, k), ("qk", q, k[owner])):
         i, j = (torch.randint(a.shape[1], (_PAIRS,), generator=generator) for _ in range(2))
         kept = i != j  # a vector lies at 0 degrees to itself
         cosine = torch.nn.functional.cosine_similarity(a[:, i[kept]], b[:, j[kept]], dim=-1)
-        found[f"angle_{name}"] = math.degrees(cosine.clamp(-1, 1).acos().mean().item())
+        found[f"angle_{name}"] = cosine.clamp(-1, 1).acos().mean().double() * (180 / math.pi)
     for name, x in (("q", q), ("k", k)):
         values = torch.linalg.svdvals(x.double()).square()
         share = (values / values.sum(-1, keepdim=True)).mean(0)
-        found[f"pc1_{name}"], found[f"pc2_{name}"] = share[0].item(), share[1].item() if len(share) > 1 else 0.0
-    return found
+        found[f"pc1_{name}"], found[f"pc2_{name}"] = share[0], share[1] if len(share) > 1 else share.new_zeros(())
+    return dict(zip(found, torch.stack([*found.values()]).tolist(), strict=True))
 
 
 def occupancy(codes: Tensor) -> dict[str, float]:

@@ -105,7 +105,7 @@ def measure(
     Returns: for each cell its `density`, and as [layer][head] `iou`, `recall` and `mass`, means over the rows, and
         `low` and `lost` (see `METRICS`).
     """
-    layers: dict[Cell, list[tuple[Quality, float]]] = {}
+    layers: dict[Cell, list[tuple[Quality, Tensor]]] = {}
     positions = positions.to(model.device)
     visible = (torch.arange(len(ids), device=model.device) <= positions[:, None])[None, None]
     ends = always_read(positions, len(ids), always.sink, always.recent)
@@ -128,7 +128,7 @@ def measure(
                     selected = selector.select(rows)
                     selected = selected.repeat_interleave(p.shape[1] // selected.shape[1], 1)
                     found, taken = quality(p, selected, counts, ends), reading(selected, ends)
-                    density = taken.sum().item() / (visible.sum().item() * taken.shape[1])
+                    density = taken.sum().double() / (visible.sum() * taken.shape[1])
                     layers.setdefault(Cell(method.name, budget, heads), []).append((found, density))
 
     with capturing(model, sink):
@@ -136,12 +136,13 @@ def measure(
     return {cell: _by_layer(found) for cell, found in layers.items()}
 
 
-def _by_layer(layers: list[tuple[Quality, float]]) -> dict[str, Any]:
+def _by_layer(layers: list[tuple[Quality, Tensor]]) -> dict[str, Any]:
     """[layer][head] figures of the rows; the density is the same in every layer but for ties and padding: its mean."""
-    means = {m: [getattr(q, m)[0].double().mean(-1).tolist() for q, _ in layers] for m in Quality._fields}
+    means = {m: [getattr(q, m)[0].double().mean(-1) for q, _ in layers] for m in Quality._fields}
     mass = [found.mass[0].double() for found, _ in layers]  # [heads, rows]
-    low, lost = [m.quantile(0.05, -1).tolist() for m in mass], [(m < 0.5).double().mean(-1).tolist() for m in mass]
-    return {**means, "low": low, "lost": lost, "density": sum(density for _, density in layers) / len(layers)}
+    low, lost = [m.quantile(0.05, -1) for m in mass], [(m < 0.5).double().mean(-1) for m in mass]
+    found = {name: torch.stack(x).tolist() for name, x in {**means, "low": low, "lost": lost}.items()}
+    return {**found, "density": sum(torch.stack([density for _, density in layers]).tolist()) / len(layers)}
 
 
 def _rows(command: IouCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:

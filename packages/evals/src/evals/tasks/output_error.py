@@ -84,13 +84,7 @@ def measure(
     probe = _Probe(positions.to(model.device), methods, budgets, always)
     with attach(model, probe, Budget(1.0), dense_layers=0, sparse_rows=0):
         model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
-    return {
-        cell: {
-            METRIC: [torch.cat(layers[layer]).mean().item() for layer in sorted(layers)],
-            "density": probe.selected[cell] / probe.visible[cell],
-        }
-        for cell, layers in probe.errors.items()
-    }
+    return {cell: probe.read(cell) for cell in probe.errors}
 
 
 class _Probe(NoCodes):
@@ -100,7 +94,17 @@ class _Probe(NoCodes):
         self.positions, self.methods, self.budgets, self.always = positions, methods, budgets, always
         cells = [Cell(method.name, budget) for budget in budgets for method in methods]
         self.errors: dict[Cell, dict[int, list[Tensor]]] = {cell: {} for cell in cells}
-        self.selected, self.visible = dict.fromkeys(cells, 0), dict.fromkeys(cells, 0)
+        self.counts: dict[Cell, Tensor] = {
+            cell: torch.zeros(2, dtype=torch.int64, device=positions.device) for cell in cells
+        }
+        """Tokens selected, and tokens visible: on the device until the end."""
+
+    def read(self, cell: Cell) -> dict[str, Any]:
+        """Return the errors by layer, and the density."""
+        selected, visible = self.counts[cell].tolist()
+        layers = self.errors[cell]
+        means = [torch.cat(layers[layer]).mean() for layer in sorted(layers)]
+        return {METRIC: torch.stack(means).tolist(), "density": selected / visible}
 
     def select(self, rows: Rows) -> Tensor:
         return rows.counts.new_empty(rows.q.shape[0], rows.k.shape[1], rows.q.shape[2], 0)
@@ -137,8 +141,8 @@ class _Probe(NoCodes):
                 cell = Cell(method.name, budget)
                 gap = (out.float() - dense.float()).flatten(2).norm(dim=-1) / dense.float().flatten(2).norm(dim=-1)
                 self.errors[cell].setdefault(rows.layer, []).append(gap[0].double())
-                self.selected[cell] += int((indices >= 0).sum())
-                self.visible[cell] += int(total.sum()) * indices.shape[1]
+                counts = (indices >= 0).sum(), total.sum() * indices.shape[1]
+                self.counts[cell] = self.counts[cell] + torch.stack(counts)
 
 
 def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total: Tensor, share: float) -> Tensor:
@@ -148,6 +152,7 @@ def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total:
     coefficients = method.selector.remainder(rows.layer) if method.remainder else None  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     left_out = None
     if coefficients is not None:  # a layer that a remainder makes worse has none
+        coefficients = coefficients.to(rows.q.device)  # a hasher stays where it was loaded
         mean_keys = rows.k.double().cumsum(2)[:, :, total - 1].div(total[None, None, :, None]).float()
         values = linear_values(rows.q, rows.k, v, total - 1, coefficients[:, -1] * rows.scaling)
         left_out = LeftOut(coefficients[:, :-1], mean_keys, values, total[None].expand(len(rows.q), -1))

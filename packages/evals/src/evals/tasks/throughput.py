@@ -87,14 +87,14 @@ def step_bytes(
 
 
 def fill(
-    cache: DynamicCache, config: Any, shape: ModelShape, n: int, batch: int, dtype: torch.dtype, seed: int
+    cache: DynamicCache, shape: ModelShape, n: int, batch: int, dtype: torch.dtype, seed: int, device: str
 ) -> None:
-    """Put n random keys and values into every layer of a cache."""
+    """Put n random keys and values into every layer of a cache, on a device: a layer stays where it is filled."""
     generator = torch.Generator().manual_seed(seed)
     for layer in range(shape.num_layers):
         own = shape.at(layer)
         size = (batch, own.num_kv_heads, n, own.head_dim)
-        k, v = (torch.randn(size, generator=generator).to(dtype) for _ in range(2))
+        k, v = (torch.randn(size, generator=generator).to(dtype).to(device) for _ in range(2))
         cache.update(k, v, layer)
 
 
@@ -110,11 +110,7 @@ def _measure(
     selectors: dict[str, Selector | None] = {"planes": HashSelector(hasher), "recent": RecentSelector()}
     shape, dtype, budget = hasher.config.shape, getattr(torch, command.dtype), Budget(command.budget)
     cache = DynamicCache(config=model.config)  # the methods share it: a turn takes its tokens off again
-    fill(cache, model.config, shape, n, batch, dtype, command.seed)
-    for layer in layers_of(cache):
-        assert layer.keys is not None
-        assert layer.values is not None
-        layer.keys, layer.values = layer.keys.to(command.device), layer.values.to(command.device)
+    fill(cache, shape, n, batch, dtype, command.seed, command.device)
     token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
     memory: dict[str, tuple[int, int]] = {}
     density: dict[str, float] = {}

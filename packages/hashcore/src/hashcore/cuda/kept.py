@@ -1,6 +1,7 @@
 """What a thread keeps from call to call: prepared launches by the form of a call, and scratch memory by lane."""
 
 import threading
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ class Table(threading.local, Generic[T]):
     def __init__(self, most: int = MOST_FORMS):
         self.most = most
         self.found: dict[Any, T] = {}  # in the order of their making
+        self._grown: dict[Any, Any] = {}
 
     def keep(self, form: object, made: T) -> T:
         """Keep what was made for a form, and return it."""
@@ -33,6 +35,25 @@ class Table(threading.local, Generic[T]):
             del self.found[next(iter(self.found))]
         self.found[form] = made
         return made
+
+    def renew(self, form: object, kind: object, n: int, rewrite: Callable[[T], bool], make: Callable[[], T]) -> T:
+        """Return what is kept for the form of one token fewer, rewritten and kept for this one; else make it.
+
+        A cache that has grown by a token does not meet its former length again, and most launches differ in arguments
+        alone.
+
+        Args:
+            kind: what forms of other lengths have in common; n: the length.
+            rewrite: writes into launches what differs; False if these cannot be those of the form.
+        """
+        former = self._grown.pop((kind, n - 1), None)
+        made = None if former is None else self.found.pop(former, None)
+        if made is None or not rewrite(made):
+            made = make()
+        while len(self._grown) >= self.most:
+            del self._grown[next(iter(self._grown))]
+        self._grown[kind, n] = form
+        return self.keep(form, made)
 
 
 class Memory(NamedTuple):

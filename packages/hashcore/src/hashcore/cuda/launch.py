@@ -68,13 +68,18 @@ def lane(device: torch.device) -> tuple[Any, ...]:
 
     Scratch memory may be used again by what comes later in the same lane.
     """
-    if device.type != "cuda":
+    if not _is_cuda(device):
         return ()
     index = _current_device() if device.index is None else device.index
     stream = _current_stream(index)
     if not torch._C._cuda_isCurrentStreamCapturing():
         return index, stream
     return index, stream, int(_check(_driver().cuStreamGetCaptureInfo(stream))[1])
+
+
+@functools.cache
+def _is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"  # a string that is made anew: it costs more than all else of a lane
 
 
 class _Threads(threading.local):

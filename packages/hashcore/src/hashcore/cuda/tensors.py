@@ -7,7 +7,7 @@ CPU memory.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -184,7 +184,7 @@ def search(
         form = *form, shortlist, None if first is None else first.stride()
     prepared = _searches.found.get(form)
     if prepared is None:
-        prepared = _searches.keep(form, _prepare(query, keys, weights, scores, indices, shortlist, first))
+        prepared = _renewed(form, query, keys, weights, scores, indices, shortlist, first)
     call, held = prepared.call, prepared.bound(bounds, k)
     memory = kept.scratch(prepared.words, device) if scratch is None else prepared.fitting(scratch)
     prepared.place(memory.address)
@@ -209,12 +209,25 @@ def _lists_all(n: int, k: int | torch.Tensor, shortlist: int) -> bool:
 class _Prepared:
     """A search of given shapes: its launches, and whether operands of these strides are used where they lie."""
 
-    def __init__(self, call: kernels.Search, space: SearchSpace, lead: Sequence[int], n: int, width: int, direct: bool):
-        self.call, self.space, self.direct = call, space, direct
-        self.lead, self.n, self.width, self.words = lead, n, width, space.words
+    def __init__(
+        self, call: kernels.Search, plan: Callable[[int, int], SearchSpace], lead: Sequence[int], n: int, width: int,
+        direct: bool,
+    ):  # fmt: skip
+        self.call, self.plan, self.space, self.direct = call, plan, plan(n, width), direct
+        self.lead, self.n, self.width, self.words = lead, n, width, self.space.words
         self.at = 0
         self.rows: object = None
         """The bounds and the count that are written, if they are numbers."""
+
+    def resize(self, n: int, width: int) -> bool:
+        """Search so many keys for so many from now on, if the launches can; their grids stay as they are."""
+        space = self.plan(n, width)
+        if space[:3] != self.space[:3] or min(n, self.n) < 2:  # slots, splits, parts; a single row has no stride
+            return False
+        self.space, self.n, self.width, self.words = space, n, width, space.words
+        self.call.space.stride = space.stride
+        self.at, self.rows = 0, None
+        return True
 
     def fitting(self, memory: torch.Tensor) -> kept.Memory:
         """Return memory, if it is enough for the workspace."""
@@ -249,6 +262,14 @@ class _Prepared:
 _searches: kept.Table[_Prepared] = kept.Table()
 
 
+def _renewed(form: tuple[Any, ...], *given: Any) -> _Prepared:
+    """Return the search of a form: that of one key fewer, with its numbers changed, or a new one of what is given."""
+    query, keys, _, scores, *_ = given
+    (*lead, n, words), (*rows, width) = keys.shape, scores.shape
+    kind = query.shape, query.stride(), *lead, words, keys.stride(), *rows, *form[5:]
+    return _searches.renew(form, kind, n, lambda found: found.resize(n, width), lambda: _prepare(*given))
+
+
 def _prepare(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -263,11 +284,14 @@ def _prepare(
     at, own, direct = _placed(query, keys, weights, first, lead)
     rows = math.prod(lead)
     slots, group = _slots(at.map, rows)
-    space = SearchSpace.plan(slots, group, n, width, _processors(scores.device))
-    index_bits = 8 * indices.element_size()
+    processors, index_bits = _processors(scores.device), 8 * indices.element_size()
+
+    def plan(n: int, width: int) -> SearchSpace:
+        return SearchSpace.plan(slots, group, n, width, processors)
+
     short = layout.Shortlist(map=own.map, times=shortlist) if shortlist else None
-    call = kernels.search(at.map, words, weights or (1,), rows, group, index_bits, space, short)
-    return _Prepared(call, space, lead, n, width, direct)
+    call = kernels.search(at.map, words, weights or (1,), rows, group, index_bits, plan(n, width), short)
+    return _Prepared(call, plan, lead, n, width, direct)
 
 
 def _slots(map: layout.RowMap, rows: int) -> tuple[int, int]:

@@ -1,0 +1,182 @@
+"""Loss of quality against bytes read: what methods of different kinds have in common.
+
+    share = (codes, or what a rival keeps per token + keys and values read + state of the remainder) / dense bytes
+
+of one layer's decode step at the middle of the rows that a run scored (`sparse_decode.traffic.step_bytes`). The oracle
+reads all keys to find its tokens. That is left out, so that its line shows what a perfect search would reach; it is
+never called the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hashtrain.atomic import replace as replace_file
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from sparse_decode.budget import Budget
+from sparse_decode.traffic import step_bytes
+
+from evals.figures import COLOURS, MARKERS
+from evals.grid import Grid, cell_of, percent
+from evals.methods import REMAINDER
+from evals.result import Result, Row
+from evals.rivals import RIVALS
+
+ORACLE, _TUNED = "oracle", "-tuned"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One method at one budget.
+
+    Attributes:
+        settings: how its search and its reading differ from the usual, in words; empty if they do not.
+        share: bytes read, of those of dense attention.
+        best: whether no other point but the oracle's has both fewer bytes and a smaller KL.
+    """
+
+    method: str
+    settings: str
+    budget: float
+    share: float
+    perplexity: Row
+    kl: Row
+    best: bool = False
+
+    @property
+    def line(self) -> str:
+        """Name the line of the figure that it is on."""
+        return f"{self.method}, {self.settings}" if self.settings else self.method
+
+
+def points(results: Iterable[Result], head_dim: int) -> list[Point]:
+    """Return the methods and budgets of runs of `ppl`, by bytes.
+
+    Args: results: of runs that are comparable (`require_comparable`); head_dim: of the model's keys and values.
+    """
+    found = [
+        _point(result, row, head_dim)
+        for result in results
+        for row in result.select(metric="kl", against=None)
+        if row.budget is not None and not row.rule.startswith("as ") and _known(row)
+    ]
+    found.sort(key=lambda point: (point.share, point.kl.value))
+    least, marked = float("inf"), []
+    for point in found:
+        real = point.method != ORACLE
+        marked.append(replace(point, best=real and point.kl.value < least))
+        least = min(least, point.kl.value) if real else least
+    return marked
+
+
+def require_comparable(results: Sequence[Result]) -> None:
+    """Raise ValueError if a run is not of `ppl`, or runs differ in what they judged."""
+    for result in results:
+        if result.config["task"] != "ppl":
+            raise ValueError(f"the frontier is of runs of ppl, got one of {result.config['task']}; leave it out")
+    for name in ("model_identity", "context", "scored", "phase", "documents", "text"):
+        given = {str(result.config.get(name)) for result in results}
+        if len(given) > 1:
+            raise ValueError(
+                f"the runs must be of one model, text and protocol, got {name} {' and '.join(sorted(given))}; give "
+                "runs that agree in it"
+            )
+
+
+def _known(row: Row) -> bool:
+    """Say whether what a method keeps is known: tuned rivals have parameters that a run does not store."""
+    return not row.method.endswith(_TUNED)
+
+
+def _point(result: Result, row: Row, head_dim: int) -> Point:
+    config = result.config
+    times, values = config.get("shortlist"), config.get("values", 1.0)
+    n = config["context"] - (config.get("scored") or config["context"] // 2) // 2
+    name, remainder = row.method.removesuffix(REMAINDER), row.method.endswith(REMAINDER)
+    rival = RIVALS.get(name)
+    if rival is None:
+        assert row.budget is not None
+        bits, count = row.bits or 0, row.budget
+    else:  # they take their own number of tokens
+        assert row.density is not None
+        bits, count = rival.kept_bits(rival.published[0], head_dim), row.density
+    hashes = bits > 0 and rival is None
+    budget = Budget(
+        count, sink=row.sink, recent=row.recent, shortlist=times if hashes else None, values=values if hashes else 1.0
+    )
+    read = step_bytes(n, budget, head_dim, bits=bits, remainder=remainder)
+    how = [f"shortlist {times}"] if hashes and times is not None else []
+    how += [f"values {100 * values:.0f} %"] if hashes and values < 1 else []
+    at = {"method": row.method, "budget": row.budget, "rule": row.rule, "against": None}
+    perplexity = result.one(**at, metric="perplexity_ratio")
+    assert row.budget is not None
+    return Point(row.method, ", ".join(how), row.budget, read.share, perplexity, row)
+
+
+def grid(found: Sequence[Point]) -> Grid:
+    """Lay points out as a table, by bytes."""
+    header = ["method", "tokens read", "bytes", "perplexity over dense", "KL, nats", "on the frontier"]
+    lines = [
+        [
+            point.line,
+            percent(point.budget),
+            percent(point.share),
+            cell_of(point.perplexity),
+            cell_of(point.kl),
+            "yes" if point.best else "",
+        ]
+        for point in found
+    ]
+    note = "Bytes of one layer's decode step, of those of dense attention; `oracle` without what it takes to find them."
+    return Grid("Quality against bytes read", header, [lines], note)
+
+
+def draw(found: Sequence[Point], path: Path) -> None:
+    """Draw change of perplexity and KL over bytes to a PNG."""
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    draw_perplexity(left, found)
+    for method, own in _lines(found).items():
+        _line(right, method, own, [point.kl.value for point in own])
+    right.set(yscale="log", ylabel="mean KL from dense, nats")
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    replace_file(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+
+
+def draw_perplexity(axes: Axes, found: Sequence[Point]) -> None:
+    """Draw the change of perplexity over bytes, a line a method."""
+    for line, own in _lines(found).items():
+        _line(axes, line, own, [100 * (point.perplexity.value - 1) for point in own])
+    axes.set_yscale("symlog", linthresh=1)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:+g} %"))
+    axes.axhline(0, color="#999999", linewidth=0.8)
+    axes.set_ylabel("change of perplexity")
+
+
+def _lines(found: Sequence[Point]) -> dict[str, list[Point]]:
+    return {line: [point for point in found if point.line == line] for line in dict.fromkeys(p.line for p in found)}
+
+
+def _line(axes: Axes, line: str, own: Sequence[Point], heights: Sequence[float]) -> None:
+    method = own[0].method
+    name = method.removesuffix(REMAINDER)
+    style = "--" if method.endswith(REMAINDER) else "-"
+    dotted = {0: style, 1: "-.", 2: ":"}[own[0].settings.count(",") + bool(own[0].settings)]
+    axes.plot(
+        [100 * point.share for point in own],
+        heights,
+        label=line,
+        color=COLOURS.get(name),
+        marker=MARKERS.get(name, "o"),
+        markersize=5,
+        linestyle=dotted,
+    )
+    axes.set(xscale="log", xlabel="bytes read, % of dense attention's")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())

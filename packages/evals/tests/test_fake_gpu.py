@@ -1,0 +1,249 @@
+"""Every task's inner loop on a GPU that is not there: tensors of two devices never meet, and each wait has a name.
+
+Fake tensors hold no numbers, so what the host reads is made up here, and written down with the function that asked.
+Tensors lie where the code puts them: what is made without a device is in host memory, as in a run.
+"""
+
+import collections
+import contextlib
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from evals import metrics
+from evals.plan import Always
+from evals.speed import ThroughputCommand
+from evals.synthetic import Exercise
+from evals.tasks import answers, cones, iou, output_error, ppl, throughput
+from fake_gpu import fake_gpu, faked_with, model_of
+from hashtrain import Hasher
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import generation
+
+LAYERS, SPARSE = 3, 2
+"""Of the model, and those of them that are sparse in a pass of it."""
+FOUND = 4
+"""How many numbers a mask selects, and what an integer is, as far as anyone is told."""
+ROOTS = ("/src/hashcore/", "/src/hashtrain/", "/src/sparse_decode/", "/src/evals/", "/transformers/")
+ALWAYS = Always(dense_layers=1, dense_at=(), sink=1, recent=4)
+"""The tokens that a row reads without a search."""
+
+
+class Waits(TorchDispatchMode):
+    """Makes up what the host reads of the device, and counts by whom it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "aten":
+            with self:  # inference mode shows operators whole
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
+        name, of = func._schema.name.split("::")[-1], args[0] if args else None
+        made = self._made_up(name, args)
+        on_device = isinstance(of, torch.Tensor) and of.device.type == "cuda"
+        out = func(*args, **(kwargs or {})) if made is None else made
+        to_host = name == "_to_copy" and on_device and out.device.type == "cpu"
+        writes_by_mask = name.startswith("index_put") and any(_is_mask(x) for x in args[1])
+        if on_device and (made is not None or to_host or writes_by_mask):
+            self.note()
+        return out
+
+    def note(self) -> None:
+        """Count a wait for whoever asked."""
+        self.seen[asker()] += 1
+
+    @staticmethod
+    def _made_up(name: str, args: tuple) -> object:
+        """Return a result whose value, or number of rows, the device knows; None of other operators."""
+        of = args[0] if args else None
+        if name == "_local_scalar_dense":
+            return number_of(of.dtype)
+        if name == "nonzero":
+            return of.new_zeros(FOUND, of.ndim, dtype=torch.int64)
+        if name == "unique_dim":
+            return of[:FOUND].clone(), of.new_empty(0), of.new_empty(0)
+        if name == "index" and any(_is_mask(x) for x in args[1]):
+            at = []
+            for x in args[1]:
+                at += [x.new_zeros(FOUND, dtype=torch.int64)] * x.ndim if _is_mask(x) else [x]
+            return torch.ops.aten.index.Tensor(of, at)
+        return None
+
+
+def number_of(kind: torch.dtype) -> float:
+    """Make up a number. What transformers asks for is whether there is something to be done about."""
+    if kind == torch.bool:
+        return not asker().startswith(("transformers", "blocks._require_causal"))
+    return 0.5 if kind.is_floating_point else FOUND
+
+
+def _is_mask(x: torch.Tensor | None) -> bool:
+    return x is not None and x.dtype == torch.bool
+
+
+def asker() -> str:
+    """Name the innermost function of ours, or of transformers, that is running."""
+    frame = sys._getframe(1)
+    while frame and (
+        frame.f_code.co_name.startswith("<") or not any(root in frame.f_code.co_filename for root in ROOTS)
+    ):
+        frame = frame.f_back
+    assert frame is not None, "nobody of ours asked"
+    path = Path(frame.f_code.co_filename)
+    module = "transformers" if "/transformers/" in str(path) else path.stem
+    return f"{module}.{frame.f_code.co_name}"
+
+
+@contextlib.contextmanager
+def a_fake_run(loaded, names):
+    """Make model, methods and context fake: the model on the device, the rest where a task has it."""
+    chosen = {name: loaded.methods[name] for name in names}
+    selectors = [s for m in chosen.values() for s in (m.selector, m.query_head_selector)]
+    hashers = {id(h): h for s in selectors for h in held(s)}.values()
+    with fake_gpu() as mode, Waits() as waits:
+
+        def numpy(x: torch.Tensor, **_: object) -> np.ndarray:
+            assert x.device.type == "cpu", "an array of a tensor on the device"
+            return np.zeros(x.shape, str(x.dtype).removeprefix("torch."))
+
+        model = model_of(loaded.model.config)
+        ids = mode.from_tensor(loaded.ids)
+        waits.seen.clear()
+
+        def to_list(x: torch.Tensor) -> list:
+            waits.note()
+            return np.full(x.shape, number_of(x.dtype)).tolist()
+
+        patches = mock.patch.multiple(FakeTensor, numpy=numpy, tolist=to_list)
+        with patches:
+            yield model, ids, faked_with(chosen, hashers, mode), waits.seen
+
+
+def held(selector):
+    """List the hashers that a selector has."""
+    inner = getattr(selector, "hasher", None)
+    while inner is not None and not isinstance(inner, Hasher):
+        inner = inner.hasher
+    return [] if inner is None else [inner]
+
+
+def perplexity(model, ids, methods, phase):
+    cells = [ppl.Cell(name, "visible", 0.1) for name in methods]
+    ppl.measure(model, ids, cells, methods, ALWAYS, phase=phase)
+
+
+def overlap(model, ids, methods, heads):
+    iou.measure(model, ids, ROWS, [*methods.values()], (0.1,), ALWAYS, (heads,))
+
+
+def errors(model, ids, methods, _):
+    output_error.measure(model, ids, ROWS, [*methods.values()], (0.1,), ALWAYS)
+
+
+def picture(model, ids, methods, _):
+    cones.measure(model, ids, [*methods.values()], 0)
+
+
+def answer(model, ids, methods, _):
+    (method,) = methods.values()
+    answers.read_answer(model, Exercise("single", 110, 0.5, ids[:100], ids[100:110], ""), method, 0.1, ALWAYS)
+
+
+def continuation(model, ids, methods, _):
+    (method,) = methods.values()
+    left = iter([True] * STEPS + [False])  # transformers asks for it at each token
+    with mock.patch.object(generation.GenerationMixin, "_has_unfinished_sequences", side_effect=left):
+        answers.continue_greedily(model, ids[:100], STEPS, method, 0.1, ALWAYS)
+
+
+ROWS = torch.tensor([40, 70, 127])
+STEPS = 3
+HASHES = ("lsh", "paper", "planes+remainder", "transform", "down-proj")
+EVERY = ("oracle", "recent", *HASHES, "quest", "quest-heads", "magicpig-bare")
+SELECT = ("oracle", "recent", "lsh", "paper", "planes", "transform", "down-proj", "quest")
+CASES = [
+    *((perplexity, name, phase) for name in EVERY for phase in ("everywhere", "decode")),
+    *((overlap, name, heads) for name in SELECT for heads in ("kv_head", "query_head")),
+    *((errors, name, None) for name in EVERY if name != "quest-heads"),
+    *((picture, name, None) for name in ("planes", "transform")),
+    *((call, name, None) for call in (answer, continuation) for name in ("dense", "planes+remainder", "magicpig")),
+]
+"""Tasks share these loops: `codelength` has `overlap`'s, `tune` and `suggest` have `perplexity`'s, `fidelity` has
+`continuation`'s, `ruler` has `answer`'s and `needle` both."""
+
+SPAN = {"positions.visible_span": 1}
+PAGES = {"quest._scores": 1, "oracle.best_floats": 3, "torch_ops._wanted": 1}
+SELECTION = {
+    "dense": {},
+    "oracle": {**SPAN, "oracle.best_floats": 3},  # values and counts come over, to be ranked on the host
+    "recent": {**SPAN, "positions._by_rank": 2},
+    "down": {**SPAN, "oracle.best_floats": 3},  # plain numbers, ranked as the exact ones are
+    "quest": PAGES,
+    "magicpig": {"magicpig._drawn": 3, "magicpig.select": 2, "torch_ops._wanted": 1},
+}
+"""Waits of a selector, each time it is asked about a block of rows."""
+HASH = {**SPAN, "torch_ops._wanted": 1}
+BLOCK = {"plan.attend": 1, "interface._sparse": 1}
+"""Waits of a layer for each block of rows, where more than one token of a sequence is new."""
+
+
+def expected(task, name):
+    """List the waits of one context: of selections, of blocks of rows, and where results are read."""
+    rival, dense = name.startswith("magicpig"), name == "dense"
+    select = collections.Counter(SELECTION.get(name.split("-")[0], HASH))
+    attend = collections.Counter({"magicpig.attend": 3} if rival else {})
+    block = select + attend + collections.Counter({} if dense else BLOCK if rival else {**BLOCK, **SPAN})
+    block += collections.Counter({"blocks._require_causal": 1} if name.endswith("+remainder") else {})
+    totals = {} if dense else {"tally.totals": SPARSE}
+    calls = STEPS if task is continuation and rival else 1  # its steps are such blocks, too
+    whole = {"output_error.attend": LAYERS, "output_error.read": 2, **dict.fromkeys(BLOCK, LAYERS)}
+    each, times, more = {
+        perplexity: (block, SPARSE, {"ppl.measure": 2, "metrics.mean_kl": 1, **totals}),
+        overlap: (select, LAYERS, {"metrics.quality": LAYERS, "iou._by_layer": 6}),
+        errors: (select + attend, LAYERS, whole),
+        picture: ({}, 0, {"cones.geometry": LAYERS, "cones.picture": 2 * LAYERS, "cones.occupancy": 3 * LAYERS}),
+        answer: (block, SPARSE, {"answers.read_answer": 1, **totals}),
+        continuation: (block, SPARSE * calls, {"answers.continue_greedily": 1, **totals}),
+    }[task]
+    return collections.Counter(more) + collections.Counter({where: times * n for where, n in each.items()})
+
+
+@pytest.mark.parametrize(("task", "name", "more"), CASES)
+def test_a_context_waits_where_results_are_read(loaded, task, name, more):
+    with a_fake_run(loaded, [name]) as (model, ids, methods, seen):
+        task(model, ids, methods, more)
+    assert {where: n for where, n in seen.items() if not where.startswith("transformers")} == expected(task, name)
+
+
+def test_timed_steps_wait_for_nothing(loaded, tmp_path):
+    named = ("sdpa", "planes", "recent")
+    sizes = {"contexts": (64,), "repeats": 1, "steps": 2, "warmup": 1, "bandwidth": 1.0, "dense_layers": 1}
+    command = ThroughputCommand(device="cuda", methods=named, budget=0.1, out=tmp_path, **sizes)
+    asked = ("synchronize", "reset_peak_memory_stats", "max_memory_allocated")
+    pretended = mock.patch.multiple(torch.cuda, **{name: lambda *_: 0 for name in asked})
+    with a_fake_run(loaded, ["planes"]) as (model, _, methods, seen), pretended:
+        hasher = methods["planes"].selector.hasher
+        throughput._measure(command, model, hasher, 64, 2, dict.fromkeys(named, 1), 1.0)
+    assert seen == {"tally.totals": SPARSE * (len(named) - 1)}
+
+
+def test_a_wait_has_the_name_of_who_asked(monkeypatch):
+    monkeypatch.setattr(metrics, "_CHUNK", 3)  # a row at a time
+    with fake_gpu(), Waits() as waits:
+        there = torch.ones(4, 3, device="cuda")
+        metrics.mean_kl(there, there)
+        metrics.mean_kl(*torch.ones(2, 4, 3))  # in host memory nothing is waited for
+    assert waits.seen == {"metrics.mean_kl": 1}
+
+
+def test_two_devices_never_meet():
+    with fake_gpu(), pytest.raises(RuntimeError, match="two devices"):
+        torch.ones(3, device="cuda") + torch.ones(3)
