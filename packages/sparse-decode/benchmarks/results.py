@@ -1,0 +1,30 @@
+"""What every benchmark stores beside its figures, and how."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from hashtrain.atomic import write_text
+
+
+def machine() -> dict[str, Any]:
+    """Say on what was measured, and when."""
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else "unknown",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+    }
+
+
+def store(result: dict[str, Any], out: pathlib.Path | None) -> None:
+    """Write a result to a file, if there is one, and print it in one line."""
+    if out is not None:
+        write_text(out, json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
