@@ -222,7 +222,7 @@ def test_glance_takes_each_methods_own_figures_best_first(tool, tmp_path):
 
 @pytest.mark.usefixtures("serving")
 def test_the_first_lines_say_of_both_models_how_many_texts_they_rest_on(tool, tmp_path):
-    for name in ("sparse_attention", "sparse_model_decode", "ppl_decode"):
+    for name in ("sparse_attention", "sparse_model_decode", "llama_cpp", "ppl_decode"):
         (tmp_path / f"{name}.json").write_text((tool.RESULTS / f"{name}.json").read_text())
     lines = tool.render("<!-- results:headline -->\n<!-- end -->\n", tmp_path).splitlines()
     demo = json.loads((tmp_path / "ppl_decode.json").read_text())["config"]

@@ -35,11 +35,8 @@ QUICK = {
     "evals": ["test_metrics.py", "test_parquet.py"],
     "hashcore": [
         "test_codes.py",
-        "test_index.py",
         "test_index_file.py",
         "test_readme_code.py",
-        "test_score.py",
-        "test_topk.py",
     ],
     "hashtrain": ["test_loss_and_target.py", "test_hub.py"],
     "sparse_decode": ["test_budget.py", "test_positions.py"],
@@ -182,6 +179,7 @@ def tests(package: str, python: pathlib.Path, folder: pathlib.Path, whole: bool)
     uv("pip", "install", "--quiet", *AWAY, "--python", python, *pinned)
     place, chosen = check_wheels.folders()[package] / "tests", None if whole else QUICK[package]
     options = ["-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-c", str(ROOT / "pyproject.toml")]
+    options += ["-m", "slow or not slow"] if whole else []
     files = [place] if chosen is None else [place / name for name in chosen]
     if run([python, "-m", "pytest", *options, *files], folder).returncode:
         return [f"{package}: expected its tests to pass with its own dependencies alone, they failed"]

@@ -15,23 +15,33 @@ import sys
 
 import matplotlib.pyplot as plt
 from evals.figures import COLOURS
+from evals.frontier import Point, points, require_comparable
 from evals.result import Result, read_json, rows_from_json, stated
 from hashtrain.atomic import replace
 from matplotlib.axes import Axes
 from PIL import Image
+from readme_tables.headline import FRONTIER_RUNS
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 OUT = ROOT / "docs" / "figures" / "overview.png"
-INPUTS = ("ppl.json", "sparse_attention.json", "sparse_model_decode.json")
-# Names as drawn; a line each, in the order of the legend.
-METHODS = {
-    "lsh": "lsh: random hashing",
-    "paper": "paper: its MLP",
-    "planes": "planes",
-    "transform": "transform",
-    "transform+remainder": "transform+remainder",
-    "oracle": "oracle: exact top-k",
+QUALITY = tuple(f"{name}.json" for name in FRONTIER_RUNS)
+SPEED = "llama_cpp.json"
+INPUTS = (*QUALITY, SPEED)
+HEAD_DIM = 64
+OURS = "#009e73"
+LINES = {
+    "lsh": ("lsh: random hashing", COLOURS["lsh"], "-"),
+    "quest": ("Quest", COLOURS["quest-heads"], "-."),
+    "paper": ("paper: its MLP", COLOURS["paper"], "-"),
+    "oracle": ("exact top-k, finding it not counted", COLOURS["oracle"], "--"),
+    "transform+remainder": ("ours: transform+remainder", OURS, ":"),
+}
+"""Methods of the left side: their name, colour and style, in the order of the legend."""
+WAYS = {
+    "transformers": ("Hugging Face transformers", "#4d4d4d"),
+    "llama.cpp": ("llama.cpp", "#0072b2"),
+    "ours": ("the same model, attached", OURS),
 }
 
 
@@ -49,56 +59,52 @@ def drawn_from(figure: pathlib.Path) -> str | None:
         return image.info.get("Description")
 
 
-def _quality(axes: Axes, result: Result) -> None:
-    rule = result.config["rules"][0]
-    for method, label in METHODS.items():
-        rows = [r for r in result.rows if r.method == method and r.metric == "perplexity_ratio" and r.rule == rule]
-        points = sorted((100 * (r.budget or 0), 100 * (r.value - 1)) for r in rows)
-        deployed = method.endswith("remainder")
-        axes.plot(
-            *zip(*points, strict=True),
-            label=label,
-            marker="o",
-            color="#009e73" if deployed else COLOURS.get(method),
-            linestyle="--" if method == "oracle" else "-",
-            linewidth=2.6 if deployed else 1.5,
-        )
-    axes.set(xscale="log", yscale="log", xlabel="tokens attended to, % of those visible")
-    axes.set_ylabel("perplexity above dense, %")
-    axes.set_xticks([0.5, 1, 2], ["0.5", "1", "2"])
-    axes.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5", "1", "2", "5", "10", "20"])
+def _load(path: pathlib.Path) -> Result:
+    data = read_json(path, "store a run")
+    return Result(stated(data["config"]), data["environment"], rows_from_json(data))
+
+
+def _quality(axes: Axes, found: list[Point]) -> None:
+    for method, (label, colour, style) in LINES.items():
+        plain = [point for point in found if point.line == method]
+        axes.plot(*_places(plain), label=label, color=colour, linestyle=style, marker="o", markersize=4)
+    fewest = [point for point in found if point.method == "transform+remainder" and "values" in point.settings]
+    axes.plot(*_places(fewest), label="ours, shortlist, a third of the values", color=OURS, marker="D", linewidth=2.6)
+    axes.set(xscale="log", yscale="log", xlabel="bytes read by a layer's step, % of dense attention")
+    axes.set_ylabel("KL from dense, nats")
+    axes.set_xticks([2, 5, 10, 20], ["2", "5", "10", "20"])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=9)
-    axes.set_title("Quality: 128-bit codes, demo model, context 4,096", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title("Quality: SmolLM2-135M, English, 8,192 tokens", fontsize=10)
 
 
-def _speed(axes: Axes, attention: dict, model: dict) -> None:
-    for kind, colour in (("float32", "#0072b2"), ("bfloat16", "#56b4e9")):
-        points = sorted((row["n"], row["ratio"]) for row in attention["rows"] if row["dtype"] == kind)
-        axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=f"attention, {kind}")
-    points = sorted((row["n"], row["ratio"]) for row in model["rows"] if row["batch"] == 1)
-    axes.plot(
-        *zip(*points, strict=True), marker="s", color="#d55e00", label=f"model of {model['layers']} layers, bfloat16"
-    )
-    axes.axhline(1, color="black", linewidth=0.8)
-    lengths = sorted({row["n"] for row in attention["rows"]})
+def _places(found: list[Point]) -> tuple[list[float], list[float]]:
+    return [100 * point.share for point in found], [point.kl.value for point in found]
+
+
+def _speed(axes: Axes, timed: dict) -> None:
+    lengths = [row["tokens"] for row in timed["rows"]]
+    for way, (label, colour) in WAYS.items():
+        taken = [row["steps"][way]["ms"] for row in timed["rows"]]
+        axes.plot(lengths, taken, label=label, color=colour, marker="o", linewidth=2.6 if way == "ours" else 1.5)
     axes.set(xscale="log", yscale="log", xlabel="context, tokens")
-    axes.set_ylabel("dense time / sparse time")
+    axes.set_ylabel("milliseconds a token")
     axes.set_xticks(lengths, [f"{n // 1024}K" for n in lengths])
-    axes.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    axes.set_yticks([50, 100, 200, 500, 1000], ["50", "100", "200", "500", "1,000"])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 0.03))
-    axes.set_title("Speed: decode step on one CPU core, 2 % selected", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title(f"Speed: decoding on a CPU, {timed['threads']} threads, 16-bit weights", fontsize=10)
 
 
 def draw(results: pathlib.Path = RESULTS) -> bytes:
     """Return the figure as PNG."""
-    data = read_json(results / "ppl.json", "store a run")
+    runs = [_load(results / name) for name in QUALITY]
+    require_comparable(runs)
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    _quality(left, Result(stated(data["config"]), data["environment"], rows_from_json(data)))
-    _speed(right, *(json.loads((results / name).read_text()) for name in INPUTS[1:]))
+    _quality(left, points(runs, HEAD_DIM))
+    _speed(right, json.loads((results / SPEED).read_text()))
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=110, format="png", metadata={"Description": digest(results)})
     plt.close(figure)

@@ -9,7 +9,8 @@
     uv run tools/update_readme.py --check                           # change nothing; exit 1 if a README is stale
     uv run packages/sparse-decode/benchmarks/attention.py --out docs/results/sparse_attention.json
     uv run packages/sparse-decode/benchmarks/model.py decode --out docs/results/sparse_model_decode.json
-    uv run packages/sparse-decode/benchmarks/model.py break-even --out docs/results/sparse_model_break_even.json
+    uv run packages/sparse-decode/benchmarks/never_slower.py --out docs/results/never_slower.json
+    uv run --group llama-cpp packages/sparse-decode/benchmarks/llama_cpp.py --out docs/results/llama_cpp.json
     uv run packages/sparse-decode/benchmarks/model.py prefill --out docs/results/sparse_model_prefill.json
     PYTHON packages/sparse-serve/benchmarks/throughput.py --out docs/results/serving.json  # as its text says
     uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --out docs/results/hashcore_index.json

@@ -47,6 +47,18 @@ def shortlist(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, ["layer", "in full", *asked], [lines]))
 
 
+def exact(results: pathlib.Path) -> str:
+    lines = []
+    for row in stored(results / "exact.json")["summary"]:
+        counts = f"{row['context']:,}", str(row["k"]), f"{row['prompts']} x {row['tokens'] // row['prompts']}"
+        made = f"{100 * row['acceptance']:.1f} %", f"{row['tokens_per_check']:.2f}"
+        differ = f"{row['differ']}, at most {row['largest_ulp']:g} apart" if row["differ"] else "none"
+        lines.append([row["dtype"], *counts, *made, differ])
+    title = "How far apart two logits of the dense model are is in units of its type's last place"
+    header = ["type", "context", "drafted", "prompts x tokens", "accepted", "tokens a check", "tokens that differ"]
+    return to_markdown(Grid(title, header, [lines]))
+
+
 def _model_title(found: dict[str, Any]) -> str:
     return (
         f"Qwen2.5-0.5B's shape, {found['layers']} of 24 layers, bfloat16, {100 * found['fraction']:g} % selected, "
@@ -80,14 +92,40 @@ def model_decode(results: pathlib.Path) -> str:
 
 
 def break_even(results: pathlib.Path) -> str:
-    found = stored(results / "sparse_model_break_even.json")
-    title = f"Times of a decode step over those of the model as it is. {_model_title(found)}, {found['repeats']} steps"
+    found = stored(results / "never_slower.json")
+    title = (
+        f"Times of a decode step over those of the model as it is. {found['model']}, bfloat16, 2 % selected, "
+        f"{found['threads']} threads, {found['processor']}, {found['date']}, {found['repeats']} steps"
+    )
     lines = [
-        [f"{row['n']:,}", f"{row['dense_ms']:.1f} ms", *(_quartiles(row[name]) for name in ("sparse", "attached"))]
+        [f"{row['n']:,}", f"{row['as it is']['ms']:.1f} ms", *(_quartiles(row[way]) for way in ("sparse", "attached"))]
         for row in found["rows"]
     ]
-    header = ["tokens", "as it is", "sparse", "attached, dense below the break-even"]
-    return to_markdown(Grid(title, header, [lines]))
+    return to_markdown(Grid(title, ["tokens", "as it is", "always sparse", "attached"], [lines]))
+
+
+def beside_llama_cpp(results: pathlib.Path) -> str:
+    both = [stored(results / f"{name}.json") for name in ("llama_cpp", "llama_cpp_qwen")]
+    found = both[0]
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    title = (
+        f"Milliseconds a decode step, 16-bit weights and caches, 2 % selected, {found['threads']} threads, "
+        f"{found['processor']}, {found['date']}, {versions} (built for "
+        f"{', '.join(name for name in found['llama_cpp_uses'] if name.startswith('AVX'))}); median of rounds in turns; "
+        "with `about`, llama.cpp's by the line through its shorter contexts"
+    )
+    sections = [[_beside_llama_cpp(each["model"], row) for row in each["rows"]] for each in both]
+    header = ["model, tokens", "ours", "llama.cpp", "transformers", "llama.cpp / ours", "transformers / ours"]
+    return to_markdown(Grid(title, header, sections))
+
+
+def _beside_llama_cpp(model: str, row: dict[str, Any]) -> list[str]:
+    steps = row["steps"]
+    taken = [steps[name]["ms"] for name in ("ours", "llama.cpp", "transformers")]
+    about = "about " if steps["llama.cpp"].get("predicted") else ""
+    ratios = [f"{other / taken[0]:.2f} x" for other in taken[1:]]
+    plain = [f"{ms:,.1f}" for ms in taken]
+    return [f"{model}, {row['tokens']:,}", plain[0], about + plain[1], plain[2], about + ratios[0], ratios[1]]
 
 
 def prefill(results: pathlib.Path) -> str:

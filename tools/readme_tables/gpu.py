@@ -38,6 +38,8 @@ LAUNCH_US = 2.0
 """A dependent launch in a CUDA graph, in microseconds."""
 KV_HEADS, QUERY_HEADS, DIM, BITS, HIDDEN, FRACTION = 8, 32, 128, 128, 128, 0.02
 
+SHORTLISTS = (5, 6)
+"""Times as many keys as are selected."""
 PLANE_WEIGHTS = tuple(1 << plane for plane in range(6))
 PROCESSORS = 132
 
@@ -54,13 +56,41 @@ def step(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, header, [lines]))
 
 
-def layer_bytes(tokens: int) -> tuple[float, float]:
+def layer_bytes(tokens: int, shortlist: int = 0) -> tuple[float, float]:
     """Return the bytes that a dense and a sparse layer of a step read and write: 16-bit keys and values."""
     dense = tokens * KV_HEADS * 2 * DIM * 2
-    search = traffic.search(KV_HEADS, tokens, BITS // 32, PLANE_WEIGHTS, int(FRACTION * tokens), PROCESSORS)
     functions = 4 * (KV_HEADS + QUERY_HEADS) * (DIM * DIM + DIM * HIDDEN + HIDDEN * DIM)
     sums = 2 * 4 * KV_HEADS * DIM * DIM
-    return dense, search.codes * (1 + search.beside) + functions + sums + FRACTION * dense
+    return dense, search_bytes(tokens, shortlist) + functions + sums + FRACTION * dense
+
+
+def search_bytes(tokens: int, shortlist: int = 0) -> float:
+    """Return the bytes that a layer's search moves, from a shortlist with first words side by side."""
+    asked = KV_HEADS, tokens, BITS // 32, PLANE_WEIGHTS, int(FRACTION * tokens), PROCESSORS
+    return traffic.search(*asked, shortlist=shortlist).total
+
+
+def shortlist(results: pathlib.Path) -> str:
+    """Return the table of what a search from a shortlist moves, and what that predicts of a layer."""
+    launches = stored(results / "gpu_step.json")["transform+remainder"]["launches"]
+    lines = []
+    for tokens in LENGTHS:
+        whole, parts = search_bytes(tokens), [search_bytes(tokens, times) for times in SHORTLISTS]
+        line = [f"{tokens:,}", f"{whole / 2**20:,.1f}", *(f"{x / 2**20:,.1f} ({x / whole:.2f})" for x in parts)]
+        for card in CARDS:
+            rate = card.bandwidth * 1e6 * REACHED  # bytes a microsecond
+            found = zip((0, *SHORTLISTS), (1, 2, 2), strict=True)
+            line.append(
+                " / ".join(f"{layer_bytes(tokens, x)[1] / rate + (launches + n) * LAUNCH_US:,.0f}" for x, n in found)
+            )
+        lines.append(line)
+    header = ["context", "MiB", *(f"MiB of {times} x" for times in SHORTLISTS), *(card.name for card in CARDS)]
+    title = (
+        f"Predicted, not measured: what a search moves, of all keys and of shortlists of {SHORTLISTS[0]} and "
+        f"{SHORTLISTS[1]} times as many keys as are selected, first words side by side (and the share); and us "
+        f"of the sparse layer above with each of them"
+    )
+    return to_markdown(Grid(title, header, [lines]))
 
 
 def model(results: pathlib.Path) -> str:

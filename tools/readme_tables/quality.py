@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from evals import report
+from evals.frontier import Point, points, require_comparable
+from evals.frontier import grid as frontier_grid
 from evals.grid import Grid, to_markdown
 from evals.result import Result
-from sparse_decode import Budget
-from sparse_decode.traffic import step_bytes
 
 from readme_tables.stored import load, stored
 
@@ -115,14 +115,25 @@ def bytes_read(names: dict[str, tuple[str, ...]]) -> Callable[[pathlib.Path], st
         sections = []
         for subject, runs in names.items():
             found = [load(results / f"{name}.json") for name in runs]
-            lines = [_bytes_line(subject, run, budget) for run in found for budget in run.config["budgets"]]
-            sections.append([line for _, line in sorted(lines, reverse=True)])
+            own = [point for point in points(found, HEAD_DIM) if point.method == OURS]
+            sections.append([[subject, *_bytes_line(point)] for point in reversed(own)])
         title = (
             f"`{OURS}` behind a dense prompt, 16-bit keys and values: bytes that a layer's step reads, as a share of "
             "all keys and values, at the middle of the scored rows (`sparse_decode.traffic.step_bytes`)"
         )
-        header = ["model, text", "keys read", "values, of these", "scored in full", "bytes", "perplexity", "KL, nats"]
+        header = ["model, text", "tokens read", "search and values", "bytes", "perplexity", "KL, nats"]
         return to_markdown(Grid(title, header, sections))
+
+    return table
+
+
+def frontier(names: tuple[str, ...]) -> Callable[[pathlib.Path], str]:
+    """Return what makes the table of all methods by bytes, of stored runs of one model and text."""
+
+    def table(results: pathlib.Path) -> str:
+        found = [load(results / f"{name}.json") for name in names]
+        require_comparable(found)
+        return to_markdown(frontier_grid(points(found, HEAD_DIM)))
 
     return table
 
@@ -131,22 +142,9 @@ OURS = "transform+remainder"
 HEAD_DIM = 64  # of both models
 
 
-def _bytes_line(subject: str, run: Result, share: float) -> tuple[float, list[str]]:
-    config = run.config
-    times = config["shortlist"]
-    budget = Budget(share, sink=config["sink"], recent=config["recent"], shortlist=times, values=config["values"])
-    n = config["context"] - (config["scored"] or config["context"] // 2) // 2
-    read = step_bytes(n, budget, HEAD_DIM).share
-    full = "all tokens" if times is None else f"{times} x as many"
-    return read, [
-        subject,
-        f"{100 * share:g} %",
-        f"{100 * config['values']:.0f} %",
-        full,
-        f"{100 * read:.1f} %",
-        change(run, OURS, share),
-        f"{cell(run, OURS, 'kl', share):.4f}",
-    ]
+def _bytes_line(point: Point) -> list[str]:
+    read = f"{100 * point.budget:g} %", point.settings or "all codes, all values", f"{100 * point.share:.1f} %"
+    return [*read, f"{100 * (point.perplexity.value - 1):+.1f} %", f"{point.kl.value:.4f}"]
 
 
 def protocol(config: dict[str, Any]) -> str:

@@ -23,9 +23,8 @@ def install(results: pathlib.Path) -> str:
 
 def speed(results: pathlib.Path) -> str:
     """How much faster a step is, by context: the attention of one layer, and a whole model."""
-    names = ("attention", "model_decode", "model_break_even")
-    attention, model, short = (stored(results / f"sparse_{name}.json") for name in names)
-    layers = short["layers"]
+    names = ("sparse_attention", "sparse_model_decode", "never_slower")
+    attention, model, short = (stored(results / f"{name}.json") for name in names)
     whole = {row["n"]: row for row in model["rows"] if row["batch"] == 1}
     even = min(row["n"] for row in short["rows"] if row["sparse"]["ratio"] <= _AS_FAST)
     by_length: dict[int, dict[str, float]] = {}
@@ -43,9 +42,8 @@ def speed(results: pathlib.Path) -> str:
         f"but for the last column, Hugging Face's own, its best of {model['rows'][0]['shipped_steps']}. "
         f"Attention: a layer of {attention['query_heads']} query and {attention['kv_heads']} KV heads of "
         f"{attention['head_dim']}. Model: "
-        f"Qwen2.5-0.5B's shape, {model['layers']} of 24 layers, bfloat16; with {layers} of them a sparse step is as "
-        f"fast as Hugging Face's dense one from about {even:,} tokens on. Hashers: `transform`, "
-        f"{attention['planes']} query planes"
+        f"Qwen2.5-0.5B's shape, {model['layers']} of 24 layers, bfloat16. A sparse step of {short['model']} is as fast "
+        f"as Hugging Face's dense one from {even:,} tokens on. Hashers: `transform`, {attention['planes']} query planes"
     )
     header = ["context", "attention, bfloat16", "attention, float32", "model", "model, against Hugging Face's step"]
     return to_markdown(Grid(title, header, [lines]))

@@ -51,7 +51,7 @@ def test_ablations_have_the_order_of_the_paper():
     assert mean["paper"] > mean["paper-reconstruction"]
     assert mean["planes-64"] >= mean["group-xnor"]
     assert mean["planes-64"] > mean["down-proj"]
-    assert mean["transform-start"] > mean["planes"]
+    assert mean["transform"] > mean["transform-start"] > mean["planes-64"]  # started, but not trained
 
 
 @pytest.mark.parametrize("rule", ["visible", "fixed"])

@@ -1,0 +1,40 @@
+"""How the packages stand on one another: what imports what, and the picture of it."""
+
+import ast
+
+import pytest
+
+
+@pytest.fixture
+def house(load):
+    return load("tools", "draw_house")
+
+
+def test_no_package_imports_one_that_stands_on_it(house):
+    for package, rooms in house.graph().items():
+        above = house.ORDER[house.ORDER.index(package) :]
+        assert not [name for used in rooms.values() for name in used if name.split(".")[0] in above and "." in name]
+
+
+def test_no_more_rooms_import_one_another(house):
+    """Those that do are loaded when they are called: tensors go to torch_ops, and a benchmark to its harness."""
+    found = [circle for rooms in house.graph().values() for circle in house.circles(rooms)]
+    assert found == [{"ops", "torch_library", "torch_ops"}, {"harness", "tasks"}]
+
+
+def test_a_level_imports_only_what_stands_above_it(house):
+    rooms = {"a": set(), "b": {"a", "c"}, "c": {"b"}, "d": {"c"}, "e": {"a"}}
+    assert house.circles(rooms) == [{"b", "c"}]
+    assert house.levels(rooms) == [["a"], ["b", "c", "e"], ["d"]]
+
+
+def test_imports_for_types_alone_do_not_count(house):
+    text = "import a.b\nif TYPE_CHECKING:\n    import c.d\ndef f():\n    from e.f import g\n"
+    assert list(house.imports(ast.parse(text))) == ["a.b", "e.f.g"]
+
+
+def test_the_map_is_of_these_imports(house, monkeypatch):
+    found = house.graph()
+    assert house.drawn_from(house.OUT) == house.digest(found), "run `uv run tools/draw_house.py`"
+    found["hashcore"]["ops"].add("hashtrain.hasher")
+    assert house.digest(found) != house.digest(house.graph())

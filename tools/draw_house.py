@@ -1,0 +1,177 @@
+"""Draw the map of the packages for CONTRIBUTING.md from what their modules import.
+
+    uv run tools/draw_house.py           # write docs/figures/house.png
+    uv run tools/draw_house.py --check   # change nothing; exit 1 if modules or imports have changed since it was drawn
+
+A box is a package, with its modules and subpackages by level: those of level 0 import nothing else of their package,
+and every other one only what stands above it or on its own level. An arrow is an import of another package, with the
+number of modules that have it. Imports inside functions count; those for type checkers alone do not.
+"""
+
+import argparse
+import ast
+import hashlib
+import io
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import matplotlib.pyplot as plt
+from hashtrain.atomic import replace
+from matplotlib.axes import Axes
+from PIL import Image
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+OUT = ROOT / "docs" / "figures" / "house.png"
+ORDER = ("hashcore", "hashtrain", "sparse_decode", "sparse_serve", "evals")
+COLOURS = dict(zip(ORDER, ("#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00"), strict=True))
+MOST = 34  # lines of a column
+
+Graph = dict[str, dict[str, set[str]]]
+"""By package and room, the rooms of its own package (their names) and of others (package.room) that it imports."""
+
+
+def sources(package: str) -> dict[str, list[pathlib.Path]]:
+    """Return the files of each room of a package: a module at its top, or a subpackage."""
+    (folder,) = ROOT.glob(f"packages/*/src/{package}")
+    found: dict[str, list[pathlib.Path]] = {}
+    for path in sorted(folder.rglob("*.py")):
+        room = path.relative_to(folder).parts[0].removesuffix(".py")
+        if room not in ("__init__", "__main__"):
+            found.setdefault(room, []).append(path)
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names that a module imports when it runs."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        yield from imports(node)
+
+
+def graph() -> Graph:
+    """Read who imports whom."""
+    rooms = {package: sources(package) for package in ORDER}
+    found: Graph = {}
+    for package, files in rooms.items():
+        for room, paths in files.items():
+            names = {name for path in paths for name in imports(ast.parse(path.read_text()))}
+            used = found.setdefault(package, {}).setdefault(room, set())
+            for parts in (name.split(".") for name in names):
+                if parts[0] in rooms and len(parts) > 1:
+                    inner = parts[1] if parts[1] in rooms[parts[0]] else ""
+                    used.add(inner if parts[0] == package else f"{parts[0]}.{inner}")
+            used -= {room, ""}
+    return found
+
+
+def circles(rooms: dict[str, set[str]]) -> list[set[str]]:
+    """Return the rooms that import one another, directly or through others."""
+    reached = {room: used & rooms.keys() for room, used in rooms.items()}
+    for _ in rooms:  # long enough for the longest way
+        reached = {room: used.union(*(reached[name] for name in used)) for room, used in reached.items()}
+    found = [{other for other in reached[room] if room in reached[other]} for room in rooms if room in reached[room]]
+    return [circle for i, circle in enumerate(found) if circle not in found[:i]]
+
+
+def levels(rooms: dict[str, set[str]]) -> list[list[str]]:
+    """Put rooms on levels by what they import of each other; rooms that import one another share one."""
+    together = {room: {room} for room in rooms} | {room: circle for circle in circles(rooms) for room in circle}
+    left, placed, found = dict(rooms), set[str](), []
+    while left:
+        ready = sorted(
+            room
+            for room in left
+            if all((rooms[other] & rooms.keys()) <= placed | together[room] for other in together[room])
+        )
+        found.append(ready)
+        placed.update(ready)
+        left = {room: used for room, used in left.items() if room not in placed}
+    return found
+
+
+def digest(found: Graph) -> str:
+    """Name what the figure depends on."""
+    plain = {package: {room: sorted(used) for room, used in rooms.items()} for package, rooms in found.items()}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def drawn_from(figure: pathlib.Path) -> str | None:
+    """Read which digest a figure carries."""
+    with Image.open(figure) as image:
+        return image.info.get("Description")
+
+
+def _column(axes: Axes, package: str, x: float, rooms: dict[str, set[str]]) -> None:
+    """Write a package's rooms below its name, level by level."""
+    files = sources(package)
+    lines = sum(len(path.read_text().splitlines()) for paths in files.values() for path in paths)
+    title = {"ha": "center", "va": "center", "fontsize": 10, "weight": "bold"}
+    box = {"boxstyle": "round,pad=0.5", "facecolor": COLOURS[package], "alpha": 0.85, "edgecolor": "none"}
+    axes.text(x + 0.42, 0.3, f"{package}\n{len(rooms)} rooms, {lines:,} lines", color="white", bbox=box, **title)
+    y = 2.2
+    for number, level in enumerate(levels(rooms)):
+        axes.text(x, y, f"level {number}", fontsize=6, color="#888888", va="top")
+        y += 0.7
+        names = [f"{room}/" if len(files[room]) > 1 else room for room in level]
+        line = ""
+        for name in [*names, None]:
+            if name is None or len(line) + len(name) > MOST:
+                axes.text(x, y, line, fontsize=6.5, va="top", family="monospace")
+                y, line = y + 0.62, ""
+            line += "" if name is None else f"{name}  "
+        y += 0.25
+
+
+def _arrows(axes: Axes, found: Graph) -> None:
+    """Draw an arrow from each package to those that it imports, above the boxes."""
+    for i, package in enumerate(ORDER):
+        for j, other in enumerate(ORDER[:i]):
+            count = sum(any(name.startswith(f"{other}.") for name in used) for used in found[package].values())
+            if not count:
+                continue
+            start, end = (i + 0.42, -0.55), (j + 0.42, -0.55)
+            style = {"arrowstyle": "-|>", "color": COLOURS[package], "connectionstyle": "arc3,rad=0.32"}
+            axes.annotate("", end, start, arrowprops=style)
+            middle, height = (i + j) / 2 + 0.42, -0.75 - 1.05 * (i - j)
+            axes.text(middle, height, str(count), fontsize=7, color=COLOURS[package], ha="center", va="center")
+
+
+def draw() -> bytes:
+    """Return the figure as PNG."""
+    found = graph()
+    figure, axes = plt.subplots(figsize=(12, 8), layout="constrained")
+    for i, package in enumerate(ORDER):
+        _column(axes, package, float(i), found[package])
+    _arrows(axes, found)
+    axes.set(xlim=(-0.1, len(ORDER)), ylim=(26, -6.2))
+    axes.axis("off")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=100, format="png", metadata={"Description": digest(found)})
+    plt.close(figure)
+    return buffer.getvalue()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the figure is stale")
+    if parser.parse_args().check:
+        if not OUT.is_file() or drawn_from(OUT) != digest(graph()):
+            sys.exit(f"{OUT.name} was drawn from other imports; run `uv run tools/draw_house.py`")
+        return
+    image = draw()
+
+    def write(temporary: pathlib.Path) -> None:
+        temporary.write_bytes(image)
+
+    replace(OUT, write)
+
+
+if __name__ == "__main__":
+    main()
