@@ -147,8 +147,8 @@ def predicted_us(case: Case, bandwidth: float, shortlist: int = 0) -> float:
     from hashcore.cuda import launch, traffic
 
     weights = tuple(1 << p for p in range(PLANES))
-    processors = launch.processors(torch.device("cuda", 0))
-    found = traffic.search(HEADS, case.n, WORDS, weights, case.k, processors, 4, shortlist)
+    sms = launch.sm_count(torch.device("cuda", 0))
+    found = traffic.search(HEADS, case.n, WORDS, weights, case.k, sms, 4, shortlist)
     return found.total / bandwidth + (3 if shortlist else 2) * LAUNCH_US
 
 

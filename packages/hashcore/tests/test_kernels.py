@@ -284,7 +284,7 @@ def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 9001, 4) & 0x11
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 500, "wide": False}
     case |= {"lengths": None, "starts": None, "sink": 3, "recent": 0}
-    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 2 * splits)  # two rows
+    monkeypatch.setattr(tensors, "SIMULATED_SMS", 2 * splits)  # two rows
     forget(monkeypatch)
     device = simulated.Device(order=11)
     for ours, theirs in zip(run_search(case, device), expected_search(case), strict=True):
@@ -463,7 +463,7 @@ def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
 
 
 def test_long_rows_are_selected_by_several_blocks(rng, monkeypatch):
-    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 6)
+    monkeypatch.setattr(tensors, "SIMULATED_SMS", 6)
     forget(monkeypatch)
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 20_000, 4)
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 13_000, "wide": False}

@@ -24,7 +24,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from results import machine, store
 from sparse_decode import Budget, HashSelector
 from sparse_decode.cache import CodedDynamicLayer, carry_codes
-from sparse_decode.plan import Inputs, LayerPlan, RowRule
+from sparse_decode.plan import AttentionArgs, LayerPlan, RowRule
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
@@ -92,7 +92,7 @@ def sparse_step(plan: LayerPlan, caches: list[CodedDynamicLayer], q: Tensor) -> 
     def step(i: int) -> Tensor:
         layer = caches[i % COPIES]
         k, v = layer.update(new[0], new[1])
-        return plan.attend(Inputs(q, k, v, None, layer.codes, None, D**-0.5, None, None, layer.moments))[0]
+        return plan.attend(AttentionArgs(q, k, v, None, layer.codes, None, D**-0.5, None, None, layer.moments))[0]
 
     return step
 

@@ -37,7 +37,7 @@ def test_what_the_loop_cannot_do_is_refused_before_anything_runs(case, monkeypat
         ({"exact": True}, "got True"),
         ({"exact": 4, "selector": None}, "got no selector"),
         ({"exact": 4, "sparse_rows": 0}, "needs sparse_rows='decode', got 0"),
-        ({"exact": 4, "decode_rows": 2}, "needs decode_rows=1, got 2"),
+        ({"exact": 4, "max_decode_rows": 2}, "needs max_decode_rows=1, got 2"),
         ({"exact": 4, "kv": "host"}, "needs kv='device', got 'host'"),
     ],
 )

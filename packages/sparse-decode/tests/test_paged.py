@@ -6,7 +6,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget
 from sparse_decode.paged import PagedLayer, Pages, Step, tail_bytes
-from sparse_decode.plan import Inputs, LayerPlan, RowRule
+from sparse_decode.plan import AttentionArgs, LayerPlan, RowRule
 from sparse_decode.select import HashSelector, QueryHeadHasher
 
 HQ, HKV, DIM, BITS = 4, 2, 64, 128
@@ -79,7 +79,7 @@ class Batch:
         """The row as `attach` does it: one sequence, one contiguous cache, no mask."""
         k, v, q = (x.transpose(0, 1)[None] for x in (self.k[row], self.v[row], self.q[row][None]))
         plan = LayerPlan(1, chosen, budget, RowRule(None, 1))
-        inputs = Inputs(q, k, v, None, chosen.encode_keys(1, k), None, DIM**-0.5, None, None)
+        inputs = AttentionArgs(q, k, v, None, chosen.encode_keys(1, k), None, DIM**-0.5, None, None)
         return plan.attend(inputs)[0][0, 0], plan.tally.totals()
 
 

@@ -34,13 +34,13 @@ def test_a_selector_searches_with_the_shortlist_of_its_rows(kind, times):
     token = torch.arange(N)
     visible = ((token >= starts[..., None]) & (token < ends[..., None]))[:, None]
     counts = torch.full((2, rows), 40) - (0 if kind == "step" else torch.arange(rows))
-    each = 40 if kind == "step" else None
+    count = 40 if kind == "step" else None
     codes = HashSelector(hasher).encode_keys(2, k)
     shown = None if kind == "step" else visible
-    given = Rows(2, q, k, codes, shown, counts, 0.25, each=each, sink=1, recent=4, shortlist=times)
+    given = Rows(2, q, k, codes, shown, counts, 0.25, uniform_count=count, sink=1, recent=4, shortlist=times)
     found = HashSelector(hasher).select(given)
     np.testing.assert_array_equal(found.numpy(), selected(hasher, given, (starts, ends), times))
-    exact = HashSelector(hasher).select(Rows(2, q, k, codes, shown, counts, 0.25, each=each, sink=1, recent=4))
+    exact = HashSelector(hasher).select(Rows(2, q, k, codes, shown, counts, 0.25, uniform_count=count, sink=1, recent=4))
     assert not torch.equal(found, exact)  # or the test would not see whether there was a list
 
 

@@ -227,7 +227,7 @@ def test_assisted_decoding_with_eager_attention_returns_weights(assistant, rule)
     helper = {"prompt_lookup_num_tokens": 3} if assistant == "lookup" else {"assistant_model": tiny_model(seed=1)}
     options = {"output_attentions": True, "return_dict_in_generate": True, **helper}
     dense = generate(model, ids, **options)
-    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, decode_rows=4):
+    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, max_decode_rows=4):
         found = generate(model, ids, **options)
     assert torch.equal(found.sequences, dense.sequences)
     assert len(found.attentions) == len(dense.attentions)
@@ -265,7 +265,7 @@ def test_a_row_that_sees_nothing_is_as_in_dense_attention(implementation, rule, 
         return step(ids[:, 20:], past_key_values=cache, attention_mask=masked(4, 24, [1, 3], implementation)).logits
 
     dense = run()
-    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, decode_rows=4):
+    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, max_decode_rows=4):
         torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
 
 
@@ -313,7 +313,7 @@ def test_a_mask_narrower_than_the_keys_is_refused_and_one_of_width_one_is_as_tor
 
     wide = torch.ones(1, 1, 4, 1, dtype=torch.bool)
     dense = call(wide, prefilled())
-    with attach(model, SignHasher(), WHOLE, sparse_rows=rule, decode_rows=4):
+    with attach(model, SignHasher(), WHOLE, sparse_rows=rule, max_decode_rows=4):
         torch.testing.assert_close(call(wide, prefilled()), dense, atol=1e-5, rtol=1e-5)
         cache = prefilled()
         with pytest.raises(ValueError, match=r"4 rows and 24 keys is needed, got shape \(1, 1, 4, 12\)"):

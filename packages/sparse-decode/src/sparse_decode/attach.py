@@ -31,7 +31,7 @@ from sparse_decode.exact_refusals import require_exact, require_forgets
 from sparse_decode.forecast import Forecast, forecast
 from sparse_decode.growing import GrowingLayer, grow, stop_growing
 from sparse_decode.hooks import NO_COPY, ExactHook, Hook
-from sparse_decode.interface import FLASH_NAME, NAMES, AttentionName, Call, register
+from sparse_decode.interface import FLASH_NAME, NAMES, AttentionName, AttentionContext, register
 from sparse_decode.model import (
     CACHE_NAMES,
     Attention,
@@ -47,7 +47,7 @@ from sparse_decode.model import (
 from sparse_decode.offload import HostLayer
 from sparse_decode.pace import Costs, Pace
 from sparse_decode.parallel import head_shard, shard, shard_shape
-from sparse_decode.plan import Kernel, LayerPlan
+from sparse_decode.plan import Backend, LayerPlan
 from sparse_decode.positions import Sights
 from sparse_decode.select import AttendingSelector, HashSelector, KeyQueryHasher, Selector
 
@@ -60,10 +60,10 @@ def attach(
     layer_budgets: Mapping[int, Budget] | None = None,
     dense_layers: int | Collection[int] | None = None,
     sparse_rows: Literal["decode"] | int = "decode",
-    decode_rows: int = 1,
+    max_decode_rows: int = 1,
     kv: Literal["device", "host"] = "device",
     remainder: bool = True,
-    kernel: Kernel = "gather",
+    backend: Backend = "gather",
     exact: int | None = None,
 ) -> Attachment:
     """Make the full-attention layers of a causal language model sparse.
@@ -80,7 +80,7 @@ def attach(
             position n of their sequence on are sparse, which scores a whole text in one forward pass as decoding
             token by token after a dense prefill of n would (n = 0: sparse everywhere), and tells prefill from decoding
             whatever the chunks when n is the length of the prompt.
-        decode_rows: with "decode", a call with a past and at most this many query tokens is a decode step; raise it
+        max_decode_rows: with "decode", a call with a past and at most this many query tokens is a decode step; raise it
             for assisted decoding, which checks several tokens at once. A last chunk of prefill of that size counts too.
         kv: where the sparse layers of dynamic caches keep keys and values. "host": in host memory, pinned if there is
             a GPU; codes stay on the device, and a sparse step brings over only the rows that it selected.
@@ -89,7 +89,7 @@ def attach(
             mask must then go on showing and hiding what it showed and hid: a decode step on CUDA does not look at one
             that changed for earlier tokens, and the layer's output is NaN in that row for as long as the cache is used.
             On the CPU the sums are made anew; a compiled step there is refused.
-        kernel: what attends. "gather": our own kernels, and for dense calls what the model uses. "flash": flash-attn
+        backend: what attends. "gather": our own kernels, and for dense calls what the model uses. "flash": flash-attn
             (extra `sparse-decode[flash]`) for dense calls and over rows that torch gathers, as in the paper: on CUDA
             in 16-bit types, without padding, remainder, learned sinks, sliding layers, static caches.
         exact: `generate` makes what the model makes without us, greedy token for token and samples in distribution: at
@@ -101,15 +101,15 @@ def attach(
     Raises: ValueError with one sentence if the model, its attention or the hasher cannot be used; the model is then
         unchanged.
     """
-    _check_rows(dense_layers, sparse_rows, decode_rows)
+    _check_rows(dense_layers, sparse_rows, max_decode_rows)
     if kv not in ("device", "host"):
         raise ValueError(f'kv must be "device" or "host", got {kv!r}')
-    if kernel not in ("gather", "flash"):
-        raise ValueError(f'kernel must be "gather" or "flash", got {kernel!r}')
+    if backend not in ("gather", "flash"):
+        raise ValueError(f'backend must be "gather" or "flash", got {backend!r}')
     if exact is not None:
-        require_exact(exact, selector, sparse_rows, decode_rows, kv, kernel)
-    rule = RowRule(None if sparse_rows == "decode" else sparse_rows, decode_rows)
-    how = kv == "host", remainder, kernel
+        require_exact(exact, selector, sparse_rows, max_decode_rows, kv, backend)
+    rule = RowRule(None if sparse_rows == "decode" else sparse_rows, max_decode_rows)
+    how = kv == "host", remainder, backend
     dense = _dense_layers(selector, dense_layers)
     own = Budget(dense_below="predicted" if sparse_rows == "decode" else 0)
     return Attachment(model, selector, budget or own, layer_budgets or {}, dense, rule, *how, exact)
@@ -137,19 +137,19 @@ class Attachment:
         rule: RowRule,
         on_host: bool,
         remainder: bool,
-        kernel: Kernel = "gather",
+        backend: Backend = "gather",
         exact: int | None = None,
     ):
         require_attachable(model)
         if exact is not None:
             require_forgets(model)
-        self._kernel: Kernel = kernel
-        if kernel == "flash":
+        self._backend: Backend = backend
+        if backend == "flash":
             shape = ModelShape.of(text_decoder(model).config)
             flash.require(model.device, model.dtype, [shape.at(i).head_dim for i in range(shape.num_layers)])
             require_all_full(model)
             if on_host:
-                raise ValueError('kernel="flash" gathers on the model\'s device; use kv="device"')
+                raise ValueError('backend="flash" gathers on the model\'s device; use kv="device"')
         modules: dict[int, Attention] = {}
         self.model: PreTrainedModel = model
         self._handles: list[RemovableHandle] = []
@@ -171,14 +171,14 @@ class Attachment:
                     f"keys and values can be on the host only for a selector that works on codes, got "
                     f'{type(chosen).__name__}; use kv="device"'
                 )
-            if kernel == "flash" and isinstance(chosen, AttendingSelector):
+            if backend == "flash" and isinstance(chosen, AttendingSelector):
                 raise ValueError(
                     f"a selector with an attention of its own uses no kernel, got {type(chosen).__name__}; use "
-                    'kernel="gather"'
+                    'backend="gather"'
                 )
             modules = sparse_modules(model, dense_layers)
             shape = ModelShape.of(text_decoder(model).config)
-            if kernel == "gather" and not isinstance(chosen, AttendingSelector):
+            if backend == "gather" and not isinstance(chosen, AttendingSelector):
                 require_kernels(model, modules, shape, getattr(chosen, "per_query_head", False))
             if on_host:
                 require_own_keys(model)
@@ -187,7 +187,7 @@ class Attachment:
             if strangers := sorted(set(layer_budgets) - set(modules)):
                 raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
             budgets = {layer: layer_budgets.get(layer, budget) for layer in modules}
-            _require_values(budgets.values(), kernel, chosen, model.device)
+            _require_values(budgets.values(), backend, chosen, model.device)
 
             def heads_of(layer: int) -> ModelShape:
                 return shape.at(layer) if size == 1 else shard_shape(shape.at(layer), size)
@@ -208,10 +208,10 @@ class Attachment:
                         "the remainder is fitted to softmax attention over a selection, got "
                         f"{type(chosen).__name__}, which has an attention of its own; attach with remainder=False"
                     )
-                if left_out is not None and kernel == "flash":
+                if left_out is not None and backend == "flash":
                     raise ValueError(
-                        'kernel="flash" does not say what the remainder needs; attach with remainder=False, or use '
-                        'kernel="gather"'
+                        'backend="flash" does not say what the remainder needs; attach with remainder=False, or use '
+                        'backend="gather"'
                     )
                 self._plans[layer] = LayerPlan(
                     layer,
@@ -219,7 +219,7 @@ class Attachment:
                     found,
                     rule,
                     left_out,
-                    kernel,
+                    backend,
                     sights,
                     _device_of(modules[layer].module),
                 )
@@ -232,12 +232,12 @@ class Attachment:
             register()
             self._config = cast(Any, text_decoder(model).config)
             dense = dense_name(model)
-            name = AttentionName.of(FLASH_NAME if kernel == "flash" else NAMES[dense], dense)
+            name = AttentionName.of(FLASH_NAME if backend == "flash" else NAMES[dense], dense)
             set_attention(model, name)
             self._name = name
             self._retyped = None if self.drafts is None else retype(model, self.drafts)
             self._dense = tuple(found.layer for found in dense_modules(model, modules))
-            may_be_short = kernel == "gather" and not on_host
+            may_be_short = backend == "gather" and not on_host
             ways = (self._config, name), self._called, self._growing, may_be_short
             for layer, found in modules.items():
                 hook = Hook(self._plans[layer], found.arguments, *ways)
@@ -257,8 +257,8 @@ class Attachment:
         measured = [layer for layer, budget in budgets.items() if budget.dense_below == "measured"]
         if measured:
             layer = measured[0]
-            facts = selector, budgets[layer], model.dtype, model.device, self._kernel
-            self.break_even = break_even(modules[layer].module, layer, heads(layer), *facts)
+            arguments = selector, budgets[layer], model.dtype, model.device, self._backend
+            self.break_even = break_even(modules[layer].module, layer, heads(layer), *arguments)
         # What a prediction counts are a CPU's bytes of codes, keys and values.
         foreseen = model.device.type == "cpu" and selector.needs_codes and not self._on_host
         for layer, budget in budgets.items():
@@ -313,10 +313,10 @@ class Attachment:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
 
-    def _called(self, plan: LayerPlan, given: dict[str, Any]) -> Call:
+    def _called(self, plan: LayerPlan, given: dict[str, Any]) -> AttentionContext:
         """Say what the attention function must know; make the layer's cache carry codes at first sight."""
         cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
-        return Call(plan, None if cache is None else self._held(plan, cache))
+        return AttentionContext(plan, None if cache is None else self._held(plan, cache))
 
     def _grow(self, cache: Any) -> None:
         """Let the layers that stay dense grow in place on the CPU, where the cache has filled them."""
@@ -365,8 +365,8 @@ class Attachment:
             if getattr(held, "encoder", None) is plan.encoder:
                 return cast(CacheLayerMixin, held)
         held = _cache_layer(cache, plan.layer)
-        if self._kernel == "flash" and (not isinstance(held, DynamicLayer) or is_quantised(type(held))):
-            raise ValueError(f'kernel="flash" needs a DynamicCache, got a layer of type {type(held).__name__}')
+        if self._backend == "flash" and (not isinstance(held, DynamicLayer) or is_quantised(type(held))):
+            raise ValueError(f'backend="flash" needs a DynamicCache, got a layer of type {type(held).__name__}')
         if not plan.selector.needs_codes:
             return held
         if torch.compiler.is_compiling():
@@ -379,12 +379,12 @@ class Attachment:
         return carry_codes(held, plan.encoder, HostLayer)
 
 
-def _require_values(budgets: Iterable[Budget], kernel: Kernel, selector: Selector, device: torch.device) -> None:
+def _require_values(budgets: Iterable[Budget], backend: Backend, selector: Selector, device: torch.device) -> None:
     """Raise ValueError if a budget leaves out values and what attends cannot."""
     share = min(budget.values for budget in budgets)
     require_values(share, device)
-    if share < 1 and (kernel == "flash" or isinstance(selector, AttendingSelector)):
-        by = 'kernel="flash"' if kernel == "flash" else type(selector).__name__
+    if share < 1 and (backend == "flash" or isinstance(selector, AttendingSelector)):
+        by = 'backend="flash"' if backend == "flash" else type(selector).__name__
         raise ValueError(f"values below 1 needs the attention of our own kernels, got {share} and {by}; give 1")
 
 
@@ -402,14 +402,14 @@ def _dense_layers(selector: object, given: int | Collection[int] | None) -> Coll
     return range(given) if isinstance(given, int) else given
 
 
-def _check_rows(dense_layers: object, sparse_rows: object, decode_rows: object) -> None:
+def _check_rows(dense_layers: object, sparse_rows: object, max_decode_rows: object) -> None:
     given = cast("Collection[object]", dense_layers) if isinstance(dense_layers, Collection) else [dense_layers or 0]
     if any(not isinstance(layer, int) or layer < 0 for layer in given):
         raise ValueError(f"dense_layers must be an integer of 0 or more, or a set of them, got {dense_layers!r}")
     if sparse_rows != "decode" and (not isinstance(sparse_rows, int) or sparse_rows < 0):
         raise ValueError(f'sparse_rows must be "decode" or an integer of 0 or more, got {sparse_rows!r}')
-    if not isinstance(decode_rows, int) or decode_rows < 1:
-        raise ValueError(f"decode_rows must be an integer of 1 or more, got {decode_rows!r}")
+    if not isinstance(max_decode_rows, int) or max_decode_rows < 1:
+        raise ValueError(f"max_decode_rows must be an integer of 1 or more, got {max_decode_rows!r}")
 
 
 def _as_selector(selector: KeyQueryHasher | Selector) -> Selector:

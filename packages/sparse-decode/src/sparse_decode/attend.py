@@ -62,7 +62,7 @@ def attend(
     left_out: LeftOut | None = None,
     ends: tuple[int, int] | Tensor = (0, 0),
     values: float = 1.0,
-    facts: Literal[False] = False,
+    stats: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def attend(
@@ -77,7 +77,7 @@ def attend(
     left_out: LeftOut | None = None,
     ends: tuple[int, int] | Tensor = (0, 0),
     values: float = 1.0,
-    facts: Literal[True],
+    stats: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def attend(
     q: Tensor,
@@ -91,7 +91,7 @@ def attend(
     left_out: LeftOut | None = None,
     ends: tuple[int, int] | Tensor = (0, 0),
     values: float = 1.0,
-    facts: bool = False,
+    stats: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to the selected tokens only.
 
@@ -109,8 +109,8 @@ def attend(
         values: share of the selected tokens whose values are read, rounded up (eq. 21): those with the largest sum of
             weights over the set's query heads, equal ones by their place in `indices`. The others have the value of
             what is left out; without `left_out`, no weight. On CUDA only 1.
-        facts: return what the remainder needs, too (eq. 15).
-    Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32. With facts also
+        stats: return what the remainder needs, too (eq. 15).
+    Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32. With stats also
         float32 [2, B, Q, Hq]: mean and log sum exp of the selected logits, 0 and -inf for rows without one; a sink is
         part of the second.
     Raises: ValueError on other shapes, types, devices or shares, and on an index beyond N; on CUDA, where its value
@@ -126,13 +126,13 @@ def attend(
         result, logits = _on_cpu(*given, values)
     elif values < 1:
         raise ValueError(f"values below 1 needs a step that is not traced, got {values}; give 1")
-    elif facts:
-        result, logits = gather.OPERATORS.gather_with_facts(*given)
+    elif stats:
+        result, logits = gather.OPERATORS.gather_with_stats(*given)
     else:
         result, logits = gather.OPERATORS.gather(*given), None
     if q.requires_grad:
         result = _NoBackward.apply(result, q)
-    return (result, logits) if facts else result  # pyright: ignore[reportReturnType]
+    return (result, logits) if stats else result  # pyright: ignore[reportReturnType]
 
 
 def require(device: torch.device, dtype: torch.dtype, dims: Collection[int] = (), group: int = 1) -> None:
@@ -169,7 +169,7 @@ def on_host(
     blocks: NDArray[np.int64] = _SIDE_BY_SIDE,
     values: float = 1.0,
 ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
-    """Attend on the CPU to arguments that agree: the result, the facts, and tokens used, int64 [B, H, Q].
+    """Attend on the CPU to arguments that agree: the result, the stats, and tokens used, int64 [B, H, Q].
 
     With blocks, int64 [B, T], k and v are pages [M, Hkv, S, D]: token j of a row is token j % S of page blocks[j // S],
     which must be one of them where a row attends.
@@ -384,4 +384,4 @@ def _alone_on_cpu(*given: Any) -> Tensor:
 
 
 gather.LIBRARY.impl("gather", _alone_on_cpu, "CPU")
-gather.LIBRARY.impl("gather_with_facts", _on_cpu, "CPU")
+gather.LIBRARY.impl("gather_with_stats", _on_cpu, "CPU")

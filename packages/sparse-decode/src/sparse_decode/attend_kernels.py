@@ -137,7 +137,7 @@ def _drop(weights, keep, dropped):  # pragma: no cover - compiled
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _attend_task(
-    task, q, k, k_at, v, v_at, blocks, indices, out, facts, counts, scaling, softcap, sinks, kind,
+    task, q, k, k_at, v, v_at, blocks, indices, out, stats, counts, scaling, softcap, sinks, kind,
     coefficients, mean_keys, values, visible, share_of_values,
 ):  # pragma: no cover - compiled  # fmt: skip
     sets, n_rows = indices.shape[1:3]
@@ -194,14 +194,14 @@ def _attend_task(
         for j in range(used):
             top = max(top, line[j])
             total += line[j]
-        facts[0, b, r, first + g] = total / np.float32(used)
+        stats[0, b, r, first + g] = total / np.float32(used)
         _exp(line, top, scratch.view(np.float32), scratch)
         total = np.float32(0)
         weights = scratch.view(np.float32)
         for j in range(used):  # nothing is written here: a loop that writes runs in this order or in another, as the
             total += weights[j]  # addresses of its arrays allow, and the sum would differ from thread to thread
         total += np.float32(math.exp(sinks[first + g] - top))
-        facts[1, b, r, first + g] = top + np.float32(math.log(total))
+        stats[1, b, r, first + g] = top + np.float32(math.log(total))
         for j in range(used):
             line[j] = weights[j] / total
         logits[g, used:] = 0
@@ -230,7 +230,7 @@ def _attend_task(
     # 4. what was left out, as one token: first the selected tokens whose values were not read
     if keep < used:
         for g in range(heads):
-            line, left = out[b, r, first + g], np.float32(math.exp(sinks[first + g] - facts[1, b, r, first + g]))
+            line, left = out[b, r, first + g], np.float32(math.exp(sinks[first + g] - stats[1, b, r, first + g]))
             for j in range(keep):
                 left += logits[g, j]
             for i in range(dim_v):
@@ -243,7 +243,7 @@ def _attend_task(
         sizes = np.float32(math.log(visible[b, r])), np.float32(math.log(used)), np.float32(math.log(rest))
         for g in range(heads):
             h = first + g
-            known = facts[0, b, r, h], facts[1, b, r, h]
+            known = stats[0, b, r, h], stats[1, b, r, h]
             share = _share(coefficients[h], known, q[b, h, r], mean_keys[b, kv, r], scaling, sizes)
             line, value = out[b, r, h], values[b, h, r]
             for i in range(dim_v):
@@ -266,7 +266,7 @@ def tasks(
     first: int, last: int, q: NDArray[np.float32], k_address: int, k_reach: int, k_at: tuple[int, ...],
     v_address: int, v_reach: int, v_at: tuple[int, ...], like: NDArray[Any], blocks: NDArray[np.int64],
     indices: NDArray[np.int64],
-    out: NDArray[np.float32], facts: NDArray[np.float32], counts: NDArray[np.int64], scaling: np.float32,
+    out: NDArray[np.float32], stats: NDArray[np.float32], counts: NDArray[np.int64], scaling: np.float32,
     softcap: np.float32, sinks: NDArray[np.float32], kind: int, coefficients: NDArray[np.float32],
     mean_keys: NDArray[np.float32], values: NDArray[np.float32], visible: NDArray[np.int64], share_of_values: float,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
@@ -280,6 +280,6 @@ def tasks(
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
     for task in range(first, last):
         _attend_task(
-            task, q, k, k_at, v, v_at, blocks, indices, out, facts, counts, scaling, softcap, sinks, kind,
+            task, q, k, k_at, v, v_at, blocks, indices, out, stats, counts, scaling, softcap, sinks, kind,
             coefficients, mean_keys, values, visible, share_of_values,
         )  # fmt: skip

@@ -46,14 +46,14 @@ class RowRule:
 
     start: int | None
     """Rows from this position of their own sequence on; None: the rows of decode steps."""
-    decode_rows: int
+    max_decode_rows: int
     """A call with a past and at most this many query rows is a decode step."""
 
     def may_be_sparse(self, n_queries: int, n: int) -> bool:
         """Say whether a call of `n_queries` rows that ends at token `n` can hold a sparse row."""
         if self.start is not None:
             return n > self.start
-        return n_queries <= self.decode_rows and n_queries < n
+        return n_queries <= self.max_decode_rows and n_queries < n
 
     def rows(self, visible: Tensor, n_queries: int, n: int) -> Tensor:
         """Say which rows are sparse, bool like `visible` [B, Q], the tokens that each row sees."""
@@ -66,7 +66,7 @@ class RowRule:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class AttentionArgs:
     """The tensors of one attention call, trimmed to the tokens that exist.
 
     Attributes:
@@ -141,7 +141,7 @@ class Step:
             tally.add_link(self.counted, hq)
 
     def stand_in(
-        self, x: Inputs, slopes: Tensor, moments: Moments, indices: Tensor
+        self, x: AttentionArgs, slopes: Tensor, moments: Moments, indices: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return mean keys and values of all tokens seen (eq. 16), by one kernel if one token alone is new.
 
@@ -188,7 +188,7 @@ class SomeRows:
         hq = self.rows.q.shape[1]
         tally.add_rows(_per_row(indices, hq), self.visible * hq, self.sparse)
 
-    def stand_in(self, x: Inputs, slopes: Tensor, moments: Moments, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def stand_in(self, x: AttentionArgs, slopes: Tensor, moments: Moments, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the mean keys and values of what is left out (eq. 16), and of how many tokens, int64 [B, R].
 
         Raises: ValueError if a row that is worked on sees other tokens than all before it but padding.
@@ -219,7 +219,7 @@ class Blocks:
         self._sights = sights
         self._numbers: Tensor | None = None  # 0, 1, 2, ...: a count on the device is a view of it
 
-    def step(self, x: Inputs) -> Step:
+    def step(self, x: AttentionArgs) -> Step:
         """Return the one block of a step: what is the same for all rows is a number, what differs is not looked at.
 
         After the rest of a model has filled the caches of a processor, each operation costs ten times its time.
@@ -227,8 +227,8 @@ class Blocks:
         n, ends = x.k.shape[2], self.sink + self.recent
         if x.mask is None:
             reads = self.budget.count_row(n)
-            each = max(0, reads - ends)
-            rows = self._rows(x, 0, 1, self._number(each, x.q), None, each=each)
+            count = max(0, reads - ends)
+            rows = self._rows(x, 0, 1, self._number(count, x.q), None, uniform_count=count)
             return Step(rows, reads)
         sight, counted = self.see(x, x.mask)
         most = max(0, max(self.budget.most(n), min(n, self.rule.start or 0)) - ends)
@@ -236,7 +236,7 @@ class Blocks:
         rows = self._rows(x, 0, 1, sight.chosen, seen, most=most, among=sight.candidates)
         return Step(rows, 0, sight, counted)
 
-    def seen(self, x: Inputs) -> tuple[Tensor, Tensor]:
+    def seen(self, x: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Count the tokens that each row sees, int64 [B, Q], and say which rows are sparse, bool [B, Q]."""
         n_queries, n = x.q.shape[2], x.k.shape[2]
         visible = count_visible(
@@ -244,7 +244,7 @@ class Blocks:
         )
         return visible, self.rule.rows(visible, n_queries, n)
 
-    def others(self, x: Inputs, visible: Tensor, sparse: Tensor) -> Iterator[SomeRows]:
+    def others(self, x: AttentionArgs, visible: Tensor, sparse: Tensor) -> Iterator[SomeRows]:
         """Cut the rows of a call that is no step; `visible` and `sparse` are of `seen`."""
         n_queries, most = x.q.shape[2], rows_at_once(x.q.shape[0], x.q.shape[1], x.k.shape[2])
         counts = torch.where(sparse, self._counts(visible), visible if x.all_rows else 0)
@@ -259,7 +259,7 @@ class Blocks:
         """Count the tokens that each row reads, [B, Q]."""
         return self.budget.count(visible, visible[:, -1:])
 
-    def _rows(self, x: Inputs, first: int, last: int, chosen: Tensor, seen: Tensor | None, **known: Any) -> Rows:
+    def _rows(self, x: AttentionArgs, first: int, last: int, chosen: Tensor, seen: Tensor | None, **known: Any) -> Rows:
         """Describe query rows first..last-1 to a selector that is to choose `chosen` [B, R] tokens for each."""
         n_queries, n = x.q.shape[2], x.k.shape[2]
         # Without a mask, these rows see nothing from there on.
@@ -288,7 +288,7 @@ class Blocks:
                 numbers = self._numbers = torch.arange(2 * count + 1024, device=q.device)
         return numbers[count].expand(q.shape[0], 1)
 
-    def see(self, x: Inputs, mask: Tensor) -> tuple[Seen, Counted | None]:
+    def see(self, x: AttentionArgs, mask: Tensor) -> tuple[Seen, Counted | None]:
         """Describe what the rows of a step see, once for all layers but in a graph."""
         batch, n = x.q.shape[0], x.k.shape[2]
 
@@ -318,7 +318,7 @@ def _per_row(indices: Tensor, hq: int) -> Tensor:
     return (indices >= 0).sum((1, 3)) * (hq // indices.shape[1])
 
 
-def _unpadded(x: Inputs) -> Tensor | None:
+def _unpadded(x: AttentionArgs) -> Tensor | None:
     """Say which tokens the last row sees, bool [B, N]: all but padding, if the mask is causal."""
     if x.mask is None or (seen := x.seen(x.q.shape[2] - 1, x.q.shape[2])) is None:
         return None

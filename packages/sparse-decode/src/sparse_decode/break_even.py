@@ -13,11 +13,11 @@ import torch
 from hashtrain import ModelShape
 from transformers.cache_utils import DynamicLayer
 
-from sparse_decode.blocks import Inputs, RowRule
+from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.budget import Budget
 from sparse_decode.cache import carry_codes
 from sparse_decode.interface import attend_densely, flash_attention
-from sparse_decode.plan import Kernel, LayerPlan
+from sparse_decode.plan import Backend, LayerPlan
 from sparse_decode.select import Selector
 
 LENGTHS = tuple(256 << i for i in range(10))
@@ -53,16 +53,16 @@ def break_even(
     budget: Budget,
     dtype: torch.dtype,
     device: Any,
-    kernel: Kernel = "gather",
+    backend: Backend = "gather",
 ) -> int:
     """Time decode steps of one layer at growing contexts, sparse and dense.
 
     Args:
         module: the layer's attention module.
-        heads: the shape of that layer; dtype and device: those of its keys; kernel: what attends.
+        heads: the shape of that layer; dtype and device: those of its keys; backend: what attends.
     Returns: the first context at which the sparse step was no slower, twice the longest one tried if none was.
     """
-    plan = LayerPlan(layer, selector, replace(budget, dense_below=0), RowRule(None, 1), kernel=kernel)
+    plan = LayerPlan(layer, selector, replace(budget, dense_below=0), RowRule(None, 1), backend=backend)
     longest = LENGTHS[0]
     for n in LENGTHS:
         if n > LENGTHS[0] and 2 * heads.num_kv_heads * n * heads.head_dim * dtype.itemsize > _MAX_BYTES:
@@ -93,9 +93,9 @@ def _steps(
             held._codes.truncate(n - 1)  # the last key is the step's own, and is hashed in it
         if plan.attend_at_once(held, q, k, v, module.scaling) is None:
             codes = held.codes if plan.selector.needs_codes else None
-            plan.attend(Inputs(q, k, v, None, codes, None, module.scaling, None, None))
+            plan.attend(AttentionArgs(q, k, v, None, codes, None, module.scaling, None, None))
 
-    dense = flash_attention if plan.kernel == "flash" else attend_densely
+    dense = flash_attention if plan.backend == "flash" else attend_densely
     return sparse, lambda: dense(module, q, k, v, None, scaling=module.scaling, dropout=0.0)
 
 

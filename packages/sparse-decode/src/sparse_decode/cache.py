@@ -27,7 +27,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLay
 from sparse_decode.buffer import GrowingBuffer
 from sparse_decode.growing import GrowingLayer, stop_growing
 from sparse_decode.modes import no_autocast, ordinary_tensors
-from sparse_decode.opaque import enrol, write_codes
+from sparse_decode.opaque import register, write_codes
 from sparse_decode.positions import readable
 from sparse_decode.remainder import RunningMoments, StaticMoments
 
@@ -66,7 +66,7 @@ class Encoder:
         """Whether a compiled graph can hold the hashing of keys [B, Hkv, 1, D] as operators."""
         self._shape: tuple[int, int] | None = None
         self._layers = WeakSet[CacheLayerMixin]()
-        self.number: int = enrol(self)
+        self.number: int = register(self)
 
     def __call__(self, keys: Tensor, device: torch.device | None = None) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W], on another device if one is named."""

@@ -59,16 +59,16 @@ def attend_all(
         queries = np.ascontiguousarray(queries.reshape(*queries.shape[:4], -1, LANES, 2).swapaxes(-1, -2))
     shown = _NO_MASK if mask is None else mask[:, 0].contiguous().view(torch.uint8).numpy()
     lines = batch, hkv, chunks, n_rows * group
-    sums, facts = np.empty((*lines, wide_v), np.float32), np.empty((*lines, 2), np.float32)
+    sums, stats = np.empty((*lines, wide_v), np.float32), np.empty((*lines, 2), np.float32)
     out = np.empty((batch, n_rows, hkv, group, dim_v), np.float32)
     limit = np.full((hkv, group), -np.inf, np.float32)
     if sinks is not None:
         limit[:] = sinks.detach().float().numpy().reshape(hkv, group)
     where = *_where(k), *_where(v), LIKE[k.element_size()]
     factors = np.float32(scaling), np.float32(softcap or 0), kind
-    given = n_rows, queries.reshape(batch, hkv, -1, wide), *where, shown, *factors, sums, facts
+    given = n_rows, queries.reshape(batch, hkv, -1, wide), *where, shown, *factors, sums, stats
     run(dense_kernels.tasks, batch * hkv * chunks, batch * hq * n_rows * n * (dim + dim_v), *given)
-    if not compiled(dense_kernels.combine)(0, batch, sums, facts, limit, out, kind):
+    if not compiled(dense_kernels.combine)(0, batch, sums, stats, limit, out, kind):
         return None
     return torch.from_numpy(out.reshape(batch, n_rows, hq, dim_v)).to(q.dtype)
 

@@ -187,7 +187,7 @@ def _look(mask, b, first, shown):  # pragma: no cover - compiled
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _task(
-    task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, facts, shown, logits, bits, tile
+    task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, stats, shown, logits, bits, tile
 ):  # pragma: no cover - compiled  # fmt: skip
     heads, n, chunks = k_at[3], k_at[4], sums.shape[2]
     b, h, c = task // (heads * chunks), task // chunks % heads, task % chunks
@@ -200,7 +200,7 @@ def _task(
     if every:
         seen[:] = 1
     elif not _look(mask, b, first, seen):
-        facts[b, h, c, :, 0], facts[b, h, c, :, 1] = np.float32(-np.inf), np.float32(0)
+        stats[b, h, c, :, 0], stats[b, h, c, :, 1] = np.float32(-np.inf), np.float32(0)
         return
 
     k_ahead, v_ahead = _ahead(dim * k.itemsize), _ahead(dim_v * v.itemsize)
@@ -224,7 +224,7 @@ def _task(
         if softcap > 0:
             _cap(line, softcap, bits.view(np.float32), bits)
         _hide(line, mask, b, x // (lines // n_rows), first, n - n_rows, count)
-        facts[b, h, c, x, 0], facts[b, h, c, x, 1] = _soften(line, bits)
+        stats[b, h, c, x, 0], stats[b, h, c, x, 1] = _soften(line, bits)
 
     out = sums[b, h, c].reshape(lines * wide_v)
     out[:] = 0
@@ -241,13 +241,13 @@ def _task(
 def tasks(
     first: int, last: int, n_rows: int, q: NDArray[np.float32], k_address: int, k_reach: int, k_at: tuple[int, ...],
     v_address: int, v_reach: int, v_at: tuple[int, ...], like: NDArray[Any], mask: NDArray[np.uint8],
-    scaling: np.float32, softcap: np.float32, kind: int, sums: NDArray[np.float32], facts: NDArray[np.float32],
+    scaling: np.float32, softcap: np.float32, kind: int, sums: NDArray[np.float32], stats: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
     """Attend for tasks [first, last) to keys and values at addresses, k_reach and v_reach numbers of like's type.
 
     q [B, Hkv, X, D and zeros up to whole WIDTH], for bfloat16 in the order of `lanes.place`, as sums are.
     k_at and v_at are strides of batch row, head and token, heads, tokens, components; mask [B or 1, R, N], empty for
-    causal rows. Written: sums [B, Hkv, C, X, Dv and zeros up to whole WIDTH] and facts [B, Hkv, C, X, 2], o and (m, s)
+    causal rows. Written: sums [B, Hkv, C, X, Dv and zeros up to whole WIDTH] and stats [B, Hkv, C, X, 2], o and (m, s)
     of each chunk.
     """
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
@@ -258,11 +258,11 @@ def tasks(
     bits = np.empty(CHUNK, np.int32)
     tile = np.empty(WIDTH * max(wide, wide_v), np.float32)
     for task in range(first, last):
-        _task(task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, facts, shown, logits, bits, tile)
+        _task(task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, stats, shown, logits, bits, tile)
 
 
 def combine(
-    first: int, last: int, sums: NDArray[np.float32], facts: NDArray[np.float32], sinks: NDArray[np.float32],
+    first: int, last: int, sums: NDArray[np.float32], stats: NDArray[np.float32], sinks: NDArray[np.float32],
     out: NDArray[np.float32], kind: int,
 ) -> bool:  # pragma: no cover - compiled  # fmt: skip
     """Put the chunks together for batch rows [first, last): out [B, R, Hkv, G, Dv]. Says whether each row sees a token.
@@ -273,7 +273,7 @@ def combine(
     for b in range(first, last):
         for r, h, g in np.ndindex((n_rows, heads, group)):
             x = r * group + g
-            parts, line, seen = facts[b, h, :, x], out[b, r, h, g], np.float32(-np.inf)
+            parts, line, seen = stats[b, h, :, x], out[b, r, h, g], np.float32(-np.inf)
             for c in range(len(parts)):
                 seen = max(seen, parts[c, 0])
             whole = whole and seen != np.float32(-np.inf)

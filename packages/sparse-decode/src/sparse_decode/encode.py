@@ -44,7 +44,7 @@ Digits = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]
 NO_DIGITS: Digits = (np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), np.empty((0, 0), np.float32))
 
 
-def takes(layer: LayerHasher, x: Tensor) -> bool:
+def supports(layer: LayerHasher, x: Tensor) -> bool:
     """Say whether these functions hash tokens x [B, H, T, D] of a layer: few, on the CPU, in float32."""
     few = x.device.type == "cpu" and 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS
     return few and type(layer) in (Planes, Transform) and layer.remainder.dtype == torch.float32
@@ -66,7 +66,7 @@ def hash_tokens(weights: Weights, digits: Digits, x: Tensor, group: int, planes:
     return torch.from_numpy(words), torch.from_numpy(numbers)
 
 
-class FewTokens:
+class CpuEncoder:
     """Hashes a few tokens; remembers where the weights of the layers lie."""
 
     def __init__(self) -> None:

@@ -102,7 +102,7 @@ def _forget(layer: int, *sides: int) -> None:
     del _placed[layer]
 
 
-def takes(layer: LayerHasher, x: Tensor) -> bool:
+def supports(layer: LayerHasher, x: Tensor) -> bool:
     """Say whether these functions hash tokens x [B, H, T, D] of a layer: few, in 16 bits, on CUDA."""
     return x.device.type == "cuda" and x.dtype in _BF16 and fits(layer, x)
 

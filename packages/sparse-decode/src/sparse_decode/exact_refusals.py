@@ -24,7 +24,7 @@ SLIDES: bool = tuple(int(x) for x in transformers.__version__.split(".")[:2]) >=
 _FORGETS = DynamicLayer, GrowingLayer, CodedDynamicLayer, DynamicSlidingWindowLayer
 
 
-def require_exact(exact: object, selector: object, sparse_rows: object, decode_rows: int, kv: str, kernel: str) -> None:
+def require_exact(exact: object, selector: object, sparse_rows: object, max_decode_rows: int, kv: str, backend: str) -> None:
     """Raise ValueError if `attach` was asked for exact mode with what it cannot have."""
     if not isinstance(exact, int) or isinstance(exact, bool) or not 1 <= exact <= MOST:
         raise ValueError(f"exact must be an integer from 1 to {MOST}, the most tokens to draft at once, got {exact!r}")
@@ -32,9 +32,9 @@ def require_exact(exact: object, selector: object, sparse_rows: object, decode_r
         raise ValueError("exact mode drafts by sparse attention, got no selector; give a hasher, or leave exact out")
     for name, value, needed in (
         ("sparse_rows", sparse_rows, "decode"),
-        ("decode_rows", decode_rows, 1),
+        ("max_decode_rows", max_decode_rows, 1),
         ("kv", kv, "device"),
-        ("kernel", kernel, "gather"),
+        ("backend", backend, "gather"),
     ):
         if value != needed:
             raise ValueError(

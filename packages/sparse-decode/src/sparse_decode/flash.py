@@ -28,20 +28,20 @@ def require(device: torch.device, dtype: torch.dtype, head_dims: Collection[int]
     """Raise ValueError with one sentence if flash-attn cannot serve a model of this device, type and head sizes."""
     if importlib.util.find_spec("flash_attn") is None:
         raise ValueError(
-            'kernel="flash" needs the package flash-attn, which is not installed; in the checkout '
+            'backend="flash" needs the package flash-attn, which is not installed; in the checkout '
             "`uv pip install './packages/sparse-decode[flash]'` where there is a CUDA compiler, or "
-            'use kernel="gather"'
+            'use backend="gather"'
         )
     if device.type not in DEVICES:
         raise ValueError(
-            f'kernel="flash" needs a model on a CUDA device, got {device}; move it, or use kernel="gather"'
+            f'backend="flash" needs a model on a CUDA device, got {device}; move it, or use backend="gather"'
         )
     if dtype not in DTYPES:
-        raise ValueError(f'kernel="flash" needs a model in bfloat16 or float16, got {dtype}; convert it')
+        raise ValueError(f'backend="flash" needs a model in bfloat16 or float16, got {dtype}; convert it')
     if odd := sorted({dim for dim in head_dims if dim % 8 or dim > MOST_HEAD_DIM}):
         raise ValueError(
-            f'kernel="flash" needs heads of a multiple of 8 and at most {MOST_HEAD_DIM}, got {odd[0]}; '
-            'use kernel="gather"'
+            f'backend="flash" needs heads of a multiple of 8 and at most {MOST_HEAD_DIM}, got {odd[0]}; '
+            'use backend="gather"'
         )
 
 
@@ -49,10 +49,10 @@ def refuse(mask: Tensor | None, sinks: Tensor | None, dropout: float) -> None:
     """Raise ValueError with one sentence on what flash-attn has no argument for."""
     if mask is not None:
         raise ValueError(
-            f'kernel="flash" takes no padding and no mask, got one of shape {tuple(mask.shape)}; use kernel="gather"'
+            f'backend="flash" takes no padding and no mask, got one of shape {tuple(mask.shape)}; use backend="gather"'
         )
     if sinks is not None:
-        raise ValueError('kernel="flash" has no learned sinks; use kernel="gather"')
+        raise ValueError('backend="flash" has no learned sinks; use backend="gather"')
     if dropout:
         raise ValueError(f"sparse attention has no dropout, got {dropout}; call model.eval() first")
 

@@ -133,7 +133,7 @@ def _weights(plan: LayerPlan, index: int) -> int:
 def _selecting(plan: LayerPlan, layer: Layer, tokens: int) -> int:
     """Return the most bytes that choosing tokens and reading them takes."""
     (batch, _, _, dim), hq = layer.keys.shape, layer.query_heads
-    rows = tokens if plan.rule.start is not None else min(tokens, plan.rule.decode_rows)
+    rows = tokens if plan.rule.start is not None else min(tokens, plan.rule.max_decode_rows)
     at_once, chosen = plan.rows_at_once(batch, hq, rows, tokens), plan.budget.count_row(tokens)
     masks = at_once * batch * hq * tokens * 12  # scores, and what each row sees, where there is padding
     selected = at_once * batch * hq * (chosen * _ENTRY + 12 * dim * 4)  # its query, hashed, and its result

@@ -84,7 +84,7 @@ class FusedStep:
         self.layer: int = layer
         self.budget: Budget = budget
         self._selector = selector
-        self._few = encode.FewTokens()
+        self._cpu_encoder = encode.CpuEncoder()
         self._form: _Form | None = None
 
     def attend(
@@ -150,7 +150,7 @@ class FusedStep:
         It is never changed, since threads share it.
         """
         layer = self._selector.own_layer(self.layer, q.device)
-        if layer is None or not encode.takes(layer, q):
+        if layer is None or not encode.supports(layer, q):
             return None
         own, known = cast(Planes | Transform, layer), self._form
         given = q, k, v, codes
@@ -164,7 +164,7 @@ class FusedStep:
             tensors = [weight.tensor for weight in weights]
             if not all(x.is_contiguous() for x in (*tensors, *(left_out or ()))):
                 return None
-            digits = self._few.digits_of(own)
+            digits = self._cpu_encoder.digits_of(own)
             values = _values(own, self.budget, given, tensors, digits, left_out)
             known = self._form = _Form(key, values, own, weights, left_out, digits, _coordinate(own))
         return known

@@ -153,7 +153,7 @@ def _tasks_of(digest: str) -> Callable[..., int]:
         code, planes = np.empty((1, 1, 1, 1, words), np.int32), np.empty((1, 1, 1, levels, words), np.int32)
         indices = np.empty((1, 1, 1, sink + count + n - end), np.int64)
         scores = np.empty(count, np.int32)
-        facts, used = np.empty((2, 1, 1, group), np.float32), np.empty((1, 1, 1), np.int64)
+        stats, used = np.empty((2, 1, 1, group), np.float32), np.empty((1, 1, 1), np.int64)
         mean_keys, rest = np.zeros((1, 1, dim), np.float32), np.zeros((1, group, dim_v), np.float32)
         blocks, visible = np.empty((0, 0), np.int64), np.full((1, 1), n, np.int64)
         counts, joins = np.full(1, float(n)), np.ones(1, np.bool_)
@@ -199,7 +199,7 @@ def _tasks_of(digest: str) -> Callable[..., int]:
             _attend_task(
                 0, q, numba.carray(pointer(own_k), reach[0], like.dtype), (0, 0, form[K_TOKEN], 1, n),
                 numba.carray(pointer(own_v), reach[1], like.dtype), (0, 0, form[V_TOKEN], 1, n), blocks, indices, own,
-                facts, used, scaling, softcap, own_sinks, kind, coefficients, mean_keys.reshape(1, 1, 1, dim),
+                stats, used, scaling, softcap, own_sinks, kind, coefficients, mean_keys.reshape(1, 1, 1, dim),
                 rest.reshape(1, group, 1, dim_v), visible, share,
             )  # fmt: skip
         return 0

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from sparse_decode.dense_step import MOST_ROWS
 from sparse_decode.growing import FROM, GrowingLayer, grow
-from sparse_decode.interface import KEYWORD, Call, Short
+from sparse_decode.interface import KEYWORD, AttentionContext, Short
 from sparse_decode.model import CACHE_NAMES, OTHER_STATES
 from sparse_decode.plan import LayerPlan
 
@@ -83,7 +83,7 @@ class Hook:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
 
-    def _if_short(self, given: dict[str, Any]) -> Call | None:
+    def _if_short(self, given: dict[str, Any]) -> AttentionContext | None:
         """Return the call if it leaves its context so short that the cache layer need not carry codes yet."""
         cache, hidden = given.get(CACHE_NAMES[0]), given.get("hidden_states")
         if type(cache) is not DynamicCache or hidden is None or cache.offloading or not _OTHERS.isdisjoint(given):
@@ -99,7 +99,7 @@ class Hook:
         if n + new >= self._below:
             return None
         if new > 1:  # a prompt, which says whether steps can be sparse later
-            return Call(self.plan, held)
+            return AttentionContext(self.plan, held)
         if n >= FROM and kind is DynamicLayer and _may_grow(hidden):
             grow(held, self._growing)
         return self._short

@@ -1,6 +1,6 @@
 """The attention function that Hugging Face calls.
 
-A hook on each sparse attention module hands this function one more keyword, `sparse_decode`: the `Call`. It travels
+A hook on each sparse attention module hands this function one more keyword, `sparse_decode`: the `AttentionContext`. It travels
 with the arguments because module state is shared by threads and context variables break compilation.
 """
 
@@ -20,7 +20,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode import flash
 from sparse_decode.attend import require
-from sparse_decode.blocks import Inputs
+from sparse_decode.blocks import AttentionArgs
 from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
 from sparse_decode.dense_step import OWN_FROM, QUIET, attend_by_torch
 from sparse_decode.dense_step import attend_step as attend_dense_step
@@ -69,7 +69,7 @@ class AttentionName(str):
 Output = tuple[Tensor, Tensor | None]
 
 
-class Call:
+class AttentionContext:
     """What the attention function must know of one call: the layer's plan, and the layer of the cache.
 
     It has no `to` method and holds no tensor of its own, so that what moves a module's inputs leaves it alone.
@@ -96,7 +96,7 @@ class Call:
         return codes
 
 
-class Short(Call):
+class Short(AttentionContext):
     """A call that leaves a context below the break-even: its cache is a plain one. One for all calls of a layer."""
 
     __slots__ = ("count",)
@@ -140,13 +140,13 @@ def attention(
         Query [B, Hq, Q, D], key and value [B, Hkv, N, D], mask [B, 1, Q, N] or None.
     Returns: [B, Q, Hq, D], and attention weights only from dense eager attention.
     """
-    call: Call | None = kwargs.pop(KEYWORD, None)
+    call: AttentionContext | None = kwargs.pop(KEYWORD, None)
     if type(call) is Short and attention_mask is None and not dropout and kwargs.keys() <= QUIET:
         batch, heads, rows, _ = query.shape
         if rows == 1:
             call.count(batch * heads, key.shape[2])
             return attend_densely(module, query, key, value, None, 0.0, scaling)
-    if type(call) is Call and _is_plain(module, query, attention_mask, dropout, kwargs):
+    if type(call) is AttentionContext and _is_plain(module, query, attention_mask, dropout, kwargs):
         factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
         out = call.plan.attend_at_once(
             call.cache, query, key, value, factor, kwargs.get("softcap"), kwargs.get("s_aux")
@@ -186,7 +186,7 @@ def attention(
         codes = None if call.cache is None else call.codes(key)  # without a cache they are hashed inside
         moments = getattr(call.cache, "moments", None)
         sums = moments.tensors if plan.remainder is not None and isinstance(moments, StaticMoments) else []
-        x = Inputs(query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length)
+        x = AttentionArgs(query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length)
         if plan.traces(x):
             return plan.attend(x)[0], None
         rest = (sinks, plan.tally.tensor, sums, plan.number, factor, softcap)
@@ -207,7 +207,7 @@ def _is_plain(module: Any, query: Tensor, mask: Tensor | None, dropout: float, k
     return getattr(module, "masked_key_indices", None) is None
 
 
-def _learn(call: Call, key: Tensor, value: Tensor, mask: Tensor | None, length: Tensor | None, factor: float) -> None:
+def _learn(call: AttentionContext, key: Tensor, value: Tensor, mask: Tensor | None, length: Tensor | None, factor: float) -> None:
     """Tell a static cache's remainder of a prompt, so that no step has to catch up; a compiled prompt cannot."""
     held = call.cache
     if call.plan.remainder is None or length is None or not isinstance(held, CodedStaticLayer) or held.moments is None:
@@ -219,7 +219,7 @@ def _learn(call: Call, key: Tensor, value: Tensor, mask: Tensor | None, length: 
         call.plan.learn(k, v, mask, held.moments, factor)
 
 
-def _all_room(call: Call | None, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+def _all_room(call: AttentionContext | None, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """Say whether a step works on all the room of a static cache, because reading its length would wait.
 
     The mask hides what is not filled yet. The remainder must have been told of all earlier tokens.
@@ -232,7 +232,7 @@ def _all_room(call: Call | None, query: Tensor, key: Tensor, mask: Tensor | None
 
 def _sparse(
     module: Any,
-    call: Call,
+    call: AttentionContext,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -251,7 +251,7 @@ def _sparse(
     k, v, codes = trim(key, value, None if small else call.codes(key), None if whole else end)
     moments = getattr(call.cache, "moments", None)
     weights = query.new_zeros(*query.shape[:3], key.shape[2]) if _weights_wanted(module, plan, kwargs) else None
-    x = Inputs(query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length)
+    x = AttentionArgs(query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length)
     if small:
         if isinstance(moments, StaticMoments):
             moments.ready = False  # they do not hear of this step
@@ -302,7 +302,7 @@ def _as_wide(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     return mask.expand(*mask.shape[:2], *shape)
 
 
-def require_serves(module: Any, call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+def require_serves(module: Any, call: AttentionContext, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
     """Raise ValueError with one sentence if a call of this form cannot be sparse, now or in a later step."""
     plan, held = call.plan, call.cache
     if getattr(module, "masked_key_indices", None) is not None:
@@ -327,7 +327,7 @@ def require_serves(module: Any, call: Call, query: Tensor, key: Tensor, value: T
                 f"codes of {key.shape[1]} KV heads or {query.shape[1]} query heads are needed in layer {plan.layer}, "
                 f"got {codes}; the model's config does not say how many it has"
             )
-    if not plan.weighs_itself and plan.kernel == "gather" and not autocasts(query.device):
+    if not plan.weighs_itself and plan.backend == "gather" and not autocasts(query.device):
         group = 1 if getattr(plan.selector, "per_query_head", False) else query.shape[1] // key.shape[1]
         require(query.device, query.dtype, (key.shape[3], value.shape[3]), group)
     if mask is not None and query.shape[2] > 1:

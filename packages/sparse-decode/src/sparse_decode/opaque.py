@@ -43,7 +43,7 @@ _numbers = itertools.count(1)
 _registered: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
-def enrol(worker: Writer | Step) -> int:
+def register(worker: Writer | Step) -> int:
     """Return a number by which the operators below find `worker`, as long as it lives."""
     number = next(_numbers)
     _registered[number] = worker

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from sparse_decode import flash
 from sparse_decode.attend import LeftOut, attend, attention_weights
-from sparse_decode.blocks import Blocks, Inputs, RowRule, SomeRows, Step, rows_at_once
+from sparse_decode.blocks import Blocks, AttentionArgs, RowRule, SomeRows, Step, rows_at_once
 from sparse_decode.budget import Budget
 from sparse_decode.cache import CodedDynamicLayer, Encoder
 from sparse_decode.fused import FusedStep
 from sparse_decode.modes import ordinary_tensors
-from sparse_decode.opaque import enrol
+from sparse_decode.opaque import register
 from sparse_decode.positions import Sights, include, readable, visible_rows
 from sparse_decode.remainder import RunningMoments, StaticMoments
 from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
 from sparse_decode.tally import Tally
 
-Kernel = Literal["gather", "flash"]
+Backend = Literal["gather", "flash"]
 """What attends to a selection: our own kernels, or torch's gather and flash-attn."""
 
 
@@ -42,7 +42,7 @@ class LayerPlan:
         budget: Budget,
         rule: RowRule,
         remainder: Tensor | None = None,
-        kernel: Kernel = "gather",
+        backend: Backend = "gather",
         sights: Sights | None = None,
         device: torch.device | None = None,
     ):
@@ -50,7 +50,7 @@ class LayerPlan:
         self.selector: Selector = selector
         self.budget: Budget = budget
         self.rule: RowRule = rule
-        self.kernel: Kernel = kernel
+        self.backend: Backend = backend
         self._exact = bool(getattr(selector, "chooses_all_asked", False))
         self._own = selector if isinstance(selector, AttendingSelector) else None
         ends = (0, 0) if self._own else (budget.sink, budget.recent)  # tokens that every row reads unasked
@@ -60,9 +60,9 @@ class LayerPlan:
         self._placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
         self.encoder: Encoder = _encoder(selector, layer)
         self.tally: Tally = Tally(torch.zeros(2, dtype=torch.int64, device=device))
-        self.number: int = enrol(self)
+        self.number: int = register(self)
         self._fused: FusedStep | None = None
-        if kernel == "gather" and isinstance(selector, HashSelector):
+        if backend == "gather" and isinstance(selector, HashSelector):
             self._fused = FusedStep(layer, selector, budget)
 
     @property
@@ -84,7 +84,7 @@ class LayerPlan:
         if n > (1 if start is None else start):
             self.tally.add(rows * n, rows * n)
 
-    def count_dense(self, x: Inputs, tally: Tally | None = None) -> None:
+    def count_dense(self, x: AttentionArgs, tally: Tally | None = None) -> None:
         """Count a call in which every row attended to all it saw, because it saw so little."""
         (batch, hq, n_queries, _), n, tally = x.q.shape, x.k.shape[2], tally or self.tally
         if x.mask is None and n_queries == 1:  # a step that may be sparse, or there would be nothing to count
@@ -104,7 +104,7 @@ class LayerPlan:
     ) -> Tensor | None:
         """Do a step without a mask in one call: [B, 1, Hq, Dv]; None where `attend` has to.
 
-        Args: as `Inputs` has them; held: the cache layer, whose keys and values k and v are.
+        Args: as `AttentionArgs` has them; held: the cache layer, whose keys and values k and v are.
         """
         fused, n = self._fused, k.shape[2]
         if (
@@ -125,7 +125,7 @@ class LayerPlan:
             self.tally.add(heads * self.budget.count_row(n), heads * n)
         return out
 
-    def attend(self, x: Inputs, tally: Tally | None = None) -> tuple[Tensor, Tensor | None]:
+    def attend(self, x: AttentionArgs, tally: Tally | None = None) -> tuple[Tensor, Tensor | None]:
         """Attend sparsely in the rows that the rule makes sparse.
 
         Returns: [B, Q, Hq, Dv], zeros in the other rows unless all are asked for; and which rows were sparse, bool
@@ -146,13 +146,13 @@ class LayerPlan:
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1), sparse
 
-    def traces(self, x: Inputs) -> bool:
+    def traces(self, x: AttentionArgs) -> bool:
         """Say whether a compiled graph can hold a call as operators: a step of a static cache, by a hash of ours."""
         if not isinstance(self.selector, HashSelector) or x.mask is None or x.codes is None or x.length is None:
             return False
         ready = self.remainder is None or (isinstance(x.moments, StaticMoments) and x.moments.ready)
         placed = self.remainder is None or (x.q.device, x.scaling) in self._placed
-        here = self.tally.tensor.device == x.q.device and self.kernel == "gather" and self.budget.values == 1
+        here = self.tally.tensor.device == x.q.device and self.backend == "gather" and self.budget.values == 1
         return here and ready and placed and self._is_step(x) and self.selector.traceable(self.layer, x.q)
 
     def learn(self, k: Tensor, v: Tensor, mask: Tensor | None, moments: StaticMoments, scaling: float) -> None:
@@ -163,7 +163,7 @@ class LayerPlan:
             seen = None if mask is None else visible_rows(mask, rows - 1, rows, rows, n, k.device)
             moments.learn(k, v, None if seen is None else seen[:, 0, 0].expand(len(k), n))
 
-    def _is_step(self, x: Inputs) -> bool:
+    def _is_step(self, x: AttentionArgs) -> bool:
         """Say whether a call is a step: every sequence has one row."""
         return x.q.shape[2] == 1 and self._own is None and self.rule.may_be_sparse(1, x.k.shape[2])
 
@@ -187,7 +187,7 @@ class LayerPlan:
         if codes is None and self.selector.needs_codes:
             codes = self.encoder(k)
         moments = StaticMoments(sums) if sums else None
-        x = Inputs(q, k, v, mask, codes, None, scaling, softcap, sinks, moments, all_rows=True)
+        x = AttentionArgs(q, k, v, mask, codes, None, scaling, softcap, sinks, moments, all_rows=True)
         counted = Tally(tally)
         if self.all_dense(k.shape[2]) and softcap is None and sinks is None:
             self.count_dense(x, counted)
@@ -199,7 +199,7 @@ class LayerPlan:
         return _blind(out, room, self.blocks.seen(x)[0] > 0)
 
     def _attend_block(
-        self, x: Inputs, block: Step | SomeRows, moments: RunningMoments | StaticMoments, tally: Tally
+        self, x: AttentionArgs, block: Step | SomeRows, moments: RunningMoments | StaticMoments, tally: Tally
     ) -> Tensor:
         """Select, count what was selected, and attend to it, with the remainder if there is one: [B, R, Hq, Dv].
 
@@ -214,7 +214,7 @@ class LayerPlan:
             else:
                 indices = block.complete(indices)
         block.count(tally, indices, self._exact)
-        if x.weights is not None or self.kernel == "flash":
+        if x.weights is not None or self.backend == "flash":
             indices, ends = include(indices, rows.k.shape[2], ends), (0, 0)
         if x.weights is not None:
             found = attention_weights(rows.q, rows.k, indices, x.scaling, x.softcap, x.sinks)
@@ -226,7 +226,7 @@ class LayerPlan:
             left_out = LeftOut(coefficients, *block.stand_in(x, slopes, moments, indices))
         return self._attend(x, rows, indices, left_out, ends)
 
-    def _nothing(self, x: Inputs, block: SomeRows) -> Tensor:
+    def _nothing(self, x: AttentionArgs, block: SomeRows) -> Tensor:
         return x.q.new_zeros(x.q.shape[0], block.last - block.first, x.q.shape[1], x.v.shape[3])
 
     def _coefficients(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
@@ -240,13 +240,13 @@ class LayerPlan:
         return known
 
     def _attend(
-        self, x: Inputs, rows: Rows, indices: Tensor, left_out: LeftOut | None, ends: tuple[int, int] | Tensor
+        self, x: AttentionArgs, rows: Rows, indices: Tensor, left_out: LeftOut | None, ends: tuple[int, int] | Tensor
     ) -> Tensor:
         """Attend to what was selected: [B, Q, Hq, Dv]."""
         q = rows.q
         if self._own is not None:
             return self._own.attend(rows, x.v[:, :, : rows.k.shape[2]], indices)
-        if self.kernel == "flash":
+        if self.backend == "flash":
             flash.refuse(x.mask, x.sinks, 0.0)
             return flash.attend(q, x.k, x.v, indices, x.scaling, x.softcap)
         if x.host is not None:
@@ -276,7 +276,7 @@ def trim(
     return k[:, :, :n], v[:, :, :n], None if codes is None else codes[:, :, :n]
 
 
-def _dense(x: Inputs) -> Tensor:
+def _dense(x: AttentionArgs) -> Tensor:
     """Attend to all visible tokens with torch's own attention: [B, Q, Hq, Dv]."""
     seen = x.seen(0, x.q.shape[2])
     out = F.scaled_dot_product_attention(x.q, x.k, x.v, seen, scale=x.scaling, enable_gqa=True)

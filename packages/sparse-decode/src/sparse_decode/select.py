@@ -13,7 +13,7 @@ from hashtrain.layers import LayerHasher
 from torch import Tensor
 
 from sparse_decode import encode_cuda
-from sparse_decode.encode import FewTokens, takes
+from sparse_decode.encode import CpuEncoder, supports
 from sparse_decode.parallel import PlacedHasher, shard
 from sparse_decode.positions import between, last_visible, readable, visible_span
 
@@ -31,7 +31,7 @@ class Rows:
         scaling: the model's factor on attention logits.
         softcap: the bound of its soft-capped logits, or None.
         sinks: its learned sink logits, one per query head [Hq], or None.
-        each: what every row selects, where `counts` is the same for all; None where that is not known.
+        uniform_count: what every row selects, where `counts` is the same for all; None where that is not known.
         most: no row selects more, in a decode step; None elsewhere.
         among: what `candidates` returns, where it is known already.
         sink, recent: the first and the last tokens that each row sees are read anyway: the candidates are the others.
@@ -47,7 +47,7 @@ class Rows:
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
-    each: int | None = None
+    uniform_count: int | None = None
     sink: int = 0
     recent: int = 0
     most: int | None = None
@@ -191,8 +191,8 @@ class HashSelector:
         planes, weights = self.encode_queries(rows.layer, rows.q)
         keys, counts = rows.codes[:, :, None], rows.counts[:, None]
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index", "shortlist": rows.shortlist}
-        if rows.each is not None and rows.visible is None:  # nothing that differs by row has to be looked at
-            return hashcore.search(planes, keys, rows.each, weights, **how)[1]
+        if rows.uniform_count is not None and rows.visible is None:  # nothing that differs by row has to be looked at
+            return hashcore.search(planes, keys, rows.uniform_count, weights, **how)[1]
         if rows.most is not None and not readable(rows.q):  # whether a row sees one stretch cannot be looked at
             return self._among(rows, planes, keys, weights, rows.most)
         span = visible_span(rows.visible, rows.k.shape[2])
@@ -263,7 +263,7 @@ class PerHead:
     def __init__(self, hasher: Hasher):
         self.hasher: Hasher = hasher
         self._placed = PlacedHasher(hasher)
-        self._few = FewTokens()
+        self._cpu_encoder = CpuEncoder()
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
@@ -276,8 +276,8 @@ class PerHead:
         if _by_operators(own, k):
             codes = k.new_empty(*k.shape[:3], own.bits // 32, dtype=torch.int32)
             encode_cuda.write_keys(own, k, codes, None)  # pyright: ignore[reportArgumentType]
-        elif takes(own, k):
-            codes = self._few.keys(own, k)
+        elif supports(own, k):
+            codes = self._cpu_encoder.keys(own, k)
         else:
             return own.encode_keys(k, per_query_head=self.per_query_head)
         return codes.repeat_interleave(own.group, 1) if self.per_query_head else codes
@@ -287,9 +287,9 @@ class PerHead:
         own = self._placed.layer(layer, q.device)
         if _by_operators(own, q):
             return encode_cuda.queries(own, q, self.per_query_head)  # pyright: ignore[reportArgumentType]
-        if not takes(own, q):
+        if not supports(own, q):
             return own.encode_queries(q, per_query_head=self.per_query_head)
-        return self._few.queries(own, q, self.per_query_head)
+        return self._cpu_encoder.queries(own, q, self.per_query_head)
 
     def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
         """Hash keys to where their codes lie, if one operator does it: `HashSelector.write_codes`."""
@@ -316,7 +316,7 @@ class PerHead:
     def traceable(self, layer: int, x: Tensor) -> bool:
         """Say whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph may hold."""
         own = self._placed.layer(layer, x.device)
-        return encode_cuda.fits(own, x) and (x.device.type == "cpu" or encode_cuda.takes(own, x))
+        return encode_cuda.fits(own, x) and (x.device.type == "cpu" or encode_cuda.supports(own, x))
 
     def remainder(self, layer: int) -> Tensor | None:
         """Return the hasher's coefficients of eq. 15, [Hq, 5], if it has been calibrated: they are per query head."""
@@ -337,7 +337,7 @@ class PerHead:
 
 def _by_operators(own: LayerHasher, x: Tensor) -> bool:
     """Say whether tokens are hashed by torch's operators of ours: on CUDA, and on the CPU in compiled graphs."""
-    return encode_cuda.takes(own, x) or (torch.compiler.is_compiling() and encode_cuda.fits(own, x))
+    return encode_cuda.supports(own, x) or (torch.compiler.is_compiling() and encode_cuda.fits(own, x))
 
 
 class QueryHeadHasher(PerHead):
@@ -368,9 +368,9 @@ class RecentSelector(NoCodes):
     chooses_all_asked = True
 
     def select(self, rows: Rows) -> Tensor:
-        if rows.each is not None and rows.visible is None and rows.among is None:  # a step in which nothing is hidden
+        if rows.uniform_count is not None and rows.visible is None and rows.among is None:  # a step in which nothing is hidden
             end = rows.k.shape[2] - rows.recent
-            last = torch.arange(end - rows.each, end, device=rows.q.device)
+            last = torch.arange(end - rows.uniform_count, end, device=rows.q.device)
             return last.expand(rows.q.shape[0], rows.k.shape[1], rows.q.shape[2], -1)
         chosen = last_visible(rows.candidates(), rows.counts, rows.k.shape[2])
         return chosen[:, None].expand(-1, rows.k.shape[1], -1, -1)

@@ -93,7 +93,7 @@ _threads = _Threads()
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """Return how many multiprocessors a CUDA device has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 

@@ -11,7 +11,7 @@ THREADS = 512  # SELECT_THREADS
 MAX_BINS = 4 * THREADS
 VECTOR = 8
 TILE = 2048  # keys that a block of the scoring takes in one turn; a smaller chunk would leave threads idle
-BLOCKS_PER_PROCESSOR = 2  # their registers and warps fill a multiprocessor half; more would cost more tables
+BLOCKS_PER_SM = 2  # their registers and warps fill a multiprocessor half; more would cost more tables
 MAX_GROUP = 8  # rows that share the keys a block loads
 MAX_SPLITS = 512  # blocks of a row in a search
 MAX_SLOTS = 1024  # rows of one turn of a search
@@ -202,17 +202,17 @@ class Workspace(NamedTuple):
     words: int
 
     @classmethod
-    def plan(cls, rows: int, n: int, levels: Levels, processors: int) -> Self:
+    def plan(cls, rows: int, n: int, levels: Levels, sms: int) -> Self:
         """Lay out a selection from `rows` rows of n scores, or of the rows of one turn if they are too many.
 
         Args:
-            processors: multiprocessors of the device.
+            sms: multiprocessors of the device.
         Raises: ValueError for more than the kernels can count.
         """
         require_rows(rows)
         require_positions(n)
         rows = max(1, min(rows, MAX_WORKSPACE // (4 * (2 * levels.width + 1))))
-        blocks = BLOCKS_PER_PROCESSOR * processors
+        blocks = BLOCKS_PER_SM * sms
         splits = max(1, min(blocks // rows, -(-n // TILE)))
         tickets = rows * levels.width
         zeros = tickets + -(-rows // 4) * 4
@@ -237,21 +237,21 @@ class SearchSpace(NamedTuple):
     words: int
 
     @classmethod
-    def plan(cls, slots: int, group: int, n: int, width: int, processors: int) -> Self:
+    def plan(cls, slots: int, group: int, n: int, width: int, sms: int) -> Self:
         """Lay out a search of so many rows of n keys that select up to `width` each, or of one turn of it.
 
         Args:
             slots: rows, groups of them filled up; group: rows of a group.
-            processors: multiprocessors of the device.
+            sms: multiprocessors of the device.
         Raises: ValueError for more than the kernels can count.
         """
         require_rows(slots)
         require_positions(n)
         stride = -(-n // 4) * 4
         slots = max(group, min(slots, MAX_SLOTS, MAX_WORKSPACE // (4 * stride)) // group * group)
-        splits = max(1, min(processors // (slots // group), -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
+        splits = max(1, min(sms // (slots // group), -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
         # One block reads a few thousand candidates as fast as several would.
-        parts = max(1, min(width // (VECTOR * THREADS), processors // slots, MAX_PARTS))
+        parts = max(1, min(width // (VECTOR * THREADS), sms // slots, MAX_PARTS))
         floors = SAMPLES
         counts = floors + slots * splits
         lists = -(-(counts + slots * splits * WARPS) // 4) * 4

@@ -33,7 +33,7 @@ PACKED = {
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 QUANTISED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _NUMBERS = int, type(None)
-SIMULATED_PROCESSORS = 3  # of a device that is none: few enough that a row has several chunks, and more than one turn
+SIMULATED_SMS = 3  # of a device that is none: few enough that a row has several chunks, and more than one turn
 
 
 def pack(x: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
@@ -135,7 +135,7 @@ def workspace(
     Raises: ValueError if scores of these words and weights need more than 16 bits.
     """
     layout.top_score(words, weights)
-    plan = SearchSpace.plan(rows, 1, n, n if width is None else width, _processors(device))
+    plan = SearchSpace.plan(rows, 1, n, n if width is None else width, _sm_count(device))
     # In groups rows may fill up to seven slots more, and have up to eight times as many blocks.
     room = plan.words + layout.MAX_GROUP * (plan.stride + plan.slots * (plan.splits + 1) * (layout.WARPS + 1))
     return torch.zeros(room, dtype=torch.int32, device=device)
@@ -284,10 +284,10 @@ def _prepare(
     at, own, direct = _placed(query, keys, weights, first, lead)
     rows = math.prod(lead)
     slots, group = _slots(at.map, rows)
-    processors, index_bits = _processors(scores.device), 8 * indices.element_size()
+    sms, index_bits = _sm_count(scores.device), 8 * indices.element_size()
 
     def plan(n: int, width: int) -> SearchSpace:
-        return SearchSpace.plan(slots, group, n, width, processors)
+        return SearchSpace.plan(slots, group, n, width, sms)
 
     short = layout.Shortlist(map=own.map, times=shortlist) if shortlist else None
     call = kernels.search(at.map, words, weights or (1,), rows, group, index_bits, plan(n, width), short)
@@ -350,7 +350,7 @@ def topk(
     if not values.numel():
         return
     rows, device = math.prod(lead), scores.device
-    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, _processors(device))
+    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, _sm_count(device))
     stride = -(-n // layout.VECTOR) * layout.VECTOR
     aligned = scores.to(torch.int32).reshape(rows, n)
     if stride != n or aligned.data_ptr() % 16 or not aligned.is_contiguous():
@@ -434,5 +434,5 @@ def _is_wide(values: torch.Tensor | None) -> int:
     return int(values is not None and values.dtype == torch.int64)
 
 
-def _processors(device: torch.device) -> int:
-    return launch.processors(device) if device.type == "cuda" else SIMULATED_PROCESSORS
+def _sm_count(device: torch.device) -> int:
+    return launch.sm_count(device) if device.type == "cuda" else SIMULATED_SMS

@@ -39,17 +39,17 @@ def search(
     words: int,
     weights: Sequence[int],
     k: int,
-    processors: int,
+    sms: int,
     index_bytes: int = 8,
     shortlist: int = 0,
 ) -> Traffic:
     """Predict the bytes of a search of rows with keys of their own, whose scores spread as those of random bits.
 
     Args:
-        k: how many a row selects; processors: multiprocessors of the device.
+        k: how many a row selects; sms: multiprocessors of the device.
         shortlist: how many times k keys are scored in full, with first words side by side; 0: all.
     """
-    space = SearchSpace.plan(rows, 1, n, k, processors)
+    space = SearchSpace.plan(rows, 1, n, k, sms)
     blocks, lists = rows * space.splits, rows * space.splits * layout.WARPS
     if listed_all := not shortlist or n < 2 * layout.EARLY_SAMPLE or shortlist * k >= n:
         listed = candidates(n, words, weights, k, space.splits) * rows
