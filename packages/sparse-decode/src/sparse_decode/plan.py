@@ -1,4 +1,4 @@
-"""What one attachment does in one layer: select, count, and attend, block by block."""
+"""One sparse layer of an attachment: selection, counting and attention, block by block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparse_decode import flash
 from sparse_decode.attend import LeftOut, attend, attention_weights
-from sparse_decode.blocks import Blocks, AttentionArgs, RowRule, SomeRows, Step, rows_at_once
+from sparse_decode.blocks import AttentionArgs, Blocks, RowRule, SomeRows, Step, rows_at_once
 from sparse_decode.budget import Budget
 from sparse_decode.cache import CodedDynamicLayer, Encoder
 from sparse_decode.fused import FusedStep
@@ -22,17 +22,17 @@ from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
 from sparse_decode.tally import Tally
 
 Backend = Literal["gather", "flash"]
-"""What attends to a selection: our own kernels, or torch's gather and flash-attn."""
+"""The attention over a selection: our own kernels, or torch's gather and flash-attn."""
 
 
 class LayerPlan:
     """One sparse layer of one attachment.
 
     Attributes:
-        tally: what was selected and seen.
-        blocks: what cuts calls into rows that are worked on at once.
-        remainder: coefficients [Hq, 5] of the weight of what a selection leaves out (eq. 15); None to leave it out.
-        number: how a compiled graph names this plan.
+        tally: numbers of tokens selected and visible.
+        blocks: splits calls into blocks of rows.
+        remainder: coefficients [Hq, 5] of the remainder's weight (eq. 15); None: no remainder is added.
+        number: the number by which a compiled graph refers to this plan.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LayerPlan:
         self.backend: Backend = backend
         self._exact = bool(getattr(selector, "chooses_all_asked", False))
         self._own = selector if isinstance(selector, AttendingSelector) else None
-        ends = (0, 0) if self._own else (budget.sink, budget.recent)  # tokens that every row reads unasked
+        ends = (0, 0) if self._own else (budget.sink, budget.recent)  # sink and recent tokens
         self.blocks: Blocks = Blocks(layer, budget, rule, *ends, sights or Sights())
         self.remainder: Tensor | None = None if remainder is None else remainder[:, :-1].float().contiguous()
         self._slopes: Tensor | None = None if remainder is None else remainder[:, -1].float().clone()
@@ -67,27 +67,27 @@ class LayerPlan:
 
     @property
     def weighs_itself(self) -> bool:
-        """Whether the selector has an attention of its own."""
+        """Whether the selector computes attention itself."""
         return self._own is not None
 
     def all_dense(self, n: int) -> bool:
-        """Say whether no row of a call that ends at token `n` sees enough tokens to be worth a selection."""
+        """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""
         return n < cast(int, self.budget.dense_below)
 
     def rows_at_once(self, batch: int, query_heads: int, rows: int, n: int) -> int:
-        """Return how many of a call's query rows are worked on at once, of `n` tokens each."""
+        """Return the number of a call's query rows per block, for `n` tokens."""
         return min(rows, rows_at_once(batch, query_heads, n))
 
     def count_short(self, rows: int, n: int) -> None:
-        """Count a call of one row for each of so many heads and sequences, all of which attended to `n` tokens."""
+        """Count a dense decode step over `n` tokens; rows: sequences times query heads."""
         start = self.rule.start
         if n > (1 if start is None else start):
             self.tally.add(rows * n, rows * n)
 
     def count_dense(self, x: AttentionArgs, tally: Tally | None = None) -> None:
-        """Count a call in which every row attended to all it saw, because it saw so little."""
+        """Count a call that was dense because of `dense_below`."""
         (batch, hq, n_queries, _), n, tally = x.q.shape, x.k.shape[2], tally or self.tally
-        if x.mask is None and n_queries == 1:  # a step that may be sparse, or there would be nothing to count
+        if x.mask is None and n_queries == 1:  # a decode step, which the caller has checked may be sparse
             return tally.add(batch * hq * n, batch * hq * n)
         visible, sparse = self.blocks.seen(x)
         tally.add_rows(visible * hq, visible * hq, sparse)
@@ -102,9 +102,9 @@ class LayerPlan:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor | None:
-        """Do a step without a mask in one call: [B, 1, Hq, Dv]; None where `attend` has to.
+        """Run a decode step without a mask in one kernel call: [B, 1, Hq, Dv]; None if only `attend` supports it.
 
-        Args: as `AttentionArgs` has them; held: the cache layer, whose keys and values k and v are.
+        Args: as in `AttentionArgs`; held: the cache layer that stores k and v.
         """
         fused, n = self._fused, k.shape[2]
         if (
@@ -128,8 +128,8 @@ class LayerPlan:
     def attend(self, x: AttentionArgs, tally: Tally | None = None) -> tuple[Tensor, Tensor | None]:
         """Attend sparsely in the rows that the rule makes sparse.
 
-        Returns: [B, Q, Hq, Dv], zeros in the other rows unless all are asked for; and which rows were sparse, bool
-            [B, Q], None if all were or nobody can look.
+        Returns: [B, Q, Hq, Dv], with zeros in the other rows unless `x.all_rows`; and which rows were sparse, bool
+            [B, Q]; None if all were, or if the host would have to wait for the device.
         """
         tally = tally or self.tally
         if tally.tensor.device != x.q.device and not torch.compiler.is_compiling():
@@ -147,7 +147,7 @@ class LayerPlan:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1), sparse
 
     def traces(self, x: AttentionArgs) -> bool:
-        """Say whether a compiled graph can hold a call as operators: a step of a static cache, by a hash of ours."""
+        """Whether a compiled graph can contain a call as operators: a decode step with a static cache and our hash."""
         if not isinstance(self.selector, HashSelector) or x.mask is None or x.codes is None or x.length is None:
             return False
         ready = self.remainder is None or (isinstance(x.moments, StaticMoments) and x.moments.ready)
@@ -156,15 +156,15 @@ class LayerPlan:
         return here and ready and placed and self._is_step(x) and self.selector.traceable(self.layer, x.q)
 
     def learn(self, k: Tensor, v: Tensor, mask: Tensor | None, moments: StaticMoments, scaling: float) -> None:
-        """Sum a prompt's keys and values for the remainder of a static cache, so that no step has to catch up."""
+        """Add a prompt's keys and values to the remainder's sums of a static cache, so that no later step has to."""
         if self.remainder is not None:
-            self._coefficients(k.device, scaling)  # a compiled step can hold them only if they are in place
+            self._coefficients(k.device, scaling)  # a compiled step needs them on the device already
             rows, n = (1 if mask is None else mask.shape[2]), k.shape[2]
             seen = None if mask is None else visible_rows(mask, rows - 1, rows, rows, n, k.device)
             moments.learn(k, v, None if seen is None else seen[:, 0, 0].expand(len(k), n))
 
     def _is_step(self, x: AttentionArgs) -> bool:
-        """Say whether a call is a step: every sequence has one row."""
+        """Whether a call is a decode step: one row per sequence."""
         return x.q.shape[2] == 1 and self._own is None and self.rule.may_be_sparse(1, x.k.shape[2])
 
     def run(
@@ -181,7 +181,7 @@ class LayerPlan:
         scaling: float,
         softcap: float | None,
     ) -> Tensor:
-        """Do a whole step of a compiled graph: rows that are not sparse attend to all they see. [B, Q, Hq, Dv]"""
+        """Run a step of a compiled graph, [B, Q, Hq, Dv]; rows that are not sparse attend to all visible tokens."""
         room = v
         k, v, codes = trim(k, v, codes, length)
         if codes is None and self.selector.needs_codes:
@@ -201,10 +201,10 @@ class LayerPlan:
     def _attend_block(
         self, x: AttentionArgs, block: Step | SomeRows, moments: RunningMoments | StaticMoments, tally: Tally
     ) -> Tensor:
-        """Select, count what was selected, and attend to it, with the remainder if there is one: [B, R, Hq, Dv].
+        """Select tokens, count them, and attend to them, with the remainder if there is one: [B, R, Hq, Dv].
 
-        In a step the attention adds what is read anyway itself, if the selector is one that chooses no fewer and no
-        others than it was asked for.
+        In a decode step, if the selector always fills its budget, sink and recent tokens are not added to the indices:
+        the attention kernel reads them itself.
         """
         rows = block.rows
         indices, ends = self.selector.select(rows), (0, 0)
@@ -230,11 +230,11 @@ class LayerPlan:
         return x.q.new_zeros(x.q.shape[0], block.last - block.first, x.q.shape[1], x.v.shape[3])
 
     def _coefficients(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
-        """Return the coefficients of the weight and the slopes, times the factor on the logits: copied there once."""
+        """Return the remainder's coefficients, and its slopes times `scaling`; copied to the device once."""
         assert self.remainder is not None
         assert self._slopes is not None
         if (known := self._placed.get((device, scaling))) is None:
-            with ordinary_tensors():  # they outlive the mode that this call is in
+            with ordinary_tensors():  # they outlive torch modes of this call
                 known = self.remainder.to(device), (self._slopes * scaling).to(device)
             self._placed[device, scaling] = known
         return known
@@ -242,7 +242,7 @@ class LayerPlan:
     def _attend(
         self, x: AttentionArgs, rows: Rows, indices: Tensor, left_out: LeftOut | None, ends: tuple[int, int] | Tensor
     ) -> Tensor:
-        """Attend to what was selected: [B, Q, Hq, Dv]."""
+        """Attend to the selection: [B, Q, Hq, Dv]."""
         q = rows.q
         if self._own is not None:
             return self._own.attend(rows, x.v[:, :, : rows.k.shape[2]], indices)
@@ -269,7 +269,7 @@ def _encoder(selector: Selector, layer: int) -> Encoder:
 def trim(
     k: Tensor, v: Tensor, codes: Tensor | None, length: Tensor | int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Drop the room that a static cache keeps for later tokens, from token `length` on."""
+    """Trim keys, values and codes of a static cache to its first `length` tokens."""
     if length is None:
         return k, v, codes
     n = int(length)
@@ -284,9 +284,9 @@ def _dense(x: AttentionArgs) -> Tensor:
 
 
 def _blind(out: Tensor, v: Tensor, sees: Tensor) -> Tensor:
-    """Give the rows of out [B, Q, Hq, Dv] that see nothing what eager attention gives them: the mean of all values.
+    """Set rows of out [B, Q, Hq, Dv] without visible tokens to the mean of all values, as eager attention does.
 
-    Its mask adds to each logit the same most negative number, beside which they are all alike.
+    Its mask adds the most negative number of the dtype to each logit, so that all logits become equal.
     """
     if sees.all():
         return out
