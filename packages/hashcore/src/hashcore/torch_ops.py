@@ -315,7 +315,7 @@ def _check_outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Tell whether the memory between the first and the last element of each meets that of the other."""
+    """Whether the memory between the first and the last element of each meets that of the other."""
     spans = [
         (
             x.data_ptr(),

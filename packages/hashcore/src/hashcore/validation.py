@@ -61,7 +61,7 @@ PLAIN = {np.ndarray, type(None), int, bool, float, str}  # kinds of arguments th
 
 
 def for_torch(arguments: Iterable[Any]) -> bool:
-    """Tell whether a call has a tensor that numpy cannot view: in other memory, or traced instead of computed."""
+    """Whether a call has a tensor that numpy cannot view: in other memory, or traced instead of computed."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -80,7 +80,7 @@ def for_torch(arguments: Iterable[Any]) -> bool:
 
 
 def mixed_kinds(passed: dict[str, Any]) -> TypeError:
-    """Say which arguments are of which kind."""
+    """Return which arguments are of which kind."""
     got = ", ".join(f"{name}: {type(x).__name__}" for name, x in passed.items())
     return TypeError(f"expected numpy arrays or torch tensors, not mixed, got {got}; convert them to one kind")
 
@@ -302,7 +302,7 @@ _LONGEST_SHORTLIST = 1 << 10
 
 
 def order(name: Any) -> bool:
-    """Tell whether results come best first."""
+    """Whether results come best first."""
     if not isinstance(name, str) or name not in ("best", "index"):  # an array is not equal to one word
         raise ValueError(
             f'order must be "best" (highest score first) or "index" (ascending), got {shown(name)}; choose one'
@@ -388,7 +388,7 @@ def shared_memory(name: str) -> ValueError:
 
 
 def _overlaps_itself(x: NDArray[Any]) -> bool:
-    """Tell whether a dimension, from the finest stride up, steps by less than the finer ones span."""
+    """Whether a dimension, from the finest stride up, steps by less than the finer ones span."""
     span = x.itemsize
     for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape, strict=True)):
         if size > 1 and stride < span:
@@ -465,7 +465,7 @@ def integers(name: str, values: Any) -> tuple[int, ...] | None:
 
 
 def are_plain_weights(weights: Any) -> bool:
-    """Tell whether weights are None or a tuple of ints, which equals no tuple of another kind that is a mistake."""
+    """Whether weights are None or a tuple of ints, which equals no tuple of another kind that is a mistake."""
     return weights is None or (type(weights) is tuple and all(type(weight) is int for weight in weights))
 
 

@@ -102,7 +102,7 @@ def _read(x, base, stride, shown, j, width, wide, kind, tile):  # pragma: no cov
 
 @numba.njit(inline="always")
 def _in_place(shown, every, j, width, kind):  # pragma: no cover - compiled
-    """Say whether the rows j..j+WIDTH-1 of a chunk can be worked on where they lie, `every` one if all are shown."""
+    """Whether the rows j..j+WIDTH-1 of a chunk can be worked on where they lie, `every` one if all are shown."""
     whole = j + WIDTH <= len(shown) and kind < 2 and width % WIDTH == 0
     if whole and not every:
         for t in range(WIDTH):

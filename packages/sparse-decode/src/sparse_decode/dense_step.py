@@ -73,7 +73,7 @@ def attend_step(
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Say whether these are the tensors of a decode step, in a form that the kernel reads in place."""
+    """Whether these are the tensors of a decode step, in a form that the kernel reads in place."""
     rows, n = query.shape[2], key.shape[2]
     if not 0 < rows <= MOST_ROWS or (rows > 1 and rows >= n) or not query.shape[0]:
         return False
@@ -85,7 +85,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _asks_for_more(module: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
-    """Say whether a call wants what the kernel has not: dropout, biases, keys masked by head, weights returned."""
+    """Whether a call wants what the kernel has not: dropout, biases, keys masked by head, weights returned."""
     if dropout or module.training or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         return True
     if getattr(module, "masked_key_indices", None) is not None or kwargs.get("output_attentions"):
@@ -94,7 +94,7 @@ def _asks_for_more(module: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
 
 
 def _shown(mask: Tensor) -> Tensor | None:
-    """Say which tokens a mask shows, bool; None if it has biases."""
+    """Return which tokens a mask shows, bool; None if it has biases."""
     if mask.dtype == torch.bool:
         return mask
     shown = mask == 0

@@ -45,7 +45,7 @@ NO_DIGITS: Digits = (np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), n
 
 
 def supports(layer: LayerHasher, x: Tensor) -> bool:
-    """Say whether these functions hash tokens x [B, H, T, D] of a layer: few, on the CPU, in float32."""
+    """Whether these functions hash tokens x [B, H, T, D] of a layer: few, on the CPU, in float32."""
     few = x.device.type == "cpu" and 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS
     return few and type(layer) in (Planes, Transform) and layer.remainder.dtype == torch.float32
 

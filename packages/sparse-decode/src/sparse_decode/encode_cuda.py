@@ -103,12 +103,12 @@ def _forget(layer: int, *sides: int) -> None:
 
 
 def supports(layer: LayerHasher, x: Tensor) -> bool:
-    """Say whether these functions hash tokens x [B, H, T, D] of a layer: few, in 16 bits, on CUDA."""
+    """Whether these functions hash tokens x [B, H, T, D] of a layer: few, in 16 bits, on CUDA."""
     return x.device.type == "cuda" and x.dtype in _BF16 and fits(layer, x)
 
 
 def fits(layer: LayerHasher, x: Tensor) -> bool:
-    """Say whether the operators below hash tokens x [B, H, T, D] of a layer, but for their type: few, small enough."""
+    """Whether the operators below hash tokens x [B, H, T, D] of a layer, but for their type: few, small enough."""
     known = _placed.get(id(layer))
     return 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS and (_fits(layer) if known is None else known.fits)
 

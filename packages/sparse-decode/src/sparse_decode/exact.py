@@ -84,7 +84,7 @@ class Drafts:
             self._counts = Acceptance(before.checks + 1, before.drafted + drafted, before.accepted + accepted)
 
     def has(self, cache: object) -> bool:
-        """Say whether drafts are being added to a cache."""
+        """Whether drafts are being added to a cache."""
         return getattr(cache, MARK, None) is self
 
     @contextmanager
@@ -131,7 +131,7 @@ class Drafter(CandidateGenerator):
         self._start, self._drafted = 0, None
 
     def may_draft(self, n: int) -> bool:
-        """Say whether a draft can pay anywhere in a text that begins with n tokens; if not, a plain loop is quicker."""
+        """Whether a draft can pay anywhere in a text that begins with n tokens; if not, a plain loop is quicker."""
         return self._pace.could(n) or self._pace.could(self._longest)
 
     def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -40,7 +40,7 @@ class _Weight:
         self.at: int = self.tensor.data_ptr()
 
     def is_there(self) -> bool:
-        """Say whether the module still has it, in the same place."""
+        """Whether the module still has it, in the same place."""
         return self.held[self.name] is self.tensor and self.tensor.data_ptr() == self.at
 
 
@@ -63,7 +63,7 @@ class _Form(NamedTuple):
     coordinate: Tensor | None
 
     def holds(self, layer: Planes | Transform, left_out: tuple[Tensor, Tensor] | None) -> bool:
-        """Say whether the addresses are still right: weights may be replaced, and digits loaded."""
+        """Whether the addresses are still right: weights may be replaced, and digits loaded."""
         if layer is not self.layer or _coordinate(layer) is not self.coordinate:
             return False
         mine = self.left_out
@@ -171,7 +171,7 @@ class FusedStep:
 
 
 def _agree(own: Planes | Transform, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> bool:
-    """Say whether the tensors of a call are of one type and of the hash's sizes, each row side by side."""
+    """Whether the tensors of a call are of one type and of the hash's sizes, each row side by side."""
     heads = q.shape[1] == own.hkv * own.group and k.shape[1] == v.shape[1] == codes.shape[1] == own.hkv
     sizes = q.shape[3] == k.shape[3] == own.d and 32 * codes.shape[3] == own.bits
     alike = q.dtype == k.dtype == v.dtype and q.dtype in KINDS and len(q) == len(k) == len(v) == len(codes)

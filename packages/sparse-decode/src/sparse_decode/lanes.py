@@ -117,7 +117,7 @@ weigh_4: Any = _weigh(4)
 
 
 def _lanes(*of: tuple[int, ...]) -> tuple[list[int], ...]:
-    """Say which lanes of a pair of vectors make another vector: these of each four in turn, or these fours."""
+    """Return which lanes of a pair of vectors make another vector: these of each four in turn, or these fours."""
     return tuple(
         [4 * four + lane % 4 + LANES * (lane > 3) for four in range(LANES // 4) for lane in each] for each in of
     )

@@ -218,13 +218,13 @@ def _path(config: Any, wanted: Any) -> list[str]:
 
 
 def _contains_attention(module: nn.Module) -> bool:
-    """Say whether a module is a whole layer, with an attention module in it."""
+    """Whether a module is a whole layer, with an attention module in it."""
     inner = (m for m in module.modules() if m is not module)
     return any(hasattr(m, "layer_idx") for m in inner)
 
 
 def _reuses(config: Any, layer: int) -> bool:
-    """Say whether a layer attends to another one's keys. transformers before 5.21 says how many of the last ones do."""
+    """Whether a layer attends to another one's keys. transformers before 5.21 says how many of the last ones do."""
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is not None:
         return modes[layer] == "reuse"
@@ -232,7 +232,7 @@ def _reuses(config: Any, layer: int) -> bool:
 
 
 def _is_full(config: Any, found: Attention) -> bool:
-    """Say whether a layer sees the whole context through keys of its own."""
+    """Whether a layer sees the whole context through keys of its own."""
     if _reuses(config, found.layer):  # another layer's keys, of which the cache has none here
         return False
     types = getattr(config, "layer_types", None)

@@ -135,7 +135,7 @@ class Pace:
         return 1
 
     def could(self, n: int) -> bool:
-        """Say whether drafts behind n tokens pay if nearly all of them are accepted."""
+        """Whether drafts behind n tokens pay if nearly all of them are accepted."""
         return n >= self._below and (not self._stops or self._best(n, _SURE)[1] > 1)
 
     def learn(self, drafted: int, accepted: int) -> None:

@@ -15,7 +15,7 @@ from sparse_decode import encode_cuda
 
 
 def head_shard(module: Any, heads: ModelShape) -> tuple[int, int]:
-    """Say which part of a layer's heads this process holds: (rank, size), (0, 1) if all.
+    """Return which part of a layer's heads this process holds: (rank, size), (0, 1) if all.
 
     Args:
         module: the layer's attention module; heads: the shape of that layer in the whole model.

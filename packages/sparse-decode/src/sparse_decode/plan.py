@@ -51,7 +51,7 @@ class LayerPlan:
         self.budget: Budget = budget
         self.rule: RowRule = rule
         self.backend: Backend = backend
-        self._exact = bool(getattr(selector, "chooses_all_asked", False))
+        self._exact = bool(getattr(selector, "fills_counts", False))
         self._own = selector if isinstance(selector, AttendingSelector) else None
         ends = (0, 0) if self._own else (budget.sink, budget.recent)  # sink and recent tokens
         self.blocks: Blocks = Blocks(layer, budget, rule, *ends, sights or Sights())

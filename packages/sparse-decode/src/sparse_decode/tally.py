@@ -1,4 +1,4 @@
-"""How many tokens a layer selected and saw, for the density that an attachment reports."""
+"""Counts of the tokens that a layer selected and could see, for the density that an attachment reports."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sparse_decode.positions import Counted
 class Tally:
     """Tokens selected and visible so far in one layer, summed over sparse rows and query heads.
 
-    What is known as numbers is kept as numbers. What is known on a device only is added up there: nothing waits for it
-    before somebody asks.
+    Counts known to the host are Python integers. Counts on a device are added up there; the host waits for them only
+    in `totals`.
 
     Args:
-        tensor: int64 [2], zeros, on the layer's device: what is not known as numbers is added there.
+        tensor: int64 [2], zeros, on the layer's device, for the counts on the device.
     """
 
     def __init__(self, tensor: Tensor):
@@ -35,26 +35,27 @@ class Tally:
         return selected + self._selected, visible + self._visible
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Reset the counts to zero."""
         with self._lock:
             self._chain = None
             self.tensor.zero_()
             self._selected = self._visible = 0
 
     def add(self, selected: int, visible: int) -> None:
-        """Add what is known as numbers."""
+        """Add counts known to the host."""
         with self._lock:
             self._selected += selected
             self._visible += visible
 
     def add_rows(self, selected: Tensor, visible: Tensor, sparse: Tensor) -> None:
-        """Add the tokens that the sparse rows selected and saw, integers [B, Q], summed over query heads."""
+        """Add the selected and visible tokens of sparse rows, integers [B, Q], summed over query heads."""
         self.tensor.add_(torch.stack([(x * sparse).sum() for x in (selected, visible)]).to(self.tensor.device))
 
     def add_link(self, counted: Counted, heads: int) -> None:
-        """Add what a step of `heads` query heads counted, by its link in the chain of all steps: nothing is launched.
+        """Add the counts of a step, for `heads` query heads, without launching anything.
 
-        A layer that takes part in one step after the other knows its count from the first and the last link.
+        All layers share a chain of cumulative counts (`Sights`). For consecutive steps, the tally stores only the
+        first and the last link; their difference is the count.
         """
         with self._lock:
             chain, self._heads = self._chain, heads

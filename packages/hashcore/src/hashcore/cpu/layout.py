@@ -61,7 +61,7 @@ def rows(x: NDArray[Any]) -> NDArray[np.int64] | None:
 
 
 def are_plain(x: NDArray[Any]) -> bool:
-    """Tell whether each row of x [..., N] is plain memory: native, aligned, element after element."""
+    """Whether each row of x [..., N] is plain memory: native, aligned, element after element."""
     return bool((x.strides[-1] == x.itemsize or x.shape[-1] == 1) and x.flags.aligned and x.dtype.isnative)
 
 

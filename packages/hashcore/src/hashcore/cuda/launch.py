@@ -106,7 +106,7 @@ def architecture(index: int) -> str:
 
 @functools.cache
 def _starts_early(index: int) -> bool:
-    """Tell whether a device can schedule a kernel before its predecessor ends; older ones may refuse the attribute."""
+    """Whether a device can schedule a kernel before its predecessor ends; older ones may refuse the attribute."""
     return torch.cuda.get_device_capability(index) >= (9, 0)
 
 

@@ -167,7 +167,7 @@ def score_levels(top: int) -> Levels:
 
 
 def are_planes(weights: Sequence[int]) -> bool:
-    """Tell whether weights are those of `planes` or `group_planes`: few enough to compile a kernel for each."""
+    """Whether weights are those of `planes` or `group_planes`: few enough to compile a kernel for each."""
     *regular, last = weights
     return list(regular) == [1 << p for p in range(len(regular))] and 1 <= last <= 1 << len(regular)
 

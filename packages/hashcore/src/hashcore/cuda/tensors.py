@@ -202,7 +202,7 @@ def search(
 
 
 def _lists_all(n: int, k: int | torch.Tensor, shortlist: int) -> bool:
-    """Tell whether all keys are on the list of any row of up to n, as far as the host can see (eq. 20)."""
+    """Whether all keys are on the list of any row of up to n, as far as the host can see (eq. 20)."""
     return n < 2 * layout.EARLY_SAMPLE or (isinstance(k, int) and shortlist * k >= n)
 
 
