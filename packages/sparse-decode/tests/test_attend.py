@@ -88,8 +88,8 @@ def test_values_of_the_most_attended_tokens_alone_are_read(shape, per_query_head
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
     rest = left_out(shape, indices)
     all_read = attend(q, k, v, indices, 0.3, **options, left_out=rest)
-    whole, stats = attend(q, k, v, indices, 0.3, **options, left_out=rest, values=share, stats=True)
-    assert torch.equal(stats, attend(q, k, v, indices, 0.3, **options, stats=True)[1])
+    whole, stats = attend(q, k, v, indices, 0.3, **options, left_out=rest, values=share, lse=True)
+    assert torch.equal(stats, attend(q, k, v, indices, 0.3, **options, lse=True)[1])
     part, every = (
         attend_reference(q, k, v, indices, 0.3, **options, values=x, stand_in=rest.values) for x in (share, 1.0)
     )
@@ -225,7 +225,7 @@ def test_what_is_left_out_is_added_as_its_equations_say(shape, per_query_head, d
     options = logits_options(shape[0] == 2, shape[0] == 3, shape[1])
     rest = left_out(shape, indices)
     used = (indices >= 0).sum(-1).repeat_interleave(shape[1] // indices.shape[1], 1).transpose(1, 2)
-    out, stats = attend(q.float(), k.float(), v.float(), indices, 0.3, **options, stats=True)
+    out, stats = attend(q.float(), k.float(), v.float(), indices, 0.3, **options, lse=True)
     expected = with_remainder(out, stats, q.float(), *rest[1:3], rest.coefficients, rest.visible, used, 0.3)
     close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
     torch.testing.assert_close(attend(q, k, v, indices, 0.3, **options, left_out=rest), expected.to(dtype), **close)
@@ -246,11 +246,11 @@ def test_threads_change_nothing(monkeypatch):
     q, k, v, indices = case((2, 6, 2, 9, 200, 16, 48, 64))
     options = logits_options(True, True, 6)
     options["left_out"] = left_out((2, 6, 2, 9, 200, 16, 48, 64), indices)
-    serial = attend(q, k, v, indices, 0.3, **options, stats=True)
+    serial = attend(q, k, v, indices, 0.3, **options, lse=True)
     monkeypatch.setattr(compiled, "_GRAIN", 1)
     torch.set_num_threads(3)
     for _ in range(100):
-        out, stats = attend(q, k, v, indices, 0.3, **options, stats=True)
+        out, stats = attend(q, k, v, indices, 0.3, **options, lse=True)
         assert torch.equal(out, serial[0])
         assert torch.equal(stats, serial[1])
 

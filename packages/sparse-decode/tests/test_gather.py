@@ -40,7 +40,7 @@ def assert_close(ours, expected):
 def both(inputs, scaling=0.1, softcap=None, sinks=None, order=0):
     gather.check(*inputs)
     ours = gather.attend(*(inside(x) for x in inputs), scaling, softcap, sinks, run=device(order))
-    expected = attend(*inputs, scaling, softcap=softcap, sinks=sinks, stats=True)
+    expected = attend(*inputs, scaling, softcap=softcap, sinks=sinks, lse=True)
     assert ours[0].shape == expected[0].shape
     assert_close(ours, expected)
     return ours
@@ -95,7 +95,7 @@ def test_what_is_left_out_is_added_as_on_the_cpu(kind, group, sizes, width, sink
     sinks = torch.linspace(-3, 3, sets * group) if sink else None
     rest = rest_of(q, v, indices, 90, seed)
     ours = gather.attend(*(inside(x) for x in inputs), 0.1, None, sinks, [*map(inside, rest)], run=device(order))
-    assert_close(ours, attend(*inputs, 0.1, sinks=sinks, left_out=rest, stats=True))
+    assert_close(ours, attend(*inputs, 0.1, sinks=sinks, left_out=rest, lse=True))
     if batch > 1:  # the only row of the other sees no more than it selected
         assert not torch.equal(ours[0], gather.attend(*inputs, 0.1, None, sinks, run=device())[0])
 
@@ -115,8 +115,8 @@ def test_the_first_and_the_last_tokens_are_read_besides(tokens, width, ends, ord
     )
     indices = torch.stack(chosen).view(2, 2, 1, width) if width else torch.zeros(2, 2, 1, 0, dtype=torch.int64)
     ours = gather.attend(*(inside(x) for x in (q, k, v)), indices, 0.1, None, None, ends=ends, run=device(order))
-    assert_close(ours, attend(q, k, v, around(indices, tokens, *ends), 0.1, stats=True))
-    assert_close(ours, attend(q, k, v, indices, 0.1, ends=ends, stats=True))
+    assert_close(ours, attend(q, k, v, around(indices, tokens, *ends), 0.1, lse=True))
+    assert_close(ours, attend(q, k, v, indices, 0.1, ends=ends, lse=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,7 +133,7 @@ def test_large_logits_do_not_overflow():
 
 def test_what_is_not_selected_is_not_read():
     q, k, v, indices = make(width=70)
-    expected = attend(q, k, v, indices, 0.1, stats=True)
+    expected = attend(q, k, v, indices, 0.1, lse=True)
     chosen = torch.zeros(k.shape[:3], dtype=torch.bool)
     for s in range(2):
         chosen[0, s, indices[0, s, 0][indices[0, s, 0] >= 0]] = True
@@ -166,7 +166,7 @@ def test_indices_beyond_the_keys_are_unused():
     unused = indices.clone()
     unused[..., ::3] = -1
     ours = gather.attend(q, k, v, beyond, 0.1, None, None, run=device())
-    assert_close(ours, attend(q, k, v, unused, 0.1, stats=True))
+    assert_close(ours, attend(q, k, v, unused, 0.1, lse=True))
 
 
 @pytest.mark.parametrize("sms", [1, 3, 40])
@@ -200,7 +200,7 @@ def test_keys_and_values_are_read_where_they_lie():
     view = room[:, :60].transpose(1, 2)
     gather.check(q, view, v, indices)
     ours = gather.attend(q, view, v, indices, 0.1, None, None, run=device())
-    assert_close(ours, attend(q, k, v, indices, 0.1, stats=True))
+    assert_close(ours, attend(q, k, v, indices, 0.1, lse=True))
 
 
 def test_results_lie_within_their_memory(monkeypatch):
@@ -231,7 +231,7 @@ def test_results_lie_within_their_memory(monkeypatch):
     for held in kept:
         check_slack(held.numpy())
     assert not kept[-1][: layout.SAMPLES].any(), "the searches' samples"
-    assert_close(ours, attend(*inputs, 0.1, stats=True))
+    assert_close(ours, attend(*inputs, 0.1, lse=True))
 
 
 def test_a_missing_barrier_is_found():
@@ -246,7 +246,7 @@ def test_a_missing_barrier_is_found():
     for order in (0, 1, 5):
         try:
             ours = gather.attend(*inputs, 0.1, None, None, run=device(order, broken))
-            assert_close(ours, attend(*inputs, 0.1, stats=True))
+            assert_close(ours, attend(*inputs, 0.1, lse=True))
         except (AssertionError, SimulationError):
             wrong = True
     assert wrong

@@ -37,26 +37,26 @@ def test_equals_the_cpu(kind, group, width):
     on_device = [x.cuda() for x in inputs]
     scaling, sinks = kind[0] ** -0.5, torch.linspace(-3, 3, 2 * group)
     for softcap, sink in ((None, None), (5.0, sinks)):
-        expected = attend(*inputs, scaling, softcap=softcap, sinks=sink, stats=True)
+        expected = attend(*inputs, scaling, softcap=softcap, sinks=sink, lse=True)
         there = None if sink is None else sink.cuda()
-        assert_close(attend(*on_device, scaling, softcap=softcap, sinks=there, stats=True), expected)
+        assert_close(attend(*on_device, scaling, softcap=softcap, sinks=there, lse=True), expected)
 
 
 def test_what_is_not_selected_is_not_read():
     q, k, v, indices = make(KINDS[0], 7, 2, 3000, 500)
-    expected = attend(q, k, v, indices, 0.1, stats=True)
+    expected = attend(q, k, v, indices, 0.1, lse=True)
     chosen = torch.zeros(k.shape[:3], dtype=torch.bool)
     for s in range(2):
         chosen[0, s, indices[0, s, 0][indices[0, s, 0] >= 0]] = True
     k[~chosen], v[~chosen] = torch.nan, torch.nan
-    assert_close(attend(q.cuda(), k.cuda(), v.cuda(), indices.cuda(), 0.1, stats=True), expected)
+    assert_close(attend(q.cuda(), k.cuda(), v.cuda(), indices.cuda(), 0.1, lse=True), expected)
 
 
 def test_the_answer_is_the_same_every_time():
     inputs = [x.cuda() for x in make(KINDS[0], 7, 4, 100_000, 2000)]
-    first = attend(*inputs, 0.1, stats=True)
+    first = attend(*inputs, 0.1, lse=True)
     for _ in range(50):
-        for ours, theirs in zip(attend(*inputs, 0.1, stats=True), first, strict=True):
+        for ours, theirs in zip(attend(*inputs, 0.1, lse=True), first, strict=True):
             assert torch.equal(ours, theirs)
 
 
@@ -65,13 +65,13 @@ def test_a_graph_replays_on_new_values():
     attend(*inputs, 0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attend(*inputs, 0.1, stats=True)
+        found = attend(*inputs, 0.1, lse=True)
     for seed in (1, 2):
         fresh = make(KINDS[0], 7, 4, 5000, 300, seed=seed)
         for x, value in zip(inputs, fresh, strict=True):
             x.copy_(value)
         graph.replay()
-        assert_close(found, attend(*fresh, 0.1, stats=True))
+        assert_close(found, attend(*fresh, 0.1, lse=True))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
@@ -80,6 +80,6 @@ def test_a_step_waits_for_no_result():
     for mode in ("default", "error"):  # the first round loads the kernels
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            attend(*inputs, 0.1, stats=True)
+            attend(*inputs, 0.1, lse=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")

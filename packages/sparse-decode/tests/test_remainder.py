@@ -147,7 +147,7 @@ def test_attention_with_the_remainder_is_that_of_its_equations(budget):
         handle.remove()
         attachment._plans[3]._attend = original
     x, q, indices, whole = (inside[name] for name in ("x", "q", "indices", "out"))
-    out, stats = attend(q, x.k, x.v, indices, x.scaling, stats=True)
+    out, stats = attend(q, x.k, x.v, indices, x.scaling, lse=True)
     for b, row in ((0, 39), (1, 39), (1, 20), (2, 39)):
         tokens = torch.arange(40)[mask[b].bool() & (torch.arange(40) <= row)]
         for head in range(4):

@@ -107,22 +107,22 @@ def attend(
     ends: Sequence[int] = (0, 0),
     always: Tensor | None = None,
     run: Run | None = None,
-    stats: bool = True,
+    lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `sparse_decode.attend.attend` returns, of arguments that were checked; None for stats not asked for.
+    """Return what `sparse_decode.attend.attend` returns, of arguments that were checked; None for lse not asked for.
 
     Args: as there; left_out: the fields of its `LeftOut`, or None four times; always: its `ends`, if that is a tensor.
 
     Weights are rounded to q's type before they multiply values; sums are float32. Indices outside [0, N) are unused.
     """
     device = q.device
-    more = sinks is None, left_out[0] is None, None if always is None else always.shape, stats
+    more = sinks is None, left_out[0] is None, None if always is None else always.shape, lse
     how = scaling, softcap, ends[0], ends[1], more
     form = q.shape, k.shape, k.stride(), v.shape, v.stride(), indices.shape, q.dtype, device, how
     call = _calls.found.get(form)
     if call is None:
         call = _renewed(form, q, k, v, indices, scaling, softcap, ends, sinks, left_out, always)
-    out, known = torch.empty_like(call.like), q.new_empty(*call.stats, dtype=torch.float32) if stats else None
+    out, known = torch.empty_like(call.like), q.new_empty(*call.lse, dtype=torch.float32) if lse else None
     if call.launches is None:
         if known is not None:
             known[0], known[1] = 0, -torch.inf
@@ -134,7 +134,7 @@ def attend(
     at.out.value = out.data_ptr()
     call.place(scratch(call.words, device).address + 4 * SAMPLES)
     if known is not None:
-        at.stats.value = known.data_ptr()
+        at.lse.value = known.data_ptr()
     held = None if call.alone else _place_more(at, sinks, left_out, always)
     (launch.run if run is None else run)(call.launches, device, KERNELS)
     del held  # the allocator may reuse them from here on: the launches are in the stream
@@ -154,7 +154,7 @@ class _Arguments(NamedTuple):
     always: ctypes.c_void_p
     sinks: ctypes.c_void_p
     out: ctypes.c_void_p
-    stats: ctypes.c_void_p
+    lse: ctypes.c_void_p
     left_out: LeftOut
 
 
@@ -164,12 +164,12 @@ class _Call(NamedTuple):
     at: _Arguments
     like: Tensor
     """As the result is, whose form costs less to copy."""
-    stats: tuple[int, ...]
+    lse: tuple[int, ...]
     stats: int
     """Bytes from the sums in scratch memory to the statistics."""
     counts: int
     unasked: int
-    """Bytes to where stats go that nobody asked for."""
+    """Bytes to where lse go that nobody asked for."""
     words: int
     """Of scratch memory, with the searches'."""
     alone: bool
@@ -202,7 +202,7 @@ class _Call(NamedTuple):
         at = self.at
         if at.sums.value != address:
             at.sums.value, at.stats.value, at.counts.value = address, address + self.stats, address + self.counts
-            at.stats.value = address + self.unasked
+            at.lse.value = address + self.unasked
 
 
 _calls: Table[_Call] = Table()
@@ -248,7 +248,7 @@ def _prepare(
     shape = Shape(sets, queries, width, group, hq // hkv, n, slots, sink, recent, scaling, softcap or 0.0)
     first = (*at[:7], *rows, shape, at.always)
     counts = ctypes.c_int32(splits), ctypes.c_int32(tasks)
-    second = (*at[4:7], at.sinks, at.out, at.stats, *counts, shape, at.q, at.left_out)
+    second = (*at[4:7], at.sinks, at.out, at.lse, *counts, shape, at.q, at.left_out)
     defined = macros(dim, value_dim, q.dtype)
     launches = [
         make_launch("gather.cu", "gather", (tasks, splits), THREADS, first, defined),
@@ -298,23 +298,23 @@ def _empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     return q.new_empty(batch, queries, hq, v.shape[3])
 
 
-def _empty_with_stats(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _empty_with_lse(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     batch, hq, queries, _ = q.shape
     return _empty(q, k, v), q.new_empty(2, batch, queries, hq, dtype=torch.float32)
 
 
-def _checked(stats: bool, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: Any) -> Any:
+def _checked(lse: bool, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: Any) -> Any:
     if not (k.is_cuda and v.is_cuda):
         check(q, k, v, indices)  # whether host memory is pinned is no matter of form
     scaling, softcap, sinks, *rest = how
-    found = attend(q, k, v, indices, scaling, softcap, sinks, rest[:4], rest[4:6], rest[6], stats=stats)
-    return found if stats else found[0]
+    found = attend(q, k, v, indices, scaling, softcap, sinks, rest[:4], rest[4:6], rest[6], lse=lse)
+    return found if lse else found[0]
 
 
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 for _name, _returns, _cuda, _fake in (
     ("gather", "Tensor", functools.partial(_checked, False), _empty),
-    ("gather_with_stats", "(Tensor, Tensor)", functools.partial(_checked, True), _empty_with_stats),
+    ("gather_with_lse", "(Tensor, Tensor)", functools.partial(_checked, True), _empty_with_lse),
 ):
     LIBRARY.define(
         f"{_name}(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "

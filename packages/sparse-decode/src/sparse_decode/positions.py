@@ -42,7 +42,7 @@ def visible_rows(
     seen = rows == 0
     right = (seen | (rows <= torch.finfo(rows.dtype).min / 2)).all()
     if n_queries == 1 and not readable(rows):
-        torch._assert_async(right, _BIASES)  # pyright: ignore[reportPrivateImportUsage] - checked on the device, without a wait
+        torch._assert_async(right, _BIASES)  # pyright: ignore[reportPrivateImportUsage]
     elif not right:
         raise ValueError(_BIASES)
     return seen

@@ -367,7 +367,7 @@ __device__ __forceinline__ float share_left_out(const float* c, float mean, floa
 
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     combine(const float* __restrict__ outs, const float* __restrict__ stats, const i32* __restrict__ counts,
-            const float* __restrict__ sinks, u16* __restrict__ out, float* __restrict__ stats, i32 splits, i32 tasks,
+            const float* __restrict__ sinks, u16* __restrict__ out, float* __restrict__ lse, i32 splits, i32 tasks,
             Shape shape, const Half* __restrict__ q, LeftOut left_out) {
   __shared__ float partial[COMBINE_THREADS];
   wait_for_predecessor();
@@ -409,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     out[row * VALUE_DIM + d] = used ? narrow(x) : u16(0);
   }
   if (threadIdx.x == 0) {
-    stats[row] = used ? logit / float(used) : 0.0f;
-    stats[i64(tasks / shape.sets) * heads + row] = used ? base + logf(total) : -INFINITE;
+    lse[row] = used ? logit / float(used) : 0.0f;
+    lse[i64(tasks / shape.sets) * heads + row] = used ? base + logf(total) : -INFINITE;
   }
 }
