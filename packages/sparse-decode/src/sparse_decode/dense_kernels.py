@@ -218,7 +218,7 @@ def _task(
     values = b * v_at[0] + h * v_at[1] + first * v_at[2]
     _ask(v, values, v_at[2], v_ahead, dim_v)  # loaded during the softmax
     for x in range(lines):
-        line = logits[x * CHUNK : (x + 1) * CHUNK]  # always whole, so that the order of sums is the same in the last chunk
+        line = logits[x * CHUNK : (x + 1) * CHUNK]  # all of it: the last chunk sums in the same order
         for j in range(CHUNK):
             line[j] *= scaling
         if softcap > 0:

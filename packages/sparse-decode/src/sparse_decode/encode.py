@@ -152,7 +152,7 @@ def _pack(x, threshold, words):  # pragma: no cover - compiled
 
 @numba.njit
 def _quantise(x, planes, levels, words):  # pragma: no cover - compiled
-    """Write the planes of eq. 5 with the same operations as `hashcore.planes`; return whether all numbers are finite."""
+    """Write the planes of eq. 5 with the operations of `hashcore.planes`; return whether all numbers are finite."""
     top, peak = np.float32(2**planes - 1), np.float32(0)
     clip = np.float32(0.8) if planes < 6 else np.float32(1)
     for j in range(len(x)):

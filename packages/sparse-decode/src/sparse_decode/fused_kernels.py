@@ -141,7 +141,7 @@ def _tasks_of(digest: str) -> Callable[..., int]:
             n: number of tokens including the new one; count: number to select besides sink and recent tokens.
             pending: 1 if the last key has to be hashed.
             sinks_at: address of learned sinks, float32 [Hq]; 0 for none.
-            sums: addresses of the sums of keys, values and spread, to which the last token is added; 0 without remainder.
+            sums: addresses of the sums of keys, values and spread, to which the last token is added; 0 for none.
         """
         assert digest  # makes it part of the key of numba's cache
         hkv, group, dim, dim_v, kind = form[HKV], form[GROUP], form[DIM], form[DIM_V], form[KIND]

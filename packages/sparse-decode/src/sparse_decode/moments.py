@@ -284,4 +284,4 @@ for _name, _cpu, _cuda, _fake in (
     LIBRARY.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"sparse_decode::{_name}", _fake, lib=LIBRARY)
 OPERATORS: Any = torch.ops.sparse_decode
-"""Both as operators, so that they can be traced, counted and captured."""
+"""Both as torch operators, which can be traced, counted and captured."""
