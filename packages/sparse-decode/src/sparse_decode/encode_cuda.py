@@ -139,7 +139,7 @@ def queries(layer: Planes | Transform, q: Tensor, per_query_head: bool) -> tuple
 
 def _weights(functions: nn.Module) -> list[Tensor]:
     found = [getattr(functions, name) for name in NAMES]
-    return [x.detach() if x.requires_grad else x for x in found]  # avoids a view, which takes longer than setting a launch's arguments
+    return [x.detach() if x.requires_grad else x for x in found]  # avoid views, which are slow
 
 
 def _digits(layer: Planes | Transform) -> list[Tensor]:

@@ -1,13 +1,13 @@
-"""Exact mode: the sparse model drafts tokens, the same model checks them dense, over one cache.
+"""Exact mode: sparse steps of a model draft tokens, and a dense pass of the same model checks them, with one cache.
 
-    1. draft   up to k sparse steps, each one token behind the last; then the cache forgets them
-    2. check   one dense pass over the last token and the drafted ones: each key is read once for all of them
-    3. accept  the first drafted tokens that the dense model makes, too, and one more of its own; the cache keeps those
+    1. draft   up to k sparse steps; then the drafted tokens are removed from the cache
+    2. check   one dense pass over the last token and the drafted ones, which reads each key once
+    3. accept  the longest prefix of drafts that the dense model agrees with, and one more token of its own
 
-The loop is transformers' own for assisted decoding, with its acceptance rule for sampling, streaming and scores. Ours
-is what drafts: a `CandidateGenerator`. The model is re-typed in place, so that `generate` runs that loop, and nothing
-that a caller writes changes; every other call of the model is dense. What tells a draft from a check is a mark on the
-cache, which travels with the arguments: threads have caches of their own.
+The loop is transformers' assisted decoding, with its acceptance rule for sampling, streaming and scores; we provide the
+`CandidateGenerator`. The model is re-typed in place, so that `generate` runs that loop and callers' code is unchanged.
+All other calls of the model are dense. A mark on the cache tells drafts from checks, because the cache is passed as an
+argument: threads have their own caches.
 """
 
 # The loop of transformers, and configs, have no types.

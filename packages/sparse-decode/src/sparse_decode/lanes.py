@@ -117,7 +117,7 @@ weigh_4: Any = _weigh(4)
 
 
 def _lanes(*of: tuple[int, ...]) -> tuple[list[int], ...]:
-    """Return shuffle masks of a pair of vectors that take these lanes (0-3: first, 4-7: second) of each group of four."""
+    """Return shuffle masks of vector pairs that take these lanes (0-3: first, 4-7: second) of each group of four."""
     return tuple(
         [4 * four + lane % 4 + LANES * (lane > 3) for four in range(LANES // 4) for lane in lanes] for lanes in of
     )
