@@ -61,8 +61,8 @@ class Pages(NamedTuple):
 def tail_bytes(block_size: int, heads: int, words: int, others: int) -> int:
     """Return the bytes to add to a page of `others` bytes to make room for codes.
 
-    The page gets an odd number of whole cache lines: in pages of 2^n bytes, the codes of all pages would map to the same
-    few cache sets.
+    The page gets an odd number of whole cache lines: in pages of 2^n bytes, the codes of all pages would map to the
+    same few cache sets.
     """
     lines = -(-(others + 4 * block_size * heads * words) // _LINE)
     return (lines + 1 - lines % 2) * _LINE - others

@@ -124,7 +124,7 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
 
 
 def warm_up(model: PreTrainedModel, ids: Tensor) -> None:
-    """Run a step after the first tokens of a prompt [1, T], so that kernels are compiled before timing starts."""
+    """Run a step after the first tokens of a prompt [1, T], to compile kernels before timing starts."""
     _run(model, ids[:, :_WARM_UP], 2, None)
 
 
