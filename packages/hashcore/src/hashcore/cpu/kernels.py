@@ -1,4 +1,4 @@
-"""The numba kernels. Their arguments have been checked by hashcore.ops. cpu/__init__.py explains how they work together.
+"""The numba kernels; hashcore.ops has checked their arguments. cpu/__init__.py explains how they work together.
 
 They are all in one file because numba's cache checks the file of a kernel only, not those that it imports. FROM_OTHERS
 is the digest of intrinsics.py and plan.py, so that this file changes with them.
@@ -59,7 +59,8 @@ def score_tasks(
     """
     n, step = header[N], header[STEP]
     weights, own, tile, codes = _operands(header, BLOCK)
-    places, buffer, buffers = np.empty(BLOCK, np.int64), np.empty((BLOCK, TILE_KEYS), np.int32), np.empty(BLOCK, np.int64)
+    places, buffers = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    buffer = np.empty((BLOCK, TILE_KEYS), np.int32)
     for r in range(BLOCK):
         buffers[r] = _address(buffer[r])
     chunks = (n + CHUNK - 1) // CHUNK
@@ -635,7 +636,7 @@ def _address(x):
 
 @numba.njit
 def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count):
-    """Score keys [low, high), without a remainder below LANES, and append those that reach the floor as _append does."""
+    """Score keys [low, high) except a remainder below LANES, and append those that reach the floor."""
     stay_a_function()
     threshold = np.uint16(floor)  # fits: a floor is at most one above the top score, bounded by validation.score_bits
     p, w, out = _address(planes), _address(weights), _address(buffer)
