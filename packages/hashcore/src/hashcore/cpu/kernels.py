@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from hashcore.cpu import plan
 from hashcore.cpu.intrinsics import (
-    TILE_KEYS,
     LANES,
+    TILE_KEYS,
     at_least,
     copy_key,
     lowest_bit,
