@@ -521,5 +521,5 @@ def test_a_workspace_of_another_search_is_refused(rng):
     scratch = tensors.workspace(1, 300, 4, (1, 2, 4), torch.device("cpu"))
     case = {"weights": (1, 2, 4), "query": random_codes(rng, 40, 3, 4), "keys": random_codes(rng, 40, 300, 4)}
     case |= {"k": 3, "lengths": None, "starts": None, "sink": 0, "recent": 0, "wide": False}
-    with pytest.raises(ValueError, match="the workspace must hold"):
+    with pytest.raises(ValueError, match="the workspace must have"):
         run_search(case, simulated.Device(), scratch)

@@ -90,7 +90,7 @@ def test_a_hasher_of_another_model_is_refused():
 
 
 def test_something_else_than_a_hasher_is_refused():
-    refused("a Selector, is needed, got str", tiny_model(), "hasher")
+    refused("or a Selector, got str", tiny_model(), "hasher")
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])

@@ -237,7 +237,7 @@ def test_what_is_left_out_must_fit():
     q, k, v, indices = case(SHAPES[1])
     rest = left_out(SHAPES[1], indices)
     for wrong in (rest._replace(mean_keys=rest.values[:, :1]), rest._replace(visible=rest.visible.int())):
-        with pytest.raises(ValueError, match="what is left out must be"):
+        with pytest.raises(ValueError, match="left_out must be"):
             attend(q, k, v, indices, 0.3, left_out=wrong)
 
 
@@ -274,7 +274,7 @@ def test_wrong_arguments_are_named():
         ((q, k, v, indices[:, :, :2]), "indices must be int64"),
         ((q, k, v, indices[:, :1]), "indices must be int64"),
         ((q, k, v, indices.clamp(min=37)), "indices must be below N = 37, got 37"),
-        ((q, k, v.transpose(2, 3).contiguous().transpose(2, 3), indices), "side by side"),
+        ((q, k, v.transpose(2, 3).contiguous().transpose(2, 3), indices), "must be contiguous"),
         ((q.to("meta"), k, v, indices), "runs on the CPU"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -127,7 +127,7 @@ class Weighing(SignHasher):
         ({"model": {"head_dim": 12}}, "needs heads of a multiple of 8 and at most 256, got 12"),
         ({"dtype": torch.float32}, "needs a model in bfloat16 or float16, got torch.float32"),
         ({"selector": Calibrated()}, "attach with remainder=False"),
-        ({"selector": Weighing()}, "an attention of its own uses no kernel, got Weighing"),
+        ({"selector": Weighing()}, "a selector with its own attention, got Weighing"),
         ({"options": {"kv": "host"}}, 'use kv="device"'),
         ({"options": {"backend": "flush"}}, 'backend must be "gather" or "flash", got \'flush\''),
     ],
@@ -158,11 +158,11 @@ def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch):
 def test_what_is_refused_at_first_use(double):
     model, (ids, mask) = tiny_model().to(torch.bfloat16), prompts((30, 20))
     with attach(model, SignHasher(), BUDGET, dense_layers=2, backend="flash"):
-        with pytest.raises(ValueError, match="takes no padding and no mask"):
+        with pytest.raises(ValueError, match="not support masks or padding"):
             model(ids, attention_mask=mask)
         with pytest.raises(ValueError, match="needs a DynamicCache, got a layer of type StaticLayer"):
             model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=40))
-    with pytest.raises(ValueError, match="no learned sinks"):
+    with pytest.raises(ValueError, match="not support learned sinks"):
         flash.refuse(None, torch.zeros(4), 0.0)
 
 

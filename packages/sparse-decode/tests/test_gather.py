@@ -253,8 +253,8 @@ def test_a_missing_barrier_is_found():
 
 
 REFUSED = [
-    ({"kind": (128, 128, torch.float32)}, "takes bfloat16 or float16, got torch.float32; convert the model"),
-    ({"group": 17}, "takes up to 16 query heads an index set, got 17"),
+    ({"kind": (128, 128, torch.float32)}, "needs bfloat16 or float16, got torch.float32; convert the model"),
+    ({"group": 17}, "supports up to 16 query heads per index set, got 17"),
     (
         {"kind": (72, 64, torch.float16)},
         "keys and values on CUDA must have a multiple of 16 components, at most 256, got 72",
@@ -272,7 +272,7 @@ def test_what_the_kernel_is_not_made_for_is_refused(options, message):
 def test_rows_that_are_not_aligned_are_refused():
     q, k, v, indices = make()
     wide = torch.zeros(1, 2, 90, 132, dtype=k.dtype)
-    with pytest.raises(ValueError, match=r"keys on CUDA must begin at multiples of 16 bytes.*call \.clone\(\)"):
+    with pytest.raises(ValueError, match=r"rows of keys on CUDA must be aligned to 16 bytes.*call \.clone\(\)"):
         gather.check(q, wide[..., :128], v, indices)
-    with pytest.raises(ValueError, match="values on CUDA must begin at multiples of 16 bytes"):
+    with pytest.raises(ValueError, match="rows of values on CUDA must be aligned to 16 bytes"):
         gather.check(q, k, torch.zeros(1, 2, 90, 136, dtype=k.dtype)[..., 4:132], indices)

@@ -169,7 +169,7 @@ REFUSED = {
     "one length": (lambda: Step.of(BATCH.blocks, torch.tensor([40]), Budget(), 10, 16), r"got \(2, 5\) and \(1,\)"),
     "per query head": (
         lambda: PagedLayer(0, HashSelector(QueryHeadHasher(Hasher(HasherConfig("lsh", SHAPE, bits=BITS), 0))), 1.0),
-        "one code per KV head",
+        "need codes per KV head",
     ),
     "another type": (
         lambda: PagedLayer(0, selector(), 1.0).decode(BATCH.q.half(), BATCH.pages, BATCH.step(Budget())),

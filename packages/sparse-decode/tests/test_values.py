@@ -47,7 +47,7 @@ def test_every_sparse_row_reads_the_share(rows, padded):
 
 def test_where_no_attention_can_it_is_refused():
     model, chosen = tiny_model(), HashSelector(Hasher(HasherConfig("lsh", ModelShape.of(tiny_model().config))))
-    with pytest.raises(ValueError, match=r"needs the attention of our own kernels, got 0\.5 and SelfAttending"):
+    with pytest.raises(ValueError, match=r"needs our own kernels, got 0\.5 and SelfAttending"):
         attach(model, SelfAttending(), HALF)
     with pytest.raises(ValueError, match=r"values below 1 needs the CPU, got 0\.5 on cuda"):
         require_values(0.5, torch.device("cuda"))

@@ -321,13 +321,13 @@ def _search(
     if table is not None or any(validation.is_array(x) for x in rows):
         compared = cpu.prepared.comparison(*layouts, weights)
         validation.score_bits(compared.weights, q.shape[-1])
-        wanted = validation.asked((*compared.lead, against.shape[-2]), *rows, sink, recent)
+        wanted = validation.row_bounds((*compared.lead, against.shape[-2]), *rows, sink, recent)
         plan = cpu.plan.filled(cpu.prepared.ragged_search(compared, wanted.width, best, most, times), wanted)
         if table is not None:
             plan = cpu.pages.paged(plan, c, table, wanted, compared.lead)
     else:
-        asked = validation.row_integers(*rows, sink, recent)
-        plan = cpu.prepared.search(*layouts, weights, asked, best, most, times)
+        same = validation.row_integers(*rows, sink, recent)
+        plan = cpu.prepared.search(*layouts, weights, same, best, most, times)
     if out is None:
         scores, found = cpu.run_search(plan, *cpu.layout.addresses(q, c))
         return restore(scores), restore(found)

@@ -251,7 +251,7 @@ class Selection(NamedTuple):
     width: int
 
 
-class Asked(NamedTuple):
+class RowBounds(NamedTuple):
     """A Selection in which an int is the value of all rows."""
 
     k: int | NDArray[np.int64]
@@ -262,12 +262,12 @@ class Asked(NamedTuple):
 
 def selection(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> Selection:
     """Check the arguments of a selection from scores of shape [..., N], and return arrays with an entry per row."""
-    rows, found = math.prod(shape[:-1]), asked(shape, k, lengths, starts, sink, recent)
+    rows, found = math.prod(shape[:-1]), row_bounds(shape, k, lengths, starts, sink, recent)
     sizes, low, high = (x if isinstance(x, np.ndarray) else np.full(rows, x) for x in found[:3])
     return Selection(sizes, low, high, found.width)
 
 
-def asked(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> Asked:
+def row_bounds(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> RowBounds:
     """Check the arguments of a selection from scores of shape [..., N]."""
     n = shape[-1]
     sizes, width = _per_row("k", k, shape)
@@ -275,13 +275,13 @@ def asked(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, 
     end, _ = _per_row("lengths", n if lengths is None else lengths, shape)
     sink, recent = natural("sink", sink, n), natural("recent", recent, n)
     if isinstance(start, int) and isinstance(end, int):  # numpy is ten times slower for single numbers
-        return Asked(sizes, *_eligible(start, end, sink, recent, n), width)
+        return RowBounds(sizes, *_eligible(start, end, sink, recent, n), width)
     start, end = np.broadcast_arrays(start, end)
     if start.size:
         at = int(np.argmax(start > end))
         _ordered(start.flat[at], end.flat[at], at)
     low = np.minimum(start + sink, n)
-    return Asked(sizes, low, np.maximum(end - recent, low), width)  # empty if they cross
+    return RowBounds(sizes, low, np.maximum(end - recent, low), width)  # empty if they cross
 
 
 def bounds(n: int, k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> tuple[int, int, int]:

@@ -205,8 +205,8 @@ class Attachment:
                 left_out = None if coefficients is None else coefficients(layer)
                 if left_out is not None and isinstance(chosen, AttendingSelector):
                     raise ValueError(
-                        "the remainder is fitted to softmax attention over a selection, which "
-                        f"{type(chosen).__name__} replaces by its own attention; attach with remainder=False"
+                        "the remainder is fitted to softmax attention over a selection, got "
+                        f"{type(chosen).__name__}, which has its own attention; attach with remainder=False"
                     )
                 if left_out is not None and backend == "flash":
                     raise ValueError(

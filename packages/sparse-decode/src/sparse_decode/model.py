@@ -189,8 +189,8 @@ def require_all_full(model: PreTrainedModel) -> None:
     config = text_decoder(model).config
     if other := [m.layer for m in attention_modules(model) if m.crosses or not _is_full(config, m)]:
         raise ValueError(
-            f'backend="flash" needs a model whose layers all see the whole context; layer {other[0]} does not; use '
-            'backend="gather"'
+            f'backend="flash" needs a model whose layers all see the whole context, got layer {other[0]}, which does '
+            'not; use backend="gather"'
         )
 
 

@@ -61,7 +61,7 @@ def shard_shape(shape: ModelShape, size: int) -> ModelShape:
     """Return the shape of one of `size` ranks. Raises: ValueError if KV heads are not divisible by `size`."""
     layers = [shape.at(layer) for layer in range(shape.num_layers)]
     if uneven := [at.num_kv_heads for at in layers if at.num_kv_heads % size]:
-        raise ValueError(f"the number of KV heads must be a multiple of {size} ranks, got {uneven[0]}")
+        raise ValueError(f"the number of KV heads must be a multiple of the ranks, got {uneven[0]} for {size} ranks")
     return replace(
         shape,
         num_query_heads=shape.num_query_heads // size,

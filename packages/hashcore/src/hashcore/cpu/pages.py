@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hashcore import validation
 from hashcore.cpu import layout, plan
 from hashcore.cpu.plan import Plan
-from hashcore.validation import Asked, Layout
+from hashcore.validation import RowBounds, Layout
 
 
 def laid(pool: NDArray[Any], blocks: Any) -> Layout:
@@ -35,7 +35,7 @@ def laid(pool: NDArray[Any], blocks: Any) -> Layout:
     )
 
 
-def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any], wanted: Asked, lead: tuple[int, ...]) -> Plan:
+def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any], wanted: RowBounds, lead: tuple[int, ...]) -> Plan:
     """Return a search plan with the page table of its rows.
 
     Raises: ValueError if blocks do not broadcast to one table per row, or a row sees a page out of range.
@@ -58,7 +58,7 @@ def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any], wanted: Asked, l
     return made._replace(header=header, rows=rows, table=table.ravel())
 
 
-def _check(table: NDArray[np.int64], numbers: NDArray[np.int64], wanted: Asked, pages: int, size: int) -> None:
+def _check(table: NDArray[np.int64], numbers: NDArray[np.int64], wanted: RowBounds, pages: int, size: int) -> None:
     """Raise ValueError if a row sees a page out of range; other entries of the table may be anything."""
     if not table.size or not len(numbers) or (table.min() >= 0 and table.max() < pages):
         return

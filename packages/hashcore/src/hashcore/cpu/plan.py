@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hashcore.cpu import layout, threads
-from hashcore.validation import Asked, Layout, Selection
+from hashcore.validation import RowBounds, Layout, Selection
 
 CHUNK = 1024  # keys per task: 16 KiB of 128-bit keys, which stay in L1 while all rows of a block are scored
 BLOCK = 32  # maximal number of rows of a block
@@ -103,7 +103,7 @@ def search(
     return Plan(header, rows, (*lead, width), blocks * parts, workers, _readable(keys), parts)
 
 
-def filled(plan: Plan, wanted: Selection | Asked) -> Plan:
+def filled(plan: Plan, wanted: Selection | RowBounds) -> Plan:
     """Return a search plan with k, low and high of each row."""
     rows = plan.rows.copy()
     rows[:, K], rows[:, LOW], rows[:, HIGH] = wanted[:3]

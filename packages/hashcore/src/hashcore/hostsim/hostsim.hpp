@@ -37,7 +37,7 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __constant__ static const
-// Shared memory is this library's thread-local storage, swapped when another block runs. ("used": else the compiler could
+// Shared memory is thread-local storage, swapped when another block runs. ("used": else the compiler may
 // conclude from setjmp's declaration that no other fiber writes the variable.)
 #define __shared__ static thread_local __attribute__((used))
 

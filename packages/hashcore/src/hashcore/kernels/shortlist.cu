@@ -90,8 +90,8 @@ __device__ __forceinline__ void write_floors(const u16 (&early)[EARLY_SAMPLE], c
   u32 x[PER_LANE], first = 0, floor = 0;
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) x[i] = early[32 * i + lane];
-  const i64 asked = times * wanted;
-  if (asked < n) first = ranked(x, u32((asked * EARLY_SAMPLE + n - 1) / n));
+  const i64 target = times * wanted;
+  if (target < n) first = ranked(x, u32((target * EARLY_SAMPLE + n - 1) / n));
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) x[i] = x[i] >= first ? whole[32 * i + lane] : 0;
   // The number of the k best keys in a sample is about Poisson distributed: three standard deviations are added.
