@@ -45,7 +45,7 @@ from sparse_decode.lanes import (
 )
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "44f05879a0b2dad6"
+FROM_OTHERS = "1bed8db1ec073b1b"
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
 the last token are wasted."""

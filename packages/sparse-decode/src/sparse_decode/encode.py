@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from sparse_decode.compiled import run
 from sparse_decode.intrinsics import prefetch
 
-INTRINSICS = "1efc3312c11c735c"  # digest of intrinsics.py, because numba's cache checks a kernel's own file only
+INTRINSICS = "543d87cf432e7832"  # digest of intrinsics.py, because numba's cache checks a kernel's own file only
 MAX_TOKENS = 16
 """Maximal number of tokens in all batch rows together; above, a matrix product per head is faster."""
 TINY = np.finfo(np.float32).tiny

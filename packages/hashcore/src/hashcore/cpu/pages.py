@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hashcore import validation
 from hashcore.cpu import layout, plan
 from hashcore.cpu.plan import Plan
-from hashcore.validation import RowBounds, Layout
+from hashcore.validation import Layout, RowBounds
 
 
 def laid(pool: NDArray[Any], blocks: Any) -> Layout:
