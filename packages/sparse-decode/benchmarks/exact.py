@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="dtype of the model; default: its own")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the model's own")
     parser.add_argument("--out", type=pathlib.Path, default=OUT, help="file for the results of `equal`")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -227,7 +227,7 @@ FIGURES = {"decode": (decode, 12, 11), "prefill": (prefill, 1, 5)}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figure", choices=FIGURES)
-    parser.add_argument("--layers", type=int, help="number of layers, at most 24; default: 12 for decode, 1 for prefill")
+    parser.add_argument("--layers", type=int, help="layers, at most 24; default: 12 for decode, 1 for prefill")
     parser.add_argument("--lengths", type=int, nargs="+", help="context lengths of prefill")
     parser.add_argument("--repeats", type=int, help="default: 11 for decode, 5 for prefill")
     parser.add_argument("--threads", type=int, default=1)

@@ -127,7 +127,13 @@ def test_leaving_no_layer_sparse_is_refused():
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("dense_layers", -1), ("sparse_rows", -1), ("sparse_rows", "prefill"), ("max_decode_rows", 0), ("dense_layers", 1.5)],
+    [
+        ("dense_layers", -1),
+        ("sparse_rows", -1),
+        ("sparse_rows", "prefill"),
+        ("max_decode_rows", 0),
+        ("dense_layers", 1.5),
+    ],
 )
 def test_wrong_options_are_named(option, value):
     refused(f"^{option} must be", tiny_model(), SignHasher(), **{option: value})

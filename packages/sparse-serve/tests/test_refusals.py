@@ -50,7 +50,7 @@ REFUSED = {
     "an encoder": ("model_config.is_encoder_decoder", True, "decoders, got a model with an encoder"),
     "fp8": ("cache_config.cache_dtype", "fp8", "caches in the model's dtype, got fp8; use auto"),
     "drafts": ("speculative_config", object(), "one token per step, got speculative decoding; disable it"),
-    "three ranks": ("parallel_config.tensor_parallel_size", 3, "in a multiple of the ranks, got 2 for 3; use fewer ranks"),
+    "three ranks": ("parallel_config.tensor_parallel_size", 3, "a multiple of 3 KV heads for 3 ranks, got 2; use"),
     "stages": ("parallel_config.pipeline_parallel_size", 2, "got pipeline parallel"),
     "contexts": ("parallel_config.decode_context_parallel_size", 2, "got decode context parallel"),
     "a connector": ("kv_transfer_config", object(), "pages that stay in this process, got a KV connector"),

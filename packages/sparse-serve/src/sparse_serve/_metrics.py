@@ -51,7 +51,7 @@ def metrics() -> Metrics:
             buckets=SHARES,
         ),
         Counter("spotlight:tokens_read", "Tokens read by decode steps of finished requests, per sparse layer.", LABELS),
-        Counter("spotlight:tokens_seen", "Visible tokens of finished requests' decode steps, per sparse layer.", LABELS),
+        Counter("spotlight:tokens_seen", "Visible tokens of decode steps of finished requests, per layer.", LABELS),
         Gauge(
             "spotlight:break_even_tokens",
             "Context length from which decode steps are sparse: dense_below of the settings.",

@@ -48,7 +48,7 @@ def _require_hasher(settings: Settings, config: Any, ranks: int) -> None:
         raise ValueError(f"{KEY} needs a hasher that stores codes, got variant {hasher.config.variant}; use another")
     shape = hasher.config.shape
     if uneven := [n for n in (shape.at(i).num_kv_heads for i in range(shape.num_layers)) if n % ranks]:
-        raise ValueError(f"{KEY} needs KV heads in a multiple of the ranks, got {uneven[0]} for {ranks}; use fewer ranks")
+        raise ValueError(f"{KEY} needs a multiple of {ranks} KV heads for {ranks} ranks, got {uneven[0]}; use fewer")
     layers = shape.num_layers
     if strangers := [layer for layer in settings.dense_layers or () if layer >= layers]:
         raise ValueError(f"{KEY}.dense_layers must be below the model's {layers} layers, got {strangers}")
