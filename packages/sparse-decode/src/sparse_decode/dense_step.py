@@ -6,6 +6,7 @@ row that sees no token, for which each implementation has its own answer.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,12 +18,25 @@ from sparse_decode.attend import KINDS
 from sparse_decode.dense import attend_all
 from sparse_decode.modes import autocasts
 
-OWN_FROM = 256
-"""Tokens from which on our kernel attends: below, torch's own takes less time than calling ours."""
 QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
 """Keywords that reach attention and mean nothing to it."""
 MOST_ROWS = 16
 """Query rows of a sequence up to which a call with a past is a decode step: more than that are a piece of a prompt."""
+
+
+@cache
+def own_from(dtype: torch.dtype) -> int:
+    """Return from how many tokens on our kernel attends; below, torch's own takes less time.
+
+    Where the processor multiplies matrices of 16-bit numbers itself (AMX, or AVX-512 for float16), torch is faster for
+    longer. Measured on an Intel Xeon with AMX and an AMD EPYC without (docs/log.md).
+    """
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if dtype == torch.bfloat16 and able.get("amx_bf16"):
+        return 8192
+    if dtype == torch.float16 and able.get("avx512_fp16"):
+        return 32768
+    return 256
 
 
 def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:

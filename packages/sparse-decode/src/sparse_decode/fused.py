@@ -52,6 +52,7 @@ class _Form(NamedTuple):
         values: int64, by `fused_kernels.FORM`.
         layer, weights, left_out, digits, coordinate: what the addresses in it point at, and what says that it is still
             the same.
+        modules: where the hasher keeps its layers, by the layer's index; None if this one is a copy on another device.
     """
 
     key: tuple[Any, ...]
@@ -61,10 +62,13 @@ class _Form(NamedTuple):
     left_out: tuple[Tensor, Tensor] | None
     digits: encode.Digits
     coordinate: Tensor | None
+    modules: dict[str, Any] | None
 
-    def holds(self, layer: Planes | Transform, left_out: tuple[Tensor, Tensor] | None) -> bool:
-        """Say whether the addresses are still right: weights may be replaced, and digits loaded."""
-        if layer is not self.layer or _coordinate(layer) is not self.coordinate:
+    def holds(self, index: int, left_out: tuple[Tensor, Tensor] | None) -> bool:
+        """Say whether the addresses are still right: layers and weights may be replaced, and digits loaded."""
+        if self.modules is None or self.modules.get(str(index)) is not self.layer:
+            return False
+        if _coordinate(self.layer) is not self.coordinate:
             return False
         mine = self.left_out
         if left_out is not mine and (left_out is None or mine is None or left_out[0] is not mine[0]):
@@ -117,13 +121,13 @@ class FusedStep:
         if workers > tasks:  # a search in parts, which uses them all
             return None
         own_sinks = None if sinks is None else sinks.detach().float().contiguous()
-        out = np.empty((batch, 1, q.shape[1], v.shape[3]), np.float32)
+        out = torch.empty((batch, 1, q.shape[1], v.shape[3]), dtype=torch.float32, device=q.device)
         count = max(0, reads - self.budget.sink - self.budget.recent)
         where = q.data_ptr(), k.data_ptr(), v.data_ptr(), codes.data_ptr(), n, count, int(pending)
         factors = np.float32(scaling), np.float32(softcap or 0), float(self.budget.values)
         at = 0 if own_sinks is None else own_sinks.data_ptr()
         totals = _NO_SUMS if sums is None else tuple(x.data_ptr() for x in sums[1:])
-        given = form.values, LIKE[k.element_size()], *factors, *where, at, address(out), totals
+        given = form.values, LIKE[k.element_size()], *factors, *where, at, out.data_ptr(), totals
         done = threads.run(fused_kernels.kernel(), tasks, workers, given)
         if any(done):  # a query's weights are not finite: the other way says so
             moments.forget()
@@ -132,8 +136,7 @@ class FusedStep:
             held.wrote_code()
         if sums is not None:
             moments.extended(n)
-        result = torch.from_numpy(out)
-        return result if q.dtype == torch.float32 else result.to(q.dtype)
+        return out if q.dtype == torch.float32 else out.to(q.dtype)
 
     def _workers(self, form: _Form, n: int, reads: int, tasks: int) -> int:
         """Return how many threads the work pays for."""
@@ -149,25 +152,26 @@ class FusedStep:
 
         It is never changed, since threads share it.
         """
+        given, known = (q, k, v, codes), self._form
+        key = q.dtype, k.dtype, v.dtype, left_out is None, *((x.shape[:2], x.shape[3], x.stride()) for x in given)
+        if known is not None and known.key == key and known.holds(self.layer, left_out):
+            return known
         layer = self._selector.own_layer(self.layer, q.device)
         if layer is None or not encode.takes(layer, q):
             return None
-        own, known = cast(Planes | Transform, layer), self._form
-        given = q, k, v, codes
-        key = q.dtype, k.dtype, v.dtype, left_out is None, *((x.shape[:2], x.shape[3], x.stride()) for x in given)
-        if known is None or known.key != key or not known.holds(own, left_out):
-            if not _agree(own, *given):
-                return None
-            weights = [
-                _Weight(functions._parameters, name) for functions in (own.query, own.key) for name in encode.NAMES
-            ]
-            tensors = [weight.tensor for weight in weights]
-            if not all(x.is_contiguous() for x in (*tensors, *(left_out or ()))):
-                return None
-            digits = self._few.digits_of(own)
-            values = _values(own, self.budget, given, tensors, digits, left_out)
-            known = self._form = _Form(key, values, own, weights, left_out, digits, _coordinate(own))
-        return known
+        own = cast(Planes | Transform, layer)
+        if not _agree(own, *given):
+            return None
+        weights = [_Weight(functions._parameters, name) for functions in (own.query, own.key) for name in encode.NAMES]
+        tensors = [weight.tensor for weight in weights]
+        if not all(x.is_contiguous() for x in (*tensors, *(left_out or ()))):
+            return None
+        digits = self._few.digits_of(own)
+        values = _values(own, self.budget, given, tensors, digits, left_out)
+        modules = self._selector.hasher.layers._modules
+        modules = modules if modules.get(str(self.layer)) is own else None
+        self._form = _Form(key, values, own, weights, left_out, digits, _coordinate(own), modules)
+        return self._form
 
 
 def _agree(own: Planes | Transform, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> bool:

@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from sparse_decode.dense_step import MOST_ROWS
 from sparse_decode.growing import FROM, GrowingLayer, grow
@@ -34,26 +34,26 @@ class Hook:
 
     Args:
         ours: the config of the text decoder, and the attention that it must name.
-        told: returns what the attention function is told, from the plan and all arguments by name.
+        coded: makes a cache carry codes in the plan's layer, and returns that layer.
         growing: the cache layers that grow in place without codes.
         may_be_short: whether a cache layer may stay a plain one below the break-even.
     """
 
-    __slots__ = ("_arguments", "_below", "_config", "_growing", "_layer", "_name", "_short", "_told", "plan")
+    __slots__ = ("_arguments", "_below", "_coded", "_config", "_growing", "_layer", "_name", "_short", "plan")
 
     def __init__(
         self,
         plan: LayerPlan,
         arguments: tuple[str, ...],
         ours: tuple[Any, str],
-        told: Callable[[LayerPlan, dict[str, Any]], Any],
+        coded: Callable[[LayerPlan, Any], CacheLayerMixin],
         growing: WeakSet[CacheLayerMixin],
         may_be_short: bool,
     ):
         self.plan: LayerPlan = plan
         self._arguments = arguments
         self._config, self._name = ours
-        self._told = told
+        self._coded = coded
         self._growing = growing
         self._layer, self._short = plan.layer, Short(plan)
         below: Any = plan.budget.dense_below
@@ -71,7 +71,16 @@ class Hook:
             return args, kwargs  # this call attends to another sequence
         if args and self._below and (call := self._if_short(given)) is not None:
             return args, {**kwargs, KEYWORD: call}
-        return args, {**kwargs, KEYWORD: self._told(self.plan, given)}
+        return args, {**kwargs, KEYWORD: self._call(given)}
+
+    def _call(self, given: dict[str, Any]) -> Call:
+        """Return what the attention function must know; the layer's cache carries codes from its first call on."""
+        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+        if isinstance(cache, Cache) and self._layer < len(cache.layers):
+            held = cache.layers[self._layer]
+            if getattr(held, "encoder", None) is self.plan.encoder:
+                return Call(self.plan, held)
+        return Call(self.plan, None if cache is None else self._coded(self.plan, cache))
 
     def _require_ours(self, kwargs: dict[str, Any]) -> None:
         """Raise ValueError if the call reads another cache than ours, or another attention was set."""
@@ -123,12 +132,12 @@ class ExactHook(Hook):
         plan: LayerPlan,
         arguments: tuple[str, ...],
         ours: tuple[Any, str],
-        told: Callable[[LayerPlan, dict[str, Any]], Any],
+        coded: Callable[[LayerPlan, Any], CacheLayerMixin],
         growing: WeakSet[CacheLayerMixin],
         drafting: Callable[[object], bool],
         grows: Callable[[object], None],
     ):
-        super().__init__(plan, arguments, ours, told, growing, may_be_short=False)
+        super().__init__(plan, arguments, ours, coded, growing, may_be_short=False)
         self._drafting, self._grows = drafting, grows
 
     def __call__(
