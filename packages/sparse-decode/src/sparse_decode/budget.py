@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from threading import Lock
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from hashtrain.config import RECENT, SINK
@@ -128,7 +128,7 @@ class Tally:
         """Return tokens selected and visible so far."""
         with self._lock:
             self._add_chain()
-        selected, visible = self.tensor.tolist()
+        selected, visible = cast(list[int], self.tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
         return selected + self._selected, visible + self._visible
 
     def reset(self) -> None:

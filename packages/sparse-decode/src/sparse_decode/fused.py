@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from hashcore.cpu import threads
 from hashcore.cpu.layout import address
+from hashtrain import Hasher
 from hashtrain.layers.planes import Planes
 from hashtrain.layers.transform import Transform
 from numpy.typing import NDArray
@@ -168,8 +169,8 @@ class FusedStep:
             return None
         digits = self._few.digits_of(own)
         values = _values(own, self.budget, given, tensors, digits, left_out)
-        modules = self._selector.hasher.layers._modules
-        modules = modules if modules.get(str(self.layer)) is own else None
+        found = cast(Hasher, self._selector.hasher).layers._modules
+        modules = found if found.get(str(self.layer)) is own else None
         self._form = _Form(key, values, own, weights, left_out, digits, _coordinate(own), modules)
         return self._form
 

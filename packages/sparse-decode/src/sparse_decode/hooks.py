@@ -77,7 +77,7 @@ class Hook:
         """Return what the attention function must know; the layer's cache carries codes from its first call on."""
         cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
         if isinstance(cache, Cache) and self._layer < len(cache.layers):
-            held = cache.layers[self._layer]
+            held: Any = cache.layers[self._layer]
             if getattr(held, "encoder", None) is self.plan.encoder:
                 return Call(self.plan, held)
         return Call(self.plan, None if cache is None else self._coded(self.plan, cache))
