@@ -67,6 +67,8 @@ def _load(path: pathlib.Path) -> Result:
 def _quality(axes: Axes, found: list[Point]) -> None:
     for method, (label, colour, style) in LINES.items():
         plain = [point for point in found if point.line == method]
+        if not plain:
+            continue
         axes.plot(*_places(plain), label=label, color=colour, linestyle=style, marker="o", markersize=4)
     fewest = [point for point in found if point.method == "transform+remainder" and "values" in point.settings]
     axes.plot(*_places(fewest), label="ours, shortlist, a third of the values", color=OURS, marker="D", linewidth=2.6)

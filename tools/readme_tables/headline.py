@@ -17,7 +17,7 @@ SHORT_RUNS = {
     "demo model, Python": ("ppl_decode", "short_demo", "values_demo"),
 }
 """Stored runs behind a dense prompt, by model and text: all codes in whole, a shortlist, and fewer values, too."""
-FRONTIER_RUNS = ("second_english", "short_english", "values_english", "frontier_english")
+FRONTIER_RUNS = ("second_english", "short_english", "values_english")
 """Stored runs of one model and text with any budgets and settings, for quality against bytes."""
 
 

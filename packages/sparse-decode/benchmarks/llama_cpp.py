@@ -17,12 +17,16 @@ extrapolated linearly from its shortest and its longest measured context. The la
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import pathlib
+import signal
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -42,29 +46,31 @@ Steps = Callable[[int], float]
 
 
 class LlamaCpp:
-    """llama.cpp in this process.
+    """llama.cpp in a separate process, which is stopped while idle: it would poll for work and slow the machine down.
 
     Args:
         path: a GGUF file; most: context size to allocate; threads: for steps and prompts.
     """
 
     def __init__(self, path: pathlib.Path, most: int, threads: int):
-        given = xllamacpp.CommonParams()
-        given.model.path = str(path)
-        given.n_ctx, given.n_parallel = most, 1
-        given.cpuparams.n_threads = given.cpuparams_batch.n_threads = threads
-        given.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        given.n_gpu_layers, given.warmup, given.ui, given.verbosity = 0, False, False, 1
-        self._server = xllamacpp.Server(given)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_answer, args=(theirs, str(path), most, threads), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._pipe.recv()  # it has loaded the model
 
     def complete(self, ids: list[int], count: int) -> dict[str, Any]:
         """Continue a prompt greedily by `count` tokens, reusing the cached prefix of the last prompt.
 
-        Raises: RuntimeError if llama.cpp returns an error.
+        Raises: RuntimeError if llama.cpp returns an error; EOFError if its process has died.
         """
-        asked = {"prompt": ids, "n_predict": count, "temperature": 0, "ignore_eos": True, "cache_prompt": True}
-        more = {"return_tokens": True, "samplers": ["temperature"]}
-        found = self._server.handle_completions({**asked, **more})
+        self._signal(signal.SIGCONT)
+        try:
+            self._pipe.send((ids, count))
+            found = self._pipe.recv()
+        finally:
+            self._signal(signal.SIGSTOP)
         if "timings" not in found:
             raise RuntimeError(f"llama.cpp did not answer: {found}")
         return found
@@ -72,6 +78,31 @@ class LlamaCpp:
     def steps(self, ids: list[int]) -> Steps:
         """Return a function that times steps after a prompt, in milliseconds per step."""
         return lambda count: self.complete(ids, count)["timings"]["predicted_per_token_ms"]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+
+    def _signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+
+def _answer(pipe: Connection, path: str, most: int, threads: int) -> None:
+    """Load a model, send None, and answer each prompt received through a pipe."""
+    given = xllamacpp.CommonParams()
+    given.model.path = path
+    given.n_ctx, given.n_parallel = most, 1
+    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = threads
+    given.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    given.n_gpu_layers, given.warmup, given.ui, given.verbosity = 0, False, False, 1
+    server = xllamacpp.Server(given)
+    pipe.send(None)
+    while True:
+        ids, count = pipe.recv()
+        asked = {"prompt": ids, "n_predict": count, "temperature": 0, "ignore_eos": True, "cache_prompt": True}
+        pipe.send(server.handle_completions({**asked, "return_tokens": True, "samplers": ["temperature"]}))
 
 
 def ours(model: PreTrainedModel, n: int) -> Steps:
@@ -146,7 +177,7 @@ def main() -> None:
         llama = LlamaCpp(path, most, given.threads)
         # Longest first: shorter prompts are prefixes, which llama.cpp has cached.
         rows = [measure(llama, models, n, given.rounds) for n in sorted(given.lengths, reverse=True)][::-1]
-        del llama
+        llama.close()
     for n in given.beyond:
         rows.append(measure(None, models, n, given.rounds))
         rows[-1]["steps"]["llama.cpp"] = predicted(rows[: len(given.lengths)], n)

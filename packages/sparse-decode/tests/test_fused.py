@@ -1,6 +1,7 @@
 """A plain decode step in one compiled call: the same as step by step, and the other way where it does not apply."""
 
 import copy
+import sys
 import threading
 from pathlib import Path
 
@@ -305,13 +306,40 @@ def test_drafts_of_exact_mode_leave_the_sums_as_they_were(monkeypatch):
     assert any(done)
 
 
+def test_a_plain_step_crosses_eight_files_of_this_package():
+    """The compiled kernel is a ninth; the threads it runs on are hashcore's."""
+    model, (ids, _) = tiny_model(), prompts((40,))
+    source, crossed = Path(fused_kernels.__file__).parent, set()
+
+    def note(frame, event, _):
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.parent == source and path != Path(fused_kernels.__file__):
+            crossed.add(path.name)
+
+    with torch.no_grad(), attach(model, make_hasher(shape=ModelShape.of(model.config)), Budget(0.2, min_tokens=4)):
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :37], past_key_values=cache)
+        for token in (37, 38, 39):
+            sys.setprofile(note if token == 39 else None)
+            try:
+                model(ids[:, token : token + 1], past_key_values=cache)
+            finally:
+                sys.setprofile(None)
+    assert len(crossed) == 8, crossed
+
+
 def test_weights_that_are_replaced_or_written_to_count_at_once():
     hasher = make_hasher()
     both = Both(hasher, Budget(0.1), remainder=False)
     q, k, v = tensors(torch.float32, 1, 90)
     both.step(q, k, v)
-    query = hasher.layer(0).query
-    for change in (lambda: query.r.neg_(), lambda: setattr(query, "w1", torch.nn.Parameter(query.w1 * -1, False))):
+    query, other = hasher.layer(0).query, copy.deepcopy(hasher.layer(0))
+    other.query.r.data.neg_()
+    for change in (
+        lambda: query.r.neg_(),
+        lambda: setattr(query, "w1", torch.nn.Parameter(query.w1 * -1, False)),
+        lambda: hasher.layers.__setitem__(0, other),
+    ):
         before = both.step(q, k, v)[0]
         change()
         ours, theirs = both.step(q, k, v)

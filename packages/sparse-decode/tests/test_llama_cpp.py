@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -50,6 +51,12 @@ def test_llama_cpp_gets_the_same_model(benchmark, config, tied, tmp_path):
         with torch.no_grad():
             wanted = int(model(ids[None]).logits[0, -1].argmax())
         assert llama.complete(ids.tolist(), 1)["choices"][0]["text"] == f"t{wanted}"
+    state = Path(f"/proc/{llama._process.pid}/stat")
+    deadline = time.monotonic() + 5
+    while state.read_text().split()[2] != "T" and time.monotonic() < deadline:  # stopped
+        time.sleep(0.01)
+    assert state.read_text().split()[2] == "T"
+    llama.close()
 
 
 def test_a_model_of_another_family_is_refused(benchmark, tmp_path):
@@ -69,6 +76,7 @@ def test_steps_are_timed_and_taken_back(benchmark, tmp_path, capsys):
     benchmark("gguf_file").write_gguf(model, tmp_path / "model.gguf")
     llama = module.LlamaCpp(tmp_path / "model.gguf", 128, 1)
     row = module.measure(llama, models, 64, 2)
+    llama.close()
     assert set(row["steps"]) == {"llama.cpp", "transformers", "ours"}
     assert all(len(each["rounds"]) == 2 and each["ms"] > 0 for each in row["steps"].values())
     assert "64 tokens: llama.cpp read the prompt" in capsys.readouterr().out

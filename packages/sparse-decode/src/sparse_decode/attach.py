@@ -31,9 +31,8 @@ from sparse_decode.exact_refusals import require_exact, require_forgets
 from sparse_decode.forecast import Forecast, forecast
 from sparse_decode.growing import GrowingLayer, grow, stop_growing
 from sparse_decode.hooks import NO_COPY, ExactHook, Hook
-from sparse_decode.interface import FLASH_NAME, NAMES, AttentionContext, AttentionName, register
+from sparse_decode.interface import FLASH_NAME, NAMES, AttentionName, register
 from sparse_decode.model import (
-    CACHE_NAMES,
     Attention,
     dense_modules,
     dense_name,
@@ -238,7 +237,7 @@ class Attachment:
             self._retyped = None if self.drafts is None else retype(model, self.drafts)
             self._dense = tuple(found.layer for found in dense_modules(model, modules))
             may_be_short = backend == "gather" and not on_host
-            ways = (self._config, name), self._called, self._growing, may_be_short
+            ways = (self._config, name), self._held, self._growing, may_be_short
             for layer, found in modules.items():
                 hook = Hook(self._plans[layer], found.arguments, *ways)
                 if self.drafts is not None:
@@ -313,11 +312,6 @@ class Attachment:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
 
-    def _called(self, plan: LayerPlan, given: dict[str, Any]) -> AttentionContext:
-        """Return the context of one call, after making the layer's cache carry codes if it does not yet."""
-        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
-        return AttentionContext(plan, None if cache is None else self._held(plan, cache))
-
     def _grow(self, cache: Any) -> None:
         """Make the filled cache layers of dense layers grow in place, on the CPU."""
         if type(cache) is not DynamicCache:
@@ -360,11 +354,9 @@ class Attachment:
 
     def _held(self, plan: LayerPlan, cache: Any) -> CacheLayerMixin:
         """Return the cache's layer, carrying codes if the selector needs them."""
-        if isinstance(cache, Cache) and plan.layer < len(cache.layers):
-            held = cache.layers[plan.layer]
-            if getattr(held, "encoder", None) is plan.encoder:
-                return cast(CacheLayerMixin, held)
         held = _cache_layer(cache, plan.layer)
+        if getattr(held, "encoder", None) is plan.encoder:
+            return held
         if self._backend == "flash" and (not isinstance(held, DynamicLayer) or is_quantised(type(held))):
             raise ValueError(f'backend="flash" needs a DynamicCache, got a layer of type {type(held).__name__}')
         if not plan.selector.needs_codes:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_decode.budget import Budget
+from sparse_decode.budget import Budget, Tally
 from sparse_decode.modes import ordinary_tensors
 from sparse_decode.offload import HostLayer
 from sparse_decode.positions import (
@@ -33,7 +33,6 @@ from sparse_decode.positions import (
 )
 from sparse_decode.remainder import RunningMoments, StaticMoments
 from sparse_decode.select import Rows
-from sparse_decode.tally import Tally
 
 Moments = RunningMoments | StaticMoments
 

@@ -6,6 +6,7 @@ do rows without visible tokens, for which implementations differ.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,12 +18,25 @@ from sparse_decode.attend import KINDS
 from sparse_decode.dense import attend_all
 from sparse_decode.modes import autocasts
 
-OWN_FROM = 256
-"""Context length from which our kernel is used; below, torch's attention is faster than calling ours."""
 QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
 """Keyword arguments that attention functions get and ignore."""
 MOST_ROWS = 16
 """A call with a non-empty cache and at most this many query rows is a decode step; more are part of a prompt."""
+
+
+@cache
+def own_from(dtype: torch.dtype) -> int:
+    """Return the context length from which our kernel is used; below, torch's attention is faster.
+
+    On CPUs with matrix instructions for 16-bit numbers (AMX, or AVX-512 for float16), torch is faster up to longer
+    contexts. Measured on an Intel Xeon with AMX and an AMD EPYC without (docs/log.md).
+    """
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if dtype == torch.bfloat16 and able.get("amx_bf16"):
+        return 8192
+    if dtype == torch.float16 and able.get("avx512_fp16"):
+        return 32768
+    return 256
 
 
 def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from hashcore.cpu import threads
 from hashcore.cpu.layout import address
+from hashtrain import Hasher
 from hashtrain.layers.planes import Planes
 from hashtrain.layers.transform import Transform
 from numpy.typing import NDArray
@@ -51,6 +52,8 @@ class _Form(NamedTuple):
         values: int64, in the order of `fused_kernels.FORM`.
         layer, weights, left_out, digits, coordinate: the owners of the addresses in `values`, to check that these are
             still valid.
+        modules: the hasher's layers by index, to check that `layer` is still one of them; None if it is a copy on
+            another device.
     """
 
     key: tuple[Any, ...]
@@ -60,10 +63,13 @@ class _Form(NamedTuple):
     left_out: tuple[Tensor, Tensor] | None
     digits: encode.Digits
     coordinate: Tensor | None
+    modules: dict[str, Any] | None
 
-    def holds(self, layer: Planes | Transform, left_out: tuple[Tensor, Tensor] | None) -> bool:
-        """Whether the addresses are still valid: weights may have been replaced, or other digits loaded."""
-        if layer is not self.layer or _coordinate(layer) is not self.coordinate:
+    def holds(self, index: int, left_out: tuple[Tensor, Tensor] | None) -> bool:
+        """Whether the addresses are still valid: layers or weights may have been replaced, or other digits loaded."""
+        if self.modules is None or self.modules.get(str(index)) is not self.layer:
+            return False
+        if _coordinate(self.layer) is not self.coordinate:
             return False
         mine = self.left_out
         if left_out is not mine and (left_out is None or mine is None or left_out[0] is not mine[0]):
@@ -116,13 +122,13 @@ class FusedStep:
         if workers > tasks:  # the general way splits searches, and so uses all threads
             return None
         own_sinks = None if sinks is None else sinks.detach().float().contiguous()
-        out = np.empty((batch, 1, q.shape[1], v.shape[3]), np.float32)
+        out = torch.empty((batch, 1, q.shape[1], v.shape[3]), dtype=torch.float32, device=q.device)
         count = max(0, reads - self.budget.sink - self.budget.recent)
         where = q.data_ptr(), k.data_ptr(), v.data_ptr(), codes.data_ptr(), n, count, int(pending)
         factors = np.float32(scaling), np.float32(softcap or 0), float(self.budget.values)
         at = 0 if own_sinks is None else own_sinks.data_ptr()
         totals = _NO_SUMS if sums is None else tuple(x.data_ptr() for x in sums[1:])
-        given = form.values, LIKE[k.element_size()], *factors, *where, at, address(out), totals
+        given = form.values, LIKE[k.element_size()], *factors, *where, at, out.data_ptr(), totals
         done = threads.run(fused_kernels.kernel(), tasks, workers, given)
         if any(done):  # a query's weights are not finite: the general way raises the error
             moments.forget()
@@ -131,8 +137,7 @@ class FusedStep:
             held.wrote_code()
         if sums is not None:
             moments.extended(n)
-        result = torch.from_numpy(out)
-        return result if q.dtype == torch.float32 else result.to(q.dtype)
+        return out if q.dtype == torch.float32 else out.to(q.dtype)
 
     def _workers(self, form: _Form, n: int, reads: int, tasks: int) -> int:
         """Return the number of threads that the work justifies."""
@@ -148,25 +153,26 @@ class FusedStep:
 
         The object is immutable, because threads share it.
         """
+        given, known = (q, k, v, codes), self._form
+        key = q.dtype, k.dtype, v.dtype, left_out is None, *((x.shape[:2], x.shape[3], x.stride()) for x in given)
+        if known is not None and known.key == key and known.holds(self.layer, left_out):
+            return known
         layer = self._selector.own_layer(self.layer, q.device)
         if layer is None or not encode.supports(layer, q):
             return None
-        own, known = cast(Planes | Transform, layer), self._form
-        given = q, k, v, codes
-        key = q.dtype, k.dtype, v.dtype, left_out is None, *((x.shape[:2], x.shape[3], x.stride()) for x in given)
-        if known is None or known.key != key or not known.holds(own, left_out):
-            if not _agree(own, *given):
-                return None
-            weights = [
-                _Weight(functions._parameters, name) for functions in (own.query, own.key) for name in encode.NAMES
-            ]
-            tensors = [weight.tensor for weight in weights]
-            if not all(x.is_contiguous() for x in (*tensors, *(left_out or ()))):
-                return None
-            digits = self._cpu_encoder.digits_of(own)
-            values = _values(own, self.budget, given, tensors, digits, left_out)
-            known = self._form = _Form(key, values, own, weights, left_out, digits, _coordinate(own))
-        return known
+        own = cast(Planes | Transform, layer)
+        if not _agree(own, *given):
+            return None
+        weights = [_Weight(functions._parameters, name) for functions in (own.query, own.key) for name in encode.NAMES]
+        tensors = [weight.tensor for weight in weights]
+        if not all(x.is_contiguous() for x in (*tensors, *(left_out or ()))):
+            return None
+        digits = self._cpu_encoder.digits_of(own)
+        values = _values(own, self.budget, given, tensors, digits, left_out)
+        found = cast(Hasher, self._selector.hasher).layers._modules
+        modules = found if found.get(str(self.layer)) is own else None
+        self._form = _Form(key, values, own, weights, left_out, digits, _coordinate(own), modules)
+        return self._form
 
 
 def _agree(own: Planes | Transform, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> bool:

@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from sparse_decode.dense_step import MOST_ROWS
 from sparse_decode.growing import FROM, GrowingLayer, grow
@@ -35,26 +35,26 @@ class Hook:
     Args:
         plan: the layer's plan; arguments: the names of the module's positional arguments.
         ours: the config of the text decoder, and the attention implementation that it must name.
-        context_of: returns the `AttentionContext` of a call, from the plan and all arguments by name.
+        coded: makes a cache carry codes in the plan's layer, and returns that layer.
         growing: the cache layers that grow in place and carry no codes.
         may_be_short: whether a cache layer may stay plain below the break-even.
     """
 
-    __slots__ = ("_arguments", "_below", "_config", "_context_of", "_growing", "_layer", "_name", "_short", "plan")
+    __slots__ = ("_arguments", "_below", "_coded", "_config", "_growing", "_layer", "_name", "_short", "plan")
 
     def __init__(
         self,
         plan: LayerPlan,
         arguments: tuple[str, ...],
         ours: tuple[Any, str],
-        context_of: Callable[[LayerPlan, dict[str, Any]], Any],
+        coded: Callable[[LayerPlan, Any], CacheLayerMixin],
         growing: WeakSet[CacheLayerMixin],
         may_be_short: bool,
     ):
         self.plan: LayerPlan = plan
         self._arguments = arguments
         self._config, self._name = ours
-        self._context_of = context_of
+        self._coded = coded
         self._growing = growing
         self._layer, self._short = plan.layer, Short(plan)
         below: Any = plan.budget.dense_below
@@ -72,7 +72,16 @@ class Hook:
             return args, kwargs  # cross-attention
         if args and self._below and (call := self._if_short(given)) is not None:
             return args, {**kwargs, KEYWORD: call}
-        return args, {**kwargs, KEYWORD: self._context_of(self.plan, given)}
+        return args, {**kwargs, KEYWORD: self._context(given)}
+
+    def _context(self, given: dict[str, Any]) -> AttentionContext:
+        """Return the context of a call, after making the layer's cache carry codes if it does not yet."""
+        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+        if isinstance(cache, Cache) and self._layer < len(cache.layers):
+            held: Any = cache.layers[self._layer]
+            if getattr(held, "encoder", None) is self.plan.encoder:
+                return AttentionContext(self.plan, held)
+        return AttentionContext(self.plan, None if cache is None else self._coded(self.plan, cache))
 
     def _require_ours(self, kwargs: dict[str, Any]) -> None:
         """Raise ValueError if the call uses a paged cache, or another attention implementation was set."""
@@ -125,12 +134,12 @@ class ExactHook(Hook):
         plan: LayerPlan,
         arguments: tuple[str, ...],
         ours: tuple[Any, str],
-        context_of: Callable[[LayerPlan, dict[str, Any]], Any],
+        coded: Callable[[LayerPlan, Any], CacheLayerMixin],
         growing: WeakSet[CacheLayerMixin],
         drafting: Callable[[object], bool],
         grows: Callable[[object], None],
     ):
-        super().__init__(plan, arguments, ours, context_of, growing, may_be_short=False)
+        super().__init__(plan, arguments, ours, coded, growing, may_be_short=False)
         self._drafting, self._grows = drafting, grows
 
     def __call__(

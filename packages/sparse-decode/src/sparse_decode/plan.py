@@ -11,7 +11,7 @@ from torch import Tensor
 from sparse_decode import flash
 from sparse_decode.attend import LeftOut, attend, attention_weights
 from sparse_decode.blocks import AttentionArgs, Blocks, RowRule, SomeRows, Step, rows_at_once
-from sparse_decode.budget import Budget
+from sparse_decode.budget import Budget, Tally
 from sparse_decode.cache import CodedDynamicLayer, Encoder
 from sparse_decode.fused import FusedStep
 from sparse_decode.modes import ordinary_tensors
@@ -19,7 +19,6 @@ from sparse_decode.opaque import register
 from sparse_decode.positions import Sights, include, readable, visible_rows
 from sparse_decode.remainder import RunningMoments, StaticMoments
 from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
-from sparse_decode.tally import Tally
 
 Backend = Literal["gather", "flash"]
 """The attention over a selection: our own kernels, or torch's gather and flash-attn."""
@@ -61,6 +60,8 @@ class LayerPlan:
         self.encoder: Encoder = _encoder(selector, layer)
         self.tally: Tally = Tally(torch.zeros(2, dtype=torch.int64, device=device))
         self.number: int = register(self)
+        self._start = 1 if rule.start is None else rule.start
+        self._sparse_from = max(self._start + 1, cast(int, budget.dense_below))  # shortest context of a sparse step
         self._fused: FusedStep | None = None
         if backend == "gather" and isinstance(selector, HashSelector):
             self._fused = FusedStep(layer, selector, budget)
@@ -80,8 +81,7 @@ class LayerPlan:
 
     def count_short(self, rows: int, n: int) -> None:
         """Count a dense decode step over `n` tokens; rows: sequences times query heads."""
-        start = self.rule.start
-        if n > (1 if start is None else start):
+        if n > self._start:
             self.tally.add(rows * n, rows * n)
 
     def count_dense(self, x: AttentionArgs, tally: Tally | None = None) -> None:
@@ -116,7 +116,7 @@ class LayerPlan:
             or held.values is not v
         ):
             return None
-        if not self.rule.may_be_sparse(1, n) or self.all_dense(n):
+        if n < self._sparse_from:
             return None
         left_out = None if self.remainder is None else self._coefficients(q.device, scaling)
         out = fused.attend(held, q, k, v, scaling, softcap, sinks, left_out)
