@@ -65,8 +65,7 @@ def dense_ways(caches: list[CodedDynamicLayer], q: Tensor) -> dict[str, Step]:
 
 
 def make_plan() -> LayerPlan:
-    """Return the plan of a layer with an untrained hasher of the default variant and arbitrary remainder coefficients.
-    """
+    """Return the plan of a layer with an untrained hasher of the default variant and arbitrary coefficients."""
     hasher = Hasher(HasherConfig("transform", ModelShape(1, HQ, HKV, D)))
     hasher.layer(0).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1, 0.6]))
     return LayerPlan(0, HashSelector(hasher), Budget(FRACTION), RowRule(None, 1), hasher.remainder(0))

@@ -1,5 +1,4 @@
-"""Atomic file writes: a file is replaced completely or not at all; the next write removes leftovers of killed writers.
-"""
+"""Atomic file writes: a file is replaced completely or not at all. Also removes leftovers of killed writers."""
 
 import contextlib
 import fcntl

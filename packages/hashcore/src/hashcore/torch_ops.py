@@ -226,9 +226,7 @@ def _wanted(
     elif indices is not None:
         count = validation.position("k", indices.shape[-1] if indices.ndim else 0, n)
     elif torch.compiler.is_compiling():
-        raise ValueError(
-            "a tensor k needs out in a compiled program, got None; the last dimension of out bounds k"
-        )
+        raise ValueError("a tensor k needs out in a compiled program, got None; the last dimension of out bounds k")
     else:
         count = validation.position("k", int(k.to(torch.int64).max()) if k.numel() and 0 not in rows else 0, n)
     return Wanted(

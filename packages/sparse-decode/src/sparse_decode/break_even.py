@@ -1,5 +1,4 @@
-"""The break-even: the context length from which a sparse decode step is faster than a dense one, measured or predicted.
-"""
+"""The break-even: the context length from which sparse decode steps are faster than dense ones."""
 
 from __future__ import annotations
 

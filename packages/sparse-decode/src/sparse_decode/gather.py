@@ -65,9 +65,7 @@ def require(dtype: torch.dtype, dims: Collection[int], group: int) -> None:
     if dtype not in _TYPES:
         raise ValueError(f"sparse attention on CUDA needs bfloat16 or float16, got {dtype}; convert the model")
     if group > MAX_GROUP:
-        raise ValueError(
-            f"sparse attention on CUDA supports up to {MAX_GROUP} query heads per index set, got {group}"
-        )
+        raise ValueError(f"sparse attention on CUDA supports up to {MAX_GROUP} query heads per index set, got {group}")
     if odd := [dim for dim in dims if dim % 16 or not 16 <= dim <= 256]:
         raise ValueError(f"keys and values on CUDA must have a multiple of 16 components, at most 256, got {odd[0]}")
 

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-DEAD = (
-    1024  # maximal number of removed rows before compaction; a search fetches at most this many extra rows
-)
+DEAD = 1024  # maximal number of removed rows before compaction; a search fetches at most this many extra rows
 LEAST = 64  # rows of the first allocation
 
 NOBODY = np.empty(0, np.int64)
