@@ -77,7 +77,7 @@ REFUSED = {
     "weight 0": (
         lambda: hashcore.score(CODES, CODES, (1, 0, 2)),
         ValueError,
-        "must be positive, got (1, 0, 2); leave out",
+        "must be positive, got (1, 0, 2); remove planes",
     ),
     "weight -1": (lambda: hashcore.score(CODES, CODES, (1, -1, 2)), ValueError, "must be positive, got (1, -1, 2);"),
     "weight 1.5": (lambda: hashcore.score(CODES, CODES, (1, 1.5, 2)), TypeError, "weights must be an integer, got 1.5"),

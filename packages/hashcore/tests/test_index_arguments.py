@@ -49,7 +49,7 @@ BUILDING = {
     ),
     "codes as vectors": (lambda: BitIndex.from_vectors(CODES), ValueError, "got int32 [5, 2]; reshape them, or use"),
     "bytes as vectors": (lambda: BitIndex.from_vectors(X.astype("i1")), TypeError, "got int8; convert vectors with"),
-    "vectors as codes": (lambda: BitIndex.from_codes(X), TypeError, "must be int32 words, got float32; make them"),
+    "vectors as codes": (lambda: BitIndex.from_codes(X), TypeError, "must be int32 words, got float32; create them"),
     "no words": (lambda: BitIndex.from_codes(CODES[:, :0]), ValueError, "at least one word per code"),
     "two means": (lambda: BitIndex.from_vectors(X, centre=True, mean=X[0]), ValueError, "centre=True takes the mean"),
     "a mean beyond float32": (
@@ -146,7 +146,7 @@ SEARCHING = {
         "one weight per plane, got 3 weights for",
     ),
     "rerank codes": (lambda i: i.search(CODES, 1, rerank=2), TypeError, "queries that are vectors, got codes; pass"),
-    "rerank 0": (lambda i: i.search(X, 1, rerank=0), ValueError, "rerank must be in 1..2147483648, got 0; it times k"),
+    "rerank 0": (lambda i: i.search(X, 1, rerank=0), ValueError, "rerank must be in 1..2147483648, got 0; rerank * k"),
     "rerank nothing": (lambda i: i.search(X, 1, rerank=2), ValueError, "needs the original vectors, got none; pass"),
     "rerank by": (lambda i: i.search(X, 1, rerank=2, metric="l2"), ValueError, "one of 'dot', 'cosine', got 'l2'"),
     "vectors alone": (lambda i: i.search(X, 1, vectors=X), ValueError, "need rerank=, got none; try"),

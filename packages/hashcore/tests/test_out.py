@@ -110,7 +110,7 @@ REFUSED = {
         ValueError,
         r"must not share memory, got strides \[4, 4\]; pass an array",
     ),
-    "a list": (lambda: [[0] * 3] * 3, TypeError, r"must be an array of the inputs' kind, got list; make one"),
+    "a list": (lambda: [[0] * 3] * 3, TypeError, r"must be an array of the inputs' kind, got list; create one"),
 }
 
 

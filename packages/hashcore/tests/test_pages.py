@@ -125,7 +125,7 @@ REFUSED = {
     "floats": (dict(blocks=np.zeros(2)), TypeError, "must be int32 or int64 page numbers, got float64; convert"),
     "a scalar": (dict(blocks=np.array(0)), ValueError, r"shape \[..., T\], got a scalar"),
     "no such page": (dict(blocks=np.array([0, 3])), ValueError, r"must be pages in 0..2, got 3; shorten"),
-    "page -1": (dict(blocks=np.array([-1])), ValueError, r"must be in 0..2.* got -1; shorten"),
+    "page -1": (dict(blocks=np.array([-1])), ValueError, r"must be pages in 0..2, got -1; shorten"),
     "two tables": (
         dict(blocks=np.zeros((2, 1), int)),
         ValueError,
