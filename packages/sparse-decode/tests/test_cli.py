@@ -140,7 +140,7 @@ def test_of_a_long_prompt_only_the_end_is_turned_into_tokens(folder, tmp_path, c
         (["--max-new-tokens", "600"], "use fewer --max-new-tokens"),
         (["--prompt-file", "{folder}/none.txt"], "cannot read --prompt-file"),
         (["--prompt-file", "{folder}"], "cannot read --prompt-file"),
-        (["--prompt-file", "{folder}/empty.txt"], "--prompt-file must hold some text"),
+        (["--prompt-file", "{folder}/empty.txt"], "--prompt-file must not be empty"),
         (["--prompt-file", "{folder}/binary.txt"], "--prompt-file must be UTF-8 text"),
     ],
 )

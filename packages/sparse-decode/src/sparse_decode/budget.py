@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from threading import Lock
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from hashtrain.config import RECENT, SINK
 from hashtrain.target import top_count
 from torch import Tensor
 
-from sparse_decode.positions import Counted
+if TYPE_CHECKING:
+    from sparse_decode.positions import Counted  # imports numba, which `sparse_serve.settings` must not
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Tally:
             if chain is not None and chain.after is not counted.before:
                 self._add_chain()
                 chain = None
-            self._chain = counted if chain is None else Counted(chain.before, counted.after)
+            self._chain = counted if chain is None else chain._replace(after=counted.after)
 
     def _add_chain(self) -> None:
         if self._chain is not None:
