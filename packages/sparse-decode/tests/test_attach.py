@@ -122,7 +122,7 @@ def test_sliding_layers_stay_dense():
 
 
 def test_leaving_no_layer_sparse_is_refused():
-    refused(r"full-attention layers \[0, 1, 2, 3\] sparse, got \[0, 1, 2, 3\]", tiny_model(), SignHasher(), dense_layers=4)
+    refused(r"layers \[0, 1, 2, 3\] sparse, got \[0, 1, 2, 3\]", tiny_model(), SignHasher(), dense_layers=4)
 
 
 @pytest.mark.parametrize(

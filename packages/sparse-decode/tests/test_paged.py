@@ -163,7 +163,7 @@ def test_a_page_holds_its_codes_in_an_odd_number_of_lines(size, others):
 
 BATCH = Batch([40, 20], 16, torch.float32)
 REFUSED = {
-    "a page of none": (lambda: Step.of(BATCH.blocks + 99, torch.tensor([40, 20]), Budget(), 10, 16), "blocks must be pages in 0..9"),
+    "a page of none": (lambda: Step.of(BATCH.blocks + 99, torch.tensor([40, 20]), Budget(), 10, 16), "pages in 0..9"),
     "too long": (lambda: Step.of(BATCH.blocks, torch.tensor([40, 99]), Budget(), 10, 16), "lengths must be in 1..80"),
     "no token": (lambda: Step.of(BATCH.blocks, torch.tensor([40, 0]), Budget(), 10, 16), "got 0..40"),
     "one length": (lambda: Step.of(BATCH.blocks, torch.tensor([40]), Budget(), 10, 16), r"got \(2, 5\) and \(1,\)"),
