@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from sparse_decode.buffer import spare_rows
 from sparse_decode.modes import ordinary_tensors
 
-FROM = 256
+FROM = 512
 """Tokens below which copying them all takes less time than Python needs to avoid it."""
 
 
