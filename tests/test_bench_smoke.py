@@ -41,3 +41,7 @@ def test_every_stored_ratio_was_measured_by_the_tool(tool):
     assert tool.stored(tool.STORED)
     assert json.loads(tool.STORED.read_text())["turns"] == tool.TURNS
     assert all(ratio > 0 for ratio in tool.stored(tool.STORED).values())
+
+
+def test_the_benchmark_of_attention_is_found(tool):
+    assert callable(tool.attention_benchmark().make_plan)

@@ -10,7 +10,7 @@ attention over a selection: one that is not finite), or has no stored ratio. The
 """
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import pathlib
@@ -109,13 +109,11 @@ def retrieval(rng: np.random.Generator) -> dict[str, Race]:
 
 def attention_benchmark() -> ModuleType:
     """The benchmark of a decode step, whose steps and caches are raced here on a shorter context."""
-    path = ROOT / "packages" / "sparse-decode" / "benchmarks" / "attention.py"
-    spec = importlib.util.spec_from_file_location("attention_benchmark", path)
-    if spec is None or spec.loader is None:
-        raise FileNotFoundError(f"expected {path}, found none; has the benchmark been moved?")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(ROOT / "packages" / "sparse-decode" / "benchmarks"))  # it imports its neighbours
+    try:
+        return importlib.import_module("attention")
+    finally:
+        del sys.path[0]
 
 
 def decoding() -> dict[str, Race]:

@@ -31,15 +31,17 @@ def headline(results: pathlib.Path) -> str:
     demo, second, python = (load(results / f"{name}.json") for name in ("ppl_decode", *SECOND_RUNS.values()))
     budget = demo.config["budgets"][0]
     lost, blind = ([change(run, method) for run in (second, python, demo)] for method in (OURS, WINDOW))
+    if (texts := _texts(second)) != _texts(python):
+        raise ValueError(f"the sentence needs as many texts of each kind, got {texts} and {_texts(python)}")
     return (
         f"- **How much worse:** reading {100 * budget:g} % of the tokens behind a dense prompt changes the perplexity "
-        f"of {SECOND_MODEL} by {lost[0]} on English ({_texts(second)}), by {lost[1]} on Python ({_texts(python)}), and "
-        f"of the demo model by {lost[2]} ({_texts(demo)}); the last {100 * budget:g} % alone change them by "
-        f"{blind[0]}, {blind[1]} and {blind[2]}.\n"
-        f"- **How much faster:** behind {beside['tokens']:,} tokens a token of SmolLM2-135M takes {ms['ours']:.0f} ms "
-        f"on two CPU cores, {ms['llama.cpp']:.0f} with llama.cpp and {ms['transformers']:,.0f} with transformers, all "
-        f"with 16-bit weights. Behind {step['n']:,}, attention is {layer['ratio']:.1f} times as fast as the fastest "
-        f"dense code we could write, a whole model {step['ratio']:.1f} times. No GPU was measured."
+        f"of {SECOND_MODEL} by {lost[0]} on English and {lost[1]} on Python ({texts} each), and of the demo model by "
+        f"{lost[2]} ({_texts(demo)}); reading only the last {100 * budget:g} %, by {blind[0]}, {blind[1]} and "
+        f"{blind[2]}.\n"
+        f"- **How much faster:** at a context of {beside['tokens']:,} tokens, SmolLM2-135M takes {ms['ours']:.0f} ms "
+        f"per token on two CPU cores (llama.cpp {ms['llama.cpp']:.0f}, transformers {ms['transformers']:,.0f}; 16-bit "
+        f"weights). At {step['n']:,} tokens, attention is {layer['ratio']:.1f} times as fast as the fastest dense code "
+        f"we could write, a whole model {step['ratio']:.1f} times. No GPU was measured."
     )
 
 

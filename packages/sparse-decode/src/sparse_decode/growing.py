@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from sparse_decode.buffer import spare_rows
 from sparse_decode.modes import ordinary_tensors
 
-FROM = 256
+FROM = 512
 """Below this many tokens, copying all of them takes less time than the Python code that avoids it."""
 
 
