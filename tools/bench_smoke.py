@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.atomic import write_text
-from sparse_decode.encode import FewTokens
+from sparse_decode.encode import CpuEncoder
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs" / "results" / "bench_smoke.json"
@@ -122,7 +122,7 @@ def decoding() -> dict[str, Race]:
     plan, q = bench.make_plan(), torch.randn(1, bench.HQ, 1, bench.D)
     caches = [bench.make_cache(plan, CONTEXT, torch.float32) for _ in range(bench.COPIES)]
     sparse, dense = bench.sparse_step(plan, caches, q), bench.dense_ways(caches, q)["SDPA, group as rows"]
-    layer, few = Hasher(HasherConfig("planes", ModelShape(1, bench.HQ, bench.HKV, bench.D))).layer(0), FewTokens()
+    layer, encoder = Hasher(HasherConfig("planes", ModelShape(1, bench.HQ, bench.HKV, bench.D))).layer(0), CpuEncoder()
 
     def finite(a: torch.Tensor, b: torch.Tensor) -> bool:
         return bool(a.isfinite().all() and b.isfinite().all() and a.numel() == b.numel())
@@ -130,7 +130,7 @@ def decoding() -> dict[str, Race]:
     return {
         f"attention step of {CONTEXT:,} tokens: dense": Race(lambda: sparse(0), lambda: dense(0), finite),
         "hashing a query: the module": Race(
-            lambda: few.queries(layer, q, False)[0],
+            lambda: encoder.queries(layer, q, False)[0],
             lambda: layer.encode_queries(q)[0],
             # Sums in another order may cross a threshold.
             lambda a, b: float((hashcore.unpack(a) != hashcore.unpack(b)).float().mean()) < 0.02,

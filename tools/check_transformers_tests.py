@@ -79,7 +79,7 @@ def _attach_all(rows: Any) -> None:
         name = str(getattr(text_decoder(self).config, "_attn_implementation", ""))
         if type(self).__name__ not in causal or name not in ("sdpa", "eager"):
             return plain(self, *arguments, **options)
-        how = {"dense_layers": 0, "sparse_rows": rows, "decode_rows": 64 if rows else 1}
+        how = {"dense_layers": 0, "sparse_rows": rows, "max_decode_rows": 64 if rows else 1}
         attachment = attach(self, LshSelector(self.config), Budget(1.0), **how)
         # A compiled graph is that of one attachment: the next call, which must not compile again, finds it here.
         with contextlib.nullcontext() if options.get("compile_config") else attachment:

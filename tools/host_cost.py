@@ -66,7 +66,7 @@ def calls() -> dict[str, Callable[[], object]]:
         tensors.search(planes, keys, KEPT, plane_weights, bounds, *out)
 
     def attend() -> None:
-        gather.attend(q, cache, cache, chosen, 0.1, None, None, ends=(1, 4), facts=False)
+        gather.attend(q, cache, cache, chosen, 0.1, None, None, ends=(1, 4), lse=False)
 
     keys_sum, values_sum = (torch.zeros(1, KV_HEADS, DIM, dtype=torch.float64) for _ in range(2))
     spread, slopes = torch.zeros(1, KV_HEADS, DIM, DIM), torch.zeros(KV_HEADS * GROUP)

@@ -120,8 +120,9 @@ TARGETS = {
         "hashcore.validation",
         (TOPK, REFUSALS, SEARCH, INTO, PREPARED),
         (
-            *("integer_scores", "selection", "asked", "bounds", "_eligible", "order", "score_bits", "pair", "outputs"),
-            *("_per_row", "_ordered", "position", "natural", "integers", "are_plain_weights", "row_integers"),
+            *("integer_scores", "selection", "row_bounds", "bounds", "_eligible", "order", "score_bits", "pair"),
+            *("outputs", "_per_row", "_ordered", "position", "natural", "integers", "are_plain_weights"),
+            "row_integers",
         ),
         SLOW,
     ),

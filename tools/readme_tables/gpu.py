@@ -41,7 +41,7 @@ KV_HEADS, QUERY_HEADS, DIM, BITS, HIDDEN, FRACTION = 8, 32, 128, 128, 128, 0.02
 SHORTLISTS = (5, 6)
 """Times as many keys as are selected."""
 PLANE_WEIGHTS = tuple(1 << plane for plane in range(6))
-PROCESSORS = 132
+SMS = 132
 
 
 def step(results: pathlib.Path) -> str:
@@ -66,7 +66,7 @@ def layer_bytes(tokens: int, shortlist: int = 0) -> tuple[float, float]:
 
 def search_bytes(tokens: int, shortlist: int = 0) -> float:
     """Return the bytes that a layer's search moves, from a shortlist with first words side by side."""
-    asked = KV_HEADS, tokens, BITS // 32, PLANE_WEIGHTS, int(FRACTION * tokens), PROCESSORS
+    asked = KV_HEADS, tokens, BITS // 32, PLANE_WEIGHTS, int(FRACTION * tokens), SMS
     return traffic.search(*asked, shortlist=shortlist).total
 
 

@@ -1,12 +1,12 @@
-"""Search and scores on one CPU thread, against faiss, torch.topk and the memory that the codes are read from.
+"""Time search and scores on one CPU thread, compared with faiss, torch.topk and reading the codes from memory.
 
     uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --cpu 1 --out docs/results/hashcore_cpu.json
     uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --sizes 131072 --rounds 1   # a short one
 
-Works are timed in turn on one set of random codes, so that what disturbs one disturbs all, and a ratio is the median of
-the ratios of such turns. The sets together are FLUSH times the last-level cache, so that each is read from memory; the
-cache-hot figures repeat one set. faiss copies the codes to sets of its own. The ceilings are printed first. Times are
-processor time, which a busy machine disturbs less, ratios are given of both. The last line is JSON, --out stores it.
+All functions are timed in turn on a set of random codes, so that other load affects them equally; a ratio is the median
+over turns. The sets together are FLUSH times the last-level cache, so that each is read from memory; cache-hot figures
+repeat one set. faiss has its own copies of the codes. The upper bounds are printed first. Times are processor time,
+which depends less on other load; ratios are given of processor and wall time. The last line is JSON; --out stores it.
 """
 
 import argparse
@@ -35,15 +35,15 @@ QUERIES = (1, 28)
 SHARE = 50  # top 2 %
 GROUP = 7
 FLUSH = 4
-SHORT = 1024  # keys of a search that is over before what happens around its kernel
-HOT = 15  # timed repetitions of the cache-hot figures, after one that is not
+SHORT = 1024  # keys of a search whose overhead takes longer than its kernel
+HOT = 15  # timed repetitions of the cache-hot figures, after one warm-up
 
 Codes = NDArray[np.int32]
-Works = dict[str, Callable[[int], Any]]  # from the number of a set
+Works = dict[str, Callable[[int], Any]]  # functions of the number of a set
 
 
 class Spent(NamedTuple):
-    """Seconds of one call."""
+    """Processor and wall time of one call in seconds."""
 
     processor: float
     wall: float
@@ -51,7 +51,7 @@ class Spent(NamedTuple):
 
 @numba.njit(nogil=True)
 def read(words: NDArray[np.uint64]) -> np.uint64:
-    """Read codes and do as little as can be with them."""
+    """Read codes with minimal work on them."""
     together = np.uint64(0)
     for i in range(len(words)):
         together ^= words[i]
@@ -69,7 +69,7 @@ def timed(work: Callable[[], Any]) -> Spent:
 
 
 def in_turn(works: Works, sets: list[int]) -> dict[str, list[Spent]]:
-    """Time every work on each of the sets in turn, after one that is not timed."""
+    """Time every function on each of the sets in turn, after a warm-up."""
     for work in works.values():
         work(sets[-1])
     rounds = [{name: timed(lambda work=work, i=i: work(i)) for name, work in works.items()} for i in sets]
@@ -81,7 +81,7 @@ def microseconds(spent: list[Spent]) -> float:
 
 
 def ratio(slow: list[Spent], fast: list[Spent]) -> dict[str, float]:
-    """Return the medians of the ratios of two works' times."""
+    """Return the median ratios of two functions' times."""
     pairs = list(zip(slow, fast, strict=True))
     return {
         clock: statistics.median(getattr(a, clock) / getattr(b, clock) for a, b in pairs) for clock in Spent._fields
@@ -89,12 +89,12 @@ def ratio(slow: list[Spent], fast: list[Spent]) -> dict[str, float]:
 
 
 def cold_and_hot(works: Works, count: int, rounds: int) -> dict[str, dict[str, list[Spent]]]:
-    """Time the works on all sets, and on one of them again and again."""
+    """Time the functions on all sets (from memory), and repeatedly on one of them (from cache)."""
     return {"memory": in_turn(works, rounds * list(range(count))), "cache": in_turn(works, [0] * HOT)}
 
 
 class Bench:
-    """Sets of n keys, the same in faiss, and buffers for results."""
+    """Sets of n keys, and faiss indexes of the same keys."""
 
     def __init__(self, n: int, cache: int, rng: np.random.Generator) -> None:
         self.n, self.k, self.rng = n, n // SHARE, rng
@@ -111,7 +111,7 @@ class Bench:
         return self.flat[i].search(octets, self.k)
 
     def search(self, queries: int, rounds: int) -> dict[str, Any]:
-        """Compare searches for the best 2 % of the keys."""
+        """Time searches for the best 2 % of the keys."""
         query, scores = random_codes(self.rng, queries), np.empty((queries, self.n), np.int32)
         octets, k = query.view(np.uint8), self.k
         works: Works = {
@@ -134,7 +134,7 @@ class Bench:
         return row
 
     def agree(self, works: Works) -> None:
-        """Require the same scores of all, before they are timed."""
+        """Check that all searches find the same scores, before timing."""
         for i in (0, len(self.keys) - 1):
             scores = works["search"](i)[0]
             np.testing.assert_array_equal(scores, works["torch.topk"](i).values)
@@ -143,7 +143,7 @@ class Bench:
                 np.testing.assert_array_equal(32 * WORDS - scores, differing)
 
     def score(self, rounds: int) -> dict[str, Any]:
-        """Compare the scores of one query with reading the codes, and grouped queries with as many single ones."""
+        """Time the scores of one query and reading the codes; grouped queries and the same number of single ones."""
         group = random_codes(self.rng, GROUP)
         planes, weights = hashcore.group_planes(group)
         one, seven, total = (np.empty(shape, np.int32) for shape in ((1, self.n), (GROUP, self.n), self.n))
@@ -167,12 +167,12 @@ class Bench:
 
 
 def calls(rng: np.random.Generator) -> dict[str, float]:
-    """Measure the microseconds of short searches, from cache, by arrays, tensors and the operator of torch."""
+    """Time short searches from cache in microseconds: with arrays, tensors and the torch operator."""
     query, keys, k = random_codes(rng, 1), random_codes(rng, SHORT), SHORT // SHARE
     tensors, sizes = (torch.from_numpy(query), torch.from_numpy(keys)), torch.tensor([k])
     flat = faiss.IndexBinaryFlat(32 * WORDS)
     flat.add(keys.view(np.uint8))
-    every = None, None, None, None, SHORT, 0, 0, 0, True, 0, None  # nothing of a row's own; best first; no list
+    every = None, None, None, None, SHORT, 0, 0, 0, True, 0, None  # no values per row; best first; no shortlist
     works: Works = {
         "arrays": lambda i: hashcore.search(query, keys, k),
         "tensors": lambda i: hashcore.search(*tensors, k),
@@ -186,7 +186,7 @@ def calls(rng: np.random.Generator) -> dict[str, float]:
 
 
 def ceilings(bench: Bench) -> dict[str, float]:
-    """Measure how fast codes come from memory, and how fast they are scored in cache; print what follows from both."""
+    """Measure the bandwidth of reading codes and the speed of scoring in cache; print the bounds that follow."""
     few, planes, weights = random_codes(bench.rng, 1024), random_codes(bench.rng, 32, 8), (1,) * 8
     out = np.empty((len(planes), len(few)), np.int32)
     works: Works = {
@@ -195,31 +195,31 @@ def ceilings(bench: Bench) -> dict[str, float]:
     }
     spent = in_turn(works, list(range(len(bench.keys))))
     octets = 4 * WORDS * bench.n / (microseconds(spent["read"]) * 1e-6)
-    each = microseconds(spent["score"]) * 1e-6 / (len(weights) * out.size)
-    print(f"memory gives {octets / 1e9:.1f} GB/s; comparing a key in cache with a query takes {1e9 * each:.3f} ns")
+    per_score = microseconds(spent["score"]) * 1e-6 / (len(weights) * out.size)
+    print(f"reads {octets / 1e9:.1f} GB/s from memory; scoring a key in cache takes {1e9 * per_score:.3f} ns")
     for n in SIZES:
         for queries in QUERIES:
-            reading, scoring = 4e6 * WORDS * n / octets, 1e6 * queries * n * each
-            print(f"  {n} keys, {queries} queries: reading {reading:.0f} us, comparing {scoring:.0f} us at least")
-    return {"bytes_per_second": octets, "seconds_per_score": each}
+            reading, scoring = 4e6 * WORDS * n / octets, 1e6 * queries * n * per_score
+            print(f"  {n} keys, {queries} queries: at least {reading:.0f} us to read, {scoring:.0f} us to score")
+    return {"bytes_per_second": octets, "seconds_per_score": per_score}
 
 
 def last_level_cache() -> int:
-    """Return its size in bytes, 32 MiB where the system does not say."""
+    """Return its size in bytes; 32 MiB if unknown."""
     sizes = pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     return max((1024 * int(path.read_text().strip().removesuffix("K")) for path in sizes), default=1 << 25)
 
 
 def processor() -> str:
-    """Return what the machine calls its processor."""
-    facts = pathlib.Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.is_file() else []
+    """Return the name of the CPU; its architecture if unknown."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
 def rounded(data: Any) -> Any:
-    """Return data with 4 digits in every float."""
+    """Return data with all floats rounded to 4 significant digits."""
     if isinstance(data, float):
         return float(f"{data:.4g}")
     if isinstance(data, dict):
@@ -228,7 +228,7 @@ def rounded(data: Any) -> Any:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print what was measured of a size."""
+    """Print the results of one size."""
     print(f"{row['n']} keys" + (f", {row['queries']} queries" if "queries" in row else ""))
     for place in ("memory", "cache"):
         times = ", ".join(f"{name} {us:.0f} us" for name, us in row[place]["microseconds"].items())
@@ -239,9 +239,9 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="keys in a set")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="keys per set")
     parser.add_argument("--rounds", type=int, default=3, help="passes over all sets")
-    parser.add_argument("--cpu", type=int, help="pin to this processor")
+    parser.add_argument("--cpu", type=int, help="pin the process to this CPU")
     parser.add_argument("--out", type=pathlib.Path, help="store the JSON in this file")
     given = parser.parse_args()
     if min(given.sizes) < SHARE or given.rounds < 1:

@@ -1,11 +1,11 @@
-"""Retrieval on a GPU: scoring against the bandwidth of a copy, selection against scoring, all of it against torch.topk.
+"""Time retrieval on a GPU: scoring compared with a copy, selection with scoring, and everything with torch.topk.
 
     uv run --extra cuda python packages/hashcore/benchmarks/gpu.py --out docs/results/hashcore_gpu.json
 
-4 KV heads, 7 query heads each, as 3 planes of 128 bits; the best 2 % of n keys, also from shortlists of several times
-as many, for which first words lie side by side (docs/algorithm.md, eq. 20). Times are microseconds within a CUDA
-graph, by events, the median of its replays; a graph goes through key sets that together exceed the L2 cache four times.
-The bound is printed before anything is measured. The last line is JSON. Without a CUDA device: exit code 2.
+4 KV heads with 7 query heads each, as 3 planes of 128 bits; the best 2 % of n keys, also with shortlists of several
+times as many keys and contiguous first words (docs/algorithm.md, eq. 20). Times are microseconds in a CUDA graph,
+medians over replays, measured by events; a graph uses several key sets, together four times the L2 cache.
+The bound is printed before measuring. The last line is JSON. Without a CUDA device: exit code 2.
 """
 
 import argparse
@@ -20,14 +20,14 @@ import hashcore
 import torch
 
 HEADS, WORDS, PLANES, FRACTION = 4, 4, 3, 0.02
-SHORTLISTS = (5, 6)  # times as many keys as are selected
-LAUNCH_US = 2.0  # of a CUDA graph, as docs/gpu.md takes it
+SHORTLISTS = (5, 6)  # sizes in units of k
+LAUNCH_US = 2.0  # of a CUDA graph, as assumed in docs/gpu.md
 SIZES = (1 << 19, 1 << 21)
-SELECTABLE = (torch.int32, torch.int16, torch.float32, torch.float16)  # all hold these scores exactly
+SELECTABLE = (torch.int32, torch.int16, torch.float32, torch.float16)  # all represent these scores exactly
 
 
 class Case(NamedTuple):
-    """Key sets to go through, and where their results go."""
+    """Key sets, and outputs for their results."""
 
     n: int
     k: int
@@ -55,7 +55,7 @@ def make_case(n: int, l2_bytes: int) -> Case:
 
 
 def check(case: Case) -> None:
-    """Hold the first key set's result to the CPU's before any time is taken."""
+    """Compare the first key set's result with that on the CPU before timing."""
     planes, weights = hashcore.planes(case.w, PLANES)
     found = hashcore.search(planes, case.keys[0], case.k, weights, order="index")
     expected = hashcore.search(planes.cpu(), case.keys[0].cpu(), case.k, weights, order="index")
@@ -65,7 +65,7 @@ def check(case: Case) -> None:
 
 
 def measure_search(case: Case) -> dict[str, float]:
-    """Time scoring alone, scoring with selection, and both after making the planes."""
+    """Time scoring alone, scoring with selection, and both including the computation of planes."""
     from hashcore import torch_ops
     from hashcore.cuda import launch, tensors
     from hashcore.cuda.timing import graph_time
@@ -93,9 +93,9 @@ def measure_search(case: Case) -> dict[str, float]:
 
 
 def measure_shortlist(case: Case, times: int) -> dict[str, float]:
-    """Time a search from a shortlist, and say which share of the whole search's selection it finds, on average.
+    """Time a search with a shortlist, and return its mean recall of the exact selection.
 
-    The first key set's result is held to the CPU's before.
+    The first key set's result is first compared with the CPU's.
     """
     from hashcore import torch_ops
     from hashcore.cuda.timing import graph_time
@@ -121,7 +121,7 @@ def measure_shortlist(case: Case, times: int) -> dict[str, float]:
 
 
 def measure_topk(case: Case) -> dict[str, float]:
-    """Time the selection from finished scores: torch.topk in its fastest type, and ours of int32 scores."""
+    """Time the selection from given scores: torch.topk with its fastest dtype, and ours with int32 scores."""
     from hashcore.cuda.timing import graph_time
 
     planes, weights = hashcore.planes(case.w, PLANES)
@@ -138,17 +138,17 @@ def measure_topk(case: Case) -> dict[str, float]:
 
 
 def bytes_of(case: Case) -> int:
-    """Bytes that scoring reads at least: the codes. What else a search moves is not counted in its favour."""
+    """Return the minimal bytes of scoring: the codes. Other bytes of a search are not counted."""
     return HEADS * case.n * 4 * WORDS
 
 
 def predicted_us(case: Case, bandwidth: float, shortlist: int = 0) -> float:
-    """Predict a search: all that it moves (hashcore.cuda.traffic), and a graph's launches: 2, or 3 with a shortlist."""
+    """Predict the time of a search from its bytes (hashcore.cuda.traffic) and its 2 launches (3 with a shortlist)."""
     from hashcore.cuda import launch, traffic
 
     weights = tuple(1 << p for p in range(PLANES))
-    processors = launch.processors(torch.device("cuda", 0))
-    found = traffic.search(HEADS, case.n, WORDS, weights, case.k, processors, 4, shortlist)
+    sms = launch.sm_count(torch.device("cuda", 0))
+    found = traffic.search(HEADS, case.n, WORDS, weights, case.k, sms, 4, shortlist)
     return found.total / bandwidth + (3 if shortlist else 2) * LAUNCH_US
 
 
@@ -176,7 +176,7 @@ def measure(n: int, l2_bytes: int, bandwidth: float) -> dict[str, float]:
 
 
 def bars(rows: list[dict[str, float]], device: str) -> list[dict[str, Any]]:
-    """Return what is asked of the figures, and whether they give it. Times are asked of one device only."""
+    """Return the requirements and whether they are met. Times are required of one device only."""
     asked: list[tuple[str, float, str, float]] = []
     for row in rows:
         n = f"{row['n']:,}"
@@ -192,7 +192,7 @@ def bars(rows: list[dict[str, float]], device: str) -> list[dict[str, Any]]:
 
 
 def run() -> dict[str, Any]:
-    """Measure everything; prints as it goes."""
+    """Measure all sizes, printing results."""
     from hashcore.cuda import timing
 
     result = timing.environment()

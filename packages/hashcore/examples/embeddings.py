@@ -1,13 +1,13 @@
-"""A million embeddings of 384 numbers, searched by 384 bits each: recall, time and memory.
+"""Search a million embeddings of 384 dimensions with codes of 384 bits: recall, time and memory.
 
     uv run --with faiss-cpu packages/hashcore/examples/embeddings.py
     uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --count 100000 --queries 100   # a short one
 
-The embeddings are random clusters of unit length, the size of MiniLM's: 100 to a cluster, centres and offsets drawn
-alike. In the first set all directions matter equally: the members of a cluster are then almost equally far apart, the
-hardest case. In the second, direction i has standard deviation i^-1/2, closer to learned embeddings. Exact search by
-cosine says what should be found. Both indexes run on one thread; times are processor time, medians of alternating runs.
-Without faiss its columns are left out. About 3 GB of memory. The last line printed is JSON, --out stores it.
+The embeddings are random unit vectors of MiniLM's size in clusters of 100, with centres and offsets from the same
+distribution. In the first set, all directions have equal variance; the members of a cluster then have almost equal
+distances, which is the hardest case. In the second, direction i has standard deviation i^-1/2, closer to learned
+embeddings. Exact search by cosine is the reference. Both indexes run on one thread; times are processor time, medians
+of alternating runs. faiss is optional. Takes about 3 GB of memory. The last line is JSON; --out stores it.
 """
 
 import argparse
@@ -34,13 +34,13 @@ MEMBERS = 100
 K = 10
 CHUNK = 50_000
 SETS = {"equal": 0.0, "decaying": 0.5}  # name: exponent of the directions' standard deviations
-RUNS = 15  # timed, after one that is not
+RUNS = 15  # timed runs, after one warm-up
 
 Vectors = NDArray[np.float32]
 
 
 def clusters(count: int, exponent: float, seed: int) -> Iterator[Vectors]:
-    """Yield chunks of unit vectors [CHUNK, DIM] without end, around count / MEMBERS centres."""
+    """Yield endless chunks of unit vectors [CHUNK, DIM] around count / MEMBERS centres."""
     rng = np.random.default_rng(seed)
     spread = (np.arange(1, DIM + 1) ** -exponent).astype(np.float32)
     centres = rng.standard_normal((max(1, count // MEMBERS), DIM), np.float32)
@@ -51,7 +51,7 @@ def clusters(count: int, exponent: float, seed: int) -> Iterator[Vectors]:
 
 
 def build(vectors: Vectors, chunks: Iterator[Vectors]) -> tuple[hashcore.BitIndex, float]:
-    """Fill vectors, index them, and return the index and the seconds it took to add them."""
+    """Fill `vectors`, index them, and return the index and the seconds that adding them took."""
     index = hashcore.BitIndex(DIM, BITS)
     spent = 0.0
     for start in range(0, len(vectors), CHUNK):
@@ -77,7 +77,7 @@ def exact(vectors: Vectors, queries: Vectors) -> NDArray[np.int64]:
 
 
 def recall(found: NDArray[np.int64], wanted: NDArray[np.int64]) -> dict[str, float]:
-    """Return the share of the wanted rows that were found, its mean over the queries and standard error."""
+    """Return the recall: mean over queries, and standard error."""
     shares = np.array([len(np.intersect1d(a, b)) / K for a, b in zip(found, wanted, strict=True)])
     return {"recall": float(shares.mean()), "error": float(shares.std(ddof=1) / np.sqrt(len(shares)))}
 
@@ -90,7 +90,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def alternating(works: dict[str, Callable[[], Any]], runs: int = RUNS) -> dict[str, list[float]]:
-    """Time every work in turn, so that what disturbs one disturbs all."""
+    """Time all functions in turn, so that other load affects them equally."""
     for work in works.values():
         work()
     rounds = [{name: seconds(work) for name, work in works.items()} for _ in range(runs)]
@@ -98,7 +98,7 @@ def alternating(works: dict[str, Callable[[], Any]], runs: int = RUNS) -> dict[s
 
 
 def recalls(index: hashcore.BitIndex, vectors: Vectors, queries: Vectors) -> list[dict[str, Any]]:
-    """Measure recall by code queries, by planes, and with rerank."""
+    """Measure the recall of code queries, of planes, and with rerank."""
     wanted = exact(vectors, queries)
     rows = [{"planes": 0, "rerank": None, **recall(index.search(index.encode(queries), K)[1], wanted)}]
     for rerank in (None, 4, 10):
@@ -144,7 +144,7 @@ def times(index: hashcore.BitIndex, vectors: Vectors, queries: Vectors) -> list[
 
 
 def faiss_flat(index: hashcore.BitIndex) -> Any:
-    """Return faiss's exhaustive binary index of the same codes, or None without faiss."""
+    """Return faiss's flat binary index of the same codes, or None without faiss."""
     if importlib.util.find_spec("faiss") is None:
         return None
     import faiss
@@ -161,13 +161,13 @@ def search_faiss(flat: Any, octets: NDArray[np.uint8], mode: str) -> Any:
 
 
 def agree(index: hashcore.BitIndex, flat: Any, codes: NDArray[np.int32]) -> None:
-    """Require the two to find codes at the same distances."""
+    """Check that both find codes at the same distances."""
     differing, _ = search_faiss(flat, codes.view(np.uint8), "heap")
     np.testing.assert_array_equal(index.bits - index.search(codes, K)[0], np.sort(differing, axis=1))
 
 
-def file_facts(index: hashcore.BitIndex) -> dict[str, float]:
-    """Save and load once."""
+def file_figures(index: hashcore.BitIndex) -> dict[str, float]:
+    """Save and load once; return the times and the file size."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "embeddings.hcb"
         return {
@@ -179,15 +179,15 @@ def file_facts(index: hashcore.BitIndex) -> dict[str, float]:
 
 
 def processor() -> str:
-    """Return what the machine calls its processor."""
-    facts = pathlib.Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.is_file() else []
+    """Return the name of the CPU; its architecture if unknown."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
 def rounded(data: Any) -> Any:
-    """Return data with 4 digits in every float."""
+    """Return data with all floats rounded to 4 significant digits."""
     if isinstance(data, float):
         return float(f"{data:.4g}")
     if isinstance(data, dict):
@@ -197,7 +197,7 @@ def rounded(data: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=1_000_000, help="embeddings")
+    parser.add_argument("--count", type=int, default=1_000_000, help="number of embeddings")
     parser.add_argument("--queries", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, help="store the JSON in this file")
@@ -218,7 +218,7 @@ def main() -> None:
         if name == "equal":
             result["add_microseconds"] = 1e6 * adding / given.count
             result["index_bytes"], result["vector_bytes"] = index.nbytes, vectors.nbytes
-            result["file"] = file_facts(index)
+            result["file"] = file_figures(index)
             result["times"] = times(index, vectors, queries)
     result["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if given.out:

@@ -21,13 +21,13 @@ REFUSED = {
     "pack 33": (
         lambda: hashcore.pack(np.zeros(33)),
         ValueError,
-        "positive multiple of 32 (bits to a word), got 33; pad it",
+        "positive multiple of 32 (bits per word), got 33; pad it",
     ),
     "pack 0": (lambda: hashcore.pack(np.zeros((2, 0))), ValueError, "got 0; pad it"),
     "unpack floats": (
         lambda: hashcore.unpack(np.zeros(4)),
         TypeError,
-        "must be int32 words, got float64; make them with",
+        "must be int32 words, got float64; create them with",
     ),
     "unpack a scalar": (lambda: hashcore.unpack(np.int32(1) * np.array(1, "i4")), TypeError, "got codes: int32"),
     "unpack no words": (
@@ -53,7 +53,7 @@ REFUSED = {
     "planes of 31": (
         lambda: hashcore.planes(np.ones(31)),
         ValueError,
-        "positive multiple of 32 (bits to a word), got 31",
+        "positive multiple of 32 (bits per word), got 31",
     ),
     "group of 0": (lambda: hashcore.group_planes(CODES[:0]), ValueError, "at least one code, got shape [0, 4]"),
     "group of a code": (lambda: hashcore.group_planes(CODES[0]), ValueError, "shape [..., G, W], got [4]; add the"),
@@ -77,7 +77,7 @@ REFUSED = {
     "weight 0": (
         lambda: hashcore.score(CODES, CODES, (1, 0, 2)),
         ValueError,
-        "must be positive, got (1, 0, 2); leave out",
+        "must be positive, got (1, 0, 2); remove planes",
     ),
     "weight -1": (lambda: hashcore.score(CODES, CODES, (1, -1, 2)), ValueError, "must be positive, got (1, -1, 2);"),
     "weight 1.5": (lambda: hashcore.score(CODES, CODES, (1, 1.5, 2)), TypeError, "weights must be an integer, got 1.5"),
@@ -100,13 +100,13 @@ REFUSED = {
     "k rows": (
         lambda: hashcore.topk(SCORES, np.array([1, 2, 3])),
         ValueError,
-        "k must be an integer or broadcast to one per row, shape [2], got [3];",
+        "k must be an integer or broadcast to one integer per row, shape [2], got [3];",
     ),
     "k floats": (lambda: hashcore.topk(SCORES, np.ones(2)), TypeError, "an array of integers, got float64;"),
     "length beyond": (
         lambda: hashcore.topk(SCORES, 1, lengths=6),
         ValueError,
-        "lengths must be in 0..5, the number of scores in a row, got 6; a row cannot see more than there is",
+        "lengths must be in 0..5, the number of scores in a row, got 6; clamp it",
     ),
     "length row negative": (
         lambda: hashcore.topk(SCORES, 1, lengths=np.array([5, -1])),
@@ -132,7 +132,7 @@ REFUSED = {
     "starts rows": (
         lambda: hashcore.topk(SCORES, 1, starts=np.zeros(3, int)),
         ValueError,
-        "starts must be an integer or broadcast to one per row, shape [2], got [3]; insert",
+        "starts must be an integer or broadcast to one integer per row, shape [2], got [3]; insert",
     ),
     "lengths floats": (
         lambda: hashcore.topk(SCORES, 1, lengths=np.ones(2)),
@@ -142,7 +142,7 @@ REFUSED = {
     "sink negative": (
         lambda: hashcore.topk(SCORES, 1, sink=-1),
         ValueError,
-        "sink must be 0 or more positions, got -1; 0 leaves none out",
+        "sink must be 0 or more positions, got -1; 0 excludes none",
     ),
     "recent 1.5": (lambda: hashcore.topk(SCORES, 1, recent=1.5), TypeError, "recent must be an integer, got 1.5;"),
     "search k": (

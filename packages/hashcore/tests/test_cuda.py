@@ -217,7 +217,7 @@ def test_a_graph_replays_on_new_values(rng, n):
 def test_a_kernel_is_not_loaded_during_a_capture(rng):
     codes = there(random_codes(rng, 3, 17))  # no other test has codes of this length
     graph = torch.cuda.CUDAGraph()
-    forbidden = pytest.raises(RuntimeError, match="capturing a graph forbids it; run it once before")
+    forbidden = pytest.raises(RuntimeError, match="cannot be loaded while a CUDA graph is captured; run it once before")
     with forbidden, torch.cuda.graph(graph):
         hashcore.score(codes, codes)
     torch.cuda.synchronize()

@@ -68,7 +68,7 @@ def test_a_shortlist_that_differs_is_not_timed(benchmark, case, monkeypatch):
 
 
 def test_a_shortlist_is_predicted_to_cost_a_launch_and_save_bytes(benchmark, case, monkeypatch):
-    monkeypatch.setattr("hashcore.cuda.launch.processors", lambda device: 132)
+    monkeypatch.setattr("hashcore.cuda.launch.sm_count", lambda device: 132)
     case = case._replace(n=benchmark.SIZES[0], k=int(benchmark.FRACTION * benchmark.SIZES[0]))
     slow, fast = (benchmark.predicted_us(case, bandwidth, 5) for bandwidth in (1e6, 1e30))
     assert fast == pytest.approx(3 * benchmark.LAUNCH_US)

@@ -28,7 +28,7 @@ def codes():
 BUILDING = {
     "no dimensions": (lambda: BitIndex(0), ValueError, "dim must be in 1..1048576, got 0; give the number of"),
     "half a dimension": (lambda: BitIndex(1.5), TypeError, "dim must be an integer, got 1.5; convert it"),
-    "33 bits": (lambda: BitIndex(40, 33), ValueError, "bits must be a multiple of 32 (bits to a word), got 33; choose"),
+    "33 bits": (lambda: BitIndex(40, 33), ValueError, "bits must be a multiple of 32 (bits per word), got 33; choose"),
     "0 bits": (lambda: BitIndex(40, 0), ValueError, "bits must be in 1..1048576, got 0; choose another"),
     "sign of 40": (lambda: BitIndex(40, encoder="sign"), ValueError, "got 40; choose another, or with encoder='sign'"),
     "fewer signs": (
@@ -49,7 +49,7 @@ BUILDING = {
     ),
     "codes as vectors": (lambda: BitIndex.from_vectors(CODES), ValueError, "got int32 [5, 2]; reshape them, or use"),
     "bytes as vectors": (lambda: BitIndex.from_vectors(X.astype("i1")), TypeError, "got int8; convert vectors with"),
-    "vectors as codes": (lambda: BitIndex.from_codes(X), TypeError, "must be int32 words, got float32; make them"),
+    "vectors as codes": (lambda: BitIndex.from_codes(X), TypeError, "must be int32 words, got float32; create them"),
     "no words": (lambda: BitIndex.from_codes(CODES[:, :0]), ValueError, "at least one word per code"),
     "two means": (lambda: BitIndex.from_vectors(X, centre=True, mean=X[0]), ValueError, "centre=True takes the mean"),
     "a mean beyond float32": (
@@ -91,15 +91,15 @@ ADDING = {
     "float ids": (lambda i: i.add(X, np.arange(5.0)), TypeError, "integers in one dimension, got float64 [5]"),
     "negative ids": (lambda i: i.add(X, [5, 6, 7, 8, -1]), ValueError, "got -1..8; -1 marks an empty slot"),
     "huge ids": (lambda i: i.add(X[:1], np.array([2**63], np.uint64)), ValueError, "got 9223372036854775808..92233"),
-    "ids twice": (lambda i: i.add(X, [9, 8, 7, 8, 6]), ValueError, "ids must be unique, got 8 twice; give every row"),
-    "a known id": (lambda i: i.add(X[:2], [9, 3]), ValueError, "ids must be new, got 3, which the index has; remove"),
+    "ids twice": (lambda i: i.add(X, [9, 8, 7, 8, 6]), ValueError, "ids must be unique, got 8 twice; pass one id per"),
+    "a known id": (lambda i: i.add(X[:2], [9, 3]), ValueError, "ids must be new, got 3, which is in the index; remove"),
     "an unknown id": (lambda i: i.remove([2, 77]), ValueError, "must be in the index, got 77, which is not; test with"),
     "a huge id": (lambda i: i.remove(np.array([2**64 - 1], np.uint64)), ValueError, "got 18446744073709551615, which"),
     "a name": (lambda i: i.remove("a"), TypeError, "ids must be integers in one dimension, got <U1 [1]; flatten"),
 }
 
 SEARCHING = {
-    "k beyond": (lambda i: i.search(X, 6), ValueError, "k must be in 0..5, got 6; the number of codes in the index is"),
+    "k beyond": (lambda i: i.search(X, 6), ValueError, "k must be in 0..5, got 6; there are no more codes in"),
     "k negative": (lambda i: i.search(X, -1), ValueError, "k must be in 0..5, got -1;"),
     "k 1.5": (lambda i: i.search(X, 1.5), TypeError, "k must be an integer, got 1.5; convert it"),
     "other queries": (lambda i: i.search(X[:, :9], 1), ValueError, "queries must have shape [..., 40] for this index"),
@@ -137,24 +137,24 @@ SEARCHING = {
         "exact scores must fit float32, got larger ones; scale the vectors or use metric='cosine'",
     ),
     "9 planes": (lambda i: i.search(X, 1, planes=9), ValueError, "planes must be in 1..8, got 9;"),
-    "planes of codes": (lambda i: i.search(CODES, 1, planes=1), ValueError, "quantises queries that are vectors, got"),
-    "weights of vectors": (lambda i: i.search(X, 1, weights=(1,)), ValueError, "belong to ready planes of int32"),
+    "planes of codes": (lambda i: i.search(CODES, 1, planes=1), ValueError, "is for queries that are vectors, got"),
+    "weights of vectors": (lambda i: i.search(X, 1, weights=(1,)), ValueError, "are for planes of int32"),
     "weights of one plane": (lambda i: i.search(CODES[0], 1, weights=(1,)), ValueError, "shape [..., P, W], got [2];"),
     "3 weights": (
         lambda i: i.search(CODES, 1, weights=(1, 2, 4)),
         ValueError,
         "one weight per plane, got 3 weights for",
     ),
-    "rerank codes": (lambda i: i.search(CODES, 1, rerank=2), TypeError, "queries that are vectors, got codes; give"),
-    "rerank 0": (lambda i: i.search(X, 1, rerank=0), ValueError, "rerank must be in 1..2147483648, got 0; it times k"),
-    "rerank nothing": (lambda i: i.search(X, 1, rerank=2), ValueError, "needs the original vectors, got none; give"),
+    "rerank codes": (lambda i: i.search(CODES, 1, rerank=2), TypeError, "queries that are vectors, got codes; pass"),
+    "rerank 0": (lambda i: i.search(X, 1, rerank=0), ValueError, "rerank must be in 1..2147483648, got 0; rerank * k"),
+    "rerank nothing": (lambda i: i.search(X, 1, rerank=2), ValueError, "needs the original vectors, got none; pass"),
     "rerank by": (lambda i: i.search(X, 1, rerank=2, metric="l2"), ValueError, "one of 'dot', 'cosine', got 'l2'"),
-    "vectors alone": (lambda i: i.search(X, 1, vectors=X), ValueError, "are for rerank, got no rerank=; give it"),
-    "metric alone": (lambda i: i.search(X, 1, metric="cosine"), ValueError, "are for rerank, got no rerank=;"),
+    "vectors alone": (lambda i: i.search(X, 1, vectors=X), ValueError, "need rerank=, got none; try"),
+    "metric alone": (lambda i: i.search(X, 1, metric="cosine"), ValueError, "need rerank=, got none;"),
     "few vectors": (
         lambda i: i.search(X, 1, rerank=9, vectors=X[:4]),
         ValueError,
-        "a row for every id, got 4 rows and id 4; give them all",
+        "a row for every id, got 4 rows and id 4; pass them all",
     ),
     "short vectors": (
         lambda i: i.search(X, 1, rerank=9, vectors=X[:, :8]),
@@ -164,7 +164,7 @@ SEARCHING = {
     "codes for vectors": (
         lambda i: i.search(X, 1, rerank=9, vectors=CODES),
         TypeError,
-        "vectors= must be floats, got int32; give the vectors that were added",
+        "vectors= must be floats, got int32; pass the vectors that were added",
     ),
     "codes to encode": (lambda i: i.encode(CODES), TypeError, "vectors of floats, got int32; these are codes already"),
 }
@@ -214,7 +214,7 @@ def test_a_vector_beyond_float16_is_refused():
 def test_when_ids_run_out_they_must_be_given():
     index = codes()
     index.add(CODES[:1], [2**63 - 2])
-    with pytest.raises(ValueError, match="no ids are left after 9223372036854775806, got none for 5 rows; give ids="):
+    with pytest.raises(ValueError, match="no ids are left after 9223372036854775806 for 5 rows; pass ids="):
         index.add(CODES)
     index.add(CODES[:1], [77])
     assert index.ids.tolist() == [0, 1, 2, 3, 4, 2**63 - 2, 77]

@@ -284,7 +284,7 @@ def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 9001, 4) & 0x11
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 500, "wide": False}
     case |= {"lengths": None, "starts": None, "sink": 3, "recent": 0}
-    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 2 * splits)  # two rows
+    monkeypatch.setattr(tensors, "SIMULATED_SMS", 2 * splits)  # two rows
     forget(monkeypatch)
     device = simulated.Device(order=11)
     for ours, theirs in zip(run_search(case, device), expected_search(case), strict=True):
@@ -463,7 +463,7 @@ def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
 
 
 def test_long_rows_are_selected_by_several_blocks(rng, monkeypatch):
-    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 6)
+    monkeypatch.setattr(tensors, "SIMULATED_SMS", 6)
     forget(monkeypatch)
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 20_000, 4)
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 13_000, "wide": False}
@@ -521,5 +521,5 @@ def test_a_workspace_of_another_search_is_refused(rng):
     scratch = tensors.workspace(1, 300, 4, (1, 2, 4), torch.device("cpu"))
     case = {"weights": (1, 2, 4), "query": random_codes(rng, 40, 3, 4), "keys": random_codes(rng, 40, 300, 4)}
     case |= {"k": 3, "lengths": None, "starts": None, "sink": 0, "recent": 0, "wide": False}
-    with pytest.raises(ValueError, match="the workspace must hold"):
+    with pytest.raises(ValueError, match="the workspace must have"):
         run_search(case, simulated.Device(), scratch)

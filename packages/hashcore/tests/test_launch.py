@@ -99,7 +99,7 @@ arguments 0x1000 0x2000 12345
 launch 0x33 1 99 1, 256 1 1, 0 0x5555 (nil)
 arguments 0x1000 0x2000 12345
 the CUDA driver reports CUDA_ERROR_NAME: its words
-planes.cu is not loaded yet, and capturing a graph forbids it; run it once before
+planes.cu cannot be loaded while a CUDA graph is captured; run it once before
 """
 
 

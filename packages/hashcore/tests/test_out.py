@@ -84,7 +84,7 @@ def test_int32_indices_that_positions_do_not_fit_are_refused():
     codes, far = np.zeros((1, 1), np.int32), 2**31 + 1
     keys = np.broadcast_to(codes, (far, 1))
     pair = np.empty((1, 2), np.int32), np.empty((1, 2), np.int32)
-    words = r"out\[1\] must be int64 for positions beyond int32, got int32 for 2147483649 of them; pass int64"
+    words = r"out\[1\] must be int64 for positions beyond int32, got int32 for 2147483649 positions; pass int64"
     with pytest.raises(TypeError, match=words):
         hashcore.search(codes, keys, 2, out=pair)
     with pytest.raises(TypeError, match=words):
@@ -108,9 +108,9 @@ REFUSED = {
     "overlap": (
         lambda: OVERLAPPING,
         ValueError,
-        r"must have memory of its own for every element, got strides \[4, 4\]; pass an array",
+        r"must not share memory, got strides \[4, 4\]; pass an array",
     ),
-    "a list": (lambda: [[0] * 3] * 3, TypeError, r"must be an array of the inputs' kind, got list; make one"),
+    "a list": (lambda: [[0] * 3] * 3, TypeError, r"must be an array of the inputs' kind, got list; create one"),
 }
 
 

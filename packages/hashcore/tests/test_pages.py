@@ -124,15 +124,15 @@ REFUSED = {
     "a list": (dict(blocks=[0]), TypeError, "got blocks: list|array of page numbers, got list"),
     "floats": (dict(blocks=np.zeros(2)), TypeError, "must be int32 or int64 page numbers, got float64; convert"),
     "a scalar": (dict(blocks=np.array(0)), ValueError, r"shape \[..., T\], got a scalar"),
-    "no such page": (dict(blocks=np.array([0, 3])), ValueError, r"blocks must be in 0..2.* got 3; shorten"),
-    "page -1": (dict(blocks=np.array([-1])), ValueError, r"must be in 0..2.* got -1; shorten"),
+    "no such page": (dict(blocks=np.array([0, 3])), ValueError, r"must be pages in 0..2, got 3; shorten"),
+    "page -1": (dict(blocks=np.array([-1])), ValueError, r"must be pages in 0..2, got -1; shorten"),
     "two tables": (
         dict(blocks=np.zeros((2, 1), int)),
         ValueError,
         r"one table per row, shape \[1, 'T'\], got \[2, 1\]",
     ),
     "beyond": (dict(blocks=np.array([0]), lengths=17), ValueError, "lengths must be in 0..16"),
-    "shortlist": (dict(blocks=np.array([0]), shortlist=6), ValueError, "without a shortlist, got shortlist=6"),
+    "shortlist": (dict(blocks=np.array([0]), shortlist=6), ValueError, "for keys in pages, got shortlist=6"),
 }
 
 
@@ -144,14 +144,14 @@ def test_what_does_not_fit_is_refused(name):
 
 
 def test_keys_that_would_have_to_be_copied_are_refused():
-    with pytest.raises(ValueError, match=r"side by side and aligned.*never copied"):
+    with pytest.raises(ValueError, match=r"contiguous and aligned.*copy the pages"):
         hashcore.search(QUERY, np.zeros((3, 16, 8), np.int32)[..., ::2], 1, blocks=np.array([0]))
     with pytest.raises(ValueError, match=r"shape \[..., M, S, W\], got \[16, 4\]"):
         hashcore.search(QUERY, POOL[0], 1, blocks=np.array([0]))
 
 
 def test_a_compiled_program_is_refused():
-    with pytest.raises(ValueError, match=r"in CPU memory only.*gather them first"):
+    with pytest.raises(ValueError, match=r"only in CPU memory.*gather them first"):
         torch_ops.search(torch.zeros(1, 4).int(), torch.zeros(3, 16, 4).int(), 1, blocks=torch.zeros(1).long())
 
 

@@ -77,7 +77,7 @@ def test_a_cache_that_cannot_be_written_is_reported_and_done_without(folder, mon
     program._report_cache.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert Program("kernel.cu", {"VALUE": 3}, folder).cubin("sm_80")
-    assert "set HASHCORE_CACHE to a folder to write to" in caplog.text
+    assert "set HASHCORE_CACHE to a writeable folder" in caplog.text
 
 
 def test_programs_of_the_same_arguments_are_equal(folder):
@@ -101,5 +101,5 @@ def test_what_is_read_in_16_bytes_lies_at_16_bytes(source, array):
 
 def test_a_missing_compiler_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.core", None)
-    with pytest.raises(RuntimeError, match=r"expected it to be installed.*pip install"):
+    with pytest.raises(RuntimeError, match=r"it is not installed.*pip install"):
         program.require_compiler()

@@ -163,7 +163,7 @@ def test_a_floor_that_is_too_high_is_left(rng, order, queries):
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
 def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
-    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 2 * splits)  # two rows
+    monkeypatch.setattr(tensors, "SIMULATED_SMS", 2 * splits)  # two rows
     monkeypatch.setattr(tensors, "_searches", kept.Table())
     case = {"query": random_codes(rng, 2, 5, 4), "keys": random_codes(rng, 2, 20_000, 4) & 0x1111, "k": 700}
     case |= {"weights": (1, 2, 4, 8, 16), "times": 6, "first": "dense", "ranges": {"sink": 3}}

@@ -71,7 +71,7 @@ def test_results_go_to_the_given_tensors(rng):
 
 def test_an_expanded_tensor_cannot_take_a_result(rng):
     codes = torch.from_numpy(random_codes(rng, 3, 4))
-    with pytest.raises(ValueError, match="out must have memory of its own for every element"):
+    with pytest.raises(ValueError, match="elements of out must not share memory"):
         hashcore.score(codes, codes, out=torch.zeros(3, 1, dtype=torch.int32).expand(3, 3))
 
 

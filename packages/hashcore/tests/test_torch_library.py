@@ -273,7 +273,7 @@ def test_a_search_by_a_shortlist_on_a_device_equals_numpy(rng, on_device):
 def test_first_words_of_other_keys_are_refused(on_device):
     query, keys = codes(2, 3, 4), codes(2, 33, 4)
     for wrong in (keys[:1, :, 0], keys[..., :1], keys[..., 0].long()):
-        with pytest.raises(ValueError, match=r"first must be int32 \(2, 33\), as keys\[..., 0\] is, got int"):
+        with pytest.raises(ValueError, match=r"first must be int32 \(2, 33\), a copy of keys\[..., 0\], got int"):
             torch_ops.search(query, keys, 4, (1, 2, 4), shortlist=2, first=wrong)
     assert on_device.kernels == []
 

@@ -10,14 +10,14 @@ from hashcore.cuda import layout, tensors, traffic
 torch = pytest.importorskip("torch")
 simulated = pytest.importorskip("simulated", reason="g++ is needed")
 
-PROCESSORS = {"A100": 108, "H200": 132, "L4": 58, "RTX 4090": 128}
+SMS = {"A100": 108, "H200": 132, "L4": 58, "RTX 4090": 128}
 PLANES = [tuple(1 << p for p in range(count)) for count in range(1, 7)]
 
 
-@pytest.mark.parametrize("device", PROCESSORS)
+@pytest.mark.parametrize("device", SMS)
 @pytest.mark.parametrize("weights", PLANES, ids=len)
 def test_a_search_moves_little_beside_the_codes(device, weights):
-    found = traffic.search(8, 131_072, 4, weights, 131_072 // 50, PROCESSORS[device])
+    found = traffic.search(8, 131_072, 4, weights, 131_072 // 50, SMS[device])
     assert found.codes == 8 * 131_072 * 16
     assert found.beside <= 0.1
 
@@ -30,7 +30,7 @@ def test_other_lengths(n):
 @pytest.mark.parametrize("weights", [PLANES[2], PLANES[5]], ids=len)
 def test_the_kernels_list_as_many_candidates_as_predicted(monkeypatch, weights):
     """Two blocks a row, each with its sample; random bits in all planes."""
-    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 2)
+    monkeypatch.setattr(tensors, "SIMULATED_SMS", 2)
     rng, n, k = np.random.default_rng(3), 16_384, 327
     query, keys = (torch.from_numpy(random_codes(rng, 1, rows, 4)) for rows in (len(weights), n))
     scratch = tensors.workspace(1, n, 4, weights, torch.device("cpu"), k)
@@ -43,10 +43,10 @@ def test_the_kernels_list_as_many_candidates_as_predicted(monkeypatch, weights):
 
 
 @pytest.mark.parametrize("times", [5, 6])
-@pytest.mark.parametrize("device", PROCESSORS)
+@pytest.mark.parametrize("device", SMS)
 def test_a_shortlist_moves_less_than_two_thirds(device, times):
     for n in (65_536, 131_072, 524_288):
-        asked = 8, n, 4, PLANES[5], n // 50, PROCESSORS[device]
+        asked = 8, n, 4, PLANES[5], n // 50, SMS[device]
         assert traffic.search(*asked, shortlist=times).total <= 0.65 * traffic.search(*asked).total
 
 
@@ -58,7 +58,7 @@ def test_a_shortlist_of_all_keys_moves_what_a_search_does():
 
 def test_the_kernels_list_as_many_of_a_shortlist_as_predicted(monkeypatch):
     """First words decide which, full scores how many of them are candidates: here both say the same."""
-    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 2)
+    monkeypatch.setattr(tensors, "SIMULATED_SMS", 2)
     rng, n, k, times = np.random.default_rng(3), 16_384, 327, 6
     query, keys = random_codes(rng, 1, 6, 4), random_codes(rng, 1, n, 4)
     keys[..., 1:] = 0

@@ -2,11 +2,11 @@
 
     uv run packages/sparse-decode/benchmarks/attention.py --out docs/results/sparse_attention.json
 
-A step of one layer, batch 1, 28 query heads, 4 KV heads of 128 (Qwen2.5-7B). Sparse: append the new key and value,
-hash them, hash the query, score all codes, select 2 %, attend to them and add the remainder. Dense: the fastest of
-the ways below, none of which repeats keys and values; appending to its cache is not counted. Steps take turns over
-several caches, and a dense pass reads more than the last-level cache holds, so that no step finds its data there.
-Times are medians of processor time, so that a busy machine counts less. The last line is JSON.
+A step of one layer, batch 1, 28 query heads, 4 KV heads of 128 (Qwen2.5-7B). Sparse: append the new key and value, hash
+the key and the query, score all codes, select 2 %, attend to them and add the remainder. Dense: the fastest of the
+implementations below, none of which repeats keys and values; appending to its cache is not timed. Steps alternate
+between several caches, and a dense pass reads more than the last-level cache, so that no step finds its data there.
+Times are medians of processor time, which depends less on other load. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from results import machine, store
 from sparse_decode import Budget, HashSelector
 from sparse_decode.cache import CodedDynamicLayer, carry_codes
-from sparse_decode.plan import Inputs, LayerPlan, RowRule
+from sparse_decode.plan import AttentionArgs, LayerPlan, RowRule
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 HQ, HKV, D = 28, 4, 128
 FRACTION = 0.02
 BARS = {32768: 4, 131072: 6, 524288: 8}
-"""What each length is asked to reach."""
+"""Target ratio for each length."""
 COPIES = 3
 
 Step = Callable[[int], object]
 
 
 def dense_ways(caches: list[CodedDynamicLayer], q: Tensor) -> dict[str, Step]:
-    """Name the ways to attend to a whole cache with torch, and never repeat a key or value."""
+    """Return implementations of dense attention in torch that do not repeat keys or values, by name."""
     grouped = q.view(1, HKV, HQ // HKV, D)
 
     def kv(i: int) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def dense_ways(caches: list[CodedDynamicLayer], q: Tensor) -> dict[str, Step]:
         return (grouped @ k.mT).mul_(D**-0.5).softmax(-1) @ v
 
     def head_by_head(i: int) -> list[Tensor]:
-        """One matrix product per KV head: torch may copy keys to multiply them all at once."""
+        """Use one matrix product per KV head: torch may copy keys for a batched product."""
         k, v = kv(i)
         return [(grouped[0, h] @ k[0, h].T).mul_(D**-0.5).softmax(-1) @ v[0, h] for h in range(HKV)]
 
@@ -65,14 +65,14 @@ def dense_ways(caches: list[CodedDynamicLayer], q: Tensor) -> dict[str, Step]:
 
 
 def make_plan() -> LayerPlan:
-    """Make a layer with an untrained hasher of the default variant, and some remainder."""
+    """Return the plan of a layer with an untrained hasher of the default variant and arbitrary coefficients."""
     hasher = Hasher(HasherConfig("transform", ModelShape(1, HQ, HKV, D)))
     hasher.layer(0).remainder.copy_(torch.tensor([-1.0, 0.4, 0.5, 0.05, 0.1, 0.6]))
     return LayerPlan(0, HashSelector(hasher), Budget(FRACTION), RowRule(None, 1), hasher.remainder(0))
 
 
 def make_cache(plan: LayerPlan, n: int, dtype: torch.dtype) -> CodedDynamicLayer:
-    """Make a cache of `n` random tokens. Random codes are as quick to score as those of the keys."""
+    """Return a cache of `n` random tokens with random codes, which take the same time to score as real ones."""
     k, v = (torch.randn(1, HKV, n, D, dtype=torch.float32).to(dtype) for _ in range(2))
     layer = carry_codes(DynamicLayer(), plan.encoder)
     for part in range(0, n, n // 2):  # twice, so that the buffers have room for the steps
@@ -86,19 +86,19 @@ def make_cache(plan: LayerPlan, n: int, dtype: torch.dtype) -> CodedDynamicLayer
 
 
 def sparse_step(plan: LayerPlan, caches: list[CodedDynamicLayer], q: Tensor) -> Step:
-    """Return the step that is measured; the token it appends stays in the cache."""
+    """Return the sparse step to time; the token that it appends stays in the cache."""
     new = torch.randn(2, 1, HKV, 1, D).to(q.dtype)
 
     def step(i: int) -> Tensor:
         layer = caches[i % COPIES]
         k, v = layer.update(new[0], new[1])
-        return plan.attend(Inputs(q, k, v, None, layer.codes, None, D**-0.5, None, None, layer.moments))[0]
+        return plan.attend(AttentionArgs(q, k, v, None, layer.codes, None, D**-0.5, None, None, layer.moments))[0]
 
     return step
 
 
 def measure(n: int, dtype: torch.dtype, repeats: int) -> dict[str, object]:
-    """Time all ways at one length: seconds of processor time."""
+    """Time sparse and dense steps at one length."""
     plan, q = make_plan(), torch.randn(1, HQ, 1, D).to(dtype)
     caches = [make_cache(plan, n, dtype) for _ in range(COPIES)]
     dense, sparse = dense_ways(caches, q), sparse_step(plan, caches, q)
@@ -153,7 +153,7 @@ def main() -> None:
                 print(f"{n:,} tokens, {name}: bytes read allow {whole / selected:.1f} x", flush=True)
                 row = measure(n, dtype, given.repeats)
                 result["rows"].append(row)
-                print(f"  {row['ratio']:.1f} x (asked {row['asked']}): {json.dumps(row)}", flush=True)
+                print(f"  {row['ratio']:.1f} x (target {row['asked']}): {json.dumps(row)}", flush=True)
     store(result, given.out)
 
 

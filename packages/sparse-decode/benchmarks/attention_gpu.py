@@ -1,13 +1,13 @@
-"""A decode step's attention on a GPU, sparse against the fastest dense: ratio, and share of the ceiling.
+"""Time a decode step's attention on a GPU, sparse and dense: speed-up, and share of its upper bound.
 
     uv run --extra cuda python packages/sparse-decode/benchmarks/attention_gpu.py --out docs/results/attention_gpu.json
 
-28 query heads on 4 KV heads of 128, bfloat16 (Qwen2.5-7B). The sparse step makes planes from the query's weights,
-scores the codes, selects 2 % and attends; encoding by the hasher is not in it. Dense is torch's SDPA in each of its
-backends, with enable_gqa and with the group as query rows, and FlashInfer and flash-attn where they are installed; the
-fastest counts. With flash-attn the paper's set-up is timed, too: the same selection, gathered by torch.
-Times are microseconds within a CUDA graph that goes through caches whose selected parts exceed the L2 cache four times.
-The bound is printed before anything is measured. The last line is JSON. Without a CUDA device: exit code 2.
+28 query heads on 4 KV heads of 128, bfloat16 (Qwen2.5-7B). The sparse step computes planes from query weights, scores
+the codes, selects 2 % and attends; it does not include the hasher. Dense is torch's SDPA with each of its backends,
+with enable_gqa and with the group as query rows, and FlashInfer and flash-attn if installed; the fastest counts. With
+flash-attn, the paper's set-up is timed, too: the same selection, gathered by torch.
+Times are in microseconds, in a CUDA graph over several caches, whose selected parts are four times the L2 cache.
+The bound is printed before measuring. The last line is JSON. Without a CUDA device: exit code 2.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 HEADS, KV_HEADS, DIM, WORDS, PLANES, FRACTION = 28, 4, 128, 4, 3, 0.02
-# Batch, tokens, and how many times faster than dense is asked for.
+# Batch size, tokens, and the required speed-up over dense.
 SIZES = [(1, 1 << 15, 2.5), (8, 1 << 15, 5.0), (1, 1 << 17, 7.0), (1, 1 << 19, 12.0), (1, 1 << 21, 14.0)]
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 MOST_BYTES = 16 << 30  # of caches
 
 
 class Cache(NamedTuple):
-    """One layer's cache, and the query of a step."""
+    """One layer's cache, and the queries of a step."""
 
     q: torch.Tensor
     w: torch.Tensor
@@ -49,7 +49,7 @@ def dense_bytes(batch: int, n: int) -> int:
 
 
 def sparse_bytes(batch: int, n: int) -> int:
-    """Codes in, scores out and in, selected keys and values."""
+    """Return the bytes of codes read, scores written and read, and selected keys and values."""
     return batch * KV_HEADS * (n * (4 * WORDS + 2 * 2) + int(FRACTION * n) * 2 * 2 * DIM)
 
 
@@ -74,7 +74,7 @@ def gather_only(indices: torch.Tensor) -> Callable[[Cache], torch.Tensor]:
 
 
 def paper_step(cache: Cache) -> torch.Tensor:
-    """Do what `step` does, with torch's gather and flash-attn for attention."""
+    """Run `step` with torch's gather and flash-attn as attention."""
     planes, weights = hashcore.planes(cache.w, PLANES, check=False)
     count = int(FRACTION * cache.k.shape[2])
     _, indices = hashcore.search(planes, cache.codes, count, weights, order="index")
@@ -82,7 +82,7 @@ def paper_step(cache: Cache) -> torch.Tensor:
 
 
 def dense_ways(batch: int) -> dict[str, Callable[[Cache], Any]]:
-    """Return every way to attend densely, by name; some may not run on this device."""
+    """Return implementations of dense attention by name; some may not run on this device."""
 
     def sdpa(backend: SDPBackend, grouped: bool) -> Callable[[Cache], Any]:
         def run(cache: Cache) -> torch.Tensor:
@@ -116,16 +116,16 @@ def time_dense(batch: int, caches: list[Cache]) -> dict[str, float]:
     for name, way in dense_ways(batch).items():
         try:
             times[name] = graph_time([lambda cache=cache, way=way: way(cache) for cache in caches]).median
-        except RuntimeError as error:  # a backend that does not take these shapes, or this device
+        except RuntimeError as error:  # a backend without support for these shapes or this device
             torch.cuda.synchronize()
             print(f"  {name} does not run: {str(error).splitlines()[0]}")
     if not times:
-        raise SystemExit("expected a way to attend densely that runs, found none")
+        raise SystemExit("expected an implementation of dense attention that runs here, found none")
     return times
 
 
 def check(cache: Cache) -> None:
-    """Hold a step to the CPU's before any time is taken."""
+    """Compare a step with that on the CPU before timing."""
     on_cpu = Cache(*(x.cpu() for x in cache))
     torch.testing.assert_close(step(cache).cpu(), step(on_cpu), rtol=1e-2, atol=1e-2)
 
@@ -172,7 +172,7 @@ def measure(batch: int, n: int, asked: float, l2_bytes: int, bandwidth: float) -
 
 
 def run() -> dict[str, Any]:
-    """Measure everything; prints as it goes."""
+    """Measure all sizes, printing results."""
     from hashcore.cuda import timing
 
     result = timing.environment()

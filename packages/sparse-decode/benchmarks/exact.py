@@ -1,17 +1,17 @@
-"""Measure exact mode: what checks accept, whether its greedy text is the dense one, and how fast it is.
+"""Measure exact mode: its acceptance, whether its greedy text equals the dense one, and its speed.
 
     uv run packages/sparse-decode/benchmarks/exact.py equal --model M --hasher H --text A.txt B.txt --context 8192
     uv run packages/sparse-decode/benchmarks/exact.py speed --model M --hasher H --text A.txt --lengths 2048 8192
 
-equal: prompts from texts, each continued greedily by the model as it is and attached with `exact`, drafts of a steady
-length (2, 4 and 8 in turn), 2 % selected at any context. Where a token differs, the text goes on behind the dense one,
-so that every token of the dense text is compared. The two runs round differently (a check has several rows; the model
-as it is has torch's attention), so a token may differ where two logits are nearly alike: `gap` is how far the dense
-model's own logits of the two tokens lie apart, `ulp` the distance of neighbouring numbers of its type at that size.
-Each prompt is stored as soon as it is done, and not done again.
+equal: continues prompts from texts greedily with the plain model and in exact mode, with a fixed number of drafts (2, 4
+and 8 in turn) and 2 % selected at any context length. Where a token differs, generation continues after the dense
+token, so that every token of the dense text is compared. The two runs round differently (a check has several rows; the
+plain model uses torch's attention), so tokens may differ at near-ties: `gap` is the difference of the dense model's
+logits of the two tokens, `ulp` the same in units of the spacing of numbers of its dtype at that size. Each prompt is
+stored when it is done; rerun to resume.
 
-speed: tokens per second of the model as it is, attached and dense, and exact with its own pace; runs take turns in one
-process, ratios are medians of neighbours. Times are processor time with one thread, wall time with more.
+speed: tokens per second of the plain model, of an attached model that stays dense, and of exact mode. Runs alternate in
+one process; ratios are medians over adjacent runs. Times are processor time with one thread, else wall time.
 
 The last line is JSON.
 """
@@ -41,7 +41,7 @@ OUT = pathlib.Path("docs/results/exact.json")
 
 
 class Steady:
-    """A pace that always drafts as many tokens."""
+    """A pace that always drafts the same number of tokens."""
 
     def __init__(self, drafted: int):
         self.drafted = drafted
@@ -57,25 +57,25 @@ class Steady:
 
 
 def prompts_of(texts: list[pathlib.Path], tokenizer: Any, count: int, size: int) -> list[Tensor]:
-    """Cut prompts of so many tokens out of texts, evenly spread, from each text in turn."""
+    """Return `count` prompts of `size` tokens, evenly spaced, from each text in turn."""
     ids = [token_ids(path.read_text(encoding="utf-8"), tokenizer) for path in texts]
-    each, found = -(-count // len(ids)), []
+    per_text, found = -(-count // len(ids)), []
     for i in range(count):
         whole, place = ids[i % len(ids)], i // len(ids)
-        first = (len(whole) - size) * place // max(1, each - 1)
+        first = (len(whole) - size) * place // max(1, per_text - 1)
         found.append(whole[first : first + size][None])
     return found
 
 
 def filled(model: PreTrainedModel, ids: Tensor) -> DynamicCache:
-    """Return a cache of all tokens but the last."""
+    """Return a cache of all tokens except the last."""
     cache = DynamicCache(config=model.config)
     model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
     return cache
 
 
 def go_on(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, tokens: int, **options: Any) -> Any:
-    """Continue ids greedily for so many tokens behind a cache of all but the last of them."""
+    """Continue ids greedily by `tokens` tokens; the cache has all of ids except the last."""
     how: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "eos_token_id": None, "pad_token_id": 0}
     mask = torch.ones_like(ids)
     more = {"past_key_values": cache, "attention_mask": mask, "max_new_tokens": tokens}
@@ -84,7 +84,7 @@ def go_on(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, tokens: int,
 
 
 def differing(model: Any, attachment: Attachment, ids: Tensor, cache: Any, dense: Tensor, logits: Any) -> list[Any]:
-    """Compare the exact text with the dense one, and go on behind the dense token where they differ."""
+    """Compare the exact text with the dense one, continuing after the dense token where they differ."""
     found: list[dict[str, Any]] = []
     done, n = 0, ids.shape[1]
     while done < len(dense):
@@ -106,7 +106,7 @@ def differing(model: Any, attachment: Attachment, ids: Tensor, cache: Any, dense
 
 
 def equal(model: PreTrainedModel, hasher: Hasher, ids: Tensor, drafted: int, tokens: int) -> dict[str, Any]:
-    """Continue one prompt both ways."""
+    """Continue one prompt densely and in exact mode, and compare."""
     cache = filled(model, ids)
     made = go_on(model, ids, copy.deepcopy(cache), tokens, output_logits=True)
     dense = made.sequences[0, ids.shape[1] :]
@@ -120,15 +120,15 @@ def equal(model: PreTrainedModel, hasher: Hasher, ids: Tensor, drafted: int, tok
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sum the prompts of each type, context and number of drafted tokens."""
+    """Sum the counts of prompts by dtype, context and number of drafts."""
     found = []
     for key in sorted({(row["dtype"], row["context"], row["k"]) for row in rows}):
         mine = [row for row in rows if (row["dtype"], row["context"], row["k"]) == key]
         total = {name: sum(row[name] for row in mine) for name in ("tokens", "checks", "drafted", "accepted")}
-        differ = [each for row in mine for each in row["differ"]]
+        differ = [difference for row in mine for difference in row["differ"]]
         rate = {"acceptance": round(total["accepted"] / total["drafted"], 4)}
         rate["tokens_per_check"] = round(1 + total["accepted"] / total["checks"], 3)
-        gaps = {"differ": len(differ), "largest_ulp": max((each["ulp"] for each in differ), default=0)}
+        gaps = {"differ": len(differ), "largest_ulp": max((difference["ulp"] for difference in differ), default=0)}
         named = dict(zip(("dtype", "context", "k"), key, strict=True))
         found.append({**named, "prompts": len(mine), **total, **rate, **gaps})
     return found
@@ -136,7 +136,7 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def run_equal(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, hasher: Hasher) -> dict[str, Any]:
-    """Do the prompts that are not stored yet."""
+    """Run the prompts that are not stored yet."""
     stored = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {"equal": []}
     rows: list[dict[str, Any]] = stored.get("equal", [])
     for index, ids in enumerate(prompts_of(args.text, tokenizer, args.prompts, args.context - args.tokens)):
@@ -152,7 +152,7 @@ def run_equal(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, 
 
 @torch.no_grad()
 def run_speed(args: argparse.Namespace, model: PreTrainedModel, tokenizer: Any, hasher: Hasher) -> dict[str, Any]:
-    """Let the ways take turns at each length."""
+    """Time the modes in turn at each length."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     found = []
     for length in args.lengths:
@@ -188,14 +188,14 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a folder or hub id")
     parser.add_argument("--hasher", required=True, help="a hasher's folder or hub id")
     parser.add_argument("--text", nargs="+", required=True, type=pathlib.Path)
-    parser.add_argument("--context", type=int, default=8192, help="of prompt and new tokens")
+    parser.add_argument("--context", type=int, default=8192, help="prompt plus new tokens")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="of the model; its own by default")
-    parser.add_argument("--out", type=pathlib.Path, default=OUT, help="where the prompts of `equal` are stored")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the model's own")
+    parser.add_argument("--out", type=pathlib.Path, default=OUT, help="file for the results of `equal`")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, tokenizer = load_model(args.model, dtype=args.dtype and getattr(torch, args.dtype))

@@ -1,6 +1,6 @@
-"""Write a model as the GGUF file that llama.cpp reads, so that both can be timed with the same weights.
+"""Write a model as a GGUF file for llama.cpp, so that both can be timed with the same weights.
 
-Plain Llama and Qwen2 models. Prompts are given as token ids: the file's vocabulary is made of placeholder names.
+For plain Llama and Qwen2 models. Prompts must be token ids: the file's vocabulary consists of placeholder names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def write_gguf(model: PreTrainedModel, path: pathlib.Path, kind: str = "f16", co
     """Write a model's weights and settings.
 
     Args:
-        kind: type of the matrices, "f16" or "f32"; vectors are float32 always, as llama.cpp has them.
-        context: tokens that the file says the model was trained on; None for what its config says.
-    Raises: ValueError if the model is of another family, or scales its positions.
+        kind: dtype of the matrices, "f16" or "f32"; vectors are always float32, as in llama.cpp.
+        context: context length to write; None for that of the model's config.
+    Raises: ValueError if the model is of another family, or uses scaled RoPE.
     """
     config: Any = model.config
     if config.model_type not in ARCHITECTURES:
@@ -60,7 +60,7 @@ def write_gguf(model: PreTrainedModel, path: pathlib.Path, kind: str = "f16", co
 
 
 def _add_placeholder_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
-    """Give each token a name. llama.cpp does not load a file without a vocabulary, but does not need it for ids."""
+    """Write a name for each token: llama.cpp requires a vocabulary, but does not use it for prompts of ids."""
     writer.add_vocab_size(size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
@@ -70,7 +70,7 @@ def _add_placeholder_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def _rotated_heads(name: str, config: Any) -> int | None:
-    """Return how many heads a weight of queries or keys has, if llama.cpp wants its rows in another order."""
+    """Return the number of heads of a query or key weight if llama.cpp stores its rows in another order; else None."""
     if config.model_type != "llama":
         return None
     projections = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -78,6 +78,6 @@ def _rotated_heads(name: str, config: Any) -> int | None:
 
 
 def _in_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Reorder rows [heads * D, ...]: llama.cpp rotates neighbours in a Llama, transformers rows half a head apart."""
+    """Reorder rows [heads * D, ...]: llama.cpp's RoPE rotates adjacent rows, transformers' rows half a head apart."""
     halves = weight.unflatten(0, (heads, 2, -1))
     return halves.transpose(1, 2).flatten(0, 2)

@@ -1,17 +1,17 @@
-"""Time decode steps beside llama.cpp's, on the CPU, with the same weights in 16 bits and as many threads.
+"""Compare decode steps with llama.cpp's on the CPU, with the same weights in 16 bits and the same number of threads.
 
     uv run --group llama-cpp packages/sparse-decode/benchmarks/llama_cpp.py --model runs/smollm2
     uv run --group llama-cpp packages/sparse-decode/benchmarks/llama_cpp.py --shape qwen2.5-0.5b --lengths 4096 16384
 
-Without --model, random weights of a shape. llama.cpp comes from the wheel `xllamacpp`; it gets a GGUF file of the same
-weights in float16, its cache in float16, flash attention on, and reads the prompt itself: that takes most of the time.
-Ours have bfloat16 weights, untrained `transform` hashers with some remainder, `attach`'s own default budget, and caches
-filled with random numbers: the time of a step does not depend on them. The model is used beyond the context that it was
-trained on: this is about speed only.
+Without --model: random weights of a --shape. llama.cpp comes from the wheel `xllamacpp`. It gets a GGUF file of the
+same weights in float16, a float16 cache, flash attention on, and processes the prompt itself, which takes most of the
+time. Our models have bfloat16 weights, untrained `transform` hashers with arbitrary remainder coefficients, `attach`'s
+default budget, and caches of random numbers, which do not affect the time of a step. Contexts may be longer than in the
+model's training, because only speed is measured.
 
-At each length all of them take turns, several rounds; a round is the mean of some steps by the clock, the time is the
-median of the rounds. At the lengths of --beyond llama.cpp would read for hours: there its time is predicted, by the
-line through its shortest and its longest measured context. The last line is JSON.
+At each length, all of them run in turn for several rounds. A round is the mean wall time of some steps; the result is
+the median of the rounds. At the lengths of --beyond, llama.cpp would take hours to process the prompt, so its time is
+extrapolated linearly from its shortest and its longest measured context. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ from transformers import PreTrainedModel
 LENGTHS = [4096, 8192, 16384, 32768]
 WAYS = {"as it is": "transformers", "attached": "ours"}
 STEPS, ROUNDS = 8, 5
-LONGEST_DENSE = 1.0  # seconds: a way this slow is timed once a round
+LONGEST_DENSE = 1.0  # seconds: slower steps are timed once per round
 
 Steps = Callable[[int], float]
 
 
 class LlamaCpp:
-    """llama.cpp in a process of its own, which is stopped while it has nothing to do: idle, it polls for work, and
-    makes everything beside it slower.
+    """llama.cpp in a separate process, which is stopped while idle: it would poll for work and slow the machine down.
 
     Args:
-        path: a GGUF file; most: tokens it must have room for; threads: of a step, and of a prompt.
+        path: a GGUF file; most: context size to allocate; threads: for steps and prompts.
     """
 
     def __init__(self, path: pathlib.Path, most: int, threads: int):
@@ -62,9 +61,9 @@ class LlamaCpp:
         self._pipe.recv()  # it has loaded the model
 
     def complete(self, ids: list[int], count: int) -> dict[str, Any]:
-        """Continue a prompt by the likeliest tokens; what it shares with the last prompt is not read again.
+        """Continue a prompt greedily by `count` tokens, reusing the cached prefix of the last prompt.
 
-        Raises: RuntimeError if llama.cpp refuses; EOFError if it has died.
+        Raises: RuntimeError if llama.cpp returns an error; EOFError if its process has died.
         """
         self._signal(signal.SIGCONT)
         try:
@@ -77,7 +76,7 @@ class LlamaCpp:
         return found
 
     def steps(self, ids: list[int]) -> Steps:
-        """Return what times steps behind a prompt, in milliseconds a step."""
+        """Return a function that times steps after a prompt, in milliseconds per step."""
         return lambda count: self.complete(ids, count)["timings"]["predicted_per_token_ms"]
 
     def close(self) -> None:
@@ -91,7 +90,7 @@ class LlamaCpp:
 
 
 def _answer(pipe: Connection, path: str, most: int, threads: int) -> None:
-    """Load a model, say so, and answer each prompt that comes through a pipe."""
+    """Load a model, send None, and answer each prompt received through a pipe."""
     given = xllamacpp.CommonParams()
     given.model.path = path
     given.n_ctx, given.n_parallel = most, 1
@@ -107,7 +106,7 @@ def _answer(pipe: Connection, path: str, most: int, threads: int) -> None:
 
 
 def ours(model: PreTrainedModel, n: int) -> Steps:
-    """Return what times steps of a model of ours behind n random tokens, in milliseconds a step."""
+    """Return a function that times steps of our model at a context of n random tokens, in milliseconds per step."""
     config = model.config
     size = 2, 1, config.num_key_value_heads, n, config.hidden_size // config.num_attention_heads
     drawn = [torch.empty(size, dtype=model.dtype).normal_() for _ in range(config.num_hidden_layers)]
@@ -126,14 +125,14 @@ def ours(model: PreTrainedModel, n: int) -> Steps:
 
 
 def instructions() -> list[str]:
-    """Name what of the processor llama.cpp was built for: wheels are for older ones than this may be."""
+    """Return the instruction sets that llama.cpp was built for; wheels may not use all those of this CPU."""
     parts = xllamacpp.get_system_info().removeprefix("CPU :").split("|")
     return [name.strip() for name, _, used in (part.partition("=") for part in parts) if used.strip() == "1"]
 
 
 @torch.no_grad()
 def measure(llama: LlamaCpp | None, models: dict[str, PreTrainedModel], n: int, rounds: int) -> dict[str, Any]:
-    """Time all of them in turns behind n tokens, in milliseconds a step; without llama.cpp if that is None."""
+    """Time all models in turn at a context of n tokens, in milliseconds per step; llama: None to leave it out."""
     ways = {WAYS[name]: ours(model, n) for name, model in models.items()}
     if llama is not None:
         ids = [7 + i * 7919 % 997 for i in range(n)]
@@ -147,19 +146,19 @@ def measure(llama: LlamaCpp | None, models: dict[str, PreTrainedModel], n: int, 
             slow = taken[name] and taken[name][-1] > 1e3 * LONGEST_DENSE
             taken[name].append(steps(1 if slow else STEPS))
     found = {name: {"ms": statistics.median(times), "rounds": times} for name, times in taken.items()}
-    print(", ".join(f"{name} {each['ms']:.1f} ms" for name, each in found.items()), flush=True)
+    print(", ".join(f"{name} {row['ms']:.1f} ms" for name, row in found.items()), flush=True)
     return {"tokens": n, "steps": found}
 
 
 def predicted(rows: list[dict[str, Any]], n: int) -> dict[str, Any]:
-    """Return llama.cpp's milliseconds a step behind n tokens, by the line through its first and its last row."""
+    """Extrapolate llama.cpp's milliseconds per step to n tokens linearly, from its first and its last row."""
     (a, before), (b, after) = ((row["tokens"], row["steps"]["llama.cpp"]["ms"]) for row in (rows[0], rows[-1]))
     return {"ms": after + (after - before) / (b - a) * (n - b), "rounds": [], "predicted": True}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder or hub id in place of random weights")
+    parser.add_argument("--model", help="a folder or hub id; default: random weights")
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--beyond", type=int, nargs="*", default=[], help="longer contexts, without llama.cpp")
@@ -170,13 +169,13 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     model = make_model(given.model, given.shape, None)
-    models = {name: each for name, each in attached_models(model).items() if name in WAYS}
+    models = {name: attached for name, attached in attached_models(model).items() if name in WAYS}
     most = max(given.lengths) + STEPS + 1
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "model.gguf")
         write_gguf(model, path, context=most)
         llama = LlamaCpp(path, most, given.threads)
-        # The longest first: llama.cpp keeps what it has read of the others.
+        # Longest first: shorter prompts are prefixes, which llama.cpp has cached.
         rows = [measure(llama, models, n, given.rounds) for n in sorted(given.lengths, reverse=True)][::-1]
         llama.close()
     for n in given.beyond:

@@ -1,17 +1,17 @@
-"""Time a model of the shape of Qwen2.5-0.5B on the CPU, attached and dense: whole steps and prefill.
+"""Time a model of Qwen2.5-0.5B's shape on the CPU, sparse and dense: whole steps and prefill.
 
     uv run packages/sparse-decode/benchmarks/model.py decode --out docs/results/sparse_model_decode.json
     uv run packages/sparse-decode/benchmarks/model.py prefill --out docs/results/sparse_model_prefill.json
 
-Random weights in bfloat16, which is the faster type here, untrained `transform` hashers with some remainder, 2 %
-selected. A model of fewer than 24 layers has as small a share of the vocabulary: everything else is in proportion.
+Random weights in bfloat16, the fastest dtype on CPUs, untrained `transform` hashers with arbitrary remainder
+coefficients, 2 % selected. With fewer than 24 layers, the vocabulary shrinks in the same proportion.
 
-decode: against the fastest dense step we can write (caches that grow in place, the faster of two ways to attend without
-repeating keys), and against Hugging Face's own. Caches are filled with the same random numbers and grow by a token a
-step. The ratio is held to what the bytes allow: weights and all keys and values, against weights, codes, and what is
-selected. prefill: the model as it is against the attached one, for one prompt.
+decode: compares with the fastest dense step we can write (caches that grow in place, the faster of two attention
+implementations that do not repeat keys), and with Hugging Face's own. Caches are filled with the same random numbers
+and grow by one token per step. The ratio is compared to the ratio of bytes read: weights, keys and values, over
+weights, codes and selected tokens. prefill: compares the plain model with the attached one, for one prompt.
 
-Steps take turns; times are processor time, ratios are medians of neighbours. The last line is JSON.
+Steps alternate; times are processor time, ratios are medians over adjacent steps. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 FRACTION = 0.02
 DECODE = [(1, 32768, 1.4), (1, 131072, 2.3), (8, 32768, 3.4)]
-"""Batch, tokens, and the ratio that the bytes of the whole model allow, about."""
+"""Batch size, tokens, and the approximate ratio of bytes of the whole model."""
 LENGTHS = [512, 1024, 2048, 4096, 8192]
-SHIPPED = 3  # steps of Hugging Face's own, which take seconds: the fastest counts
+SHIPPED = 3  # steps of Hugging Face's own, which take seconds; the fastest counts
 NEVER = 1 << 30
 SHARE_ASKED, SLOWER_ASKED = 0.85, 1.03
 
@@ -49,10 +49,10 @@ Step = Callable[[], object]
 
 
 class InPlaceLayer(DynamicLayer):
-    """A cache layer that grows in place, as the attached ones do, and carries nothing else."""
+    """A cache layer that grows in place, like those of attached models, without codes."""
 
     def take(self, keys: Tensor, values: Tensor) -> None:
-        """Begin with these."""
+        """Initialise the layer with these keys and values."""
         self.lazy_initialization(keys, values)
         self._keys, self._values = GrowingBuffer(), GrowingBuffer()
         self.update(keys, values)
@@ -70,7 +70,7 @@ def group_as_rows(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
 
 
 def head_by_head(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-    """One product per sequence and KV head: torch copies keys to multiply those of several at once."""
+    """Use one product per sequence and KV head: torch would copy keys for a batched product."""
     grouped, out = q.view(*k.shape[:2], -1, q.shape[3]), torch.empty_like(q)
     for b in range(k.shape[0]):
         for h in range(k.shape[1]):
@@ -81,7 +81,7 @@ def head_by_head(q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
 
 @contextmanager
 def dense_way(way: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None) -> Iterator[None]:
-    """Let "sdpa" be this way to attend in a step; None leaves Hugging Face's own."""
+    """Make "sdpa" this implementation of attention for decode steps; None keeps Hugging Face's own."""
     own = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
@@ -98,7 +98,7 @@ def dense_way(way: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None) -> 
 
 
 class Filled:
-    """Caches of the same n random tokens, which grow by one with each step."""
+    """Creates caches of the same n random tokens."""
 
     def __init__(self, model: PreTrainedModel, batch: int, n: int):
         config = model.config
@@ -138,7 +138,7 @@ def seconds(step: Step) -> float:
 
 
 def interleaved(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
-    """Time steps in turns, after one of each that warms them up."""
+    """Time steps in turn, after one of each as warm-up."""
     for step in steps.values():
         step()
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -149,13 +149,13 @@ def interleaved(steps: dict[str, Step], repeats: int) -> dict[str, list[float]]:
 
 
 def compared(over: list[float], under: list[float]) -> dict[str, float]:
-    """Return the median and the quartiles of neighbours' ratios."""
+    """Return the median and the quartiles of the ratios of adjacent times."""
     low, middle, high = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
     return {"ratio": middle, "low": low, "high": high}
 
 
 def allowed(model: PreTrainedModel, batch: int, n: int) -> dict[str, float]:
-    """Return what the bytes allow: those of a dense and of a sparse step, and their ratio."""
+    """Return the bytes read by a dense and by a sparse step, and their ratio."""
     config, layers = model.config, model.config.num_hidden_layers
     weights = sum(p.nbytes for p in model.parameters())
     token = 2 * config.hidden_size // config.num_attention_heads * model.dtype.itemsize
@@ -166,7 +166,7 @@ def allowed(model: PreTrainedModel, batch: int, n: int) -> dict[str, float]:
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return another model with the same weights in the same memory."""
+    """Return a copy of a model that shares its weights."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
@@ -177,7 +177,7 @@ def decode(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     attachment = attach(other, hasher, Budget(FRACTION), dense_layers=0)
     for batch, n, known in DECODE:
         bound = allowed(model, batch, n)
-        print(f"batch {batch}, {n:,} tokens: bytes allow {bound['allowed']:.2f} x (whole model {known})", flush=True)
+        print(f"batch {batch}, {n:,} tokens: ratio of bytes {bound['allowed']:.2f} (whole model {known})", flush=True)
         filled = Filled(model, batch, n)
         dense, sparse = filled.step(model, filled.dense()), filled.step(other, filled.sparse(attachment))
         ways: dict[str, float] = {}
@@ -205,31 +205,31 @@ def decode(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def prefill(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Compare the time to the first token of the model as it is and of the attached one, which hashes every key."""
+    """Compare the time to the first token of the plain model and of the attached one, which hashes every key."""
     model = qwen(given.layers)
     models, steps = {"dense": model, "attached": twin(model)}, {}
     attach(models["attached"], make_hasher(model), Budget(FRACTION), dense_layers=0)
     for n in given.lengths or (8192, 32768):
         ids = torch.randint(0, model.config.vocab_size, (1, n))
-        for name, each in models.items():
-            steps[name] = lambda each=each, ids=ids: each(
-                ids, past_key_values=DynamicCache(config=each.config), logits_to_keep=1
+        for name, chosen in models.items():
+            steps[name] = lambda chosen=chosen, ids=ids: chosen(
+                ids, past_key_values=DynamicCache(config=chosen.config), logits_to_keep=1
             )
         times = interleaved(steps, given.repeats)
-        taken = {f"{name}_ms": 1e3 * statistics.median(each) for name, each in times.items()}
+        taken = {f"{name}_ms": 1e3 * statistics.median(values) for name, values in times.items()}
         yield {"n": n, **taken, **compared(times["attached"], times["dense"]), "asked": SLOWER_ASKED}
 
 
 FIGURES = {"decode": (decode, 12, 11), "prefill": (prefill, 1, 5)}
-"""Each figure, and its default layers and repeats."""
+"""Functions of the figures, with their default layers and repeats."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("figure", choices=FIGURES)
-    parser.add_argument("--layers", type=int, help="of the 24; 12 or 1 by default, as the figure needs")
-    parser.add_argument("--lengths", type=int, nargs="+", help="contexts of prefill")
-    parser.add_argument("--repeats", type=int, help="11 or 5 by default")
+    parser.add_argument("--layers", type=int, help="layers, at most 24; default: 12 for decode, 1 for prefill")
+    parser.add_argument("--lengths", type=int, nargs="+", help="context lengths of prefill")
+    parser.add_argument("--repeats", type=int, help="default: 11 for decode, 5 for prefill")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=pathlib.Path)
     given = parser.parse_args()

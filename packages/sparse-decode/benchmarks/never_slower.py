@@ -1,15 +1,15 @@
-"""Time decode steps of an attached model beside the same model as it is, from one token of context up, on the CPU.
+"""Time decode steps of an attached model and of the plain model on the CPU, from a context length of one token up.
 
     uv run packages/sparse-decode/benchmarks/never_slower.py --out docs/results/never_slower.json
 
-SmolLM2-135M's shape with random weights in bfloat16, or a folder with --model; untrained `transform` hashers with some
-remainder. `attached` has `attach`'s own default budget, which leaves short contexts dense; `dense layers` is attached
-with every layer below its break-even; `sparse` has none. Caches are filled with random numbers, and forget each step's
-token again.
+SmolLM2-135M's shape with random weights in bfloat16, or a folder with --model; untrained `transform` hashers with
+arbitrary remainder coefficients. `attached`: `attach`'s default budget, which keeps short contexts dense; `dense
+layers`: attached, with `dense_below` above any context; `sparse`: with `dense_below` 0. Caches are filled with random
+numbers; each step's token is removed again.
 
-Steps take turns in one process; times are processor time with one thread and wall time with more, ratios are medians of
-neighbours. The bar: at no length is an attached step more than 2 % slower.
-The last line is JSON; the exit status is 1 if the bar is missed.
+Steps alternate in one process. Times are processor time with one thread, else wall time; ratios are medians over
+adjacent steps. Requirement: an attached step is at most 2 % slower at every length.
+The last line is JSON; the exit status is 1 if the requirement is not met.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Step = Callable[[], object]
 
 
 def attached_models(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """Return the model as it is, and attached in several ways, all with the same weights in the same memory."""
+    """Return the plain model and copies that are attached with different budgets; all share the same weights."""
     hasher, models = make_hasher(model), {"as it is": model}
     budgets = {"attached": None, "dense layers": Budget(dense_below=NEVER), "sparse": Budget()}
     for name, budget in budgets.items():
@@ -47,7 +47,7 @@ def attached_models(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
 
 
 def step_of(model: PreTrainedModel, keys_values: list[torch.Tensor]) -> tuple[Step, DynamicCache]:
-    """Return a step behind a context that is filled with these keys and values, and its cache."""
+    """Return a step at a context with these keys and values, and its cache."""
     cache = DynamicCache(config=model.config)
     for layer, (keys, values) in enumerate(keys_values):
         cache.update(keys.clone(), values.clone(), layer)
@@ -56,7 +56,7 @@ def step_of(model: PreTrainedModel, keys_values: list[torch.Tensor]) -> tuple[St
 
 
 def interleaved(steps: dict[str, tuple[Step, DynamicCache]], repeats: int) -> dict[str, list[float]]:
-    """Time steps in turns, each of which its cache forgets; the first ones are not counted."""
+    """Time steps in turn, removing each step's token from its cache; the first ones are warm-up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     for _ in range(repeats + WARM_UP):
@@ -69,7 +69,7 @@ def interleaved(steps: dict[str, tuple[Step, DynamicCache]], repeats: int) -> di
 
 
 def compared(over: list[float], under: list[float]) -> dict[str, float]:
-    """Return the median and the quartiles of neighbours' ratios."""
+    """Return the median and the quartiles of the ratios of adjacent times."""
     low, middle, high = statistics.quantiles([a / b for a, b in zip(over, under, strict=True)], n=4)
     return {"ratio": round(middle, 4), "low": round(low, 4), "high": round(high, 4)}
 
@@ -89,11 +89,11 @@ def measure(models: dict[str, PreTrainedModel], n: int, repeats: int) -> dict[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder or hub id in place of random weights")
+    parser.add_argument("--model", help="a folder or hub id; default: random weights")
     parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
-    parser.add_argument("--layers", type=int, help="of the shape; all by default")
+    parser.add_argument("--layers", type=int, help="number of layers; default: those of the shape")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
-    parser.add_argument("--only", nargs="+", help="ways to attach, all by default")
+    parser.add_argument("--only", nargs="+", help="models to time; default: all")
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=pathlib.Path)
@@ -101,12 +101,12 @@ def main() -> int:
     torch.set_num_threads(given.threads)
     torch.manual_seed(0)
     models = attached_models(make_model(given.model, given.shape, given.layers))
-    models = {name: each for name, each in models.items() if name in ("as it is", *(given.only or models))}
+    models = {name: model for name, model in models.items() if name in ("as it is", *(given.only or models))}
     rows = []
     for n in given.lengths:
         rows.append(measure(models, n, given.repeats))
-        told = ", ".join(f"{name} {found}" for name, found in rows[-1].items() if name != "n")
-        print(f"{n:>7,} tokens: {told}", flush=True)
+        line = ", ".join(f"{name} {found}" for name, found in rows[-1].items() if name != "n")
+        print(f"{n:>7,} tokens: {line}", flush=True)
     missed = [row["n"] for row in rows if row.get("attached", {"ratio": 0})["ratio"] > SLOWER_ASKED]
     name = pathlib.Path(given.model).name if given.model else given.shape
     about = {"model": name, "layers": models["as it is"].config.num_hidden_layers, **machine()}

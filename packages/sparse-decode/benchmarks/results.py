@@ -1,4 +1,4 @@
-"""What every benchmark stores beside its figures, and how."""
+"""Stores results of benchmarks, with the machine they were measured on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hashtrain.atomic import write_text
 
 
 def machine() -> dict[str, Any]:
-    """Say on what was measured, and when."""
+    """Return the CPU, the number of threads, torch's version and the date."""
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
@@ -24,7 +24,7 @@ def machine() -> dict[str, Any]:
 
 
 def store(result: dict[str, Any], out: pathlib.Path | None) -> None:
-    """Write a result to a file, if there is one, and print it in one line."""
+    """Write a result to `out`, if given, and print it as one line of JSON."""
     if out is not None:
         write_text(out, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

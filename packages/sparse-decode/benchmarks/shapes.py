@@ -1,4 +1,4 @@
-"""Models of random weights that the benchmarks time, in the sizes of published ones, and untrained hashers for them."""
+"""Models with random weights and published shapes for the benchmarks, and untrained hashers for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QWEN_LAYERS, QWEN_VOCABULARY = 24, 151936
 
 
 def smollm2(layers: int = 30) -> PreTrainedModel:
-    """Make a model of SmolLM2-135M's sizes, in bfloat16."""
+    """Return a model of SmolLM2-135M's shape in bfloat16."""
     config = LlamaConfig(
         hidden_size=576,
         intermediate_size=1536,
@@ -26,7 +26,7 @@ def smollm2(layers: int = 30) -> PreTrainedModel:
 
 
 def qwen(layers: int = QWEN_LAYERS) -> PreTrainedModel:
-    """Make a model of Qwen2.5-0.5B's sizes, in bfloat16; of fewer layers, with as small a share of its vocabulary."""
+    """Return a model of Qwen2.5-0.5B's shape in bfloat16; with fewer layers, the vocabulary shrinks in proportion."""
     config = Qwen2Config(
         hidden_size=896,
         intermediate_size=4864,
@@ -44,14 +44,14 @@ SHAPES = {"smollm2-135m": smollm2, "qwen2.5-0.5b": qwen}
 
 
 def make_model(folder: str | None, shape: str, layers: int | None) -> PreTrainedModel:
-    """Load a model from a folder or hub id, or make one of a shape; of so many layers, if that is given."""
+    """Load a model from a folder or hub id, or create one of a shape with `layers` layers (None: all)."""
     if folder is not None:
         return pretrained(AutoModelForCausalLM, folder, dtype=torch.bfloat16).eval()
     return SHAPES[shape]() if layers is None else SHAPES[shape](layers)
 
 
 def make_hasher(model: PreTrainedModel) -> Hasher:
-    """Make untrained `transform` hash functions for a model, with some remainder."""
+    """Return an untrained `transform` hasher for a model, with arbitrary remainder coefficients."""
     shape = ModelShape.of(model.config)
     hasher = Hasher(HasherConfig("transform", shape)).requires_grad_(False)
     for layer in range(shape.num_layers):

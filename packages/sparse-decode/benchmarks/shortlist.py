@@ -1,11 +1,11 @@
-"""Search by a shortlist against search of all codes, of real keys and queries: time, and how much of it is found.
+"""Compare search with a shortlist to search of all codes, on real keys and queries: time and recall.
 
     uv run packages/sparse-decode/benchmarks/shortlist.py --out docs/results/shortlist.json
     uv run packages/sparse-decode/benchmarks/shortlist.py --contexts 4 --rounds 2 --layers 2   # a short one
 
-Keys are those of many held-out contexts, one after the other, as if one long context had them; queries are the last of
-the last context. One thread, KV heads in turn, so that codes come from the last-level cache or from memory. The last
-line is JSON, --out stores it.
+Keys of many held-out contexts are concatenated to one long context; queries are the last ones of the last context. One
+thread searches the KV heads in turn, so that codes come from the last-level cache or from memory. The last line is
+JSON; --out stores it.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def operands(args: argparse.Namespace) -> dict[int, tuple[Tensor, Tensor, tuple[
 
 
 def measured(codes: Tensor, planes: Tensor, weights: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    """Compare searches of one layer: microseconds of a row, ratios, and the share of the selection that is found."""
+    """Compare searches of one layer: microseconds per row, ratios, and recall of the exact selection."""
     heads, n, _ = codes.shape
     k, keys, queries = int(FRACTION * n), codes.numpy(), planes.numpy()
     spent: dict[int | None, list[float]] = {times: [] for times in (None, *TIMES)}
@@ -88,7 +88,7 @@ def measured(codes: Tensor, planes: Tensor, weights: tuple[int, ...], rounds: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder; the demo model by default")
+    parser.add_argument("--model", help="a folder; default: the demo model")
     parser.add_argument("--hasher", default="runs/demo/transform")
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 1, 2, 3, 4, 5])
     parser.add_argument("--context", type=int, default=4096)

@@ -9,7 +9,7 @@ import transformers
 from sparse_decode import blocks
 from sparse_decode import plan as plan_module
 from sparse_decode.attend import attend, attend_reference
-from sparse_decode.interface import Call
+from sparse_decode.interface import AttentionContext
 from sparse_decode.positions import include
 from sparse_decode.select import Rows
 from transformers.cache_utils import QuantizedLayer
@@ -172,7 +172,7 @@ class Auditor:
         self._visible = None
         monkeypatch.setattr(plan_module, "attend", self._attend)
         monkeypatch.setattr(blocks, "Rows", self._rows)
-        monkeypatch.setattr(Call, "codes", functools.partialmethod(_audited_codes, Call.codes))
+        monkeypatch.setattr(AttentionContext, "codes", functools.partialmethod(_audited_codes, AttentionContext.codes))
 
     def _rows(self, *arguments, **known):
         rows = Rows(*arguments, **known)

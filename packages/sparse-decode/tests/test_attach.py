@@ -90,7 +90,7 @@ def test_a_hasher_of_another_model_is_refused():
 
 
 def test_something_else_than_a_hasher_is_refused():
-    refused("a Selector, is needed, got str", tiny_model(), "hasher")
+    refused("or a Selector, got str", tiny_model(), "hasher")
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
@@ -122,12 +122,18 @@ def test_sliding_layers_stay_dense():
 
 
 def test_leaving_no_layer_sparse_is_refused():
-    refused(r"which are \[0, 1, 2, 3\], got \[0, 1, 2, 3\]", tiny_model(), SignHasher(), dense_layers=4)
+    refused(r"layers \[0, 1, 2, 3\] sparse, got \[0, 1, 2, 3\]", tiny_model(), SignHasher(), dense_layers=4)
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("dense_layers", -1), ("sparse_rows", -1), ("sparse_rows", "prefill"), ("decode_rows", 0), ("dense_layers", 1.5)],
+    [
+        ("dense_layers", -1),
+        ("sparse_rows", -1),
+        ("sparse_rows", "prefill"),
+        ("max_decode_rows", 0),
+        ("dense_layers", 1.5),
+    ],
 )
 def test_wrong_options_are_named(option, value):
     refused(f"^{option} must be", tiny_model(), SignHasher(), **{option: value})

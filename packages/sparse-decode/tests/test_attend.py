@@ -36,11 +36,11 @@ def case(shape, dtype=torch.float32, per_query_head=False, seed=0):
     return q, k, v, kept.masked_fill(kept == n, -1)
 
 
-def with_remainder(out, facts, q, mean_keys, values, coefficients, visible, selected, scaling):
+def with_remainder(out, stats, q, mean_keys, values, coefficients, visible, selected, scaling):
     """Add to attention over a selection what the selection leaves out.
 
     Args:
-        out: [B, R, Hq, Dv]; facts: float32 [2, B, R, Hq], both as `attend` returns them; q: [B, Hq, R, D].
+        out: [B, R, Hq, Dv]; stats: float32 [2, B, R, Hq], both as `attend` returns them; q: [B, Hq, R, D].
         mean_keys: of the visible tokens, [B, Hkv, R, D]; values: those of eq. 16, [B, Hq, R, Dv].
         coefficients: the first five of `LayerHasher.remainder`, [Hq, 5].
         visible: tokens each row sees, [B, R]; selected: tokens each query head selected, [B, R, Hq].
@@ -49,7 +49,7 @@ def with_remainder(out, facts, q, mean_keys, values, coefficients, visible, sele
     """
     grouped = q.float().unflatten(1, (mean_keys.shape[1], -1))
     mean_key = (grouped * mean_keys.to(q.device)[:, :, None]).sum(-1).flatten(1, 2).transpose(1, 2) * scaling
-    mean, lse = facts[0], facts[1]
+    mean, lse = stats[0], stats[1]
     evidence = Evidence(mean, lse, mean_key, visible[..., None], selected)
     weight = log_weight(coefficients.to(q.device), evidence)
     whole = add_remainder(out, lse, values.to(q.device).transpose(1, 2), weight)
@@ -88,8 +88,8 @@ def test_values_of_the_most_attended_tokens_alone_are_read(shape, per_query_head
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
     rest = left_out(shape, indices)
     all_read = attend(q, k, v, indices, 0.3, **options, left_out=rest)
-    whole, facts = attend(q, k, v, indices, 0.3, **options, left_out=rest, values=share, facts=True)
-    assert torch.equal(facts, attend(q, k, v, indices, 0.3, **options, facts=True)[1])
+    whole, stats = attend(q, k, v, indices, 0.3, **options, left_out=rest, values=share, lse=True)
+    assert torch.equal(stats, attend(q, k, v, indices, 0.3, **options, lse=True)[1])
     part, every = (
         attend_reference(q, k, v, indices, 0.3, **options, values=x, stand_in=rest.values) for x in (share, 1.0)
     )
@@ -225,8 +225,8 @@ def test_what_is_left_out_is_added_as_its_equations_say(shape, per_query_head, d
     options = logits_options(shape[0] == 2, shape[0] == 3, shape[1])
     rest = left_out(shape, indices)
     used = (indices >= 0).sum(-1).repeat_interleave(shape[1] // indices.shape[1], 1).transpose(1, 2)
-    out, facts = attend(q.float(), k.float(), v.float(), indices, 0.3, **options, facts=True)
-    expected = with_remainder(out, facts, q.float(), *rest[1:3], rest.coefficients, rest.visible, used, 0.3)
+    out, stats = attend(q.float(), k.float(), v.float(), indices, 0.3, **options, lse=True)
+    expected = with_remainder(out, stats, q.float(), *rest[1:3], rest.coefficients, rest.visible, used, 0.3)
     close = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
     torch.testing.assert_close(attend(q, k, v, indices, 0.3, **options, left_out=rest), expected.to(dtype), **close)
     if shape[1] > 1:
@@ -237,7 +237,7 @@ def test_what_is_left_out_must_fit():
     q, k, v, indices = case(SHAPES[1])
     rest = left_out(SHAPES[1], indices)
     for wrong in (rest._replace(mean_keys=rest.values[:, :1]), rest._replace(visible=rest.visible.int())):
-        with pytest.raises(ValueError, match="what is left out must be"):
+        with pytest.raises(ValueError, match="left_out must be"):
             attend(q, k, v, indices, 0.3, left_out=wrong)
 
 
@@ -246,13 +246,13 @@ def test_threads_change_nothing(monkeypatch):
     q, k, v, indices = case((2, 6, 2, 9, 200, 16, 48, 64))
     options = logits_options(True, True, 6)
     options["left_out"] = left_out((2, 6, 2, 9, 200, 16, 48, 64), indices)
-    serial = attend(q, k, v, indices, 0.3, **options, facts=True)
+    serial = attend(q, k, v, indices, 0.3, **options, lse=True)
     monkeypatch.setattr(compiled, "_GRAIN", 1)
     torch.set_num_threads(3)
     for _ in range(100):
-        out, facts = attend(q, k, v, indices, 0.3, **options, facts=True)
+        out, stats = attend(q, k, v, indices, 0.3, **options, lse=True)
         assert torch.equal(out, serial[0])
-        assert torch.equal(facts, serial[1])
+        assert torch.equal(stats, serial[1])
 
 
 def test_a_backward_pass_is_refused():
@@ -274,7 +274,7 @@ def test_wrong_arguments_are_named():
         ((q, k, v, indices[:, :, :2]), "indices must be int64"),
         ((q, k, v, indices[:, :1]), "indices must be int64"),
         ((q, k, v, indices.clamp(min=37)), "indices must be below N = 37, got 37"),
-        ((q, k, v.transpose(2, 3).contiguous().transpose(2, 3), indices), "side by side"),
+        ((q, k, v.transpose(2, 3).contiguous().transpose(2, 3), indices), "must be contiguous"),
         ((q.to("meta"), k, v, indices), "runs on the CPU"),
     ]:
         with pytest.raises(ValueError, match=message):

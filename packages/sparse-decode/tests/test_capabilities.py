@@ -118,14 +118,14 @@ def test_paligemma(implementation):
 
 def test_attention_that_does_not_come_through_the_interface_is_refused():
     model = check_families.build("falcon", {"num_key_value_heads": 1, "head_dim": None})
-    with pytest.raises(ValueError, match="got FalconAttention, which attends by itself; leave this model dense"):
+    with pytest.raises(ValueError, match="got FalconAttention, which computes attention itself; leave this"):
         attach(model, RecentSelector(), dense_layers=0)
 
 
 @pytest.mark.parametrize("family", ["mamba", "openai-gpt"])
 def test_a_model_whose_attention_takes_no_cache_is_refused(family):
     model = check_families.build(family, {})
-    with pytest.raises(ValueError, match="modules that take a cache and know their layer are needed, got none in"):
+    with pytest.raises(ValueError, match="modules with a cache argument and a layer_idx, got none in"):
         attach(model, RecentSelector(), dense_layers=0)
 
 
@@ -143,7 +143,7 @@ def test_compressed_keys_of_some_layers_are_refused():
     """A config whose layers differ raises an error of its own where it is asked for all layers at once."""
     model = check_families.build("dots3_note_text", {"num_key_value_heads": 4})
     assert model.config.is_heterogeneous
-    with pytest.raises(ValueError, match="which keeps compressed keys"):
+    with pytest.raises(ValueError, match="which stores compressed keys"):
         attach(model, RecentSelector(), dense_layers=0)
     with pytest.raises(ValueError, match="keeps compressed keys"):
         LshSelector(model.config)
@@ -159,13 +159,13 @@ def test_keys_that_are_not_those_of_the_cache_are_refused_at_prefill():
 
 
 def test_a_model_that_goes_through_its_layers_twice_is_refused():
-    with pytest.raises(ValueError, match="one attention module for each layer of the cache is needed"):
+    with pytest.raises(ValueError, match="expected one attention module per cache layer"):
         attach(check_families.build("hrm_text", {"num_key_value_heads": 4}), OracleSelector(), dense_layers=0)
 
 
 def test_keys_that_other_layers_use_too_are_refused_for_the_host():
     model = gemma4(num_kv_shared_layers=2)
-    with pytest.raises(ValueError, match='kv="host" needs a model whose layers have keys of their own, got layer 2'):
+    with pytest.raises(ValueError, match='kv="host" needs a model whose layers have their own keys, got layer 2'):
         attach(model, LshSelector(model.config), dense_layers=0, kv="host")
     attach(gemma4(), LshSelector(model.config), dense_layers=0, kv="host").detach()
 
@@ -173,13 +173,13 @@ def test_keys_that_other_layers_use_too_are_refused_for_the_host():
 @pytest.mark.parametrize(
     ("kind", "changes", "sentence"),
     [
-        (torch.float32, {}, "takes bfloat16 or float16, got torch.float32; convert the model"),
+        (torch.float32, {}, "needs bfloat16 or float16, got torch.float32; convert the model"),
         (torch.bfloat16, {"head_dim": 264}, "a multiple of 16 components, at most 256, got 264"),
         (torch.bfloat16, {"head_dim": 272}, "a multiple of 16 components, at most 256, got 272"),
         (
             torch.bfloat16,
             {"num_attention_heads": 34, "hidden_size": 34 * 16},
-            "up to 16 query heads an index set, got 17",
+            "up to 16 query heads per index set, got 17",
         ),
         (torch.bfloat16, {}, None),
     ],

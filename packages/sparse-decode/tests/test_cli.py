@@ -104,7 +104,7 @@ def test_a_text_that_the_model_ends_early_is_explained(folder, tmp_path, ends, m
     assert main(words) == 0
     said = capsys.readouterr().err
     assert ("the model ended its text after " + made in said) == (ends is not None)
-    assert ("A prompt that stops midway is continued further." in said) == (ends is not None)
+    assert ("Use a prompt that stops in the middle of a text." in said) == (ends is not None)
     assert ("speed and density are of the tokens after the first" in said) == (ends == 0)
 
 
@@ -132,15 +132,15 @@ def test_of_a_long_prompt_only_the_end_is_turned_into_tokens(folder, tmp_path, c
         (["--exact", "0"], "--exact must be at least 1, got 0"),
         (["--exact", "16"], "exact must be an integer from 1 to 15"),
         (["--recent", "-1"], "--recent must be at least 0, got -1"),
-        (["--dense-layers", "4"], "dense_layers must leave a full-attention layer"),
+        (["--dense-layers", "4"], "dense_layers must leave at least one of the full-attention layers"),
         (["--model", "no/such/folder"], "model folder not found"),
         (["--hasher", "no/such/folder"], "no hasher at no/such/folder"),
         (["--hasher", "{folder}/other"], "this hasher belongs to another model"),
         (["--max-new-tokens", "400"], "must fit the model's context of 512"),
-        (["--max-new-tokens", "600"], "give fewer --max-new-tokens"),
+        (["--max-new-tokens", "600"], "use fewer --max-new-tokens"),
         (["--prompt-file", "{folder}/none.txt"], "cannot read --prompt-file"),
         (["--prompt-file", "{folder}"], "cannot read --prompt-file"),
-        (["--prompt-file", "{folder}/empty.txt"], "--prompt-file must hold some text"),
+        (["--prompt-file", "{folder}/empty.txt"], "--prompt-file must not be empty"),
         (["--prompt-file", "{folder}/binary.txt"], "--prompt-file must be UTF-8 text"),
     ],
 )

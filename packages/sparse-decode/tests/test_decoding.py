@@ -208,7 +208,7 @@ def test_chunked_prefill_compiled_from_the_first_call(graphs):
         assert torch.equal(run(model, ids, mask, past_key_values=attachment.prepare(cache), **options), expected)
 
 
-@pytest.mark.parametrize("rows", [{"decode_rows": 32}, {"sparse_rows": 40}])
+@pytest.mark.parametrize("rows", [{"max_decode_rows": 32}, {"sparse_rows": 40}])
 @pytest.mark.parametrize("helper", ["assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens"])
 def test_assisted_decoding_gives_the_greedy_tokens(helper, rows, monkeypatch):
     model, (ids, _) = tiny_model(), prompts((40,))
@@ -222,7 +222,7 @@ def test_assisted_decoding_gives_the_greedy_tokens(helper, rows, monkeypatch):
 
 def test_an_assistant_may_be_sparse_too():
     model, assistant, (ids, _) = tiny_model(), tiny_model(num_hidden_layers=3), prompts((40,))
-    with attach(model, SignHasher(), BUDGET, decode_rows=32):
+    with attach(model, SignHasher(), BUDGET, max_decode_rows=32):
         greedy = run(model, ids, new_tokens=20)
         assistant.generation_config.update(assistant_confidence_threshold=0.0, num_assistant_tokens=4)
         with attach(assistant, SignHasher(seed=3), BUDGET) as attachment:

@@ -7,7 +7,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_decode import compiled
-from sparse_decode.encode import MAX_TOKENS, FewTokens, takes
+from sparse_decode.encode import MAX_TOKENS, CpuEncoder, supports
 from sparse_decode.select import PerHead, QueryHeadHasher
 
 SHAPES = [(4, 2, 16, 32), (7, 1, 64, 128), (6, 2, 13, 64), (3, 3, 20, 96)]
@@ -44,10 +44,10 @@ def tokens(shape, batch, count, heads, whole=True, dtype=torch.float32):
 def test_equals_hashtrain_exactly_where_sums_are_exact(shape, batch, count, variant, planes):
     hasher = make(shape, planes, variant=variant)
     layer, q, k = hasher.layer(0), *(tokens(shape, batch, count, heads) for heads in shape[:2])
-    assert takes(layer, q)
-    assert torch.equal(FewTokens().keys(layer, k), layer.encode_keys(k))
+    assert supports(layer, q)
+    assert torch.equal(CpuEncoder().keys(layer, k), layer.encode_keys(k))
     for per_query_head in (False, True):
-        found, weights = FewTokens().queries(layer, q, per_query_head)
+        found, weights = CpuEncoder().queries(layer, q, per_query_head)
         expected = layer.encode_queries(q, per_query_head)
         assert weights == expected[1]
         assert torch.equal(found, expected[0])
@@ -57,11 +57,11 @@ def test_equals_hashtrain_exactly_where_sums_are_exact(shape, batch, count, vari
 @pytest.mark.parametrize("variant", ["planes", "transform"])
 def test_real_weights_give_the_same_but_for_rounding(dtype, variant):
     shape = (14, 2, 64, 128)
-    layer, few = make(shape, whole=False, variant=variant).layer(0), FewTokens()
+    layer, encoder = make(shape, whole=False, variant=variant).layer(0), CpuEncoder()
     k, q = (tokens(shape, 2, 8, heads, whole=False, dtype=dtype) for heads in (2, 14))
-    flipped = hashcore.unpack(few.keys(layer, k)) != hashcore.unpack(layer.encode_keys(k))
+    flipped = hashcore.unpack(encoder.keys(layer, k)) != hashcore.unpack(layer.encode_keys(k))
     assert flipped.double().mean() < 1e-3
-    planes = few.queries(layer, q, False)[0], layer.encode_queries(q)[0]
+    planes = encoder.queries(layer, q, False)[0], layer.encode_queries(q)[0]
     assert (hashcore.unpack(planes[0]) != hashcore.unpack(planes[1])).double().mean() < 1e-3
 
 
@@ -73,73 +73,73 @@ def test_planes_are_those_of_hashcore(planes, numbers):
         weights.zero_() if name != "b2" else weights.copy_(torch.tensor(numbers))
     q = torch.ones(1, 1, 1, 16)
     if torch.tensor(numbers).isfinite().all():
-        assert torch.equal(FewTokens().queries(layer, q, False)[0], hashcore.planes(layer.query.b2[None], planes)[0])
+        assert torch.equal(CpuEncoder().queries(layer, q, False)[0], hashcore.planes(layer.query.b2[None], planes)[0])
     else:
         with pytest.raises(ValueError, match="w must be finite"):
-            FewTokens().queries(layer, q, False)
+            CpuEncoder().queries(layer, q, False)
 
 
 def test_a_code_does_not_depend_on_what_is_hashed_beside_it():
     shape = SHAPES[1]
-    layer, few = make(shape, whole=False).layer(0), FewTokens()
+    layer, encoder = make(shape, whole=False).layer(0), CpuEncoder()
     k, q = (tokens(shape, 2, 4, heads, whole=False) for heads in (1, 7))
-    together, planes = few.keys(layer, k), few.queries(layer, q, False)[0]
+    together, planes = encoder.keys(layer, k), encoder.queries(layer, q, False)[0]
     for b in range(2):
         for t in range(4):
             one = slice(b, b + 1), slice(None), slice(t, t + 1)
-            assert torch.equal(few.keys(layer, k[one]), together[one])
-            assert torch.equal(few.queries(layer, q[one], False)[0], planes[one])
+            assert torch.equal(encoder.keys(layer, k[one]), together[one])
+            assert torch.equal(encoder.queries(layer, q[one], False)[0], planes[one])
 
 
 def test_threads_change_nothing(monkeypatch):
     shape = (8, 4, 64, 64)
-    layer, few, q = make(shape, whole=False).layer(0), FewTokens(), tokens((8, 4, 64, 64), 3, 4, 8, whole=False)
-    serial = few.queries(layer, q, False)[0]
+    layer, encoder, q = make(shape, whole=False).layer(0), CpuEncoder(), tokens((8, 4, 64, 64), 3, 4, 8, whole=False)
+    serial = encoder.queries(layer, q, False)[0]
     monkeypatch.setattr(compiled, "_GRAIN", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(few.queries(layer, q, False)[0], serial)
+    assert torch.equal(encoder.queries(layer, q, False)[0], serial)
 
 
 def test_weights_may_change_in_place_and_be_replaced():
-    shape, few = SHAPES[0], FewTokens()
+    shape, encoder = SHAPES[0], CpuEncoder()
     hasher = make(shape)
     layer, k = hasher.layer(0), tokens(SHAPES[0], 1, 1, 2)
-    first = few.keys(layer, k)
+    first = encoder.keys(layer, k)
     with torch.no_grad():
         layer.key.b2.neg_()
         layer.key.r.neg_()
         layer.key.w2.neg_()
-    changed = few.keys(layer, k)
+    changed = encoder.keys(layer, k)
     assert torch.equal(changed, layer.encode_keys(k))
     assert not torch.equal(changed, first)
     state = {name: weights.clone().neg() for name, weights in hasher.state_dict().items()}
     hasher.load_state_dict(state, assign=True)
-    assert torch.equal(few.keys(layer, k), layer.encode_keys(k))
+    assert torch.equal(encoder.keys(layer, k), layer.encode_keys(k))
 
 
 def test_digits_may_change_and_clipped_and_missing_numbers_have_the_same_ones():
     """The hidden layer and the maps are left out, so that the coordinates are the bias itself."""
-    shape, few = SHAPES[0], FewTokens()
+    shape, encoder = SHAPES[0], CpuEncoder()
     layer, k = make(shape, variant="transform").layer(0), tokens(SHAPES[0], 1, 1, 2)
     for name, weights in layer.key.named_parameters():
         if name != "b2":
             weights.zero_()
     layer.key.b2.copy_(torch.linspace(-9, 9, 16).repeat(2, 1, 1))
     layer.key.b2[0, 0, 5] = torch.nan
-    assert torch.equal(few.keys(layer, k), layer.encode_keys(k))
+    assert torch.equal(encoder.keys(layer, k), layer.encode_keys(k))
     changed = layer.digits.clone()
     changed[0, :3], changed[0, 3:6] = 4, 0
     layer.load_state_dict({**layer.state_dict(), "digits": changed})
-    assert torch.equal(few.keys(layer, k), layer.encode_keys(k))
+    assert torch.equal(encoder.keys(layer, k), layer.encode_keys(k))
     assert torch.equal(
-        few.queries(layer, tokens(shape, 1, 1, 4), False)[0], layer.encode_queries(tokens(shape, 1, 1, 4))[0]
+        encoder.queries(layer, tokens(shape, 1, 1, 4), False)[0], layer.encode_queries(tokens(shape, 1, 1, 4))[0]
     )
 
 
 def test_what_it_does_not_take_is_hashed_by_hashtrain(monkeypatch):
     shape = SHAPES[0]
     many = tokens(shape, 1, MAX_TOKENS + 1, 2)
-    monkeypatch.setattr(FewTokens, "keys", lambda *_: pytest.fail("taken"))
+    monkeypatch.setattr(CpuEncoder, "keys", lambda *_: pytest.fail("taken"))
     for hasher, k in ((make(shape), many), (make(shape, variant="group-xnor"), many[:, :, :1])):
         assert torch.equal(PerHead(hasher).encode_keys(0, k), hasher.encode_keys(0, k))
 

@@ -126,4 +126,4 @@ def test_what_the_kernels_take(changed, taken):
     layer = make_layer(config, 0, 0)
     with FakeTensorMode():
         x = torch.zeros(2, 2, how["tokens"], 64, dtype=how["dtype"], device=how["device"])
-        assert encode_cuda.takes(layer, x) is taken
+        assert encode_cuda.supports(layer, x) is taken

@@ -150,7 +150,7 @@ def test_a_text_goes_on_behind_a_cache():
     with attached(model):
         assert torch.equal(generate(model, ids, new_tokens=9, past_key_values=cache), dense[:, :49])
         assert torch.equal(generate(model, dense[:, :49], new_tokens=11, past_key_values=cache), dense)
-        with pytest.raises(ValueError, match="give the whole sequence"):
+        with pytest.raises(ValueError, match="pass the whole sequence"):
             generate(model, dense[:, 59:60], torch.ones(1, 60), new_tokens=2, past_key_values=cache)
 
 

@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig, StaticCache
 
 STATEFUL = {"cache_implementation": "static"}, "StaticLayer in layer 0"
 REFUSED = {
-    "several sequences": ({"num_return_sequences": 2, "do_sample": True}, "one sequence at a time, got 2"),
+    "several sequences": ({"num_return_sequences": 2, "do_sample": True}, "a batch of one sequence, got 2"),
     "beams": ({"num_beams": 2}, "got beam search"),
     "another assistant": ({"prompt_lookup_num_tokens": 2}, "got another assistant"),
     "no cache": ({"use_cache": False}, "got use_cache=False"),
     "a static cache": STATEFUL,
-    "chunks": ({"prefill_chunk_size": 8}, "has no prefill_chunk_size, got 8"),
-    "guidance": ({"guidance_scale": 2.0}, "has no guidance_scale, got 2.0"),
-    "weights": ({"output_attentions": True}, "has no output_attentions, got True"),
+    "chunks": ({"prefill_chunk_size": 8}, "not support prefill_chunk_size, got 8"),
+    "guidance": ({"guidance_scale": 2.0}, "not support guidance_scale, got 2.0"),
+    "weights": ({"output_attentions": True}, "not support output_attentions, got True"),
 }
 
 
@@ -32,12 +32,12 @@ def test_what_the_loop_cannot_do_is_refused_before_anything_runs(case, monkeypat
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"exact": 0}, "exact must be an integer from 1 to 15, the most tokens to draft at once, got 0"),
+        ({"exact": 0}, "exact must be an integer from 1 to 15, the number of tokens to draft, got 0"),
         ({"exact": 16}, "got 16"),
         ({"exact": True}, "got True"),
         ({"exact": 4, "selector": None}, "got no selector"),
         ({"exact": 4, "sparse_rows": 0}, "needs sparse_rows='decode', got 0"),
-        ({"exact": 4, "decode_rows": 2}, "needs decode_rows=1, got 2"),
+        ({"exact": 4, "max_decode_rows": 2}, "needs max_decode_rows=1, got 2"),
         ({"exact": 4, "kv": "host"}, "needs kv='device', got 'host'"),
     ],
 )

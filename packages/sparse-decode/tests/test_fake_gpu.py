@@ -24,7 +24,7 @@ from fake_gpu import (
 )
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach, moments
-from sparse_decode.blocks import Inputs, RowRule
+from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.plan import LayerPlan
 from sparse_decode.positions import Sights
 from sparse_decode.remainder import RunningMoments
@@ -154,7 +154,7 @@ def test_the_sums_of_a_gpu_take_16_query_heads_a_kv_head(heads, taken):
 
 def inputs(mask, tokens=20):
     q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, 1), (2, tokens), (2, tokens)))
-    return Inputs(q, k, v, mask, None, None, 0.25, None, None)
+    return AttentionArgs(q, k, v, mask, None, None, 0.25, None, None)
 
 
 def test_a_mask_is_looked_at_once_a_step_even_if_its_numbers_change():

@@ -86,15 +86,15 @@ def test_a_model_gives_what_it_gives_without(double, monkeypatch, selector, star
     for name in calls:
         counted(name)
     found = []
-    for kernel in ("gather", "flash"):
-        with attach(model, selector, BUDGET, dense_layers=2, kernel=kernel, sparse_rows=start) as attachment:
+    for backend in ("gather", "flash"):
+        with attach(model, selector, BUDGET, dense_layers=2, backend=backend, sparse_rows=start) as attachment:
             logits, cache = [], None
             for part in (ids[:, :20], ids[:, 20:37], ids[:, 37:38], ids[:, 38:39]):
                 step = model(part, past_key_values=cache, use_cache=True)
                 cache = step.past_key_values
                 logits.append(step.logits)
             found.append((torch.cat(logits, 1), attachment.counts()))
-        if kernel == "gather":
+        if backend == "gather":
             assert not any(calls.values())
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-4, rtol=1e-4)
     assert found[0][1] == found[1][1]
@@ -104,7 +104,7 @@ def test_a_model_gives_what_it_gives_without(double, monkeypatch, selector, star
 
 def test_generation(double):
     model, (ids, _) = tiny_model().to(torch.bfloat16), prompts((30,))
-    with attach(model, SignHasher(), Budget(1.0), kernel="flash") as attachment:
+    with attach(model, SignHasher(), Budget(1.0), backend="flash") as attachment:
         tokens = generate(model, ids)
         assert set(attachment.density().values()) == {1.0}
     assert tokens.shape[1] > 30
@@ -127,15 +127,15 @@ class Weighing(SignHasher):
         ({"model": {"head_dim": 12}}, "needs heads of a multiple of 8 and at most 256, got 12"),
         ({"dtype": torch.float32}, "needs a model in bfloat16 or float16, got torch.float32"),
         ({"selector": Calibrated()}, "attach with remainder=False"),
-        ({"selector": Weighing()}, "an attention of its own uses no kernel, got Weighing"),
+        ({"selector": Weighing()}, "a selector with its own attention, got Weighing"),
         ({"options": {"kv": "host"}}, 'use kv="device"'),
-        ({"options": {"kernel": "flush"}}, 'kernel must be "gather" or "flash", got \'flush\''),
+        ({"options": {"backend": "flush"}}, 'backend must be "gather" or "flash", got \'flush\''),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),  # the same in every process
 )
 def test_what_is_refused_when_attaching(double, change, message):
     model = tiny_model(**change.get("model", {})).to(change.get("dtype", torch.bfloat16))
-    options = {"kernel": "flash", **change.get("options", {})}
+    options = {"backend": "flash", **change.get("options", {})}
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match=message):
         attach(model, change.get("selector", SignHasher()), BUDGET, **options)
@@ -149,20 +149,20 @@ def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch):
     with pytest.raises(
         ValueError, match=r"needs the package flash-attn, which is not installed; .*/packages/sparse-decode\[flash\]"
     ):
-        attach(model, SignHasher(), BUDGET, kernel="flash")
+        attach(model, SignHasher(), BUDGET, backend="flash")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(ValueError, match="needs a model on a CUDA device, got cpu"):
-        attach(model, SignHasher(), BUDGET, kernel="flash")
+        attach(model, SignHasher(), BUDGET, backend="flash")
 
 
 def test_what_is_refused_at_first_use(double):
     model, (ids, mask) = tiny_model().to(torch.bfloat16), prompts((30, 20))
-    with attach(model, SignHasher(), BUDGET, dense_layers=2, kernel="flash"):
-        with pytest.raises(ValueError, match="takes no padding and no mask"):
+    with attach(model, SignHasher(), BUDGET, dense_layers=2, backend="flash"):
+        with pytest.raises(ValueError, match="not support masks or padding"):
             model(ids, attention_mask=mask)
         with pytest.raises(ValueError, match="needs a DynamicCache, got a layer of type StaticLayer"):
             model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=40))
-    with pytest.raises(ValueError, match="no learned sinks"):
+    with pytest.raises(ValueError, match="not support learned sinks"):
         flash.refuse(None, torch.zeros(4), 0.0)
 
 

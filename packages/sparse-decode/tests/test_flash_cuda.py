@@ -41,7 +41,7 @@ def test_dense_calls_equal_the_double(rows):
 def test_a_model_decodes():
     model, (ids, _) = tiny_model().to("cuda", torch.bfloat16), prompts((40,))
     logits = []
-    for options in ({}, {"kernel": "flash"}):
+    for options in ({}, {"backend": "flash"}):
         with attach(model, SignHasher(), Budget(1.0), **options):
             cache = model(ids[:, :30].cuda(), use_cache=True).past_key_values
             logits.append(model(ids[:, 30:31].cuda(), past_key_values=cache).logits)

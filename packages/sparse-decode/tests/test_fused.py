@@ -9,7 +9,7 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, QueryHeadHasher, attach, fused_kernels
-from sparse_decode.blocks import Inputs, RowRule
+from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.cache import Encoder, carry_codes
 from sparse_decode.fused import FusedStep
 from sparse_decode.plan import LayerPlan
@@ -74,7 +74,7 @@ class Both:
 
 def inputs(held, q, softcap=None, sinks=None):
     """A step for the other way."""
-    return Inputs(q, held.keys, held.values, None, held.codes, None, 0.25, softcap, sinks, held.moments)
+    return AttentionArgs(q, held.keys, held.values, None, held.codes, None, 0.25, softcap, sinks, held.moments)
 
 
 def assert_alike(ours, theirs):

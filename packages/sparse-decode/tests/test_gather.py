@@ -16,7 +16,7 @@ from sparse_decode_simulated import device, inside
 
 # D, Dv, type. Head sizes of all three widths of reads, for keys and for values.
 KINDS = [(128, 128, torch.bfloat16), (64, 64, torch.float16), (80, 48, torch.bfloat16), (32, 256, torch.float16)]
-# Weights are rounded to the type before they multiply values of a few units; facts are float32 throughout.
+# Weights are rounded to the type before they multiply values of a few units; stats are float32 throughout.
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 FACTS = 2e-5
 ORDERS = [0, 1, 7]
@@ -40,7 +40,7 @@ def assert_close(ours, expected):
 def both(inputs, scaling=0.1, softcap=None, sinks=None, order=0):
     gather.check(*inputs)
     ours = gather.attend(*(inside(x) for x in inputs), scaling, softcap, sinks, run=device(order))
-    expected = attend(*inputs, scaling, softcap=softcap, sinks=sinks, facts=True)
+    expected = attend(*inputs, scaling, softcap=softcap, sinks=sinks, lse=True)
     assert ours[0].shape == expected[0].shape
     assert_close(ours, expected)
     return ours
@@ -95,7 +95,7 @@ def test_what_is_left_out_is_added_as_on_the_cpu(kind, group, sizes, width, sink
     sinks = torch.linspace(-3, 3, sets * group) if sink else None
     rest = rest_of(q, v, indices, 90, seed)
     ours = gather.attend(*(inside(x) for x in inputs), 0.1, None, sinks, [*map(inside, rest)], run=device(order))
-    assert_close(ours, attend(*inputs, 0.1, sinks=sinks, left_out=rest, facts=True))
+    assert_close(ours, attend(*inputs, 0.1, sinks=sinks, left_out=rest, lse=True))
     if batch > 1:  # the only row of the other sees no more than it selected
         assert not torch.equal(ours[0], gather.attend(*inputs, 0.1, None, sinks, run=device())[0])
 
@@ -115,8 +115,8 @@ def test_the_first_and_the_last_tokens_are_read_besides(tokens, width, ends, ord
     )
     indices = torch.stack(chosen).view(2, 2, 1, width) if width else torch.zeros(2, 2, 1, 0, dtype=torch.int64)
     ours = gather.attend(*(inside(x) for x in (q, k, v)), indices, 0.1, None, None, ends=ends, run=device(order))
-    assert_close(ours, attend(q, k, v, around(indices, tokens, *ends), 0.1, facts=True))
-    assert_close(ours, attend(q, k, v, indices, 0.1, ends=ends, facts=True))
+    assert_close(ours, attend(q, k, v, around(indices, tokens, *ends), 0.1, lse=True))
+    assert_close(ours, attend(q, k, v, indices, 0.1, ends=ends, lse=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,15 +125,15 @@ def test_equals_attention_on_the_cpu_for_every_type(kind):
 
 
 def test_large_logits_do_not_overflow():
-    out, facts = both(make(width=130), scaling=30.0)
+    out, stats = both(make(width=130), scaling=30.0)
     assert out.isfinite().all()
-    assert facts.isfinite().all()
-    assert facts[1].max() > 300
+    assert stats.isfinite().all()
+    assert stats[1].max() > 300
 
 
 def test_what_is_not_selected_is_not_read():
     q, k, v, indices = make(width=70)
-    expected = attend(q, k, v, indices, 0.1, facts=True)
+    expected = attend(q, k, v, indices, 0.1, lse=True)
     chosen = torch.zeros(k.shape[:3], dtype=torch.bool)
     for s in range(2):
         chosen[0, s, indices[0, s, 0][indices[0, s, 0] >= 0]] = True
@@ -145,18 +145,18 @@ def test_what_is_not_selected_is_not_read():
 def test_a_row_that_selects_nothing_is_zero(sink):
     q, k, v, indices = make(queries=3, width=20)
     indices[:, :, 1] = -1
-    out, facts = both((q, k, v, indices), sinks=torch.ones(4) if sink else None)
+    out, stats = both((q, k, v, indices), sinks=torch.ones(4) if sink else None)
     assert (out[:, 1] == 0).all()
-    assert (facts[0, :, 1] == 0).all()
-    assert (facts[1, :, 1] == -torch.inf).all()
+    assert (stats[0, :, 1] == 0).all()
+    assert (stats[1, :, 1] == -torch.inf).all()
 
 
 def test_nothing_to_attend_to_launches_nothing():
     q, k, v, indices = make()
     for inputs in ((q, k, v, indices[..., :0]), (q[:0], k[:0], v[:0], indices[:0])):
-        out, facts = gather.attend(*inputs, 0.1, None, None, run=lambda *_: pytest.fail("launched"))
+        out, stats = gather.attend(*inputs, 0.1, None, None, run=lambda *_: pytest.fail("launched"))
         assert out.shape == (inputs[0].shape[0], 1, 4, 128)
-        assert (facts[1] == -torch.inf).all()
+        assert (stats[1] == -torch.inf).all()
 
 
 def test_indices_beyond_the_keys_are_unused():
@@ -166,23 +166,23 @@ def test_indices_beyond_the_keys_are_unused():
     unused = indices.clone()
     unused[..., ::3] = -1
     ours = gather.attend(q, k, v, beyond, 0.1, None, None, run=device())
-    assert_close(ours, attend(q, k, v, unused, 0.1, facts=True))
+    assert_close(ours, attend(q, k, v, unused, 0.1, lse=True))
 
 
-@pytest.mark.parametrize("processors", [1, 3, 40])
-def test_the_split_changes_nothing_but_rounding(monkeypatch, processors):
+@pytest.mark.parametrize("sms", [1, 3, 40])
+def test_the_split_changes_nothing_but_rounding(monkeypatch, sms):
     monkeypatch.setattr(gather, "LEAST_SLOTS", 16)
-    monkeypatch.setattr(gather, "SIMULATED_PROCESSORS", processors)
+    monkeypatch.setattr(gather, "SIMULATED_SMS", sms)
     monkeypatch.setattr(gather, "_calls", Table())
     both(make(width=333), order=7)
 
 
 @given(st.integers(1, 500), st.integers(1, 100_000), st.integers(1, 200))
-def test_splits_cover_the_slots_once(tasks, width, processors):
-    slots, splits = gather.split(tasks, width, processors)
+def test_splits_cover_the_slots_once(tasks, width, sms):
+    slots, splits = gather.split(tasks, width, sms)
     assert slots % gather.SLOTS == 0
     assert (splits - 1) * slots < width <= splits * slots
-    assert splits == 1 or tasks * splits <= gather.BLOCKS_PER_PROCESSOR * processors
+    assert splits == 1 or tasks * splits <= gather.BLOCKS_PER_SM * sms
 
 
 def test_the_order_of_threads_changes_nothing():
@@ -200,7 +200,7 @@ def test_keys_and_values_are_read_where_they_lie():
     view = room[:, :60].transpose(1, 2)
     gather.check(q, view, v, indices)
     ours = gather.attend(q, view, v, indices, 0.1, None, None, run=device())
-    assert_close(ours, attend(q, k, v, indices, 0.1, facts=True))
+    assert_close(ours, attend(q, k, v, indices, 0.1, lse=True))
 
 
 def test_results_lie_within_their_memory(monkeypatch):
@@ -231,7 +231,7 @@ def test_results_lie_within_their_memory(monkeypatch):
     for held in kept:
         check_slack(held.numpy())
     assert not kept[-1][: layout.SAMPLES].any(), "the searches' samples"
-    assert_close(ours, attend(*inputs, 0.1, facts=True))
+    assert_close(ours, attend(*inputs, 0.1, lse=True))
 
 
 def test_a_missing_barrier_is_found():
@@ -246,15 +246,15 @@ def test_a_missing_barrier_is_found():
     for order in (0, 1, 5):
         try:
             ours = gather.attend(*inputs, 0.1, None, None, run=device(order, broken))
-            assert_close(ours, attend(*inputs, 0.1, facts=True))
+            assert_close(ours, attend(*inputs, 0.1, lse=True))
         except (AssertionError, SimulationError):
             wrong = True
     assert wrong
 
 
 REFUSED = [
-    ({"kind": (128, 128, torch.float32)}, "takes bfloat16 or float16, got torch.float32; convert the model"),
-    ({"group": 17}, "takes up to 16 query heads an index set, got 17"),
+    ({"kind": (128, 128, torch.float32)}, "needs bfloat16 or float16, got torch.float32; convert the model"),
+    ({"group": 17}, "supports up to 16 query heads per index set, got 17"),
     (
         {"kind": (72, 64, torch.float16)},
         "keys and values on CUDA must have a multiple of 16 components, at most 256, got 72",
@@ -272,7 +272,7 @@ def test_what_the_kernel_is_not_made_for_is_refused(options, message):
 def test_rows_that_are_not_aligned_are_refused():
     q, k, v, indices = make()
     wide = torch.zeros(1, 2, 90, 132, dtype=k.dtype)
-    with pytest.raises(ValueError, match=r"keys on CUDA must begin at multiples of 16 bytes.*call \.clone\(\)"):
+    with pytest.raises(ValueError, match=r"rows of keys on CUDA must be aligned to 16 bytes.*call \.clone\(\)"):
         gather.check(q, wide[..., :128], v, indices)
-    with pytest.raises(ValueError, match="values on CUDA must begin at multiples of 16 bytes"):
+    with pytest.raises(ValueError, match="rows of values on CUDA must be aligned to 16 bytes"):
         gather.check(q, k, torch.zeros(1, 2, 90, 136, dtype=k.dtype)[..., 4:132], indices)

@@ -132,7 +132,7 @@ def test_short_contexts_are_dense_at_a_full_budget(length):
 @pytest.mark.parametrize(
     ("rows", "options"),
     [
-        ({"decode_rows": 8}, {"prompt_lookup_num_tokens": 4}),
+        ({"max_decode_rows": 8}, {"prompt_lookup_num_tokens": 4}),
         ({"sparse_rows": 40}, {"prompt_lookup_num_tokens": 4}),
         ({}, {"prefill_chunk_size": 16}),
         (

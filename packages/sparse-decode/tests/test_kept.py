@@ -231,7 +231,7 @@ def test_launches_of_a_cache_that_grows_are_written_anew(name, lengths, how, mon
     ],
 )
 def test_launches_of_another_grid_are_described_anew(name, lengths, how, monkeypatch):
-    monkeypatch.setattr(tensors, "SIMULATED_PROCESSORS", 24)  # enough to cut rows in parts
+    monkeypatch.setattr(tensors, "SIMULATED_SMS", 24)  # enough to cut rows in parts
     made, fresh = growing(name, lengths, **how), []
     for one in made:
         forget()

@@ -93,5 +93,5 @@ def test_a_static_cache_is_summed_in_place(order):
     torch.testing.assert_close(ours[1], Moments.of(k, v, shown, 0, 70, k.device).keys)
     twice = moments.add_in_place(q, slopes, k, v, ours, visible, shown, now, run=device(order))
     assert twice[1].isnan().any((1, 2)).all(), "a token that is summed already"
-    with pytest.raises(ValueError, match="changed behind it"):
+    with pytest.raises(ValueError, match="changed for earlier tokens"):
         moments.OPERATORS.add_in_place(q, slopes, k, v, *theirs, visible, shown, now)

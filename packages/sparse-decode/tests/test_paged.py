@@ -6,7 +6,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget
 from sparse_decode.paged import PagedLayer, Pages, Step, tail_bytes
-from sparse_decode.plan import Inputs, LayerPlan, RowRule
+from sparse_decode.plan import AttentionArgs, LayerPlan, RowRule
 from sparse_decode.select import HashSelector, QueryHeadHasher
 
 HQ, HKV, DIM, BITS = 4, 2, 64, 128
@@ -79,7 +79,7 @@ class Batch:
         """The row as `attach` does it: one sequence, one contiguous cache, no mask."""
         k, v, q = (x.transpose(0, 1)[None] for x in (self.k[row], self.v[row], self.q[row][None]))
         plan = LayerPlan(1, chosen, budget, RowRule(None, 1))
-        inputs = Inputs(q, k, v, None, chosen.encode_keys(1, k), None, DIM**-0.5, None, None)
+        inputs = AttentionArgs(q, k, v, None, chosen.encode_keys(1, k), None, DIM**-0.5, None, None)
         return plan.attend(inputs)[0][0, 0], plan.tally.totals()
 
 
@@ -163,13 +163,13 @@ def test_a_page_holds_its_codes_in_an_odd_number_of_lines(size, others):
 
 BATCH = Batch([40, 20], 16, torch.float32)
 REFUSED = {
-    "a page of none": (lambda: Step.of(BATCH.blocks + 99, torch.tensor([40, 20]), Budget(), 10, 16), "name pages 0..9"),
+    "a page of none": (lambda: Step.of(BATCH.blocks + 99, torch.tensor([40, 20]), Budget(), 10, 16), "pages in 0..9"),
     "too long": (lambda: Step.of(BATCH.blocks, torch.tensor([40, 99]), Budget(), 10, 16), "lengths must be in 1..80"),
     "no token": (lambda: Step.of(BATCH.blocks, torch.tensor([40, 0]), Budget(), 10, 16), "got 0..40"),
     "one length": (lambda: Step.of(BATCH.blocks, torch.tensor([40]), Budget(), 10, 16), r"got \(2, 5\) and \(1,\)"),
     "per query head": (
         lambda: PagedLayer(0, HashSelector(QueryHeadHasher(Hasher(HasherConfig("lsh", SHAPE, bits=BITS), 0))), 1.0),
-        "one code per KV head",
+        "need codes per KV head",
     ),
     "another type": (
         lambda: PagedLayer(0, selector(), 1.0).decode(BATCH.q.half(), BATCH.pages, BATCH.step(Budget())),
@@ -177,7 +177,7 @@ REFUSED = {
     ),
     "a slot beyond": (
         lambda: BATCH.pages.write(torch.tensor([16 * 99]), BATCH.k[0][:1], BATCH.v[0][:1], torch.zeros(1, 2, 4).int()),
-        "slots must be int64 of -1",
+        "slots must be int64 in -1",
     ),
     "two keys": (
         lambda: BATCH.pages.write(torch.tensor([0]), BATCH.k[0][:2], BATCH.v[0][:1], torch.zeros(1, 2, 4).int()),

@@ -92,7 +92,7 @@ def test_a_slice_of_a_hasher_whose_layers_differ():
 
 
 def test_what_cannot_be_sliced_is_refused():
-    with pytest.raises(ValueError, match="KV heads must divide among 3 ranks, got 4"):
+    with pytest.raises(ValueError, match="KV heads must be a multiple of the ranks, got 4 for 3 ranks"):
         shard(Hasher(HasherConfig("lsh", ModelShape(1, 8, 4, 16))), 0, 3)
     with pytest.raises(ValueError, match="sliced by KV head, got SignHasher"):
         shard(HashSelector(SignHasher()), 0, 2)
@@ -110,7 +110,7 @@ def test_ranks_without_a_whole_head_are_refused(monkeypatch):
     module.k_proj = torch.nn.Linear(8, 8)
     module.k_proj.weight = Part(torch.zeros(8, 8))
     assert DTensor is not Part
-    with pytest.raises(ValueError, match="must hold whole KV heads, as many each, got 2 KV heads of 16 and 8 rows"):
+    with pytest.raises(ValueError, match="the same number of whole KV heads, got 2 KV heads of 16 and 8 rows"):
         head_shard(module, ModelShape(1, 2, 2, 16))
 
 

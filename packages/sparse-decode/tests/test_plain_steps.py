@@ -5,7 +5,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach
 from sparse_decode.attend import attend_reference
-from sparse_decode.blocks import Inputs, RowRule
+from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.plan import LayerPlan
 from sparse_decode.select import HashSelector, NoCodes, RecentSelector
 from transformers import DynamicCache, ModernBertDecoderConfig, ModernBertDecoderForCausalLM
@@ -22,7 +22,7 @@ class Pages(NoCodes):
 def inputs(tokens=100, **more):
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, n, 16, generator=draw) for heads, n in ((4, 1), (2, tokens), (2, tokens)))
-    return Inputs(q, k, v, None, None, None, 0.25, None, None, **more)
+    return AttentionArgs(q, k, v, None, None, None, 0.25, None, None, **more)
 
 
 def test_a_selector_that_does_as_it_likes_reads_each_token_once():
@@ -37,7 +37,7 @@ def test_a_selector_that_does_as_it_likes_reads_each_token_once():
 def test_what_a_hash_selects_is_counted_without_a_look():
     hasher = Hasher(HasherConfig("lsh", ModelShape(1, 4, 2, 16), bits=64), 0)
     selector, x = HashSelector(hasher), inputs()
-    x = Inputs(x.q, x.k, x.v, None, selector.encode_keys(0, x.k), None, 0.25, None, None)
+    x = AttentionArgs(x.q, x.k, x.v, None, selector.encode_keys(0, x.k), None, 0.25, None, None)
     plan = LayerPlan(0, selector, Budget(0.1, sink=2, recent=3), RowRule(None, 1))
     plan.attend(x)
     assert plan.tally.totals() == (2 * 4 * 10, 2 * 4 * 100)
@@ -49,7 +49,7 @@ def test_what_one_mode_left_another_can_use():
     with torch.inference_mode():
         first, _ = plan.attend(inputs())
     x = inputs()
-    again, _ = plan.attend(Inputs(x.q.requires_grad_(), x.k, x.v, None, None, None, 0.25, None, None))
+    again, _ = plan.attend(AttentionArgs(x.q.requires_grad_(), x.k, x.v, None, None, None, 0.25, None, None))
     assert torch.equal(first, again.detach())
 
 
@@ -60,7 +60,7 @@ def test_two_steps_with_gradients_on():
     moments, x = RunningMoments(), inputs(101)
     q, k, v = (y.requires_grad_() for y in (x.q, x.k, x.v))
     for tokens in (100, 101):
-        step = Inputs(q, k[:, :, :tokens], v[:, :, :tokens], None, None, None, 0.25, None, None, moments)
+        step = AttentionArgs(q, k[:, :, :tokens], v[:, :, :tokens], None, None, None, 0.25, None, None, moments)
         out, _ = plan.attend(step)
     assert out.isfinite().all()
 

@@ -147,7 +147,7 @@ def test_attention_with_the_remainder_is_that_of_its_equations(budget):
         handle.remove()
         attachment._plans[3]._attend = original
     x, q, indices, whole = (inside[name] for name in ("x", "q", "indices", "out"))
-    out, facts = attend(q, x.k, x.v, indices, x.scaling, facts=True)
+    out, stats = attend(q, x.k, x.v, indices, x.scaling, lse=True)
     for b, row in ((0, 39), (1, 39), (1, 20), (2, 39)):
         tokens = torch.arange(40)[mask[b].bool() & (torch.arange(40) <= row)]
         for head in range(4):
@@ -155,8 +155,8 @@ def test_attention_with_the_remainder_is_that_of_its_equations(budget):
             chosen = indices[b, head // 2, row]
             chosen = chosen[chosen >= 0]
             logits = x.k[b, head // 2, chosen] @ q[b, head, row] * x.scaling
-            torch.testing.assert_close(facts[0, b, row, head], logits.mean(), atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(facts[1, b, row, head], logits.logsumexp(0), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(stats[0, b, row, head], logits.mean(), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(stats[1, b, row, head], logits.logsumexp(0), atol=1e-4, rtol=1e-4)
             mean_key = keys.mean(0) @ q[b, head, row] * x.scaling
             sizes = torch.tensor(len(tokens)), torch.tensor(len(chosen))
             e = Evidence(logits.mean(), logits.logsumexp(0), mean_key, *sizes)
@@ -210,7 +210,7 @@ def test_cached_steps_equal_one_pass_over_the_text(options):
     """Beams reorder the cache, prompt lookup crops it; a forward pass over the final text keeps no state at all."""
     model = tiny_model()
     ids, _ = prompts((33,))
-    with attach(model, Calibrated(), Budget(0.2), decode_rows=4):
+    with attach(model, Calibrated(), Budget(0.2), max_decode_rows=4):
         text = generate(model, ids, new_tokens=12, **options)
     with attach(model, Calibrated(), Budget(0.2), sparse_rows=33):
         logits = model(text, use_cache=False).logits

@@ -118,7 +118,7 @@ def test_selectors_keep_the_protocol_and_take_empty_budgets(selector):
 def test_recent_tokens_of_a_step_are_those_of_its_counts(each):
     rows = rows_of(RecentSelector(), counts_like(), causal=False)
     q = rows.q[:, :, -1:]
-    step = replace(rows, q=q, counts=torch.full((3, 1), each), each=each, sink=1, recent=2)
+    step = replace(rows, q=q, counts=torch.full((3, 1), each), uniform_count=each, sink=1, recent=2)
     found = RecentSelector().select(step)
     assert found.shape == (3, 2, 1, each)
-    assert torch.equal(found, RecentSelector().select(replace(step, each=None)))
+    assert torch.equal(found, RecentSelector().select(replace(step, uniform_count=None)))

@@ -94,7 +94,7 @@ def test_a_cache_takes_the_type_that_holds_all_it_was_given():
 
 
 def test_float64_is_refused():
-    with pytest.raises(ValueError, match=r"takes float32, bfloat16 or float16, got torch.float64; convert the model"):
+    with pytest.raises(ValueError, match=r"needs float32, bfloat16 or float16, got torch.float64; convert the model"):
         attach(tiny_model().double(), SignHasher())
     model = tiny_model()
     with attach(model, SignHasher()), pytest.raises(ValueError, match=r"got torch.float64; convert the model"):
@@ -227,7 +227,7 @@ def test_assisted_decoding_with_eager_attention_returns_weights(assistant, rule)
     helper = {"prompt_lookup_num_tokens": 3} if assistant == "lookup" else {"assistant_model": tiny_model(seed=1)}
     options = {"output_attentions": True, "return_dict_in_generate": True, **helper}
     dense = generate(model, ids, **options)
-    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, decode_rows=4):
+    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, max_decode_rows=4):
         found = generate(model, ids, **options)
     assert torch.equal(found.sequences, dense.sequences)
     assert len(found.attentions) == len(dense.attentions)
@@ -240,7 +240,7 @@ def test_weights_with_a_remainder_are_refused():
     model, (ids, _) = tiny_model(implementation="eager"), prompts((40,))
     with attach(model, Calibrated(), sparse_rows=0):
         model(ids)
-        with pytest.raises(ValueError, match="no column for what a selection leaves out; attach with remainder=False"):
+        with pytest.raises(ValueError, match="no column for the remainder; attach with remainder=False"):
             model(ids, output_attentions=True)
 
 
@@ -265,7 +265,7 @@ def test_a_row_that_sees_nothing_is_as_in_dense_attention(implementation, rule, 
         return step(ids[:, 20:], past_key_values=cache, attention_mask=masked(4, 24, [1, 3], implementation)).logits
 
     dense = run()
-    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, decode_rows=4):
+    with attach(model, SignHasher(), WHOLE, dense_layers=0, sparse_rows=rule, max_decode_rows=4):
         torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
 
 
@@ -313,10 +313,10 @@ def test_a_mask_narrower_than_the_keys_is_refused_and_one_of_width_one_is_as_tor
 
     wide = torch.ones(1, 1, 4, 1, dtype=torch.bool)
     dense = call(wide, prefilled())
-    with attach(model, SignHasher(), WHOLE, sparse_rows=rule, decode_rows=4):
+    with attach(model, SignHasher(), WHOLE, sparse_rows=rule, max_decode_rows=4):
         torch.testing.assert_close(call(wide, prefilled()), dense, atol=1e-5, rtol=1e-5)
         cache = prefilled()
-        with pytest.raises(ValueError, match=r"4 rows and 24 keys is needed, got shape \(1, 1, 4, 12\)"):
+        with pytest.raises(ValueError, match=r"4 rows and 24 keys, got shape \(1, 1, 4, 12\)"):
             call(torch.ones(1, 1, 4, 12, dtype=torch.bool), cache)
 
 
@@ -379,7 +379,7 @@ def test_continuous_batching_while_attached_is_refused_in_a_sentence(flash, monk
         if flash:
             found = list(model.generate_batch([[1, 2, 3]], **how).values())
             assert [x.generated_tokens for x in found] == [[]]
-            assert "does not read the paged cache of continuous batching" in found[0].error
+            assert "does not support the paged cache of continuous batching" in found[0].error
         else:
             with pytest.raises(ValueError, match="Implementation sparse_decode is not supported for continuous"):
                 model.generate_batch([[1, 2, 3]], **how)

@@ -5,7 +5,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach
 from sparse_decode.attend import attend_reference, require_values
-from sparse_decode.blocks import Inputs, RowRule
+from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.plan import LayerPlan
 from sparse_decode.select import HashSelector, RecentSelector
 from sparse_decode.traffic import step_bytes
@@ -30,7 +30,7 @@ def test_every_sparse_row_reads_the_share(rows, padded):
     mask = torch.ones(2, 1, rows, 60, dtype=torch.bool).tril(60 - rows) if padded else None
     if padded:
         mask[0, :, :, :7] = False
-    x = Inputs(q, k, v, mask, selector.encode_keys(0, k), None, 0.25, None, None)
+    x = AttentionArgs(q, k, v, mask, selector.encode_keys(0, k), None, 0.25, None, None)
     seen = []
     plan = LayerPlan(0, selector, HALF, RowRule(None, rows))
     whole = LayerPlan(0, selector, Budget(0.5, sink=2, recent=3), RowRule(None, rows))
@@ -47,7 +47,7 @@ def test_every_sparse_row_reads_the_share(rows, padded):
 
 def test_where_no_attention_can_it_is_refused():
     model, chosen = tiny_model(), HashSelector(Hasher(HasherConfig("lsh", ModelShape.of(tiny_model().config))))
-    with pytest.raises(ValueError, match=r"needs the attention of our own kernels, got 0\.5 and SelfAttending"):
+    with pytest.raises(ValueError, match=r"needs our own kernels, got 0\.5 and SelfAttending"):
         attach(model, SelfAttending(), HALF)
     with pytest.raises(ValueError, match=r"values below 1 needs the CPU, got 0\.5 on cuda"):
         require_values(0.5, torch.device("cuda"))

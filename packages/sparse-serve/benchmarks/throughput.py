@@ -1,12 +1,12 @@
-"""Time decode steps of vLLM on the CPU with and without a selection: with the Python of an environment that has both.
+"""Time decode steps of vLLM on the CPU with and without sparse attention, in an environment with vLLM and sparse-serve.
 
     PYTHON packages/sparse-serve/benchmarks/throughput.py --contexts 512 16384 32768 --out docs/results/serving.json
 
 4 requests, 4 layers of 16 query and 4 KV heads of 128 in bfloat16, random weights, an untrained `transform` hash, 2 %.
-Prompts are not read: caches are filled with random numbers, on which what a step takes does not depend. Each engine is
-a process of its own; they are timed in turn, `--rounds` times, and the least median counts, because a busy machine only
-ever adds to it. Where it is busy, too, `--processor-time` with OMP_NUM_THREADS=1 says more than the clock.
-The last line is JSON; --busy says in what is stored that the machine had other work, too.
+Prompts are skipped: caches are filled with random numbers, which does not affect the time of a step. Each engine runs
+in its own process. Engines are timed in turn, `--rounds` times, and the smallest median counts, because other load can
+only add time. On a busy machine, `--processor-time` with OMP_NUM_THREADS=1 is more reliable than the clock.
+The last line is JSON; --busy records in the result that the machine had other work.
 """
 
 # vLLM is installed only where this is run.
@@ -25,7 +25,7 @@ import time
 from typing import Any
 
 REQUESTS, STEPS, PAGE, FRACTION, BITS = 4, 40, 128, 0.02, 128
-MORE = 256  # tokens of room for what is generated
+MORE = 256  # room for generated tokens
 SHAPE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
 SHAPE |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 65536}
 
@@ -43,7 +43,7 @@ def make(folder: str) -> None:
 
 
 def skip_prompts() -> None:
-    """Let layers do nothing in steps that read prompts: what they would write is filled in."""
+    """Skip the layers when processing prompts; `fill` writes the caches."""
     from vllm.model_executor.models.llama import LlamaDecoderLayer
 
     whole = LlamaDecoderLayer.forward
@@ -57,9 +57,9 @@ def skip_prompts() -> None:
 
 
 def fill(engine: Any, context: int) -> None:
-    """Write random keys, values and codes to the pages that requests will get, the first ones.
+    """Write random keys, values and codes to the first pages, which the requests will get.
 
-    In any layout they are what a model might have written.
+    Random numbers are valid in the layouts of both engines.
     """
     import torch
 
@@ -69,12 +69,12 @@ def fill(engine: Any, context: int) -> None:
         used = cache[: 1 + REQUESTS * (1 + (context + MORE) // PAGE)]
         page = used.stride(0)
         whole = used.as_strided((len(used), page), (page, 1))
-        whole.view(torch.int32).random_(-(1 << 31), 1 << 31)  # where nothing else is, codes
+        whole.view(torch.int32).random_(-(1 << 31), 1 << 31)  # the tail of each page: codes
         used.normal_()
 
 
 def steps(folder: str, context: int, spotlight: dict[str, Any] | None, processor: bool) -> list[float]:
-    """Return the seconds of decode steps of all requests at once, of the clock or of processor time."""
+    """Return the times of decode steps over all requests in seconds: of the clock, or processor time."""
     clock = time.process_time if processor else time.perf_counter
     from vllm import LLM, SamplingParams
 
@@ -110,15 +110,13 @@ def measure(folder: str, context: int, dense_below: int, ours: bool, processor: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time decode steps of vLLM with and without a selection.")
+    parser = argparse.ArgumentParser(description="Time decode steps of vLLM with and without sparse attention.")
     parser.add_argument("--contexts", nargs="+", type=int, default=[512, 16384, 32768])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--dense-below", type=int, default=2048)
-    parser.add_argument("--out", type=pathlib.Path, help="a file for the result")
-    parser.add_argument("--busy", action="store_true", help="the machine does other work")
-    parser.add_argument(
-        "--processor-time", action="store_true", help="not the clock: with one thread, on a busy machine"
-    )
+    parser.add_argument("--out", type=pathlib.Path, help="file for the result")
+    parser.add_argument("--busy", action="store_true", help="record that the machine has other load")
+    parser.add_argument("--processor-time", action="store_true", help="measure processor time; use with one thread")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
@@ -141,7 +139,7 @@ def main() -> None:
 
 
 def facts(busy: bool, dense_below: int) -> dict[str, Any]:
-    """Say what was measured, and where."""
+    """Return the settings and the machine of the benchmark."""
     from importlib.metadata import version
 
     lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()

@@ -96,7 +96,7 @@ def test_pages_are_views_of_the_engines_own(served):
 
 
 def test_a_page_without_room_for_codes_is_refused(served):
-    with pytest.raises(ValueError, match="room for codes behind its keys and values"):
+    with pytest.raises(ValueError, match="room for codes after its keys and values"):
         served.pages(torch.zeros(7, 2, SIZE, 32))
 
 

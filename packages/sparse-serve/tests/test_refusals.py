@@ -48,12 +48,12 @@ def config(asked):
 REFUSED = {
     "latent attention": ("model_config.use_mla", True, "got multi-head latent attention; serve without it"),
     "an encoder": ("model_config.is_encoder_decoder", True, "decoders, got a model with an encoder"),
-    "fp8": ("cache_config.cache_dtype", "fp8", "caches of the model's type, got fp8; use auto"),
-    "drafts": ("speculative_config", object(), "one token a step, got speculative decoding; leave it out"),
-    "three ranks": ("parallel_config.tensor_parallel_size", 3, "divide among ranks, got 2 for 3; use fewer ranks"),
+    "fp8": ("cache_config.cache_dtype", "fp8", "caches in the model's dtype, got fp8; use auto"),
+    "drafts": ("speculative_config", object(), "one token per step, got speculative decoding; disable it"),
+    "three ranks": ("parallel_config.tensor_parallel_size", 3, "a multiple of 3 KV heads for 3 ranks, got 2; use"),
     "stages": ("parallel_config.pipeline_parallel_size", 2, "got pipeline parallel"),
     "contexts": ("parallel_config.decode_context_parallel_size", 2, "got decode context parallel"),
-    "a connector": ("kv_transfer_config", object(), "pages that stay here, got a KV connector"),
+    "a connector": ("kv_transfer_config", object(), "pages that stay in this process, got a KV connector"),
     "another model": ("model_config.hf_text_config", LlamaConfig(num_hidden_layers=2), "belongs to another model"),
 }
 

@@ -1,4 +1,4 @@
-"""Writes that a kill cannot break: a file is replaced whole or not at all, and the next write removes what was left."""
+"""Atomic file writes: a file is replaced completely or not at all. Also removes leftovers of killed writers."""
 
 import contextlib
 import fcntl
@@ -14,10 +14,10 @@ _WORKPLACE = re.compile(r"\.hashcore-[0-9a-f]{16}")
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the block a file of the same name in a folder of its own beside `path`, and move it if the block succeeds.
+    """Yield a temporary file of the same name in a temporary folder beside `path`; move it to `path` on success.
 
-    Whatever the block writes there, the file ends with the mode that the umask gives a new file. What killed writers
-    left beside `path`, of this or another name, is removed first.
+    The final file has the mode that the umask gives a new file. Leftovers of killed writers in the folder of `path` are
+    removed first.
     """
     sweep(path.parent)
     workplace, lock = _workplace(path.parent)
@@ -29,7 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("r+b") as file:
             os.fsync(file.fileno())
-        temporary.chmod(mode)  # the block may have put a file of its own there, as safetensors does with 0600
+        temporary.chmod(mode)  # the block may have replaced the file, as safetensors does, with mode 0600
         os.replace(temporary, path)
     finally:
         shutil.rmtree(workplace)
@@ -37,11 +37,11 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what `replacing` left in a folder when its process was killed; what is being written stays."""
+    """Remove what `replacing` left in a folder when its process was killed; files that are being written are kept."""
     with os.scandir(folder) as entries:
         left = [entry.path for entry in entries if _WORKPLACE.fullmatch(entry.name)]
     for workplace in left:
-        # Its writer lives and holds the lock; or it is another user's, or gone by now; or nothing can be locked here.
+        # OSError: its writer is alive and has the lock, or it is another user's, or gone, or locks are not supported.
         with contextlib.suppress(OSError):
             handle = os.open(workplace, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -52,13 +52,13 @@ def sweep(folder: Path) -> None:
 
 
 def _workplace(folder: Path) -> tuple[Path, int]:
-    """Make a folder, and lock it until its handle is closed or this process ends, however it ends."""
+    """Create a folder, and lock it until its handle is closed or this process ends in any way."""
     while True:
         made = folder / f".hashcore-{secrets.token_hex(8)}"
         made.mkdir(0o700)
-        with contextlib.suppress(FileNotFoundError):  # swept before it was locked
+        with contextlib.suppress(FileNotFoundError):  # removed by another sweep before it was locked
             handle = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
-            with contextlib.suppress(OSError):  # a file system without locks, where nothing can be swept either
+            with contextlib.suppress(OSError):  # a file system without locks, where sweep removes nothing
                 fcntl.flock(handle, fcntl.LOCK_EX)
             if made.is_dir():
                 return made, handle

@@ -1,4 +1,4 @@
-"""Signs to words and back, in numpy: packbits is vectorised and needs no compilation."""
+"""Packs signs into words and back with numpy's vectorised packbits, which needs no compilation."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 BFLOAT16_INFINITY = 0x7F80
 
 
-def pack(x: NDArray[Any], halves: int | None = None) -> NDArray[np.int32]:
+def pack(x: NDArray[Any], infinity: int | None = None) -> NDArray[np.int32]:
     """Pack the signs of [..., 32 W] numbers into [..., W] words (eq. 1).
 
-    With halves, x is int16: the bits of 16-bit floats whose infinity is halves.
+    With `infinity`, x is int16: the bits of 16-bit floats, in a format whose bits of +infinity are `infinity`.
     """
-    words = np.packbits(_positive(x, halves), axis=-1, bitorder="little")
+    words = np.packbits(_positive(x, infinity), axis=-1, bitorder="little")
     return np.ascontiguousarray(words).view("<i4").astype(np.int32, copy=False)
 
 
@@ -23,9 +23,9 @@ def unpack(codes: NDArray[np.int32]) -> NDArray[np.bool_]:
     return np.unpackbits(octets, axis=-1, bitorder="little").view(np.bool_)
 
 
-def _positive(x: NDArray[Any], halves: int | None) -> NDArray[np.bool_]:
-    if x.dtype == np.float16:  # numpy compares halves one at a time
-        x, halves = x.view(np.int16), 0x7C00
-    if halves is not None:  # their bits order like integers up to infinity
-        return (x > 0) & (x <= halves)
+def _positive(x: NDArray[Any], infinity: int | None) -> NDArray[np.bool_]:
+    if x.dtype == np.float16:  # numpy compares float16 one by one
+        x, infinity = x.view(np.int16), 0x7C00
+    if infinity is not None:  # positive floats order like their bits
+        return (x > 0) & (x <= infinity)
     return x > 0

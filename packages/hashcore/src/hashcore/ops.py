@@ -1,8 +1,8 @@
-"""The public functions: what they take and return, the checks, and the dispatch to the implementation.
+"""The public functions: documentation, checks, and dispatch to the implementations.
 
-Every function takes numpy arrays or torch tensors, on the CPU or CUDA, with any strides, never modifies them, and
-returns their kind. Results go to new arrays or to `out`, of the shape and dtype the result has, which is then what is
-returned. Everything is checked before anything is written.
+Every function accepts numpy arrays or torch tensors, on the CPU or CUDA, with any strides, does not modify them, and
+returns the same kind. Results are new arrays, or are written to `out`, which must have the result's shape and dtype and
+is then returned. All arguments are checked before anything is written.
 """
 
 import functools
@@ -23,14 +23,14 @@ Result = TypeVar("Result")
 
 
 def _any_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Hand over calls with tensors that numpy cannot view; this is the only place that does."""
+    """Dispatch calls with tensors that numpy cannot view to torch_ops."""
 
     @functools.wraps(function)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
         if not validation.for_torch((*arguments, *options.values())):
             return function(*arguments, **options)
 
-        from hashcore import torch_ops  # defines operators, which only these callers need
+        from hashcore import torch_ops  # imported late, because it defines torch operators
 
         return getattr(torch_ops, function.__name__.lstrip("_"))(*arguments, **options)
 
@@ -39,9 +39,9 @@ def _any_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
 @functools.cache
 def _numba_backend():
-    """Import what needs numba, which takes half a second that the other functions do without.
+    """Import the numba implementation on first use: it takes half a second, which other functions do not need.
 
-    Kept, because even the repeated import takes 3 us when the caches are cold.
+    Cached, because even a repeated import takes 3 us with cold CPU caches.
     """
     from hashcore import cpu
 
@@ -59,14 +59,14 @@ def pack(x: Array, *, out: Array | None = None) -> Array:
     Raises: ValueError if D is not a positive multiple of 32, or out does not fit.
     Source: docs/algorithm.md, eq. 1.
     """
-    halves = None if (integers := validation.bfloat16_bits(x)) is None else bits.BFLOAT16_INFINITY
+    infinity = None if (integers := validation.bfloat16_bits(x)) is None else bits.BFLOAT16_INFINITY
     (array, target), restore = validation.host_arrays({"out": out}, x=x if integers is None else integers)
     validation.real("x", array, "[..., D]")
     validation.bits("x", array)
     if out is None:
-        return restore(bits.pack(array, halves))
+        return restore(bits.pack(array, infinity))
     validation.output("out", target, (*array.shape[:-1], array.shape[-1] // 32), [np.int32], [array])
-    target[...] = bits.pack(array, halves)
+    target[...] = bits.pack(array, infinity)
     return out
 
 
@@ -91,7 +91,7 @@ def quantise(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, A
     Args:
         w: one real weight per bit, shape [..., D]; computed in float32.
         planes: P in 1..8; levels are the odd integers from -(2^P - 1) to 2^P - 1.
-        check: refuse weights that are not finite; see `planes`.
+        check: raise ValueError for weights that are not finite; see `planes`.
     Returns: levels int8 [..., D] (int16 for P = 8) and scale float32 [..., 1], with level * scale close to w. A row of
         zeros has every level +1 and a tiny positive scale.
     Raises: ValueError if w is checked and not finite, D is 0, or P is out of range.
@@ -111,8 +111,8 @@ def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tup
     Args:
         w: one real weight per bit, shape [..., 32 W]; computed in float32.
         planes: P in 1..8.
-        check: refuse weights that are not finite. Without it NaN has level -1 and an infinity counts as the largest
-            float32 of its sign.
+        check: raise ValueError for weights that are not finite. Without it, NaN has level -1 and infinities count as
+            the largest float32 of their sign.
     Returns: int32 [..., P, W] and the weights (1, 2, ..., 2^(P-1)); plane p holds binary digit p of (level + m) / 2.
         Scored against a key (eq. 4) they give (level . sigma(key) + 32 W m) / 2, m = 2^P - 1, exactly.
     Raises: ValueError if w is checked and not finite, its last dimension does not fill words, or P is out of range.
@@ -147,9 +147,9 @@ def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
 def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, out: Array | None = None) -> Array:
     """Count matching bits between query codes, or weighted query planes, and every key code.
 
-    Leading dimensions broadcast as in numpy. Keys are read where they lie, whatever the strides of all dimensions but
-    the last: neither broadcast keys nor the used part of a larger buffer are copied. On CUDA they are
-    copied only where a code does not begin at a multiple of its words' largest power of two, up to four words.
+    Leading dimensions broadcast as in numpy. Keys are read in place with any strides, except that words must be
+    contiguous: neither broadcast keys nor parts of a larger buffer are copied. On CUDA they are copied only if codes
+    are not aligned to the largest power of two that divides W, up to four words.
 
     Args:
         query: int32 words, shape [..., Q, W]; with weights the planes of one query, shape [..., P, W].
@@ -190,13 +190,13 @@ def topk(
     Args:
         scores: integers, shape [..., N].
         k: how many to select, 0 <= k <= N; or one integer per row.
-        lengths, starts: a row sees positions [start, length), 0 <= start <= length <= N; all of them by default.
-        sink, recent: how many of the first and of the last of these are not eligible, because the caller takes them
-            anyway.
+        lengths, starts: a row sees positions [start, length), 0 <= start <= length <= N; by default all.
+        sink, recent: numbers of first and last of these positions that are not eligible, because the caller always
+            reads them.
         out: values in the dtype of scores and indices int64 or int32, both [..., K], to write to.
     k, lengths and starts are integers, or arrays of integers that broadcast to the shape of the rows, [...].
     Returns: scores [..., K] in the input's dtype and indices int64 [..., K], in ascending index order. K is k, or the
-        largest k: a row that selects fewer, or has fewer eligible positions, ends in slots of score 0 and index -1.
+        largest k. Unused slots, at the end of rows that select fewer, have score 0 and index -1.
     Raises: ValueError if k, a length or a start is out of range, or out does not fit.
     Source: docs/algorithm.md, eq. 6 and 13.
     """
@@ -236,23 +236,25 @@ def search(
 
     Args:
         query: int32 words, shape [..., Q, W]; with weights the planes of one query, shape [..., P, W].
-        keys: int32 words, shape [..., N, W]; read where they lie, as in score.
+        keys: int32 words, shape [..., N, W]; read in place, as in score.
         k: how many to find, 0 <= k <= N; or one integer per row.
         weights: positive integer weight of each plane, length P.
         lengths, starts, sink, recent: which keys of a row are eligible, as in topk.
         order: "best", highest score first and equal scores by ascending index; or "index", by ascending index.
-        shortlist: score in full only about this many times k of the eligible keys, the best by the first words of codes
-            and of the last four planes: faster where the first bits say most, and no longer exact. None: all keys.
-        blocks: keys are pages [..., M, S, W] of S keys, of any strides but the last, and a row's are in those that its
-            table names, int32 or int64 [..., T], which broadcasts as lengths do: position j is key j % S of page
-            blocks[j // S], and N = T S. Pages may be shared; entries that a row does not see may be anything.
+        shortlist: score only about this many times k of the eligible keys by all words: the best by the first word of
+            the codes and the last four planes. Faster, but approximate; suits codes whose first bits matter most.
+            None: score all keys in full.
+        blocks: the page table, int32 or int64 [..., T], which broadcasts like lengths. Then keys are pages
+            [..., M, S, W] of S keys each, with contiguous words; position j of a row is key j % S of page
+            blocks[j // S], and N = T S. Pages may be shared; entries for positions that a row does not see may be
+            anything.
         out: scores int32 and indices int64 or int32, both of the results' shape, to write to.
     Rows are [..., Q], or [...] with weights; k, lengths and starts are integers, or arrays of integers that broadcast
     to that shape.
-    Returns: scores int32 and indices int64, [..., Q, K], or [..., K] with weights. K is k, or the largest k: a row that
-        finds fewer ends in slots of score 0 and index -1.
-    Raises: ValueError if the arguments do not fit each other, sum(weights) * 32 * W is 2^16 or more, a row sees a page
-        that there is not, or keys in pages are on CUDA or to have a shortlist.
+    Returns: scores int32 and indices int64, [..., Q, K], or [..., K] with weights. K is k, or the largest k. Unused
+        slots, at the end of rows that find fewer, have score 0 and index -1.
+    Raises: ValueError if the arguments do not match, sum(weights) * 32 * W is 2^16 or more, a row sees a page out of
+        range, or blocks are given for keys on CUDA or with a shortlist.
     Source: docs/algorithm.md, eq. 2, 4, 6, 13, 14 and 20.
     """
     plain = type(query) is type(keys) is np.ndarray and type(k) is type(sink) is type(recent) is int
@@ -269,10 +271,10 @@ def search(
 def _plain_search(
     query: Any, keys: Any, weights: Any, rows: tuple[Any, ...], best: bool, shortlist: int
 ) -> tuple[Any, Any] | None:
-    """Search numpy arrays that lie as the kernels read them; None if they do not.
+    """Search numpy arrays whose layout the kernels support; None for other layouts.
 
-    After a rival or a layer of a model has emptied the caches each step in Python takes microseconds, as long as the
-    scores of a thousand keys: these are as few as there can be.
+    With cold CPU caches, each Python operation takes microseconds, as long as scoring a thousand keys. So this function
+    does as little as possible.
     """
     cpu = _numba_backend()
     layouts = (query.dtype, query.shape, query.strides), (keys.dtype, keys.shape, keys.strides)
@@ -319,13 +321,13 @@ def _search(
     if table is not None or any(validation.is_array(x) for x in rows):
         compared = cpu.prepared.comparison(*layouts, weights)
         validation.score_bits(compared.weights, q.shape[-1])
-        wanted = validation.asked((*compared.lead, against.shape[-2]), *rows, sink, recent)
+        wanted = validation.row_bounds((*compared.lead, against.shape[-2]), *rows, sink, recent)
         plan = cpu.plan.filled(cpu.prepared.ragged_search(compared, wanted.width, best, most, times), wanted)
         if table is not None:
             plan = cpu.pages.paged(plan, c, table, wanted, compared.lead)
     else:
-        asked = validation.row_integers(*rows, sink, recent)
-        plan = cpu.prepared.search(*layouts, weights, asked, best, most, times)
+        same = validation.row_integers(*rows, sink, recent)
+        plan = cpu.prepared.search(*layouts, weights, same, best, most, times)
     if out is None:
         scores, found = cpu.run_search(plan, *cpu.layout.addresses(q, c))
         return restore(scores), restore(found)

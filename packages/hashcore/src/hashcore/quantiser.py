@@ -1,4 +1,4 @@
-"""Real query weights, or a group's one-bit queries, to weighted bit planes (eq. 5 and eq. 3), in numpy."""
+"""Converts real query weights, or a group's one-bit queries, to weighted bit planes (eq. 5 and 3), in numpy."""
 
 from typing import Any
 
@@ -7,23 +7,23 @@ from numpy.typing import NDArray
 
 from hashcore import bits, validation
 
-TINY = np.finfo(np.float32).tiny  # the scale of a row of zeros: positive, and never subnormal
-HUGE = np.finfo(np.float32).max  # what an infinity counts as
+TINY = np.finfo(np.float32).tiny  # scale of a row of zeros: positive and not subnormal
+HUGE = np.finfo(np.float32).max  # value that replaces infinities
 
 
 def clip(planes: int) -> np.float32:
     """Return the share of a row's largest weight at which levels end (eq. 5).
 
-    Few planes lose least if the largest weights clip; with 6 or more the levels are fine enough for all, and clipping
-    would be the larger error: the weights of `transform` reach 8 times their root mean square.
+    With few planes, clipping the largest weights gives the smallest error. With 6 or more, levels are fine enough for
+    all weights, and clipping would be the larger error: the weights of `transform` reach 8 times their RMS.
     """
     return np.float32(0.8 if planes < 6 else 1)
 
 
 def quantise(w: NDArray[Any], planes: int, check: bool = True) -> tuple[NDArray[Any], NDArray[np.float32]]:
-    """Quantise rows of real weights to odd integer levels and one scale a row (eq. 5), in float32 throughout.
+    """Quantise rows of real weights to odd integer levels and one scale per row (eq. 5), in float32.
 
-    Non-finite weights are refused or, without the check, count as eq. 5 says.
+    Non-finite weights raise ValueError; without the check, eq. 5 defines their levels.
     """
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes inf
         w = w.astype(np.float32, copy=False)
@@ -53,18 +53,18 @@ def level_planes(levels: NDArray[Any], planes: int) -> NDArray[np.int32]:
 
 
 def group_weights(group: int) -> tuple[int, ...]:
-    """Return the P = ceil(log2(G + 1)) weights 1, 2, ..., 2^(P-2) and what they lack to the sum G (eq. 3)."""
-    small = 2 ** (group.bit_length() - 1) - 1  # what the planes 1, 2, ..., 2^(P-2) hold together
+    """Return the P = ceil(log2(G + 1)) weights 1, 2, ..., 2^(P-2), and a last one that makes their sum G (eq. 3)."""
+    small = 2 ** (group.bit_length() - 1) - 1  # sum of the weights 1, 2, ..., 2^(P-2)
     return (*(1 << p for p in range(small.bit_length())), group - small)
 
 
 def group_planes(codes: NDArray[np.int32]) -> tuple[NDArray[np.int32], tuple[int, ...]]:
-    """Turn [..., G, W] codes into the P = ceil(log2(G + 1)) planes of their per-bit counts (eq. 3)."""
+    """Convert codes [..., G, W] to the P = ceil(log2(G + 1)) planes of their per-bit counts (eq. 3)."""
     weights = group_weights(codes.shape[-2])
     small, last = sum(weights[:-1]), weights[-1]
     counts = bits.unpack(codes).sum(axis=-2, dtype=np.int32)
-    # The last weight is irregular, so a count may have two spellings: its bit is set only where the others cannot
-    # hold the count. What is then left lies in 0..small, because last <= small + 1 and group - last = small.
+    # The last weight is irregular, so a count may have two representations. Its bit is set only if the other planes
+    # cannot represent the count. The rest is in 0..small, because last <= small + 1 and group - last = small.
     carry = counts > small
     counts -= last * carry
     digits = [(counts >> p) & 1 for p in range(small.bit_length())]

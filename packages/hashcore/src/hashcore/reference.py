@@ -1,6 +1,6 @@
-"""The oracle: every function of hashcore in plain numpy, written to be read next to docs/algorithm.md.
+"""The oracle: every function of hashcore in plain numpy, to be read beside docs/algorithm.md.
 
-It imports no sibling and checks nothing. The tests hold the implementations to it with tolerance zero.
+It imports no other module of hashcore and checks nothing. Tests compare the implementations to it with tolerance zero.
 """
 
 from typing import Any
@@ -49,7 +49,7 @@ def group_planes(codes: NDArray[np.int32]) -> tuple[NDArray[np.int32], Weights]:
     weights = (*(2**p for p in range(count - 1)), group - (2 ** (count - 1) - 1))
     n: NDArray[Any] = unpack(codes).sum(-2)
     bits: list[NDArray[np.bool_]] = []
-    for p in reversed(range(count)):  # heaviest first: set a bit only where the lighter planes cannot hold the rest
+    for p in reversed(range(count)):  # heaviest first: set a bit only if lighter planes cannot represent the rest
         bits.insert(0, n > sum(weights[:p]))
         n = n - weights[p] * bits[0]
     return np.stack([pack(b) for b in bits], -2), weights
@@ -91,9 +91,9 @@ def topk(
 
 
 def gathered(pool: NDArray[np.int32], blocks: NDArray[Any]) -> NDArray[np.int32]:
-    """Copy keys [..., N, W] out of pages [..., M, S, W], page blocks[..., j] after the other; leading shapes broadcast.
+    """Gather keys [..., N, W] from pages [..., M, S, W] in the order of blocks [..., T]; leading shapes broadcast.
 
-    Numbers of pages that there are not count as 0: no row may see these keys.
+    Page numbers out of range count as 0; no row may see these keys.
     """
     lead, (pages, size, words) = np.broadcast_shapes(pool.shape[:-3], blocks.shape[:-1]), pool.shape[-3:]
     pool, blocks = np.broadcast_to(pool, (*lead, *pool.shape[-3:])), np.broadcast_to(blocks, (*lead, blocks.shape[-1]))
@@ -137,7 +137,7 @@ def search(
     shortlist: int | None = None,
     **ranges: Any,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Select the k best keys of each row by their scores; with a shortlist, those of so many times k keys."""
+    """Select the k best keys of each row by score; with a shortlist, among about shortlist * k keys."""
     scores = score(query, keys, weights)
     if shortlist:
         scores = np.where(shortlisted(query, keys, k, weights, shortlist, **ranges), scores, np.int32(-1))

@@ -1,9 +1,9 @@
-"""hashcore's operations as torch operators: schemas, shapes of results, and what computes them where.
+"""hashcore's operations as torch operators: schemas, result shapes, and implementations per device.
 
-An operator takes what torch_ops has checked. Each is a writer of outputs that exist, per device, and a function that
-makes them, which is also what a compiler sees: the plain operator is the one after the other, the _out operator the
-writer alone. On the CPU the numba backend writes, on CUDA the kernels: on the current stream, with no device memory
-read from the host, save where `planes` is asked to check its weights. Nothing is registered for other devices.
+Arguments have been checked by torch_ops. Each operation has a function that allocates outputs, which is also its fake
+implementation, and a writer per device. The plain operator allocates and writes; the _out operator only writes. The CPU
+writers use numba; the CUDA writers launch kernels on the current stream, and the host reads no device memory, except
+when `planes` and `quantise` check weights. Other devices are not supported.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ SCHEMAS = {
 
 
 def rows_of(query: torch.Tensor, keys: torch.Tensor, weighted: bool) -> tuple[int, ...]:
-    """Return the shape of the rows of scores that query and keys have."""
+    """Return the shape of the rows of scores for query and keys."""
     lead = torch.broadcast_shapes(query.shape[:-2], keys.shape[:-2])
     return (*lead,) if weighted else (*lead, query.shape[-2])
 
@@ -84,7 +84,7 @@ RESULTS: dict[str, Callable[..., Outputs]] = {
 
 
 class Cpu:
-    """The writers of CPU tensors: the public functions, which see plain tensors and use numba."""
+    """Writers for CPU tensors: the public functions, which use numba for plain tensors."""
 
     @staticmethod
     def pack(x: torch.Tensor, codes: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ class Cpu:
         _copy(ops.topk(x, count if k is None else k, **options), (scores, indices))
 
     @staticmethod
-    def search(*inputs: Any) -> None:  # as in the schema of search_out; first words and the workspace are for CUDA
+    def search(*inputs: Any) -> None:  # in the order of search_out's schema; `first` and `workspace` are for CUDA
         query, keys, count, k, weights = inputs[:5]
         scores, indices = inputs[14:16]
         _copy(_search(query, keys, count if k is None else k, weights, *inputs[5:14]), (scores, indices))
@@ -140,7 +140,7 @@ def _search(
 
 
 def _found_on_cpu(query: Any, keys: Any, count: int, k: Any, weights: Any, *options: Any) -> Outputs:
-    """Search as the operator does, but without a copy of what is as wide as it should be."""
+    """Search without copying the result if it already has `count` slots."""
     found = _search(query, keys, count if k is None else k, weights, *options)
     if found[0].shape[-1] == count:
         return found
@@ -149,7 +149,7 @@ def _found_on_cpu(query: Any, keys: Any, count: int, k: Any, weights: Any, *opti
     return outputs
 
 
-# Operators that make their results on the CPU instead of writing them to outputs made before.
+# Operators whose CPU implementation allocates its own results instead of writing to given outputs.
 MADE_ON_CPU: dict[str, Callable[..., Any]] = {"score": ops.score, "search": _found_on_cpu}
 
 
@@ -159,7 +159,7 @@ def _range(lengths: Any, starts: Any, length: int, start: int, sink: int, recent
 
 
 def _copy(results: Outputs, targets: Outputs) -> None:
-    """Copy results to targets; of a selection there may be more slots than the widest row needs."""
+    """Copy results to targets; the targets of a selection may have more slots than the results."""
     for empty, result, target in zip((0, -1), results, targets, strict=True):
         if target.shape != result.shape:
             target.fill_(empty)
@@ -170,7 +170,7 @@ def _copy(results: Outputs, targets: Outputs) -> None:
 
 
 class Cuda:
-    """The writers of CUDA tensors: the kernels."""
+    """Writers for CUDA tensors: the kernels."""
 
     @staticmethod
     def pack(x: torch.Tensor, codes: torch.Tensor) -> None:
@@ -230,16 +230,16 @@ class Cuda:
         )
         how = {"shortlist": shortlist, "first": first}
         tensors.search(query, keys, count if k is None else k, weights, bounds, scores, indices, *workspace, **how)
-        if best:  # stable: equal scores stay in index order, and empty slots, of the lowest score there is, at the end
+        if best:  # stable: ties stay in index order, and empty slots, with the lowest score, at the end
             values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
             indices.copy_(indices.gather(-1, order))
             scores.copy_(values)
 
 
 def _refuse_infinite(w: torch.Tensor) -> None:
-    """Raise ValueError if w is not finite in float32. The one place where the host waits for the device."""
+    """Raise ValueError if w is not finite in float32. The host waits for the device only here."""
     if w.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("whether w is finite cannot be read while a graph is captured; use planes(..., check=False)")
+        raise RuntimeError("w cannot be checked while a CUDA graph is captured; use planes(..., check=False)")
     peak = w.float().abs().amax() if w.numel() else None
     if peak is not None and not torch.isfinite(peak):
         raise ValueError(f"w must be finite in float32, got {peak.item()} in a row; look for an overflow upstream")
@@ -266,7 +266,7 @@ def _shapes(results: Callable[..., Outputs]) -> Callable[..., Any]:
 
 
 def _register() -> torch.library.Library:
-    """Define every operator; they live as long as the library object."""
+    """Define all operators; they exist as long as the library object."""
     library = torch.library.Library("hashcore", "DEF")
     for name, schema in SCHEMAS.items():
         library.define(name + schema)

@@ -1,8 +1,8 @@
-"""The public functions for tensors that numpy cannot see: in CUDA memory, or while a program is traced.
+"""The public functions for tensors that numpy cannot view: in CUDA memory, or while a program is traced.
 
-Arguments are checked by the functions that check arrays, on stand-ins that have their dtype and shape; then comes one
-operator of torch_library. The values of integer tensors in device memory are not checked, since the host would have to
-wait for them: the kernels clamp lengths and starts to [0, N], and k to [0, K].
+Stand-ins with the dtype and shape of each tensor go through the checks for arrays; then one operator of torch_library
+is called. Values of integer tensors on a device are not checked, because the host would have to wait: the kernels clamp
+lengths and starts to [0, N], and k to [0, K].
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Flags(NamedTuple):
 
 
 class StandIn(NamedTuple):
-    """What the checks of validation look at in an array."""
+    """The properties of an array that the checks of validation need."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ def unpack(codes: Tensor) -> Tensor:
 
 
 def quantise(w: Tensor, planes: int = 3, *, check: bool = True) -> tuple[Tensor, Tensor]:
-    """Quantise rows to levels (ops.quantise); a check waits for the device."""
+    """Quantise rows to levels (ops.quantise); with check, the host waits for the device."""
     _check_devices(w=w)
     validation.real("w", _stand_in("w", w), "[..., D]")
     validation.not_empty("w", w.shape)
@@ -67,7 +67,7 @@ def quantise(w: Tensor, planes: int = 3, *, check: bool = True) -> tuple[Tensor,
 
 
 def planes(w: Tensor, planes: int = 3, *, check: bool = True) -> tuple[Tensor, tuple[int, ...]]:
-    """Quantise rows to planes (ops.planes); a check waits for the device."""
+    """Quantise rows to planes (ops.planes); with check, the host waits for the device."""
     _check_devices(w=w)
     seen = _stand_in("w", w)
     validation.real("w", seen, "[..., D]")
@@ -105,9 +105,9 @@ def topk(
     recent: int = 0,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Select the highest scores (ops.topk): integers of at most 32 bits, however far apart.
+    """Select the highest scores (ops.topk), integers of at most 32 bits.
 
-    A tensor k without `out` makes the host wait for the largest.
+    If k is a tensor and `out` is None, the host waits for the largest k.
     """
     values, indices = validation.pair(out)
     _check_devices(scores=scores, k=k, lengths=lengths, starts=starts, **{"out[0]": values, "out[1]": indices})
@@ -146,16 +146,17 @@ def search(
     """Find the keys that score highest (ops.search).
 
     Args:
-        first: for a shortlist on CUDA, a copy of the first word of each key, int32 [..., N], best side by side: then
-            only these are read of the keys that are not on the list. Nothing checks what they hold.
+        first: for a shortlist on CUDA, a copy of the first word of each key, int32 [..., N], preferably contiguous.
+            Then only these words are read of keys that are not on the shortlist. The values are not checked.
+        workspace: scratch memory from `make_workspace`; by default the thread keeps its own.
 
-    A tensor k without `out` makes the host wait for the largest. With `out` and a workspace (make_workspace) nothing is
-    allocated, and nothing but kernels is launched in order "index". Without a workspace the thread keeps one.
+    If k is a tensor and `out` is None, the host waits for the largest k. With `out` and a workspace nothing is
+    allocated, and with order="index" only our kernels are launched.
     """
     if blocks is not None:
         raise ValueError(
-            f"keys in pages are searched in CPU memory only, outside of compiled programs, got keys on {keys.device}; "
-            "gather them first"
+            "keys in pages are supported only in CPU memory and outside of compiled programs, got keys on "
+            f"{keys.device}; gather them first"
         )
     values, indices = validation.pair(out)
     arrays = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts, "workspace": workspace}
@@ -167,7 +168,7 @@ def search(
     best, times = validation.order(order), validation.shortlist(shortlist)
     if first is not None and (first.shape != keys.shape[:-1] or first.dtype != torch.int32):
         got = f"{_dtype(first)} {tuple(first.shape)}"
-        raise ValueError(f"first must be int32 {tuple(keys.shape[:-1])}, as keys[..., 0] is, got {got}; copy that")
+        raise ValueError(f"first must be int32 {tuple(keys.shape[:-1])}, a copy of keys[..., 0], got {got}")
     arguments = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best, times, first
     if values is None or indices is None:
         return OPERATORS.search(*arguments)
@@ -178,10 +179,10 @@ def search(
 
 
 def make_workspace(query: Tensor, keys: Tensor, weights: Sequence[int] | None = None) -> Tensor:
-    """Allocate what a search of these shapes on CUDA needs, to be passed to torch_ops.search again and again.
+    """Allocate the workspace of searches of these shapes on CUDA, to reuse in calls of torch_ops.search.
 
-    Only for searches of up to these shapes, one at a time: it holds their candidates, and samples that each search
-    clears for the next.
+    It serves searches of up to these shapes, one at a time: it has their candidates, and samples that a search
+    clears for the next one.
     """
     from hashcore.cuda import tensors
 
@@ -195,7 +196,7 @@ def make_workspace(query: Tensor, keys: Tensor, weights: Sequence[int] | None = 
 
 
 class Wanted(NamedTuple):
-    """Arguments of an operator that selects."""
+    """The selection arguments of an operator."""
 
     width: int
     k: Tensor | None
@@ -225,9 +226,7 @@ def _wanted(
     elif indices is not None:
         count = validation.position("k", indices.shape[-1] if indices.ndim else 0, n)
     elif torch.compiler.is_compiling():
-        raise ValueError(
-            "a tensor k needs out in a compiled program, got none; its last dimension says how many at most"
-        )
+        raise ValueError("a tensor k needs out in a compiled program, got None; the last dimension of out bounds k")
     else:
         count = validation.position("k", int(k.to(torch.int64).max()) if k.numel() and 0 not in rows else 0, n)
     return Wanted(
@@ -253,7 +252,7 @@ def _comparison(
     try:
         rows = torch_library.rows_of(query, keys, weights is not None)
     except RuntimeError:
-        validation.broadcast(query.shape[:-2], keys.shape[:-2])  # says what is wrong
+        validation.broadcast(query.shape[:-2], keys.shape[:-2])  # raises the error
         raise
     if weights is None:
         return None, rows
@@ -294,7 +293,7 @@ def _stand_in(name: str, x: Any) -> StandIn:
 
 def _dtype(x: Tensor) -> np.dtype[Any]:
     if x.dtype == torch.bfloat16:
-        return np.dtype(np.float16)  # as real as any
+        return np.dtype(np.float16)  # real, like bfloat16
     try:
         return np.dtype(str(x.dtype).removeprefix("torch."))
     except TypeError:
@@ -315,7 +314,7 @@ def _check_outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Tell whether the memory between the first and the last element of each meets that of the other."""
+    """Whether the memory ranges of two tensors, from first to last element, overlap."""
     spans = [
         (
             x.data_ptr(),
@@ -328,7 +327,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _write(operator: Callable[..., None], *outputs: Tensor) -> None:
-    """Let an operator write to outputs of any strides."""
+    """Call an operator that writes contiguous outputs, for outputs of any strides."""
     dense = [
         out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format) for out in outputs
     ]

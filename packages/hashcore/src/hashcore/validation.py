@@ -1,4 +1,4 @@
-"""What the public functions accept: every message says what was expected, what came, and what to do."""
+"""Checks of the public functions' arguments. Messages say what was expected, what was passed, and what to do."""
 
 import math
 import operator
@@ -14,7 +14,7 @@ Restore = Callable[[NDArray[Any]], Any]
 
 
 class Described(Protocol):
-    """What most checks look at: of an array, or of what stands for one."""
+    """The properties that most checks need: of an array, or of a stand-in for one."""
 
     @property
     def dtype(self) -> Any: ...
@@ -27,14 +27,14 @@ class Described(Protocol):
 
 
 def host_arrays(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tuple[list[Any], Restore]:
-    """View every argument as numpy and return the function that turns a result back into the caller's kind.
+    """Return numpy views of all arguments, and a function that converts a result to the caller's kind.
 
-    Optional arguments come after the others; those that are no arrays, such as None or a number, come back as they are.
+    Optional arguments come last; those that are no arrays, such as None or integers, are returned unchanged.
 
-    Raises: TypeError for anything but arrays of one kind; ValueError for a tensor that is not in CPU memory.
+    Raises: TypeError unless all are arrays of one kind; ValueError for a tensor that is not strided.
     """
     passed = arrays | {name: x for name, x in (optional or {}).items() if is_array(x)}
-    torch = sys.modules.get("torch")  # a caller who holds a tensor has imported it; nobody else pays for it
+    torch = sys.modules.get("torch")  # without an import: callers with tensors have imported it
     if all(isinstance(x, np.ndarray) for x in passed.values()):
         views, restore = passed, lambda result: result
     elif torch is not None and all(isinstance(x, torch.Tensor) for x in passed.values()):
@@ -45,23 +45,23 @@ def host_arrays(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tup
 
 
 def is_array(x: Any) -> bool:
-    """Tell an array or a tensor, of any rank, from a number or a list."""
+    """Whether x is an array or a tensor of any rank, and not a number or a list."""
     return hasattr(x, "shape") and not isinstance(x, np.generic)
 
 
 def bfloat16_bits(x: Any) -> Any | None:
-    """Return a bfloat16 tensor, the one common dtype that numpy lacks, as int16 in the same memory; None for others."""
+    """Return a bfloat16 tensor, which numpy does not support, as an int16 view; None for other arguments."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16 or x.layout != torch.strided:
         return None
     return x.detach().view(torch.int16)
 
 
-PLAIN = {np.ndarray, type(None), int, bool, float, str}  # kinds of arguments that hold no tensor
+PLAIN = {np.ndarray, type(None), int, bool, float, str}  # types of arguments that contain no tensor
 
 
 def for_torch(arguments: Iterable[Any]) -> bool:
-    """Tell whether a call has a tensor that numpy cannot view: in other memory, or traced instead of computed."""
+    """Whether any argument is a tensor that numpy cannot view: not in CPU memory, or traced."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -80,13 +80,13 @@ def for_torch(arguments: Iterable[Any]) -> bool:
 
 
 def mixed_kinds(passed: dict[str, Any]) -> TypeError:
-    """Say which arguments are of which kind."""
+    """Return the error for arguments of different kinds."""
     got = ", ".join(f"{name}: {type(x).__name__}" for name, x in passed.items())
     return TypeError(f"expected numpy arrays or torch tensors, not mixed, got {got}; convert them to one kind")
 
 
 def not_strided(x: Any) -> ValueError:
-    """Say that a tensor is sparse or otherwise without strides."""
+    """Return the error for a tensor that is sparse or otherwise without strides."""
     return ValueError(f"expected a strided tensor, got layout {x.layout}; convert it with .to_dense()")
 
 
@@ -99,7 +99,7 @@ def _tensor_view(torch: Any, x: Any) -> NDArray[Any]:
 
 
 def real(name: str, x: Described, dims: str) -> None:
-    """Require real numbers along at least one dimension."""
+    """Raise an error unless x has a real dtype and at least one dimension."""
     if x.dtype.kind not in "biuf":
         raise TypeError(f"{name} must hold real numbers, got {x.dtype}; convert it first")
     if x.ndim == 0:
@@ -107,18 +107,18 @@ def real(name: str, x: Described, dims: str) -> None:
 
 
 def bits(name: str, x: Described) -> None:
-    """Require a last dimension that fills whole words."""
+    """Raise ValueError unless the last dimension fills whole words."""
     if x.shape[-1] == 0 or x.shape[-1] % 32:
         raise ValueError(
-            f"the last dimension of {name} must be a positive multiple of 32 (bits to a word), got {x.shape[-1]}; "
+            f"the last dimension of {name} must be a positive multiple of 32 (bits per word), got {x.shape[-1]}; "
             "pad it or choose another code length"
         )
 
 
 def codes(name: str, x: Described, dims: str) -> None:
-    """Require int32 words of the shape named by dims, such as '[..., N, W]'."""
+    """Raise an error unless x has int32 words of the shape dims, such as '[..., N, W]'."""
     if x.dtype != np.int32:
-        raise TypeError(f"{name} must be int32 words, got {x.dtype}; make them with hashcore.pack")
+        raise TypeError(f"{name} must be int32 words, got {x.dtype}; create them with hashcore.pack")
     required = dims.count(",")
     if x.ndim < required:
         raise ValueError(f"{name} must have shape {dims}, got {list(x.shape)}; add the missing dimensions")
@@ -127,13 +127,13 @@ def codes(name: str, x: Described, dims: str) -> None:
 
 
 def not_empty(name: str, shape: Sequence[int]) -> None:
-    """Require rows of at least one number."""
+    """Raise ValueError for rows without numbers."""
     if shape[-1] == 0:
-        raise ValueError(f"the last dimension of {name} must not be empty, got 0; a row needs a largest weight")
+        raise ValueError(f"the last dimension of {name} must not be empty, got 0; pass at least one weight per row")
 
 
 def group(shape: Sequence[int]) -> None:
-    """Require at least one code in a group."""
+    """Raise ValueError for a group without codes."""
     if shape[-2] == 0:
         raise ValueError(f"a group must have at least one code, got shape {list(shape)}")
 
@@ -142,19 +142,19 @@ def plane_count(planes: Any) -> int:
     """Return planes as an int in 1..8."""
     count = _integer("planes", planes)
     if not 1 <= count <= 8:
-        raise ValueError(f"planes must be in 1..8, got {count}; 3 loses next to nothing against real-valued queries")
+        raise ValueError(f"planes must be in 1..8, got {count}; 3 is almost as good as real-valued queries")
     return count
 
 
 def finite(peak: NDArray[np.float32]) -> None:
-    """Require finite query weights, given the largest magnitude of each row."""
+    """Raise ValueError unless query weights are finite, given the largest magnitude of each row."""
     if not np.isfinite(peak).all():
         bad = peak[~np.isfinite(peak)][0]
         raise ValueError(f"w must be finite in float32, got {bad} in a row; look for an overflow upstream")
 
 
 def plane_weights(weights: Sequence[int], planes: int, words: int) -> tuple[int, ...]:
-    """Return weights as ints: one per plane, positive, with every score inside int32."""
+    """Return weights as ints after checks: one per plane, positive, and with scores that fit int32."""
     checked = tuple(_integer("weights", weight) for weight in weights)
     if len(checked) != planes:
         raise ValueError(
@@ -162,7 +162,7 @@ def plane_weights(weights: Sequence[int], planes: int, words: int) -> tuple[int,
             "query is [..., P, W] when weights are given"
         )
     if min(checked, default=1) < 1:
-        raise ValueError(f"weights must be positive, got {checked}; leave out planes of weight 0")
+        raise ValueError(f"weights must be positive, got {checked}; remove planes of weight 0")
     if sum(checked) * 32 * words >= 2**31:
         raise ValueError(
             f"the largest score must fit int32, got sum(weights) * 32 * W = {sum(checked) * 32 * words}; "
@@ -172,7 +172,7 @@ def plane_weights(weights: Sequence[int], planes: int, words: int) -> tuple[int,
 
 
 def same_words(query: Described, keys: Described) -> None:
-    """Require codes of one length."""
+    """Raise ValueError unless query and keys have the same number of words."""
     if query.shape[-1] != keys.shape[-1]:
         raise ValueError(
             f"query and keys must have the same number of words, got {query.shape[-1]} and {keys.shape[-1]}; "
@@ -181,7 +181,7 @@ def same_words(query: Described, keys: Described) -> None:
 
 
 def broadcast(query: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the broadcast of two leading shapes."""
+    """Return the broadcast shape of two leading shapes."""
     try:
         return np.broadcast_shapes(query, keys)
     except ValueError:
@@ -192,7 +192,7 @@ def broadcast(query: tuple[int, ...], keys: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def integer_scores(scores: Described) -> None:
-    """Require integers with a dimension to select from."""
+    """Raise an error unless scores are integers with at least one dimension."""
     if scores.dtype.kind not in "iu":
         raise TypeError(f"scores must be integers, got {scores.dtype}; hashcore.score returns int32")
     if scores.ndim == 0:
@@ -200,7 +200,7 @@ def integer_scores(scores: Described) -> None:
 
 
 class Layout(NamedTuple):
-    """What of an array can be checked without its elements."""
+    """The properties of an array that can be checked without reading its elements."""
 
     dtype: Any
     shape: tuple[int, ...]
@@ -217,7 +217,7 @@ class Layout(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Planes [..., P, W] and keys [..., N, W], which fit each other.
+    """Planes [..., P, W] and keys [..., N, W] that have been checked.
 
     Attributes:
         weights: of the planes.
@@ -231,7 +231,7 @@ class Comparison(NamedTuple):
 
 
 def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> Comparison:
-    """Require what can be scored: queries [..., Q, W], or with weights planes [..., P, W], and keys [..., N, W]."""
+    """Check queries [..., Q, W], or with weights planes [..., P, W], and keys [..., N, W]."""
     codes("query", query, "[..., Q, W]" if weights is None else "[..., P, W]")
     codes("keys", keys, "[..., N, W]")
     same_words(query, keys)
@@ -243,7 +243,7 @@ def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> 
 
 
 class Selection(NamedTuple):
-    """What each row of a selection asks for, in int64 [rows]: its k, and the first and the end of its positions."""
+    """k, and start and end of the eligible positions, of each row of a selection: int64 [rows]; width: largest k."""
 
     k: NDArray[np.int64]
     low: NDArray[np.int64]
@@ -251,8 +251,8 @@ class Selection(NamedTuple):
     width: int
 
 
-class Asked(NamedTuple):
-    """A Selection in which one int stands for all rows that ask for the same."""
+class RowBounds(NamedTuple):
+    """A Selection in which an int is the value of all rows."""
 
     k: int | NDArray[np.int64]
     low: int | NDArray[np.int64]
@@ -261,31 +261,31 @@ class Asked(NamedTuple):
 
 
 def selection(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> Selection:
-    """Return the selection from scores of this shape, [..., N], with every value checked; all positions by default."""
-    rows, found = math.prod(shape[:-1]), asked(shape, k, lengths, starts, sink, recent)
+    """Check the arguments of a selection from scores of shape [..., N], and return arrays with an entry per row."""
+    rows, found = math.prod(shape[:-1]), row_bounds(shape, k, lengths, starts, sink, recent)
     sizes, low, high = (x if isinstance(x, np.ndarray) else np.full(rows, x) for x in found[:3])
     return Selection(sizes, low, high, found.width)
 
 
-def asked(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> Asked:
-    """Return what the rows of scores of this shape, [..., N], ask for, with every value checked."""
+def row_bounds(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> RowBounds:
+    """Check the arguments of a selection from scores of shape [..., N]."""
     n = shape[-1]
     sizes, width = _per_row("k", k, shape)
     start, _ = _per_row("starts", 0 if starts is None else starts, shape)
     end, _ = _per_row("lengths", n if lengths is None else lengths, shape)
     sink, recent = natural("sink", sink, n), natural("recent", recent, n)
-    if isinstance(start, int) and isinstance(end, int):  # numpy takes ten times as long for one number
-        return Asked(sizes, *_eligible(start, end, sink, recent, n), width)
+    if isinstance(start, int) and isinstance(end, int):  # numpy is ten times slower for single numbers
+        return RowBounds(sizes, *_eligible(start, end, sink, recent, n), width)
     start, end = np.broadcast_arrays(start, end)
     if start.size:
         at = int(np.argmax(start > end))
         _ordered(start.flat[at], end.flat[at], at)
     low = np.minimum(start + sink, n)
-    return Asked(sizes, low, np.maximum(end - recent, low), width)  # nothing is left where the two meet
+    return RowBounds(sizes, low, np.maximum(end - recent, low), width)  # empty if they cross
 
 
 def bounds(n: int, k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> tuple[int, int, int]:
-    """Return k, and the first and the end of the eligible ones of n positions, for rows that ask for the same."""
+    """Return k, and start and end of the eligible positions out of n, for arguments that are the same for all rows."""
     size = position("k", k, n)
     start = position("starts", 0 if starts is None else starts, n)
     end = position("lengths", n if lengths is None else lengths, n)
@@ -302,8 +302,8 @@ _LONGEST_SHORTLIST = 1 << 10
 
 
 def order(name: Any) -> bool:
-    """Tell whether results come best first."""
-    if not isinstance(name, str) or name not in ("best", "index"):  # an array is not equal to one word
+    """Whether results are ordered best first."""
+    if not isinstance(name, str) or name not in ("best", "index"):  # comparing an array would give an array
         raise ValueError(
             f'order must be "best" (highest score first) or "index" (ascending), got {shown(name)}; choose one'
         )
@@ -311,7 +311,7 @@ def order(name: Any) -> bool:
 
 
 def shortlist(times: Any) -> int:
-    """Return how many times k a shortlist is to hold; 0: there is none."""
+    """Return the size of a shortlist in units of k; 0: no shortlist."""
     if times is None:
         return 0
     if isinstance(times, bool) or not isinstance(times, int | np.integer) or not 1 <= times <= _LONGEST_SHORTLIST:
@@ -322,15 +322,15 @@ def shortlist(times: Any) -> int:
 
 
 def pages(blocks: Any, times: int) -> None:
-    """Require a table of blocks, and no shortlist beside it."""
+    """Raise an error unless blocks are an array and there is no shortlist."""
     if not is_array(blocks):
-        raise TypeError(f"blocks must be an array of page numbers, got {type(blocks).__name__}; make one")
+        raise TypeError(f"blocks must be an array of page numbers, got {type(blocks).__name__}; convert them")
     if times:
-        raise ValueError(f"keys in pages are searched without a shortlist, got shortlist={times}; leave it out")
+        raise ValueError(f"a shortlist is not supported for keys in pages, got shortlist={times}; omit it")
 
 
 def score_bits(weights: tuple[int, ...], words: int) -> None:
-    """Require scores that fit the 16 bits a search keeps of them."""
+    """Raise ValueError unless scores fit 16 bits, as in a search."""
     if sum(weights) * 32 * words >= 1 << 16:
         raise ValueError(
             f"the scores of a search must stay below {1 << 16}, got sum(weights) * 32 * W = "
@@ -339,7 +339,7 @@ def score_bits(weights: tuple[int, ...], words: int) -> None:
 
 
 def pair(out: Any) -> tuple[Any, Any]:
-    """Return the two arrays that take a selection, or None twice."""
+    """Return the two output arrays of a selection, or None twice."""
     if out is None:
         return None, None
     if not isinstance(out, tuple | list) or len(out) != 2:
@@ -348,22 +348,22 @@ def pair(out: Any) -> tuple[Any, Any]:
 
 
 def outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any, n: int, inputs: Sequence[Any]) -> None:
-    """Require a pair of arrays that can take a selection from n positions."""
+    """Raise an error unless a pair of arrays can be the output of a selection from n positions."""
     output("out[0]", values, shape, [dtype], inputs)
     output("out[1]", indices, shape, [np.int64, np.int32], [*inputs, values])
     index_fits("out[1]", indices, n)
 
 
 def index_fits(name: str, indices: Described, n: int) -> None:
-    """Require integers that hold every position below n."""
+    """Raise TypeError unless the dtype of indices can represent every position below n."""
     if indices.dtype == np.int32 and n > 1 << 31:
-        raise TypeError(f"{name} must be int64 for positions beyond int32, got int32 for {n} of them; pass int64")
+        raise TypeError(f"{name} must be int64 for positions beyond int32, got int32 for {n} positions; pass int64")
 
 
 def output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Require an array that can take a result: its shape and dtype, writeable, each element in a place of its own."""
+    """Raise an error unless out has the right shape and dtype, is writeable, and shares no memory with inputs."""
     if not is_array(out):
-        raise TypeError(f"{name} must be an array of the inputs' kind, got {type(out).__name__}; make one to reuse")
+        raise TypeError(f"{name} must be an array of the inputs' kind, got {type(out).__name__}; create one")
     if out.dtype not in [np.dtype(dtype) for dtype in dtypes]:
         wanted = " or ".join(str(np.dtype(dtype)) for dtype in dtypes)
         raise TypeError(f"{name} must be {wanted}, got {out.dtype}; results are never converted")
@@ -373,22 +373,22 @@ def output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], i
         raise ValueError(f"{name} must be writeable, got a read-only array; pass another")
     if 0 not in shape and _overlaps_itself(out):
         raise ValueError(
-            f"{name} must have memory of its own for every element, got strides {list(out.strides)}; "
+            f"elements of {name} must not share memory, got strides {list(out.strides)}; "
             "pass an array that is not broadcast"
         )
     for x in inputs:
-        # numpy's stubs know only two bounds of work by name
+        # numpy's stubs allow only two values of max_work
         if isinstance(x, np.ndarray) and np.may_share_memory(out, x, max_work=10_000):  # pyright: ignore[reportArgumentType]
             raise shared_memory(name)
 
 
 def shared_memory(name: str) -> ValueError:
-    """Say that an output lies where an input does."""
+    """Return the error for an output that overlaps another argument."""
     return ValueError(f"{name} must not share memory with another argument, got one that does; pass another")
 
 
 def _overlaps_itself(x: NDArray[Any]) -> bool:
-    """Tell whether a dimension, from the finest stride up, steps by less than the finer ones span."""
+    """Whether elements share memory: a stride is smaller than the span of the dimensions with smaller strides."""
     span = x.itemsize
     for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape, strict=True)):
         if size > 1 and stride < span:
@@ -397,11 +397,11 @@ def _overlaps_itself(x: NDArray[Any]) -> bool:
     return False
 
 
-FEW = 64  # of so many numbers Python finds the extremes sooner than numpy
+FEW = 64  # up to this many numbers, Python finds minimum and maximum faster than numpy
 
 
 def _per_row(name: str, value: Any, shape: tuple[int, ...]) -> tuple[int | NDArray[np.int64], int]:
-    """Return an integer in 0..N, or one for each row of [..., N], flat; and the largest of them, 0 for no rows."""
+    """Return an integer in 0..N, or one per row of [..., N], flat; and the largest of them, 0 without rows."""
     n, rows = shape[-1], shape[:-1]
     if not is_array(value):
         return (checked := position(name, value, n)), checked
@@ -429,33 +429,26 @@ def _ordered(start: int, end: int, row: int) -> None:
 
 
 def not_per_row(name: str, rows: Sequence[int], shape: Sequence[int]) -> ValueError:
-    """Say that an array does not broadcast to the rows."""
+    """Return the error for an array that does not broadcast to the rows."""
     return ValueError(
-        f"{name} must be an integer or broadcast to one per row, shape {list(rows)}, got {list(shape)}; "
+        f"{name} must be an integer or broadcast to one integer per row, shape {list(rows)}, got {list(shape)}; "
         "insert dimensions of size 1"
     )
-
-
-REMEDIES = {
-    "k": "clamp it",
-    "starts": "a row begins where its keys do",
-    "lengths": "a row cannot see more than there is",
-}
 
 
 def position(name: str, value: Any, n: int) -> int:
     """Return k, a start or a length as an int in 0..N."""
     checked = _integer(name, value)
     if not 0 <= checked <= n:
-        raise ValueError(f"{name} must be in 0..{n}, the number of scores in a row, got {checked}; {REMEDIES[name]}")
+        raise ValueError(f"{name} must be in 0..{n}, the number of scores in a row, got {checked}; clamp it")
     return checked
 
 
 def natural(name: str, value: Any, most: int) -> int:
-    """Return a count >= 0, no larger than makes a difference."""
+    """Return a count of 0 or more, clamped to `most`."""
     count = _integer(name, value)
     if count < 0:
-        raise ValueError(f"{name} must be 0 or more positions, got {count}; 0 leaves none out")
+        raise ValueError(f"{name} must be 0 or more positions, got {count}; 0 excludes none")
     return min(count, most)
 
 
@@ -465,7 +458,7 @@ def integers(name: str, values: Any) -> tuple[int, ...] | None:
 
 
 def are_plain_weights(weights: Any) -> bool:
-    """Tell whether weights are None or a tuple of ints, which equals no tuple of another kind that is a mistake."""
+    """Whether weights are None or a tuple of exact ints, so that an equal key in a cache means valid weights."""
     return weights is None or (type(weights) is tuple and all(type(weight) is int for weight in weights))
 
 
@@ -473,7 +466,7 @@ RowIntegers = tuple[int, int | None, int | None, int, int]
 
 
 def row_integers(k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> RowIntegers:
-    """Return what the rows of a selection ask for as ints; lengths and starts may be None."""
+    """Return the arguments of a selection that are the same for all rows as ints; lengths and starts may be None."""
     named = (("k", k), ("lengths", lengths), ("starts", starts), ("sink", sink), ("recent", recent))
     checked = tuple(
         x if type(x) is int or (x is None and name in ("lengths", "starts")) else _integer(name, x) for name, x in named
@@ -489,5 +482,5 @@ def _integer(name: str, value: Any) -> int:
 
 
 def shown(value: Any) -> str:
-    """Return what any value is in one short line."""
+    """Return a short representation of any value on one line."""
     return " ".join(reprlib.repr(value).split())

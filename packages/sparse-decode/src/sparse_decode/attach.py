@@ -1,4 +1,4 @@
-"""Attaching sparse attention to a model, and taking it off again."""
+"""Attach sparse attention to a model, and detach it."""
 
 # Configs of transformers have no types.
 # pyright: reportUnknownMemberType=false
@@ -46,7 +46,7 @@ from sparse_decode.model import (
 from sparse_decode.offload import HostLayer
 from sparse_decode.pace import Costs, Pace
 from sparse_decode.parallel import head_shard, shard, shard_shape
-from sparse_decode.plan import Kernel, LayerPlan
+from sparse_decode.plan import Backend, LayerPlan
 from sparse_decode.positions import Sights
 from sparse_decode.select import AttendingSelector, HashSelector, KeyQueryHasher, Selector
 
@@ -59,71 +59,72 @@ def attach(
     layer_budgets: Mapping[int, Budget] | None = None,
     dense_layers: int | Collection[int] | None = None,
     sparse_rows: Literal["decode"] | int = "decode",
-    decode_rows: int = 1,
+    max_decode_rows: int = 1,
     kv: Literal["device", "host"] = "device",
     remainder: bool = True,
-    kernel: Kernel = "gather",
+    backend: Backend = "gather",
     exact: int | None = None,
 ) -> Attachment:
     """Make the full-attention layers of a causal language model sparse.
 
     Args:
-        model: any Hugging Face decoder with "sdpa" or "eager" attention; its files and weights stay as they are.
-        selector: a hasher (such as `hashtrain.Hasher`), another `Selector`, or None to leave everything dense.
-        budget: tokens per row. By default 2 %, and in decode steps all below the context from which on a sparse step is
-            predicted to be faster (`dense_below="predicted"`), so that attaching slows no step.
-        layer_budgets: budgets of single layers, which they have instead.
-        dense_layers: which layers stay dense: so many of the first, or their indices; by default those that the hasher
-            names, because training measured that they cost too much, and none with another selector.
-        sparse_rows: "decode": prefill is dense and decode steps are sparse. An integer n: in every call the rows from
-            position n of their sequence on are sparse, which scores a whole text in one forward pass as decoding
-            token by token after a dense prefill of n would (n = 0: sparse everywhere), and tells prefill from decoding
-            whatever the chunks when n is the length of the prompt.
-        decode_rows: with "decode", a call with a past and at most this many query tokens is a decode step; raise it
-            for assisted decoding, which checks several tokens at once. A last chunk of prefill of that size counts too.
-        kv: where the sparse layers of dynamic caches keep keys and values. "host": in host memory, pinned if there is
-            a GPU; codes stay on the device, and a sparse step brings over only the rows that it selected.
-        remainder: add what each selection leaves out, as one token of mean value and estimated weight (eq. 15, 16),
-            if the hasher has been calibrated for it, as those of `hashtrain` are; `Attachment.remainder` says so. A
-            mask must then go on showing and hiding what it showed and hid: a decode step on CUDA does not look at one
-            that changed for earlier tokens, and the layer's output is NaN in that row for as long as the cache is used.
-            On the CPU the sums are made anew; a compiled step there is refused.
-        kernel: what attends. "gather": our own kernels, and for dense calls what the model uses. "flash": flash-attn
-            (extra `sparse-decode[flash]`) for dense calls and over rows that torch gathers, as in the paper: on CUDA
-            in 16-bit types, without padding, remainder, learned sinks, sliding layers, static caches.
-        exact: `generate` makes what the model makes without us, greedy token for token and samples in distribution: at
-            most so many tokens (up to 15) are drafted by sparse steps, then checked by one dense pass. Everything else
-            the model is called for is dense. Fewer are drafted, down to none, where that is predicted to pay more; with
-            a number as the budget's `dense_below` one at least from that context on. Of one sequence at a time.
-    Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`. Its `forecast(batch, tokens)`
-        says beforehand what memory a run takes, and `memory(cache)` what a cache has taken.
-    Raises: ValueError with one sentence if the model, its attention or the hasher cannot be used; the model is then
-        unchanged.
+        model: a Hugging Face decoder with "sdpa" or "eager" attention. Its files and weights are not changed.
+        selector: a hasher (such as `hashtrain.Hasher`), another `Selector`, or None to keep every layer dense.
+        budget: tokens per row. Default: 2 %, with decode steps dense below the context length from which a sparse step
+            is predicted to be faster (`dense_below="predicted"`), so that attaching slows no step down.
+        layer_budgets: budgets of single layers, which replace `budget` there.
+        dense_layers: the layers that stay dense: the number of first layers, or a set of indices. Default: the layers
+            that the hasher lists, because training measured a high cost for them; none with another selector.
+        sparse_rows: "decode": prefill is dense, decode steps are sparse. An integer n: in every call, rows from
+            position n of their sequence on are sparse. One forward pass then scores a whole text as token-by-token
+            decoding after a dense prefill of n tokens would (n = 0: all rows are sparse). With n = the length of the
+            prompt, prefill stays dense however it is chunked.
+        max_decode_rows: with "decode", a call with a non-empty cache and at most this many query tokens is a decode
+            step. Raise it for assisted decoding, which checks several tokens at once. A last chunk of prefill of at
+            most this size is then a decode step, too.
+        kv: where the sparse layers of dynamic caches store keys and values. "host": in host memory, pinned if there is
+            a GPU; codes stay on the device, and a sparse step copies only the selected rows to it.
+        remainder: add the unselected tokens of each row as one token of mean value and estimated weight (eq. 15, 16),
+            if the hasher is calibrated for it, as those of `hashtrain` are; see `Attachment.remainder`. The mask may
+            then not change for earlier tokens: a decode step on CUDA does not check this, and outputs NaN in such a
+            row until the cache is discarded. On the CPU the sums are recomputed; a compiled step raises an error.
+        backend: the attention implementation. "gather": our kernels, and the model's own attention for dense calls.
+            "flash": flash-attn (extra `sparse-decode[flash]`) for dense calls and over rows gathered by torch, as in
+            the paper. "flash" needs CUDA and 16-bit types, and supports no padding, remainder, learned sinks, sliding
+            layers or static caches.
+        exact: exact mode. `generate` returns what the dense model returns: the same tokens when greedy, the same
+            distribution when sampling. Sparse steps draft at most this many tokens (up to 15), and one dense pass
+            checks them. All other calls of the model are dense. Fewer tokens, down to none, are drafted where that is
+            predicted to be faster; with an integer `dense_below` in the budget, at least one from that context length
+            on. Batch size 1 only.
+    Returns: the attachment. Use it in a `with` statement, or keep it and call `detach()`. `forecast(batch, tokens)`
+        predicts the memory of a run; `memory(cache)` measures that of a cache.
+    Raises: ValueError if the model, its attention or the hasher is not supported; the model is then unchanged.
     """
-    _check_rows(dense_layers, sparse_rows, decode_rows)
+    _check_rows(dense_layers, sparse_rows, max_decode_rows)
     if kv not in ("device", "host"):
         raise ValueError(f'kv must be "device" or "host", got {kv!r}')
-    if kernel not in ("gather", "flash"):
-        raise ValueError(f'kernel must be "gather" or "flash", got {kernel!r}')
+    if backend not in ("gather", "flash"):
+        raise ValueError(f'backend must be "gather" or "flash", got {backend!r}')
     if exact is not None:
-        require_exact(exact, selector, sparse_rows, decode_rows, kv, kernel)
-    rule = RowRule(None if sparse_rows == "decode" else sparse_rows, decode_rows)
-    how = kv == "host", remainder, kernel
+        require_exact(exact, selector, sparse_rows, max_decode_rows, kv, backend)
+    rule = RowRule(None if sparse_rows == "decode" else sparse_rows, max_decode_rows)
+    how = kv == "host", remainder, backend
     dense = _dense_layers(selector, dense_layers)
     own = Budget(dense_below="predicted" if sparse_rows == "decode" else 0)
     return Attachment(model, selector, budget or own, layer_budgets or {}, dense, rule, *how, exact)
 
 
 class Attachment:
-    """Sparse attention on one model, until `detach`. Made by `attach`.
+    """Sparse attention on one model, until `detach`. Created by `attach`.
 
     Attributes:
         model: the model.
         layers: indices of its sparse layers.
-        remainder: whether any of them adds what its selections leave out.
-        break_even: the context from which on a sparse step was measured, or is predicted, to be faster than a dense
-            one, in the first layer whose budget asks for it; None if none does.
-        drafts: of exact mode, None without it: its `acceptance` says how many tokens were drafted, and accepted.
+        remainder: whether any of them adds the remainder of its selections.
+        break_even: the context length, measured or predicted, from which a sparse step is faster than a dense one, in
+            the first layer whose budget asks for it; None if no budget does.
+        drafts: state of exact mode, None without it; `drafts.acceptance` counts drafted and accepted tokens.
     """
 
     def __init__(
@@ -136,19 +137,19 @@ class Attachment:
         rule: RowRule,
         on_host: bool,
         remainder: bool,
-        kernel: Kernel = "gather",
+        backend: Backend = "gather",
         exact: int | None = None,
     ):
         require_attachable(model)
         if exact is not None:
             require_forgets(model)
-        self._kernel: Kernel = kernel
-        if kernel == "flash":
+        self._backend: Backend = backend
+        if backend == "flash":
             shape = ModelShape.of(text_decoder(model).config)
             flash.require(model.device, model.dtype, [shape.at(i).head_dim for i in range(shape.num_layers)])
             require_all_full(model)
             if on_host:
-                raise ValueError('kernel="flash" gathers on the model\'s device; use kv="device"')
+                raise ValueError('backend="flash" gathers on the model\'s device; use kv="device"')
         modules: dict[int, Attention] = {}
         self.model: PreTrainedModel = model
         self._handles: list[RemovableHandle] = []
@@ -167,17 +168,16 @@ class Attachment:
             chosen.require_match(text_decoder(model).config)
             if on_host and not chosen.needs_codes:
                 raise ValueError(
-                    f"keys and values can be on the host only for a selector that works on codes, got "
-                    f'{type(chosen).__name__}; use kv="device"'
+                    f'kv="host" needs a selector that works on codes, got {type(chosen).__name__}; use kv="device"'
                 )
-            if kernel == "flash" and isinstance(chosen, AttendingSelector):
+            if backend == "flash" and isinstance(chosen, AttendingSelector):
                 raise ValueError(
-                    f"a selector with an attention of its own uses no kernel, got {type(chosen).__name__}; use "
-                    'kernel="gather"'
+                    f'backend="flash" does not support a selector with its own attention, got {type(chosen).__name__}; '
+                    'use backend="gather"'
                 )
             modules = sparse_modules(model, dense_layers)
             shape = ModelShape.of(text_decoder(model).config)
-            if kernel == "gather" and not isinstance(chosen, AttendingSelector):
+            if backend == "gather" and not isinstance(chosen, AttendingSelector):
                 require_kernels(model, modules, shape, getattr(chosen, "per_query_head", False))
             if on_host:
                 require_own_keys(model)
@@ -186,7 +186,7 @@ class Attachment:
             if strangers := sorted(set(layer_budgets) - set(modules)):
                 raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
             budgets = {layer: layer_budgets.get(layer, budget) for layer in modules}
-            _require_values(budgets.values(), kernel, chosen, model.device)
+            _require_values(budgets.values(), backend, chosen, model.device)
 
             def heads_of(layer: int) -> ModelShape:
                 return shape.at(layer) if size == 1 else shard_shape(shape.at(layer), size)
@@ -205,12 +205,12 @@ class Attachment:
                 if left_out is not None and isinstance(chosen, AttendingSelector):
                     raise ValueError(
                         "the remainder is fitted to softmax attention over a selection, got "
-                        f"{type(chosen).__name__}, which has an attention of its own; attach with remainder=False"
+                        f"{type(chosen).__name__}, which has its own attention; attach with remainder=False"
                     )
-                if left_out is not None and kernel == "flash":
+                if left_out is not None and backend == "flash":
                     raise ValueError(
-                        'kernel="flash" does not say what the remainder needs; attach with remainder=False, or use '
-                        'kernel="gather"'
+                        'backend="flash" does not support the remainder; attach with remainder=False, or use '
+                        'backend="gather"'
                     )
                 self._plans[layer] = LayerPlan(
                     layer,
@@ -218,7 +218,7 @@ class Attachment:
                     found,
                     rule,
                     left_out,
-                    kernel,
+                    backend,
                     sights,
                     _device_of(modules[layer].module),
                 )
@@ -231,12 +231,12 @@ class Attachment:
             register()
             self._config = cast(Any, text_decoder(model).config)
             dense = dense_name(model)
-            name = AttentionName.of(FLASH_NAME if kernel == "flash" else NAMES[dense], dense)
+            name = AttentionName.of(FLASH_NAME if backend == "flash" else NAMES[dense], dense)
             set_attention(model, name)
             self._name = name
             self._retyped = None if self.drafts is None else retype(model, self.drafts)
             self._dense = tuple(found.layer for found in dense_modules(model, modules))
-            may_be_short = kernel == "gather" and not on_host
+            may_be_short = backend == "gather" and not on_host
             ways = (self._config, name), self._held, self._growing, may_be_short
             for layer, found in modules.items():
                 hook = Hook(self._plans[layer], found.arguments, *ways)
@@ -251,14 +251,14 @@ class Attachment:
         heads: Callable[[int], ModelShape],
         selector: Selector,
     ) -> dict[int, Budget]:
-        """Put numbers in place of break-evens that are to be measured, once for all layers, or predicted."""
+        """Replace `dense_below="measured"` (measured once for all layers) and "predicted" by numbers."""
         model, found = self.model, dict(budgets)
         measured = [layer for layer, budget in budgets.items() if budget.dense_below == "measured"]
         if measured:
             layer = measured[0]
-            facts = selector, budgets[layer], model.dtype, model.device, self._kernel
-            self.break_even = break_even(modules[layer].module, layer, heads(layer), *facts)
-        # What a prediction counts are a CPU's bytes of codes, keys and values.
+            arguments = selector, budgets[layer], model.dtype, model.device, self._backend
+            self.break_even = break_even(modules[layer].module, layer, heads(layer), *arguments)
+        # The prediction is for CPUs: it compares the bytes of codes, keys and values that are read.
         foreseen = model.device.type == "cpu" and selector.needs_codes and not self._on_host
         for layer, budget in budgets.items():
             if budget.dense_below == "measured":
@@ -276,7 +276,7 @@ class Attachment:
         self.detach()
 
     def detach(self) -> None:
-        """Make the model what it was before, and the caches filled meanwhile plain ones. Safe to call twice."""
+        """Restore the model, and turn the caches filled meanwhile into plain ones. Safe to call twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -284,7 +284,7 @@ class Attachment:
             self._name.live = False
             if self._retyped is not None:
                 self._retyped()
-            if self._config._attn_implementation == self._name:  # somebody may have set another one
+            if self._config._attn_implementation == self._name:  # the caller may have set another one
                 set_attention(self.model, self._name.dense)
             self._name = None
         for plan in self._plans.values():
@@ -293,19 +293,19 @@ class Attachment:
             stop_growing(layer)
 
     def counts(self) -> dict[int, tuple[int, int]]:
-        """Return tokens selected and visible by layer, over all sparse rows and query heads so far."""
+        """Return (selected, visible) tokens by layer, summed over all sparse rows and query heads so far."""
         found = {layer: plan.tally.totals() for layer, plan in self._plans.items()}
         return {layer: (selected, visible) for layer, (selected, visible) in found.items() if visible}
 
     def density(self) -> dict[int, float]:
-        """Return selected / visible by layer so far, sink and recent included.
+        """Return selected / visible by layer so far, including sink and recent tokens.
 
-        Prefill and dense layers do not count; a decode step that was dense because of `dense_below` counts as 1.
+        Prefill and dense layers are not counted; a decode step that was dense because of `dense_below` counts as 1.
         """
         return {layer: selected / visible for layer, (selected, visible) in self.counts().items()}
 
     def reset_density(self) -> None:
-        """Start counting anew."""
+        """Reset the counts of `counts` and `density`."""
         for plan in self._plans.values():
             plan.tally.reset()
 
@@ -313,7 +313,7 @@ class Attachment:
         raise TypeError(NO_COPY)
 
     def _grow(self, cache: Any) -> None:
-        """Let the layers that stay dense grow in place on the CPU, where the cache has filled them."""
+        """Make the filled cache layers of dense layers grow in place, on the CPU."""
         if type(cache) is not DynamicCache:
             return
         for index in self._dense:
@@ -322,7 +322,7 @@ class Attachment:
                 grow(held, self._growing)
 
     def memory(self, cache: Cache) -> tuple[int, int]:
-        """Return bytes of a cache's keys and values, in all layers, and of its codes and the sums of its remainder."""
+        """Return the bytes of a cache: keys and values of all layers; codes and sums of the remainder."""
         kv = codes = 0
         for layer in cache.layers:
             held = layer.memory() if isinstance(layer, CODED) else (_kv_bytes(layer), 0)
@@ -330,10 +330,10 @@ class Attachment:
         return kv, codes
 
     def forecast(self, batch: int, tokens: int) -> Forecast:
-        """Return the bytes that `batch` sequences of `tokens` tokens each will take, before anything is run.
+        """Predict the memory of `batch` sequences of `tokens` tokens each, in bytes, without running anything.
 
-        For the model's own type, a dynamic cache, and a selector that works on codes: another one, and hashers other
-        than those of `hashtrain`, have temporaries of their own.
+        Assumes the model's dtype, a dynamic cache and a hasher of `hashtrain`; other selectors and hashers may need
+        more temporary memory.
 
         Raises: ValueError if batch or tokens is below 1.
         """
@@ -343,9 +343,9 @@ class Attachment:
         return forecast(self.model, mine, self._plans, batch, tokens, growing)
 
     def prepare(self, cache: Cache) -> Cache:
-        """Make a cache carry codes before a model sees it: needed only if its first call is a compiled one.
+        """Make a cache carry codes before its first call. Needed only if that call is compiled.
 
-        A static cache must also have its memory by then: call its `early_initialization` first.
+        A static cache must be allocated first: call its `early_initialization`.
         Returns: the same cache.
         """
         for plan in self._plans.values():
@@ -357,8 +357,8 @@ class Attachment:
         held = _cache_layer(cache, plan.layer)
         if getattr(held, "encoder", None) is plan.encoder:
             return held
-        if self._kernel == "flash" and (not isinstance(held, DynamicLayer) or is_quantised(type(held))):
-            raise ValueError(f'kernel="flash" needs a DynamicCache, got a layer of type {type(held).__name__}')
+        if self._backend == "flash" and (not isinstance(held, DynamicLayer) or is_quantised(type(held))):
+            raise ValueError(f'backend="flash" needs a DynamicCache, got a layer of type {type(held).__name__}')
         if not plan.selector.needs_codes:
             return held
         if torch.compiler.is_compiling():
@@ -371,17 +371,17 @@ class Attachment:
         return carry_codes(held, plan.encoder, HostLayer)
 
 
-def _require_values(budgets: Iterable[Budget], kernel: Kernel, selector: Selector, device: torch.device) -> None:
-    """Raise ValueError if a budget leaves out values and what attends cannot."""
+def _require_values(budgets: Iterable[Budget], backend: Backend, selector: Selector, device: torch.device) -> None:
+    """Raise ValueError if a budget reads only a share of the values and the attention does not support this."""
     share = min(budget.values for budget in budgets)
     require_values(share, device)
-    if share < 1 and (kernel == "flash" or isinstance(selector, AttendingSelector)):
-        by = 'kernel="flash"' if kernel == "flash" else type(selector).__name__
-        raise ValueError(f"values below 1 needs the attention of our own kernels, got {share} and {by}; give 1")
+    if share < 1 and (backend == "flash" or isinstance(selector, AttendingSelector)):
+        by = 'backend="flash"' if backend == "flash" else type(selector).__name__
+        raise ValueError(f"values below 1 needs our own kernels, got {share} and {by}; set it to 1")
 
 
 def _device_of(module: Any) -> torch.device:
-    """Return where a layer works; the CPU for one that is brought there only when called."""
+    """Return the device of a layer; the CPU for a layer that is loaded only when called (meta tensors)."""
     tensors: Iterator[Tensor] = itertools.chain(module.parameters(), module.buffers())  # quantised weights are buffers
     device = next((x.device for x in tensors), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
@@ -394,14 +394,14 @@ def _dense_layers(selector: object, given: int | Collection[int] | None) -> Coll
     return range(given) if isinstance(given, int) else given
 
 
-def _check_rows(dense_layers: object, sparse_rows: object, decode_rows: object) -> None:
+def _check_rows(dense_layers: object, sparse_rows: object, max_decode_rows: object) -> None:
     given = cast("Collection[object]", dense_layers) if isinstance(dense_layers, Collection) else [dense_layers or 0]
     if any(not isinstance(layer, int) or layer < 0 for layer in given):
         raise ValueError(f"dense_layers must be an integer of 0 or more, or a set of them, got {dense_layers!r}")
     if sparse_rows != "decode" and (not isinstance(sparse_rows, int) or sparse_rows < 0):
         raise ValueError(f'sparse_rows must be "decode" or an integer of 0 or more, got {sparse_rows!r}')
-    if not isinstance(decode_rows, int) or decode_rows < 1:
-        raise ValueError(f"decode_rows must be an integer of 1 or more, got {decode_rows!r}")
+    if not isinstance(max_decode_rows, int) or max_decode_rows < 1:
+        raise ValueError(f"max_decode_rows must be an integer of 1 or more, got {max_decode_rows!r}")
 
 
 def _as_selector(selector: KeyQueryHasher | Selector) -> Selector:
@@ -410,7 +410,7 @@ def _as_selector(selector: KeyQueryHasher | Selector) -> Selector:
     if hasattr(selector, "encode_queries"):
         return HashSelector(selector)  # pyright: ignore[reportArgumentType]
     raise ValueError(
-        f"a hasher with encode_keys and encode_queries, or a Selector, is needed, got {type(selector).__name__}"
+        f"selector must be a hasher with encode_keys and encode_queries, or a Selector, got {type(selector).__name__}"
     )
 
 
@@ -419,7 +419,7 @@ def _kv_bytes(layer: Any) -> int:
 
 
 def _cache_layer(cache: Any, layer: int) -> CacheLayerMixin:
-    """Return one layer of a cache, made if the cache makes its layers lazily."""
+    """Return one layer of a cache, created if the cache creates its layers lazily."""
     if not isinstance(cache, Cache):
         raise ValueError(
             f"past_key_values must be a transformers Cache, got {type(cache).__name__}; use DynamicCache()"
@@ -434,7 +434,7 @@ def _cache_layer(cache: Any, layer: int) -> CacheLayerMixin:
     held = cache.layers[layer]
     if not hasattr(held, "encoder") and coded_type(cast(type, type(held))) is None:
         raise ValueError(
-            f"cache layers of type DynamicLayer, StaticLayer, a hybrid or a quantised one are needed, got "
+            f"cache layers must be of type DynamicLayer or StaticLayer, hybrid or quantised, got "
             f"{type(held).__name__} in layer {layer}; use DynamicCache(config=model.config), the default of generate"
         )
     return cast(CacheLayerMixin, held)

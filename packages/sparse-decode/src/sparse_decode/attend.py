@@ -7,10 +7,10 @@ For query head h of a batch row, with S the tokens selected for it (eq. 8):
 
     q [B, Hq, Q, D]   k, v [B, Hkv, N, D]   indices [B, H, Q, K], H = Hkv or Hq, -1 unused   out [B, Q, Hq, D]
 
-One task is one (batch row, index set, query row): it reads each selected key and value once, widens it to float32 in
-cache and uses it for every query head of the set. Keys and values are addressed by stride: nothing of length N is ever
-copied, converted or written. Bytes read per task: |S| (D + Dv) elements, at random rows of 2 D or 4 D bytes.
-What the selection leaves out (eq. 15, 16) is added in the same task.
+One task is one (batch row, index set, query row). It reads each selected key and value once, converts it to float32 in
+cache and uses it for every query head of the set. Keys and values are addressed by stride, so nothing of length N is
+copied, converted or written. Each task reads |S| (D + Dv) elements, in random rows of 2 D or 4 D bytes. The same task
+adds the remainder (eq. 15, 16).
 """
 
 # Some methods of torch have no types.
@@ -37,16 +37,16 @@ _NOTHING = np.empty((0, 5), np.float32), np.empty((0, 0, 0, 0), np.float32), np.
 
 
 class LeftOut(NamedTuple):
-    """What is known of the tokens that a selection leaves out (eq. 15)."""
+    """The inputs of the remainder (eq. 15)."""
 
     coefficients: Tensor
     """float32 [Hq, 5]: the first five of `LayerHasher.remainder`."""
     mean_keys: Tensor
-    """Mean of the keys that each row sees, float32 [B, Hkv, Q, D]."""
+    """Mean of each row's visible keys, float32 [B, Hkv, Q, D]."""
     values: Tensor
-    """What stands for their values in each query head (eq. 16), float32 [B, Hq, Q, Dv]."""
+    """The remainder's value in each query head (eq. 16), float32 [B, Hq, Q, Dv]."""
     visible: Tensor | None
-    """Tokens that each row sees, int64 [B, Q]; None if all rows see all N."""
+    """Number of visible tokens of each row, int64 [B, Q]; None if all rows see all N."""
 
 
 @overload
@@ -62,7 +62,7 @@ def attend(
     left_out: LeftOut | None = None,
     ends: tuple[int, int] | Tensor = (0, 0),
     values: float = 1.0,
-    facts: Literal[False] = False,
+    lse: Literal[False] = False,
 ) -> Tensor: ...
 @overload
 def attend(
@@ -77,7 +77,7 @@ def attend(
     left_out: LeftOut | None = None,
     ends: tuple[int, int] | Tensor = (0, 0),
     values: float = 1.0,
-    facts: Literal[True],
+    lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def attend(
     q: Tensor,
@@ -91,30 +91,31 @@ def attend(
     left_out: LeftOut | None = None,
     ends: tuple[int, int] | Tensor = (0, 0),
     values: float = 1.0,
-    facts: bool = False,
+    lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend to the selected tokens only.
 
     Args:
         q: [B, Hq, Q, D]; k: [B, Hkv, N, D]; v: [B, Hkv, N, Dv]; float32, bfloat16 or float16 of one type, on the CPU
-            or, for 16-bit types and up to 16 query heads an index set, on CUDA (kernels/gather.cu), which reads keys
-            and values in pinned host memory as they are.
-        indices: int64 [B, H, Q, K], H = Hkv or Hq; -1 in unused slots, anywhere.
+            or, for 16-bit types and up to 16 query heads per index set, on CUDA (kernels/gather.cu), where k and v may
+            also be in pinned host memory.
+        indices: int64 [B, H, Q, K], H = Hkv or Hq; -1 in unused slots, at any place.
         scaling: factor on the logits, usually D^-0.5.
-        softcap: bound on the logits' size (Gemma 2), above 0; None leaves them as they are.
-        sinks: one learned logit per query head [Hq], which takes its share of the softmax and has no value (gpt-oss).
-        left_out: add what the selection leaves out, as one token (eq. 16); None leaves it out.
-        ends: how many of the first and of the last of the N tokens every row reads besides; `indices` has none of them,
-            and no unused slot. Or which tokens all rows of a sequence read, int64 [B, E], -1 in unused slots.
+        softcap: soft cap of the logits (Gemma 2), above 0; None for none.
+        sinks: one learned sink logit per query head [Hq]: part of the softmax, without a value (gpt-oss).
+        left_out: the inputs of the remainder, which is added as one token (eq. 16); None for none.
+        ends: numbers of first and last tokens of the N that every row reads besides `indices`, which then must not
+            contain them or unused slots. Or the tokens that all rows of a sequence read besides, int64 [B, E], -1 in
+            unused slots.
         values: share of the selected tokens whose values are read, rounded up (eq. 21): those with the largest sum of
-            weights over the set's query heads, equal ones by their place in `indices`. The others have the value of
-            what is left out; without `left_out`, no weight. On CUDA only 1.
-        facts: return what the remainder needs, too (eq. 15).
-    Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32. With facts also
-        float32 [2, B, Q, Hq]: mean and log sum exp of the selected logits, 0 and -inf for rows without one; a sink is
-        part of the second.
-    Raises: ValueError on other shapes, types, devices or shares, and on an index beyond N; on CUDA, where its value
-        cannot be read without waiting, such an index counts as unused.
+            weights over the set's query heads, ties in the order of `indices`. The others get the remainder's value;
+            without `left_out`, weight 0. On CUDA only 1.
+        lse: also return the mean and the log-sum-exp of the logits, which calibration of the remainder needs (eq. 15).
+    Returns: [B, Q, Hq, Dv] in q's type; zeros for rows without a selected token. Sums are float32. With lse also
+        float32 [2, B, Q, Hq]: mean and log-sum-exp of the selected logits, 0 and -inf for rows without one; the
+        log-sum-exp includes the learned sink.
+    Raises: ValueError on other shapes, types, devices or shares, and on an index of N or more; on CUDA, where checking
+        would make the host wait, such an index counts as unused.
     Source: docs/algorithm.md, eq. 8.
     """
     _check(q, k, v, indices, softcap, sinks, left_out)
@@ -122,21 +123,21 @@ def attend(
     rest = (None,) * 4 if left_out is None else left_out
     always = (0, 0, ends) if isinstance(ends, Tensor) else (*ends, None)
     given = q.detach(), k.detach(), v.detach(), indices, scaling, softcap, sinks, *rest, *always
-    if readable(q):  # the CPU, without torch's dispatcher, which costs more than all the rest of the call
+    if readable(q):  # on the CPU, torch's dispatcher would take longer than everything else in the call
         result, logits = _on_cpu(*given, values)
     elif values < 1:
-        raise ValueError(f"values below 1 needs a step that is not traced, got {values}; give 1")
-    elif facts:
-        result, logits = gather.OPERATORS.gather_with_facts(*given)
+        raise ValueError(f"values below 1 does not work in a compiled graph, got {values}; set it to 1")
+    elif lse:
+        result, logits = gather.OPERATORS.gather_with_lse(*given)
     else:
         result, logits = gather.OPERATORS.gather(*given), None
     if q.requires_grad:
         result = _NoBackward.apply(result, q)
-    return (result, logits) if facts else result  # pyright: ignore[reportReturnType]
+    return (result, logits) if lse else result  # pyright: ignore[reportReturnType]
 
 
 def require(device: torch.device, dtype: torch.dtype, dims: Collection[int] = (), group: int = 1) -> None:
-    """Raise ValueError with one sentence if no kernel attends on a device in a type, to heads of these sizes.
+    """Raise ValueError if no kernel supports this device, dtype and head sizes.
 
     Args:
         dims: components of keys and of values; group: query heads that share an index set.
@@ -144,17 +145,17 @@ def require(device: torch.device, dtype: torch.dtype, dims: Collection[int] = ()
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"sparse attention runs on the CPU or on CUDA, got {device}; move the model")
     if dtype not in KINDS:
-        raise ValueError(f"sparse attention takes float32, bfloat16 or float16, got {dtype}; convert the model")
+        raise ValueError(f"sparse attention needs float32, bfloat16 or float16, got {dtype}; convert the model")
     if device.type == "cuda":
         gather.require(dtype, dims, group)
 
 
 def require_values(share: float, device: torch.device) -> None:
-    """Raise ValueError if no kernel can read the values of only this share of what was selected."""
+    """Raise ValueError if `Budget.values` is out of range, or below 1 on a device other than the CPU."""
     if not 0 < share <= 1:
         raise ValueError(f"values must be above 0 and at most 1, got {share}; 0.5 reads every second value")
     if share < 1 and device.type != "cpu":
-        raise ValueError(f"values below 1 needs the CPU, got {share} on {device}; give 1")
+        raise ValueError(f"values below 1 needs the CPU, got {share} on {device}; set it to 1")
 
 
 def on_host(
@@ -169,12 +170,12 @@ def on_host(
     blocks: NDArray[np.int64] = _SIDE_BY_SIDE,
     values: float = 1.0,
 ) -> tuple[Tensor, Tensor, NDArray[np.int64]]:
-    """Attend on the CPU to arguments that agree: the result, the facts, and tokens used, int64 [B, H, Q].
+    """Attend on the CPU, without checking shapes: `attend` with lse, and the number of tokens used, int64 [B, H, Q].
 
     With blocks, int64 [B, T], k and v are pages [M, Hkv, S, D]: token j of a row is token j % S of page blocks[j // S],
-    which must be one of them where a row attends.
+    which must be a valid page for every token that a row attends to.
 
-    Raises: ValueError on an index beyond N; no memory there is read.
+    Raises: ValueError on an index of N or more; no memory there is read.
     """
     batch, hq, n_rows, dim = q.shape
     sets = indices.shape[1]
@@ -216,7 +217,7 @@ def on_host(
 
 
 def _rest(left_out: LeftOut | None, rows: tuple[int, int], n: int) -> tuple[NDArray[Any], ...]:
-    """Return arrays of what is left out, empty ones of nothing."""
+    """Return the remainder's inputs as arrays, empty ones without a remainder."""
     if left_out is None:
         coefficients, means, visible = _NOTHING
         return coefficients, means, means, visible
@@ -242,9 +243,9 @@ def attend_reference(
     values: float = 1.0,
     stand_in: Tensor | None = None,
 ) -> Tensor:
-    """Do what `attend` does, in torch and in the simplest way: the oracle of the tests.
+    """Compute `attend` with plain torch operations: the oracle of the tests.
 
-    Args: those of `attend`; stand_in: what selected tokens have whose values are not read, [B, Hq, Q, Dv].
+    Args: those of `attend`; stand_in: the value of selected tokens whose own values are not read, [B, Hq, Q, Dv].
     """
     hq, hkv = q.shape[1], k.shape[1]
     wanted = indices.repeat_interleave(hq // indices.shape[1], 1)  # [B, Hq, Q, K]
@@ -273,7 +274,7 @@ def attend_reference(
 def attention_weights(
     q: Tensor, k: Tensor, indices: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Return the weights that `attend` gives the tokens, [B, Hq, Q, N] in q's type: for those who look at them.
+    """Return the attention weights of `attend`, [B, Hq, Q, N] in q's type.
 
     Args: as those of `attend`; k may be on another device.
     """
@@ -289,13 +290,13 @@ def attention_weights(
     if sinks is not None:
         logits = torch.cat([logits, sinks.float()[None, :, None, None].expand(*logits.shape[:3], 1)], dim=-1)
     weights = logits.softmax(-1)[..., : wanted.shape[-1]].nan_to_num(0)  # no token, no weight
-    found = weights.new_zeros(*q.shape[:3], n + 1)  # unused slots write behind the last token
+    found = weights.new_zeros(*q.shape[:3], n + 1)  # unused slots write to column N
     found.scatter_(-1, torch.where(wanted < 0, n, wanted), weights)
     return found[..., :n].to(q.dtype)
 
 
 class _NoBackward(torch.autograd.Function):
-    """Let a forward pass run without `no_grad`, and stop a backward pass instead of dropping its gradient."""
+    """Allow a forward pass without `no_grad`; a backward pass raises an error instead of dropping the gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, q: Tensor) -> Tensor:
@@ -315,7 +316,7 @@ def _check(
     sinks: Tensor | None,
     left_out: LeftOut | None,
 ) -> None:
-    far = q.is_cuda and k.device == v.device == torch.device("cpu")  # pinned host memory: a GPU reads it by itself
+    far = q.is_cuda and k.device == v.device == torch.device("cpu")  # pinned host memory
     devices = {x.device for x in (q, indices, sinks, *(left_out or ()), *(() if far else (k, v))) if x is not None}
     if len(devices) > 1 or q.device.type not in ("cpu", "cuda"):
         got = ", ".join(sorted(map(str, devices)))
@@ -340,7 +341,7 @@ def _check(
     if sinks is not None and sinks.shape != (hq,):
         raise ValueError(f"sinks must be one logit per query head, shape ({hq},), got {tuple(sinks.shape)}")
     if k.stride(3) != 1 or v.stride(3) != 1:
-        raise ValueError("the components of each key and value must lie side by side (stride 1); call .contiguous()")
+        raise ValueError("the components of each key and value must be contiguous (stride 1); call .contiguous()")
     if left_out is not None:
         _check_left_out(q, v, hkv, left_out)
 
@@ -352,13 +353,13 @@ def _check_left_out(q: Tensor, v: Tensor, hkv: int, left_out: LeftOut) -> None:
     if got != wanted or (visible is not None and visible.dtype != torch.int64):
         kind = torch.int64 if visible is None else visible.dtype
         raise ValueError(
-            "what is left out must be [Hq, 5], [B, Hkv, Q, D], [B, Hq, Q, Dv] and int64 [B, Q], expected shapes "
+            "left_out must be [Hq, 5], [B, Hkv, Q, D], [B, Hq, Q, Dv] and int64 [B, Q], expected shapes "
             f"{wanted}, got {got} and {kind}"
         )
 
 
 def _place(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
-    """Say where [B, Hkv, N, D] lies: its address, the numbers from its first to its last, and how to address them."""
+    """Return the address of x [B, Hkv, N, D], its extent in elements, and its strides and sizes."""
     reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return x.data_ptr(), reach, (*x.stride()[:3], x.shape[1], x.shape[2])
 
@@ -384,4 +385,4 @@ def _alone_on_cpu(*given: Any) -> Tensor:
 
 
 gather.LIBRARY.impl("gather", _alone_on_cpu, "CPU")
-gather.LIBRARY.impl("gather_with_facts", _on_cpu, "CPU")
+gather.LIBRARY.impl("gather_with_lse", _on_cpu, "CPU")

@@ -1,6 +1,6 @@
-"""The gathered attention on the CPU, in numba: what `attend` runs for each (batch row, index set, query row).
+"""Numba kernels of `sparse_decode.attend`: one task per (batch row, index set, query row).
 
-The equations and the layouts are attend's.
+Equations and layouts are those of attend.py.
 """
 
 # numba is untyped.
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from sparse_decode.intrinsics import pointer, prefetch
 
-INTRINSICS = "1efc3312c11c735c"  # the digest of intrinsics.py: the compiler's cache looks at a kernel's own file only
+INTRINSICS = "543d87cf432e7832"  # digest of intrinsics.py, because numba's cache checks a kernel's own file only
 TILE = 4
-"""Tokens whose dot products run side by side."""
+"""Tokens whose dot products are computed together."""
 AHEAD = 8
-"""Tokens whose rows are on their way from memory: rows of a selection lie far apart, and no processor guesses them."""
+"""Tokens to prefetch: the rows of a selection are far apart, so that hardware prefetchers do not predict them."""
 LEAST = np.float32(-127 * math.log(2))
-"""Its exponential has the exponent bits of 0."""
+"""Smallest argument of `_exp`: its exponential has exponent bits 0."""
 
 
 @numba.njit(inline="always")
@@ -48,7 +48,7 @@ def _widen(row, kind, bits, floats):  # pragma: no cover - compiled
 
 @numba.njit(inline="always")
 def _fetch(line, at, count):  # pragma: no cover - compiled
-    """Ask for the cache lines of a row, one for each 64 bytes."""
+    """Prefetch the cache lines of a row, 64 bytes each."""
     step = 64 // line.itemsize
     for i in range(at, at + count, step):
         prefetch(line, i)
@@ -56,7 +56,7 @@ def _fetch(line, at, count):  # pragma: no cover - compiled
 
 @numba.njit(inline="always")
 def _places(tokens, blocks, at, row, head):  # pragma: no cover - compiled
-    """Return where the rows of a head's tokens begin, side by side or in the pages that blocks[row] names."""
+    """Return the offsets of tokens in a head's rows, contiguous or in the pages blocks[row]."""
     places, first = np.empty(len(tokens), np.int64), head * at[1]
     if blocks.shape[1] == 0:
         for j in range(len(tokens)):
@@ -69,7 +69,7 @@ def _places(tokens, blocks, at, row, head):  # pragma: no cover - compiled
 
 @numba.njit(inline="always")
 def _read_tile(x, places, j, count, kind, bits, floats):  # pragma: no cover - compiled
-    """Write rows places[j : j + TILE] as float32, zeros behind the last; ask for those that come AHEAD tokens later."""
+    """Write rows places[j : j + TILE] as float32, zeros after the last one; prefetch those AHEAD tokens later."""
     for t in range(TILE):
         if j + t + AHEAD < len(places):
             _fetch(x, places[j + t + AHEAD], count)
@@ -80,13 +80,13 @@ def _read_tile(x, places, j, count, kind, bits, floats):  # pragma: no cover - c
             bits[t, :count] = 0
 
 
-# NaN and infinity keep their meaning: only the order of sums is free, so that they vectorise.
+# fastmath without nnan and ninf: sums may be reordered to vectorise, but NaN and infinity must stay correct.
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _exp(x, top, out, bits):  # pragma: no cover - compiled
     """Write exp(x - top), x - top <= 0, to a relative error of 2e-7; `out` and `bits` share memory.
 
-    exp(y) = 2^n exp(r), n = round(y / log 2): a polynomial of degree 7 and n added to the exponent. libm takes one
-    number at a time, six times as long. NaN stays NaN; what float32 holds only as a subnormal becomes 0.
+    exp(y) = 2^n exp(r), n = round(y / log 2): a polynomial of degree 7, and n added to the exponent. libm is not
+    vectorised and takes six times as long. NaN stays NaN; subnormal results become 0.
     """
     for i in range(len(x)):
         y = x[i] - top
@@ -109,9 +109,9 @@ def _exp(x, top, out, bits):  # pragma: no cover - compiled
 
 @numba.njit
 def _drop(weights, keep, dropped):  # pragma: no cover - compiled
-    """Keep the values of the `keep` tokens with most weight over all heads; equal weights, the first ones.
+    """Return the indices, ascending, of the `keep` tokens with the largest weights [heads, tokens] summed over heads.
 
-    Zeroes the others' weights [heads, tokens], adds them up in dropped [heads], and returns which are kept, ascending.
+    Ties go to the first tokens. The weights of the other tokens are added to dropped [heads].
     """
     heads, used = weights.shape
     both = np.zeros(used, np.float32)
@@ -137,7 +137,7 @@ def _drop(weights, keep, dropped):  # pragma: no cover - compiled
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _attend_task(
-    task, q, k, k_at, v, v_at, blocks, indices, out, facts, counts, scaling, softcap, sinks, kind,
+    task, q, k, k_at, v, v_at, blocks, indices, out, stats, counts, scaling, softcap, sinks, kind,
     coefficients, mean_keys, values, visible, share_of_values,
 ):  # pragma: no cover - compiled  # fmt: skip
     sets, n_rows = indices.shape[1:3]
@@ -162,7 +162,7 @@ def _attend_task(
     floats = bits.view(np.float32)
     logits = np.empty((heads, padded), dtype=np.float32)
 
-    # 1. logits: TILE keys at once, so that a query is read once for all of them
+    # 1. logits: TILE keys together, so that a query is read once for all of them
     places = _places(tokens, blocks, k_at, b, kv)
     for j in range(min(AHEAD, used)):
         _fetch(k, places[j], dim)
@@ -194,14 +194,14 @@ def _attend_task(
         for j in range(used):
             top = max(top, line[j])
             total += line[j]
-        facts[0, b, r, first + g] = total / np.float32(used)
+        stats[0, b, r, first + g] = total / np.float32(used)
         _exp(line, top, scratch.view(np.float32), scratch)
         total = np.float32(0)
         weights = scratch.view(np.float32)
-        for j in range(used):  # nothing is written here: a loop that writes runs in this order or in another, as the
-            total += weights[j]  # addresses of its arrays allow, and the sum would differ from thread to thread
+        for j in range(used):  # A sum in a loop without writes: with writes, runtime alias checks choose between a
+            total += weights[j]  # vectorised and a scalar version, so that rounding would depend on addresses.
         total += np.float32(math.exp(sinks[first + g] - top))
-        facts[1, b, r, first + g] = top + np.float32(math.log(total))
+        stats[1, b, r, first + g] = top + np.float32(math.log(total))
         for j in range(used):
             line[j] = weights[j] / total
         logits[g, used:] = 0
@@ -227,10 +227,10 @@ def _attend_task(
             for i in range(dim_v):
                 line[i] += p0 * v0[i] + p1 * v1[i] + p2 * v2[i] + p3 * v3[i]
 
-    # 4. what was left out, as one token: first the selected tokens whose values were not read
+    # 4. the remainder: first the selected tokens whose values were not read, then the unselected ones
     if keep < used:
         for g in range(heads):
-            line, left = out[b, r, first + g], np.float32(math.exp(sinks[first + g] - facts[1, b, r, first + g]))
+            line, left = out[b, r, first + g], np.float32(math.exp(sinks[first + g] - stats[1, b, r, first + g]))
             for j in range(keep):
                 left += logits[g, j]
             for i in range(dim_v):
@@ -243,7 +243,7 @@ def _attend_task(
         sizes = np.float32(math.log(visible[b, r])), np.float32(math.log(used)), np.float32(math.log(rest))
         for g in range(heads):
             h = first + g
-            known = facts[0, b, r, h], facts[1, b, r, h]
+            known = stats[0, b, r, h], stats[1, b, r, h]
             share = _share(coefficients[h], known, q[b, h, r], mean_keys[b, kv, r], scaling, sizes)
             line, value = out[b, r, h], values[b, h, r]
             for i in range(dim_v):
@@ -252,7 +252,7 @@ def _attend_task(
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _share(c, known, query, mean_key, scaling, sizes):  # pragma: no cover - compiled
-    """Return the share of what was left out in the softmax (eq. 15 and 16), of selected weight exp(total)."""
+    """Return the remainder's share of the softmax (eq. 15 and 16), given the selected weight exp(total)."""
     (mean, total), (log_visible, log_used, log_rest) = known, sizes
     product = np.float32(0)
     for i in range(len(query)):
@@ -266,20 +266,22 @@ def tasks(
     first: int, last: int, q: NDArray[np.float32], k_address: int, k_reach: int, k_at: tuple[int, ...],
     v_address: int, v_reach: int, v_at: tuple[int, ...], like: NDArray[Any], blocks: NDArray[np.int64],
     indices: NDArray[np.int64],
-    out: NDArray[np.float32], facts: NDArray[np.float32], counts: NDArray[np.int64], scaling: np.float32,
+    out: NDArray[np.float32], stats: NDArray[np.float32], counts: NDArray[np.int64], scaling: np.float32,
     softcap: np.float32, sinks: NDArray[np.float32], kind: int, coefficients: NDArray[np.float32],
     mean_keys: NDArray[np.float32], values: NDArray[np.float32], visible: NDArray[np.int64], share_of_values: float,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Attend for tasks [first, last): keys and values lie at addresses, k_reach and v_reach numbers of like's type.
+    """Attend for tasks [first, last).
 
-    k_at and v_at are strides of batch row, head and token, heads, tokens; with blocks [B, T], which say in which page
-    every so many tokens of a row lie, strides of page, head and token, heads, tokens of a page. counts gets the tokens
-    used, -1 where an index is beyond the last token. The values of share_of_values of these are read.
+    Keys and values are at k_address and v_address: k_reach and v_reach elements of like's dtype. k_at and v_at are
+    (strides of batch row, head and token, number of heads, number of tokens). With blocks [B, T], the page table, they
+    are (strides of page, head and token, number of heads, tokens per page). stats gets the mean and the log-sum-exp of
+    the logits; counts the number of tokens used, or -1 if an index is out of range. The values of a share
+    share_of_values of the tokens are read.
     """
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
     for task in range(first, last):
         _attend_task(
-            task, q, k, k_at, v, v_at, blocks, indices, out, facts, counts, scaling, softcap, sinks, kind,
+            task, q, k, k_at, v, v_at, blocks, indices, out, stats, counts, scaling, softcap, sinks, kind,
             coefficients, mean_keys, values, visible, share_of_values,
         )  # fmt: skip

@@ -1,8 +1,8 @@
-"""The query rows of a call in blocks: what the rows of each see, may select, and read anyway.
+"""Query rows of a call, processed in blocks: which tokens each row sees, may select, and always reads.
 
-A block is what the pipeline works on at once: the one row of each sequence in a decode step, or rows of any other call.
-What a step needs to know is never looked at, so that a GPU is not waited for: without a mask it is a number, with one
-it stays on the device.
+A block is either the one row of each sequence in a decode step, or consecutive rows of any other call. A decode step
+never reads a count back from the device, so the host does not wait for a GPU: without a mask the count is a Python
+integer, with a mask it stays on the device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sparse_decode.select import Rows
 
 Moments = RunningMoments | StaticMoments
 
-_CHUNK_SCORES = 1 << 23  # scores at once, B x Hq x rows x N: 32 MiB of int32 or float32, whatever the context
+_CHUNK_SCORES = 1 << 23  # scores per block, B x Hq x rows x N: 32 MiB of int32 or float32 at any context length
 
 
 @dataclass(frozen=True)
@@ -44,39 +44,39 @@ class RowRule:
     """Which query rows may be sparse."""
 
     start: int | None
-    """Rows from this position of their own sequence on; None: the rows of decode steps."""
-    decode_rows: int
-    """A call with a past and at most this many query rows is a decode step."""
+    """Rows from this position of their sequence on are sparse; None: the rows of decode steps are."""
+    max_decode_rows: int
+    """A call with a non-empty cache and at most this many query rows is a decode step."""
 
     def may_be_sparse(self, n_queries: int, n: int) -> bool:
-        """Say whether a call of `n_queries` rows that ends at token `n` can hold a sparse row."""
+        """Whether a call of `n_queries` rows that ends at token `n` can contain a sparse row."""
         if self.start is not None:
             return n > self.start
-        return n_queries <= self.decode_rows and n_queries < n
+        return n_queries <= self.max_decode_rows and n_queries < n
 
     def rows(self, visible: Tensor, n_queries: int, n: int) -> Tensor:
-        """Say which rows are sparse, bool like `visible` [B, Q], the tokens that each row sees."""
+        """Return which rows are sparse, bool like `visible` [B, Q], the number of visible tokens of each row."""
         if self.start is None:
-            # A row that sees nothing has nothing to select: it gets what dense attention makes of it. A step on CUDA
-            # gives it zeros, as torch's attention does: eager attention's mean of all values would cost a read of all.
+            # A row without visible tokens is left to dense attention. A step on CUDA gives it zeros, as torch's
+            # attention does: the mean of all values, which eager attention returns, would read the whole cache.
             return (visible > 0) & self.may_be_sparse(n_queries, n)
-        # A padded row is as far along as the tokens it sees, so it turns sparse where it would alone.
+        # Only visible tokens count, so a padded sequence turns sparse at the same position as without padding.
         return visible > self.start
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The tensors of one attention call, trimmed to the tokens that exist.
+class AttentionArgs:
+    """The arguments of one attention call, with keys and values trimmed to the tokens in the cache.
 
     Attributes:
         q: [B, Hq, Q, D]; k: [B, Hkv, N, D]; v: [B, Hkv, N, Dv]; mask: [B or 1, 1, Q, N or more] or None for causal.
         codes: int32 [B, H, N, W], None if the selector needs none.
-        host: the cache layer whose k and v are in host memory, if they are.
-        scaling, softcap, sinks: what the model does to its logits.
-        moments: running sums over the keys and values, kept by the cache if it can.
-        weights: where to write the attention weights [B, Hq, Q, N or more], zeros so far; None if nobody asked.
-        length: of a static cache whose k and v are all its room, int64 [].
-        all_rows: rows that are not sparse attend here too, to all they see; else the caller does that.
+        host: the cache layer, if k and v are in host memory.
+        scaling, softcap, sinks: as in `attend`.
+        moments: running sums over the keys and values, if the cache stores them.
+        weights: output for the attention weights [B, Hq, Q, N or more], initially zero; None: not wanted.
+        length: number of tokens, int64 [], of a static cache if k and v are its whole buffers.
+        all_rows: rows that are not sparse are computed, too, over all visible tokens; else the caller does that.
     """
 
     q: Tensor
@@ -94,7 +94,7 @@ class Inputs:
     all_rows: bool = False
 
     def seen(self, first: int, last: int) -> Tensor | None:
-        """Say which tokens query rows first..last-1 see, bool [B or 1, 1, R, N]; None if all see all."""
+        """Return which tokens query rows first..last-1 see, bool [B or 1, 1, R, N]; None if all see all."""
         return visible_rows(self.mask, first, last, self.q.shape[2], self.k.shape[2], self.q.device)
 
 
@@ -103,10 +103,10 @@ class Step:
     """The one row of each sequence in a decode step.
 
     Attributes:
-        rows: what a selector is told.
-        reads: how many tokens each row reads, where there is no mask: all rows alike.
-        sight: what the mask says, if there is one: what differs by row stays on the device.
-        counted: what was counted before this step and with it; None where the tally is told itself.
+        rows: the input of the selector.
+        reads: without a mask, the number of tokens that every row reads.
+        sight: with a mask, what each row sees, on the device.
+        counted: pending counts of this step, which the tally adds up later; None if it is updated at once.
     """
 
     rows: Rows
@@ -116,18 +116,18 @@ class Step:
 
     @property
     def ends(self) -> tuple[int, int] | Tensor:
-        """What is read anyway: how many of the first and last tokens, or which, int64 [B, E], -1 in unused slots."""
+        """The sink and recent tokens: their numbers, or their indices, int64 [B, E], -1 in unused slots."""
         return (self.rows.sink, self.rows.recent) if self.sight is None else self.sight.ends
 
     def complete(self, indices: Tensor) -> Tensor:
-        """Add the tokens that are read anyway to a selection [B, H, 1, K]."""
+        """Add sink and recent tokens to a selection [B, H, 1, K]."""
         rows, n = self.rows, self.rows.k.shape[2]
         if self.sight is not None:
             return merge(indices, self.sight.ends[:, None], n)
         return with_ends(indices, 0, n, rows.sink, rows.recent)
 
     def count(self, tally: Tally, indices: Tensor, exact: bool) -> None:
-        """Count what is read: as much as was asked for, if the selector is `exact`."""
+        """Add the tokens read to the tally; if the selector is `exact`, their number is that of the budget."""
         (batch, hq), n, sight = self.rows.q.shape[:2], self.rows.k.shape[2], self.sight
         if sight is None:
             found = batch * hq * self.reads if exact else int(_per_row(indices, hq).sum())
@@ -140,11 +140,11 @@ class Step:
             tally.add_link(self.counted, hq)
 
     def stand_in(
-        self, x: Inputs, slopes: Tensor, moments: Moments, indices: Tensor
+        self, x: AttentionArgs, slopes: Tensor, moments: Moments, indices: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return mean keys and values of all tokens seen (eq. 16), by one kernel if one token alone is new.
+        """Return mean keys and values of all visible tokens (eq. 16), by one kernel if only one token is new.
 
-        Returns also how many tokens that are, int64 [B, 1]; None for all.
+        The third result is the number of these tokens, int64 [B, 1]; None for all.
         """
         sight, n = self.sight, x.k.shape[2]
         if (found := moments.step(x.q, slopes, x.k, x.v, sight, x.length)) is None:
@@ -155,12 +155,12 @@ class Step:
 
 @dataclass(frozen=True)
 class SomeRows:
-    """Rows first..last-1 of any other call: what each sees is counted, and looked at.
+    """Rows first..last-1 of a call that is not a decode step. The host may read the counts.
 
     Attributes:
-        rows: what a selector is told.
-        visible, counts: tokens that each sees, and reads, 0 where it is not worked on, int64 [B, R].
-        sparse: which are sparse, bool [B, R].
+        rows: the input of the selector.
+        visible, counts: numbers of tokens that each row sees, and reads (0: computed elsewhere), int64 [B, R].
+        sparse: which rows are sparse, bool [B, R].
     """
 
     rows: Rows
@@ -171,11 +171,11 @@ class SomeRows:
     sparse: Tensor
 
     def complete(self, indices: Tensor) -> Tensor:
-        """Put the tokens that rows read anyway around a selection [B, H, R, K]."""
+        """Add sink and recent tokens to a selection [B, H, R, K]."""
         rows, n = self.rows, self.rows.k.shape[2]
         if (span := visible_span(rows.visible, n)) is not None:
             starts, ends = span
-            starts = torch.where(self.counts > 0, starts, ends)  # rows that are not worked on read nothing here
+            starts = torch.where(self.counts > 0, starts, ends)  # rows that are computed elsewhere read nothing
             return with_ends(indices, starts, ends, rows.sink, rows.recent)
         for size, listed in ((rows.sink, first_visible), (rows.recent, last_visible)):
             if size:
@@ -183,14 +183,16 @@ class SomeRows:
         return indices
 
     def count(self, tally: Tally, indices: Tensor, exact: bool) -> None:
-        """Count what is read."""
+        """Add the tokens read to the tally."""
         hq = self.rows.q.shape[1]
         tally.add_rows(_per_row(indices, hq), self.visible * hq, self.sparse)
 
-    def stand_in(self, x: Inputs, slopes: Tensor, moments: Moments, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the mean keys and values of what is left out (eq. 16), and of how many tokens, int64 [B, R].
+    def stand_in(
+        self, x: AttentionArgs, slopes: Tensor, moments: Moments, indices: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return mean keys and values of all visible tokens (eq. 16), and their numbers, int64 [B, R].
 
-        Raises: ValueError if a row that is worked on sees other tokens than all before it but padding.
+        Raises: ValueError if the mask of a row is not causal apart from padding.
         """
         past = x.k.shape[2] - x.q.shape[2]
         *found, tokens = moments.rows(self.rows.q, slopes, x.k, x.v, _unpadded(x), past + self.first, past + self.last)
@@ -200,12 +202,12 @@ class SomeRows:
 
 
 class Blocks:
-    """Cuts the calls of one sparse layer into blocks.
+    """Splits the calls of one sparse layer into blocks.
 
     Args:
-        layer, budget, rule: the layer, what its rows may read, and which of them are sparse.
-        sink, recent: how many of the first and of the last tokens each row reads anyway.
-        sights: what masks say, shared with the other layers.
+        layer, budget, rule: the layer, its budget, and which of its rows are sparse.
+        sink, recent: numbers of first and last tokens that each row always reads.
+        sights: what rows see according to masks; shared by all layers.
     """
 
     def __init__(self, layer: int, budget: Budget, rule: RowRule, sink: int, recent: int, sights: Sights):
@@ -216,18 +218,18 @@ class Blocks:
         self.recent: int = recent
         self.any_ends: bool = sink + recent > 0
         self._sights = sights
-        self._numbers: Tensor | None = None  # 0, 1, 2, ...: a count on the device is a view of it
+        self._numbers: Tensor | None = None  # 0, 1, 2, ... on the device: counts are views of it
 
-    def step(self, x: Inputs) -> Step:
-        """Return the one block of a step: what is the same for all rows is a number, what differs is not looked at.
+    def step(self, x: AttentionArgs) -> Step:
+        """Return the one block of a decode step, with few tensor operations and without waiting for the device.
 
-        After the rest of a model has filled the caches of a processor, each operation costs ten times its time.
+        Each operation counts: after the other layers have filled the CPU's caches, it takes ten times its usual time.
         """
         n, ends = x.k.shape[2], self.sink + self.recent
         if x.mask is None:
             reads = self.budget.count_row(n)
-            each = max(0, reads - ends)
-            rows = self._rows(x, 0, 1, self._number(each, x.q), None, each=each)
+            count = max(0, reads - ends)
+            rows = self._rows(x, 0, 1, self._number(count, x.q), None, uniform_count=count)
             return Step(rows, reads)
         sight, counted = self.see(x, x.mask)
         most = max(0, max(self.budget.most(n), min(n, self.rule.start or 0)) - ends)
@@ -235,16 +237,16 @@ class Blocks:
         rows = self._rows(x, 0, 1, sight.chosen, seen, most=most, among=sight.candidates)
         return Step(rows, 0, sight, counted)
 
-    def seen(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Count the tokens that each row sees, int64 [B, Q], and say which rows are sparse, bool [B, Q]."""
+    def seen(self, x: AttentionArgs) -> tuple[Tensor, Tensor]:
+        """Return the number of tokens that each row sees, int64 [B, Q], and which rows are sparse, bool [B, Q]."""
         n_queries, n = x.q.shape[2], x.k.shape[2]
         visible = count_visible(
             x.mask, x.q.shape[0], n_queries, n, x.q.device, rows_at_once(x.q.shape[0], x.q.shape[1], n)
         )
         return visible, self.rule.rows(visible, n_queries, n)
 
-    def others(self, x: Inputs, visible: Tensor, sparse: Tensor) -> Iterator[SomeRows]:
-        """Cut the rows of a call that is no step; `visible` and `sparse` are of `seen`."""
+    def others(self, x: AttentionArgs, visible: Tensor, sparse: Tensor) -> Iterator[SomeRows]:
+        """Split the rows of a call that is not a decode step; `visible` and `sparse` come from `seen`."""
         n_queries, most = x.q.shape[2], rows_at_once(x.q.shape[0], x.q.shape[1], x.k.shape[2])
         counts = torch.where(sparse, self._counts(visible), visible if x.all_rows else 0)
         chosen = (counts - self.sink - self.recent).clamp(min=0)
@@ -258,10 +260,10 @@ class Blocks:
         """Count the tokens that each row reads, [B, Q]."""
         return self.budget.count(visible, visible[:, -1:])
 
-    def _rows(self, x: Inputs, first: int, last: int, chosen: Tensor, seen: Tensor | None, **known: Any) -> Rows:
-        """Describe query rows first..last-1 to a selector that is to choose `chosen` [B, R] tokens for each."""
+    def _rows(self, x: AttentionArgs, first: int, last: int, chosen: Tensor, seen: Tensor | None, **known: Any) -> Rows:
+        """Return the input of the selector for query rows first..last-1, which select `chosen` [B, R] tokens."""
         n_queries, n = x.q.shape[2], x.k.shape[2]
-        # Without a mask, these rows see nothing from there on.
+        # Without a mask, these rows see no token from `end` on.
         end = n if x.mask is not None else n - n_queries + last
         return Rows(
             self.layer,
@@ -280,20 +282,20 @@ class Blocks:
         )
 
     def _number(self, count: int, q: Tensor) -> Tensor:
-        """Return a count for each sequence, int64 [B, 1], without writing it to the device."""
+        """Return `count` for each sequence, int64 [B, 1], without a copy to the device."""
         numbers = self._numbers
         if numbers is None or len(numbers) <= count or numbers.device != q.device:
             with ordinary_tensors():
                 numbers = self._numbers = torch.arange(2 * count + 1024, device=q.device)
         return numbers[count].expand(q.shape[0], 1)
 
-    def see(self, x: Inputs, mask: Tensor) -> tuple[Seen, Counted | None]:
-        """Describe what the rows of a step see, once for all layers but in a graph."""
+    def see(self, x: AttentionArgs, mask: Tensor) -> tuple[Seen, Counted | None]:
+        """Return what the rows of a decode step see; computed once for all layers, except in a graph."""
         batch, n = x.q.shape[0], x.k.shape[2]
 
         def count(visible: Tensor) -> tuple[Tensor, Tensor]:
             sparse = self.rule.rows(visible, 1, n)
-            # Where nobody can look, rows that are not sparse read all they see here.
+            # If the host cannot read `sparse`, rows that are not sparse read all visible tokens here.
             others = visible if x.all_rows or not readable(visible) else 0
             return torch.where(sparse, self._counts(visible), others), sparse
 
@@ -308,33 +310,33 @@ class Blocks:
 
 
 def rows_at_once(batch: int, query_heads: int, n: int) -> int:
-    """Return how many query rows are worked on at once, of `n` tokens each."""
+    """Return the number of query rows per block, for `n` tokens."""
     return max(1, _CHUNK_SCORES // max(1, batch * query_heads * n))
 
 
 def _per_row(indices: Tensor, hq: int) -> Tensor:
-    """Count a selection [B, H, R, K] once for each query head that shares it, [B, R]."""
+    """Count the tokens of a selection [B, H, R, K], once for each query head that shares it: [B, R]."""
     return (indices >= 0).sum((1, 3)) * (hq // indices.shape[1])
 
 
-def _unpadded(x: Inputs) -> Tensor | None:
-    """Say which tokens the last row sees, bool [B, N]: all but padding, if the mask is causal."""
+def _unpadded(x: AttentionArgs) -> Tensor | None:
+    """Return which tokens the last row sees, bool [B, N]: all except padding, if the mask is causal."""
     if x.mask is None or (seen := x.seen(x.q.shape[2] - 1, x.q.shape[2])) is None:
         return None
     return seen[:, 0, 0].expand(x.q.shape[0], x.k.shape[2])
 
 
 def _require_causal(summed: Tensor, visible: Tensor, used: Tensor) -> None:
-    """Refuse a mask of another form for rows that are `used`: the sums are of all earlier tokens but padding."""
+    """Raise ValueError unless the mask of `used` rows is causal: the sums cover all earlier tokens except padding."""
     if ((summed != visible) & used).any():
         raise ValueError(
-            "the remainder needs a causal mask, with padding at most, got one that hides other tokens; "
+            "the remainder needs a causal mask, optionally with padding, got one that hides other tokens; "
             "attach with remainder=False"
         )
 
 
 def _in_graph(device: torch.device) -> bool:
-    """Say whether what is done now is written down, to be done again without Python."""
+    """Whether a graph is being compiled or captured."""
     if torch.compiler.is_compiling() or device.type != "cuda" or not torch.cuda.is_initialized():
         return torch.compiler.is_compiling()
     return torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""From which context on a sparse decode step is faster than a dense one, measured on this machine and model."""
+"""The break-even: the context length from which sparse decode steps are faster than dense ones."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ import torch
 from hashtrain import ModelShape
 from transformers.cache_utils import DynamicLayer
 
-from sparse_decode.blocks import Inputs, RowRule
+from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.budget import Budget
 from sparse_decode.cache import carry_codes
 from sparse_decode.interface import attend_densely, flash_attention
-from sparse_decode.plan import Kernel, LayerPlan
+from sparse_decode.plan import Backend, LayerPlan
 from sparse_decode.select import Selector
 
 LENGTHS = tuple(256 << i for i in range(10))
-"""Contexts that are tried, 256 to 131,072 tokens."""
+"""Context lengths that are timed, 256 to 131,072 tokens."""
 NEVER = 1 << 40
-"""A context that nobody reaches."""
+"""Longer than any context."""
 EARNS = 11 << 18
-"""Bytes of keys and values that a dense step of a layer reads in the time that a sparse one needs before it reads any:
-to hash, search and select: 2.75 MiB, some more than where whole steps cross on the CPU."""
+"""Fixed cost of a sparse step (hashing, search, selection), as the bytes of keys and values that a dense step reads in
+that time: 2.75 MiB, slightly more than the break-even of whole steps on the CPU."""
 CODE = 16
-"""Bytes of a key's code in each KV head."""
+"""Bytes of a code, per KV head."""
 FAR = 2
-"""Reading rows that lie apart takes so many times as long."""
+"""Reading scattered rows takes this many times as long as reading consecutive ones."""
 _REPEATS = 5
-_MAX_BYTES = 1 << 28  # of keys and values: what is longer is not tried
+_MAX_BYTES = 1 << 28  # of keys and values: longer contexts are not timed
 
 
 def predicted(heads: ModelShape, budget: Budget, dtype: torch.dtype) -> int:
-    """Return the context from which on a sparse step of one layer saves more than it costs on the CPU, by its bytes.
+    """Predict the break-even of one layer on the CPU from the bytes that sparse and dense steps read.
 
-    Args: heads: the shape of that layer; dtype: that of its keys.
+    Args: heads: the shape of that layer; dtype: of its keys.
     """
     dense = 2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize
     saved = dense - heads.num_kv_heads * CODE - FAR * budget.fraction * dense
@@ -53,16 +53,16 @@ def break_even(
     budget: Budget,
     dtype: torch.dtype,
     device: Any,
-    kernel: Kernel = "gather",
+    backend: Backend = "gather",
 ) -> int:
     """Time decode steps of one layer at growing contexts, sparse and dense.
 
     Args:
         module: the layer's attention module.
-        heads: the shape of that layer; dtype and device: those of its keys; kernel: what attends.
-    Returns: the first context at which the sparse step was no slower, twice the longest one tried if none was.
+        heads: the shape of that layer; dtype and device: of its keys; backend: as in `attach`.
+    Returns: the first length at which the sparse step was no slower; twice the longest one timed if there is none.
     """
-    plan = LayerPlan(layer, selector, replace(budget, dense_below=0), RowRule(None, 1), kernel=kernel)
+    plan = LayerPlan(layer, selector, replace(budget, dense_below=0), RowRule(None, 1), backend=backend)
     longest = LENGTHS[0]
     for n in LENGTHS:
         if n > LENGTHS[0] and 2 * heads.num_kv_heads * n * heads.head_dim * dtype.itemsize > _MAX_BYTES:
@@ -78,7 +78,7 @@ def break_even(
 def _steps(
     module: Any, plan: LayerPlan, heads: ModelShape, n: int, dtype: torch.dtype, device: Any
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Make a sparse and a dense decode step with a context of `n` random tokens."""
+    """Return functions that run a sparse and a dense decode step with a context of `n` random tokens."""
     draw, dim = torch.Generator().manual_seed(n), heads.head_dim
     q = torch.randn(1, heads.num_query_heads, 1, dim, generator=draw).to(device, dtype)
     k, v = torch.randn(2, 1, heads.num_kv_heads, n, dim, generator=draw).to(device, dtype)
@@ -90,17 +90,17 @@ def _steps(
 
     def sparse() -> None:
         if plan.selector.needs_codes:
-            held._codes.truncate(n - 1)  # the last key is the step's own, and is hashed in it
+            held._codes.truncate(n - 1)  # the step hashes its own key, the last one
         if plan.attend_at_once(held, q, k, v, module.scaling) is None:
             codes = held.codes if plan.selector.needs_codes else None
-            plan.attend(Inputs(q, k, v, None, codes, None, module.scaling, None, None))
+            plan.attend(AttentionArgs(q, k, v, None, codes, None, module.scaling, None, None))
 
-    dense = flash_attention if plan.kernel == "flash" else attend_densely
+    dense = flash_attention if plan.backend == "flash" else attend_densely
     return sparse, lambda: dense(module, q, k, v, None, scaling=module.scaling, dropout=0.0)
 
 
 def _seconds(step: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a step, after one that warms it up."""
+    """Return the median time of a step in seconds, after a warm-up."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     step()
     wait()
@@ -108,6 +108,6 @@ def _seconds(step: Callable[[], object], device: torch.device) -> float:
     for _ in range(_REPEATS):
         began = time.perf_counter()
         step()
-        wait()  # or launches would be timed
+        wait()  # else only the launches would be timed
         times.append(time.perf_counter() - began)
     return statistics.median(times)

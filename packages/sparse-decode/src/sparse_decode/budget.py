@@ -1,23 +1,24 @@
-"""How many tokens each row may attend to, and how many were read."""
+"""The budget: how many tokens each row reads; and the tally of tokens read so far."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from threading import Lock
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from hashtrain.config import RECENT, SINK
 from hashtrain.target import top_count
 from torch import Tensor
 
-from sparse_decode.positions import Counted
+if TYPE_CHECKING:
+    from sparse_decode.positions import Counted  # imports numba, which `sparse_serve.settings` must not
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens that one row reads, of the tokens that it sees (padding is not seen).
+    """The number of tokens that a row reads, out of its visible tokens (padding is not visible).
 
     The first `sink` and the last `recent` of them are always read and count within the budget; the others are selected.
 
@@ -25,26 +26,26 @@ class Budget:
     """
 
     fraction: float = 0.02
-    """Share of the row's tokens to read, above 0 and at most 1."""
+    """Share of the row's visible tokens to read, above 0 and at most 1."""
     min_tokens: int = 1
-    """Read at least this many, or all the row sees if that is fewer."""
+    """Read at least this many, or all visible tokens if they are fewer."""
     max_tokens: int | None = None
     """Read at most this many, but never fewer than `sink + recent`."""
     sink: int = SINK
-    """Always read this many of the first tokens that the row sees; heads often rest on the very first."""
+    """Always read this many of the first visible tokens; heads often attend strongly to the very first."""
     recent: int = RECENT
-    """Always read this many of the last tokens that the row sees; the last one is its own."""
+    """Always read this many of the last visible tokens; the last one is the row's own token."""
     of: Literal["visible", "length"] = "visible"
-    """What `fraction` is taken of: tokens the row sees, or (the paper's rule) those its sequence's last row sees."""
+    """What `fraction` refers to: the row's visible tokens, or (the paper's rule) those of its sequence's last row."""
     shortlist: int | None = None
-    """Score by whole codes only about this many times the tokens to select, those best by their first 32 bits
-    (`hashcore.search`); None: all. Masks with holes score all. 6 is usual for `transform`."""
+    """Score only about this many times the tokens to select by all bits: the best by their first 32 bits
+    (`hashcore.search`). None: score all. Masks with holes ignore this. 6 is usual for `transform`."""
     values: float = 1.0
-    """Share of the tokens read whose values are read, too, above 0 and at most 1: those with most attention by their
-    exact logits. The others count with the weight that they have and the value of what is left out (`attend`)."""
+    """Share of the tokens read whose values are read, too, above 0 and at most 1: those with the highest attention by
+    their exact logits. The others keep their weight and get the value of the remainder (`attend`)."""
     dense_below: int | Literal["measured", "predicted"] = 0
-    """A row that sees fewer tokens than this attends to all of them; "measured" times both ways when attaching,
-    "predicted" counts the bytes that a sparse step saves."""
+    """A row with fewer visible tokens than this attends to all of them. "measured": time dense and sparse steps when
+    attaching; "predicted": compare the bytes that they read."""
 
     def __post_init__(self) -> None:
         if not _is_number(self.fraction) or not 0 < self.fraction <= 1:
@@ -68,13 +69,14 @@ class Budget:
             raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
 
     def count(self, visible: Tensor, length: Tensor | None = None) -> Tensor:
-        """Count the tokens each row reads, sink and recent included: all of them below `dense_below`.
+        """Return the number of tokens each row reads, including sink and recent; all below `dense_below`.
 
         Args:
-            visible: tokens each row sees, integers of any shape.
-            length: tokens the last row of the same sequence sees, broadcastable to `visible`; needed by `of="length"`.
+            visible: visible tokens of each row, integers of any shape.
+            length: visible tokens of the last row of the same sequence, broadcastable to `visible`; needed by
+                `of="length"`.
         Returns: int64, the shape of `visible`, in [0, visible].
-        Raises: ValueError if `dense_below` is still to be measured, or a length is needed and not given.
+        Raises: ValueError if `dense_below` is not a number yet, or a length is needed and not given.
         """
         if not isinstance(self.dense_below, int):
             raise ValueError(f'a budget with dense_below="{self.dense_below}" counts only once attached; give a number')
@@ -88,7 +90,7 @@ class Budget:
         return torch.where(visible < self.dense_below, visible.long(), counts) if self.dense_below else counts
 
     def count_row(self, visible: int) -> int:
-        """Count the tokens of one row, the last of its sequence: `count` of numbers, in the same arithmetic."""
+        """Return the number of tokens that the last row of a sequence reads: `count` for an integer."""
         if not isinstance(self.dense_below, int):
             raise ValueError(f'a budget with dense_below="{self.dense_below}" counts only once attached; give a number')
         if visible < self.dense_below:
@@ -98,23 +100,23 @@ class Budget:
         return min(visible, max(count, self.sink + self.recent))
 
     def most(self, n: int) -> int:
-        """Return the most tokens that a row reads which sees at most `n`."""
+        """Return the maximal number of tokens that a row with at most `n` visible tokens reads."""
         below = min(n, int(self.dense_below) - 1) if self.dense_below else 0
         return max(below, self.count_row(n))
 
     def ends(self, visible: Tensor) -> Tensor:
-        """Count the tokens that each row always reads: int64, the shape of `visible`."""
+        """Return the number of sink and recent tokens of each row: int64, the shape of `visible`."""
         return visible.long().clamp(max=self.sink + self.recent)
 
 
 class Tally:
     """Tokens selected and visible so far in one layer, summed over sparse rows and query heads.
 
-    What is known as numbers is kept as numbers. What is known on a device only is added up there: nothing waits for it
-    before somebody asks.
+    Counts known to the host are Python integers. Counts on a device are added up there; the host waits for them only
+    in `totals`.
 
     Args:
-        tensor: int64 [2], zeros, on the layer's device: what is not known as numbers is added there.
+        tensor: int64 [2], zeros, on the layer's device, for the counts on the device.
     """
 
     def __init__(self, tensor: Tensor):
@@ -132,33 +134,34 @@ class Tally:
         return selected + self._selected, visible + self._visible
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Reset the counts to zero."""
         with self._lock:
             self._chain = None
             self.tensor.zero_()
             self._selected = self._visible = 0
 
     def add(self, selected: int, visible: int) -> None:
-        """Add what is known as numbers."""
+        """Add counts known to the host."""
         with self._lock:
             self._selected += selected
             self._visible += visible
 
     def add_rows(self, selected: Tensor, visible: Tensor, sparse: Tensor) -> None:
-        """Add the tokens that the sparse rows selected and saw, integers [B, Q], summed over query heads."""
+        """Add the selected and visible tokens of sparse rows, integers [B, Q], summed over query heads."""
         self.tensor.add_(torch.stack([(x * sparse).sum() for x in (selected, visible)]).to(self.tensor.device))
 
     def add_link(self, counted: Counted, heads: int) -> None:
-        """Add what a step of `heads` query heads counted, by its link in the chain of all steps: nothing is launched.
+        """Add the counts of a step, for `heads` query heads, without launching anything.
 
-        A layer that takes part in one step after the other knows its count from the first and the last link.
+        All layers share a chain of cumulative counts (`Sights`). For consecutive steps, the tally stores only the
+        first and the last link; their difference is the count.
         """
         with self._lock:
             chain, self._heads = self._chain, heads
             if chain is not None and chain.after is not counted.before:
                 self._add_chain()
                 chain = None
-            self._chain = counted if chain is None else Counted(chain.before, counted.after)
+            self._chain = counted if chain is None else chain._replace(after=counted.after)
 
     def _add_chain(self) -> None:
         if self._chain is not None:

@@ -1,4 +1,4 @@
-"""A tensor that grows along its token dimension: a step writes its own rows and copies none before them."""
+"""A tensor that grows along its token dimension without copying earlier tokens at each step."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from torch import Tensor
 
 from sparse_decode.modes import ordinary_tensors
 
-_SLACK = 64  # rows; and an eighth of what is held, so that all the copies of growing cost eight writes a row
+_SLACK = 64  # rows, or an eighth of the tokens: growing then copies each row eight times on average
 
 
 def spare_rows(end: int) -> int:
-    """Return how many rows a buffer that grows to hold `end` rows has room for beyond them."""
+    """Return the number of spare rows of a buffer that grows to hold `end` rows."""
     return max(_SLACK, end // 8)
 
 
 class GrowingBuffer:
-    """Rows of the tokens seen so far, [B, H, T, X].
+    """Rows of the tokens so far, [B, H, T, X].
 
     Args:
-        host: keep the rows in host memory, pinned if there is a GPU to read them: it writes there without anybody
-            waiting, and what is read on the CPU has to `wait` for it. Those of one token lie side by side, so that they
-            are one copy.
+        host: store the rows in host memory, pinned if they come from a GPU. The GPU writes asynchronously; call `wait`
+            before reading on the CPU. The rows of one token are contiguous, so that they are written in one copy.
     """
 
     def __init__(self, host: bool = False) -> None:
@@ -38,7 +37,7 @@ class GrowingBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows held; the spare room for the next ones is not counted."""
+        """Bytes of the filled part."""
         return self.view().nbytes if self._length else 0
 
     def view(self) -> Tensor:
@@ -48,10 +47,10 @@ class GrowingBuffer:
         return self._data[:, :, : self._length]
 
     def adopt(self, rows: Tensor) -> None:
-        """Hold these rows [B, H, T, X] instead; those on the same device are not copied until the next append.
+        """Replace the content by rows [B, H, T, X]; on the same device, they are not copied until the next append.
 
-        They are never written to, even where a crop has left room in them: others may hold them, too. Rows made in
-        inference mode are copied: torch does not count writes to them, so a change by somebody else would go unnoticed.
+        They are never written to, even if a crop has left room in them, because they may be shared. Rows made in
+        inference mode are copied: torch does not count writes to them, so that changes by others would go unnoticed.
         """
         self._data, self._length = None, 0
         if (self._host and rows.device.type != "cpu") or rows.is_inference():
@@ -60,7 +59,7 @@ class GrowingBuffer:
             self._data, self._length, self._own = rows, rows.shape[2], False
 
     def append(self, rows: Tensor) -> None:
-        """Write the rows of the next tokens, [B, H, t, X]; of another type, all get the type that holds both.
+        """Append the rows of the next tokens, [B, H, t, X]; the dtype is promoted to hold old and new rows.
 
         Raises: ValueError if they are on another device.
         """
@@ -72,11 +71,11 @@ class GrowingBuffer:
             to.copy_(rows)
 
     def extend(self, rows: Tensor) -> Tensor:
-        """Return where rows like these, [B, H, t, X], are to be written: behind the others, of which they now are."""
+        """Extend the buffer by rows like these, [B, H, t, X], and return the new part, for the caller to write."""
         end, data = self._length + rows.shape[2], self._data
         if data is not None and not self._host and rows.device != data.device:
             raise ValueError(
-                f"a cache filled on {data.device} needs rows there, got some on {rows.device}; begin with a new cache"
+                f"a cache filled on {data.device} needs rows there, got some on {rows.device}; start with a new cache"
             )
         kind = rows.dtype if data is None else torch.promote_types(data.dtype, rows.dtype)
         if data is None or not self._own or end > data.shape[2] or kind != data.dtype:
@@ -90,34 +89,34 @@ class GrowingBuffer:
         return data[:, :, first:end]
 
     def room(self, tokens: int) -> Tensor | None:
-        """Return all there is, [B, H, T or more, X], if so many more tokens can be written behind the others."""
+        """Return the whole buffer, [B, H, T or more, X], if it has room for `tokens` more; else None."""
         data = self._data
         return data if data is not None and self._own and self._length + tokens <= data.shape[2] else None
 
     def advance(self, tokens: int) -> None:
-        """Take so many tokens, which were written to `room`, as held."""
+        """Count `tokens` tokens that the caller has written to `room` as part of the content."""
         self._length += tokens
 
     def wait(self) -> None:
-        """Wait until the rows are there: before the CPU reads them."""
+        """Wait for the GPU's writes; needed before the CPU reads the rows."""
         if self._writer is not None:
             torch.cuda.current_stream(self._writer).synchronize()
             self._writer = None
 
     def truncate(self, length: int) -> None:
-        """Forget the rows of tokens from `length` on."""
+        """Drop the rows of tokens from `length` on."""
         self._length = min(self._length, length)
         if not self._length:
             self._data = None  # the next sequence may have another batch size
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replace the buffer by a change of its batch dimension."""
+        """Apply `change`, a function on the batch dimension, to the buffer."""
         if self._data is not None:
             pinned = self._data.is_pinned() if self._host else False
             self.wait()
             with ordinary_tensors():
                 self._data = change(self._data)
-            if pinned:  # copies of pinned memory are not
+            if pinned:  # `change` returns unpinned memory
                 self._data = self._data.permute(2, 0, 1, 3).contiguous().pin_memory().permute(1, 2, 0, 3)
             self._own = not self._data.is_inference()
 

@@ -1,12 +1,12 @@
-"""Cache layers that carry codes beside keys and values, through everything Hugging Face does to a cache.
+"""Cache layers that carry codes besides keys and values, through all operations of Hugging Face's caches.
 
-A layer is re-typed in place, so that the cache and every reference to it stay valid; `drop_codes` turns it back. The
-codes are those of the keys as they arrived: a quantised layer's keys change when it quantises them, its codes do not.
+A layer is re-typed in place, so that the cache and all references to it stay valid; `drop_codes` restores its type. The
+codes are those of the keys when they arrived: quantising a layer changes its keys, but not its codes.
 
-Keys and values are everybody's: a press prunes them, a caller crops them by hand. Each layer remembers the tensors that
-it left, and their versions, which torch counts up with every write; where they differ, it begins anew with what it
-finds. Two kinds of writes go unnoticed, because torch does not count them: those inside compiled graphs, and those
-through `tensor.data`.
+Others may change keys and values: a press prunes them, a caller crops them. Each layer therefore remembers its tensors
+and their versions, which torch increments with every write. If they differ from what it left, it rebuilds its codes.
+Two kinds of writes are not noticed, because torch does not count them: writes in compiled graphs and writes through
+`tensor.data`.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLay
 from sparse_decode.buffer import GrowingBuffer
 from sparse_decode.growing import GrowingLayer, stop_growing
 from sparse_decode.modes import no_autocast, ordinary_tensors
-from sparse_decode.opaque import enrol, write_codes
+from sparse_decode.opaque import register, write_codes
 from sparse_decode.positions import readable
 from sparse_decode.remainder import RunningMoments, StaticMoments
 
 if TYPE_CHECKING:
     from transformers.cache_utils import BaseQuantizedLayer
-else:  # before transformers 5.21 there is one kind of quantised layers, and no name for what all kinds share
+else:  # before transformers 5.21 there is a single class of quantised layers, without this base class
     BaseQuantizedLayer = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)
 
 QUANTISED = hasattr(cache_utils, "BaseQuantizedLayer")
-"""Whether transformers keeps quantised layers whole: before 5.21 `reset` and beam search forgot what is quantised."""
+"""Whether quantised layers work in this transformers: before 5.21, `reset` and beam search ignored quantised tokens."""
 
 Encode = Callable[[Tensor], Tensor]
 """Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
 
 Into = Callable[[Tensor, Tensor, Tensor | None], bool]
-"""Keys, codes and a token: `Encoder.write` in one operator, if it returns True."""
+"""Keys, codes, first token -> whether one operator has written the codes, as `Encoder.write` does."""
 
-_LATER = 16  # tokens of an update that are hashed only when their codes are needed
-_CHUNK = 1 << 26  # bytes of float32 temporaries of the tokens hashed at once, whatever the batch and the context
-_WIDTHS = 8  # numbers that hashing a key makes, over those of the key or its bits: itself, hidden, bits, and their sums
-_MOST_BITS = 8  # of a code for each number of its key
+_LATER = 16  # an update of at most this many tokens is hashed only when its codes are needed
+_CHUNK = 1 << 26  # bytes of float32 temporaries when hashing a chunk of tokens, at any batch size and context length
+_WIDTHS = 8  # temporary numbers per number or bit of a key, whichever are more: itself, hidden layer, bits, their sums
+_MOST_BITS = 8  # assumed bits of a code per number of its key, until the first code is known
 
 
 class Encoder:
-    """Hashes the keys of one layer of one attachment, and knows the cache layers that it hashes for.
+    """Hashes the keys of one layer of one attachment, and tracks the cache layers that carry its codes.
 
     Deep copies of a cache layer share its encoder.
     """
@@ -63,19 +63,19 @@ class Encoder:
         self._encode = encode
         self._into = into
         self.traceable: Callable[[Tensor], bool] = traceable
-        """Whether a compiled graph can hold the hashing of keys [B, Hkv, 1, D] as operators."""
+        """Whether keys [B, Hkv, 1, D] are hashed by operators that a compiled graph can contain."""
         self._shape: tuple[int, int] | None = None
         self._layers = WeakSet[CacheLayerMixin]()
-        self.number: int = enrol(self)
+        self.number: int = register(self)
 
     def __call__(self, keys: Tensor, device: torch.device | None = None) -> Tensor:
-        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W], on another device if one is named."""
+        """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W], on `device` if given."""
         device, n = keys.device if device is None else device, keys.shape[2]
         with no_autocast(device):
             first = self._learn(self._encode(keys[:, :, : self._tokens_at_once(keys)].to(device)))
             if (done := first.shape[2]) == n:
                 return first
-            # Made at once: pieces that are kept would lie among temporaries, whose memory could then not be given back.
+            # Allocated once: pieces between temporaries would fragment the memory, which could then not be freed.
             codes = first.new_empty(*first.shape[:2], n, first.shape[3])
             codes[:, :, :done] = first
             while done < n:
@@ -85,7 +85,7 @@ class Encoder:
         return codes
 
     def code_shape(self, keys: Tensor, device: torch.device | None = None) -> tuple[int, int]:
-        """Return heads and int32 words of the codes of keys like these [B, Hkv, T, D]; hashes one of zeros at first."""
+        """Return the heads and int32 words of codes of keys [B, Hkv, T, D]; the first call hashes a key of zeros."""
         if self._shape is None:
             device = keys.device if device is None else device
             with no_autocast(device):
@@ -99,9 +99,9 @@ class Encoder:
         return self._shape is not None
 
     def temporaries(self, keys: Tensor) -> int:
-        """Return the most bytes that hashing keys [B, Hkv, T, D] holds beside its result; those may be meta tensors.
+        """Return the peak bytes of temporaries when hashing keys [B, Hkv, T, D], which may be meta tensors.
 
-        It must have hashed before, or been asked for `code_shape`.
+        The size of a code must be known: hash keys or call `code_shape` first.
         """
         return min(keys.shape[2], self._tokens_at_once(keys)) * self._bytes_per_token(keys)
 
@@ -113,7 +113,7 @@ class Encoder:
         return max(1, _CHUNK // (self._bytes_per_token(keys) + 1))
 
     def _bytes_per_token(self, keys: Tensor) -> int:
-        """Count the bytes of temporaries; as if there were many bits until the first codes say how many."""
+        """Return the bytes of temporaries per token; until the size of a code is known, an upper bound."""
         batch, heads, _, dim = keys.shape
         bits = _MOST_BITS * heads * dim if self._shape is None else 32 * math.prod(self._shape)
         return batch * max(heads * dim, bits) * 4 * _WIDTHS
@@ -133,7 +133,7 @@ class Encoder:
         return self
 
     def adopt(self, layer: CacheLayerMixin) -> None:
-        """Remember a layer that now carries these codes."""
+        """Track a layer that now carries these codes."""
         self._layers.add(layer)
 
     def release(self) -> None:
@@ -145,7 +145,7 @@ class Encoder:
 
 
 class CodedLayer(Protocol):
-    """What the attention function needs of a cache layer that carries codes."""
+    """A cache layer that carries codes, as the attention function needs it."""
 
     encoder: Encoder
 
@@ -156,30 +156,30 @@ class CodedLayer(Protocol):
 
 
 class _Coded(CacheLayerMixin):
-    """What the layers below share. Never constructed: `carry_codes` re-types a layer."""
+    """Base class of the layers below. Never constructed: `carry_codes` re-types a layer."""
 
     _layer_type = None  # keeps Hugging Face from registering a re-typed class in place of the plain one
     encoder: Encoder
     plain: type[CacheLayerMixin]
-    """The class that the layer had."""
+    """The original class of the layer."""
     _watched = ("keys", "values")
-    """Attributes that hold what others may change."""
+    """Attributes that others may change."""
 
     def begin(self) -> None:
-        """Make the codes of what the layer holds already."""
+        """Create the codes of the keys in the layer."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Leave the layer as its plain class would have it."""
+        """Restore the attributes that the plain class expects."""
         raise NotImplementedError
 
     def mark(self) -> None:
-        """Remember what the layer holds: all changes so far were its own."""
+        """Record the layer's tensors and versions, after its own changes."""
         if not torch.compiler.is_compiling():
             self._marks = self._stamps()
 
     def settle(self) -> None:
-        """Begin anew with what the layer holds, if somebody else has changed that."""
+        """Rebuild the codes if the layer's tensors were changed from outside since `mark`."""
         if torch.compiler.is_compiling():
             return
         for (held, version), (was, before) in zip(self._stamps(), self._marks, strict=True):
@@ -192,12 +192,12 @@ class _Coded(CacheLayerMixin):
         return [(x, x._version if isinstance(x, Tensor) and not x.is_inference() else 0) for x in found]
 
     def plainly(self) -> CacheLayerMixin:
-        """Return a plain layer that holds the same, without the codes."""
+        """Return a plain layer with the same keys and values, without codes."""
         self.settle()
         twin = object.__new__(type(self))
         vars(twin).update(vars(self))
         drop_codes(twin)
-        for name in self._watched:  # without the spare room behind them
+        for name in self._watched:  # without spare room
             if isinstance(held := getattr(twin, name), Tensor):
                 setattr(twin, name, held.clone())
         return twin
@@ -221,9 +221,9 @@ def _itself(layer: CacheLayerMixin) -> CacheLayerMixin:
 
 
 class CodedDynamicLayer(_Coded, DynamicLayer):
-    """A `DynamicLayer` that also appends keys and values in place, where the plain one copies them all each step.
+    """A `DynamicLayer` with codes, which also appends keys and values in place; the plain one copies all at each step.
 
-    The keys of single steps are hashed when their codes are first asked for: steps that stay dense do without.
+    Keys of decode steps are hashed when their codes are first needed, so that dense steps do not hash.
     """
 
     plain: type[CacheLayerMixin] = DynamicLayer
@@ -231,7 +231,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
     values: Tensor | None
     moments: RunningMoments
     on_host = False
-    """Whether keys and values live in host memory, whatever the device of the model."""
+    """Whether keys and values are in host memory, even if the model is on a GPU."""
 
     def begin(self) -> None:
         self.moments = RunningMoments()
@@ -242,7 +242,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
             if keys.shape[:3] != values.shape[:3]:
                 raise ValueError(
                     f"a cache layer needs as many keys as values, got {tuple(keys.shape)} and {tuple(values.shape)}; "
-                    "who changes one must change the other"
+                    "change both together"
                 )
             self._codes.append(self.encoder(keys, self.device))
             if self.on_host and self.device.type == "cuda" and keys.device.type == "cpu" and not keys.is_pinned():
@@ -265,9 +265,9 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         return self._codes.view()
 
     def room_for_code(self) -> tuple[Tensor, bool]:
-        """Return the codes, int32 [B, H, T or more, W], and whether the last key still has none, but room for it.
+        """Return the codes, int32 [B, H, T or more, W], and whether the code of the last key is missing.
 
-        Who writes it there says so by `wrote_code`.
+        If it is, the buffer has room for it: write it there and call `wrote_code`.
         """
         self.settle()
         if len(self._keys) - len(self._codes) == 1 and (room := self._codes.room(1)) is not None:
@@ -275,11 +275,11 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         return self.codes, False
 
     def wrote_code(self) -> None:
-        """Take the code of the last key as written."""
+        """Record that the code of the last key has been written."""
         self._codes.advance(1)
 
     def _hash(self, keys: Tensor) -> None:
-        """Append the codes of keys [B, Hkv, t, D]; on a GPU few are hashed to where they are to lie."""
+        """Append the codes of keys [B, Hkv, t, D]; on a GPU, few keys are hashed directly into the buffer."""
         if keys.shape[2] > _LATER or not self.encoder.has_hashed or readable(keys):
             return self._codes.append(self.encoder(keys))
         heads, words = self.encoder.code_shape(keys)
@@ -287,7 +287,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         self.encoder.write(self._codes.extend(like), keys)
 
     def memory(self) -> tuple[int, int]:
-        """Return bytes of keys and values, and of codes and sums."""
+        """Return the bytes of keys and values, and of codes and sums."""
         self.settle()
         ours = self.codes.nbytes if self.get_seq_length() else 0
         return self._keys.nbytes + self._values.nbytes, ours + self.moments.nbytes
@@ -301,13 +301,13 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
         self.mark()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, Hkv, t, D] and hash the new keys, later if they are few and stay here."""
+        """Append keys and values [B, Hkv, t, D] and hash the new keys; few keys on the device are hashed later."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.settle()
         if self.on_host or key_states.shape[2] > _LATER:
             if len(self._codes) < len(self._keys):
-                _ = self.codes  # in the order of the keys
+                _ = self.codes  # hash earlier keys first
             self._hash(key_states)
         self._keys.append(key_states)
         self._values.append(value_states)
@@ -327,7 +327,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
 
     def reset(self) -> None:
         """Empty the layer."""
-        self.keys = self.values = None  # dropped, where transformers before 5.21 would leave zeros of full length
+        self.keys = self.values = None  # transformers before 5.21 would keep zeros of full length
         self.is_initialized = False
         super().reset()
         self.moments = RunningMoments()
@@ -381,21 +381,21 @@ class CodedStaticLayer(_Coded, StaticLayer):
 
     @property
     def codes(self) -> Tensor | None:
-        """Codes of the keys, int32 [B, H, N, W], of all the room; None before there is any."""
+        """Codes of the whole key buffer, int32 [B, H, N, W]; None before it is allocated."""
         self.settle()
         return self._codes
 
     def memory(self) -> tuple[int, int]:
-        """Return bytes of keys and values, and of codes and sums: all of the static buffers."""
+        """Return the bytes of the static buffers: of keys and values, and of codes and sums."""
         if not self.is_initialized:
             return 0, 0
         ours = cast(Tensor, self._codes).nbytes + cast(StaticMoments, self.moments).nbytes
         return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, ours
 
     def _allocate(self) -> Tensor:
-        """Make room for the codes and the sums beside keys and values."""
+        """Allocate codes and sums."""
         if torch.compiler.is_compiling():
-            raise ValueError("a static cache needs its memory before it is compiled; call its early_initialization()")
+            raise ValueError("a static cache must be allocated before it is compiled; call its early_initialization()")
         keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         heads, width = self.encoder.code_shape(keys)
         with ordinary_tensors():
@@ -413,7 +413,7 @@ class CodedStaticLayer(_Coded, StaticLayer):
         self.mark()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, Hkv, t, D] at the present length, and the new keys' codes."""
+        """Write keys and values [B, Hkv, t, D] at the current length, and the codes of the new keys."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         codes = cast(Tensor, self.codes)  # settled
@@ -444,9 +444,9 @@ class CodedStaticLayer(_Coded, StaticLayer):
 
 
 class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
-    """A quantised layer whose codes are those of the keys before quantisation. `_quantised` makes its subclasses.
+    """A quantised layer with the codes and moments of its keys and values before quantisation.
 
-    Its moments are those of keys and values as attention first saw them.
+    `_quantised` creates its subclasses.
     """
 
     moments: RunningMoments
@@ -468,7 +468,7 @@ class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
         return self._codes.view()
 
     def memory(self) -> tuple[int, int]:
-        """Return bytes of keys and values as they are stored, and of codes and sums."""
+        """Return the bytes of keys and values as stored, and of codes and sums."""
         stored = (self.keys, self.values, self._quantized_keys, self._quantized_values)
         return sum(map(_nbytes, stored)), self._codes.nbytes + self.moments.nbytes
 
@@ -501,18 +501,18 @@ class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
             held.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
         self.mark()
 
-    # Hugging Face's own versions of these three change the unquantised rest alone.
+    # Hugging Face's versions of these three methods would change only the unquantised tokens.
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: quantised tokens cannot be dropped."""
+        """Raise ValueError: quantised tokens cannot be dropped."""
         if tokens_to_remove:
             raise ValueError(f"a quantised cache cannot drop {-tokens_to_remove} tokens; use DynamicCache()")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refuse: quantised rows cannot be repeated."""
+        """Raise ValueError: quantised rows cannot be repeated."""
         raise ValueError("a quantised cache cannot repeat its rows; use DynamicCache()")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Refuse: quantised rows cannot be selected."""
+        """Raise ValueError: quantised rows cannot be selected."""
         raise ValueError("a quantised cache cannot select rows; use DynamicCache()")
 
 
@@ -539,7 +539,7 @@ HYBRIDS = tuple(
     for name in ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndStaticFullAttentionLayer")
     if hasattr(cache_utils, name)
 )
-"""Layers that keep a recurrent state, too."""
+"""Layer classes that also store a recurrent state."""
 
 
 @functools.cache
@@ -548,7 +548,7 @@ def _hybrid(plain: type[CacheLayerMixin]) -> type[_Coded]:
 
     def reorder_cache(layer: Any, beam_idx: Tensor) -> None:
         """Take the batch rows `beam_idx` of both parts, as beam search asks."""
-        if coded is CodedDynamicLayer:  # the other one calls `super`, which is both parts
+        if coded is CodedDynamicLayer:  # the static class calls `super`, which reorders both parts
             cache_utils.LinearAttentionLayer.reorder_cache(layer, beam_idx)  # pyright: ignore[reportArgumentType]
         coded.reorder_cache(layer, beam_idx)
 
@@ -557,14 +557,14 @@ def _hybrid(plain: type[CacheLayerMixin]) -> type[_Coded]:
 
 
 def is_quantised(layer_type: type) -> bool:
-    """Say whether layers of a class keep their keys and values quantised."""
+    """Whether a layer class stores keys and values quantised."""
     return issubclass(layer_type, BaseQuantizedLayer)
 
 
 def coded_type(plain: type) -> type[_Coded] | None:
-    """Return the class that carries codes for layers of a plain class; None for one that nobody told us about.
+    """Return the class that carries codes for a plain layer class; None for a class that is not supported.
 
-    Raises: ValueError for quantised layers of a transformers in which they are not whole.
+    Raises: ValueError for quantised layers in transformers before 5.21 (see `QUANTISED`).
     """
     if plain in (DynamicLayer, GrowingLayer):
         return CodedDynamicLayer
@@ -582,19 +582,21 @@ def coded_type(plain: type) -> type[_Coded] | None:
 
 
 def carry_codes(layer: CacheLayerMixin, encoder: Encoder, coded: type[_Coded] | None = None) -> Any:
-    """Make a cache layer carry the codes that `encoder` gives, of the keys it holds and of those to come.
+    """Make a cache layer carry the codes of its present and future keys.
 
     Args:
         layer: a plain layer, or one that carries another encoder's codes.
-        coded: the class it becomes, `coded_type` of its own by default.
+        encoder: hashes the keys.
+        coded: the new class; by default `coded_type` of the layer's class.
     Returns: the same object, re-typed.
+    Raises: ValueError if there is no such class.
     """
     if isinstance(layer, _Coded):
         drop_codes(layer)
     stop_growing(layer)
     coded = coded or coded_type(type(layer))
     if coded is None:
-        raise ValueError(f"a layer type that can carry codes is needed, got {type(layer).__name__}")
+        raise ValueError(f"expected a cache layer that can carry codes, got {type(layer).__name__}")
     layer.__class__ = coded
     assert isinstance(layer, _Coded)
     layer.encoder = encoder
@@ -605,7 +607,7 @@ def carry_codes(layer: CacheLayerMixin, encoder: Encoder, coded: type[_Coded] | 
 
 
 def drop_codes(layer: Any) -> None:
-    """Turn a layer back into what it was before `carry_codes`."""
+    """Restore a layer's class and attributes from before `carry_codes`."""
     layer.end()
     del layer.encoder, layer._marks
     layer.__class__ = layer.plain

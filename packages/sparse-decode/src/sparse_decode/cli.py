@@ -1,4 +1,4 @@
-"""The command line: `sparse-decode --prompt-file FILE ...` goes on with a text and says what that cost."""
+"""The command line: `sparse-decode --prompt-file FILE ...` continues a text and reports speed, density and memory."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from hashtrain.usage import UsageError, guarded, require_counts
 from rich.console import Console
 from rich.table import Table
 
-_REMEDY = "A prompt that stops midway is continued further."
+_REMEDY = "Use a prompt that stops in the middle of a text."
 
 
 @dataclass(frozen=True)
 class GenerateCommand:
-    """Go on with a text by sparse attention, token by token as it is made, and print its speed, density and memory."""
+    """Continue a text with sparse attention, streaming tokens, and print speed, density and memory."""
 
     prompt_file: Path
-    """A UTF-8 text file: the prompt."""
+    """The prompt: a UTF-8 text file."""
     max_new_tokens: int = 200
-    """Tokens to generate, fewer if the model ends its text."""
+    """Maximal number of tokens to generate; fewer if the model ends its text."""
     model: str = DEMO
-    """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
+    """A folder or hub id of a Hugging Face causal LM; `demo` is the model included in hashtrain."""
     hasher: str = "runs/demo/transform"
-    """A hasher's folder, made by `uv run hashtrain`; `lsh` draws untrained codes."""
+    """A hasher's folder, created by `uv run hashtrain`; `lsh`: untrained codes."""
     max_prompt_tokens: int | None = None
-    """Use only so many tokens of the prompt, the last ones."""
+    """Use only this many tokens of the prompt, the last ones."""
     fraction: float = 0.02
     """Share of the visible tokens that a step reads, above 0 and at most 1."""
     min_tokens: int = 16
-    """Tokens to read at least."""
+    """Minimal number of tokens that a step reads."""
     sink: int = SINK
-    """First tokens, always read."""
+    """Number of first tokens that are always read."""
     recent: int = RECENT
-    """Last tokens, always read."""
+    """Number of last tokens that are always read."""
     shortlist: int | None = None
-    """Score by whole codes only about this many times the tokens to select, the best by their first 32 bits: faster at
+    """Score only about this many times the tokens to select by all bits, the best by their first 32 bits: faster at
     long context; 6 is usual."""
     values: float = 1.0
-    """Share of the tokens read whose values are read, too, those with most attention: 0.33 makes room for a larger
-    fraction at the same bytes."""
+    """Share of the tokens read whose values are read, too: those with the highest attention. 0.33 allows a larger
+    fraction at the same number of bytes."""
     dense_layers: int | None = None
-    """First layers that stay dense; without it, those that the hasher names."""
+    """Number of first layers that stay dense. Default: those that the hasher lists."""
     exact: int | None = None
-    """Write what dense attention writes: draft up to so many tokens by sparse attention, 15 at most, and check them by
-    dense attention at once. Drafts nothing where that does not pay."""
+    """Exact mode, with the output of dense attention: draft up to this many tokens (at most 15) with sparse attention,
+    then check them in one dense pass. Drafts nothing where that would not be faster."""
     compare: bool = False
-    """Generate with dense attention, too."""
+    """Also generate with dense attention, for comparison."""
 
     def __post_init__(self) -> None:
         require_counts(
@@ -73,12 +73,12 @@ class GenerateCommand:
 
     @property
     def model_path(self) -> str:
-        """What `from_pretrained` is given."""
+        """The argument of `from_pretrained`."""
         return model_path(self.model)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns 0; 2 after one sentence on stderr if the input cannot be used; 130 if interrupted."""
+    """Run the command. Returns 0; 2 with one sentence on stderr if the input is invalid; 130 if interrupted."""
     return guarded("sparse-decode", lambda: _main(arguments))
 
 
@@ -96,7 +96,7 @@ def _main(arguments: list[str] | None) -> int:
 
 
 def _table(found: dict[str, Any]) -> Table:
-    """Show sparse and dense side by side."""
+    """Return a table with a column for each run."""
     runs = [name for name in ("sparse", "exact", "dense") if name in found]
     table = Table("", *runs, title=f"{found['prompt_tokens']:,} tokens of prompt")
     lines = {
@@ -118,7 +118,7 @@ def _table(found: dict[str, Any]) -> Table:
 
 
 def _early_ends(found: dict[str, Any], most: int) -> list[str]:
-    """Say of each run that made fewer tokens than asked for why, and what to do."""
+    """Return a sentence for each run that generated fewer tokens than `most`."""
     said: list[str] = []
     for name in ("sparse", "exact", "dense"):
         if name in found and (made := found[name]["new_tokens"]) < most:

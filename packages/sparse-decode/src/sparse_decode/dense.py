@@ -4,8 +4,8 @@
 
     q [B, Hq, R, D]   k, v [B, Hkv, N, D]   mask [B or 1, 1, R, N] or None for causal   out [B, R, Hq, Dv]
 
-The same equation as `sparse_decode.attend` over a selection of everything, without its list of indices. torch's own
-attention repeats the keys for each query head, or leaves threads idle with so few rows.
+The equation is that of `sparse_decode.attend` with all visible tokens selected, without a list of indices. torch's own
+attention repeats the keys for each query head, or uses too few threads for so few rows.
 """
 
 # Some methods of torch have no types.
@@ -40,41 +40,41 @@ def attend_all(
 
     Args:
         q: [B, Hq, R, D], few rows; k: [B, Hkv, N, D]; v: [B, Hkv, N, Dv]; float32, bfloat16 or float16 of one type, on
-            the CPU; the components of a key lie side by side, everything else may have any strides.
+            the CPU; components must be contiguous (stride 1), all other strides are free.
         scaling: factor on the logits, usually D^-0.5.
-        mask: which tokens each row sees, bool [B or 1, 1, R, N]; None: the last of the R rows sees all N tokens, and
-            each row before it one less.
-        softcap: bound on the logits' size, above 0; None leaves them as they are.
-        sinks: one learned logit per query head [Hq], which takes its share of the softmax and has no value.
-    Returns: [B, R, Hq, Dv] in q's type, the same bits whatever the number of threads; sums are float32. None if a row
+        mask: the visible tokens of each row, bool [B or 1, 1, R, N]; None: the last of the R rows sees all N tokens,
+            and each row before it one fewer.
+        softcap: soft cap of the logits, above 0; None for none.
+        sinks: one learned sink logit per query head [Hq]: part of the softmax, without a value.
+    Returns: [B, R, Hq, Dv] in q's type; sums are float32, bit for bit the same for any number of threads. None if a row
         sees no token.
-    Source: docs/algorithm.md, eq. 8, of all visible tokens.
+    Source: docs/algorithm.md, eq. 8, with all visible tokens selected.
     """
     (batch, hq, n_rows, dim), (hkv, n), dim_v = q.shape, k.shape[1:3], v.shape[3]
     group, chunks = hq // hkv, -(-n // dense_kernels.CHUNK)
     wide, wide_v, kind = -(-dim // WIDTH) * WIDTH, -(-dim_v // WIDTH) * WIDTH, KINDS[k.dtype]
     queries = np.zeros((batch, hkv, n_rows, group, wide), np.float32)
     queries[..., :dim] = q.detach().float().view(batch, hkv, group, n_rows, dim).transpose(2, 3).numpy()
-    if kind == 1:  # as `lanes.place` says
+    if kind == 1:  # the order of `lanes.place`
         queries = np.ascontiguousarray(queries.reshape(*queries.shape[:4], -1, LANES, 2).swapaxes(-1, -2))
     shown = _NO_MASK if mask is None else mask[:, 0].contiguous().view(torch.uint8).numpy()
     lines = batch, hkv, chunks, n_rows * group
-    sums, facts = np.empty((*lines, wide_v), np.float32), np.empty((*lines, 2), np.float32)
+    sums, stats = np.empty((*lines, wide_v), np.float32), np.empty((*lines, 2), np.float32)
     out = np.empty((batch, n_rows, hkv, group, dim_v), np.float32)
     limit = np.full((hkv, group), -np.inf, np.float32)
     if sinks is not None:
         limit[:] = sinks.detach().float().numpy().reshape(hkv, group)
     where = *_where(k), *_where(v), LIKE[k.element_size()]
     factors = np.float32(scaling), np.float32(softcap or 0), kind
-    given = n_rows, queries.reshape(batch, hkv, -1, wide), *where, shown, *factors, sums, facts
+    given = n_rows, queries.reshape(batch, hkv, -1, wide), *where, shown, *factors, sums, stats
     run(dense_kernels.tasks, batch * hkv * chunks, batch * hq * n_rows * n * (dim + dim_v), *given)
-    if not compiled(dense_kernels.combine)(0, batch, sums, facts, limit, out, kind):
+    if not compiled(dense_kernels.combine)(0, batch, sums, stats, limit, out, kind):
         return None
     return torch.from_numpy(out.reshape(batch, n_rows, hq, dim_v)).to(q.dtype)
 
 
 def _where(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
-    """Say where [B, Hkv, N, D] lies: its address, its reach, and its strides, heads, tokens and components."""
+    """Return the address of x [B, Hkv, N, D], its extent in elements, and strides, heads, tokens and components."""
     address, reach, how = _place(x)
     return address, reach, (*how, x.shape[3])
 
@@ -89,7 +89,7 @@ def attend_all_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Do what `attend_all` does, in torch and in the simplest way: the oracle of the tests."""
+    """Compute `attend_all` with plain torch operations: the oracle of the tests."""
     (rows, n), group = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     seen = torch.ones(rows, n, dtype=torch.bool).tril(n - rows) if mask is None else mask

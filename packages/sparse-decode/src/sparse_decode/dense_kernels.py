@@ -1,18 +1,18 @@
-"""Dense attention of a few rows on the CPU, in numba: what `dense.attend_all` runs.
+"""Numba kernels of `dense.attend_all`: dense attention of a few query rows on the CPU.
 
-A task is one (batch row, KV head, chunk of CHUNK tokens). It reads each key and value of its chunk once, widens it to
-float32 in cache and uses it for all X = R G rows of the group's query heads, R query rows of G heads:
+A task is one (batch row, KV head, chunk of CHUNK tokens). It reads each key and value of its chunk once, converts it to
+float32 in cache and uses it for all X = R G lines: R query rows of the G query heads of the group.
 
-    1. l_xj = scaling q_x . k_j, soft-capped, for the tokens j that row x sees: TOKENS keys at once
+    1. l_xj = scaling q_x . k_j, soft-capped, for the tokens j that line x sees: TOKENS keys at once
     2. m_x = max_j l_xj,  s_x = sum_j exp(l_xj - m_x)
     3. o_x = sum_j exp(l_xj - m_x) v_j
 
-`combine` puts the chunks c of a row together in their order, with M = max_c m_c or the learned sink if that is greater:
-out = sum_c exp(m_c - M) o_c / (sum_c exp(m_c - M) s_c + exp(sink - M)). Chunks are the same whatever the number of
-threads, and of rows: so are the bits of the result, and those of a row are the ones that it has alone.
+`combine` adds up the chunks c of a line in order, with M = max_c m_c or the learned sink if that is greater:
+out = sum_c exp(m_c - M) o_c / (sum_c exp(m_c - M) s_c + exp(sink - M)). Chunks do not depend on the number of threads
+or rows. Hence the result is the same bit for bit, and a row's result does not depend on the other rows.
 
-Bytes read: N (D + Dv) elements a KV head, in order. The ceiling is the memory that they come from, until X is so large
-that the products take longer: 2 X D / LANES of them a token. Keys that no row sees are not read.
+Bytes read: N (D + Dv) elements per KV head, in order. Memory bandwidth is the limit, until X is so large that the
+products take longer: 2 X D / LANES vector products per token. Keys that no row sees are not read.
 """
 
 # numba is untyped.
@@ -44,13 +44,13 @@ from sparse_decode.lanes import (
     weigh_4,
 )
 
-# The digest of what is compiled in: the compiler looks for changes in a kernel's own file only.
-FROM_OTHERS = "44f05879a0b2dad6"
+# Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
+FROM_OTHERS = "1bed8db1ec073b1b"
 AHEAD = 4096
-"""Bytes of keys or values that are on their way from memory, and that are worked on at once: more do not stay in the
-first cache. Those behind the last token are asked for in vain."""
+"""Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
+the last token are wasted."""
 CHUNK = 256
-"""Tokens of a task: their logits stay in the first cache, for up to 32 rows of query heads."""
+"""Tokens per task: their logits stay in the L1 cache, for up to 32 lines."""
 
 
 @numba.njit(inline="always")
@@ -86,14 +86,14 @@ def _weigh(weights, at, rows, x, x_at, x_step, depth, out, wide):  # pragma: no 
 
 @numba.njit(inline="always")
 def _read(x, base, stride, shown, j, width, wide, kind, tile):  # pragma: no cover - compiled
-    """Write the rows j..j+WIDTH-1 of a chunk to tile [WIDTH, wide] as float32, zeros for tokens that nobody sees."""
+    """Write rows j..j+WIDTH-1 of a chunk to tile [WIDTH, wide] as float32, zeros for tokens that no row sees."""
     tile[: WIDTH * wide] = 0
     bits = tile.view(np.uint32)
     for t in range(WIDTH):
         at, to = base + (j + t) * stride, t * wide
         if j + t < len(shown) and shown[j + t]:
             if kind == 1:
-                for i in range(width):  # as `lanes.place` says
+                for i in range(width):  # the order of `lanes.place`
                     to_i = to + ((i & -WIDTH) | ((i & 1) * LANES) | ((i & (WIDTH - 1)) >> 1))
                     bits[to_i] = np.uint32(x[at + i]) << np.uint32(16)
             else:
@@ -102,7 +102,7 @@ def _read(x, base, stride, shown, j, width, wide, kind, tile):  # pragma: no cov
 
 @numba.njit(inline="always")
 def _in_place(shown, every, j, width, kind):  # pragma: no cover - compiled
-    """Say whether the rows j..j+WIDTH-1 of a chunk can be worked on where they lie, `every` one if all are shown."""
+    """Whether rows j..j+WIDTH-1 of a chunk can be used without a copy; every: no token is hidden."""
     whole = j + WIDTH <= len(shown) and kind < 2 and width % WIDTH == 0
     if whole and not every:
         for t in range(WIDTH):
@@ -112,7 +112,7 @@ def _in_place(shown, every, j, width, kind):  # pragma: no cover - compiled
 
 @numba.njit(inline="always")
 def _ahead(size):  # pragma: no cover - compiled
-    """Return how many rows of so many bytes are asked for ahead: a part of WIDTH."""
+    """Return how many rows of `size` bytes to prefetch: WIDTH, or a half, a quarter, ... of it."""
     rows = WIDTH
     while rows > TOKENS and rows * size > AHEAD:
         rows //= 2
@@ -121,14 +121,14 @@ def _ahead(size):  # pragma: no cover - compiled
 
 @numba.njit(inline="always")
 def _ask(x, at, step, rows, width):  # pragma: no cover - compiled
-    """Ask the memory for rows that come later: it is not guessed soon enough that they do."""
+    """Prefetch later rows; the hardware prefetcher would be too late."""
     for t in range(rows):
         _fetch(x, at + t * step, width)
 
 
 @numba.njit(inline="always")
 def _hide(line, mask, b, r, first, past, count):  # pragma: no cover - compiled
-    """Set the logits of tokens that row r does not see to -inf, and of the slots behind the last token."""
+    """Set the logits of tokens that row r does not see, and of slots after the last token, to -inf."""
     if mask.size:
         seen = mask[min(b, len(mask) - 1), r, first : first + count]
         for j in range(count):
@@ -138,7 +138,7 @@ def _hide(line, mask, b, r, first, past, count):  # pragma: no cover - compiled
         line[max(0, min(count, past + r + 1 - first)) :] = np.float32(-np.inf)
 
 
-# NaN and infinity keep their meaning: only the order of sums is free, so that they vectorise.
+# fastmath without nnan and ninf: sums may be reordered to vectorise, but NaN and infinity must stay correct.
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _cap(line, softcap, out, bits):  # pragma: no cover - compiled
     """Replace x by softcap tanh(x / softcap), to 1e-6 of softcap: tanh |y| = (1 - e) / (1 + e), e = exp(-2 |y|)."""
@@ -152,25 +152,25 @@ def _cap(line, softcap, out, bits):  # pragma: no cover - compiled
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _soften(line, bits):  # pragma: no cover - compiled
-    """Turn logits into weights; return the greatest logit, and the sum of the weights."""
+    """Replace logits by weights exp(logit - top); return the largest logit, top, and the sum of the weights."""
     top, total = np.float32(-np.inf), np.float32(0)
     for j in range(len(line)):
         top = max(top, line[j])
     if top == np.float32(-np.inf):
-        for j in range(len(line)):  # NaN among them is not hidden
+        for j in range(len(line)):  # keep NaN
             line[j] = np.float32(0) if line[j] == np.float32(-np.inf) else line[j]
         return top, total
     out = bits.view(np.float32)
     _exp(line, top, out, bits)
-    for j in range(len(line)):  # nothing is written here: a loop that writes runs in this order or in another, as the
-        total += out[j]  # addresses of its arrays allow, and the sum would differ from thread to thread
+    for j in range(len(line)):  # A sum in a loop without writes: with writes, runtime alias checks choose between a
+        total += out[j]  # vectorised and a scalar version, so that rounding would depend on addresses.
     line[:] = out
     return top, total
 
 
 @numba.njit(inline="always")
 def _look(mask, b, first, shown):  # pragma: no cover - compiled
-    """Note which tokens of a chunk any row sees; say whether there is one."""
+    """Mark the tokens of a chunk that any row sees; return whether there are any."""
     shown[:] = 1
     if mask.size:
         rows = mask[min(b, len(mask) - 1)]
@@ -187,7 +187,7 @@ def _look(mask, b, first, shown):  # pragma: no cover - compiled
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _task(
-    task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, facts, shown, logits, bits, tile
+    task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, stats, shown, logits, bits, tile
 ):  # pragma: no cover - compiled  # fmt: skip
     heads, n, chunks = k_at[3], k_at[4], sums.shape[2]
     b, h, c = task // (heads * chunks), task // chunks % heads, task % chunks
@@ -200,7 +200,7 @@ def _task(
     if every:
         seen[:] = 1
     elif not _look(mask, b, first, seen):
-        facts[b, h, c, :, 0], facts[b, h, c, :, 1] = np.float32(-np.inf), np.float32(0)
+        stats[b, h, c, :, 0], stats[b, h, c, :, 1] = np.float32(-np.inf), np.float32(0)
         return
 
     k_ahead, v_ahead = _ahead(dim * k.itemsize), _ahead(dim_v * v.itemsize)
@@ -216,15 +216,15 @@ def _task(
                 _dot(queries, wide, lines, tile, t * wide, wide, wide, logits, j + t, CHUNK)
 
     values = b * v_at[0] + h * v_at[1] + first * v_at[2]
-    _ask(v, values, v_at[2], v_ahead, dim_v)  # they come while the logits become weights
+    _ask(v, values, v_at[2], v_ahead, dim_v)  # loaded during the softmax
     for x in range(lines):
-        line = logits[x * CHUNK : (x + 1) * CHUNK]  # all of it, or the order of the sums would depend on the last chunk
+        line = logits[x * CHUNK : (x + 1) * CHUNK]  # all of it: the last chunk sums in the same order
         for j in range(CHUNK):
             line[j] *= scaling
         if softcap > 0:
             _cap(line, softcap, bits.view(np.float32), bits)
         _hide(line, mask, b, x // (lines // n_rows), first, n - n_rows, count)
-        facts[b, h, c, x, 0], facts[b, h, c, x, 1] = _soften(line, bits)
+        stats[b, h, c, x, 0], stats[b, h, c, x, 1] = _soften(line, bits)
 
     out = sums[b, h, c].reshape(lines * wide_v)
     out[:] = 0
@@ -241,39 +241,39 @@ def _task(
 def tasks(
     first: int, last: int, n_rows: int, q: NDArray[np.float32], k_address: int, k_reach: int, k_at: tuple[int, ...],
     v_address: int, v_reach: int, v_at: tuple[int, ...], like: NDArray[Any], mask: NDArray[np.uint8],
-    scaling: np.float32, softcap: np.float32, kind: int, sums: NDArray[np.float32], facts: NDArray[np.float32],
+    scaling: np.float32, softcap: np.float32, kind: int, sums: NDArray[np.float32], stats: NDArray[np.float32],
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Attend for tasks [first, last) to keys and values at addresses, k_reach and v_reach numbers of like's type.
+    """Attend for tasks [first, last).
 
-    q [B, Hkv, X, D and zeros up to whole WIDTH], for bfloat16 in the order of `lanes.place`, as sums are.
-    k_at and v_at are strides of batch row, head and token, heads, tokens, components; mask [B or 1, R, N], empty for
-    causal rows. Written: sums [B, Hkv, C, X, Dv and zeros up to whole WIDTH] and facts [B, Hkv, C, X, 2], o and (m, s)
-    of each chunk.
+    Keys and values are at k_address and v_address: k_reach and v_reach elements of like's dtype. k_at and v_at are
+    (strides of batch row, head and token, numbers of heads, tokens and components). q [B, Hkv, X, D] and sums are
+    zero-padded to a multiple of WIDTH, and for bfloat16 in the order of `lanes.place`. mask [B or 1, R, N], empty for
+    causal rows. Outputs: o in sums [B, Hkv, C, X, Dv], m and s in stats [B, Hkv, C, X, 2], for each chunk.
     """
     k = numba.carray(pointer(k_address), k_reach, like.dtype)
     v = numba.carray(pointer(v_address), v_reach, like.dtype)
     lines, wide, wide_v = q.shape[2], q.shape[3], sums.shape[4]
     shown, logits = np.empty(CHUNK, np.uint8), np.empty(lines * CHUNK, np.float32)
-    logits[:] = 0  # what lies behind the last token is scaled and capped, too, before it is hidden
+    logits[:] = 0  # slots after the last token are also scaled and capped, before they are hidden
     bits = np.empty(CHUNK, np.int32)
     tile = np.empty(WIDTH * max(wide, wide_v), np.float32)
     for task in range(first, last):
-        _task(task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, facts, shown, logits, bits, tile)
+        _task(task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, stats, shown, logits, bits, tile)
 
 
 def combine(
-    first: int, last: int, sums: NDArray[np.float32], facts: NDArray[np.float32], sinks: NDArray[np.float32],
+    first: int, last: int, sums: NDArray[np.float32], stats: NDArray[np.float32], sinks: NDArray[np.float32],
     out: NDArray[np.float32], kind: int,
 ) -> bool:  # pragma: no cover - compiled  # fmt: skip
-    """Put the chunks together for batch rows [first, last): out [B, R, Hkv, G, Dv]. Says whether each row sees a token.
+    """Combine the chunks of batch rows [first, last) into out [B, R, Hkv, G, Dv]; return whether each row sees a token.
 
-    sinks [Hkv, G], -inf without learned ones. Rows that see nothing become NaN.
+    sinks [Hkv, G], -inf without learned sinks. Rows without visible tokens become NaN.
     """
     whole, (n_rows, heads, group, width) = True, out.shape[1:]
     for b in range(first, last):
         for r, h, g in np.ndindex((n_rows, heads, group)):
             x = r * group + g
-            parts, line, seen = facts[b, h, :, x], out[b, r, h, g], np.float32(-np.inf)
+            parts, line, seen = stats[b, h, :, x], out[b, r, h, g], np.float32(-np.inf)
             for c in range(len(parts)):
                 seen = max(seen, parts[c, 0])
             whole = whole and seen != np.float32(-np.inf)

@@ -1,7 +1,7 @@
-"""Which dense calls of an attached model our own kernel attends to: decode steps on the CPU.
+"""Dense decode steps of an attached model on the CPU, with our own kernel.
 
-Everything else goes the model's own way: other devices, prompts, training, dropout, returned weights, biases. So does a
-row that sees no token, for which each implementation has its own answer.
+All other calls use the model's own attention: other devices, prompts, training, dropout, returned weights, biases. So
+do rows without visible tokens, for which implementations differ.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from sparse_decode.dense import attend_all
 from sparse_decode.modes import autocasts
 
 QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
-"""Keywords that reach attention and mean nothing to it."""
+"""Keyword arguments that attention functions get and ignore."""
 MOST_ROWS = 16
-"""Query rows of a sequence up to which a call with a past is a decode step: more than that are a piece of a prompt."""
+"""A call with a non-empty cache and at most this many query rows is a decode step; more are part of a prompt."""
 
 
 @cache
 def own_from(dtype: torch.dtype) -> int:
-    """Return from how many tokens on our kernel attends; below, torch's own takes less time.
+    """Return the context length from which our kernel is used; below, torch's attention is faster.
 
-    Where the processor multiplies matrices of 16-bit numbers itself (AMX, or AVX-512 for float16), torch is faster for
-    longer. Measured on an Intel Xeon with AMX and an AMD EPYC without (docs/log.md).
+    On CPUs with matrix instructions for 16-bit numbers (AMX, or AVX-512 for float16), torch is faster up to longer
+    contexts. Measured on an Intel Xeon with AMX and an AMD EPYC without (docs/log.md).
     """
     able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     if dtype == torch.bfloat16 and able.get("amx_bf16"):
@@ -40,9 +40,9 @@ def own_from(dtype: torch.dtype) -> int:
 
 
 def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:
-    """Attend with one row a sequence, that sees all tokens, as transformers lets torch do it: [B, 1, Hq, Dv].
+    """Attend with one row per sequence that sees all tokens, with torch's attention: [B, 1, Hq, Dv].
 
-    This is all that transformers' function does in such a call, without asking what it is.
+    Does the same as transformers' function in this case, without its checks.
     """
     shared = query.shape[1] != key.shape[1]
     if shared and not key.shape[3] == value.shape[3] <= 256:
@@ -63,11 +63,11 @@ def attend_step(
     eager: bool,
     kwargs: dict[str, Any],
 ) -> Tensor | None:
-    """Attend to all visible tokens in a decode step: [B, R, Hq, Dv]; None if this is none, or not for our kernel.
+    """Attend to all visible tokens in a decode step: [B, R, Hq, Dv]; None if our kernel does not support the call.
 
     Args:
-        module: the attention module; eager: whether it would attend by its own eager function, which knows soft-capping
-            and learned sinks, or by torch's.
+        module: the attention module; eager: whether it would use its own eager function, which supports soft-capping
+            and learned sinks, or torch's attention.
         query [B, Hq, R, D], key and value [B, Hkv, N, D], mask [B or 1, 1, R, N]; kwargs: as Hugging Face gives them.
     """
     if torch.compiler.is_compiling() or not _fits(query, key, value) or _asks_for_more(module, dropout, kwargs):
@@ -87,7 +87,7 @@ def attend_step(
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Say whether these are the tensors of a decode step, in a form that the kernel reads in place."""
+    """Whether these are the tensors of a decode step, with dtypes and strides that the kernel supports."""
     rows, n = query.shape[2], key.shape[2]
     if not 0 < rows <= MOST_ROWS or (rows > 1 and rows >= n) or not query.shape[0]:
         return False
@@ -99,7 +99,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _asks_for_more(module: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
-    """Say whether a call wants what the kernel has not: dropout, biases, keys masked by head, weights returned."""
+    """Whether a call needs a feature that the kernel lacks: dropout, biases, keys masked per head, returned weights."""
     if dropout or module.training or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         return True
     if getattr(module, "masked_key_indices", None) is not None or kwargs.get("output_attentions"):
@@ -108,7 +108,7 @@ def _asks_for_more(module: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
 
 
 def _shown(mask: Tensor) -> Tensor | None:
-    """Say which tokens a mask shows, bool; None if it has biases."""
+    """Convert a mask to bool, True for visible tokens; None if it has biases."""
     if mask.dtype == torch.bool:
         return mask
     shown = mask == 0

@@ -1,15 +1,15 @@
-"""The `planes` and `transform` hash functions of a few tokens on the CPU: each weight is read once, for all of them.
+"""The `planes` and `transform` hash functions for a few tokens on the CPU, reading each weight once for all tokens.
 
-A decode step hashes one key per KV head and one query per query head, so that reading the weights is all the work:
-28 query heads of 128 take 5.5 MB. torch reads them with three batched products, and packs in further calls.
+A decode step hashes one key per KV head and one query per query head, so its time is that of reading the weights: 5.5
+MB for 28 query heads of 128 components. torch would need three batched products, and further calls to pack.
 
     key     f(x) = x R + SiLU(x W1 + b1) W2 + b2,    code = signs of f                            (eq. 1)
     query   w = sum of f_g(q_g) over the group,      planes = binary digits of w's levels         (eq. 5)
 
-`transform` has fewer numbers than bits: each is spread over the bits that are its digits (eq. 19).
+`transform` has fewer coordinates than bits: the bits are digits of the coordinates' levels (eq. 19).
 
-One task is one output head. Sums run in the order of the weights' rows, whatever the threads, the batch and the number
-of tokens: a token's code does not depend on what is hashed beside it.
+One task is one output head. Sums run in the order of the weights' rows for any number of threads, sequences and tokens,
+so a token's code does not depend on the tokens that are hashed with it.
 """
 
 # numba is untyped.
@@ -32,26 +32,26 @@ from torch import Tensor, nn
 from sparse_decode.compiled import run
 from sparse_decode.intrinsics import prefetch
 
-INTRINSICS = "1efc3312c11c735c"  # the digest of intrinsics.py: the compiler's cache looks at a kernel's own file only
+INTRINSICS = "543d87cf432e7832"  # digest of intrinsics.py, because numba's cache checks a kernel's own file only
 MAX_TOKENS = 16
-"""Of all batch rows together: for more, a matrix product per head is faster."""
+"""Maximal number of tokens in all batch rows together; above, a matrix product per head is faster."""
 TINY = np.finfo(np.float32).tiny
 NAMES = ("r", "w1", "b1", "w2", "b2")
 
 Weights = tuple[NDArray[np.float32], ...]
 Digits = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]
-"""`hashtrain.layers.transform.Layout` as arrays: each KV head's coordinate and power of every bit, and its limits."""
+"""`hashtrain.layers.transform.Layout` as arrays: coordinate and power of every bit, and limits, per KV head."""
 NO_DIGITS: Digits = (np.empty((0, 0), np.int32), np.empty((0, 0), np.float32), np.empty((0, 0), np.float32))
 
 
-def takes(layer: LayerHasher, x: Tensor) -> bool:
-    """Say whether these functions hash tokens x [B, H, T, D] of a layer: few, on the CPU, in float32."""
+def supports(layer: LayerHasher, x: Tensor) -> bool:
+    """Whether the CPU fast path supports tokens x [B, H, T, D] of a layer: few tokens, float32 weights."""
     few = x.device.type == "cpu" and 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS
     return few and type(layer) in (Planes, Transform) and layer.remainder.dtype == torch.float32
 
 
 def hash_tokens(weights: Weights, digits: Digits, x: Tensor, group: int, planes: int) -> tuple[Tensor, Tensor]:
-    """Return words [B, H, T, max(P, 1), W], none if a number is not finite, and the numbers [B, H, T, bits]."""
+    """Return words [B, H, T, max(P, 1), W], empty if a number is not finite, and the numbers [B, H, T, bits]."""
     r, w1, _, w2, _ = weights
     batch, heads, tokens, _ = x.shape
     shape, bits = (batch, heads // group, tokens), digits[0].shape[1] or r.shape[2]
@@ -66,8 +66,8 @@ def hash_tokens(weights: Weights, digits: Digits, x: Tensor, group: int, planes:
     return torch.from_numpy(words), torch.from_numpy(numbers)
 
 
-class FewTokens:
-    """Hashes a few tokens; remembers where the weights of the layers lie."""
+class CpuEncoder:
+    """Hashes a few tokens on the CPU; caches array views of the layers' weights."""
 
     def __init__(self) -> None:
         self._weights: dict[int, tuple[tuple[int, ...], Weights]] = {}
@@ -86,14 +86,14 @@ class FewTokens:
         own = cast(Planes | Transform, layer)
         words, numbers = self._hash(own.query, self.digits_of(own), q, 1 if per_query_head else own.group, own.planes)
         if not words.numel():
-            hashcore.planes(numbers, own.planes)  # says what is wrong
+            hashcore.planes(numbers, own.planes)  # raises the error
         return words, tuple(1 << p for p in range(own.planes))
 
     def _hash(self, functions: nn.Module, digits: Digits, x: Tensor, group: int, planes: int) -> tuple[Tensor, Tensor]:
         return hash_tokens(self._found(functions), digits, x, group, planes)
 
     def digits_of(self, layer: Planes | Transform) -> Digits:
-        """Return the digits of a layer's bits: the same object until others are loaded."""
+        """Return the digits of a layer's bits, the same object until other digits are loaded."""
         if isinstance(layer, Planes):
             return NO_DIGITS
         laid, known = layer.layout(), self._digits.get(id(layer))
@@ -103,24 +103,24 @@ class FewTokens:
         return known[1]
 
     def _found(self, functions: nn.Module) -> Weights:
-        """View the weights; they may change in place, and be replaced."""
+        """Return array views of the weights, renewed if the weights were replaced."""
         parts = [getattr(functions, name) for name in NAMES]
         places = tuple(part.data_ptr() for part in parts)
         known = self._weights.get(id(functions))
         if known is None or known[0] != places:
-            # A view keeps its memory alive: an address that is still the same is still the same weights.
+            # The views keep their memory alive, so an equal address means the same weights.
             known = places, tuple(part.detach().numpy() for part in parts)
             self._weights[id(functions)] = known
         return known[1]
 
 
-# The order of a sum is the program's: these loops vectorise across bits, and every bit has a sum of its own.
+# fastmath without reassoc: these loops vectorise across bits, each of which has its own sum, in program order.
 @numba.njit(fastmath={"contract", "nsz"})
 def _add_product(x, rows, out):  # pragma: no cover - compiled
     """Add x @ rows to out; eight rows at a time, so that out is read and written an eighth as often."""
     line, width, whole = rows.reshape(rows.size), rows.shape[1], len(x) // 8 * 8
     for i in range(0, whole, 8):
-        for j in range((i + 16) * width, (i + 24) * width, 16):  # no processor guesses beyond the page it is in
+        for j in range((i + 16) * width, (i + 24) * width, 16):  # hardware prefetchers stop at page ends
             prefetch(line, j)
         x0, x1, x2, x3, x4, x5, x6, x7 = x[i], x[i + 1], x[i + 2], x[i + 3], x[i + 4], x[i + 5], x[i + 6], x[i + 7]
         r0, r1, r2, r3 = rows[i], rows[i + 1], rows[i + 2], rows[i + 3]
@@ -142,7 +142,7 @@ def _silu(x):  # pragma: no cover - compiled
 
 @numba.njit
 def _pack(x, threshold, words):  # pragma: no cover - compiled
-    """Write which numbers exceed the threshold, 32 to a word."""
+    """Pack the bits [number > threshold], 32 per word."""
     for w in range(len(words)):
         word = np.uint32(0)
         for bit in range(32):
@@ -152,7 +152,7 @@ def _pack(x, threshold, words):  # pragma: no cover - compiled
 
 @numba.njit
 def _quantise(x, planes, levels, words):  # pragma: no cover - compiled
-    """Write the planes of eq. 5, in the operations of `hashcore.planes`; say whether all numbers were finite."""
+    """Write the planes of eq. 5 with the operations of `hashcore.planes`; return whether all numbers are finite."""
     top, peak = np.float32(2**planes - 1), np.float32(0)
     clip = np.float32(0.8) if planes < 6 else np.float32(1)
     for j in range(len(x)):
@@ -176,14 +176,14 @@ def _quantise(x, planes, levels, words):  # pragma: no cover - compiled
 
 @numba.njit
 def _weigh(x, coordinate, power, out):  # pragma: no cover - compiled
-    """Write a query's weight of every bit: that of its coordinate, times the digit's power."""
+    """Write a query's weight of every bit: the coordinate's weight times the power of the digit."""
     for j in range(len(out)):
         out[j] = x[coordinate[j]] * power[j]
 
 
 @numba.njit
 def _digits(x, coordinate, power, limit, out):  # pragma: no cover - compiled
-    """Write the binary digits of a key's levels (eq. 19) as 1 and -1, in the operations of `hashtrain.surrogate`."""
+    """Write the binary digits of a key's levels (eq. 19) as 1 and -1, with the operations of `hashtrain.surrogate`."""
     for j in range(len(out)):
         i = coordinate[j]
         level = -limit[i]
@@ -197,7 +197,7 @@ def _digits(x, coordinate, power, limit, out):  # pragma: no cover - compiled
 def _hash_head(
     head, x, r, w1, b1, w2, b2, coordinate, power, limit, group, planes, numbers, words
 ):  # pragma: no cover - compiled
-    """Hash the tokens of one output head; say whether all numbers were finite."""
+    """Hash the tokens of one output head; return whether all numbers are finite."""
     hidden, finite = np.empty(w1.shape[2], np.float32), True
     levels = np.empty(numbers.shape[3], np.int32)
     spread = coordinate.shape[1] > 0
@@ -215,7 +215,7 @@ def _hash_head(
                     out[j] += b2[g, 0, j]
     for b in range(x.shape[0]):
         for t in range(x.shape[2]):
-            kv = head * coordinate.shape[0] // numbers.shape[1]  # its own, or its group's
+            kv = head * coordinate.shape[0] // numbers.shape[1]  # the KV head, if codes are per query head
             if not spread:
                 numbers[b, head, t] = sums[b, t]
             elif planes:

@@ -1,6 +1,6 @@
-"""The `planes` and `transform` hash functions of a few tokens on CUDA: one launch for keys, two for queries.
+"""The `planes` and `transform` hash functions for a few tokens on CUDA: one launch for keys, two for queries.
 
-The kernels are those of kernels/encode.cu; what they compute is what `sparse_decode.encode` does on the CPU.
+The kernels are in kernels/encode.cu and compute the same as `sparse_decode.encode` on the CPU.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from sparse_decode.gather import KERNELS, Run
 
 THREADS = 256
 MOST = 512
-"""The largest head_dim, width of the hidden layer and number of bits that the kernels take."""
+"""The largest head_dim, width of the hidden layer and number of bits that the kernels support."""
 MAX_TOKENS = 16
-"""Of all batch rows together: for more, a matrix product per head is faster."""
+"""Maximal number of tokens in all batch rows together; above, a matrix product per head is faster."""
 NAMES = ("r", "w1", "b1", "w2", "b2")
 _BF16 = {torch.bfloat16: "1", torch.float16: "0"}
 
@@ -63,7 +63,7 @@ class Digits(ctypes.Structure):
 
 
 class Placed(NamedTuple):
-    """The tensors of a layer that stay where they are: of keys, of queries, and of digits."""
+    """The tensors of a layer whose addresses are fixed: weights of keys and of queries, and digits."""
 
     key: list[Tensor]
     query: list[Tensor]
@@ -72,7 +72,7 @@ class Placed(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """The functions of keys or of queries that stay where they are, and their arguments as they are in memory."""
+    """The functions of keys or of queries with fixed addresses, and their kernel arguments as bytes."""
 
     weights: Sequence[Tensor]
     digits: Sequence[Tensor]
@@ -86,7 +86,7 @@ _sides: dict[int, _Side] = {}
 
 
 def place(layer: LayerHasher) -> None:
-    """Look up from now on where the tensors of a layer lie: they stay there, and live as long as the layer."""
+    """Cache the addresses of a layer's tensors from now on; the tensors must never be replaced."""
     if type(layer) in (Planes, Transform):
         own = cast(Planes | Transform, layer)
         known = _placed[id(layer)] = Placed(_weights(own.key), _weights(own.query), _digits(own), _fits(own))
@@ -102,13 +102,13 @@ def _forget(layer: int, *sides: int) -> None:
     del _placed[layer]
 
 
-def takes(layer: LayerHasher, x: Tensor) -> bool:
-    """Say whether these functions hash tokens x [B, H, T, D] of a layer: few, in 16 bits, on CUDA."""
+def supports(layer: LayerHasher, x: Tensor) -> bool:
+    """Whether the CUDA kernels support tokens x [B, H, T, D] of a layer: few tokens, 16 bits."""
     return x.device.type == "cuda" and x.dtype in _BF16 and fits(layer, x)
 
 
 def fits(layer: LayerHasher, x: Tensor) -> bool:
-    """Say whether the operators below hash tokens x [B, H, T, D] of a layer, but for their type: few, small enough."""
+    """Whether the operators below support tokens x [B, H, T, D] of a layer, apart from their dtype and device."""
     known = _placed.get(id(layer))
     return 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS and (_fits(layer) if known is None else known.fits)
 
@@ -120,7 +120,7 @@ def _fits(layer: LayerHasher) -> bool:
 
 
 def write_keys(layer: Planes | Transform, k: Tensor, codes: Tensor, at: Tensor | None) -> None:
-    """Hash keys [B, Hkv, T, D] into codes int32 [B, Hkv, N, W], from token `at` on; None: into all."""
+    """Hash keys [B, Hkv, T, D] into codes int32 [B, Hkv, N, W], from token `at` on; None: into all of them."""
     known = _placed.get(id(layer))
     weights, digits = (_weights(layer.key), _digits(layer)) if known is None else (known.key, known.digits)
     OPERATORS.hash_keys(k, weights, digits, codes, at)
@@ -129,7 +129,7 @@ def write_keys(layer: Planes | Transform, k: Tensor, codes: Tensor, at: Tensor |
 def queries(layer: Planes | Transform, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
     """Hash queries [B, Hq, T, D] to planes [B, H, T, P, W] and their weights: `layer.encode_queries`, without a check.
 
-    A check would wait for the device: a weight that is NaN has level -1, one that is infinite counts as the largest.
+    A check would make the host wait. NaN weights have level -1; infinite ones count as the largest float32.
     """
     known, group = _placed.get(id(layer)), 1 if per_query_head else layer.group
     weights, digits = (_weights(layer.query), _digits(layer)) if known is None else (known.query, known.digits)
@@ -139,7 +139,7 @@ def queries(layer: Planes | Transform, q: Tensor, per_query_head: bool) -> tuple
 
 def _weights(functions: nn.Module) -> list[Tensor]:
     found = [getattr(functions, name) for name in NAMES]
-    return [x.detach() if x.requires_grad else x for x in found]  # a view costs more than a launch's arguments
+    return [x.detach() if x.requires_grad else x for x in found]  # avoid views, which are slow
 
 
 def _digits(layer: Planes | Transform) -> list[Tensor]:
@@ -160,7 +160,7 @@ def hash_keys(
     Args:
         weights: float32 R [H, D, C], W1 [H, D, M], b1 [H, 1, M], W2 [H, M, C], b2 [H, 1, C], without gaps.
         digits: int64 coordinate [H, bits], float32 power [H, bits] and limit [H, C]; empty if C is bits.
-        codes: the words of a code side by side.
+        codes: their words must be contiguous (stride 1).
     """
     x, device, side = x.contiguous(), x.device, _side(weights, digits)
     form = x.shape, x.dtype, device, side.form, codes.shape[3], codes.stride()
@@ -197,7 +197,7 @@ def hash_queries(
 
 
 class _Keys(NamedTuple):
-    """Hashing keys, prepared: what changes from call to call is written into these arguments of its launch."""
+    """A prepared launch that hashes keys; each call sets these arguments."""
 
     x: ctypes.c_void_p
     codes: Codes
@@ -207,7 +207,7 @@ class _Keys(NamedTuple):
 
 
 class _Queries(NamedTuple):
-    """Hashing queries, prepared; words: scratch memory, with the searches'; like: planes, to copy the form of."""
+    """Prepared launches that hash queries. words: scratch memory, including that of searches; like: as the result."""
 
     x: ctypes.c_void_p
     numbers: ctypes.c_void_p
@@ -257,14 +257,14 @@ def _macros(x: Tensor) -> tuple[tuple[str, str]]:
 
 
 def _room() -> tuple[bytearray, bytearray]:
-    """Return memory for Functions and Digits."""
+    """Allocate memory for Functions and Digits."""
     return bytearray(ctypes.sizeof(Functions)), bytearray(ctypes.sizeof(Digits))
 
 
 def _side(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> _Side:
-    """Describe functions and digits without gaps; known ones, tensor for tensor, are looked up."""
+    """Return the kernel arguments of contiguous weights and digits, cached for layers passed to `place`."""
     known = _sides.get(id(weights[0]))
-    # Lists look at what is the same object first, so that no numbers are compared here.
+    # Comparing lists compares identities first, so no tensor contents are compared here.
     return known if known and known.weights == weights and known.digits == digits else _describe(weights, digits)
 
 
@@ -296,7 +296,7 @@ def _queries_on_cpu(
 ) -> Tensor:
     words, numbers = encode.hash_tokens(*_arrays(weights, digits), x, group, planes)
     if not words.numel():
-        hashcore.planes(numbers, planes)  # says what is wrong
+        hashcore.planes(numbers, planes)  # raises the error
     return words
 
 
@@ -318,4 +318,4 @@ for _name, (_rest, _cuda, _cpu, _fake) in _MORE.items():
     LIBRARY.impl(_name, _cpu, "CPU")
     torch.library.register_fake(f"sparse_decode::{_name}", _fake, lib=LIBRARY)
 OPERATORS: Any = torch.ops.sparse_decode
-"""Both as operators, so that they can be traced, counted and captured."""
+"""Both as torch operators, which can be traced, counted and captured."""

@@ -1,13 +1,13 @@
-"""Exact mode: the sparse model drafts tokens, the same model checks them dense, over one cache.
+"""Exact mode: sparse steps of a model draft tokens, and a dense pass of the same model checks them, with one cache.
 
-    1. draft   up to k sparse steps, each one token behind the last; then the cache forgets them
-    2. check   one dense pass over the last token and the drafted ones: each key is read once for all of them
-    3. accept  the first drafted tokens that the dense model makes, too, and one more of its own; the cache keeps those
+    1. draft   up to k sparse steps; then the drafted tokens are removed from the cache
+    2. check   one dense pass over the last token and the drafted ones, which reads each key once
+    3. accept  the longest prefix of drafts that the dense model agrees with, and one more token of its own
 
-The loop is transformers' own for assisted decoding, with its acceptance rule for sampling, streaming and scores. Ours
-is what drafts: a `CandidateGenerator`. The model is re-typed in place, so that `generate` runs that loop, and nothing
-that a caller writes changes; every other call of the model is dense. What tells a draft from a check is a mark on the
-cache, which travels with the arguments: threads have caches of their own.
+The loop is transformers' assisted decoding, with its acceptance rule for sampling, streaming and scores; we provide the
+`CandidateGenerator`. The model is re-typed in place, so that `generate` runs that loop and callers' code is unchanged.
+All other calls of the model are dense. A mark on the cache tells drafts from checks, because the cache is passed as an
+argument: threads have their own caches.
 """
 
 # The loop of transformers, and configs, have no types.
@@ -34,31 +34,31 @@ from sparse_decode.pace import Pace
 from sparse_decode.remainder import RunningMoments
 
 MARK = "_drafted_by"
-"""Attribute of a cache that drafts are being added to: whose they are."""
+"""Attribute of a cache during drafting: the `Drafts` object that drafts."""
 
 
 class Acceptance(NamedTuple):
-    """What checks made of drafted tokens."""
+    """Counts of drafted and accepted tokens."""
 
     checks: int
-    """Dense passes, prompts not among them."""
+    """Dense passes that checked drafts, without prompts."""
     drafted: int
-    """Tokens that they were given."""
+    """Drafted tokens."""
     accepted: int
-    """Tokens among these that the dense model made, too."""
+    """Drafted tokens that the dense model confirmed."""
 
     @property
     def rate(self) -> float | None:
-        """Accepted over drafted; None if nothing was drafted."""
+        """Accepted / drafted; None if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else None
 
 
 class Drafts:
-    """What the generations of one attachment share.
+    """State shared by all generations of one attachment.
 
     Args:
-        pace: makes what chooses how many tokens one generation drafts.
-        prepare: makes a cache carry codes; summing: layers that add what a selection leaves out.
+        pace: creates the object that chooses how many tokens a generation drafts.
+        prepare: makes a cache carry codes; summing: layers that add the remainder.
     """
 
     def __init__(self, pace: Callable[[], Pace], prepare: Callable[[Cache], object], summing: Collection[int]):
@@ -69,35 +69,35 @@ class Drafts:
 
     @property
     def acceptance(self) -> Acceptance:
-        """What checks made of drafted tokens so far."""
+        """Counts of drafted and accepted tokens so far."""
         return self._counts
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Reset the counts."""
         with self._lock:
             self._counts = Acceptance(0, 0, 0)
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Count a check."""
+        """Add the result of a check."""
         with self._lock:
             before = self._counts
             self._counts = Acceptance(before.checks + 1, before.drafted + drafted, before.accepted + accepted)
 
     def has(self, cache: object) -> bool:
-        """Say whether drafts are being added to a cache."""
+        """Whether tokens are being drafted with this cache."""
         return getattr(cache, MARK, None) is self
 
     @contextmanager
     def adding(self, cache: Cache, mask: Tensor | None = None) -> Generator[None]:
-        """Make steps with a cache sparse, and let it forget what they add to it.
+        """Make steps with a cache sparse in this context, and remove their tokens from it at the end.
 
-        Args: mask: which of its tokens are seen, [1, T] of 0 and 1 or more of them; None for all.
+        Args: mask: the visible tokens of the cache, 0 and 1, [1, T or more]; None for all.
         """
         self._prepare(cache)
         n, sums = cache.get_seq_length(), list[tuple[CodedDynamicLayer, RunningMoments]]()
         seen = None if mask is None else mask[:, :n].bool()
         for held in (cast(CodedDynamicLayer, cache.layers[layer]) for layer in self._summing):
-            # Of the tokens that are here to stay.
+            # Bring the sums up to date with the accepted tokens before copying them.
             held.moments.advance(cast(Tensor, held.keys), cast(Tensor, held.values), seen, n, held.device)
             sums.append((held, held.moments.copied()))
         setattr(cache, MARK, self)
@@ -111,13 +111,13 @@ class Drafts:
 
 
 class Drafter(CandidateGenerator):
-    """Drafts for one generation: what transformers' loop asks for candidates.
+    """Drafts tokens for one generation: the candidate generator of transformers' loop.
 
     Args:
-        settings: a copy of the generation's settings for this alone. The loop cuts what a check made at its
-            `max_length`, which therefore says each time where a drafted token would stop the text: the dense token
-            behind it must not be kept. Leaving that token out of the draft would bend the distribution of samples.
-        processors, criteria: what changes logits, and what stops the text.
+        settings: a private copy of the generation config. The loop truncates its output at `settings.max_length`. When
+            a drafted token stops the text, `max_length` is set to that position, so that the dense token after it is
+            dropped. Leaving the stop token out of the draft instead would change the distribution of samples.
+        processors, criteria: logits processors and stopping criteria.
     """
 
     requires_model_outputs = True
@@ -131,15 +131,15 @@ class Drafter(CandidateGenerator):
         self._start, self._drafted = 0, None
 
     def may_draft(self, n: int) -> bool:
-        """Say whether a draft can pay anywhere in a text that begins with n tokens; if not, a plain loop is quicker."""
+        """Whether drafting can save time anywhere in a text that starts with n tokens; else a plain loop is faster."""
         return self._pace.could(n) or self._pace.could(self._longest)
 
     def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor, model_kwargs: dict[str, Any] | None = None, is_first_iteration: bool = False, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft behind input_ids [1, T].
+        """Draft tokens after input_ids [1, T].
 
-        Returns: [1, T + drafted], and, when sampling, the logits that they were drawn by, [1, drafted, vocabulary].
+        Returns: [1, T + drafted]; and, when sampling, the logits they were drawn from, [1, drafted, vocabulary].
         """
         self._settings.max_length = self._longest
         self._start = n = input_ids.shape[1]
@@ -154,7 +154,7 @@ class Drafter(CandidateGenerator):
         return ids, torch.stack(logits, 1) if self._settings.do_sample else None
 
     def _draft(self, ids: Tensor, inputs: dict[str, Any], most: int) -> tuple[Tensor, list[Tensor]]:
-        """Go on with ids [1, T] for so many tokens, or until they stop the text, as `generate` does."""
+        """Continue ids [1, T] by up to `most` tokens, or until a stopping criterion is met, as `generate` does."""
         model, logits, inputs = self._model, list[Tensor](), copy.copy(inputs)
         for _ in range(most):
             given = model.prepare_inputs_for_generation(ids, next_sequence_length=1, is_first_iteration=False, **inputs)
@@ -172,20 +172,20 @@ class Drafter(CandidateGenerator):
         return ids, logits
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """Take notice of a check: its tokens are the last of input_ids [1, T]."""
-        if self._drafted is None:  # that was the prompt
+        """Record the result of a check, whose tokens are the last ones of input_ids [1, T]."""
+        if self._drafted is None:  # the pass over the prompt
             return
         made = input_ids[0, self._start :][: len(self._drafted)]
-        # A refused token is never made again in its place: what is drawn instead has no chance of being it.
+        # A rejected token is never sampled in its own place: its probability there is zero.
         accepted = int((made == self._drafted[: len(made)]).long().cumprod(0).sum())
         self._pace.learn(len(self._drafted), accepted)
         self._drafts.count(len(self._drafted), accepted)
 
 
 def exact_type(plain: type[PreTrainedModel], drafts: Drafts) -> type[PreTrainedModel]:
-    """Make the class that a model has while it is attached: `generate` drafts and checks.
+    """Return the class of a model in exact mode, whose `generate` drafts and checks.
 
-    Its name is the plain one's, which files of the model hold.
+    It has the name of the plain class, which is saved in files of the model.
     """
     own: Any = plain
 
@@ -208,13 +208,13 @@ def exact_type(plain: type[PreTrainedModel], drafts: Drafts) -> type[PreTrainedM
     def _get_candidate_generator(self: Any, *given: Any, assistant_model: Any = None, **named: Any) -> Any:
         return assistant_model
 
-    @functools.wraps(own.prepare_inputs_for_generation)  # transformers looks at its signature
+    @functools.wraps(own.prepare_inputs_for_generation)  # transformers inspects its signature
     def prepare_inputs_for_generation(
         self: Any, input_ids: Tensor, *given: Any, next_sequence_length: int | None = None, **inputs: Any
     ) -> Any:
         cache = inputs.get("past_key_values")
         if next_sequence_length is None and isinstance(cache, Cache) and (n := cache.get_seq_length()) > 0:
-            next_sequence_length = input_ids.shape[1] - n  # the loop gives a prompt whole, whatever the cache has
+            next_sequence_length = input_ids.shape[1] - n  # the loop passes the whole prompt even if a part is cached
         return own.prepare_inputs_for_generation(
             self, input_ids, *given, next_sequence_length=next_sequence_length, **inputs
         )
@@ -226,20 +226,20 @@ def exact_type(plain: type[PreTrainedModel], drafts: Drafts) -> type[PreTrainedM
 
 
 OTHER_WAYS = {"_assisted_decoding": "another assistant", "_beam_search": "beam search"}
-"""Ways of transformers to decode that are not ours, by the method that does them."""
+"""Decoding methods of transformers that exact mode does not support, by the method that implements them."""
 
 
 def _refused(way: str) -> Callable[..., Any]:
     def method(self: Any, *given: Any, **named: Any) -> Any:
         raise ValueError(
-            f"exact mode is greedy or samples, by drafts of its own, got {way}; leave that out, or call detach() first"
+            f"exact mode supports greedy decoding and sampling only, got {way}; omit it, or call detach() first"
         )
 
     return method
 
 
 def retype(model: PreTrainedModel, drafts: Drafts) -> Callable[[], None]:
-    """Make a model's `generate` draft and check. Returns: what makes the model's class what it was."""
+    """Make a model's `generate` draft and check. Returns: a function that restores the model's class."""
     plain = type(model)
     exact = model.__class__ = exact_type(plain, drafts)
 

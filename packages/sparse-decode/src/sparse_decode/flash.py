@@ -1,11 +1,11 @@
-"""The paper's own set-up on CUDA: keys and values gathered by torch, and attention over them by flash-attn.
+"""The paper's set-up on CUDA: keys and values gathered by torch, and attention over them with flash-attn.
 
-Dense calls go through `flash_attn_func`. A sparse call copies the selected rows side by side and goes through
-`flash_attn_with_kvcache`, one sequence of its own for each index set, so that unused slots are a shorter length:
+Dense calls use `flash_attn_func`. A sparse call gathers the selected rows and calls `flash_attn_with_kvcache` with one
+sequence per index set, whose length excludes unused slots:
 
     q [B, Hq, Q, D] -> [B H Q, 1, Hq / H, D]      k, v [B, Hkv, N, D] -> [B H Q, K, 1, D]
 
-The package is the extra `sparse-decode[flash]`. Nothing here is used unless asked for by name.
+flash-attn is the extra `sparse-decode[flash]`. This module is used only with backend="flash".
 """
 
 from __future__ import annotations
@@ -25,40 +25,41 @@ MOST_HEAD_DIM = 256  # and a multiple of 8
 
 
 def require(device: torch.device, dtype: torch.dtype, head_dims: Collection[int] = ()) -> None:
-    """Raise ValueError with one sentence if flash-attn cannot serve a model of this device, type and head sizes."""
+    """Raise ValueError if flash-attn is missing or does not support this device, dtype and head sizes."""
     if importlib.util.find_spec("flash_attn") is None:
         raise ValueError(
-            'kernel="flash" needs the package flash-attn, which is not installed; in the checkout '
+            'backend="flash" needs the package flash-attn, which is not installed; in the checkout '
             "`uv pip install './packages/sparse-decode[flash]'` where there is a CUDA compiler, or "
-            'use kernel="gather"'
+            'use backend="gather"'
         )
     if device.type not in DEVICES:
         raise ValueError(
-            f'kernel="flash" needs a model on a CUDA device, got {device}; move it, or use kernel="gather"'
+            f'backend="flash" needs a model on a CUDA device, got {device}; move it, or use backend="gather"'
         )
     if dtype not in DTYPES:
-        raise ValueError(f'kernel="flash" needs a model in bfloat16 or float16, got {dtype}; convert it')
+        raise ValueError(f'backend="flash" needs a model in bfloat16 or float16, got {dtype}; convert it')
     if odd := sorted({dim for dim in head_dims if dim % 8 or dim > MOST_HEAD_DIM}):
         raise ValueError(
-            f'kernel="flash" needs heads of a multiple of 8 and at most {MOST_HEAD_DIM}, got {odd[0]}; '
-            'use kernel="gather"'
+            f'backend="flash" needs heads of a multiple of 8 and at most {MOST_HEAD_DIM}, got {odd[0]}; '
+            'use backend="gather"'
         )
 
 
 def refuse(mask: Tensor | None, sinks: Tensor | None, dropout: float) -> None:
-    """Raise ValueError with one sentence on what flash-attn has no argument for."""
+    """Raise ValueError on masks, learned sinks and dropout, which flash-attn does not support."""
     if mask is not None:
         raise ValueError(
-            f'kernel="flash" takes no padding and no mask, got one of shape {tuple(mask.shape)}; use kernel="gather"'
+            f'backend="flash" does not support masks or padding, got a mask of shape {tuple(mask.shape)}; use '
+            'backend="gather"'
         )
     if sinks is not None:
-        raise ValueError('kernel="flash" has no learned sinks; use kernel="gather"')
+        raise ValueError('backend="flash" does not support learned sinks; use backend="gather"')
     if dropout:
         raise ValueError(f"sparse attention has no dropout, got {dropout}; call model.eval() first")
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    """Attend to all earlier tokens: q [B, Hq, Q, D], k and v [B, Hkv, N, D], the rows are the last; [B, Q, Hq, D]."""
+    """Attend causally: q [B, Hq, Q, D] of the last tokens, k and v [B, Hkv, N, D] -> [B, Q, Hq, D]."""
     from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
 
     by_token = (x.transpose(1, 2) for x in (q, k, v))
@@ -70,7 +71,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, sof
 
     Args:
         q: [B, Hq, Q, D]; k, v: [B, Hkv, N, D].
-        indices: int64 [B, H, Q, K], H = Hkv or Hq, -1 only behind the last token of a row, as selectors return them.
+        indices: int64 [B, H, Q, K], H = Hkv or Hq, with -1 only at the end of a row, as selectors return them.
     Returns: [B, Q, Hq, D] in q's type; zeros for rows without a selected token.
     Source: docs/algorithm.md, eq. 8.
     """
@@ -89,7 +90,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, sof
 
 
 def _gathered(x: Tensor, indices: Tensor) -> Tensor:
-    """Copy the rows of x [B, Hkv, N, D] that each index set names: [B H Q, K, 1, D]; an unused slot holds any row."""
+    """Gather the rows of x [B, Hkv, N, D] of each index set: [B H Q, K, 1, D]; unused slots get an arbitrary row."""
     batch, sets, n_rows, width = indices.shape
     b = torch.arange(batch, device=x.device)[:, None, None, None]
     head = (torch.arange(sets, device=x.device) // (sets // x.shape[1]))[:, None, None]

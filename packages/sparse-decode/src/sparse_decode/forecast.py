@@ -1,6 +1,6 @@
-"""The memory of a run, said beforehand: what caches hold, and the most that is held beside them for a moment.
+"""Predicts the memory of a run: caches, and the peak of temporaries.
 
-Sizes are those of tensors on torch's meta device, by the methods that will make the tensors.
+Sizes come from tensors on torch's meta device, created by the methods that create the real ones.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from sparse_decode.buffer import spare_rows
 from sparse_decode.plan import LayerPlan
 from sparse_decode.remainder import Moments, summing_bytes
 
-_SCRATCH = 1 << 23  # bytes that each thread of a search keeps its best in, unless one row needs more
-_ENTRY = 24  # bytes of a selected token: its score, its index, and that again beside sink and recent
-_SLOT = 24  # bytes of such a row on its way through a search: kept twice
+_SCRATCH = 1 << 23  # bytes of candidates per thread of a search, unless one row needs more
+_ENTRY = 24  # bytes of a selected token: score, index, and the index again merged with sink and recent
+_SLOT = 24  # bytes of a candidate in a search, in two buffers
 
 
 class Forecast(NamedTuple):
-    """Bytes of tensors and buffers that a batch of sequences takes, in all layers.
+    """Bytes of tensors and buffers for a batch of sequences, in all layers.
 
-    What an allocator keeps of freed memory comes on top: with glibc's settings 41 MiB were seen (docs/log.md).
+    Freed memory that the allocator keeps is not included; 41 MiB were measured with glibc's defaults (docs/log.md).
     """
 
     keys_values: int
-    """Keys and values, as a dense model keeps them; in host memory with kv="host"."""
+    """Keys and values, as in a dense model; in host memory with kv="host"."""
     codes: int
     """Codes of the keys in the sparse layers."""
     sums: int
     """Sums for the remainder."""
     spare: int
-    """Room that dynamic caches hold ahead for later tokens, at most."""
+    """Maximal spare room of dynamic caches for later tokens."""
     step: int
-    """Most that a decode step holds for a moment, in one layer."""
+    """Peak of temporaries in a decode step, in one layer."""
     prompt: int
-    """Most that hashing a prompt holds for a moment, in one layer."""
+    """Peak of temporaries when hashing a prompt, in one layer."""
 
     @property
     def beyond(self) -> int:
-        """Most bytes beyond the model, its own activations, and `keys_values`."""
+        """Peak bytes beyond the model, its own activations, and `keys_values`."""
         return self.codes + self.sums + self.spare + max(self.step, self.prompt)
 
 
 class Layer(NamedTuple):
-    """What one layer keeps: meta tensors of the keys [B, Hkv, T, D] and the values [B, Hkv, T, D], and query heads."""
+    """The cache of one layer: meta tensors of keys and values, [B, Hkv, T, D], and the number of query heads."""
 
     keys: Tensor
     values: Tensor
@@ -70,11 +70,11 @@ def forecast(
     tokens: int,
     growing: Collection[int] = (),
 ) -> Forecast:
-    """Say what a batch of sequences of so many tokens each takes.
+    """Predict the memory of `batch` sequences of `tokens` tokens each.
 
     Args:
-        model: the attached model; shape: that of its heads in this process.
-        plans: those of its sparse layers; growing: dense layers whose caches grow in place, too.
+        model: the attached model; shape: of its heads in this process.
+        plans: of its sparse layers; growing: dense layers whose caches also grow in place.
     Raises: ValueError if batch or tokens is below 1.
     """
     for name, value in (("batch", batch), ("tokens", tokens)):
@@ -92,17 +92,17 @@ def forecast(
         if plan.remainder is not None:
             kept = sum(x.nbytes for x in Moments.none(layer.keys, layer.values))
             sums, summing = sums + kept, summing_bytes(layer.keys, layer.values) + 8 * kept
-        moving = max(layer.nbytes, own)  # a buffer that grows is there twice
+        moving = max(layer.nbytes, own)  # a buffer exists twice while it grows
         prompt = max(prompt, hashing + 2 * own)
         step = max(step, _selecting(plan, layer, tokens) + max(moving, hashing, summing))
     spare += sum(layers[index].nbytes // tokens * spare_rows(tokens) for index in growing if index in layers)
-    if plans and next(iter(plans.values())).rule.start is not None:  # a prompt is attended to like a step
+    if plans and next(iter(plans.values())).rule.start is not None:  # prompts are sparse, too
         prompt = max(prompt, step)
     return Forecast(sum(x.nbytes for x in layers.values()), codes, sums, spare, step, prompt)
 
 
 def _layers(model: Any, shape: ModelShape, batch: int, tokens: int) -> dict[int, Layer]:
-    """Say what the layers of a dynamic cache keep: windows their last tokens, recurrent states no keys."""
+    """Return the cached tensors by layer: sliding layers keep a window, recurrent ones no keys."""
     found: dict[int, Layer] = {}
     for index, layer in enumerate(cast("list[Any]", DynamicCache(config=model.config).layers)):
         if hasattr(layer, "keys") and index < shape.num_layers:
@@ -115,7 +115,7 @@ def _layers(model: Any, shape: ModelShape, batch: int, tokens: int) -> dict[int,
 
 
 def _codes(plan: LayerPlan, keys: Tensor, device: torch.device) -> int:
-    """Return the bytes of a layer's codes, 0 if the selector keeps none."""
+    """Return the bytes of a layer's codes, 0 if the selector stores none."""
     if not plan.selector.needs_codes:
         return 0
     one = torch.zeros(1, keys.shape[1], 1, keys.shape[3], dtype=keys.dtype, device=device)
@@ -123,7 +123,7 @@ def _codes(plan: LayerPlan, keys: Tensor, device: torch.device) -> int:
 
 
 def _weights(plan: LayerPlan, index: int) -> int:
-    """Return the bytes of the largest weights: torch repeats those of a batched product for each sequence."""
+    """Return the bytes of the largest weight tensor: torch's batched product copies it for each sequence."""
     hasher: Any = getattr(plan.selector, "hasher", None)
     hasher = getattr(hasher, "hasher", hasher)  # per query head
     layer = hasher.layer(index) if hasattr(hasher, "layer") else None
@@ -131,10 +131,10 @@ def _weights(plan: LayerPlan, index: int) -> int:
 
 
 def _selecting(plan: LayerPlan, layer: Layer, tokens: int) -> int:
-    """Return the most bytes that choosing tokens and reading them takes."""
+    """Return the peak bytes of selecting tokens and attending to them."""
     (batch, _, _, dim), hq = layer.keys.shape, layer.query_heads
-    rows = tokens if plan.rule.start is not None else min(tokens, plan.rule.decode_rows)
+    rows = tokens if plan.rule.start is not None else min(tokens, plan.rule.max_decode_rows)
     at_once, chosen = plan.rows_at_once(batch, hq, rows, tokens), plan.budget.count_row(tokens)
-    masks = at_once * batch * hq * tokens * 12  # scores, and what each row sees, where there is padding
-    selected = at_once * batch * hq * (chosen * _ENTRY + 12 * dim * 4)  # its query, hashed, and its result
+    masks = at_once * batch * hq * tokens * 12  # scores, and masks if there is padding
+    selected = at_once * batch * hq * (chosen * _ENTRY + 12 * dim * 4)  # query, its hash, result
     return masks + selected + most() * max(_SCRATCH, chosen * _SLOT)

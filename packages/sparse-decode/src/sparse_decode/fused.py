@@ -1,8 +1,7 @@
-"""A decode step of one sparse layer on the CPU in one compiled call, where nothing about it is unusual.
+"""A plain decode step of one sparse layer on the CPU in one compiled call.
 
-That is: one new token a sequence, no mask, a growing cache in the model's own memory, a hash of ours with its weights
-here. Any other call goes through the blocks of `sparse_decode.plan`, step by step, by the same kernels to the same
-result.
+Plain means: one new token per sequence, no mask, a growing cache on the CPU, and one of our hashers. All other calls go
+through `sparse_decode.plan`, which runs the same kernels one by one and gives the same result.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.fused_kernels import AT, FORM
 from sparse_decode.select import HashSelector
 
-_GRAIN = 1 << 23  # multiply-adds, or words of codes and planes, that pay for a thread: about 1 ms
+_GRAIN = 1 << 23  # multiply-adds, or words of codes and planes, that justify a thread: about 1 ms
 _NO_SUMS = 0, 0, 0
 
 
 class _Weight:
-    """A parameter in its module, and where it lies: asked for at each step, so past the module's own way to find it."""
+    """A parameter and its address. Checked at each step, so it bypasses the module's slow attribute lookup."""
 
     __slots__ = ("at", "held", "name", "tensor")
 
@@ -41,19 +40,20 @@ class _Weight:
         self.at: int = self.tensor.data_ptr()
 
     def is_there(self) -> bool:
-        """Say whether the module still has it, in the same place."""
+        """Whether the module still has this parameter at the same address."""
         return self.held[self.name] is self.tensor and self.tensor.data_ptr() == self.at
 
 
 class _Form(NamedTuple):
-    """What calls share that differ only in what tensors hold and how many tokens there are.
+    """The kernel's arguments that calls share if they differ only in tensor contents and the number of tokens.
 
     Attributes:
-        key: of the calls: shapes, types and strides.
-        values: int64, by `fused_kernels.FORM`.
-        layer, weights, left_out, digits, coordinate: what the addresses in it point at, and what says that it is still
-            the same.
-        modules: where the hasher keeps its layers, by the layer's index; None if this one is a copy on another device.
+        key: shapes, dtypes and strides of the calls.
+        values: int64, in the order of `fused_kernels.FORM`.
+        layer, weights, left_out, digits, coordinate: the owners of the addresses in `values`, to check that these are
+            still valid.
+        modules: the hasher's layers by index, to check that `layer` is still one of them; None if it is a copy on
+            another device.
     """
 
     key: tuple[Any, ...]
@@ -66,7 +66,7 @@ class _Form(NamedTuple):
     modules: dict[str, Any] | None
 
     def holds(self, index: int, left_out: tuple[Tensor, Tensor] | None) -> bool:
-        """Say whether the addresses are still right: layers and weights may be replaced, and digits loaded."""
+        """Whether the addresses are still valid: layers or weights may have been replaced, or other digits loaded."""
         if self.modules is None or self.modules.get(str(index)) is not self.layer:
             return False
         if _coordinate(self.layer) is not self.coordinate:
@@ -78,18 +78,18 @@ class _Form(NamedTuple):
 
 
 def _coordinate(layer: Planes | Transform) -> Tensor | None:
-    """Return the coordinate of each bit, another tensor after digits have been loaded; None where bits are numbers."""
+    """Return the coordinate of each bit, a new tensor after digits were loaded; None for `planes`."""
     return layer._buffers.get("coordinate")
 
 
 class FusedStep:
-    """The plain decode steps of one layer."""
+    """Runs the plain decode steps of one layer."""
 
     def __init__(self, layer: int, selector: HashSelector, budget: Budget):
         self.layer: int = layer
         self.budget: Budget = budget
         self._selector = selector
-        self._few = encode.FewTokens()
+        self._cpu_encoder = encode.CpuEncoder()
         self._form: _Form | None = None
 
     def attend(
@@ -103,13 +103,13 @@ class FusedStep:
         sinks: Tensor | None,
         left_out: tuple[Tensor, Tensor] | None,
     ) -> Tensor | None:
-        """Select and attend: q [B, Hq, 1, D], k [B, Hkv, N, D] and v [B, Hkv, N, Dv] of the CPU to [B, 1, Hq, Dv].
+        """Select and attend: q [B, Hq, 1, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] on the CPU -> [B, 1, Hq, Dv].
 
         Args:
-            held: the cache layer, whose keys k are.
+            held: the cache layer that stores k.
             left_out: coefficients of the remainder, float32 [Hq, 5], and slopes, float32 [Hq], times the factor on the
-                logits; None to leave it out.
-        Returns: None if this call needs the other way: the cache is then as it was.
+                logits; None for no remainder.
+        Returns: None if the call is not supported here; the cache is then unchanged.
         """
         batch, hkv, n = k.shape[:3]
         codes, pending = held.room_for_code()
@@ -119,7 +119,7 @@ class FusedStep:
             return None
         tasks = batch * hkv
         workers = self._workers(form, n, reads, tasks)
-        if workers > tasks:  # a search in parts, which uses them all
+        if workers > tasks:  # the general way splits searches, and so uses all threads
             return None
         own_sinks = None if sinks is None else sinks.detach().float().contiguous()
         out = torch.empty((batch, 1, q.shape[1], v.shape[3]), dtype=torch.float32, device=q.device)
@@ -130,7 +130,7 @@ class FusedStep:
         totals = _NO_SUMS if sums is None else tuple(x.data_ptr() for x in sums[1:])
         given = form.values, LIKE[k.element_size()], *factors, *where, at, out.data_ptr(), totals
         done = threads.run(fused_kernels.kernel(), tasks, workers, given)
-        if any(done):  # a query's weights are not finite: the other way says so
+        if any(done):  # a query's weights are not finite: the general way raises the error
             moments.forget()
             return None
         if pending:
@@ -140,7 +140,7 @@ class FusedStep:
         return out if q.dtype == torch.float32 else out.to(q.dtype)
 
     def _workers(self, form: _Form, n: int, reads: int, tasks: int) -> int:
-        """Return how many threads the work pays for."""
+        """Return the number of threads that the work justifies."""
         value = form.values
         scored = n * value[AT["PLANES"]] * (value[AT["BITS"]] // 32)
         attended = reads * value[AT["GROUP"]] * (value[AT["DIM"]] + value[AT["DIM_V"]])
@@ -149,16 +149,16 @@ class FusedStep:
     def _formed(
         self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor, left_out: tuple[Tensor, Tensor] | None
     ) -> _Form | None:
-        """Return what such calls share, as it was if nothing has moved; None if the hash is not one of ours.
+        """Return the shared arguments of such calls, cached while the addresses are valid; None for other hashers.
 
-        It is never changed, since threads share it.
+        The object is immutable, because threads share it.
         """
         given, known = (q, k, v, codes), self._form
         key = q.dtype, k.dtype, v.dtype, left_out is None, *((x.shape[:2], x.shape[3], x.stride()) for x in given)
         if known is not None and known.key == key and known.holds(self.layer, left_out):
             return known
         layer = self._selector.own_layer(self.layer, q.device)
-        if layer is None or not encode.takes(layer, q):
+        if layer is None or not encode.supports(layer, q):
             return None
         own = cast(Planes | Transform, layer)
         if not _agree(own, *given):
@@ -167,7 +167,7 @@ class FusedStep:
         tensors = [weight.tensor for weight in weights]
         if not all(x.is_contiguous() for x in (*tensors, *(left_out or ()))):
             return None
-        digits = self._few.digits_of(own)
+        digits = self._cpu_encoder.digits_of(own)
         values = _values(own, self.budget, given, tensors, digits, left_out)
         found = cast(Hasher, self._selector.hasher).layers._modules
         modules = found if found.get(str(self.layer)) is own else None
@@ -176,7 +176,7 @@ class FusedStep:
 
 
 def _agree(own: Planes | Transform, q: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> bool:
-    """Say whether the tensors of a call are of one type and of the hash's sizes, each row side by side."""
+    """Whether the tensors of a call have one dtype, the sizes of the hasher, and contiguous components."""
     heads = q.shape[1] == own.hkv * own.group and k.shape[1] == v.shape[1] == codes.shape[1] == own.hkv
     sizes = q.shape[3] == k.shape[3] == own.d and 32 * codes.shape[3] == own.bits
     alike = q.dtype == k.dtype == v.dtype and q.dtype in KINDS and len(q) == len(k) == len(v) == len(codes)
@@ -191,7 +191,7 @@ def _values(
     digits: encode.Digits,
     left_out: tuple[Tensor, Tensor] | None,
 ) -> NDArray[np.int64]:
-    """Return the sizes, strides and addresses that `fused_kernels.FORM` names; q, k, v and codes are given."""
+    """Return the sizes, strides and addresses in the order of `fused_kernels.FORM`; given: q, k, v and codes."""
     (q, k, v, _), (r, w1, _, _, _) = given, weights[:5]
     found = {
         "HKV": k.shape[1],

@@ -1,9 +1,9 @@
 """A whole decode step of one layer on the CPU in one call: hash, search, sum, attend, for each (sequence, KV head).
 
-It calls the kernels that the separate steps call, one after the other, and adds no arithmetic of its own. What it saves
-is Python: after the rest of a model has emptied a processor's caches, each small call from Python takes microseconds.
+It calls the same kernels as the separate steps, in the same order, and adds no arithmetic. This saves Python calls,
+which take microseconds each once the other layers of the model have evicted the CPU's caches.
 
-numba's cache looks at this file only, so `kernel` takes the digest of everything that is called from here.
+numba's cache checks this file only, so `kernel` includes a digest of all files whose functions are called here.
 """
 
 # numba is untyped.
@@ -38,7 +38,7 @@ FORM = (
     *(f"KEY_{name.upper()}" for name in encode.NAMES),
     *("COORDINATE", "POWER", "LIMIT", "COEFFICIENTS", "SLOPES"),
 )
-"""What stays the same from step to step, by its place in an int64 array: sizes, strides in numbers, addresses."""
+"""Names of the int64 arguments that are constant over steps, in order: sizes, strides in elements, addresses."""
 AT = {name: at for at, name in enumerate(FORM)}
 (
     HKV, GROUP, DIM, DIM_V, KIND, BITS, PLANES, COORDINATES, SPREAD, QUERY_HIDDEN, KEY_HIDDEN, SINK, RECENT, SHORTLIST,
@@ -47,16 +47,16 @@ AT = {name: at for at, name in enumerate(FORM)}
     COORDINATE, POWER, LIMIT, COEFFICIENTS, SLOPES,
 ) = range(len(FORM))  # fmt: skip
 NOT_FINITE = 1
-"""What a piece of the work returns if a query's weights are not finite."""
+"""Returned by a task if a query's weights are not finite."""
 _COLUMNS = len(plan.COLUMNS)
 _ROOM = plan.CHUNK + plan.STASH + plan.MORE
 
-search_tasks: Any = None  # the compiled one, once `kernel` has been called
+search_tasks: Any = None  # the compiled function, set by `kernel`
 
 
 @functools.cache
 def kernel() -> Callable[..., int]:
-    """Return the step, to be run by `hashcore.cpu.threads.run`."""
+    """Return the kernel, to be run by `hashcore.cpu.threads.run`."""
     global search_tasks
     search_tasks = compiled(kernels.search_tasks)
     files = [Path(str(x.__file__)) for x in (kernels, plan, encode, attend_kernels, moment_kernels)]
@@ -67,7 +67,7 @@ def kernel() -> Callable[..., int]:
 
 @numba.njit
 def _line(x, address, size, kind, like):  # pragma: no cover - compiled
-    """Return `size` numbers of like's type at an address as float32."""
+    """Read `size` numbers of like's dtype at an address into x, as float32."""
     bits = np.empty(size, np.uint32)
     _widen(numba.carray(pointer(address), (size,), like.dtype), kind, bits, bits.view(np.float32))
     x[:] = bits.view(np.float32)
@@ -85,7 +85,7 @@ def _doubles(address, shape):  # pragma: no cover - compiled
 
 @numba.njit
 def _hash(form, first, hidden, head, heads, group, x, planes, words):  # pragma: no cover - compiled
-    """Hash x [1, group, 1, D] by the functions whose weights' addresses begin at form[first]: of heads head on."""
+    """Hash x [1, group, 1, D] with the functions of heads from `head` on; form[first] is their first address."""
     dim, coordinates, bits = form[DIM], form[COORDINATES], form[BITS]
     one = np.int64(4)
     r = _floats(form[first] + one * head * dim * coordinates, (heads, dim, coordinates))
@@ -104,9 +104,9 @@ def _hash(form, first, hidden, head, heads, group, x, planes, words):  # pragma:
 
 @numba.njit
 def _search(form, planes, codes, n, count, scores, indices):  # pragma: no cover - compiled
-    """Write the `count` best of n codes at an address to scores and indices, in ascending order, but for the ends.
+    """Write the `count` best of n codes, without sink and recent tokens, to scores and indices, by ascending index.
 
-    Both belong to the caller: an array of which only the address is used is gone before the search begins.
+    The caller owns both arrays: numba may free an array of which only the address is used before the search runs.
     """
     stay_a_function()
     words, levels = form[BITS] // 32, form[PLANES]
@@ -132,18 +132,18 @@ def _tasks_of(digest: str) -> Callable[..., int]:
         first: int, last: int, form: Any, like: Any, scaling: Any, softcap: Any, share: float, q_at: int, k_at: int,
         v_at: int, code_at: int, n: int, count: int, pending: int, sinks_at: int, out_at: int, sums: Any,
     ) -> int:  # pragma: no cover - compiled  # fmt: skip
-        """Do tasks [first, last): one a sequence and KV head; return NOT_FINITE or 0.
+        """Run tasks [first, last): one per sequence and KV head; return NOT_FINITE or 0.
 
         Args:
-            form: int64, by FORM; like: empty, of the type in which keys are read.
+            form: int64, in the order of FORM; like: an empty array of the dtype in which keys are read.
             q_at, k_at, v_at, code_at, out_at: addresses of q [B, Hq, 1, D], k, v, codes, and out, float32
                 [B, 1, Hq, Dv].
-            n: tokens with the new one; count: how many to select between the ends.
-            pending: 1 if the last key is still to be hashed.
-            sinks_at: address of learned sinks, float32 [Hq], 0 without them.
-            sums: addresses of the sums of keys, values and spread, which get the last token; 0 without remainder.
+            n: number of tokens including the new one; count: number to select besides sink and recent tokens.
+            pending: 1 if the last key has to be hashed.
+            sinks_at: address of learned sinks, float32 [Hq]; 0 for none.
+            sums: addresses of the sums of keys, values and spread, to which the last token is added; 0 for none.
         """
-        assert digest  # a part of what numba's cache looks at
+        assert digest  # makes it part of the key of numba's cache
         hkv, group, dim, dim_v, kind = form[HKV], form[GROUP], form[DIM], form[DIM_V], form[KIND]
         item, words, levels = like.itemsize, form[BITS] // 32, form[PLANES]
         sink, recent = min(form[SINK], n), form[RECENT]
@@ -153,7 +153,7 @@ def _tasks_of(digest: str) -> Callable[..., int]:
         code, planes = np.empty((1, 1, 1, 1, words), np.int32), np.empty((1, 1, 1, levels, words), np.int32)
         indices = np.empty((1, 1, 1, sink + count + n - end), np.int64)
         scores = np.empty(count, np.int32)
-        facts, used = np.empty((2, 1, 1, group), np.float32), np.empty((1, 1, 1), np.int64)
+        stats, used = np.empty((2, 1, 1, group), np.float32), np.empty((1, 1, 1), np.int64)
         mean_keys, rest = np.zeros((1, 1, dim), np.float32), np.zeros((1, group, dim_v), np.float32)
         blocks, visible = np.empty((0, 0), np.int64), np.full((1, 1), n, np.int64)
         counts, joins = np.full(1, float(n)), np.ones(1, np.bool_)
@@ -199,7 +199,7 @@ def _tasks_of(digest: str) -> Callable[..., int]:
             _attend_task(
                 0, q, numba.carray(pointer(own_k), reach[0], like.dtype), (0, 0, form[K_TOKEN], 1, n),
                 numba.carray(pointer(own_v), reach[1], like.dtype), (0, 0, form[V_TOKEN], 1, n), blocks, indices, own,
-                facts, used, scaling, softcap, own_sinks, kind, coefficients, mean_keys.reshape(1, 1, 1, dim),
+                stats, used, scaling, softcap, own_sinks, kind, coefficients, mean_keys.reshape(1, 1, 1, dim),
                 rest.reshape(1, group, 1, dim_v), visible, share,
             )  # fmt: skip
         return 0

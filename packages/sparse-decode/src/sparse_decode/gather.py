@@ -1,4 +1,4 @@
-"""Attention over selected tokens on CUDA: shapes and strides in, two launches out (kernels/gather.cu)."""
+"""Attention over selected tokens on CUDA: prepares the two launches of kernels/gather.cu."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ KERNELS = Path(__file__).parent / "kernels"
 THREADS = 128
 MAX_GROUP = 16
 SLOTS = 16
-LEAST_SLOTS = 128  # of a split: below that, its sums would be as many bytes as its keys and values
-BLOCKS_PER_PROCESSOR = 3
-SIMULATED_PROCESSORS = 2
+LEAST_SLOTS = 128  # per split; with fewer, its partial sums would take as many bytes as its keys and values
+BLOCKS_PER_SM = 3
+SIMULATED_SMS = 2
 _TYPES = {torch.bfloat16: 1, torch.float16: 0}
 
 
 class Run(Protocol):
-    """What executes launches: `hashcore.cuda.launch.run`, or in the tests the host simulator."""
+    """Executes launches: `hashcore.cuda.launch.run`, or the host simulator in tests."""
 
     def __call__(self, launches: Iterable[Launch], device: torch.device, folder: Path) -> None: ...
 
 
 class Rows(ctypes.Structure):
-    """Numbers from one batch row, head and token to the next: Rows of kernels/gather.cu."""
+    """Strides of batch row, head and token in elements: Rows of kernels/gather.cu."""
 
     _fields_ = (("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("token", ctypes.c_int64))
 
@@ -55,23 +55,23 @@ class LeftOut(ctypes.Structure):
 
 
 def macros(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
-    """Return what gather.cu is compiled with."""
+    """Return the macros that gather.cu is compiled with."""
     named = {"SPARSE_DIM": dim, "SPARSE_VALUE_DIM": value_dim, "SPARSE_BF16": _TYPES[dtype]}
     return tuple((name, str(value)) for name, value in named.items())
 
 
 def require(dtype: torch.dtype, dims: Collection[int], group: int) -> None:
-    """Refuse types, sizes of keys and values, and numbers of query heads an index set that the kernel does not take."""
+    """Raise ValueError if the kernel does not support a dtype, head size, or number of query heads per index set."""
     if dtype not in _TYPES:
-        raise ValueError(f"sparse attention on CUDA takes bfloat16 or float16, got {dtype}; convert the model")
+        raise ValueError(f"sparse attention on CUDA needs bfloat16 or float16, got {dtype}; convert the model")
     if group > MAX_GROUP:
-        raise ValueError(f"sparse attention on CUDA takes up to {MAX_GROUP} query heads an index set, got {group}")
+        raise ValueError(f"sparse attention on CUDA supports up to {MAX_GROUP} query heads per index set, got {group}")
     if odd := [dim for dim in dims if dim % 16 or not 16 <= dim <= 256]:
         raise ValueError(f"keys and values on CUDA must have a multiple of 16 components, at most 256, got {odd[0]}")
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
-    """Refuse, in a sentence, what the kernel is not made for."""
+    """Raise ValueError if the kernel does not support these tensors."""
     _check_form(q, k, v, indices)
     for name, x in (("keys", k), ("values", v)):
         if q.is_cuda and not (x.is_cuda or x.is_pinned()):
@@ -81,7 +81,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
 
 
 def _check_form(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
-    """Do what of `check` all calls of a form have in common."""
+    """Run the part of `check` that depends on shapes, strides and dtypes only."""
     require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // indices.shape[1])
     for name, x in (("keys", k), ("values", v)):
         if any(step % 8 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1):
@@ -90,8 +90,8 @@ def _check_form(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> None:
 
 def _misplaced(name: str, x: Tensor) -> ValueError:
     return ValueError(
-        f"{name} on CUDA must begin at multiples of 16 bytes, got strides {x.stride()} and a "
-        f"remainder of {x.data_ptr() % 16}; call .clone()"
+        f"rows of {name} on CUDA must be aligned to 16 bytes, got strides {x.stride()} and an address that is "
+        f"{x.data_ptr() % 16} modulo 16; call .clone()"
     )
 
 
@@ -107,22 +107,22 @@ def attend(
     ends: Sequence[int] = (0, 0),
     always: Tensor | None = None,
     run: Run | None = None,
-    facts: bool = True,
+    lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what `sparse_decode.attend.attend` returns, of arguments that were checked; None for facts not asked for.
+    """Compute `sparse_decode.attend.attend` for arguments that were checked; the second result is None without lse.
 
-    Args: as there; left_out: the fields of its `LeftOut`, or None four times; always: its `ends`, if that is a tensor.
+    Args: as there; left_out: the fields of its `LeftOut`, or four times None; always: its `ends`, if that is a tensor.
 
-    Weights are rounded to q's type before they multiply values; sums are float32. Indices outside [0, N) are unused.
+    Weights are rounded to q's dtype before they multiply values; sums are float32. Indices outside [0, N) are unused.
     """
     device = q.device
-    more = sinks is None, left_out[0] is None, None if always is None else always.shape, facts
+    more = sinks is None, left_out[0] is None, None if always is None else always.shape, lse
     how = scaling, softcap, ends[0], ends[1], more
     form = q.shape, k.shape, k.stride(), v.shape, v.stride(), indices.shape, q.dtype, device, how
     call = _calls.found.get(form)
     if call is None:
         call = _renewed(form, q, k, v, indices, scaling, softcap, ends, sinks, left_out, always)
-    out, known = torch.empty_like(call.like), q.new_empty(*call.facts, dtype=torch.float32) if facts else None
+    out, known = torch.empty_like(call.like), q.new_empty(*call.lse, dtype=torch.float32) if lse else None
     if call.launches is None:
         if known is not None:
             known[0], known[1] = 0, -torch.inf
@@ -134,15 +134,15 @@ def attend(
     at.out.value = out.data_ptr()
     call.place(scratch(call.words, device).address + 4 * SAMPLES)
     if known is not None:
-        at.facts.value = known.data_ptr()
+        at.lse.value = known.data_ptr()
     held = None if call.alone else _place_more(at, sinks, left_out, always)
     (launch.run if run is None else run)(call.launches, device, KERNELS)
-    del held  # the allocator may reuse them from here on: the launches are in the stream
+    del held  # kept until the launches are in the stream; from here on the allocator may reuse them
     return out, known
 
 
 class _Arguments(NamedTuple):
-    """What changes from call to call: addresses."""
+    """The arguments that change from call to call: addresses."""
 
     q: ctypes.c_void_p
     k: ctypes.c_void_p
@@ -154,26 +154,26 @@ class _Arguments(NamedTuple):
     always: ctypes.c_void_p
     sinks: ctypes.c_void_p
     out: ctypes.c_void_p
-    facts: ctypes.c_void_p
+    lse: ctypes.c_void_p
     left_out: LeftOut
 
 
 class _Call(NamedTuple):
-    """Attention of one form, prepared."""
+    """Prepared launches for one set of shapes, strides and options."""
 
     at: _Arguments
     like: Tensor
-    """As the result is, whose form costs less to copy."""
-    facts: tuple[int, ...]
+    """A tensor like the result; `empty_like` takes less time than `new_empty`."""
+    lse: tuple[int, ...]
     stats: int
     """Bytes from the sums in scratch memory to the statistics."""
     counts: int
-    unasked: int
-    """Bytes to where facts go that nobody asked for."""
+    unused: int
+    """Bytes from the sums to scratch memory for the lse if the caller does not want it."""
     words: int
-    """Of scratch memory, with the searches'."""
+    """Words of scratch memory, including that of searches."""
     alone: bool
-    """Whether there are no sinks, nothing left out, and no list of what is always read."""
+    """Whether there are no sinks, no remainder, and no list of tokens that are always read."""
     launches: Kept | None
     """None: there is nothing to read."""
     shape: Shape
@@ -182,14 +182,14 @@ class _Call(NamedTuple):
     def resize(
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, ends: Sequence[int], always: Tensor | None
     ) -> bool:
-        """Attend to as many tokens as are given from now on, if the launches can; their grids stay as they are."""
+        """Adapt the launches to a new number of tokens; False if their grids would have to change."""
         _check_form(q, k, v, indices)
         n, width, shape = v.shape[2], indices.shape[3], self.shape
         sink, recent = _ends(ends, always, n)
         if self.launches is None or not sink + width + recent:
             return False
         tasks, splits = self.launches[0].grid
-        slots, wanted = split(tasks, sink + width + recent, _processors(q.device))
+        slots, wanted = split(tasks, sink + width + recent, _sm_count(q.device))
         if wanted != splits:
             return False
         shape.tokens, shape.width, shape.slots, shape.sink, shape.recent = n, width, slots, sink, recent
@@ -198,11 +198,11 @@ class _Call(NamedTuple):
         return True
 
     def place(self, address: int) -> None:
-        """Write where scratch memory lies, if it is another than before."""
+        """Set the address of scratch memory, if it has changed."""
         at = self.at
         if at.sums.value != address:
             at.sums.value, at.stats.value, at.counts.value = address, address + self.stats, address + self.counts
-            at.facts.value = address + self.unasked
+            at.lse.value = address + self.unused
 
 
 _calls: Table[_Call] = Table()
@@ -212,7 +212,7 @@ def _renewed(
     form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None,
     ends: Sequence[int], sinks: Tensor | None, left_out: Sequence[Tensor | None], always: Tensor | None,
 ) -> _Call:  # fmt: skip
-    """Return the launches of a form: those of one token fewer, with their numbers changed, or new ones."""
+    """Return the launches for a form: those of the previous length, updated, or new ones."""
     (*lead, n, dim), value_dim = k.shape, v.shape[3]
     kind = q.shape, *lead, dim, value_dim, indices.shape[:3], *form[6:]
 
@@ -234,7 +234,7 @@ def _prepare(
     left_out: Sequence[Tensor | None],
     always: Tensor | None,
 ) -> _Call:
-    """Make the launches of a form."""
+    """Create the launches for a form."""
     _check_form(q, k, v, indices)
     (batch, hq, queries, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
     sets, width = indices.shape[1], indices.shape[3]
@@ -244,11 +244,11 @@ def _prepare(
     if not sink + width + recent or not q.shape.numel() or not n:
         return _Call(at, *results, 0, 0, 0, 0, True, None, shape, rows)
     group, tasks = hq // sets, batch * sets * queries
-    slots, splits = split(tasks, sink + width + recent, _processors(q.device))
+    slots, splits = split(tasks, sink + width + recent, _sm_count(q.device))
     shape = Shape(sets, queries, width, group, hq // hkv, n, slots, sink, recent, scaling, softcap or 0.0)
     first = (*at[:7], *rows, shape, at.always)
     counts = ctypes.c_int32(splits), ctypes.c_int32(tasks)
-    second = (*at[4:7], at.sinks, at.out, at.facts, *counts, shape, at.q, at.left_out)
+    second = (*at[4:7], at.sinks, at.out, at.lse, *counts, shape, at.q, at.left_out)
     defined = macros(dim, value_dim, q.dtype)
     launches = [
         make_launch("gather.cu", "gather", (tasks, splits), THREADS, first, defined),
@@ -258,12 +258,12 @@ def _prepare(
     sizes = parts * group * value_dim, 3 * parts * group, parts, 2 * tasks * group
     *starts, words = itertools.accumulate(sizes)
     alone = sinks is None and left_out[0] is None and always is None
-    stats, counts_at, unasked = (4 * start for start in starts)
-    return _Call(at, *results, stats, counts_at, unasked, SAMPLES + words, alone, Kept(launches), shape, rows)
+    stats, counts_at, unused = (4 * start for start in starts)
+    return _Call(at, *results, stats, counts_at, unused, SAMPLES + words, alone, Kept(launches), shape, rows)
 
 
 def _ends(ends: Sequence[int], always: Tensor | None, n: int) -> tuple[int, int]:
-    """Return how many slots the first tokens have, or those of a list, and how many the last."""
+    """Return the numbers of slots of sink (or listed) tokens and of recent tokens."""
     sink = min(ends[0], n)
     return (sink, min(ends[1], n - sink)) if always is None else (always.shape[1], 0)
 
@@ -271,7 +271,7 @@ def _ends(ends: Sequence[int], always: Tensor | None, n: int) -> tuple[int, int]
 def _place_more(
     at: _Arguments, sinks: Tensor | None, left_out: Sequence[Tensor | None], always: Tensor | None
 ) -> list[Tensor | None]:
-    """Write where what few calls have lies, and return the tensors."""
+    """Set the addresses of the optional tensors; return the tensors, which must stay alive until the launch."""
     sinks = None if sinks is None else sinks.float().contiguous()
     found = [None if x is None else x.contiguous() for x in (always, *left_out)]
     at.sinks.value, given = None if sinks is None else sinks.data_ptr(), at.left_out
@@ -281,40 +281,40 @@ def _place_more(
     return [sinks, *found]
 
 
-def split(tasks: int, width: int, processors: int) -> tuple[int, int]:
-    """Return the slots of a split and how many splits there are: enough blocks to fill the device, none too small."""
-    wanted = max(1, min(BLOCKS_PER_PROCESSOR * processors // tasks, -(-width // LEAST_SLOTS)))
+def split(tasks: int, width: int, sms: int) -> tuple[int, int]:
+    """Return the slots per split and the number of splits: enough blocks to fill the device, none too small."""
+    wanted = max(1, min(BLOCKS_PER_SM * sms // tasks, -(-width // LEAST_SLOTS)))
     slots = -(-width // (wanted * SLOTS)) * SLOTS
     return slots, -(-width // slots)
 
 
-def _processors(device: torch.device) -> int:
-    return launch.processors(device) if device.type == "cuda" else SIMULATED_PROCESSORS
+def _sm_count(device: torch.device) -> int:
+    return launch.sm_count(device) if device.type == "cuda" else SIMULATED_SMS
 
 
 def _empty(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
-    """Return a tensor of the shape that the operator returns: what a compiler and a fake device see."""
+    """Return a tensor of the operator's result shape: its fake implementation."""
     batch, hq, queries, _ = q.shape
     return q.new_empty(batch, queries, hq, v.shape[3])
 
 
-def _empty_with_facts(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _empty_with_lse(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     batch, hq, queries, _ = q.shape
     return _empty(q, k, v), q.new_empty(2, batch, queries, hq, dtype=torch.float32)
 
 
-def _checked(facts: bool, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: Any) -> Any:
+def _checked(lse: bool, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: Any) -> Any:
     if not (k.is_cuda and v.is_cuda):
-        check(q, k, v, indices)  # whether host memory is pinned is no matter of form
+        check(q, k, v, indices)  # shapes do not tell whether host memory is pinned
     scaling, softcap, sinks, *rest = how
-    found = attend(q, k, v, indices, scaling, softcap, sinks, rest[:4], rest[4:6], rest[6], facts=facts)
-    return found if facts else found[0]
+    found = attend(q, k, v, indices, scaling, softcap, sinks, rest[:4], rest[4:6], rest[6], lse=lse)
+    return found if lse else found[0]
 
 
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 for _name, _returns, _cuda, _fake in (
     ("gather", "Tensor", functools.partial(_checked, False), _empty),
-    ("gather_with_facts", "(Tensor, Tensor)", functools.partial(_checked, True), _empty_with_facts),
+    ("gather_with_lse", "(Tensor, Tensor)", functools.partial(_checked, True), _empty_with_lse),
 ):
     LIBRARY.define(
         f"{_name}(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
@@ -324,4 +324,4 @@ for _name, _returns, _cuda, _fake in (
     LIBRARY.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"sparse_decode::{_name}", _fake, lib=LIBRARY)
 OPERATORS: Any = torch.ops.sparse_decode
-"""`attend` as operators, so that it can be traced, counted and captured."""
+"""`attend` as torch operators, which can be traced, counted and captured."""

@@ -1,7 +1,7 @@
-"""A dynamic cache layer that grows in place: what layers without codes have in decode steps on the CPU.
+"""A dynamic cache layer that grows in place, for dense layers in decode steps on the CPU.
 
-The plain one copies all keys and values in each step. This one overrides nothing but `update`: whatever else changes
-`keys` and `values` (crops, presses, beams) leaves other tensors there, which the next update takes over.
+transformers' `DynamicLayer` copies all keys and values at each step. This subclass only overrides `update`. Anything
+else that changes `keys` and `values` (crops, presses, beams) assigns new tensors, which the next update adopts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sparse_decode.buffer import spare_rows
 from sparse_decode.modes import ordinary_tensors
 
 FROM = 512
-"""Tokens below which copying them all takes less time than Python needs to avoid it."""
+"""Below this many tokens, copying all of them takes less time than the Python code that avoids it."""
 
 
 class GrowingLayer(DynamicLayer):
-    """A `DynamicLayer` with room for later tokens behind its keys and values. `grow` makes it of a plain one."""
+    """A `DynamicLayer` whose keys and values have spare room for later tokens. `grow` re-types a plain layer."""
 
     _layer_type = None  # keeps Hugging Face from registering it in place of the plain one
     keys: Tensor | None
@@ -50,7 +50,7 @@ class GrowingLayer(DynamicLayer):
         return shown[0], shown[1]
 
     def _fits(self, key_states: Tensor, value_states: Tensor) -> bool:
-        """Say whether new tokens are of the form of the held ones; torch has the words for those that are not."""
+        """Whether new tokens have the dtype and shape of the old ones; if not, torch raises the error."""
         pairs = (key_states, cast(Tensor, self.keys)), (value_states, cast(Tensor, self.values))
         return all(new.dtype == held.dtype and new.shape[:2] == held.shape[:2] for new, held in pairs)
 
@@ -69,13 +69,13 @@ def _itself(layer: CacheLayerMixin) -> CacheLayerMixin:
 
 
 def _begins(x: Tensor, room: Tensor) -> bool:
-    """Say whether x is the first tokens of a buffer, as a crop leaves them."""
+    """Whether x is a view of the first tokens of a buffer, as a crop leaves it."""
     alike = x.data_ptr() == room.data_ptr() and x.stride() == room.stride() and x.shape[:2] == room.shape[:2]
     return alike and x.shape[3] == room.shape[3] and x.dtype == room.dtype
 
 
 def _roomy(x: Tensor, tokens: int) -> Tensor:
-    """Copy x [B, H, T, D] to a buffer with room for so many tokens and later ones."""
+    """Copy x [B, H, T, D] to a buffer with room for `tokens` tokens and some spare ones."""
     batch, heads, n, width = x.shape
     with ordinary_tensors():
         room = torch.empty(batch, heads, tokens + spare_rows(tokens), width, dtype=x.dtype, device=x.device)
@@ -84,7 +84,7 @@ def _roomy(x: Tensor, tokens: int) -> Tensor:
 
 
 def plainly(layer: GrowingLayer) -> DynamicLayer:
-    """Return a plain layer that holds the same, without the room behind it."""
+    """Return a plain layer with the same keys and values, without the spare room."""
     twin = object.__new__(DynamicLayer)
     vars(twin).update((name, value) for name, value in vars(layer).items() if name not in ("_room", "_shown"))
     if isinstance(layer.keys, Tensor) and isinstance(layer.values, Tensor):
@@ -93,13 +93,13 @@ def plainly(layer: GrowingLayer) -> DynamicLayer:
 
 
 def grow(layer: CacheLayerMixin, layers: WeakSet[CacheLayerMixin]) -> None:
-    """Make a plain dynamic layer grow in place, and note it in `layers`."""
+    """Make a plain dynamic layer grow in place, and add it to `layers`."""
     layer.__class__ = GrowingLayer
     layers.add(layer)
 
 
 def stop_growing(layer: CacheLayerMixin) -> None:
-    """Turn a layer back into a plain one; it keeps its keys and values where they are."""
+    """Turn a layer back into a plain one, without copying its keys and values."""
     if isinstance(layer, GrowingLayer):
         for name in ("_room", "_shown"):
             vars(layer).pop(name, None)

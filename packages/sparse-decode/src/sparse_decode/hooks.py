@@ -1,7 +1,7 @@
-"""The hook before an attention module: it hands the attention function its call.
+"""The forward pre-hook of an attention module, which passes an `AttentionContext` to the attention function.
 
-Most calls of a short context are the same: one token, a plain cache, nothing unusual. For these it does as little as it
-can, because a model of small layers takes a millisecond for each, and two hundredths of that are soon spent.
+Most calls at short contexts are alike: one token and a plain cache. The hook does as little as possible for them: a
+small layer takes a millisecond, and the overhead must stay below 2 % of that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from sparse_decode.dense_step import MOST_ROWS
 from sparse_decode.growing import FROM, GrowingLayer, grow
-from sparse_decode.interface import KEYWORD, Call, Short
+from sparse_decode.interface import KEYWORD, AttentionContext, Short
 from sparse_decode.model import CACHE_NAMES, OTHER_STATES
 from sparse_decode.plan import LayerPlan
 
@@ -30,13 +30,14 @@ NO_COPY = (
 
 
 class Hook:
-    """What torch calls before a sparse layer's attention module.
+    """The forward pre-hook of a sparse layer's attention module.
 
     Args:
-        ours: the config of the text decoder, and the attention that it must name.
+        plan: the layer's plan; arguments: the names of the module's positional arguments.
+        ours: the config of the text decoder, and the attention implementation that it must name.
         coded: makes a cache carry codes in the plan's layer, and returns that layer.
-        growing: the cache layers that grow in place without codes.
-        may_be_short: whether a cache layer may stay a plain one below the break-even.
+        growing: the cache layers that grow in place and carry no codes.
+        may_be_short: whether a cache layer may stay plain below the break-even.
     """
 
     __slots__ = ("_arguments", "_below", "_coded", "_config", "_growing", "_layer", "_name", "_short", "plan")
@@ -64,26 +65,26 @@ class Hook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._require_ours(kwargs)
         if self._below and not args and (call := self._if_short(kwargs)) is not None:
-            kwargs[KEYWORD] = call  # of this call alone: torch has collected it anew
+            kwargs[KEYWORD] = call  # safe: torch makes a new dict for every call
             return None
         given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
         if any(given.get(name) is not None for name in OTHER_STATES):
-            return args, kwargs  # this call attends to another sequence
+            return args, kwargs  # cross-attention
         if args and self._below and (call := self._if_short(given)) is not None:
             return args, {**kwargs, KEYWORD: call}
-        return args, {**kwargs, KEYWORD: self._call(given)}
+        return args, {**kwargs, KEYWORD: self._context(given)}
 
-    def _call(self, given: dict[str, Any]) -> Call:
-        """Return what the attention function must know; the layer's cache carries codes from its first call on."""
+    def _context(self, given: dict[str, Any]) -> AttentionContext:
+        """Return the context of a call, after making the layer's cache carry codes if it does not yet."""
         cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
         if isinstance(cache, Cache) and self._layer < len(cache.layers):
             held: Any = cache.layers[self._layer]
             if getattr(held, "encoder", None) is self.plan.encoder:
-                return Call(self.plan, held)
-        return Call(self.plan, None if cache is None else self._coded(self.plan, cache))
+                return AttentionContext(self.plan, held)
+        return AttentionContext(self.plan, None if cache is None else self._coded(self.plan, cache))
 
     def _require_ours(self, kwargs: dict[str, Any]) -> None:
-        """Raise ValueError if the call reads another cache than ours, or another attention was set."""
+        """Raise ValueError if the call uses a paged cache, or another attention implementation was set."""
         if "read_index" in kwargs:
             _refuse_paged()
         if (now := self._config._attn_implementation) is not self._name and now != self._name:
@@ -92,8 +93,8 @@ class Hook:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
 
-    def _if_short(self, given: dict[str, Any]) -> Call | None:
-        """Return the call if it leaves its context so short that the cache layer need not carry codes yet."""
+    def _if_short(self, given: dict[str, Any]) -> AttentionContext | None:
+        """Return the context of a call after which the sequence is still too short to need codes; else None."""
         cache, hidden = given.get(CACHE_NAMES[0]), given.get("hidden_states")
         if type(cache) is not DynamicCache or hidden is None or cache.offloading or not _OTHERS.isdisjoint(given):
             return None
@@ -107,22 +108,23 @@ class Hook:
         n = held.keys.shape[2] if held.is_initialized and held.keys.numel() else 0
         if n + new >= self._below:
             return None
-        if new > 1:  # a prompt, which says whether steps can be sparse later
-            return Call(self.plan, held)
+        if new > 1:  # a prompt: `attention` checks whether later steps can be sparse
+            return AttentionContext(self.plan, held)
         if n >= FROM and kind is DynamicLayer and _may_grow(hidden):
             grow(held, self._growing)
         return self._short
 
 
 def _may_grow(hidden: Tensor) -> bool:
-    """Say whether a layer that gets these states may have a cache that is written to in place."""
+    """Whether the cache of a layer with these hidden states may be written in place."""
     return hidden.device.type == "cpu" and not hidden.requires_grad and not torch.compiler.is_compiling()
 
 
 class ExactHook(Hook):
-    """The hook of exact mode: sparse while drafts are being added to a cache, dense otherwise.
+    """The hook of exact mode: sparse while tokens are drafted with a cache, dense otherwise.
 
-    Args: drafting: says whether they are; grows: lets the dense layers of a cache grow in place; others as above.
+    Args: drafting: whether tokens are being drafted with a cache; grows: makes the dense layers of a cache grow in
+        place; the others as in `Hook`.
     """
 
     __slots__ = ("_drafting", "_grows")
@@ -162,7 +164,7 @@ class ExactHook(Hook):
 
 
 def _refuse_attention(now: str) -> None:
-    """Raise ValueError: another attention than ours was set."""
+    """Raise ValueError because another attention implementation was set."""
     raise ValueError(
         f'attention was set to "{now}" while sparse attention is attached; call detach() before '
         "set_attn_implementation, and attach again"
@@ -170,8 +172,8 @@ def _refuse_attention(now: str) -> None:
 
 
 def _refuse_paged() -> None:
-    """Raise ValueError: continuous batching calls a module, for which transformers sets an attention of its own."""
+    """Raise ValueError because continuous batching called the module; transformers then sets its own attention."""
     raise ValueError(
-        "sparse attention does not read the paged cache of continuous batching (generate_batch, transformers serve); "
-        "call detach() first, use generate, or serve with the package sparse-serve"
+        "sparse attention does not support the paged cache of continuous batching (generate_batch, transformers "
+        "serve); call detach() first, use generate, or serve with the package sparse-serve"
     )

@@ -1,7 +1,7 @@
 """The attention function that Hugging Face calls.
 
-A hook on each sparse attention module hands this function one more keyword, `sparse_decode`: the `Call`. It travels
-with the arguments because module state is shared by threads and context variables break compilation.
+A hook on each sparse attention module adds a keyword argument, `sparse_decode`: the `AttentionContext`. It is passed
+as an argument because threads share module state and context variables break compilation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode import flash
 from sparse_decode.attend import require
-from sparse_decode.blocks import Inputs
+from sparse_decode.blocks import AttentionArgs
 from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
 from sparse_decode.dense_step import QUIET, attend_by_torch, own_from
 from sparse_decode.dense_step import attend_step as attend_dense_step
@@ -32,21 +32,21 @@ from sparse_decode.plan import LayerPlan, trim
 from sparse_decode.positions import readable, visible_rows
 from sparse_decode.remainder import StaticMoments
 
-# Hugging Face looks for "flash", "sdpa" and "flex" inside these names: keep such words out.
+# Hugging Face searches these names for "flash", "sdpa" and "flex", so they must not contain these words.
 NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager"}
-"""Our attention by the dense one it replaces."""
+"""Names of our attention, by the dense attention it replaces."""
 
 FLASH_NAME = "sparse_decode_fa"
-"""Our attention with every dense call through flash-attn, whatever it replaces."""
+"""Name of our attention with dense calls through flash-attn."""
 
 KEYWORD = "sparse_decode"
 
 
 class AttentionName(str):
-    """One of our names as the config of an attached model has it: copies and files of the config get the dense name.
+    """The name of our attention in an attached model's config; copies and files of the config get the dense name.
 
     Attributes:
-        dense: what it replaces; live: whether the attachment that wrote it is still there.
+        dense: the attention that it replaces; live: whether the attachment that set it is still attached.
     """
 
     dense: str
@@ -54,7 +54,7 @@ class AttentionName(str):
 
     @classmethod
     def of(cls, name: str, dense: str) -> AttentionName:
-        """Make a name that is in use."""
+        """Create a live name."""
         made = cls(name)
         made.dense, made.live = dense, True
         return made
@@ -69,10 +69,10 @@ class AttentionName(str):
 Output = tuple[Tensor, Tensor | None]
 
 
-class Call:
-    """What the attention function must know of one call: the layer's plan, and the layer of the cache.
+class AttentionContext:
+    """What the attention function needs for one call: the layer's plan and its cache layer.
 
-    It has no `to` method and holds no tensor of its own, so that what moves a module's inputs leaves it alone.
+    It has no `to` method and no tensors, so that hooks that move a module's inputs to a device leave it unchanged.
     """
 
     __slots__ = ("cache", "plan")
@@ -82,7 +82,7 @@ class Call:
         self.cache: CacheLayerMixin | None = cache
 
     def codes(self, k: Tensor) -> Tensor | None:
-        """Return the codes of the cached keys k [B, Hkv, N, D]: carried by the cache, or hashed now without one."""
+        """Return the codes of the cached keys k [B, Hkv, N, D]: from the cache, or hashed now if there is no cache."""
         if not self.plan.selector.needs_codes:
             return None
         if self.cache is None:
@@ -90,14 +90,14 @@ class Call:
         codes: Tensor = self.cache.codes  # pyright: ignore[reportAttributeAccessIssue]
         if codes.shape[2] != k.shape[2]:
             raise ValueError(
-                f"the cache must carry a code for each of its {k.shape[2]} keys, got {codes.shape[2]}; something "
-                "changed its keys without its methods"
+                f"the cache must carry a code for each of its {k.shape[2]} keys, got {codes.shape[2]}; change its keys "
+                "only through its methods"
             )
         return codes
 
 
-class Short(Call):
-    """A call that leaves a context below the break-even: its cache is a plain one. One for all calls of a layer."""
+class Short(AttentionContext):
+    """The context of a call below the break-even, whose cache is plain. One object serves all calls of a layer."""
 
     __slots__ = ("count",)
 
@@ -107,7 +107,7 @@ class Short(Call):
 
 
 def register() -> None:
-    """Make our names known to Hugging Face: the attention, and the mask without which padding would be ignored."""
+    """Register our attention with Hugging Face, and its masks, without which padding would be ignored."""
     masks = {NAMES["sdpa"]: sdpa_mask, NAMES["eager"]: mask_of_eager, FLASH_NAME: flash_attention_mask}
     for name, mask in masks.items():
         AttentionInterface.register(name, attention)
@@ -115,7 +115,7 @@ def register() -> None:
 
 
 def mask_of_eager(*, q_length: int, **how: Any) -> Tensor | None:
-    """Build eager attention's mask; none for one row that sees every token, where torch's attention gets none either.
+    """Build eager attention's mask; None for one row that sees every token, as for torch's attention.
 
     Args: those of transformers' `eager_mask`, by name.
     """
@@ -134,26 +134,27 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> Output:
-    """Attend, sparsely where the plan says so.
+    """Attend, sparsely in the rows that the plan makes sparse.
 
-    Args: as Hugging Face gives them, in the order of its own functions: kvpress's wrapper gives dropout by its place.
+    Args: those of Hugging Face's attention functions, in their order, because kvpress passes dropout by position.
         Query [B, Hq, Q, D], key and value [B, Hkv, N, D], mask [B, 1, Q, N] or None.
-    Returns: [B, Q, Hq, D], and attention weights only from dense eager attention.
+    Returns: [B, Q, Hq, D]; and the attention weights if eager attention is to return them, else None.
+    Raises: ValueError if the call cannot be sparse, now or in a later step.
     """
-    call: Call | None = kwargs.pop(KEYWORD, None)
+    call: AttentionContext | None = kwargs.pop(KEYWORD, None)
     if type(call) is Short and attention_mask is None and not dropout and kwargs.keys() <= QUIET:
         batch, heads, rows, _ = query.shape
         if rows == 1:
             call.count(batch * heads, key.shape[2])
             return attend_densely(module, query, key, value, None, 0.0, scaling)
-    if type(call) is Call and _is_plain(module, query, attention_mask, dropout, kwargs):
+    if type(call) is AttentionContext and _is_plain(module, query, attention_mask, dropout, kwargs):
         factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
         out = call.plan.attend_at_once(
             call.cache, query, key, value, factor, kwargs.get("softcap"), kwargs.get("s_aux")
         )
         if out is not None:
             return out, None
-    # A static cache returns all its room; its length is a tensor, which a compiled graph must not read.
+    # A static cache returns its whole buffers; its length is a tensor, which a compiled graph must not read.
     length = call.cache.cumulative_length if call is not None and isinstance(call.cache, StaticLayer) else None
     compiling = torch.compiler.is_compiling()
     whole = length is None or compiling or _all_room(call, query, key, attention_mask)
@@ -177,16 +178,16 @@ def attention(
     if not sparse_call:
         _learn(call, key, value, attention_mask, length, factor)
         return dense()
-    if autocasts(query.device):  # as torch's own attention does
-        host = isinstance(call.cache, HostLayer)  # whose keys and values stay what they are
+    if autocasts(query.device):  # cast as torch's own attention does
+        host = isinstance(call.cache, HostLayer)  # its keys and values keep their dtype
         kind = key.dtype if host else torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(kind) for x in (query, key, value))
     plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
     if compiling:
-        codes = None if call.cache is None else call.codes(key)  # without a cache they are hashed inside
+        codes = None if call.cache is None else call.codes(key)  # without a cache the operator hashes
         moments = getattr(call.cache, "moments", None)
         sums = moments.tensors if plan.remainder is not None and isinstance(moments, StaticMoments) else []
-        x = Inputs(query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length)
+        x = AttentionArgs(query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length)
         if plan.traces(x):
             return plan.attend(x)[0], None
         rest = (sinks, plan.tally.tensor, sums, plan.number, factor, softcap)
@@ -196,7 +197,7 @@ def attention(
 
 
 def _is_plain(module: Any, query: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
-    """Say whether a call is a step on the CPU in which everything is as usual, so that one kernel may do all of it."""
+    """Whether a call is a decode step on the CPU without options, which one kernel can run as a whole."""
     if mask is not None or query.shape[2] != 1 or dropout or torch.compiler.is_compiling():
         return False
     usual = type(query) is Tensor and query.device.type == "cpu" and not query.requires_grad and len(query) > 0
@@ -207,8 +208,10 @@ def _is_plain(module: Any, query: Tensor, mask: Tensor | None, dropout: float, k
     return getattr(module, "masked_key_indices", None) is None
 
 
-def _learn(call: Call, key: Tensor, value: Tensor, mask: Tensor | None, length: Tensor | None, factor: float) -> None:
-    """Tell a static cache's remainder of a prompt, so that no step has to catch up; a compiled prompt cannot."""
+def _learn(
+    call: AttentionContext, key: Tensor, value: Tensor, mask: Tensor | None, length: Tensor | None, factor: float
+) -> None:
+    """Add a prompt to the remainder's sums of a static cache, so that no later step has to; not if compiled."""
     held = call.cache
     if call.plan.remainder is None or length is None or not isinstance(held, CodedStaticLayer) or held.moments is None:
         return
@@ -219,10 +222,10 @@ def _learn(call: Call, key: Tensor, value: Tensor, mask: Tensor | None, length: 
         call.plan.learn(k, v, mask, held.moments, factor)
 
 
-def _all_room(call: Call | None, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Say whether a step works on all the room of a static cache, because reading its length would wait.
+def _all_room(call: AttentionContext | None, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Whether a step reads the whole buffers of a static cache, because reading its length would make the host wait.
 
-    The mask hides what is not filled yet. The remainder must have been told of all earlier tokens.
+    The mask hides the unfilled part. The sums of the remainder must include all earlier tokens.
     """
     if call is None or query.shape[2] > 1 or mask is None or readable(key):
         return False
@@ -232,7 +235,7 @@ def _all_room(call: Call | None, query: Tensor, key: Tensor, mask: Tensor | None
 
 def _sparse(
     module: Any,
-    call: Call,
+    call: AttentionContext,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -243,7 +246,7 @@ def _sparse(
     kwargs: dict[str, Any],
     dense: Callable[[], Output],
 ) -> Output:
-    """Do a call that may hold a sparse row, outside of compiled graphs."""
+    """Run a call that may contain a sparse row, outside of compiled graphs."""
     plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
     end = key.shape[2] if whole else int(cast(Tensor, length))
     host = call.cache if isinstance(call.cache, HostLayer) else None
@@ -251,10 +254,10 @@ def _sparse(
     k, v, codes = trim(key, value, None if small else call.codes(key), None if whole else end)
     moments = getattr(call.cache, "moments", None)
     weights = query.new_zeros(*query.shape[:3], key.shape[2]) if _weights_wanted(module, plan, kwargs) else None
-    x = Inputs(query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length)
+    x = AttentionArgs(query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length)
     if small:
         if isinstance(moments, StaticMoments):
-            moments.ready = False  # they do not hear of this step
+            moments.ready = False  # this step does not update them
         plan.count_dense(x)
         return dense()
     out, sparse = plan.attend(x)
@@ -268,9 +271,9 @@ def _sparse(
 
 
 def _weights_wanted(module: Any, plan: LayerPlan, kwargs: dict[str, Any]) -> bool:
-    """Say whether the caller of the model asked for attention weights, which only eager attention returns.
+    """Whether the caller of the model wants attention weights, which only eager attention returns.
 
-    Raises: ValueError if they would not be those of the attention that is done.
+    Raises: ValueError if weights cannot be returned for this plan.
     """
     recorded = _active_collector.get() or ()
     wanted = kwargs.get("output_attentions") or any("attentions" in name for name in recorded)
@@ -278,44 +281,46 @@ def _weights_wanted(module: Any, plan: LayerPlan, kwargs: dict[str, Any]) -> boo
         return False
     if plan.remainder is not None:
         raise ValueError(
-            "attention weights have no column for what a selection leaves out; attach with remainder=False, or leave "
-            "out output_attentions"
+            "attention weights have no column for the remainder; attach with remainder=False, or do not set "
+            "output_attentions"
         )
     if plan.weighs_itself:
         raise ValueError(
-            f"{type(plan.selector).__name__} has an attention of its own and returns no weights; leave out "
+            f"{type(plan.selector).__name__} has its own attention, which returns no weights; do not set "
             "output_attentions"
         )
     return True
 
 
 def _as_wide(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Expand a mask to [.., .., Q, N] where torch would. Raises: ValueError if it is narrower than the keys."""
+    """Broadcast a mask to [.., .., Q, N] as torch would. Raises: ValueError if it is narrower than the keys."""
     shape = query.shape[2], key.shape[2]
     if mask is None or mask.shape[-2:] == shape:
         return mask
     if any(got not in (1, size) for got, size in zip(mask.shape[-2:], shape, strict=True)):
         raise ValueError(
-            f"a mask for {shape[0]} rows and {shape[1]} keys is needed, got shape {tuple(mask.shape)}; if the cache's "
-            "layers differ in length, give each call a mask of None"
+            f"the mask must be for {shape[0]} rows and {shape[1]} keys, got shape {tuple(mask.shape)}; if the cache's "
+            "layers differ in length, pass no mask"
         )
     return mask.expand(*mask.shape[:2], *shape)
 
 
-def require_serves(module: Any, call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
-    """Raise ValueError with one sentence if a call of this form cannot be sparse, now or in a later step."""
+def require_serves(
+    module: Any, call: AttentionContext, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> None:
+    """Raise ValueError if a call of this form cannot be sparse, now or in a later step."""
     plan, held = call.plan, call.cache
     if getattr(module, "masked_key_indices", None) is not None:
         raise ValueError(
-            "keys masked head by head (masked_key_indices, as AdaKV's presses set it) cannot be left out by sparse "
-            "attention; use a press that removes keys"
+            "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); use a "
+            "press that removes keys"
         )
     coded = isinstance(held, CodedDynamicLayer | CodedStaticLayer)
     if plan.selector.needs_codes and (coded or type(held) in (DynamicLayer, GrowingLayer)):
         own = cast(Tensor, cast(Any, held).keys)
         if key.shape != own.shape or not _same_memory(key, own):
             raise ValueError(
-                f"layer {plan.layer} must attend to the keys in its cache, {tuple(own.shape)}, got others, "
+                f"layer {plan.layer} must attend to the keys in its cache, {tuple(own.shape)}, got other keys, "
                 f"{tuple(key.shape)}; leave this model dense"
             )
         if (
@@ -324,24 +329,24 @@ def require_serves(module: Any, call: Call, query: Tensor, key: Tensor, value: T
             and (codes := cast(Tensor, held.codes).shape[1]) not in (key.shape[1], query.shape[1])
         ):
             raise ValueError(
-                f"codes of {key.shape[1]} KV heads or {query.shape[1]} query heads are needed in layer {plan.layer}, "
-                f"got {codes}; the model's config does not say how many it has"
+                f"layer {plan.layer} needs codes of {key.shape[1]} KV heads or {query.shape[1]} query heads, got "
+                f"{codes}; the head counts in the model's config are wrong"
             )
-    if not plan.weighs_itself and plan.kernel == "gather" and not autocasts(query.device):
+    if not plan.weighs_itself and plan.backend == "gather" and not autocasts(query.device):
         group = 1 if getattr(plan.selector, "per_query_head", False) else query.shape[1] // key.shape[1]
         require(query.device, query.dtype, (key.shape[3], value.shape[3]), group)
     if mask is not None and query.shape[2] > 1:
         rows, n = query.shape[2], key.shape[2]
-        visible_rows(mask, rows - 1, rows, rows, n, query.device)  # its form is what later steps will have
+        visible_rows(mask, rows - 1, rows, rows, n, query.device)  # later steps have masks of this form
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Say whether two tensors begin at the same place, also where they have no memory to point at."""
+    """Whether two tensors start at the same memory; also works for tensors without memory (fake, meta)."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and int(a.storage_offset()) == b.storage_offset()
 
 
 def dense_attention(module: Any) -> Callable[..., Output]:
-    """Return the attention that the model calls without us."""
+    """Return the attention function that the model uses when not attached."""
     if module.config._attn_implementation == FLASH_NAME:
         return flash_attention
     if module.config._attn_implementation in ("eager", NAMES["eager"]):
@@ -359,7 +364,7 @@ def attend_densely(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> Output:
-    """Attend to all visible tokens: long decode steps on the CPU by our kernel, all else as the model does.
+    """Attend to all visible tokens: long decode steps on the CPU with our kernel, all other calls as the model does.
 
     Args: those of `attention`.
     """
@@ -375,7 +380,7 @@ def attend_densely(
         if out is not None:
             return out, None
     if alone and name == NAMES["eager"]:
-        mask = query.new_zeros(1, 1, 1, key.shape[2])  # some eager attention adds it unasked
+        mask = query.new_zeros(1, 1, 1, key.shape[2])  # some eager attention functions add a mask unconditionally
     return dense_attention(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
 
 
@@ -389,7 +394,7 @@ def flash_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> Output:
-    """Attend densely through flash-attn, in the form that Hugging Face gives its attention functions."""
+    """Attend densely through flash-attn, with the signature of Hugging Face's attention functions."""
     flash.refuse(attention_mask, kwargs.get("s_aux"), dropout)
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
     return flash.dense(query, key, value, factor, kwargs.get("softcap")), None
@@ -400,5 +405,5 @@ def _refuse(kwargs: dict[str, Any], dropout: float, sparse_call: bool) -> None:
         raise ValueError("sparse attention does not support position_bias; leave this model dense")
     if kwargs.get("is_causal") is False and sparse_call:
         raise ValueError("sparse attention is causal, got is_causal=False; leave this model dense")
-    if dropout and (sparse_call or not torch.is_grad_enabled()):  # a dense call of training has its own
+    if dropout and (sparse_call or not torch.is_grad_enabled()):  # dropout is fine in dense calls of training
         raise ValueError(f"sparse attention has no dropout, got {dropout}; call model.eval() first")

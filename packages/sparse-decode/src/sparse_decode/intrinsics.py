@@ -1,4 +1,4 @@
-"""The machine operations that numba has no name for."""
+"""LLVM operations that numba does not expose."""
 
 # llvmlite is untyped.
 # pyright: reportAttributeAccessIssue=false
@@ -12,9 +12,9 @@ from numba.extending import intrinsic
 
 @intrinsic
 def prefetch(typing_context: Any, x: Any, at: Any) -> Any:
-    """Ask the memory for the cache line of x[at]; x is a contiguous array, and nothing waits."""
+    """Prefetch the cache line of x[at]; x is a contiguous one-dimensional array."""
     if x.layout != "C" or x.ndim != 1:
-        raise TypeError(f"expected a contiguous line of memory, got {x}")
+        raise TypeError(f"expected a contiguous one-dimensional array, got {x}")
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, values[0]).data
@@ -31,7 +31,7 @@ def prefetch(typing_context: Any, x: Any, at: Any) -> Any:
 
 @intrinsic
 def pointer(typing_context: Any, address: Any) -> Any:
-    """Turn an address into what `numba.carray` takes."""
+    """Convert an address to the pointer that `numba.carray` needs."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.inttoptr(values[0], ir.IntType(8).as_pointer())

@@ -1,12 +1,12 @@
-"""Operations on LANES numbers at once, for numba: dot products of rows, sums of weighted rows.
+"""SIMD operations on LANES numbers for numba: dot products of rows, and weighted sums of rows.
 
-A compiler that is left alone with such loops sums within vectors, which takes longer than the products. LLVM splits
-the vectors into what the processor has. Arrays are contiguous lines of memory; places and steps count their elements,
-and nothing checks them.
+For such loops, LLVM's auto-vectoriser would sum within vectors, which takes longer than the products. LLVM splits
+vectors of LANES numbers into the registers of the CPU. Arrays are contiguous and one-dimensional; offsets and steps
+count elements and are not checked.
 
-Rows of 16 bits are bfloat16, the upper half of a float32. A vector of LANES words holds 2 LANES of them; shifted and
-masked they are those at even and those at odd places, without a transport between lanes. So everything that meets them
-is kept in that order, the even ones of 2 LANES first: `place` says where.
+16-bit rows are bfloat16, the upper half of a float32. A vector of LANES 32-bit words holds 2 LANES of them. A shift and
+a mask extract those at even and at odd places without moving data between lanes. Hence everything that is combined with
+bfloat16 rows is stored in that order: of each 2 LANES numbers first the even ones, then the odd ones (`place`).
 """
 
 # llvmlite is untyped.
@@ -23,17 +23,17 @@ from numba.extending import intrinsic
 
 LANES = 16
 WIDTH = 2 * LANES
-"""Columns of a weighted sum that are made at once."""
+"""Columns of a weighted sum per call."""
 MOST_ROWS = 4
-"""Rows of a result that are made at once: MOST_ROWS x TOKENS sums fill half of the registers of AVX-512."""
+"""Rows of a result per call: MOST_ROWS x TOKENS sums fill half of the AVX-512 registers."""
 TOKENS = 4
-"""Dot products of a row that are made at once."""
+"""Dot products of a row per call."""
 _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 
 def place(i: int) -> int:
-    """Return where component i of a row of bfloat16 is kept."""
+    """Return the position of component i in rows that are combined with bfloat16 rows."""
     return (i & -WIDTH) | (i % 2 * LANES) | (i % WIDTH >> 1)
 
 
@@ -42,13 +42,13 @@ def _data(context: Any, builder: Any, kind: Any, value: Any) -> Any:
 
 
 def _vector(builder: Any, data: Any, at: Any, kind: Any) -> Any:
-    """Point at a vector that begins with element `at`."""
+    """Return a pointer to the vector that starts at element `at`."""
     return builder.bitcast(builder.gep(data, [at]), kind.as_pointer())
 
 
 def _lines(*kinds: Any) -> None:
     if any(kind.layout != "C" or kind.ndim != 1 for kind in kinds):
-        raise TypeError(f"expected contiguous lines of memory, got {kinds}")
+        raise TypeError(f"expected contiguous one-dimensional arrays, got {kinds}")
 
 
 def _wide(builder: Any, x: Any, at: Any) -> list[Any]:
@@ -60,7 +60,7 @@ def _wide(builder: Any, x: Any, at: Any) -> list[Any]:
     words = builder.load(_vector(builder, x, at, _WORDS), align=2)
     even = builder.shl(words, ir.Constant(_WORDS, [16] * LANES))
     odd = builder.and_(words, ir.Constant(_WORDS, [0xFFFF0000] * LANES))
-    return [builder.bitcast(each, _FLOATS) for each in (even, odd)]
+    return [builder.bitcast(half, _FLOATS) for half in (even, odd)]
 
 
 def _fused(builder: Any) -> Any:
@@ -69,7 +69,7 @@ def _fused(builder: Any) -> Any:
 
 
 def _weigh(rows: int) -> Any:
-    """Make the function that adds A [rows, depth] B [depth, WIDTH] to C [rows, WIDTH], in the order of depth."""
+    """Return an intrinsic that adds A [rows, depth] B [depth, WIDTH] to C [rows, WIDTH], in the order of depth."""
 
     @intrinsic
     def weigh(
@@ -117,14 +117,15 @@ weigh_4: Any = _weigh(4)
 
 
 def _lanes(*of: tuple[int, ...]) -> tuple[list[int], ...]:
-    """Say which lanes of a pair of vectors make another vector: these of each four in turn, or these fours."""
+    """Return shuffle masks of vector pairs that take these lanes (0-3: first, 4-7: second) of each group of four."""
     return tuple(
-        [4 * four + lane % 4 + LANES * (lane > 3) for four in range(LANES // 4) for lane in each] for each in of
+        [4 * four + lane % 4 + LANES * (lane > 3) for four in range(LANES // 4) for lane in lanes] for lanes in of
     )
 
 
 def _fours(*of: tuple[int, ...]) -> tuple[list[int], ...]:
-    return tuple([4 * four + lane for four in each for lane in range(4)] for each in of)
+    """Return shuffle masks of a pair of vectors that take these groups of four lanes."""
+    return tuple([4 * four + lane for four in fours for lane in range(4)] for fours in of)
 
 
 _ROUNDS = (
@@ -133,11 +134,11 @@ _ROUNDS = (
     _fours((0, 1, 4, 5), (2, 3, 6, 7)),
     _fours((0, 2, 4, 6), (1, 3, 5, 7)),
 )
-"""What is added to what to sum LANES vectors, each to one number, in their order: a pair becomes one, four times."""
+"""Shuffles that sum LANES vectors to one number each: in each of four rounds, pairs of vectors become one vector."""
 
 
 def _summed(builder: Any, vectors: list[Any]) -> Any:
-    """Sum each of LANES vectors: a vector of the sums."""
+    """Return the vector of the sums of LANES vectors."""
     for sides in _ROUNDS:
         pairs = zip(vectors[::2], vectors[1::2], strict=True)
         halves = [[builder.shuffle_vector(*pair, ir.Constant(_WORDS, side)) for side in sides] for pair in pairs]
@@ -146,7 +147,7 @@ def _summed(builder: Any, vectors: list[Any]) -> Any:
 
 
 def _dots(rows: int) -> Any:
-    """Make the function that writes C [rows, TOKENS] = A [rows, width] X [TOKENS, width]^T; WIDTH divides width."""
+    """Return an intrinsic that writes C [rows, TOKENS] = A [rows, width] X [TOKENS, width]^T; WIDTH divides width."""
 
     @intrinsic
     def dots(

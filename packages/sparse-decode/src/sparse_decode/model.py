@@ -1,7 +1,8 @@
-"""What must be known of a Hugging Face model: whether it can be sparse, which modules attend, and how to switch it.
+"""Inspects a Hugging Face model: whether it can be sparse, which modules attend, and how to switch their attention.
 
-A layer is classified by what its module can do, not by its family: it attends to its own sequence, through keys of its
-own, seeing the whole context, and calls attention through transformers' interface with the keywords it was given.
+Layers are classified by the properties of their modules, not by model family. A layer can be sparse if it has self
+attention over its own keys, sees the whole context, and calls attention through transformers' interface with the
+keyword arguments that it was given.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from sparse_decode.interface import FLASH_NAME, NAMES, AttentionName
 from sparse_decode.modes import autocasts
 
 CACHE_NAMES = ("past_key_values", "layer_past")
-"""What attention modules call the cache."""
+"""Names of attention modules' argument for the cache."""
 OTHER_STATES = ("cross_attention_states", "encoder_hidden_states", "key_value_states")
-"""Arguments through which attention modules get the states of another sequence."""
+"""Names of arguments with the states of another sequence (cross attention)."""
 WHOLE = ("full_attention", "hybrid")
-"""Types of layers that see the whole context; a hybrid one has a recurrent state beside its attention."""
+"""Layer types that see the whole context; hybrid layers also have a recurrent state."""
 _PASSES_KEYWORDS = 8
-"""CO_VARKEYWORDS of a code object."""
+"""The flag CO_VARKEYWORDS of code objects: the function has **kwargs."""
 
 
 def require_attachable(model: PreTrainedModel) -> None:
-    """Raise ValueError with one sentence if the attention of this model cannot be made sparse."""
+    """Raise ValueError if the attention of this model cannot be made sparse."""
     if not hasattr(model, "get_decoder") or not hasattr(model, "config"):
-        raise ValueError(f"a Hugging Face causal language model is needed, got {type(model).__name__}")
+        raise ValueError(f"expected a Hugging Face causal language model, got {type(model).__name__}")
     if model.config.is_encoder_decoder:
-        raise ValueError("a decoder-only model is needed, got an encoder-decoder; its cross attention cannot be sparse")
+        raise ValueError("expected a decoder-only model, got an encoder-decoder; cross attention cannot be sparse")
     config = text_decoder(model).config
     if compresses_keys(config):
         raise ValueError(
-            f"a model with one key per KV head is needed, got {config.model_type}, which keeps compressed keys "
+            f"expected a model with one key per KV head, got {config.model_type}, which stores compressed keys "
             "(multi-head latent attention)"
         )
     name = dense_name(model)
@@ -57,14 +58,14 @@ def require_attachable(model: PreTrainedModel) -> None:
 
 
 def dense_name(model: PreTrainedModel) -> str:
-    """Return the attention of the text decoder; what a name of ours replaced that a copied config has kept."""
+    """Return the text decoder's attention; if a copied config still has a name of ours, the attention it replaced."""
     name = cast(str, text_decoder(model).config._attn_implementation)
     return name.dense if isinstance(name, AttentionName) and not name.live else name
 
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention module of a decoder: its name in the decoder, and the names of its forward arguments, in order."""
+    """An attention module of a decoder, its name in the decoder, and the names of its forward arguments, in order."""
 
     name: str
     module: Any
@@ -77,7 +78,7 @@ class Attention:
 
     @property
     def crosses(self) -> bool:
-        """Whether it attends to another sequence; a class that can do both says so by its place, or when called."""
+        """Whether it is cross attention. Classes that can be both are told apart by the module's name."""
         if (said := getattr(self.module, "is_cross_attention", None)) is not None:
             return bool(said)
         place = self.name.rpartition(".")[2]
@@ -85,13 +86,13 @@ class Attention:
 
     @property
     def reaches_us(self) -> bool:
-        """Whether it calls attention through transformers' interface, and hands on the keywords it gets."""
+        """Whether it calls attention through transformers' interface and passes on its keyword arguments."""
         code = inspect.unwrap(type(self.module).forward).__code__
         return "get_interface" in code.co_names and bool(code.co_flags & _PASSES_KEYWORDS)
 
 
 def attention_modules(model: PreTrainedModel) -> list[Attention]:
-    """List the modules of the decoder that attend through a cache."""
+    """Return the modules of the decoder that attend through a cache."""
     found = []
     for name, module in text_decoder(model).named_modules():
         if not isinstance(getattr(module, "layer_idx", None), int):
@@ -103,64 +104,70 @@ def attention_modules(model: PreTrainedModel) -> list[Attention]:
 
 
 def sparse_modules(model: PreTrainedModel, dense_layers: Collection[int]) -> dict[int, Attention]:
-    """Find the attention modules to make sparse, by layer: full causal self attention, but not in `dense_layers`."""
+    """Return the attention modules to make sparse by layer: full causal self attention, except in `dense_layers`.
+
+    Raises: ValueError if there are none, or if they cannot be made sparse.
+    """
     config, attention = text_decoder(model).config, attention_modules(model)
     if not attention:
         raise ValueError(
-            f"attention modules that take a cache and know their layer are needed, got none in {type(model).__name__}; "
+            f"expected attention modules with a cache argument and a layer_idx, got none in {type(model).__name__}; "
             "leave this model dense"
         )
     own = [m for m in attention if not m.crosses]
     full = [m for m in own if _is_full(config, m)]
     if not full:
         raise ValueError(
-            f"a model with full-attention layers is needed, got {len(own)} self-attention layers of "
-            f"{type(model).__name__}, none of which sees the whole context through keys of its own"
+            f"expected a model with full-attention layers, got {len(own)} self-attention layers of "
+            f"{type(model).__name__}, none of which sees the whole context through its own keys"
         )
     if deaf := [m for m in full if not m.reaches_us]:
         raise ValueError(
-            f"attention through transformers' interface is needed, got {type(deaf[0].module).__name__}, which attends "
-            "by itself; leave this model dense"
+            f"expected attention through transformers' interface, got {type(deaf[0].module).__name__}, which computes "
+            "attention itself; leave this model dense"
         )
-    # The text part of another model gets its masks from that: a prefix whose tokens see each other, then causal ones.
+    # In a multimodal model, the masks of the text part make it causal after a prefix with bidirectional attention.
     alone = config is model.config
     if alone and (both_ways := [m for m in full if getattr(m.module, "is_causal", True) is False]):
-        raise ValueError(f"causal attention is needed, got layer {both_ways[0].layer}, whose tokens see later ones")
+        raise ValueError(f"expected causal attention, got layer {both_ways[0].layer}, whose tokens see later ones")
     modules = {m.layer: m for m in full}
     if len(modules) < len(full) or any("cycle_offset" in m.arguments for m in full):
         raise ValueError(
-            f"one attention module for each layer of the cache is needed, got {len(full)} for {len(modules)} of "
+            f"expected one attention module per cache layer, got {len(full)} for {len(modules)} layers of "
             f"{type(model).__name__}; leave this model dense"
         )
     chosen = {layer: m for layer, m in sorted(modules.items()) if layer not in dense_layers}
     if not chosen:
         raise ValueError(
-            f"dense_layers must leave a full-attention layer, which are {sorted(modules)}, got {sorted(dense_layers)}"
+            f"dense_layers must leave at least one of the full-attention layers {sorted(modules)} sparse, got "
+            f"{sorted(dense_layers)}"
         )
     return chosen
 
 
 def dense_modules(model: PreTrainedModel, sparse: Collection[int]) -> list[Attention]:
-    """List the other modules that attend to their own sequence through keys of their own, whatever they see of it."""
+    """Return the other self-attention modules with their own keys, including sliding ones."""
     config = text_decoder(model).config
     own = [m for m in attention_modules(model) if not m.crosses and m.layer not in sparse and m.reaches_us]
     return [m for m in own if not _reuses(config, m.layer)]
 
 
-def require_kernels(model: PreTrainedModel, modules: dict[int, Attention], shape: ModelShape, one_each: bool) -> None:
-    """Raise ValueError if the kernels do not take the model's device, type or heads: before a prefill is lost.
+def require_kernels(
+    model: PreTrainedModel, modules: dict[int, Attention], shape: ModelShape, per_query_head: bool
+) -> None:
+    """Raise ValueError if the kernels do not support the model's device, dtype or heads, before a prefill is run.
 
     Args:
-        one_each: whether every query head has a selection of its own.
+        per_query_head: whether every query head has its own selection.
     """
     for layer, found in modules.items():
         device = _device(found.module, model)
-        if device.type == "meta" or autocasts(device):  # somewhere else, or of another type, by the time it attends
+        if device.type == "meta" or autocasts(device):  # device or dtype will differ when it attends
             continue
-        # Weights may be quantised, so that their type says nothing of the keys': the first call sees those.
+        # Weights may be quantised, so that keys may have another dtype; the first call checks that.
         dtype = model.dtype if model.dtype in (torch.float32, torch.float64) else torch.bfloat16
         heads = shape.at(layer)
-        require(device, dtype, (heads.head_dim,), 1 if one_each else heads.group)
+        require(device, dtype, (heads.head_dim,), 1 if per_query_head else heads.group)
 
 
 def _device(module: nn.Module, model: PreTrainedModel) -> torch.device:
@@ -168,29 +175,29 @@ def _device(module: nn.Module, model: PreTrainedModel) -> torch.device:
 
 
 def require_own_keys(model: PreTrainedModel) -> None:
-    """Raise ValueError if layers attend to keys of other layers, which would get them where those keep them."""
+    """Raise ValueError if layers share the keys of other layers, which would then be in host memory."""
     config = text_decoder(model).config
     if shared := [m.layer for m in attention_modules(model) if _reuses(config, m.layer)]:
         raise ValueError(
-            f'kv="host" needs a model whose layers have keys of their own, got layer {shared[0]}, which attends to '
-            'another one\'s; use kv="device"'
+            f'kv="host" needs a model whose layers have their own keys, got layer {shared[0]}, which shares those of '
+            'another layer; use kv="device"'
         )
 
 
 def require_all_full(model: PreTrainedModel) -> None:
-    """Raise ValueError if a layer does not see the whole context: flash-attn is given no window."""
+    """Raise ValueError if a layer does not see the whole context; backend="flash" does not support windows."""
     config = text_decoder(model).config
     if other := [m.layer for m in attention_modules(model) if m.crosses or not _is_full(config, m)]:
         raise ValueError(
-            f'kernel="flash" needs a model whose layers all see the whole context, got layer {other[0]}, which does '
-            'not; use kernel="gather"'
+            f'backend="flash" needs a model whose layers all see the whole context, got layer {other[0]}, which does '
+            'not; use backend="gather"'
         )
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention of the text decoder alone: a vision tower keeps its own.
+    """Set the attention of the text decoder only; a vision tower keeps its own.
 
-    Raises: ValueError if the model does not let it be set; it is then as before.
+    Raises: ValueError if the model does not support this; it is then unchanged.
     """
     decoder = text_decoder(model).config
     before, path = decoder._attn_implementation, _path(model.config, decoder)
@@ -201,13 +208,13 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
     if decoder._attn_implementation != name:
         decoder._attn_implementation_internal = before
         raise ValueError(
-            f"a model whose attention can be set is needed, got {type(model).__name__}, which keeps "
+            f"expected a model whose attention can be set, got {type(model).__name__}, which keeps "
             f'"{before}"; leave this model dense'
         )
 
 
 def _path(config: Any, wanted: Any) -> list[str]:
-    """Return the names of the parts of a config that lead to one of them; none if it is the config itself."""
+    """Return the path of attribute names from a config to one of its parts; empty for the config itself."""
     for key in () if config is wanted else config.sub_configs:
         part = getattr(config, key, None)
         if part is wanted:
@@ -218,13 +225,13 @@ def _path(config: Any, wanted: Any) -> list[str]:
 
 
 def _contains_attention(module: nn.Module) -> bool:
-    """Say whether a module is a whole layer, with an attention module in it."""
+    """Whether a module contains an attention module, as whole layers do."""
     inner = (m for m in module.modules() if m is not module)
     return any(hasattr(m, "layer_idx") for m in inner)
 
 
 def _reuses(config: Any, layer: int) -> bool:
-    """Say whether a layer attends to another one's keys. transformers before 5.21 says how many of the last ones do."""
+    """Whether a layer uses another layer's keys. Before transformers 5.21, configs have the number of last layers."""
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is not None:
         return modes[layer] == "reuse"
@@ -232,8 +239,8 @@ def _reuses(config: Any, layer: int) -> bool:
 
 
 def _is_full(config: Any, found: Attention) -> bool:
-    """Say whether a layer sees the whole context through keys of its own."""
-    if _reuses(config, found.layer):  # another layer's keys, of which the cache has none here
+    """Whether a layer sees the whole context through its own keys."""
+    if _reuses(config, found.layer):
         return False
     types = getattr(config, "layer_types", None)
     if types is not None:

@@ -1,4 +1,4 @@
-"""One decode step of the sums behind the remainder, in numba: what `RunningMoments.step` runs for each KV head.
+"""Numba kernel that adds a decode step's token to the remainder's sums; `RunningMoments.step` calls it.
 
 The equations are those of `sparse_decode.remainder`.
 """
@@ -61,11 +61,13 @@ def tasks(
     value_sums: Sums, spreads: Array, q: Array, slopes: Array, new_keys: Sums, new_values: Sums, new_spreads: Array,
     mean_keys: Array, rest: Array,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Add a token of each sequence to its sums, for tasks [first, last): one a batch row and KV head.
+    """Add a token of each sequence to its sums, for tasks [first, last): one task per batch row and KV head.
 
-    counts: tokens with it, [B]; joins: whether the row sees it, [B]; k, v: [B, Hkv, D] and [B, Hkv, Dv]; sums before it
-    and room for those with it, as in `Moments`; q: [B, Hq, D]; slopes: [Hq]; mean_keys [B, Hkv, D] and rest [B, Hq, Dv]
-    get what `RunningMoments.rows` returns.
+    Args:
+        counts: number of tokens including the new one, [B]; joins: whether the row sees the new one, [B].
+        k, v: the new keys [B, Hkv, D] and values [B, Hkv, Dv]; q: [B, Hq, D]; slopes: [Hq].
+        key_sums to new_spreads: the sums before, and outputs for the sums after, as in `Moments`.
+        mean_keys, rest: outputs [B, Hkv, D] and [B, Hq, Dv], as `RunningMoments.rows` returns them.
     """
     heads = k.shape[1]
     for task in range(first, last):

@@ -1,4 +1,7 @@
-"""One decode step of the remainder's sums, an operator: on CUDA kernels/moments.cu, on the CPU `moment_kernels`."""
+"""torch operators that add a decode step's token to the remainder's sums.
+
+On CUDA they run kernels/moments.cu, on the CPU `moment_kernels`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from sparse_decode.gather import KERNELS, Run, macros, require
 
 THREADS = 256
 MAX_GROUP = 16
-"""Query heads a KV head."""
+"""Largest supported number of query heads per KV head."""
 
 Outputs = tuple[Tensor, ...]
 
@@ -76,12 +79,12 @@ def add_token(
 
     Args:
         q: its queries, [B, Hq, D]; slopes: float32 [Hq], times the factor on the logits; k [B, Hkv, N, D] and v
-            [B, Hkv, N, Dv], bfloat16 or float16 like q, their components side by side.
+            [B, Hkv, N, Dv], bfloat16 or float16 like q, with contiguous components.
         keys, values, spread: the sums before it, as in `sparse_decode.remainder.Moments`.
-        visible: tokens that each row sees, int64 [B, 1]; shown: which, bool [B, N]; None: all.
-        before: of which of the earlier tokens the sums are, bool [B, N or one fewer]; None: of all.
-    Returns: the four sums with it, mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]. On CUDA
-        NaN, like the sums, in a row whose sums are not of the tokens that are shown: in one KV head at least.
+        visible: number of visible tokens, int64 [B, 1]; shown: the visible tokens, bool [B, N]; None: all.
+        before: the earlier tokens that the sums cover, bool [B, N or N - 1]; None: all.
+    Returns: the four updated sums, mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]. On
+        CUDA, if the sums do not cover the visible earlier tokens of a row, these are NaN in at least one KV head.
     """
     outputs = _empty(q, slopes, k, v, keys, values, spread)
     _launch(q, slopes, k, v, (keys, values, spread), outputs, (visible, shown, before, None, None), run)
@@ -99,9 +102,9 @@ def add_in_place(
     length: Tensor,
     run: Run | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `add_token` does for token `length` - 1 of a static cache, in place.
+    """Like `add_token`, for token `length` - 1 of a static cache, in place.
 
-    Args: as there; sums: those of a `StaticMoments`; length: tokens in the cache, int64 [].
+    Args: as in `add_token`; sums: those of a `StaticMoments`; length: number of tokens in the cache, int64 [].
     """
     tokens, keys, values, spread, before, summed = sums
     means = _empty_means(q, v, keys)
@@ -139,7 +142,7 @@ def _launch(
 
 
 class _Call(NamedTuple):
-    """A step of one form, prepared: the addresses in these arguments change from call to call."""
+    """A prepared launch for one set of shapes and strides; each call only sets the addresses in its arguments."""
 
     token: Token
     padding: Padding
@@ -148,7 +151,7 @@ class _Call(NamedTuple):
     launches: Kept
 
     def resize(self, n: int, keys: Sequence[int], values: Sequence[int], shown: int | None, before: int | None) -> bool:
-        """Add the last of so many tokens from now on, which lie that far apart: the grid does not depend on it."""
+        """Set the number of tokens and the strides, which do not change the grid; return True."""
         token, padding = self.token, self.padding
         token.tokens, padding.shown_batch, padding.before_batch = n, shown or 0, before or 0
         token.key_batch, token.key_head, token.key_token = keys[:3]
@@ -160,7 +163,7 @@ _calls: Table[_Call] = Table()
 
 
 def _renewed(form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *strides: Any) -> _Call:
-    """Return the launch of a form: that of one token fewer, with its numbers changed, or a new one."""
+    """Return the launch for a form: that of the previous length, updated, or a new one."""
     (*lead, n, dim), value_dim = k.shape, v.shape[3]
     kind = *form[:3], *lead, dim, value_dim
     return _calls.renew(form, kind, n, lambda made: made.resize(n, *strides), lambda: _prepare(q, k, v, *strides))
@@ -179,7 +182,7 @@ def _prepare(
 
 
 def _step(x: Tensor | None) -> int | None:
-    """Return the numbers from one row to the next."""
+    """Return the stride from one row to the next, in elements."""
     return None if x is None else x.stride(0)
 
 
@@ -188,8 +191,8 @@ def _at(x: Tensor | None) -> int | None:
 
 
 def _empty(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *sums: Any) -> Outputs:
-    """Return tensors of the shapes that `add_token` returns: what a compiler and a fake device see."""
-    after = (x.new_empty(*x.shape) for x in sums[:3])  # a third less than of a tuple
+    """Return tensors of the shapes that `add_token` returns; also its fake implementation."""
+    after = (x.new_empty(*x.shape) for x in sums[:3])  # `*shape` takes a third less time than a tuple
     return sums[0].new_empty(len(q)), *after, *_empty_means(q, v, sums[0])
 
 
@@ -222,7 +225,7 @@ def on_cpu(
     shown: Tensor | None,
     before: Tensor | None,
 ) -> Outputs:
-    """Do what `add_token` does; whether the sums are of the right tokens was looked at."""
+    """Like `add_token`; the caller has checked that the sums cover the right tokens."""
     outputs = _empty(q, slopes, k, v, keys, values, spread)
     _run_on_cpu(q, slopes, k, v, k.shape[2], (keys, values, spread), outputs, visible, shown)
     return outputs
@@ -233,8 +236,8 @@ def on_cpu_in_place(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any)
     n = int(length)
     if int(summed[0]) != n - 1 or not torch.equal(before[:, : n - 1], shown[:, : n - 1]):
         raise ValueError(
-            "the tokens that a compiled step sees must be those of the step before and a new one, got a mask that "
-            "changed behind it; call the model once without the compiler, or attach with remainder=False"
+            "a compiled step must see the tokens of the step before and a new one, got a mask that changed for earlier "
+            "tokens; call the model once without the compiler, or attach with remainder=False"
         )
     means = _empty_means(q, v, keys)
     sums = keys, values, spread
@@ -281,4 +284,4 @@ for _name, _cpu, _cuda, _fake in (
     LIBRARY.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"sparse_decode::{_name}", _fake, lib=LIBRARY)
 OPERATORS: Any = torch.ops.sparse_decode
-"""Both as operators, so that they can be traced, counted and captured."""
+"""Both as torch operators, which can be traced, counted and captured."""

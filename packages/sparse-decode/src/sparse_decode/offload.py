@@ -1,4 +1,4 @@
-"""Keys and values in host memory, codes on the model's device: only the rows that a step selected cross over."""
+"""Keys and values in host memory, codes on the model's device: a step copies only the rows that it selected."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from sparse_decode.cache import CodedDynamicLayer
 
 
 class HostLayer(CodedDynamicLayer):
-    """A dynamic layer whose keys and values live in host memory, pinned where there is a GPU.
+    """A dynamic layer whose keys and values are in host memory, pinned if the model is on a GPU.
 
-    `update` returns host tensors. The attention kernel of a GPU reads selected rows where they are, over its bus: no
-    copy, no wait. What crosses is counted in `crossed`, on a CPU too, where it is where it was.
+    `update` returns host tensors. The GPU's attention kernel reads selected rows from host memory, without a copy and
+    without making the host wait. `crossed` counts these bytes, also for a model on the CPU, where nothing is copied.
     """
 
     on_host = True
     crossed: int
-    """Bytes of keys and values brought to the model's device so far, of steps whose selection is as large as asked."""
+    """Bytes of keys and values that the model's device has read so far, if each selection fills its budget."""
 
     def begin(self) -> None:
-        self.crossed = getattr(self, "crossed", 0)  # goes on where somebody else's change makes the layer begin anew
+        self.crossed = getattr(self, "crossed", 0)  # kept when the layer is rebuilt
         super().begin()
 
     def end(self) -> None:
@@ -30,7 +30,7 @@ class HostLayer(CodedDynamicLayer):
         del self.crossed
 
     def plainly(self) -> Any:
-        """Return a plain layer that holds the same, without the codes."""
+        """Return a plain layer with the same keys and values, without codes."""
         self._wait()
         return super().plainly()
 
@@ -43,12 +43,12 @@ class HostLayer(CodedDynamicLayer):
             buffer.wait()
 
     def all_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Bring over all keys and values [B, Hkv, T, D]: for a dense call."""
+        """Copy all keys and values [B, Hkv, T, D] to a device, for a dense call."""
         k, v = cast(Tensor, self.keys), cast(Tensor, self.values)
         self.crossed += k.nbytes + v.nbytes
         return k.to(device, non_blocking=True), v.to(device, non_blocking=True)
 
     def cross(self, rows: int) -> None:
-        """Count `rows` keys and values that a selection had."""
+        """Add the bytes of `rows` selected keys and values to `crossed`."""
         k, v = cast(Tensor, self.keys), cast(Tensor, self.values)
         self.crossed += rows * (k.shape[3] + v.shape[3]) * k.element_size()

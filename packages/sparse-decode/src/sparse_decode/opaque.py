@@ -1,7 +1,7 @@
-"""Two operators that `torch.compile` does not look into, so that a compiled decode step stays one graph.
+"""Two custom operators that `torch.compile` treats as opaque, so that a compiled decode step stays one graph.
 
-Their work is Python that the compiler cannot trace: any selector, numba kernels, sizes that depend on data. A graph
-holds only the number under which the object that does the work is registered; a number is never used twice.
+They run Python that the compiler cannot trace: arbitrary selectors, numba kernels, sizes that depend on data. A graph
+refers to the Python object by the number under which it is registered; numbers are never reused.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _numbers = itertools.count(1)
 _registered: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
-def enrol(worker: Writer | Step) -> int:
-    """Return a number by which the operators below find `worker`, as long as it lives."""
+def register(worker: Writer | Step) -> int:
+    """Register an object for the operators below and return its number; the reference is weak."""
     number = next(_numbers)
     _registered[number] = worker
     return number
@@ -52,7 +52,7 @@ def enrol(worker: Writer | Step) -> int:
 
 @torch.library.custom_op("sparse_decode::write_codes", mutates_args=("codes",))
 def write_codes(codes: Tensor, keys: Tensor, at: Tensor, writer: int) -> None:
-    """Hash keys [B, Hkv, t, D] into codes [B, H, N, W] at token `at`, a whole number in a tensor."""
+    """Hash keys [B, Hkv, t, D] into codes [B, H, N, W] from token `at` on, an integer tensor."""
     _registered[writer].write(codes, keys, at)
 
 
@@ -76,9 +76,9 @@ def attend_step(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """Attend sparsely as the plan `step` says: [B, Q, Hq, Dv].
+    """Run `LayerPlan.run` of the plan registered as `step`: [B, Q, Hq, Dv].
 
-    Counts into `tally` and brings `sums` up to date, the tensors of a `StaticMoments` or none.
+    Updates `tally`, and `sums`: the tensors of a `StaticMoments`, or an empty list.
     """
     return _registered[step].run(q, k, v, codes, mask, length, sinks, tally, sums, scaling, softcap)
 

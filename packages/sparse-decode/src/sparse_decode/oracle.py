@@ -1,4 +1,4 @@
-"""The selector that knows the exact attention: the bound of every other selector."""
+"""The oracle: the selector that computes the exact attention, an upper bound for all others."""
 
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
@@ -15,14 +15,14 @@ from torch import Tensor
 from sparse_decode.compiled import run
 from sparse_decode.select import NoCodes, Rows
 
-_WIDENED = 1 << 28  # bytes of keys that are float32 at once
+_WIDENED = 1 << 28  # bytes of keys converted to float32 per chunk
 
 
 class OracleSelector(NoCodes):
-    """Selects by the exact attention probabilities (eq. 9): what a perfect selector would select.
+    """Selects by the exact attention probabilities (eq. 9), as a perfect selector would.
 
     Args:
-        per_query_head: one set per query head, instead of one per KV head for the group's summed probabilities.
+        per_query_head: one index set per query head; by default one per KV head, by the group's summed probabilities.
     """
 
     def __init__(self, per_query_head: bool = False):
@@ -47,18 +47,18 @@ class OracleSelector(NoCodes):
             p = cast(Tensor, p.unflatten(1, (hkv, hq // hkv))).sum(2)
         candidates = rows.candidates()
         if candidates is not None:
-            p = p.masked_fill_(~candidates, -1.0)  # any other token loses even to a candidate whose p rounds to 0
+            p = p.masked_fill_(~candidates, -1.0)  # below every candidate, even if p rounds to 0
         return best_floats(p, rows.counts[:, None].expand(p.shape[:-1]))
 
 
 def best_floats(values: Tensor, counts: Tensor) -> Tensor:
-    """Find the largest values of each row.
+    """Return the indices of the largest values of each row.
 
     Args:
-        values: float32 [..., N] without NaN; from another device they are brought to the CPU.
-        counts: integers [...], how many of each row, at most N.
-    Returns: int64 [..., K] on the device of `values`, K the largest count: ascending indices, then -1; equal values go
-        to the lowest index.
+        values: float32 [..., N] without NaN; copied to the CPU if on another device.
+        counts: number of indices per row, integers [...], at most N.
+    Returns: int64 [..., K] on the device of `values`, K the largest count: ascending indices, then -1; ties go to the
+        lowest index.
     """
     n, width = values.shape[-1], int(counts.max()) if counts.numel() else 0
     flat = values.reshape(-1, n).contiguous().cpu().numpy()

@@ -1,11 +1,11 @@
-"""How many tokens to draft before the next check, from what checks accepted and what steps are predicted to cost.
+"""How many tokens to draft before the next check, from the acceptance so far and the predicted cost of steps.
 
-    tokens(k) = (1 - a^(k + 1)) / (1 - a)          made by a round that drafts k, if each is accepted with chance a
-    time(k)   = k draft(n) + check(n, k + 1)       behind a context of n tokens
+    tokens(k) = (1 - a^(k + 1)) / (1 - a)          expected tokens of a round with k drafts, each accepted with chance a
+    time(k)   = k draft(n) + check(n, k + 1)       at a context length of n
 
-The k with the most tokens per time is drafted, none if a dense step makes more. Times are counted in bytes, as
-`break_even.predicted` does, so that they are the same on every machine: a seed then draws the same tokens whatever else
-the machine does.
+The k with the most tokens per time is drafted; none, if a dense step makes more tokens per time. Times are counted in
+bytes read, as in `break_even.predicted`. So they are the same on every machine and at any load, and a seed always
+samples the same tokens.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from sparse_decode.break_even import CODE, EARNS, FAR, NEVER
 from sparse_decode.budget import Budget
 
 HOST = 6 << 20
-"""Bytes of keys and values that a dense step reads in the time that a layer takes for everything but reading weights,
-keys and values. This and the next three are of the CPU; docs/log.md has the measurements."""
+"""Time of a layer apart from reading weights, keys and values; in bytes of keys and values that a dense step reads in
+that time. This and the next three constants were measured on a CPU; see docs/log.md."""
 SEVERAL, ROW = 0.15, 0.03
-"""What a pass of several rows takes more than one of one row outside of attention, as a share of that: at all, and for
-each row behind the first."""
+"""Extra time of a pass over several rows outside of attention, relative to one row: fixed, and per further row."""
 LINE = 0.47
-"""What the products of one query head and row take in dense attention, over the reading of the keys and values."""
+"""Time of the products of one query head and row in dense attention, relative to reading the keys and values."""
 GUESS, TRUST = 0.8, 4.0
-"""The chance that a drafted token is accepted before anything is known, and how many tokens that guess counts for."""
+"""Prior of the acceptance: its mean, and its weight in tokens."""
 FORGETS = 0.95
-"""What a round leaves of the weight of those before it."""
+"""Factor by which each round discounts the counts of earlier rounds."""
 PROBE = 64
-"""Rounds without a draft after which one token is drafted again, where drafts would pay if they were accepted."""
-_SURE = 0.95  # a chance of acceptance that can be hoped for
+"""Rounds without drafts after which one token is drafted again, if drafting could save time at a high acceptance."""
+_SURE = 0.95  # that high acceptance
 
 
 def _weights(model: Any) -> int:
-    """Return the bytes of weights that a step reads: of embeddings that no logits are made with, a row."""
+    """Return the bytes of weights that a step reads; input embeddings count only if they also compute the logits."""
     read = sum(x.nbytes for x in model.parameters())
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     return read if outputs is None or inputs.weight is outputs.weight else read - inputs.weight.nbytes
@@ -46,27 +45,27 @@ def _weights(model: Any) -> int:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Bytes that a step reads in one layer, for each token it sees."""
+    """Bytes that a step reads in one layer, per token of context."""
 
     dense: float
     sparse: float
     group: int
-    """Query heads of a KV head."""
+    """Query heads per KV head."""
     below: int
-    """Context below which its drafts are dense, too."""
+    """Context length below which drafts are dense, too."""
     window: int | None = None
-    """The most tokens that it sees."""
+    """Length of the sliding window."""
 
     def read(self, n: int, rows: int = 1) -> float:
-        """Return what dense attention of so many rows takes."""
+        """Return the time of dense attention of `rows` rows at context length n, in bytes."""
         more = (1 + LINE * self.group * rows) / (1 + LINE * self.group)
         return min(n, self.window or n) * self.dense * more
 
 
 class Costs:
-    """Times of steps in bytes read.
+    """Predicted times of steps, in bytes read.
 
-    Args: layers: those that attend; weights: bytes of a pass outside of attention, the host's share among them.
+    Args: layers: the attention layers; weights: bytes of a pass outside of attention, including `HOST`.
     """
 
     def __init__(self, layers: Sequence[LayerCost], weights: float):
@@ -75,9 +74,9 @@ class Costs:
 
     @classmethod
     def predicted(cls, model: PreTrainedModel, budgets: Mapping[int, Budget], heads: Sequence[ModelShape]) -> Costs:
-        """Count the bytes of a model on the CPU.
+        """Predict the costs of a model on the CPU.
 
-        Args: budgets: of its sparse layers, whose `dense_below` are numbers; heads: the shape of each layer.
+        Args: budgets: of its sparse layers, with numbers in `dense_below`; heads: the shape of each layer.
         """
         held: list[Any] = DynamicCache(config=model.config).layers
         layers: list[LayerCost] = []
@@ -91,12 +90,12 @@ class Costs:
         return cls(layers, _weights(model) + HOST * len(layers))
 
     def draft(self, n: int) -> float:
-        """Return what drafting a token behind n others takes."""
-        each = (layer.read(n) if n < layer.below else EARNS + n * layer.sparse for layer in self._layers)
-        return self._weights + sum(each)
+        """Return the time of drafting a token at context length n."""
+        layers = (layer.read(n) if n < layer.below else EARNS + n * layer.sparse for layer in self._layers)
+        return self._weights + sum(layers)
 
     def check(self, n: int, rows: int) -> float:
-        """Return what a dense pass over so many rows behind n tokens takes."""
+        """Return the time of a dense pass over `rows` rows at context length n."""
         more = 1 + SEVERAL * (rows > 1) + ROW * (rows - 1)
         return self._weights * more + sum(layer.read(n, rows) for layer in self._layers)
 
@@ -105,9 +104,9 @@ class Pace:
     """Chooses how many tokens one generation drafts next.
 
     Args:
-        most: never more than this; costs: None if nobody knows them, where a draft is taken to cost half of a check.
-        stops: whether it may draft none from there on; otherwise it drafts one at least.
-        below: context below which it drafts none, because its drafts would be dense.
+        most: maximal number of drafts; costs: predicted times; None: assume that a draft takes half a check's time.
+        stops: whether it may draft none; otherwise it drafts at least one token from context length `below` on.
+        below: context length below which it drafts none, because drafts would be dense.
     """
 
     def __init__(self, most: int, costs: Costs | None, stops: bool, below: int = 0):
@@ -117,11 +116,11 @@ class Pace:
 
     @property
     def chance(self) -> float:
-        """The chance that the next drafted token is accepted."""
+        """Estimated probability that the next drafted token is accepted."""
         return (self._accepted + GUESS * TRUST) / (self._accepted + self._refused + TRUST)
 
     def next(self, n: int) -> int:
-        """Return how many tokens to draft behind n tokens."""
+        """Return how many tokens to draft at context length n."""
         if n < self._below:
             return 0
         best, gain = self._best(n, self.chance)
@@ -135,16 +134,16 @@ class Pace:
         return 1
 
     def could(self, n: int) -> bool:
-        """Say whether drafts behind n tokens pay if nearly all of them are accepted."""
+        """Whether drafting at context length n could save time if nearly all drafts were accepted."""
         return n >= self._below and (not self._stops or self._best(n, _SURE)[1] > 1)
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Take notice of a check: how many tokens it was given, and how many of the first of them it accepted."""
+        """Record a check: the number of drafts, and the length of the accepted prefix."""
         self._accepted = FORGETS * self._accepted + accepted
         self._refused = FORGETS * self._refused + (accepted < drafted)
 
     def _best(self, n: int, chance: float) -> tuple[int, float]:
-        """Return the number of drafted tokens that pays most, 1 or more, and its speed over a dense step's."""
+        """Return the best number of drafts, 1 or more, and its speed relative to dense steps."""
         found, tokens = (1, 0.0), 1.0
         for k in range(1, self._most + 1):
             tokens += chance**k

@@ -1,4 +1,4 @@
-"""What paged decoding does on the CPU around its search and its attention, in numba: writing tokens, listing tokens."""
+"""Numba kernels of paged decoding on the CPU besides search and attention: writing tokens and listing tokens."""
 
 # numba is untyped.
 # pyright: reportCallIssue=false, reportPrivateImportUsage=false
@@ -13,17 +13,17 @@ from numpy.typing import NDArray
 
 from sparse_decode.intrinsics import pointer
 
-INTRINSICS = "1efc3312c11c735c"  # the digest of intrinsics.py: the compiler's cache looks at a kernel's own file only
+INTRINSICS = "543d87cf432e7832"  # digest of intrinsics.py, because numba's cache checks a kernel's own file only
 
 
 def write(
     first: int, last: int, source: int, source_at: tuple[int, int], target: int, target_at: tuple[int, int, int],
     reach: tuple[int, int], shape: tuple[int, int, int], slots: NDArray[np.int64], like: NDArray[Any],
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Copy rows of tokens [first, last) to pages: [T, H, C] at an address to [M, S, H, C] at another.
+    """Copy the rows of tokens [first, last) from [T, H, C] at address `source` to pages [M, S, H, C] at `target`.
 
-    source_at are the strides of token and head, target_at those of page, token and head, in numbers of like's type;
-    shape is H, C and S; a token of slot -1 is left out.
+    source_at: strides of token and head; target_at: strides of page, token and head, in elements of like's dtype;
+    shape: H, C and S. Tokens with slot -1 are skipped.
     """
     x, y = numba.carray(pointer(source), reach[0], like.dtype), numba.carray(pointer(target), reach[1], like.dtype)
     heads, count, size = shape
@@ -40,7 +40,7 @@ def list_tokens(
     first: int, last: int, lengths: NDArray[np.int64], dense: NDArray[np.bool_], selected: NDArray[np.int64],
     sink: int, recent: int, indices: NDArray[np.int64],
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """List what rows [first, last) read, ascending, then -1: all of it, or the sink, the selected and the recent.
+    """Write the tokens that rows [first, last) read, ascending, then -1: all, or sink, selected and recent tokens.
 
     selected is [B, H, 1, K], indices [B, H, 1, K']; a row sees lengths[b] tokens.
     """

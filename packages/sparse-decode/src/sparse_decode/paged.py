@@ -1,11 +1,11 @@
-"""Decode steps over keys, values and codes in pages, as engines keep them: pools and tables in, output out.
+"""Decode steps over keys, values and codes in pages, as serving engines store them. No engine is imported.
 
-A pool is one tensor whose first dimension counts pages of S tokens; a row (one sequence that decodes one token) has its
-token j in page blocks[j // S], at j % S. Pages of any stride, so that keys, values and codes of a page may lie beside
-each other: what copies, shares or takes away a page does the same to its codes. No engine is imported.
+A pool is one tensor whose first dimension counts pages of S tokens. A row (one sequence that decodes one token) has
+token j in page blocks[j // S], at position j % S. Pages may have any stride, so that keys, values and codes of a page
+can be adjacent: an engine that copies, shares or frees a page then does the same to its codes.
 
-The way of a row is that of `attach`: tokens it sees -> its budget -> the hash's choice -> sink and recent -> attention,
-by the same kernels, which are told where pages lie. What a selection leaves out is not added back here.
+Steps are those of `attach`, with the same kernels: visible tokens -> budget -> selection by the hash -> sink and recent
+-> attention. There is no remainder here.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from sparse_decode.attend import on_host, require
 from sparse_decode.budget import Budget
 from sparse_decode.select import HashSelector
 
-_LINE = 64  # bytes of a line of memory
+_LINE = 64  # bytes of a cache line
 _WORDS = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}
 
 
 class Pages(NamedTuple):
-    """What a layer keeps of its tokens, in pages: views, of any strides but the last, which is 1."""
+    """Keys, values and codes of a layer in pages: views with any strides, except that the last is 1."""
 
     k: Tensor
     """Keys after RoPE, [M, Hkv, S, D], float32, bfloat16 or float16."""
     v: Tensor
-    """Values, [M, Hkv, S, Dv], in the keys' type."""
+    """Values, [M, Hkv, S, Dv], in the dtype of the keys."""
     codes: Tensor
     """Codes of the keys, int32 [M, Hkv, S, W]."""
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor, codes: Tensor) -> None:
-        """Write tokens where they belong.
+        """Write tokens to their slots.
 
         Args:
-            slots: int64 [T]: page times S plus the place in it; -1 leaves a token out.
-            k, v: [T, Hkv, D] and [T, Hkv, Dv], in the pages' type; codes: int32 [T, Hkv, W].
-        Raises: ValueError on other shapes or types, or a slot that there is not; nothing is written then.
+            slots: int64 [T]: page times S plus position in the page; -1 skips a token.
+            k, v: [T, Hkv, D] and [T, Hkv, Dv], in the dtype of the pages; codes: int32 [T, Hkv, W].
+        Raises: ValueError on other shapes or dtypes, or a slot out of range; nothing is written then.
         """
         pages, _, size, _ = self.k.shape
         tokens = len(slots)
@@ -53,47 +53,47 @@ class Pages(NamedTuple):
             if x.shape != wanted or x.dtype != target.dtype:
                 raise ValueError(f"{name} must be {target.dtype} {wanted}, got {x.dtype} {tuple(x.shape)}")
         if slots.dtype != torch.int64 or (tokens and not -1 <= int(slots.min()) <= int(slots.max()) < pages * size):
-            raise ValueError(f"slots must be int64 of -1..{pages * size - 1}, the room of {pages} pages")
+            raise ValueError(f"slots must be int64 in -1..{pages * size - 1}, the slots of {pages} pages")
         for x, target in ((k, self.k), (v, self.v), (codes, self.codes)):
             _write(slots.numpy(), x, target)
 
 
 def tail_bytes(block_size: int, heads: int, words: int, others: int) -> int:
-    """Return the bytes to add to a page of `others` bytes so that it holds codes, too.
+    """Return the bytes to add to a page of `others` bytes to make room for codes.
 
-    Whole lines of memory, and an odd number of them in all: in pages of 2^n bytes the codes of all pages would fall to
-    the same few places of a cache.
+    The page gets an odd number of whole cache lines: in pages of 2^n bytes, the codes of all pages would map to the
+    same few cache sets.
     """
     lines = -(-(others + 4 * block_size * heads * words) // _LINE)
     return (lines + 1 - lines % 2) * _LINE - others
 
 
 class Step(NamedTuple):
-    """What the rows of a step ask for: the same in all layers that have one budget."""
+    """The rows of a decode step, for all layers with the same budget."""
 
     blocks: NDArray[np.int64]
     """Pages of each row, [B, T]."""
     lengths: NDArray[np.int64]
-    """Tokens that each row sees, its own among them, [B]."""
+    """Number of tokens that each row sees, including its own, [B]."""
     reads: NDArray[np.int64]
-    """Tokens that each row reads, [B]."""
+    """Number of tokens that each row reads, [B]."""
     dense: NDArray[np.bool_]
-    """Which rows read all they see, [B]."""
+    """Which rows read all visible tokens, [B]."""
     budget: Budget
 
     @classmethod
     def of(cls, blocks: Tensor, lengths: Tensor, budget: Budget, pages: int, size: int) -> Step:
-        """Describe a step.
+        """Create a step from an engine's page table.
 
         Args:
-            blocks: int32 or int64 [B, T]; what lies behind the last page of a row may be anything.
+            blocks: the page table, int32 or int64 [B, T]; entries after a row's last page may be anything.
             lengths: integers [B], above 0, at most T times `size`.
-            pages, size: how many pages there are, of how many tokens.
-        Raises: ValueError if the two do not fit each other, or a row's page is none of the pool.
+            pages, size: number of pages in the pool, and tokens per page.
+        Raises: ValueError if the shapes do not match, or a length or a page is out of range.
         """
         table, seen = blocks.numpy().astype(np.int64), lengths.numpy().astype(np.int64)
         if table.ndim != 2 or seen.shape != table.shape[:1]:
-            raise ValueError(f"blocks [B, T] and lengths [B] are needed, got {table.shape} and {seen.shape}")
+            raise ValueError(f"blocks must be [B, T] and lengths [B], got {table.shape} and {seen.shape}")
         if len(seen) and not 0 < seen.min() <= seen.max() <= table.shape[1] * size:
             raise ValueError(
                 f"lengths must be in 1..{table.shape[1] * size}, the tokens of {table.shape[1]} blocks, got "
@@ -101,7 +101,7 @@ class Step(NamedTuple):
             )
         used = np.arange(table.shape[1]) * size < seen[:, None]
         if ((table < 0) | (table >= pages))[used].any():
-            raise ValueError(f"blocks must name pages 0..{pages - 1} as far as lengths reach, got others")
+            raise ValueError(f"blocks must be pages in 0..{pages - 1} up to each row's length, got others")
         reads = budget.count(torch.from_numpy(seen)).numpy()
         return cls(np.where(used, table, 0), seen, reads, reads >= seen, budget)
 
@@ -111,10 +111,10 @@ class PagedLayer:
 
     Args:
         layer: index in the model.
-        selector: the hash.
-        scaling: factor on the logits; softcap, sinks: what else the model does to them, as in `attend`.
+        selector: hashes and searches; with codes per KV head.
+        scaling, softcap, sinks: as in `attend`.
     Attributes:
-        selected, visible: tokens read and seen so far, over rows and query heads.
+        selected, visible: numbers of tokens read and visible so far, summed over rows and query heads.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class PagedLayer:
         sinks: Tensor | None = None,
     ):
         if selector.per_query_head:
-            raise ValueError("pages hold one code per KV head, got a selector with one per query head; use another")
+            raise ValueError("pages need codes per KV head, got a selector with codes per query head; use another")
         self.layer: int = layer
         self.selector: HashSelector = selector
         self.scaling: float = scaling
@@ -140,12 +140,12 @@ class PagedLayer:
         return self.selector.encode_keys(self.layer, k.transpose(0, 1)[None])[0].transpose(0, 1)
 
     def decode(self, q: Tensor, pages: Pages, step: Step) -> Tensor:
-        """Attend, each row to its selection.
+        """Select tokens for each row and attend to them.
 
         Args:
-            q: [B, Hq, D], in the pages' type; the row's own key is in the pages already.
-        Returns: [B, Hq, Dv] in q's type.
-        Raises: ValueError on other shapes, types or devices.
+            q: [B, Hq, D], in the dtype of the pages, which must already contain the row's own key.
+        Returns: [B, Hq, Dv] in q's dtype.
+        Raises: ValueError on other shapes, dtypes or devices.
         """
         require(q.device, q.dtype)
         heads = pages.k.shape[1]
@@ -166,7 +166,7 @@ class PagedLayer:
         return out[:, 0]
 
     def _choose(self, rows: Tensor, codes: Tensor, step: Step) -> NDArray[np.int64]:
-        """Search for what sparse rows read besides sink and recent: indices [B, H, 1, K]."""
+        """Search for the tokens that sparse rows read besides sink and recent: indices [B, H, 1, K]."""
         budget = step.budget
         if step.dense.all():
             return np.empty((len(rows), codes.shape[1], 1, 0), np.int64)
@@ -179,7 +179,7 @@ class PagedLayer:
 
 
 def _write(slots: NDArray[np.int64], x: Tensor, target: Tensor) -> None:
-    """Copy [T, H, C] to pages [M, H, S, C], of numbers of one size."""
+    """Copy [T, H, C] to pages [M, H, S, C] of the same element size."""
     if x.stride(2) != 1:
         x = x.contiguous()
     reach = (_reach(x), _reach(target))

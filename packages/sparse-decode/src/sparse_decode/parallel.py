@@ -1,4 +1,4 @@
-"""Hashers where the model is spread out: heads over tensor-parallel ranks, layers over devices."""
+"""Hashers for distributed models: heads sharded over tensor-parallel ranks, layers placed on several devices."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sparse_decode import encode_cuda
 
 
 def head_shard(module: Any, heads: ModelShape) -> tuple[int, int]:
-    """Say which part of a layer's heads this process holds: (rank, size), (0, 1) if all.
+    """Return the shard of a layer's heads in this process: (rank, size); (0, 1) if not sharded.
 
     Args:
         module: the layer's attention module; heads: the shape of that layer in the whole model.
-    Raises: ValueError if a rank holds no whole KV head.
+    Raises: ValueError if ranks do not have whole KV heads.
     """
     weight = getattr(getattr(module, "k_proj", None), "weight", None)
     if not isinstance(weight, DTensor):
@@ -27,30 +27,30 @@ def head_shard(module: Any, heads: ModelShape) -> tuple[int, int]:
     rows, all_rows = weight.to_local().shape[0], heads.num_kv_heads * heads.head_dim
     if rows % heads.head_dim or all_rows % rows:
         raise ValueError(
-            f"tensor parallel ranks must hold whole KV heads, as many each, got {heads.num_kv_heads} KV heads of "
-            f"{heads.head_dim} and {rows} rows here; use fewer ranks"
+            f"each tensor-parallel rank must have the same number of whole KV heads, got {heads.num_kv_heads} KV heads "
+            f"of {heads.head_dim} and {rows} rows on this rank; use fewer ranks"
         )
     mesh = weight.device_mesh
     return (mesh["tp"] if mesh.ndim > 1 else mesh).get_local_rank(), all_rows // rows
 
 
 def shard(owner: Any, rank: int, size: int) -> Any:
-    """Return the part of a selector or hasher that belongs to the heads of one rank.
+    """Return the part of a selector or hasher for the heads of one rank.
 
-    Raises: ValueError if it does not say how it is sliced.
+    Raises: ValueError if it has no method `shard`.
     """
     if isinstance(owner, Hasher):
         return shard_hasher(owner, rank, size)
     if not hasattr(owner, "shard"):
         raise ValueError(
-            f"a model split over {size} ranks needs a hasher that can be sliced by KV head, got "
-            f"{type(owner).__name__}; give it a method shard(rank, size)"
+            f"a model sharded over {size} ranks needs a hasher that can be sliced by KV head, got "
+            f"{type(owner).__name__}; add a method shard(rank, size) to it"
         )
     return owner.shard(rank, size)
 
 
 def shard_hasher(hasher: Hasher, rank: int, size: int) -> Hasher:
-    """Slice a hasher by KV head: every tensor of it has heads first, in the order of the model's."""
+    """Slice a hasher by KV head; heads are the first dimension of each of its tensors, in the model's order."""
     part = Hasher(replace(hasher.config, shape=shard_shape(hasher.config.shape, size)), seed=None)
     tensors = hasher.state_dict()
     part.load_state_dict({name: x.tensor_split(size)[rank].clone() for name, x in tensors.items()})
@@ -58,10 +58,10 @@ def shard_hasher(hasher: Hasher, rank: int, size: int) -> Hasher:
 
 
 def shard_shape(shape: ModelShape, size: int) -> ModelShape:
-    """Return the shape of what one of `size` ranks holds. Raises: ValueError if the KV heads do not divide."""
+    """Return the shape of one of `size` ranks. Raises: ValueError if KV heads are not divisible by `size`."""
     layers = [shape.at(layer) for layer in range(shape.num_layers)]
     if uneven := [at.num_kv_heads for at in layers if at.num_kv_heads % size]:
-        raise ValueError(f"KV heads must divide among {size} ranks, got {uneven[0]}")
+        raise ValueError(f"the number of KV heads must be a multiple of the ranks, got {uneven[0]} for {size} ranks")
     return replace(
         shape,
         num_query_heads=shape.num_query_heads // size,
@@ -71,10 +71,10 @@ def shard_shape(shape: ModelShape, size: int) -> ModelShape:
 
 
 class PlacedHasher:
-    """A `hashtrain.Hasher` whose layers are found on the device of the keys; copied there if they are not.
+    """A `hashtrain.Hasher` that provides each layer on the device of the keys, copied there if necessary.
 
-    A copy is made anew when the weights it was made of have changed; writes to weights that were made in inference mode
-    go unnoticed, because torch does not count them.
+    A copy is renewed when the original weights change. Writes to weights that were created in inference mode are not
+    noticed, because torch does not count them.
     """
 
     def __init__(self, hasher: Hasher):
@@ -97,16 +97,16 @@ class PlacedHasher:
 
 
 def _copy(layer: LayerHasher, device: torch.device) -> LayerHasher:
-    """Copy a layer's hash functions to a device: each tensor goes there once."""
+    """Copy a layer's hash functions to a device, copying shared tensors once."""
     there: dict[int, object] = {id(x): x.to(device) for x in layer.buffers()}
     there |= {id(x): torch.nn.Parameter(x.detach().to(device), requires_grad=False) for x in layer.parameters()}
     return cast(LayerHasher, copy.deepcopy(layer, there))
 
 
 class _Watch:
-    """Tells whether the weights of a layer are those it had: torch counts up a tensor's version with every write.
+    """Detects changes of a layer's weights, by identity and by version, which torch increments with every write.
 
-    It is asked twice a layer and step, so it looks where a module keeps its tensors and does not ask the module.
+    It runs twice per layer and step, so it reads the modules' dictionaries directly.
     """
 
     def __init__(self, layer: LayerHasher):
@@ -114,12 +114,12 @@ class _Watch:
         places = [(x._parameters, x._buffers, x._modules) for x in layer.modules()]
         self._held = [(held, name, held[name]) for three in places for held in three for name in held]
         tensors = [x for *_, x in self._held if isinstance(x, torch.Tensor)]
-        self._storages = [x.untyped_storage() for x in tensors]  # so that no other gets one of their addresses
+        self._storages = [x.untyped_storage() for x in tensors]  # kept alive, so that their addresses are not reused
         self._at = [(x, held._cdata) for x, held in zip(tensors, self._storages, strict=True)]
         self._versions = [(x, x._version) for x in tensors if not x.is_inference()]
 
     def unchanged(self, layer: LayerHasher) -> bool:
-        """Say so of the layer that is in its place now."""
+        """Whether `layer` is the watched layer, with unchanged weights."""
         if layer is not self._layer:
             return False
         held = all(held[name] is x for held, name, x in self._held)

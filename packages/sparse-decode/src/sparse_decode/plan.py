@@ -1,4 +1,4 @@
-"""What one attachment does in one layer: select, count, and attend, block by block."""
+"""One sparse layer of an attachment: selection, counting and attention, block by block."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor
 
 from sparse_decode import flash
 from sparse_decode.attend import LeftOut, attend, attention_weights
-from sparse_decode.blocks import Blocks, Inputs, RowRule, SomeRows, Step, rows_at_once
+from sparse_decode.blocks import AttentionArgs, Blocks, RowRule, SomeRows, Step, rows_at_once
 from sparse_decode.budget import Budget, Tally
 from sparse_decode.cache import CodedDynamicLayer, Encoder
 from sparse_decode.fused import FusedStep
 from sparse_decode.modes import ordinary_tensors
-from sparse_decode.opaque import enrol
+from sparse_decode.opaque import register
 from sparse_decode.positions import Sights, include, readable, visible_rows
 from sparse_decode.remainder import RunningMoments, StaticMoments
 from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
 
-Kernel = Literal["gather", "flash"]
-"""What attends to a selection: our own kernels, or torch's gather and flash-attn."""
+Backend = Literal["gather", "flash"]
+"""The attention over a selection: our own kernels, or torch's gather and flash-attn."""
 
 
 class LayerPlan:
     """One sparse layer of one attachment.
 
     Attributes:
-        tally: what was selected and seen.
-        blocks: what cuts calls into rows that are worked on at once.
-        remainder: coefficients [Hq, 5] of the weight of what a selection leaves out (eq. 15); None to leave it out.
-        number: how a compiled graph names this plan.
+        tally: numbers of tokens selected and visible.
+        blocks: splits calls into blocks of rows.
+        remainder: coefficients [Hq, 5] of the remainder's weight (eq. 15); None: no remainder is added.
+        number: the number by which a compiled graph refers to this plan.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LayerPlan:
         budget: Budget,
         rule: RowRule,
         remainder: Tensor | None = None,
-        kernel: Kernel = "gather",
+        backend: Backend = "gather",
         sights: Sights | None = None,
         device: torch.device | None = None,
     ):
@@ -49,45 +49,45 @@ class LayerPlan:
         self.selector: Selector = selector
         self.budget: Budget = budget
         self.rule: RowRule = rule
-        self.kernel: Kernel = kernel
-        self._exact = bool(getattr(selector, "chooses_all_asked", False))
+        self.backend: Backend = backend
+        self._exact = bool(getattr(selector, "fills_counts", False))
         self._own = selector if isinstance(selector, AttendingSelector) else None
-        ends = (0, 0) if self._own else (budget.sink, budget.recent)  # tokens that every row reads unasked
+        ends = (0, 0) if self._own else (budget.sink, budget.recent)  # sink and recent tokens
         self.blocks: Blocks = Blocks(layer, budget, rule, *ends, sights or Sights())
         self.remainder: Tensor | None = None if remainder is None else remainder[:, :-1].float().contiguous()
         self._slopes: Tensor | None = None if remainder is None else remainder[:, -1].float().clone()
         self._placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
         self.encoder: Encoder = _encoder(selector, layer)
         self.tally: Tally = Tally(torch.zeros(2, dtype=torch.int64, device=device))
-        self.number: int = enrol(self)
+        self.number: int = register(self)
         self._start = 1 if rule.start is None else rule.start
-        self._sparse_from = max(self._start + 1, cast(int, budget.dense_below))  # tokens a sparse step sees at least
+        self._sparse_from = max(self._start + 1, cast(int, budget.dense_below))  # shortest context of a sparse step
         self._fused: FusedStep | None = None
-        if kernel == "gather" and isinstance(selector, HashSelector):
+        if backend == "gather" and isinstance(selector, HashSelector):
             self._fused = FusedStep(layer, selector, budget)
 
     @property
     def weighs_itself(self) -> bool:
-        """Whether the selector has an attention of its own."""
+        """Whether the selector computes attention itself."""
         return self._own is not None
 
     def all_dense(self, n: int) -> bool:
-        """Say whether no row of a call that ends at token `n` sees enough tokens to be worth a selection."""
+        """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""
         return n < cast(int, self.budget.dense_below)
 
     def rows_at_once(self, batch: int, query_heads: int, rows: int, n: int) -> int:
-        """Return how many of a call's query rows are worked on at once, of `n` tokens each."""
+        """Return the number of a call's query rows per block, for `n` tokens."""
         return min(rows, rows_at_once(batch, query_heads, n))
 
     def count_short(self, rows: int, n: int) -> None:
-        """Count a call of one row for each of so many heads and sequences, all of which attended to `n` tokens."""
+        """Count a dense decode step over `n` tokens; rows: sequences times query heads."""
         if n > self._start:
             self.tally.add(rows * n, rows * n)
 
-    def count_dense(self, x: Inputs, tally: Tally | None = None) -> None:
-        """Count a call in which every row attended to all it saw, because it saw so little."""
+    def count_dense(self, x: AttentionArgs, tally: Tally | None = None) -> None:
+        """Count a call that was dense because of `dense_below`."""
         (batch, hq, n_queries, _), n, tally = x.q.shape, x.k.shape[2], tally or self.tally
-        if x.mask is None and n_queries == 1:  # a step that may be sparse, or there would be nothing to count
+        if x.mask is None and n_queries == 1:  # a decode step, which the caller has checked may be sparse
             return tally.add(batch * hq * n, batch * hq * n)
         visible, sparse = self.blocks.seen(x)
         tally.add_rows(visible * hq, visible * hq, sparse)
@@ -102,9 +102,9 @@ class LayerPlan:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor | None:
-        """Do a step without a mask in one call: [B, 1, Hq, Dv]; None where `attend` has to.
+        """Run a decode step without a mask in one kernel call: [B, 1, Hq, Dv]; None if only `attend` supports it.
 
-        Args: as `Inputs` has them; held: the cache layer, whose keys and values k and v are.
+        Args: as in `AttentionArgs`; held: the cache layer that stores k and v.
         """
         fused, n = self._fused, k.shape[2]
         if (
@@ -125,11 +125,11 @@ class LayerPlan:
             self.tally.add(heads * self.budget.count_row(n), heads * n)
         return out
 
-    def attend(self, x: Inputs, tally: Tally | None = None) -> tuple[Tensor, Tensor | None]:
+    def attend(self, x: AttentionArgs, tally: Tally | None = None) -> tuple[Tensor, Tensor | None]:
         """Attend sparsely in the rows that the rule makes sparse.
 
-        Returns: [B, Q, Hq, Dv], zeros in the other rows unless all are asked for; and which rows were sparse, bool
-            [B, Q], None if all were or nobody can look.
+        Returns: [B, Q, Hq, Dv], with zeros in the other rows unless `x.all_rows`; and which rows were sparse, bool
+            [B, Q]; None if all were, or if the host would have to wait for the device.
         """
         tally = tally or self.tally
         if tally.tensor.device != x.q.device and not torch.compiler.is_compiling():
@@ -146,25 +146,25 @@ class LayerPlan:
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1), sparse
 
-    def traces(self, x: Inputs) -> bool:
-        """Say whether a compiled graph can hold a call as operators: a step of a static cache, by a hash of ours."""
+    def traces(self, x: AttentionArgs) -> bool:
+        """Whether a compiled graph can contain a call as operators: a decode step with a static cache and our hash."""
         if not isinstance(self.selector, HashSelector) or x.mask is None or x.codes is None or x.length is None:
             return False
         ready = self.remainder is None or (isinstance(x.moments, StaticMoments) and x.moments.ready)
         placed = self.remainder is None or (x.q.device, x.scaling) in self._placed
-        here = self.tally.tensor.device == x.q.device and self.kernel == "gather" and self.budget.values == 1
+        here = self.tally.tensor.device == x.q.device and self.backend == "gather" and self.budget.values == 1
         return here and ready and placed and self._is_step(x) and self.selector.traceable(self.layer, x.q)
 
     def learn(self, k: Tensor, v: Tensor, mask: Tensor | None, moments: StaticMoments, scaling: float) -> None:
-        """Sum a prompt's keys and values for the remainder of a static cache, so that no step has to catch up."""
+        """Add a prompt's keys and values to the remainder's sums of a static cache, so that no later step has to."""
         if self.remainder is not None:
-            self._coefficients(k.device, scaling)  # a compiled step can hold them only if they are in place
+            self._coefficients(k.device, scaling)  # a compiled step needs them on the device already
             rows, n = (1 if mask is None else mask.shape[2]), k.shape[2]
             seen = None if mask is None else visible_rows(mask, rows - 1, rows, rows, n, k.device)
             moments.learn(k, v, None if seen is None else seen[:, 0, 0].expand(len(k), n))
 
-    def _is_step(self, x: Inputs) -> bool:
-        """Say whether a call is a step: every sequence has one row."""
+    def _is_step(self, x: AttentionArgs) -> bool:
+        """Whether a call is a decode step: one row per sequence."""
         return x.q.shape[2] == 1 and self._own is None and self.rule.may_be_sparse(1, x.k.shape[2])
 
     def run(
@@ -181,13 +181,13 @@ class LayerPlan:
         scaling: float,
         softcap: float | None,
     ) -> Tensor:
-        """Do a whole step of a compiled graph: rows that are not sparse attend to all they see. [B, Q, Hq, Dv]"""
+        """Run a step of a compiled graph, [B, Q, Hq, Dv]; rows that are not sparse attend to all visible tokens."""
         room = v
         k, v, codes = trim(k, v, codes, length)
         if codes is None and self.selector.needs_codes:
             codes = self.encoder(k)
         moments = StaticMoments(sums) if sums else None
-        x = Inputs(q, k, v, mask, codes, None, scaling, softcap, sinks, moments, all_rows=True)
+        x = AttentionArgs(q, k, v, mask, codes, None, scaling, softcap, sinks, moments, all_rows=True)
         counted = Tally(tally)
         if self.all_dense(k.shape[2]) and softcap is None and sinks is None:
             self.count_dense(x, counted)
@@ -199,12 +199,12 @@ class LayerPlan:
         return _blind(out, room, self.blocks.seen(x)[0] > 0)
 
     def _attend_block(
-        self, x: Inputs, block: Step | SomeRows, moments: RunningMoments | StaticMoments, tally: Tally
+        self, x: AttentionArgs, block: Step | SomeRows, moments: RunningMoments | StaticMoments, tally: Tally
     ) -> Tensor:
-        """Select, count what was selected, and attend to it, with the remainder if there is one: [B, R, Hq, Dv].
+        """Select tokens, count them, and attend to them, with the remainder if there is one: [B, R, Hq, Dv].
 
-        In a step the attention adds what is read anyway itself, if the selector is one that chooses no fewer and no
-        others than it was asked for.
+        In a decode step, if the selector always fills its budget, sink and recent tokens are not added to the indices:
+        the attention kernel reads them itself.
         """
         rows = block.rows
         indices, ends = self.selector.select(rows), (0, 0)
@@ -214,7 +214,7 @@ class LayerPlan:
             else:
                 indices = block.complete(indices)
         block.count(tally, indices, self._exact)
-        if x.weights is not None or self.kernel == "flash":
+        if x.weights is not None or self.backend == "flash":
             indices, ends = include(indices, rows.k.shape[2], ends), (0, 0)
         if x.weights is not None:
             found = attention_weights(rows.q, rows.k, indices, x.scaling, x.softcap, x.sinks)
@@ -226,27 +226,27 @@ class LayerPlan:
             left_out = LeftOut(coefficients, *block.stand_in(x, slopes, moments, indices))
         return self._attend(x, rows, indices, left_out, ends)
 
-    def _nothing(self, x: Inputs, block: SomeRows) -> Tensor:
+    def _nothing(self, x: AttentionArgs, block: SomeRows) -> Tensor:
         return x.q.new_zeros(x.q.shape[0], block.last - block.first, x.q.shape[1], x.v.shape[3])
 
     def _coefficients(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
-        """Return the coefficients of the weight and the slopes, times the factor on the logits: copied there once."""
+        """Return the remainder's coefficients, and its slopes times `scaling`; copied to the device once."""
         assert self.remainder is not None
         assert self._slopes is not None
         if (known := self._placed.get((device, scaling))) is None:
-            with ordinary_tensors():  # they outlive the mode that this call is in
+            with ordinary_tensors():  # they outlive torch modes of this call
                 known = self.remainder.to(device), (self._slopes * scaling).to(device)
             self._placed[device, scaling] = known
         return known
 
     def _attend(
-        self, x: Inputs, rows: Rows, indices: Tensor, left_out: LeftOut | None, ends: tuple[int, int] | Tensor
+        self, x: AttentionArgs, rows: Rows, indices: Tensor, left_out: LeftOut | None, ends: tuple[int, int] | Tensor
     ) -> Tensor:
-        """Attend to what was selected: [B, Q, Hq, Dv]."""
+        """Attend to the selection: [B, Q, Hq, Dv]."""
         q = rows.q
         if self._own is not None:
             return self._own.attend(rows, x.v[:, :, : rows.k.shape[2]], indices)
-        if self.kernel == "flash":
+        if self.backend == "flash":
             flash.refuse(x.mask, x.sinks, 0.0)
             return flash.attend(q, x.k, x.v, indices, x.scaling, x.softcap)
         if x.host is not None:
@@ -269,14 +269,14 @@ def _encoder(selector: Selector, layer: int) -> Encoder:
 def trim(
     k: Tensor, v: Tensor, codes: Tensor | None, length: Tensor | int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Drop the room that a static cache keeps for later tokens, from token `length` on."""
+    """Trim keys, values and codes of a static cache to its first `length` tokens."""
     if length is None:
         return k, v, codes
     n = int(length)
     return k[:, :, :n], v[:, :, :n], None if codes is None else codes[:, :, :n]
 
 
-def _dense(x: Inputs) -> Tensor:
+def _dense(x: AttentionArgs) -> Tensor:
     """Attend to all visible tokens with torch's own attention: [B, Q, Hq, Dv]."""
     seen = x.seen(0, x.q.shape[2])
     out = F.scaled_dot_product_attention(x.q, x.k, x.v, seen, scale=x.scaling, enable_gqa=True)
@@ -284,9 +284,9 @@ def _dense(x: Inputs) -> Tensor:
 
 
 def _blind(out: Tensor, v: Tensor, sees: Tensor) -> Tensor:
-    """Give the rows of out [B, Q, Hq, Dv] that see nothing what eager attention gives them: the mean of all values.
+    """Set rows of out [B, Q, Hq, Dv] without visible tokens to the mean of all values, as eager attention does.
 
-    Its mask adds to each logit the same most negative number, beside which they are all alike.
+    Its mask adds the most negative number of the dtype to each logit, so that all logits become equal.
     """
     if sees.all():
         return out

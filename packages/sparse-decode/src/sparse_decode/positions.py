@@ -1,4 +1,4 @@
-"""Which tokens a row sees, and the arithmetic of sink and recent tokens on top of a selection."""
+"""Visible tokens of each row, and the arithmetic of adding sink and recent tokens to a selection."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ import torch
 from hashcore.cpu.threads import compiled
 from torch import Tensor
 
-_BIASES = "a mask that hides or shows tokens is needed, got one with biases; sparse attention has none"
+_BIASES = "the mask must hide or show tokens, got one with biases; sparse attention does not support biases"
 
 
 def readable(x: Tensor) -> bool:
-    """Say whether a tensor's numbers can be looked at now: on a GPU that would wait, in a graph there are none yet."""
+    """Whether Python may read a tensor's values: on a GPU the host would wait, in a graph there are none."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def visible_rows(
     mask: Tensor | None, first: int, last: int, n_queries: int, n: int, device: torch.device
 ) -> Tensor | None:
-    """Say which of `n` tokens the query rows first..last-1 see.
+    """Return which of `n` tokens the query rows first..last-1 see.
 
     Args:
-        mask: what Hugging Face built: bool, or 0 and a most negative number, [B or 1, 1, n_queries, n]; None is causal.
+        mask: Hugging Face's mask, [B or 1, 1, n_queries, n]: bool, or 0 for visible and the dtype's most negative
+            number for hidden tokens; None is causal.
     Returns: bool [B or 1, 1, last - first, n]; None if every row sees every token.
+    Raises: ValueError if the mask differs by head or contains biases.
     """
     if mask is None:
         if n_queries == 1:
@@ -33,54 +35,55 @@ def visible_rows(
         positions = torch.arange(first, last, device=device) + (n - n_queries)
         return (torch.arange(n, device=device) <= positions[:, None])[None, None]
     if mask.shape[1] != 1:
-        raise ValueError(f"a mask shared by all heads is needed, shape [B, 1, Q, N], got {tuple(mask.shape)}")
+        raise ValueError(f"the mask must be shared by all heads, shape [B, 1, Q, N], got {tuple(mask.shape)}")
     rows = mask[:, :, first:last, :n]
     if rows.dtype == torch.bool:
         return rows
     seen = rows == 0
     right = (seen | (rows <= torch.finfo(rows.dtype).min / 2)).all()
     if n_queries == 1 and not readable(rows):
-        torch._assert_async(right, _BIASES)  # pyright: ignore[reportPrivateImportUsage] - the device itself stops; a prompt's mask was looked at
+        torch._assert_async(right, _BIASES)  # pyright: ignore[reportPrivateImportUsage]
     elif not right:
         raise ValueError(_BIASES)
     return seen
 
 
 class Seen(NamedTuple):
-    """What the one row of each sequence in a step sees, where a mask says it; no shape depends on data."""
+    """What the one row of each sequence in a decode step sees, according to a mask. No shape depends on data."""
 
     tokens: Tensor
-    """Which tokens, bool [B, N]."""
+    """The visible tokens, bool [B, N]."""
     visible: Tensor
-    """How many, int64 [B, 1]."""
+    """Their number, int64 [B, 1]."""
     sparse: Tensor
     """Whether the row is sparse, bool [B, 1]."""
     chosen: Tensor
-    """How many the selector is to choose, int64 [B, 1]."""
+    """Number of tokens to select, int64 [B, 1]."""
     candidates: Tensor
-    """Which it may choose, bool [B, 1, 1, N]."""
+    """The candidates of the selection, bool [B, 1, 1, N]."""
     ends: Tensor
-    """The tokens that are read anyway, int64 [B, E], -1 in unused slots."""
+    """Indices of sink and recent tokens, int64 [B, E], -1 in unused slots."""
     totals: Tensor
-    """Tokens that a query head of all sparse rows reads, and sees, int64 [2]."""
+    """Tokens read and visible, summed over sparse rows, per query head: int64 [2]."""
 
 
 def see(shown: Tensor, count: Callable[[Tensor], tuple[Tensor, Tensor]], sink: int, recent: int) -> Seen:
-    """Describe the rows of a step.
+    """Return what the rows of a decode step see.
 
     Args:
-        shown: bool [B, 1, 1, N], which tokens each row sees.
-        count: says of how many tokens rows see, int64 [B, 1], how many they read, ends included, and which are sparse.
-        sink, recent: how many of the first and of the last tokens are read anyway.
+        shown: the visible tokens of each row, bool [B, 1, 1, N].
+        count: maps numbers of visible tokens, int64 [B, 1], to numbers of tokens to read, including sink and recent,
+            and to which rows are sparse.
+        sink, recent: numbers of first and last tokens that are always read.
     """
     tokens = shown[:, 0, 0]
-    rank = tokens.cumsum(-1, dtype=torch.int32)  # number of a visible token, from 1
+    rank = tokens.cumsum(-1, dtype=torch.int32)  # rank of a visible token, from 1
     visible = rank[:, -1:].long()
     reads, sparse = count(visible)
     first = torch.arange(1, sink + 1, device=tokens.device).expand(len(tokens), -1)
     last = visible + torch.arange(1 - recent, 1, device=tokens.device)
     wanted = torch.cat([first, last.masked_fill(last <= sink, 0)], -1)
-    ends = torch.searchsorted(rank, wanted.int(), out_int32=False)  # the first token that has a number
+    ends = torch.searchsorted(rank, wanted.int(), out_int32=False)  # the first token of that rank
     ends = ends.masked_fill((wanted < 1) | (wanted > visible) | (reads < 1), -1)
     between = tokens & (rank > sink) & (rank <= visible - recent)
     totals = torch.stack([(reads * sparse).sum(), (visible * sparse).sum()])
@@ -89,17 +92,17 @@ def see(shown: Tensor, count: Callable[[Tensor], tuple[Tensor, Tensor]], sink: i
 
 
 class Counted(NamedTuple):
-    """Tokens read and seen so far, int64 [2], before a step and after it: links of a chain, which nobody changes."""
+    """Cumulative counts of tokens read and visible, int64 [2], before and after a step; never changed in place."""
 
     before: Tensor
     after: Tensor
 
 
 class Sights:
-    """What the rows of the present step see: found by its first sparse layer, for all layers with the same mask.
+    """What the rows of the current step see: computed by its first sparse layer, shared by layers with the same mask.
 
-    It counts as well: a layer that took part in one step after the other knows its count from the first and the last
-    link of the chain, and launches nothing in between.
+    It also keeps cumulative counts over steps. A layer gets its own count from the first and the last of its
+    consecutive steps, without launching anything in between.
     """
 
     def __init__(self) -> None:
@@ -109,13 +112,14 @@ class Sights:
     def of(
         self, mask: Tensor, layer: int, rule: Hashable, size: tuple[int, int], find: Callable[[], Seen]
     ) -> tuple[Seen, Counted]:
-        """Return what `find` finds in the mask, or found in it for an earlier layer by the same rule and size.
+        """Return the result of `find`, or that of an earlier layer with the same mask, rule and size.
 
-        A later step may bring the same mask with other numbers in it: it begins with a layer that is no later one.
+        A later step may reuse the mask tensor with new values. It is recognised by its layer: a new step starts at an
+        earlier layer, or at the same one.
         """
         step = self._step
         if step is None or step.mask is not mask or layer <= step.layer:
-            step = self._step = _Step(mask)  # whole at once: other threads have steps of their own
+            step = self._step = _Step(mask)  # one assignment: other threads have their own steps
         step.layer = layer
         if (known := step.found.get((rule, size))) is None:
             seen = find()
@@ -135,12 +139,11 @@ class _Step:
 
 
 def visible_span(visible: Tensor | None, n: int) -> tuple[Tensor | int, Tensor | int] | None:
-    """Find the stretch of tokens that each row sees, if all it sees is one stretch.
+    """Return the interval of visible tokens of each row, if the visible tokens of every row are consecutive.
 
     Args:
         visible: bool [B or 1, 1, Q, N]; None if every row sees all `n` tokens.
-    Returns: first tokens and the ends behind the last ones, integers or int64 [B or 1, Q]; None if a row sees tokens
-        on both sides of one that it does not see.
+    Returns: starts and ends (exclusive), integers or int64 [B or 1, Q]; None if the mask of a row has holes.
     """
     if visible is None:
         return 0, n
@@ -154,7 +157,7 @@ def visible_span(visible: Tensor | None, n: int) -> tuple[Tensor | int, Tensor |
 def between(
     visible: Tensor | None, sink: int, recent: int, n_queries: int, n: int, device: torch.device
 ) -> Tensor | None:
-    """Leave out the first `sink` and the last `recent` tokens that each row sees.
+    """Return the visible tokens without the first `sink` and the last `recent` ones of each row.
 
     Args:
         visible: bool [B or 1, 1, Q, N]; None if every row sees all `n` tokens.
@@ -172,7 +175,7 @@ def between(
 
 
 def count_visible(mask: Tensor | None, batch: int, n_queries: int, n: int, device: torch.device, chunk: int) -> Tensor:
-    """Count the tokens each query row sees, int64 [B, n_queries], `chunk` rows at a time."""
+    """Count the visible tokens of each query row, int64 [B, n_queries], `chunk` rows at a time."""
     if mask is None:
         return torch.arange(n - n_queries + 1, n + 1, device=device).expand(batch, -1)
     counts = []
@@ -184,18 +187,18 @@ def count_visible(mask: Tensor | None, batch: int, n_queries: int, n: int, devic
 
 
 def first_visible(visible: Tensor | None, counts: Tensor, n: int) -> Tensor:
-    """List the first counts [B, Q] tokens each row sees: int64 [B, Q, K], ascending, then -1."""
+    """Return the first counts [B, Q] visible tokens of each row: int64 [B, Q, K], ascending, then -1."""
     return _by_rank(visible, torch.zeros_like(counts), counts, n)
 
 
 def last_visible(visible: Tensor | None, counts: Tensor, n: int) -> Tensor:
-    """List the last counts [B, Q] tokens each row sees: int64 [B, Q, K], ascending, then -1."""
+    """Return the last counts [B, Q] visible tokens of each row: int64 [B, Q, K], ascending, then -1."""
     total = torch.full_like(counts, n) if visible is None else visible[:, 0].sum(-1).expand_as(counts)
     return _by_rank(visible, total - counts, total, n)
 
 
 def _by_rank(visible: Tensor | None, low: Tensor, high: Tensor, n: int) -> Tensor:
-    """List the visible tokens number low..high-1 of each row, counting from 0: [B, Q, K]."""
+    """Return the visible tokens of ranks low..high-1 of each row, counted from 0: [B, Q, K]."""
     width = int((high - low).max()) if low.numel() else 0
     slots = torch.arange(width, device=low.device)
     if visible is None:
@@ -209,11 +212,11 @@ def _by_rank(visible: Tensor | None, low: Tensor, high: Tensor, n: int) -> Tenso
 
 
 def with_ends(selected: Tensor, starts: Tensor | int, ends: Tensor | int, sink: int, recent: int) -> Tensor:
-    """Put the first `sink` and the last `recent` tokens of a stretch around what was selected of the others.
+    """Add the first `sink` and the last `recent` tokens of each row's visible interval to a selection.
 
     Args:
-        selected: int64 [B, H, Q, K], ascending, then -1; other tokens than those it is to be put between are dropped.
-        starts, ends: the row sees tokens starts..ends-1: integers or int64 [B or 1, Q]; none where they are equal.
+        selected: int64 [B, H, Q, K], ascending, then -1; sink, recent and invisible tokens in it are dropped.
+        starts, ends: the row sees tokens starts..ends-1, integers or int64 [B or 1, Q]; none if they are equal.
     Returns: int64 [B, H, Q, K + sink + recent], ascending, then -1.
     """
     batch, heads, n_queries, width = selected.shape
@@ -227,7 +230,7 @@ def with_ends(selected: Tensor, starts: Tensor | int, ends: Tensor | int, sink: 
 
 
 def around(selected: Tensor, n: int, sink: int, recent: int) -> Tensor:
-    """Do what `with_ends` does for rows that see all `n` tokens, of a selection without unused slots."""
+    """Like `with_ends`, for rows that see all `n` tokens and a selection without unused slots."""
     if not sink and not recent:
         return selected
     first = torch.arange(min(sink, n), device=selected.device)
@@ -237,14 +240,14 @@ def around(selected: Tensor, n: int, sink: int, recent: int) -> Tensor:
 
 
 def include(selected: Tensor, n: int, ends: tuple[int, int] | Tensor) -> Tensor:
-    """List what attention reads of `n` tokens: a selection [B, H, Q, K] and the `ends` of `sparse_decode.attend`."""
+    """Return the tokens that attention reads: a selection [B, H, Q, K] and the `ends` of `sparse_decode.attend`."""
     if isinstance(ends, Tensor):
         return torch.cat([ends[:, None, None].expand(*selected.shape[:3], -1), selected], dim=-1)
     return around(selected, n, *ends)
 
 
 def ends_by_sorting(selected: Tensor, starts: Tensor, ends: Tensor, sink: int, recent: int) -> Tensor:
-    """Do what `with_ends` does, in operations of torch: on a GPU."""
+    """Like `with_ends`, with torch operations, for GPUs."""
     start, end = (x[:, None, :, None] for x in (starts, ends))
     first = start + torch.arange(sink, device=selected.device)
     last = end - recent + torch.arange(recent, device=selected.device)
@@ -273,11 +276,11 @@ def _with_ends(selected, starts, ends, sink, recent, merged):  # pragma: no cove
 
 
 def merge(selected: Tensor, extra: Tensor, n: int) -> Tensor:
-    """Merge sets of tokens, each token once.
+    """Return the union of two sets of tokens per row.
 
     Args:
         selected: int64 [B, H, Q, K]; extra: int64 [B, Q, E]; both with -1 in unused slots; tokens are below `n`.
-    Returns: int64 [B, H, Q, K'], ascending, then -1; K' is the size of the largest union, where it can be looked at.
+    Returns: int64 [B, H, Q, K'], ascending, then -1; K' is the size of the largest union on the CPU, else K + E.
     """
     extra = extra[:, None].expand(*selected.shape[:-1], -1)
     both = torch.cat([selected, extra], dim=-1)

@@ -1,4 +1,4 @@
-"""Which tokens each row attends to: the `Selector` protocol and the selectors that need nothing but the cache."""
+"""The `Selector` protocol, which chooses the tokens each row attends to, and its basic implementations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hashtrain.layers import LayerHasher
 from torch import Tensor
 
 from sparse_decode import encode_cuda
-from sparse_decode.encode import FewTokens, takes
+from sparse_decode.encode import CpuEncoder, supports
 from sparse_decode.parallel import PlacedHasher, shard
 from sparse_decode.positions import between, last_visible, readable, visible_span
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What a selector is asked about: some query rows of one layer.
+    """The input of a selector: some query rows of one layer.
 
     Attributes:
         layer: index of the layer in the model.
@@ -31,11 +31,11 @@ class Rows:
         scaling: the model's factor on attention logits.
         softcap: the bound of its soft-capped logits, or None.
         sinks: its learned sink logits, one per query head [Hq], or None.
-        each: what every row selects, where `counts` is the same for all; None where that is not known.
-        most: no row selects more, in a decode step; None elsewhere.
-        among: what `candidates` returns, where it is known already.
-        sink, recent: the first and the last tokens that each row sees are read anyway: the candidates are the others.
-        shortlist: that of the budget, for selectors that search.
+        uniform_count: the value of `counts` as an integer if it is the same for all rows; None if not known.
+        most: in a decode step, an upper bound of `counts`; None elsewhere.
+        among: the result of `candidates`, if known already.
+        sink, recent: numbers of first and last visible tokens that are always read; the others are the candidates.
+        shortlist: `Budget.shortlist`, for selectors that search.
     """
 
     layer: int
@@ -47,7 +47,7 @@ class Rows:
     scaling: float
     softcap: float | None = None
     sinks: Tensor | None = None
-    each: int | None = None
+    uniform_count: int | None = None
     sink: int = 0
     recent: int = 0
     most: int | None = None
@@ -55,7 +55,7 @@ class Rows:
     shortlist: int | None = None
 
     def candidates(self) -> Tensor | None:
-        """Say which tokens each row may select, bool [B or 1, 1, Q, N]; None for every token."""
+        """Return which tokens each row may select, bool [B or 1, 1, Q, N]; None for every token."""
         if self.among is not None:
             return self.among
         return between(self.visible, self.sink, self.recent, self.q.shape[2], self.k.shape[2], self.q.device)
@@ -63,11 +63,11 @@ class Rows:
 
 @runtime_checkable
 class Selector(Protocol):
-    """Chooses tokens.
+    """Chooses the tokens that each row reads.
 
-    The result of `select` is int64 [B, H, Q, K], H = Hkv or Hq: in each row `counts` candidates in ascending order,
-    then -1. Equal scores go to the lowest index. For a model split over tensor-parallel ranks it needs a further
-    method, `shard(rank, size)`, which returns the selector of one rank's heads.
+    `select` returns int64 [B, H, Q, K], H = Hkv or Hq: in each row `counts` candidates in ascending order, then -1.
+    Equal scores go to the lowest index. Tensor-parallel models need a further method, `shard(rank, size)`, which
+    returns the selector of one rank's heads.
     """
 
     needs_codes: bool
@@ -88,24 +88,24 @@ class Selector(Protocol):
 
 @runtime_checkable
 class AttendingSelector(Selector, Protocol):
-    """A selector that also weighs what it selected, as one that samples must. It has no remainder.
+    """A selector that also computes attention over its selection, as sampling methods must. It has no remainder.
 
-    What is always read is its own affair too: its rows have `sink` and `recent` 0, and `counts` is the whole budget.
+    It also handles sink and recent tokens: its rows have `sink` and `recent` 0, and `counts` is the whole budget.
     """
 
     def attend(self, rows: Rows, v: Tensor, indices: Tensor) -> Tensor:
         """Attend to the selected tokens of v [B, Hkv, N, Dv]: [B, Q, Hq, Dv] in q's type, zeros without a token.
 
         Args:
-            rows: what `select` was given.
-            indices: what it returned, int64 [B, H, Q, K].
+            rows: the input of `select`.
+            indices: its result, int64 [B, H, Q, K].
         """
         ...
 
 
 @runtime_checkable
 class KeyQueryHasher(Protocol):
-    """What is needed of a hasher; `hashtrain.Hasher` is one."""
+    """The methods that a hasher needs; `hashtrain.Hasher` has them."""
 
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
@@ -121,16 +121,16 @@ class KeyQueryHasher(Protocol):
 
 
 class HashSelector:
-    """Selects by plane score between query planes and key codes (eq. 4 and 6): learned hashes, LSH, the paper's.
+    """Selects by plane scores between query planes and key codes (eq. 4 and 6), of any hasher.
 
     Args:
-        hasher: a `hashtrain.Hasher`, whose weights follow the keys to their device, or another `KeyQueryHasher`.
+        hasher: a `hashtrain.Hasher`, whose weights are moved to the device of the keys, or another `KeyQueryHasher`.
     """
 
     needs_codes = True
-    chooses_all_asked = True
-    """Each row gets exactly `counts` candidates: what is always read need not be looked for among them. A selector of
-    yours may say the same."""
+    fills_counts = True
+    """Each row gets exactly `counts` candidates and never a sink or recent token, so that the kernels can read those
+    without a merge. Set this in your own selectors if it holds."""
 
     def __init__(self, hasher: KeyQueryHasher):
         self.hasher = hasher
@@ -139,7 +139,7 @@ class HashSelector:
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Layers that the hasher wants dense."""
+        """Layers that stay dense by default, because training measured a high cost for them."""
         return getattr(self.hasher, "dense_layers", ())
 
     def require_match(self, model_config: Any) -> None:
@@ -160,29 +160,29 @@ class HashSelector:
 
     @property
     def per_query_head(self) -> bool:
-        """Whether every query head has a set of its own."""
+        """Whether every query head has its own index set."""
         return bool(getattr(self._encoder, "per_query_head", False))
 
     def remainder(self, layer: int) -> Tensor | None:
-        """Return the coefficients of eq. 15, [Hq, 5], if the hasher has been calibrated."""
+        """Return the coefficients of the remainder (eq. 15), [Hq, 5]; None if the hasher is not calibrated."""
         found = getattr(self.hasher, "remainder", None)
         return None if found is None else found(layer)
 
     def own_layer(self, layer: int, device: torch.device) -> LayerHasher | None:
-        """Return the hash functions of a layer on a device, if all this selector does is to apply them per KV head."""
+        """Return the hash functions of a layer on a device; None if this selector does more than apply them."""
         encoder = self._encoder
         return encoder.own_layer(layer, device) if type(self) is HashSelector and type(encoder) is PerHead else None
 
     def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
         """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
 
-        Returns: whether it was done: only by a hasher that can do it where the codes lie.
+        Returns: whether the hasher supports writing in place; if not, nothing was written.
         """
         write = getattr(self._encoder, "write_codes", None)
         return write is not None and write(layer, k, codes, at)
 
     def traceable(self, layer: int, x: Tensor) -> bool:
-        """Say whether a step's keys and queries [B, H, 1, D] are hashed by operators that a compiled graph may hold."""
+        """Whether operators that a compiled graph can contain hash a step's keys and queries [B, H, 1, D]."""
         return isinstance(self._encoder, PerHead) and self._encoder.traceable(layer, x)
 
     def select(self, rows: Rows) -> Tensor:
@@ -191,31 +191,31 @@ class HashSelector:
         planes, weights = self.encode_queries(rows.layer, rows.q)
         keys, counts = rows.codes[:, :, None], rows.counts[:, None]
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index", "shortlist": rows.shortlist}
-        if rows.each is not None and rows.visible is None:  # nothing that differs by row has to be looked at
-            return hashcore.search(planes, keys, rows.each, weights, **how)[1]
-        if rows.most is not None and not readable(rows.q):  # whether a row sees one stretch cannot be looked at
+        if rows.uniform_count is not None and rows.visible is None:  # no tensor has to be read
+            return hashcore.search(planes, keys, rows.uniform_count, weights, **how)[1]
+        if rows.most is not None and not readable(rows.q):  # the host cannot read `visible`
             return self._among(rows, planes, keys, weights, rows.most)
         span = visible_span(rows.visible, rows.k.shape[2])
-        if span is not None:  # one pass, and no scores of the full length
+        if span is not None:  # one pass that stores no scores
             starts, lengths = (x if isinstance(x, int) else x[:, None] for x in span)
             counts = counts.expand(planes.shape[:3])
             return hashcore.search(planes, keys, counts, weights, starts=starts, lengths=lengths, **how)[1]
         candidates = rows.candidates()
         assert candidates is not None
         scores = hashcore.score(planes, keys, weights=weights)
-        scores = scores.masked_fill_(~candidates, -1)  # below every score; counts never reach them
+        scores = scores.masked_fill_(~candidates, -1)  # below every score, so never selected
         return hashcore.topk(scores, counts.expand(scores.shape[:-1]))[1]
 
     def _among(self, rows: Rows, planes: Tensor, keys: Tensor, weights: tuple[int, ...], most: int) -> Tensor:
-        """Select among any candidates: `most` slots a row, however many it fills."""
+        """Select from arbitrary candidates, without reading counts back from the device: `most` slots per row."""
         scores = hashcore.score(planes, keys, weights=weights)
         counts, candidates = self._step_of(rows, scores.shape[:-1])
-        # By its operator: it takes the number of slots from us, where the function reads the largest count.
+        # The operator takes the number of slots as an argument; `hashcore.topk` would read the largest count.
         how = most, counts, None, None, scores.shape[-1], 0, 0, 0
         return torch.ops.hashcore.topk(_hide(scores, candidates), *how)[1]
 
     def _step_of(self, rows: Rows, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Return counts [B, H, 1] and candidates [B, 1, 1, N] as int32: once for all layers that are given the same."""
+        """Return counts [B, H, 1] and candidates [B, 1, 1, N] as int32, cached for layers with the same `counts`."""
         known = self._last
         if torch.compiler.is_compiling() or known is None or known[0] is not rows.counts or known[1].shape != shape:
             candidates = rows.candidates()
@@ -227,9 +227,9 @@ class HashSelector:
 
 
 def _hide(scores: Tensor, candidates: Tensor) -> Tensor:
-    """Return scores [B, H, 1, N] plus one, 0 for tokens that are no candidates, in rows of whole fours.
+    """Return scores [B, H, 1, N] plus one, 0 for tokens that are no candidates; rows are padded to a multiple of four.
 
-    The kernel that selects reads four at a time.
+    The top-k kernel reads four scores at a time.
     """
     n, more = scores.shape[-1], -scores.shape[-1] % 4
     if torch.compiler.is_compiling() or not more:
@@ -241,13 +241,13 @@ def _hide(scores: Tensor, candidates: Tensor) -> Tensor:
 
 
 class LshSelector(HashSelector):
-    """Selects by untrained locality-sensitive hashes: signs of a random rotation per KV head.
+    """Selects by untrained locality-sensitive hashes: the signs of a random rotation per KV head.
 
     Args:
         model_config: the Hugging Face config of the model.
         bits: bits of a code, a multiple of 32.
-        seed: draws the rotations.
-        per_query_head: one set per query head instead of one per KV head.
+        seed: seed of the random rotations.
+        per_query_head: one index set per query head instead of one per KV head.
     """
 
     def __init__(self, model_config: Any, bits: int = 128, seed: int = 0, per_query_head: bool = False):
@@ -256,18 +256,18 @@ class LshSelector(HashSelector):
 
 
 class PerHead:
-    """A `hashtrain.Hasher` as it is deployed: codes per KV head, weights on the device of the keys."""
+    """Applies a `hashtrain.Hasher` in deployment: codes per KV head, weights on the device of the keys."""
 
     per_query_head = False
 
     def __init__(self, hasher: Hasher):
         self.hasher: Hasher = hasher
         self._placed = PlacedHasher(hasher)
-        self._few = FewTokens()
+        self._cpu_encoder = CpuEncoder()
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Layers that the hasher wants dense."""
+        """Layers that stay dense by default, because training measured a high cost for them."""
         return self.hasher.dense_layers
 
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
@@ -276,8 +276,8 @@ class PerHead:
         if _by_operators(own, k):
             codes = k.new_empty(*k.shape[:3], own.bits // 32, dtype=torch.int32)
             encode_cuda.write_keys(own, k, codes, None)  # pyright: ignore[reportArgumentType]
-        elif takes(own, k):
-            codes = self._few.keys(own, k)
+        elif supports(own, k):
+            codes = self._cpu_encoder.keys(own, k)
         else:
             return own.encode_keys(k, per_query_head=self.per_query_head)
         return codes.repeat_interleave(own.group, 1) if self.per_query_head else codes
@@ -287,12 +287,12 @@ class PerHead:
         own = self._placed.layer(layer, q.device)
         if _by_operators(own, q):
             return encode_cuda.queries(own, q, self.per_query_head)  # pyright: ignore[reportArgumentType]
-        if not takes(own, q):
+        if not supports(own, q):
             return own.encode_queries(q, per_query_head=self.per_query_head)
-        return self._few.queries(own, q, self.per_query_head)
+        return self._cpu_encoder.queries(own, q, self.per_query_head)
 
     def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
-        """Hash keys to where their codes lie, if one operator does it: `HashSelector.write_codes`."""
+        """Hash keys in place if one operator does it: `HashSelector.write_codes`."""
         own = self._of_keys(layer, k)
         if self.per_query_head or not _by_operators(own, k):
             return False
@@ -304,29 +304,29 @@ class PerHead:
         return self._placed.layer(layer, device)
 
     def _of_keys(self, layer: int, k: Tensor) -> LayerHasher:
-        """Return the hasher of a layer where its keys [B, Hkv, T, D] are, if it is for as many KV heads."""
+        """Return the hasher of a layer on the device of its keys [B, Hkv, T, D], after checking their heads."""
         own = self._placed.layer(layer, k.device)
         if k.shape[1] != own.hkv:
             raise ValueError(
                 f"layer {layer} must have the {own.hkv} KV heads that the hasher is for, got keys of {k.shape[1]}; the "
-                "model's config does not say how many it has"
+                "head count in the model's config is wrong"
             )
         return own
 
     def traceable(self, layer: int, x: Tensor) -> bool:
-        """Say whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph may hold."""
+        """Whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph can contain."""
         own = self._placed.layer(layer, x.device)
-        return encode_cuda.fits(own, x) and (x.device.type == "cpu" or encode_cuda.takes(own, x))
+        return encode_cuda.fits(own, x) and (x.device.type == "cpu" or encode_cuda.supports(own, x))
 
     def remainder(self, layer: int) -> Tensor | None:
-        """Return the hasher's coefficients of eq. 15, [Hq, 5], if it has been calibrated: they are per query head."""
+        """Return the hasher's coefficients of the remainder (eq. 15), [Hq, 5]; None if it is not calibrated."""
         return self.hasher.remainder(layer)
 
     def require_match(self, model_config: Any) -> None:
-        """Raise ValueError if the hasher is another model's, or keeps no codes."""
+        """Raise ValueError if the hasher is for another model, or stores no codes."""
         if not self.hasher.layer(0).has_codes:
             raise ValueError(
-                f"decoding needs a hasher that keeps codes, got variant {self.hasher.config.variant}; use another"
+                f"decoding needs a hasher that stores codes, got variant {self.hasher.config.variant}; use another"
             )
         self.hasher.require_match(model_config)
 
@@ -336,8 +336,8 @@ class PerHead:
 
 
 def _by_operators(own: LayerHasher, x: Tensor) -> bool:
-    """Say whether tokens are hashed by torch's operators of ours: on CUDA, and on the CPU in compiled graphs."""
-    return encode_cuda.takes(own, x) or (torch.compiler.is_compiling() and encode_cuda.fits(own, x))
+    """Whether our torch operators hash these tokens: on CUDA, and on the CPU in compiled graphs."""
+    return encode_cuda.supports(own, x) or (torch.compiler.is_compiling() and encode_cuda.fits(own, x))
 
 
 class QueryHeadHasher(PerHead):
@@ -347,7 +347,7 @@ class QueryHeadHasher(PerHead):
 
 
 class NoCodes:
-    """What the selectors that keep no codes share."""
+    """Base class of selectors that store no codes."""
 
     needs_codes = False
 
@@ -355,22 +355,22 @@ class NoCodes:
         """Accept every model."""
 
     def shard(self, rank: int, size: int) -> Any:
-        """Return the selector of one tensor-parallel rank: itself, because it knows of no heads."""
+        """Return the selector of one tensor-parallel rank: itself, as it does not depend on the heads."""
         return self
 
     def encode_keys(self, layer: int, k: Tensor) -> Tensor:
-        raise ValueError(f"{type(self).__name__} keeps no codes")
+        raise ValueError(f"{type(self).__name__} stores no codes")
 
 
 class RecentSelector(NoCodes):
-    """Selects the last tokens that the row sees: a sliding window of the budget's size."""
+    """Selects the last visible tokens: a sliding window of the budget's size."""
 
-    chooses_all_asked = True
+    fills_counts = True
 
     def select(self, rows: Rows) -> Tensor:
-        if rows.each is not None and rows.visible is None and rows.among is None:  # a step in which nothing is hidden
+        if rows.uniform_count is not None and rows.visible is None and rows.among is None:  # a step without a mask
             end = rows.k.shape[2] - rows.recent
-            last = torch.arange(end - rows.each, end, device=rows.q.device)
+            last = torch.arange(end - rows.uniform_count, end, device=rows.q.device)
             return last.expand(rows.q.shape[0], rows.k.shape[1], rows.q.shape[2], -1)
         chosen = last_visible(rows.candidates(), rows.counts, rows.k.shape[2])
         return chosen[:, None].expand(-1, rows.k.shape[1], -1, -1)

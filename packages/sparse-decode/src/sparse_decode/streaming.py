@@ -1,4 +1,4 @@
-"""One generation, streamed and measured: what the command line does."""
+"""A streamed and measured generation, for the command line."""
 
 # Configs of transformers, and some methods of torch, have no types.
 # pyright: reportUnknownMemberType=false
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from sparse_decode.cli import GenerateCommand
 
 UNTRAINED = "lsh"
-_MOST_BYTES = 1 << 28  # of a prompt: more than any model reads
-_WARM_UP = 32  # tokens of prompt; the kernels are compiled or loaded by them
+_MOST_BYTES = 1 << 28  # of a prompt: longer than any model's context
+_WARM_UP = 32  # prompt tokens of the warm-up, which compiles or loads the kernels
 
 
 class TimedStreamer(TextStreamer):
-    """Writes text as its tokens come, and notes when they came.
+    """Writes text as it is generated, and records the time of each token.
 
     Args:
-        write: is given each piece of text.
-        decoding: of the tokenizer's `decode`, such as skip_special_tokens.
+        write: called with each piece of text.
+        decoding: options of the tokenizer's `decode`, such as skip_special_tokens.
     Attributes:
-        times: seconds since the start, one for each new token.
+        times: seconds from the start to each new token.
         tokens: the new tokens.
     """
 
@@ -49,7 +49,7 @@ class TimedStreamer(TextStreamer):
         self.tokens: list[int] = []
 
     def put(self, value: Tensor) -> None:
-        """Take the prompt first, then one token after the other, or several that a check made at once."""
+        """Receive the prompt first, then new tokens: one per call, or several that a check accepted together."""
         if not self.next_tokens_are_prompt:
             new = cast("list[int]", value.flatten().tolist())
             self.times += [time.perf_counter() - self._began] * len(new)
@@ -57,20 +57,20 @@ class TimedStreamer(TextStreamer):
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Write what can no longer change."""
+        """Write text that is final."""
         self._write(text + "\n" * stream_end)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The rate after the first token, which waits for the prefill; None if there was no other."""
+        """The rate after the first token, whose time includes the prefill; None if there was only one."""
         count = len(self.times)
         return (count - 1) / (self.times[-1] - self.times[0]) if count > 1 else None
 
 
 def load_selector(hasher: str, model: PreTrainedModel) -> HashSelector:
-    """Load the hasher of a folder or hub id, or draw untrained codes for `lsh`.
+    """Load a hasher from a folder or hub id; `lsh` gives untrained codes.
 
-    Raises: ValueError with one sentence if there is no such hasher.
+    Raises: ValueError if there is no such hasher.
     """
     if hasher == UNTRAINED:
         return LshSelector(text_decoder(model).config)
@@ -81,10 +81,10 @@ def load_selector(hasher: str, model: PreTrainedModel) -> HashSelector:
 def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     """Load, generate and measure.
 
-    Returns: the settings, and for `sparse` (or `exact`) and, if asked for, `dense`: new tokens, seconds of prefill,
-        tokens per second after it, density, bytes of keys and values in all layers, bytes of codes; for `exact`, how
-        many tokens were drafted, and accepted.
-    Raises: UsageError or ValueError with one sentence if the prompt, the model or the hasher cannot be used.
+    Returns: the settings, and for `sparse` (or `exact`) and, with --compare, `dense`: new tokens, seconds of prefill,
+        tokens per second after it, density, bytes of keys and values in all layers, bytes of codes; for `exact` also
+        the numbers of drafted and accepted tokens.
+    Raises: UsageError or ValueError if the prompt, the model or the hasher cannot be used.
     """
     text = read_text(command.prompt_file)
     model, tokenizer = load_model(command.model_path)
@@ -93,7 +93,7 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     ends: Any = {"sink": command.sink, "recent": command.recent}
     budget = Budget(command.fraction, command.min_tokens, **ends, shortlist=command.shortlist, values=command.values)
     mine = "sparse" if command.exact is None else "exact"
-    if mine == "exact":  # which drafts nothing where that does not pay
+    if mine == "exact":  # compile the sparse kernels even if exact mode will not draft
         with attach(model, selector, budget, dense_layers=command.dense_layers):
             warm_up(model, ids)
         budget = replace(budget, dense_below="predicted")
@@ -124,7 +124,7 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
 
 
 def warm_up(model: PreTrainedModel, ids: Tensor) -> None:
-    """Take a step after the first tokens of a prompt [1, T], so that kernels are compiled before anything is timed."""
+    """Run a step after the first tokens of a prompt [1, T], to compile kernels before timing starts."""
     _run(model, ids[:, :_WARM_UP], 2, None)
 
 
@@ -155,7 +155,7 @@ def _measured(attachment: Attachment, streamer: TimedStreamer, cache: DynamicCac
 
 
 def read_text(path: Path, flag: str = "--prompt-file") -> str:
-    """Read the text of a file that a flag named. Raises: UsageError if it cannot be read, is no UTF-8, or is empty."""
+    """Read the text file given by a flag. Raises: UsageError if it cannot be read, is not UTF-8, or is empty."""
     try:
         require_plain_file(path, flag)
         if (size := path.stat().st_size) > _MOST_BYTES:
@@ -167,12 +167,12 @@ def read_text(path: Path, flag: str = "--prompt-file") -> str:
     except OSError as error:
         raise UsageError(f"cannot read {flag} {path}: {error.strerror}; name a text file") from error
     if not text.strip():
-        raise UsageError(f"{flag} must hold some text, got an empty {path}")
+        raise UsageError(f"{flag} must not be empty, got {path}")
     return text
 
 
 def _tokens(command: GenerateCommand, text: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Turn the prompt into ids [1, T], on the model's device."""
+    """Convert the prompt to ids [1, T] on the model's device."""
     room = getattr(cast(Any, text_decoder(model).config), "max_position_embeddings", None)
     if command.max_prompt_tokens is None:
         ids = token_ids(text, tokenizer, room, special=True)[None]
@@ -181,8 +181,8 @@ def _tokens(command: GenerateCommand, text: str, model: PreTrainedModel, tokeniz
     require_vocabulary(model, ids)
     if room is not None and ids.shape[1] + command.max_new_tokens > room:
         fitting = room - command.max_new_tokens
-        remedy = f"give --max-prompt-tokens {fitting}" if fitting > 0 else "give fewer --max-new-tokens"
-        least = "at least " if ids.shape[1] > room else ""  # a long text is read no further
+        remedy = f"use --max-prompt-tokens {fitting}" if fitting > 0 else "use fewer --max-new-tokens"
+        least = "at least " if ids.shape[1] > room else ""  # tokenising stops there
         raise UsageError(
             f"prompt and new tokens must fit the model's context of {room}, got {least}{ids.shape[1]} and "
             f"{command.max_new_tokens}; {remedy}"
@@ -191,11 +191,11 @@ def _tokens(command: GenerateCommand, text: str, model: PreTrainedModel, tokeniz
 
 
 def _last_tokens(text: str, tokenizer: PreTrainedTokenizerBase, most: int) -> Tensor:
-    """Turn the end of a text into its last tokens, without a look at the rest of a long one."""
+    """Return the last tokens of a text, tokenising only its end if it is long."""
     size = max(1 << 20, 32 * most)
     while size < len(text):
         ids = token_ids(text[-size:], tokenizer)
-        if len(ids) > most:  # the first may be half of what it is in the whole text
+        if len(ids) > most:  # the first token may be a fragment
             return ids[-most:]
         size *= 4
     return token_ids(text, tokenizer, special=True)[-most:]

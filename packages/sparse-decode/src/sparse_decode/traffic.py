@@ -1,4 +1,4 @@
-"""Bytes that a decode step reads of one sequence and KV head, counted: the measure of methods that differ in kind."""
+"""Bytes that a decode step reads per sequence and KV head: a common measure for different methods."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from sparse_decode.budget import Budget
 
 
 class StepBytes(NamedTuple):
-    """Bytes by what they are."""
+    """Bytes read by a decode step."""
 
     codes: float
     keys_and_values: float
     state: float
-    """Running sums of the remainder: two of float64 and a product of float32."""
+    """Sums of the remainder: two vectors in float64 and a matrix in float32."""
     dense: float
-    """What dense attention reads: all keys and values."""
+    """Bytes that dense attention reads: all keys and values."""
 
     @property
     def share(self) -> float:
-        """Of what dense attention reads."""
+        """All bytes read, relative to dense attention."""
         return (self.codes + self.keys_and_values + self.state) / self.dense
 
 
 def step_bytes(
     n: int, budget: Budget, head_dim: int, bits: int = 128, remainder: bool = True, element: int = 2
 ) -> StepBytes:
-    """Count what a step reads that sees n tokens.
+    """Count the bytes that a decode step at context length n reads.
 
     Args:
-        head_dim: of keys and values; bits: of a code, 0 for a method without; element: bytes of a number of theirs.
-    With a shortlist 32 bits of every code and the whole of those on the list; what a cache line or a sector holds
-    beside is not counted. The state is counted once, though a step writes it, too.
+        n: visible tokens; budget: of the layer; remainder: whether the sums of the remainder are read.
+        head_dim: of keys and values; bits: of a code, 0 without codes; element: bytes per number of keys and values.
+    With a shortlist: 32 bits of every code, and all bits of the codes on the list. Unused parts of cache lines or
+    sectors are not counted. The state is counted once, although a step also writes it.
     """
     count, word = budget.count_row(n), 4
     codes = n * bits / 8

@@ -1,4 +1,4 @@
-"""Sparse attention inside serving engines. So far one: vLLM, which finds `sparse_serve.plugin` by its entry point."""
+"""Sparse attention in serving engines. Supports vLLM, which loads `sparse_serve.plugin` through an entry point."""
 
 from sparse_serve.settings import Settings
 

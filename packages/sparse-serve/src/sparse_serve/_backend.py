@@ -1,12 +1,12 @@
-"""vLLM's attention on the CPU, with decode steps by selection in the layers that are asked for.
+"""vLLM's CPU attention, with sparse decode steps in the configured layers.
 
-Imported by vLLM alone, by its path. A layer that nobody asked for, or that does not attend to everything before it, is
-vLLM's own in everything. A sparse layer
+Only vLLM imports this module, by its path. Layers that are dense, or that do not attend to the whole context, use
+vLLM's implementation unchanged. A sparse layer
 
-1. writes keys by rows, values, and the keys' codes, which lie in the tail of each page (`sparse_decode.paged`): vLLM's
-   own kernel keeps keys by columns, from which single tokens cannot be read;
-2. attends prompts, whole or in chunks, by vLLM's kernel, on a copy of their pages as that kernel wants them;
-3. attends decode rows by their selection, where they lie.
+1. writes keys and values row by row, and codes to the tail of each page (`sparse_decode.paged`); vLLM's kernel stores
+   keys column by column, so that single tokens cannot be read;
+2. attends in prompts, whole or chunked, with vLLM's kernel, on a copy of their pages in its layout;
+3. attends in decode rows with `sparse_decode.paged`, in place.
 """
 
 # vLLM is no dependency of this package, and has few types.
@@ -36,7 +36,7 @@ from sparse_serve.served import Served
 
 
 class SpotlightBuilder(CPUAttentionMetadataBuilder):
-    """Tells prompts from decode rows, once for all layers of a step."""
+    """Separates prompts from decode rows, once per step for all layers."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         found = super().build(common_prefix_len, common_attn_metadata, fast_build)
@@ -48,7 +48,7 @@ class SpotlightBuilder(CPUAttentionMetadataBuilder):
         return found
 
     def _schedule(self, starts: Tensor, lengths: Tensor) -> Any:
-        """Plan vLLM's kernel for some rows, as it plans it for all."""
+        """Return the scheduler metadata of vLLM's kernel for a subset of the rows."""
         return ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(lengths),
             num_heads=self.num_heads,
@@ -78,12 +78,12 @@ class SpotlightImpl(CPUAttentionBackendImpl):
         if self._served is None:
             return
         if self.alibi_slopes is not None:
-            raise ValueError("spotlight needs attention without biases, got a model with ALiBi; serve without it")
+            raise ValueError("spotlight does not support attention biases, got a model with ALiBi; serve without it")
         if self.kv_sharing_target_layer_name is not None:
-            raise ValueError("spotlight needs keys of each layer's own, got layers that share them; serve without it")
+            raise ValueError("spotlight does not support layers that share keys; serve without it")
 
     def _layer(self, layer: Any) -> Any:
-        """Return what decodes this layer, None if vLLM does."""
+        """Return the `PagedLayer` that decodes this layer; None if vLLM does."""
         if self._served is None or self.attn_type != AttentionType.DECODER:
             return None
         if self._paged is None:
@@ -131,7 +131,7 @@ class SpotlightImpl(CPUAttentionBackendImpl):
         return output
 
     def _prefill(self, layer: Any, q: Tensor, out: Tensor, pages: Any, batch: Batch) -> None:
-        """Attend prompts by vLLM's kernel: to the bit what it does without us."""
+        """Attend in prompts with vLLM's kernel; bit for bit the result without the plug-in."""
         prompts = batch.prompts
         assert prompts is not None
         k, v = prompts.gather(pages.k, pages.v)
@@ -164,11 +164,11 @@ class SpotlightImpl(CPUAttentionBackendImpl):
 
 
 class SpotlightBackend(CPUAttentionBackend):
-    """vLLM's CPU attention, or ours where it is asked for."""
+    """vLLM's CPU attention backend, with sparse attention in the configured layers."""
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Make room for codes in the tail of each page."""
+        """Enlarge each page to make room for codes in its tail."""
         served = Served.latest
         if served is None or type(spec) is not FullAttentionSpec or spec.page_size_padded is not None:
             return spec

@@ -1,9 +1,9 @@
-"""Density and break-even of each request among the engine's own metrics, where it serves them: `/metrics`.
+"""Prometheus metrics of density and break-even, on vLLM's own `/metrics` endpoint.
 
-vLLM makes a `RequestMetrics` in the process that answers requests, by its entry point of the group
-`vllm.stat_logger_plugins`, and tells it of every request that ended. The sparse layers run in another process, which
-cannot reach this one's registry; but what a request reads follows from its lengths, so nothing has to be sent.
-Names begin with `spotlight:`, because vLLM takes all that begin with `vllm:` out of the registry before its own go in.
+vLLM creates a `RequestMetrics` in its API server process, through an entry point of the group
+`vllm.stat_logger_plugins`, and passes it every finished request. The sparse layers run in another process and cannot
+use this registry; but the tokens that a request reads follow from its lengths, so nothing has to be sent.
+Names start with `spotlight:`, because vLLM removes all metrics that start with `vllm:` before it registers its own.
 """
 
 # vLLM is no dependency of this package, and has few types.
@@ -25,7 +25,7 @@ SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)
 
 
 class Metrics(NamedTuple):
-    """What this process counts."""
+    """The metrics of this process."""
 
     density: Histogram
     past: Histogram
@@ -36,25 +36,25 @@ class Metrics(NamedTuple):
 
 @functools.cache
 def metrics() -> Metrics:
-    """Make the metrics, once in a process: a registry takes a name once."""
+    """Create the metrics, once per process: a registry rejects duplicate names."""
     return Metrics(
         Histogram(
             "spotlight:request_density",
-            "Share of the tokens seen that the decode steps of a finished request read, in each sparse layer.",
+            "Tokens read / visible tokens in the decode steps of a finished request, per sparse layer.",
             LABELS,
             buckets=SHARES,
         ),
         Histogram(
             "spotlight:request_past_break_even",
-            "Share of the decode steps of a finished request whose context had reached the break-even.",
+            "Share of the decode steps of a finished request at or above the break-even.",
             LABELS,
             buckets=SHARES,
         ),
         Counter("spotlight:tokens_read", "Tokens read by decode steps of finished requests, per sparse layer.", LABELS),
-        Counter("spotlight:tokens_seen", "Tokens seen by decode steps of finished requests, per sparse layer.", LABELS),
+        Counter("spotlight:tokens_seen", "Visible tokens of decode steps of finished requests, per layer.", LABELS),
         Gauge(
             "spotlight:break_even_tokens",
-            "Context from which on decode steps are sparse: dense_below of the settings.",
+            "Context length from which decode steps are sparse: dense_below of the settings.",
             LABELS,
             multiprocess_mode="mostrecent",
         ),
@@ -62,7 +62,7 @@ def metrics() -> Metrics:
 
 
 class RequestMetrics(StatLoggerBase):
-    """Counts each finished request; does nothing in an engine that is asked for no selection."""
+    """Records each finished request; does nothing in an engine without sparse attention."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         settings = Settings.of(vllm_config.additional_config)
@@ -84,4 +84,4 @@ class RequestMetrics(StatLoggerBase):
                 found.seen.labels(*self._labels).inc(spent.seen)
 
     def log_engine_initialized(self) -> None:
-        """Say nothing: the engine does."""
+        """Log nothing; the engine logs its start."""

@@ -1,4 +1,4 @@
-"""One step of an engine: which of its rows are prompts, which decode, and what each of the two needs."""
+"""The rows of an engine step, split into prompts and decode rows."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from torch import Tensor
 
 
 class Prompts(NamedTuple):
-    """Rows that read a prompt, or a chunk of one, and the copy of their pages that vLLM's kernel is given."""
+    """Rows that process a prompt or a chunk of one, and the layout of the copy of their pages for vLLM's kernel."""
 
     rows: Tensor | slice
     """Their query tokens in the step."""
     starts: Tensor
-    """Where each begins among these, int32 [R + 1]."""
+    """Start of each row among these query tokens, int32 [R + 1]."""
     lengths: Tensor
-    """Tokens that each sees in the end, int32 [R]."""
+    """Number of visible tokens of each row's last query token, int32 [R]."""
     sources: tuple[Tensor, Tensor]
-    """Page and place of each token they see, row after row, int64 [N]."""
+    """Page, and position in the page, of each visible token, row after row, int64 [N]."""
     slots: Tensor
-    """Where each of these goes in the copy, int64 [N]: no other place of it is ever seen."""
+    """Slot of each of these tokens in the copy, int64 [N]; all other slots are never read."""
     blocks: Tensor
     """Pages of the copy, 0, 1, 2, ..., by row, int32 [R, T]."""
     pages: int
-    """How many pages the copy has."""
+    """Number of pages of the copy."""
     schedule: Any
-    """vLLM's plan of its kernel."""
+    """Scheduler metadata of vLLM's kernel."""
 
     def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy keys and values [M, H, S, D] of what these rows see: [N, H, D] both."""
+        """Gather the visible keys and values of these rows from pages [M, H, S, D]: [N, H, D] each."""
         page, place = self.sources
         return k[page, :, place], v[page, :, place]
 
 
 class Batch:
-    """A step's rows.
+    """The rows of a step.
 
     Attributes:
-        prompts: those that read prompts, None without any.
-        rows: query tokens of those that decode, int64 [B].
+        prompts: rows that process prompts; None if there are none.
+        rows: query tokens of decode rows, int64 [B].
     """
 
     def __init__(self, prompts: Prompts | None, rows: Tensor, blocks: Tensor, lengths: Tensor, budget: Budget) -> None:
@@ -59,13 +59,14 @@ class Batch:
         budget: Budget,
         schedule: Callable[[Tensor, Tensor], Any],
     ) -> Batch:
-        """Tell the rows of a step apart.
+        """Split the rows of a step. A row decodes if it has one token, a non-empty cache and a processed prompt.
 
         Args:
-            metadata: vLLM's: query_start_loc [R + 1], seq_lens [R], block_table [R, T].
-            size: tokens of a page.
-            prefilling: bool [R], which have tokens of their prompts to read; None if no prompt is chunked.
-        A row decodes if it has one token, with a past, and its prompt is behind it.
+            metadata: vLLM's attention metadata: query_start_loc [R + 1], seq_lens [R], block_table [R, T].
+            size: tokens per page.
+            prefilling: rows whose prompt is not processed yet, bool [R]; None if no prompt is chunked.
+            budget: how many tokens decode rows read.
+            schedule: returns scheduler metadata of vLLM's kernel for starts and lengths of rows.
         """
         starts, lengths = metadata.query_start_loc.long(), metadata.seq_lens.long()
         counts = starts[1:] - starts[:-1]
@@ -77,7 +78,7 @@ class Batch:
         return cls(prompts, starts[:-1][decodes], metadata.block_table[decodes], lengths[decodes], budget)
 
     def step(self, pages: int, size: int) -> Any:
-        """Describe the rows that decode, a `sparse_decode.paged.Step`: once for all layers."""
+        """Return the decode rows as a `sparse_decode.paged.Step`, created once for all layers."""
         if self._step is None:
             from sparse_decode.paged import Step
 

@@ -1,7 +1,7 @@
-"""How vLLM finds us: `register` is an entry point of its group `vllm.general_plugins`, called in each of its processes.
+"""The vLLM plug-in: `register` is an entry point of the group `vllm.general_plugins`, called in each vLLM process.
 
-The attention of its CPU platform is replaced by ours, which is the engine's own wherever nobody asked for a selection.
-It is named by its path, not imported: that would import numba, before which vLLM must have looked at its compilers.
+It replaces the attention backend of vLLM's CPU platform by ours, which is vLLM's own in layers that are not sparse. The
+backend is given by its path and not imported here, because it imports numba, and vLLM must detect its compilers first.
 """
 
 # vLLM is no dependency of this package.
@@ -16,14 +16,14 @@ BACKEND = "sparse_serve._backend.SpotlightBackend"
 
 
 def register() -> None:
-    """Put our attention in the place of vLLM's on the CPU, and check a configuration as soon as it is made."""
-    # vLLM is no dependency: whoever calls this has it.
+    """Replace vLLM's CPU attention backend, and check each configuration when it is created."""
+    # vLLM is not a dependency: only vLLM calls this function.
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
-    # Where our attention would never be asked for, nobody else can say that the request for it goes unheard.
+    # Checked here, because in an unsupported configuration our backend might never run and so could not raise an error.
     found = current_platform.check_and_update_config
     if not getattr(found, "checks_spotlight", False):
         current_platform.check_and_update_config = _checked(found)

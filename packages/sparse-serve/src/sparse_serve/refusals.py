@@ -1,4 +1,4 @@
-"""What the plug-in cannot serve, said in one sentence before the engine starts."""
+"""Checks that raise an error for unsupported configurations, before the engine starts."""
 
 # vLLM is no dependency of this package.
 # pyright: reportMissingImports=false
@@ -11,10 +11,10 @@ from sparse_serve.settings import KEY, Settings
 
 
 def require_serves(vllm_config: Any) -> None:
-    """Raise ValueError if a selection is asked for and this engine, as configured, cannot decode by it.
+    """Raise ValueError if the plug-in is configured and does not support this engine's configuration.
 
     Args:
-        vllm_config: a `vllm.config.VllmConfig`, as complete as the platform makes it.
+        vllm_config: a `vllm.config.VllmConfig`, after the platform has completed it.
     """
     settings = Settings.of(vllm_config.additional_config)
     model = vllm_config.model_config
@@ -28,11 +28,11 @@ def require_serves(vllm_config: Any) -> None:
         (not current_platform.is_cpu(), f"vLLM's CPU platform, got {current_platform.device_name}; serve without it"),
         (model.use_mla, "models with keys and values per head, got multi-head latent attention; serve without it"),
         (model.is_encoder_decoder, "decoders, got a model with an encoder; serve without it"),
-        (kind not in ("auto", "bfloat16", "float16", "float32"), f"caches of the model's type, got {kind}; use auto"),
-        (vllm_config.speculative_config is not None, "one token a step, got speculative decoding; leave it out"),
+        (kind not in ("auto", "bfloat16", "float16", "float32"), f"caches in the model's dtype, got {kind}; use auto"),
+        (vllm_config.speculative_config is not None, "one token per step, got speculative decoding; disable it"),
         (parallel.decode_context_parallel_size > 1, "whole contexts, got decode context parallel; use a size of 1"),
         (parallel.pipeline_parallel_size > 1, "all layers in one process, got pipeline parallel; use a size of 1"),
-        (vllm_config.kv_transfer_config is not None, "pages that stay here, got a KV connector; leave it out"),
+        (vllm_config.kv_transfer_config is not None, "pages that stay in this process, got a KV connector; remove it"),
     ):
         if wrong:
             raise ValueError(f"{KEY} needs {text}")
@@ -45,10 +45,10 @@ def _require_hasher(settings: Settings, config: Any, ranks: int) -> None:
     hasher = Hasher.from_pretrained(settings.hasher)
     hasher.require_match(config)
     if not hasher.layer(0).has_codes:
-        raise ValueError(f"{KEY} needs a hasher that keeps codes, got variant {hasher.config.variant}; use another")
+        raise ValueError(f"{KEY} needs a hasher that stores codes, got variant {hasher.config.variant}; use another")
     shape = hasher.config.shape
     if uneven := [n for n in (shape.at(i).num_kv_heads for i in range(shape.num_layers)) if n % ranks]:
-        raise ValueError(f"{KEY} needs KV heads that divide among ranks, got {uneven[0]} for {ranks}; use fewer ranks")
+        raise ValueError(f"{KEY} needs a multiple of {ranks} KV heads for {ranks} ranks, got {uneven[0]}; use fewer")
     layers = shape.num_layers
     if strangers := [layer for layer in settings.dense_layers or () if layer >= layers]:
         raise ValueError(f"{KEY}.dense_layers must be below the model's {layers} layers, got {strangers}")

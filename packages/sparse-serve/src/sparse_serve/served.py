@@ -1,4 +1,4 @@
-"""What an engine's sparse layers share: the hasher, the budget, and how a page of vLLM's CPU cache is laid out."""
+"""State shared by the sparse layers of an engine: hasher, budget, and the page layout of vLLM's CPU cache."""
 
 # vLLM is no dependency of this package.
 # pyright: reportMissingImports=false
@@ -19,7 +19,7 @@ from sparse_serve.settings import Settings
 
 @contextmanager
 def _float32() -> Generator[None]:
-    """Make new tensors float32: an engine makes its layers, and us with them, while the default is the model's type."""
+    """Set the default dtype to float32; vLLM sets it to the model's dtype while it creates layers."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -29,7 +29,7 @@ def _float32() -> Generator[None]:
 
 
 def _place(size: int) -> tuple[int, int]:
-    """Return this process's tensor-parallel rank, and how many there are."""
+    """Return this process's tensor-parallel rank and the number of ranks."""
     if size == 1:
         return 0, 1
     from vllm.distributed import get_tensor_model_parallel_rank
@@ -38,17 +38,17 @@ def _place(size: int) -> tuple[int, int]:
 
 
 class Served:
-    """One engine's selection, of the heads that this process holds: those of tensor-parallel rank `rank` of `size`.
+    """The sparse attention of one engine, for the heads of tensor-parallel rank `rank` of `size`.
 
     Attributes:
-        latest: that of the engine whose layers were made last, for vLLM's hooks that are told of no engine.
+        latest: the instance of the engine whose layers were created last, for hooks of vLLM without an engine argument.
     """
 
     latest: ClassVar[Served | None] = None
     _known: ClassVar[dict[tuple[Settings, int, int], Served]] = {}
 
     def __init__(self, settings: Settings, rank: int = 0, size: int = 1) -> None:
-        from sparse_decode.select import HashSelector  # imports numba: the engine is running by now
+        from sparse_decode.select import HashSelector  # imports numba, after vLLM has detected its compilers
 
         with _float32():
             self.hasher: Hasher = Hasher.from_pretrained(settings.hasher)
@@ -62,7 +62,7 @@ class Served:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Served | None:
-        """Return the selection that an engine is configured for; the same one for the same settings."""
+        """Return the instance for an engine's configuration, cached by settings; None if it is not configured."""
         settings = Settings.of(vllm_config.additional_config)
         if settings is None:
             return None
@@ -72,7 +72,7 @@ class Served:
         return cls._known[key]
 
     def layer(self, index: int, scaling: float, softcap: float | None, sinks: Tensor | None) -> Any:
-        """Return what decodes a layer, a `sparse_decode.paged.PagedLayer`; None for one that stays dense."""
+        """Create the `sparse_decode.paged.PagedLayer` of a layer; None if the layer stays dense."""
         from sparse_decode.paged import PagedLayer
 
         if index in self.dense_layers:
@@ -82,7 +82,7 @@ class Served:
         return made
 
     def counts(self) -> tuple[int, int]:
-        """Return tokens selected and visible so far, over layers, decode rows and query heads."""
+        """Return the numbers of selected and visible tokens so far, over layers, decode rows and query heads."""
         return sum(layer.selected for layer in self._layers), sum(layer.visible for layer in self._layers)
 
     def tail_bytes(self, block_size: int, heads: int, others: int) -> int:
@@ -92,7 +92,7 @@ class Served:
         return tail_bytes(block_size, heads, self._words, others)
 
     def pages(self, cache: Tensor) -> Any:
-        """View a layer's cache [M, Hkv, S, 2 D] as `sparse_decode.paged.Pages`: its halves, and codes behind them."""
+        """View a layer's cache [M, Hkv, S, 2 D] as `sparse_decode.paged.Pages`: keys, values, and codes after them."""
         from sparse_decode.paged import Pages
 
         pages, heads, size, width = cache.shape
@@ -100,7 +100,7 @@ class Served:
         item, row = cache.element_size(), size * self._words
         at, page = (cache.storage_offset() + heads * size * width) * item, cache.stride(0) * item
         if page < (heads * size * width) * item + 4 * heads * row or at % 4 or page % 4:
-            raise ValueError(f"a page must have room for codes behind its keys and values, got {page} bytes")
+            raise ValueError(f"a page must have room for codes after its keys and values, got {page} bytes")
         codes = torch.empty(0, dtype=torch.int32).set_(
             cache.untyped_storage(), at // 4, (pages, heads, size, self._words), (page // 4, row, self._words, 1)
         )

@@ -1,6 +1,6 @@
-"""What a user asks of the plug-in: vLLM's `additional_config={"spotlight": {...}}`.
+"""The plug-in's settings, in vLLM's `additional_config={"spotlight": {...}}`.
 
-Nothing here imports numba, which must not be there before the engine's own compiler has looked at the machine.
+This module must not import numba, which may only be imported after vLLM has detected its compilers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Settings:
 
     Attributes:
         hasher: folder of a stored `hashtrain.Hasher`.
-        fraction, min_tokens, max_tokens, sink, recent, dense_below: as in `sparse_decode.Budget`, whose defaults hold.
-        dense_layers: layers that stay the engine's own; None: those that the hasher names.
+        fraction, min_tokens, max_tokens, sink, recent, dense_below: as in `sparse_decode.Budget`, with its defaults.
+        dense_layers: indices of layers that stay dense; None: those that the hasher lists.
     """
 
     hasher: str
@@ -34,11 +34,11 @@ class Settings:
     dense_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        hasher, below = cast("tuple[object, object]", (self.hasher, self.dense_below))  # a user's, of any type
+        hasher, below = cast("tuple[object, object]", (self.hasher, self.dense_below))  # user input of any type
         if not isinstance(hasher, str) or not hasher:
             raise ValueError(f"{KEY}.hasher must be the folder of a stored hasher, got {hasher!r}")
         if not isinstance(below, int) or isinstance(below, bool):
-            raise ValueError(f"{KEY}.dense_below must be a number of tokens, got {below!r}; 0 is none")
+            raise ValueError(f"{KEY}.dense_below must be an integer number of tokens, got {below!r}; 0 disables it")
         layers = self.dense_layers
         if layers is not None and any(type(x) is not int or x < 0 for x in layers):
             raise ValueError(f"{KEY}.dense_layers must be indices of layers, got {layers!r}")
@@ -46,9 +46,9 @@ class Settings:
 
     @classmethod
     def of(cls, additional: Any) -> Settings | None:
-        """Read what vLLM was given; None if it does not ask for us.
+        """Read the settings from vLLM's `additional_config`; None if it has none for this plug-in.
 
-        Raises: ValueError with one sentence on anything that is not as it should be.
+        Raises: ValueError if a setting is unknown, missing or invalid.
         """
         asked: Any = cast("Mapping[str, Any]", additional).get(KEY) if isinstance(additional, Mapping) else None
         if asked is None:
@@ -57,9 +57,9 @@ class Settings:
             raise ValueError(f"{KEY} must be a mapping with a hasher, got {type(asked).__name__}")
         given, known = dict(cast("Mapping[str, Any]", asked)), [field.name for field in fields(cls)]
         if strangers := sorted(str(name) for name in given if name not in known):
-            raise ValueError(f"{KEY} takes {', '.join(known)}, got {', '.join(strangers)}; leave them out")
+            raise ValueError(f"{KEY} takes {', '.join(known)}, got {', '.join(strangers)}; remove these")
         if "hasher" not in given:
-            raise ValueError(f"{KEY} needs a hasher, the folder of a stored one, got none")
+            raise ValueError(f"{KEY} needs a hasher, the folder of a stored hasher, got none")
         if given.get("dense_layers") is not None:
             layers = given["dense_layers"]
             if not isinstance(layers, list | tuple):
@@ -68,7 +68,7 @@ class Settings:
         return cls(**given)
 
     def budget(self) -> Budget:
-        """Return how many tokens each row reads."""
+        """Return the budget: how many tokens each row reads."""
         return Budget(
             self.fraction,
             self.min_tokens,

@@ -1,33 +1,32 @@
 """Scores (eq. 2, eq. 4), selection (eq. 6) and their fusion on the CPU, in numba.
 
 Score. A task is BLOCK query rows x CHUNK keys, which stay in L1 while all rows of the block are scored against them.
-The common codes, two words of 64 bits each in turn in memory, are read as they lie, 64 keys at a time: the matches of a
-word fill a byte, so eight vectors of them merge into one (score_pairs). Other codes go, by masked loads and a
-transposition of 8 keys x 4 words, to a tile in L1 of one column a word, 32 keys at a time, which costs 0.2 ns a key and
-word. Nothing outside the codes is read. The ceiling is the memory that the codes are read from, or the scores written
-to.
+Codes of 128 contiguous bits (two 64-bit words) are read in place, 64 keys at a time: the matches of a word fit a byte,
+so eight vectors of counts merge into one (score_pairs). Other codes are transposed by masked loads, 8 keys x 4 words at
+a time, into a tile in L1 with one column per word and 32 keys, which costs 0.2 ns per key and word. Nothing outside the
+codes is read. The limit is the bandwidth of reading the codes, or of writing the scores.
 
 Selection, per row: (1) smallest and largest score, (2) histogram, in several levels if the scores span more than LEVEL,
 (3) threshold: walk the bins from the top until k are covered, (4) ordered compaction: 64 scores become a 64-bit mask of
-those at or above the threshold, its set bits are taken in order, and equals only while their quota lasts.
+those at or above the threshold, whose set bits are taken in order; ties only until their quota is used up.
 
-Search. The scores of pairs are compared with a floor in registers; those of other codes go to 16 bits in L1 and no
-further. Most are never counted, because counting one takes longer (0.42 ns) than scoring it. Per row and part of the
-keys: (1) score one key in 64, 8,192 at most, in runs spread over all of them, and guess a floor that somewhat more than
-k keys reach; (2) score every chunk and keep what reaches the floor; (3) when 2k are kept, shrink to the best k by
-histogram and raise the floor above the lowest of them; (4) shrink or sort once more at the end. Fewer than k kept means
-that the sample misled: then (2) again without a floor. What is kept is in index order, so ties fall to the lowest
-index, and the guess decides the time but never the result. With few rows and several threads the keys are parted and
-the parts' selections merged.
+Search. Scores of 128-bit codes are compared with a floor in registers; other scores go to 16 bits in L1 and no further.
+Most are never counted, because counting a score takes longer (0.42 ns) than computing it. Per row and part of the keys:
+(1) score one key in 64, at most 8,192, in runs spread over all keys, and guess a floor that somewhat more than k keys
+reach; (2) score every chunk and keep entries that reach the floor; (3) when 2k are kept, shrink to the best k by
+histogram and raise the floor above the lowest of them; (4) shrink or sort once more at the end. If fewer than k are
+kept, the guess was too high: then (2) again without a floor. Entries are kept in index order, so ties go to the lowest
+index, and the guess affects the time but not the result. With few rows and several threads, the keys are split into
+parts and the parts' selections are merged.
 
-Keys in pages are read where they lie if a page has them side by side, by quarters of 64; the others, and those before
-the first and after the last 64 of a row, go to L1 first.
+Keys in pages are read in place, by quarters of 64 keys, if a page has 128-bit codes contiguously. Other keys, and those
+before the first and after the last 64 of a row, are copied to L1 first.
 
-With a shortlist (2) scores the first words of 64 keys in registers, notes which of them reach the floor that a sample
-says the shortlist has, and scores these in full when some hundred have come together.
+With a shortlist, (2) scores the first words of 64 keys in registers, collects the keys that reach the shortlist's floor
+(estimated from a sample), and scores them in full when some hundred have been collected.
 
-Call. What follows from shapes and numbers is worked out once (plan) and kept (prepared): after other work has emptied
-the caches, the steps in Python took as long as the kernel.
+Calls. Everything that follows from shapes and integers is computed once (plan) and cached (prepared): with cold CPU
+caches, this Python code would take as long as the kernel.
 """
 
 from typing import Any
@@ -56,7 +55,7 @@ def score(
 
 
 def run_score(made: Plan, query: int, keys: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
-    """Run a plan on the addresses of what it was made for; out is of its shape, with any strides."""
+    """Run a plan on the addresses of its arrays; out has the plan's shape and any strides."""
     rows = made.rows
     if out is None:
         out = np.empty(made.shape, np.int32)
@@ -117,7 +116,7 @@ def search(
 def run_search(
     made: Plan, query: int, keys: int, out: tuple[NDArray[np.int32], NDArray[Any]] | None = None
 ) -> tuple[NDArray[np.int32], NDArray[Any]]:
-    """Run a plan on the addresses of what it was made for; out is a pair of its shape."""
+    """Run a plan on the addresses of its arrays; out is a pair of arrays of the plan's shape."""
     if out is None or not (out[1].dtype == np.int64 and all(x.flags.carray for x in out)):
         found = np.empty(made.shape, np.int32), np.empty(made.shape, np.int64)
     else:
@@ -136,13 +135,13 @@ def run_search(
 
 
 def _search_whole(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
-    """Search all keys at once, or in parts of their own if scores and indices have them: contiguous."""
+    """Run the search kernel into contiguous [rows, K], or [parts, rows, K] if the plan has several parts."""
     arguments = made.header, made.rows, made.table, query, keys, layout.address(scores), layout.address(indices)
     threads.run(kernels.search_tasks, made.tasks, made.workers, arguments)
 
 
 def _search_parts(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
-    """Search the parts of the keys, and merge what they found to contiguous [rows, K]."""
+    """Search the parts of the keys, and merge their selections into contiguous [rows, K]."""
     shape = made.parts, *scores.shape
     found = np.empty(shape, np.int32), np.empty(shape, np.int64)
     _search_whole(made, query, keys, *found)
@@ -152,7 +151,7 @@ def _search_parts(made: Plan, query: int, keys: int, scores: NDArray[np.int32], 
 
 
 def _search_again(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
-    """Search, in one part, the rows of which the parts together kept too little of a shortlist; they cannot know it."""
+    """Search rows again in one part if all parts together kept too few keys of a shortlist."""
     if not made.header[plan.SHORTLIST]:
         return
     k, low, high = (made.rows[:, column] for column in (plan.K, plan.LOW, plan.HIGH))

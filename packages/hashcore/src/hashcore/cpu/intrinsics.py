@@ -1,8 +1,8 @@
-"""What numba has no name for: memory by its address, vectors of fixed width, a few machine operations.
+"""LLVM operations that numba does not expose: memory by address, vectors of fixed width, a few instructions.
 
-The vectors are LLVM's, which makes of them what the machine has: with AVX-512 eight words are a register and their
-popcount one vpopcntq. Written out, the loops compile in a quarter of the time the vectoriser takes, and need no
-remainders. All addresses are int64 and need only the alignment of 32-bit words.
+LLVM maps its vectors to the registers of the machine: with AVX-512, eight words are one register and their popcount is
+one vpopcntq. Explicit vectors compile in a quarter of the vectoriser's time and need no remainder loops. All addresses
+are int64 and need only the alignment of 32-bit words.
 """
 
 # llvmlite is untyped.
@@ -16,9 +16,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 64  # scores compared at once: their mask is one 64-bit word
-KEYS = 32  # keys scored at once: their two words each fill eight AVX-512 registers
-AHEAD = 8192  # bytes: the memory of the next two pages is asked for while this page is scored
+LANES = 64  # scores per comparison, whose mask is one 64-bit word
+TILE_KEYS = 32  # keys per tile, whose two 64-bit words each fill eight AVX-512 registers
+AHEAD = 8192  # prefetch distance in bytes: two memory pages
 
 WORD: Any = ir.IntType(64)
 HALF: Any = ir.IntType(32)
@@ -35,14 +35,14 @@ def score_pairs(
     typing_context: Any, first: Any, second: Any, third: Any, fourth: Any, planes: Any, weights: Any, count: Any,
     threshold: Any, out: Any, like: Any,
 ):  # fmt: skip
-    """Score LANES keys of two words each, against the `count` planes of one row.
+    """Score LANES keys of two words each against the `count` planes of one row.
 
-    Each quarter of them lies in turn in memory, at an address of its own: keys in pages need not lie side by side.
-    planes are the complements, two words each; weights are uint32 that sum to at most (2^16 - 1) / 128. The scores, of
-    like's dtype, go to the address out. Returns a mask of those at or above the threshold, an uint16.
+    Each quarter of the keys is contiguous, at its own address, so that keys may be in different pages. planes are the
+    complemented planes, two words each; weights are uint32 and sum to at most (2^16 - 1) / 128. The scores are written
+    to the address out in like's dtype. Returns a mask of the scores at or above the threshold, a uint16.
 
-    The matches of a word, at most 64, fill a byte: eight vectors of them become one by shifts, before the two words of
-    a key are added and its byte is moved to its place. So 64 keys take some 70 operations a plane.
+    The matches of a word, at most 64, fit a byte, so shifts merge eight vectors of counts into one. Then the two words
+    of each key are added, and the bytes are permuted to key order. This takes some 70 operations per plane for 64 keys.
     """
     bits = like.dtype.bitwidth
 
@@ -71,13 +71,13 @@ def score_pairs(
 
 @intrinsic
 def score_first_words(typing_context: Any, keys: Any, planes: Any, weights: Any, count: Any, threshold: Any):
-    """Score LANES keys of four 32-bit words each, in turn in memory, by the first word of each.
+    """Score LANES contiguous keys of four 32-bit words each by their first words.
 
-    planes are the complements, one 64-bit word each, of which the lower half counts; weights are uint32 that sum to at
-    most (2^16 - 1) / 32. Returns a mask of those at or above the threshold, an uint16.
+    planes are the complemented planes, one 64-bit word each, of which the lower half is used; weights are uint32 and
+    sum to at most (2^16 - 1) / 32. Returns a mask of the scores at or above the threshold, a uint16.
 
     The first words of 64 keys stay in four registers for all planes, and their matches merge into bytes as in
-    `score_pairs`: some 20 operations a plane.
+    `score_pairs`: some 20 operations per plane.
     """
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -97,7 +97,7 @@ def score_first_words(typing_context: Any, keys: Any, planes: Any, weights: Any,
             for total, places in ((low, range(LANES // 2)), (high, range(LANES // 2, LANES))):
                 some = builder.zext(builder.shuffle_vector(matches, matches, _indices(places)), SCORES)
                 builder.store(builder.add(builder.load(total), builder.mul(some, weight)), total)
-        # Byte 4 i + j is of word i of column j, which is key 16 j + i.
+        # Byte 4 i + j belongs to word i of column j, which is key 16 j + i.
         places = [4 * (key % 16) + key // 16 for key in range(LANES)]
         scores = builder.shuffle_vector(builder.load(low), builder.load(high), _indices(places))
         return builder.bitcast(builder.icmp_unsigned(">=", scores, _splat(builder, threshold, LANES)), WORD)
@@ -110,16 +110,16 @@ def score_columns(
     typing_context: Any, keys: Any, step: Any, words: Any, planes: Any, weights: Any, count: Any, rows: Any, out: Any,
     offset: Any, like: Any,
 ):  # fmt: skip
-    """Score KEYS keys of any number of words, the words of which lie `step` bytes apart, against some rows.
+    """Score TILE_KEYS keys with any number of words against several rows; `step`: bytes between columns of words.
 
-    planes holds, row by row, the complements of the `count` planes; weights are uint32; out is an array of addresses,
-    one a row: KEYS scores of like's dtype go to offset bytes from there. A key is loaded once for all rows.
+    planes has the complemented `count` planes of each row; weights are uint32. out is an array of addresses, one per
+    row: TILE_KEYS scores in like's dtype are written `offset` bytes after each. A key is loaded once for all rows.
     """
     bits = like.dtype.bitwidth
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         keys, step, words, planes, weights, count, rows, out, offset, _ = values
-        totals = [cgutils.alloca_once(builder, WORDS) for _ in range(0, KEYS, 8)]
+        totals = [cgutils.alloca_once(builder, WORDS) for _ in range(0, TILE_KEYS, 8)]
         with cgutils.for_range(builder, rows) as row:
             _clear(builder, totals)
             with cgutils.for_range(builder, words) as word:
@@ -139,21 +139,21 @@ def score_columns(
 
 
 @intrinsic
-def transpose(typing_context: Any, keys: Any, step: Any, last: Any, halves: Any, tile: Any):
-    """Turn KEYS keys of so many 32-bit words, `step` bytes apart, into columns: word v of all of them at tile[v].
+def transpose(typing_context: Any, keys: Any, step: Any, last: Any, words32: Any, tile: Any):
+    """Transpose TILE_KEYS keys of `words32` 32-bit words, `step` bytes apart: tile[v] gets 64-bit word v of all keys.
 
-    tile is uint64 [ceil(halves / 8) * 4, KEYS]; what a key lacks of it is 0. Keys after the last, 0 <= last < KEYS, are
-    copies of it. Nothing outside the keys is read.
+    tile is uint64 [ceil(words32 / 8) * 4, TILE_KEYS], zero-padded. Keys after index `last`, 0 <= last < TILE_KEYS, are
+    copies of key `last`. Nothing outside the keys is read.
     """
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        keys, step, last, halves, tile = values
-        whole = builder.icmp_unsigned("==", last, WORD(KEYS - 1))
+        keys, step, last, words32, tile = values
+        whole = builder.icmp_unsigned("==", last, WORD(TILE_KEYS - 1))
         with builder.if_else(whole) as (all_there, some_there):
             with all_there:
-                _transpose(builder, keys, step, None, halves, tile)
+                _transpose(builder, keys, step, None, words32, tile)
             with some_there:
-                _transpose(builder, keys, step, last, halves, tile)
+                _transpose(builder, keys, step, last, words32, tile)
         return context.get_dummy_value()
 
     return types.void(*[POSITION] * 5), emit
@@ -175,10 +175,10 @@ def copy_key(typing_context: Any, source: Any, target: Any):
 
 @intrinsic
 def at_least(typing_context: Any, x: Any, start: Any, threshold: Any):
-    """Return a mask of which of x[start : start + 64] are at or above a threshold of the same integer type.
+    """Return a mask of the elements of x[start : start + 64] at or above a threshold of the same integer type.
 
-    One comparison and one mask move per 64 bytes with AVX-512. Left to itself LLVM widens every score to 64 bits to
-    shift it into place, eight times the work.
+    With AVX-512, this is one comparison and one mask move per 64 bytes. Auto-vectorised code would widen every score to
+    64 bits to shift it into place, which is eight times the work.
     """
     if x.layout != "C" or x.dtype != threshold:
         raise TypeError(f"expected a contiguous array and a threshold of its type, got {x} and {threshold}")
@@ -219,7 +219,7 @@ def lowest_bit(typing_context: Any, x: Any):
 
 @intrinsic
 def prefetch(typing_context: Any, address: Any):
-    """Ask for the cache line at an address, which need not exist."""
+    """Prefetch the cache line at an address, which need not be valid."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         _prefetch(builder, values[0])
@@ -230,7 +230,7 @@ def prefetch(typing_context: Any, address: Any):
 
 @intrinsic
 def prefetch_far(typing_context: Any, address: Any):
-    """Ask for the cache line at an address, which need not exist, for later: it takes no place in L1."""
+    """Prefetch the cache line at an address, which need not be valid, to L2 only."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         _prefetch(builder, values[0], 2)
@@ -241,7 +241,7 @@ def prefetch_far(typing_context: Any, address: Any):
 
 @intrinsic
 def stay_a_function(typing_context: Any):
-    """Keep LLVM from copying the numba function that calls this into each of its callers: they compile much faster."""
+    """Prevent LLVM from inlining the numba function that calls this, which makes its callers compile much faster."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         builder.function.attributes.add("noinline")
@@ -252,8 +252,8 @@ def stay_a_function(typing_context: Any):
 
 @numba.njit
 def memory(address: Any, size: Any, like: Any) -> Any:
-    """View size items of memory at an address as an array of the dtype of like."""
-    # numba is untyped: it passes the context itself
+    """View `size` elements at an address as an array of like's dtype."""
+    # numba is untyped: it adds the context argument
     return numba.carray(_pointer(address), (size,), like.dtype)  # pyright: ignore[reportCallIssue, reportPrivateImportUsage]
 
 
@@ -276,7 +276,7 @@ def _load(builder: Any, address: Any, kind: Any) -> Any:
 
 
 def _matching_bytes(builder: Any, quarters: Any, pair: Any) -> Any:
-    """Count the matches of LANES keys of two words with the same two words of a plane: a vector of bytes."""
+    """Return the matches of LANES keys of two words with the two words of a plane, as a vector of bytes."""
     halves = []
     for half in (quarters[:2], quarters[2:]):
         merged = ir.Constant(WORDS, [0] * 8)
@@ -285,7 +285,7 @@ def _matching_bytes(builder: Any, quarters: Any, pair: Any) -> Any:
             counts = _popcount(builder, builder.xor(words, pair))
             merged = _shift_in(builder, counts, merged)
         halves.append(merged)
-    # Words 2 j and 2 j + 1 of a half belong to key j of each of its eight vectors, whose place is the byte.
+    # Words 2 j and 2 j + 1 of a half belong to key j of each of its eight vectors; the byte is the vector's number.
     first = builder.shuffle_vector(*halves, _indices([0, 8, 2, 10, 4, 12, 6, 14]))
     second = builder.shuffle_vector(*halves, _indices([1, 9, 3, 11, 5, 13, 7, 15]))
     matches = builder.bitcast(builder.add(first, second), ir.VectorType(BYTE, LANES))
@@ -294,7 +294,7 @@ def _matching_bytes(builder: Any, quarters: Any, pair: Any) -> Any:
 
 
 def _first_words(builder: Any, keys: Any) -> list[Any]:
-    """Load the first of the four 32-bit words of LANES keys: column j has those of keys 16 j to 16 j + 15."""
+    """Load the first of the four 32-bit words of LANES keys; column j has those of keys 16 j to 16 j + 15."""
     columns = []
     for start in range(0, LANES, 16):
         fours = [_load(builder, _add(builder, keys, 16 * (start + i)), HALVES) for i in range(0, 16, 4)]
@@ -304,7 +304,7 @@ def _first_words(builder: Any, keys: Any) -> list[Any]:
 
 
 def _shift_in(builder: Any, x: Any, merged: Any) -> Any:
-    """Move the bytes of merged one down and put the lowest byte of x on top: one vpshrd with AVX-512."""
+    """Shift the bytes of `merged` down by one and insert the lowest byte of x at the top: one vpshrd with AVX-512."""
     kind, lanes = x.type, x.type.count
     function = ir.FunctionType(kind, [kind] * 3)
     name = f"llvm.fshr.v{lanes}i{kind.element.width}"
@@ -312,11 +312,11 @@ def _shift_in(builder: Any, x: Any, merged: Any) -> Any:
     return builder.call(funnel, [x, merged, ir.Constant(kind, [8] * lanes)])
 
 
-def _transpose(builder: Any, keys: Any, step: Any, last: Any, halves: Any, tile: Any) -> None:
-    """Eight keys and four words at a time; keys after the last are the last."""
-    fours = builder.udiv(builder.add(halves, WORD(7)), WORD(8))
-    with cgutils.for_range(builder, fours) as four, cgutils.for_range(builder, WORD(KEYS // 8)) as group:
-        present = builder.trunc(builder.sub(halves, builder.mul(four.index, WORD(8))), HALF)
+def _transpose(builder: Any, keys: Any, step: Any, last: Any, words32: Any, tile: Any) -> None:
+    """Transpose eight keys and four words at a time; keys after `last` are copies of it."""
+    fours = builder.udiv(builder.add(words32, WORD(7)), WORD(8))
+    with cgutils.for_range(builder, fours) as four, cgutils.for_range(builder, WORD(TILE_KEYS // 8)) as group:
+        present = builder.trunc(builder.sub(words32, builder.mul(four.index, WORD(8))), HALF)
         mask = builder.icmp_unsigned("<", _indices(range(8)), _splat(builder, present, 8))
         rows = []
         for i in range(8):
@@ -326,7 +326,7 @@ def _transpose(builder: Any, keys: Any, step: Any, last: Any, halves: Any, tile:
             place = builder.add(builder.mul(key, step), builder.mul(four.index, WORD(32)))
             rows.append(_load_some(builder, builder.add(keys, place), mask))
             _prefetch(builder, _add(builder, builder.add(keys, place), AHEAD))
-        # Each step exchanges one bit of a number's row with the same bit of its column.
+        # Each step exchanges one bit of the row index with the same bit of the column index.
         x = [builder.shuffle_vector(rows[i], rows[i + 4], _indices(range(8))) for i in range(4)]
         for distance, low in ((1, [0, 8, 2, 10, 4, 12, 6, 14]), (2, [0, 1, 8, 9, 4, 5, 12, 13])):
             high = _indices([i + distance for i in low])
@@ -334,20 +334,20 @@ def _transpose(builder: Any, keys: Any, step: Any, last: Any, halves: Any, tile:
                 pair = x[i], x[i + distance]
                 x[i] = builder.shuffle_vector(*pair, _indices(low))
                 x[i + distance] = builder.shuffle_vector(*pair, high)
-        column = builder.add(tile, builder.mul(four.index, WORD(4 * 8 * KEYS)))
+        column = builder.add(tile, builder.mul(four.index, WORD(4 * 8 * TILE_KEYS)))
         column = builder.add(column, builder.mul(group.index, WORD(64)))
         for i, words in enumerate(x):
-            place = builder.inttoptr(_add(builder, column, 8 * KEYS * i), WORDS.as_pointer())
+            place = builder.inttoptr(_add(builder, column, 8 * TILE_KEYS * i), WORDS.as_pointer())
             builder.store(words, place).align = 8
 
 
 def _load_some(builder: Any, address: Any, mask: Any) -> Any:
-    """Load those of eight 32-bit words that the mask has, and 0 for the others, as four 64-bit words."""
-    halves = ir.VectorType(HALF, 8)
-    pointer = halves.as_pointer()
-    function = ir.FunctionType(halves, [pointer, HALF, mask.type, halves])
+    """Load the masked ones of eight 32-bit words, and 0 for the others, as four 64-bit words."""
+    eight = ir.VectorType(HALF, 8)
+    pointer = eight.as_pointer()
+    function = ir.FunctionType(eight, [pointer, HALF, mask.type, eight])
     load = cgutils.get_or_insert_function(builder.module, function, "llvm.masked.load.v8i32.p0")
-    arguments = [builder.inttoptr(address, pointer), HALF(4), mask, ir.Constant(halves, [0] * 8)]
+    arguments = [builder.inttoptr(address, pointer), HALF(4), mask, ir.Constant(eight, [0] * 8)]
     return builder.bitcast(builder.call(load, arguments), ir.VectorType(WORD, 4))
 
 
@@ -365,7 +365,7 @@ def _plane(builder: Any, planes: Any, index: Any) -> Any:
 
 
 def _weight(builder: Any, weights: Any, index: Any) -> Any:
-    """Zero-extended, a 32-bit weight times a popcount is one vpmuludq."""
+    """Return a weight in all lanes; zero-extended, its product with a popcount is one vpmuludq."""
     weight = _load(builder, builder.add(weights, builder.shl(index, WORD(2))), HALF)
     return _splat(builder, builder.zext(weight, WORD), 8)
 
@@ -390,7 +390,7 @@ def _clear(builder: Any, totals: list[Any]) -> None:
 
 
 def _write(builder: Any, totals: list[Any], out: Any, row: Any, offset: Any, bits: int) -> None:
-    """Store the totals as integers of so many bits at the address out[row] + offset."""
+    """Store the totals as integers of `bits` bits at the address out[row] + offset."""
     address = builder.add(_load(builder, builder.add(out, builder.shl(row, WORD(3))), WORD), offset)
     vector = ir.VectorType(ir.IntType(bits), 8)
     for i, total in enumerate(totals):

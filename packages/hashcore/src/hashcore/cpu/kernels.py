@@ -1,8 +1,7 @@
-"""The numba kernels. They check nothing: hashcore.ops has. cpu/__init__.py says how they work together.
+"""The numba kernels; hashcore.ops has checked their arguments. cpu/__init__.py explains how they work together.
 
-All of them are in one file because numba's cache looks at the file of a kernel only, not at what it takes from others.
-So that it never serves a kernel of other intrinsics or of another plan than these, FROM_OTHERS has the digest of their
-files and changes with them.
+They are all in one file because numba's cache checks the file of a kernel only, not those that it imports. FROM_OTHERS
+is the digest of intrinsics.py and plan.py, so that this file changes with them.
 """
 
 # numba is untyped, and its decorators change what a function takes.
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 
 from hashcore.cpu import plan
 from hashcore.cpu.intrinsics import (
-    KEYS,
     LANES,
+    TILE_KEYS,
     at_least,
     copy_key,
     lowest_bit,
@@ -34,21 +33,21 @@ from hashcore.cpu.intrinsics import (
     word_at,
 )
 
-FROM_OTHERS = "369912b8657c9a3b"
+FROM_OTHERS = "4d961d9136f758aa"
 CHUNK, BLOCK, MORE, STASH = plan.CHUNK, plan.BLOCK, plan.MORE, plan.STASH
 N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST, PAGE = plan.HEADER
 QUERY, KEYS_AT, OUT, K, LOW, HIGH, TABLE = plan.COLUMNS
 FIRST_WEIGHT = plan.FIRST_WEIGHT
-LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first of them by 256 scores
-QUARTER = LANES // 4  # keys that a page must have side by side, and a power of 2 of them, or they are copied to L1
-SOON, LATER = 128, 1024  # keys: their pages are asked for, to L1 and to L2, because no processor guesses where they lie
-RUN = 64  # neighbouring keys of a sample
+LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first with bins of 256 scores
+QUARTER = LANES // 4  # pages with a multiple of this many keys, and a power of 2, are read in place; others are copied
+SOON, LATER = 128, 1024  # prefetch distances in keys, to L1 and L2: hardware prefetchers do not predict pages
+RUN = 64  # consecutive keys of a sample
 LAST, INDEX, LOWER = np.uint64(1 << 63), np.uint64((1 << 48) - 1), np.uint64((1 << 32) - 1)
-USUAL = 8  # of 64 keys, are written to a shortlist without asking whether they are on it
-SAMPLE, EARLY = 1024, 4  # keys, and planes, whose first words say which others a shortlist has (eq. 20)
-# What a search knows of a row: its keys' address, the range it sees, ..., and where its pages are in the table.
+USUAL = 8  # unconditional writes to a shortlist per 64 keys
+SAMPLE, EARLY = 1024, 4  # sampled keys, and planes, whose first words determine the shortlist's floor (eq. 20)
+# The columns of a row's search state: address of its keys, range that it sees, ..., offset of its page table.
 AT, FROM, TO, WANTED, FLOOR, KEPT, FIRST_FLOOR, STASHED, PAGES = range(9)
-# Constants are passed on as np.int64(...): numba compiles a function once more for every literal it is called with.
+# Constants are passed as np.int64(...), because numba compiles a function again for every literal argument.
 
 
 def score_tasks(
@@ -56,18 +55,19 @@ def score_tasks(
 ) -> int:
     """Score tasks [first, last), each BLOCK rows x CHUNK keys, to rows of int32.
 
-    header and rows are a plan's; query, keys and out are the addresses that the offsets in it count from.
+    header and rows are those of a plan; query, keys and out are the addresses to which its offsets are added.
     """
     n, step = header[N], header[STEP]
     weights, own, tile, codes = _operands(header, BLOCK)
-    places, buffer, buffers = np.empty(BLOCK, np.int64), np.empty((BLOCK, KEYS), np.int32), np.empty(BLOCK, np.int64)
+    places, buffers = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.int64)
+    buffer = np.empty((BLOCK, TILE_KEYS), np.int32)
     for r in range(BLOCK):
         buffers[r] = _address(buffer[r])
     chunks = (n + CHUNK - 1) // CHUNK
     for task in range(first, last):
         low = task % chunks * CHUNK
         size = min(CHUNK, n - low)
-        whole = size // KEYS * KEYS
+        whole = size // TILE_KEYS * TILE_KEYS
         row = task // chunks * BLOCK
         end = min(row + BLOCK, len(rows))
         while row < end:
@@ -98,7 +98,7 @@ def topk_tasks(
     values: NDArray[Any],
     indices: NDArray[np.int64],
 ) -> int:
-    """Select from rows [first, last) at addresses scores."""
+    """Select from rows [first, last), whose addresses are in `scores`."""
     histogram = np.empty(4 * LEVEL, np.int32)
     for row in range(first, last):
         if low[row] == high[row]:
@@ -131,15 +131,16 @@ def search_tasks(
     scores: int,
     indices: int,
 ) -> int:
-    """Select from tasks [first, last), each a block of rows x a part of the keys.
+    """Search in tasks [first, last), each a block of rows x a part of the keys.
 
-    header, rows and table are a plan's; query and keys are the addresses that the offsets in it count from. Row r sees
-    keys [low, high), which score 0 to top. The best k of each part go to int32 and int64 [parts, rows, WIDTH] at scores
-    and indices, in ascending index order or, if best, highest score first. With a shortlist, a part has only its keys.
+    header, rows and table are those of a plan; query and keys are the addresses to which its offsets are added. Row r
+    sees keys [low, high), with scores in 0..top. The best k of each part are written to int32 and int64
+    [parts, rows, WIDTH] at the addresses scores and indices, in ascending index order or, if best, highest score first.
+    With a shortlist, only keys on it are selected.
     """
     n, top, width = header[N], header[TOP], header[WIDTH]
     room, block, parts = header[ROOMY], header[ROWS], header[PARTS]
-    best = header[BEST] and parts == 1  # otherwise they are merged first
+    best = header[BEST] and parts == 1  # several parts are merged before sorting
     weights, own, tile, codes = _operands(header, block)
     histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
     buffer, places = np.empty((block, CHUNK), np.uint16), np.empty(block, np.int64)
@@ -189,7 +190,7 @@ def merge_tasks(
     scores: NDArray[np.int32],
     indices: NDArray[np.int64],
 ) -> int:
-    """Select, for rows [first, last), the best k[row] of what search_tasks found in every part."""
+    """Select, for rows [first, last), the best k[row] of the parts' results from search_tasks."""
     parts, _, width = part_scores.shape
     histogram = np.empty(max(top + 1, 4 * LEVEL), np.int32)
     kept = np.empty(parts * width, np.uint64)
@@ -207,27 +208,27 @@ def merge_tasks(
 
 @numba.njit
 def _operands(header, block):
-    """Return the weights, room for the planes of a block and for a tile, and how codes lie: step, bits, are they pairs.
+    """Return the weights, buffers for a block's planes and for a tile, and the codes' (step, bits, whether pairs).
 
-    Pairs are two 64-bit words in turn in memory, whose scores fit 16 bits.
+    Pairs are contiguous codes of two 64-bit words whose scores fit 16 bits.
     """
-    halves, planes, step = header[WORDS], header[PLANES], header[STEP]
-    words = (halves + 1) // 2
+    words32, planes, step = header[WORDS], header[PLANES], header[STEP]
+    words = (words32 + 1) // 2
     weights = np.empty(planes, np.uint32)
     for p in range(planes):
         weights[p] = header[FIRST_WEIGHT + p]
-    pairs = halves == 4 and step == 16 and header[TOP] < 1 << 16
-    if header[PAGE] % QUARTER or header[PAGE] & (header[PAGE] - 1):  # pages are read where they lie by shifts and masks
+    pairs = words32 == 4 and step == 16 and header[TOP] < 1 << 16
+    if header[PAGE] % QUARTER or header[PAGE] & (header[PAGE] - 1):  # only such pages are read in place
         pairs = False
-    own, tile = np.empty((block, planes, words), np.uint64), np.empty(((words + 3) // 4 * 4, KEYS), np.uint64)
-    return weights, own, tile, (step, 32 * halves, pairs)
+    own, tile = np.empty((block, planes, words), np.uint64), np.empty(((words + 3) // 4 * 4, TILE_KEYS), np.uint64)
+    return weights, own, tile, (step, 32 * words32, pairs)
 
 
 @numba.njit
 def _copy_planes(address, header, own):
     """Copy planes of 32-bit words from an address to 64-bit words [P, ceil(W / 2)].
 
-    They are complemented, so that xor with a key leaves the bits that match, and filled up with 0, which matches none.
+    They are complemented, so that xor with a key gives the matching bits, and padded with 0, which gives no match.
     """
     for p in range(own.shape[0]):
         for v in range(own.shape[1]):
@@ -239,7 +240,7 @@ def _copy_planes(address, header, own):
 
 @numba.njit
 def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, kept, histogram, top):
-    """Pass over keys [a, b) and append, for rows [r0, r1) of the block, what reaches their floors."""
+    """Score keys [a, b) for rows [r0, r1) of the block and append entries that reach their floors."""
     stay_a_function()
     step, _, pairs = codes
     for low in range(a, b, CHUNK):
@@ -269,18 +270,18 @@ def _collect(r0, r1, a, b, state, codes, planes, weights, tile, places, buffer, 
 
 @numba.njit
 def _pages(header, table):
-    """Return what a search of keys in pages has more than others: how many a page has, where each page is, and a room.
+    """Return the state of a search in pages: keys per page (0 without pages), page table, buffer, and its layout.
 
-    The room takes a chunk of keys side by side; with it comes how they lie there. Without pages the first is 0.
+    The buffer holds a chunk of keys contiguously.
     """
-    halves = header[WORDS]
-    room = np.empty(CHUNK * halves if header[PAGE] else np.int64(0), np.uint32)
-    return header[PAGE], table, room, (4 * halves, 32 * halves, halves == 4)
+    words32 = header[WORDS]
+    room = np.empty(CHUNK * words32 if header[PAGE] else np.int64(0), np.uint32)
+    return header[PAGE], table, room, (4 * words32, 32 * words32, words32 == 4)
 
 
 @numba.njit
 def _lay_out(r, low, size, state, codes, pages):
-    """Copy keys [low, low + size) of row r from their pages to the room; return where they lie now, and how."""
+    """Copy keys [low, low + size) of row r from their pages to the buffer; return its address and layout."""
     stay_a_function()
     page, table, room, laid = pages
     words, at = laid[1] // 32, np.int64(0)
@@ -299,7 +300,7 @@ def _lay_out(r, low, size, state, codes, pages):
 
 @numba.njit
 def _collect_paged(r0, r1, a, b, state, codes, planes, weights, pages, work):
-    """Pass over keys [a, b), which are in pages, as `_collect` does."""
+    """Like `_collect`, for keys [a, b) in pages."""
     stay_a_function()
     _, _, buffer, kept, histogram, top = work
     for low in range(a - a % LANES, b, CHUNK):
@@ -309,7 +310,7 @@ def _collect_paged(r0, r1, a, b, state, codes, planes, weights, pages, work):
                 continue
             count = _make_room(q, end - at, state, kept[q], top, histogram)
             whole = whole_end = end
-            if codes[2]:  # those that fill LANES are read where they lie
+            if codes[2]:  # whole groups of LANES keys are read in place
                 whole = min(end, (at + LANES - 1) // LANES * LANES)
                 whole_end = whole + (end - whole) // LANES * LANES
             if at < whole:
@@ -325,7 +326,7 @@ def _collect_paged(r0, r1, a, b, state, codes, planes, weights, pages, work):
 
 @numba.njit
 def _append_laid(q, low, high, state, codes, planes, weights, pages, work, count):
-    """Score keys [low, high), at most CHUNK, out of their pages and append those that reach the floor, as `_append`."""
+    """Copy keys [low, high), at most CHUNK, from their pages, score them, and append those that reach the floor."""
     stay_a_function()
     tile, places, buffer, kept, _, _ = work
     keys, laid = _lay_out(q, low, high - low, state, codes, pages)
@@ -335,7 +336,7 @@ def _append_laid(q, low, high, state, codes, planes, weights, pages, work, count
 
 @numba.njit
 def _append_pages(where, planes, weights, buffer, floor, pages, kept, count):
-    """Score keys [low, high), multiples of LANES, where they lie in pages and append those that reach the floor."""
+    """Score keys [low, high), multiples of LANES, in place in their pages and append those that reach the floor."""
     stay_a_function()
     keys, at, low, high = where
     page, table = pages[0], pages[1]
@@ -362,24 +363,24 @@ def _append_pages(where, planes, weights, buffer, floor, pages, kept, count):
 
 @numba.njit
 def _place(keys, blocks, i, shift, inside):
-    """Return where key i lies in pages of 2^shift keys of 16 bytes."""
+    """Return the address of key i in pages of 2^shift keys of 16 bytes."""
     return keys + blocks[np.uint64(i) >> np.uint64(shift)] + ((i & inside) << 4)
 
 
 @numba.njit
 def _make_room(q, size, state, kept, top, histogram):
-    """Shrink what row q keeps if so many more may not fit, and raise its floor; return how many are kept."""
+    """Shrink the entries of row q if `size` more might not fit, and raise its floor; return how many are kept."""
     count = state[q, KEPT]
     if count + size + MORE > len(kept):
         count = state[q, WANTED]
-        # One above the lowest: later equals lose the tie.
+        # One above the lowest: later keys lose ties.
         state[q, FLOOR] = 1 + _shrink(kept, state[q, KEPT], count, state[q, FLOOR], top, histogram)
     return count
 
 
 @numba.njit
 def _same(state, r, end, low, high):
-    """Return how many rows from r on have its keys, and whether one of them sees some of [low, high)."""
+    """Return how many rows from r on share its keys, and whether any of them sees a key in [low, high)."""
     same, seen = np.int64(0), False
     while r + same < end and state[r + same, AT] == state[r, AT]:
         seen |= state[r + same, FROM] < high and state[r + same, TO] > low
@@ -389,9 +390,9 @@ def _same(state, r, end, low, high):
 
 @numba.njit
 def _misled(state, rows, parts):
-    """Find the first row that kept too little, and start it again without a floor, or then without a shortlist.
+    """Find the first row that kept too few keys, and restart it without a floor, or then without a shortlist.
 
-    A part of the keys may have few of a shortlist: whether all parts have enough is for the caller to see.
+    A single part of the keys may have few keys of a shortlist; the caller checks whether all parts have enough.
     """
     for r in range(rows):
         short = state[r, FIRST_FLOOR] > 0
@@ -406,10 +407,10 @@ def _misled(state, rows, parts):
 
 @numba.njit
 def _short(block, weights, header):
-    """Return what a search with a shortlist has more than others.
+    """Return the state of a search with a shortlist.
 
-    The weights of the last planes, the first words of these planes of each row, room for scores by them, and for the
-    codes and indices of keys that wait to be scored in full.
+    The weights of the last planes, their first words for each row, a buffer for their scores, and buffers for codes and
+    indices of keys that wait to be scored in full.
     """
     block = block if header[SHORTLIST] else np.int64(0)
     early = weights[max(0, len(weights) - EARLY) :]
@@ -420,10 +421,10 @@ def _short(block, weights, header):
 
 @numba.njit
 def _shorten(r, row, header, state, codes, planes, weights, short, work):
-    """Find, from a sample spread over the keys that row r sees, which of them are on its shortlist (eq. 20).
+    """Set the floors of row r's shortlist from a sample spread over the keys that it sees (eq. 20).
 
-    Writes the score by first words that they reach, 0 if all are on it; else, too, a score that rather more than k of
-    them reach in full, as `_guess` does.
+    FIRST_FLOOR: the score by first words that keys on the shortlist reach; 0 if all keys are on it. Otherwise also
+    FLOOR: a full score that somewhat more than k of them reach, as in `_guess`.
     """
     stay_a_function()
     tile, places, buffer, _, histogram, top = work
@@ -437,7 +438,7 @@ def _shorten(r, row, header, state, codes, planes, weights, short, work):
     if n < 2 * SAMPLE or k == 0 or wanted >= n:
         return
     keys, step = state[r, AT] + row[LOW] * codes[0], codes[0] * (n // SAMPLE)
-    if codes[2]:  # side by side they are scored faster, twice
+    if codes[2]:  # contiguous copies are scored faster, and they are scored twice
         room = _address(short[3])
         for i in range(SAMPLE):
             copy_key(keys + i * step, room + 16 * i)
@@ -449,7 +450,7 @@ def _shorten(r, row, header, state, codes, planes, weights, short, work):
     first, listed = short[2], np.int64(0)
     first[:] = buffer[r, :SAMPLE]
     _score(keys, (step, codes[1], codes[2]), size, tile, weights, planes, r, one, places, buffer)
-    for i in range(SAMPLE):  # of the list alone: the best of all keys may not be on it
+    for i in range(SAMPLE):  # only keys on the shortlist: the best of all keys may not be on it
         buffer[r, listed] = buffer[r, i]
         listed += first[i] >= floor
     expected = k * SAMPLE / n
@@ -461,10 +462,10 @@ def _shorten(r, row, header, state, codes, planes, weights, short, work):
 
 @numba.njit
 def _collect_short(r0, r1, a, b, state, codes, planes, weights, short, work):
-    """Pass over keys [a, b) as `_collect` does, but score in full only those whose first words reach their floor."""
+    """Like `_collect` for keys [a, b), but score in full only those whose first words reach their floor."""
     stay_a_function()
     _, _, pairs = codes
-    chunk = CHUNK if r1 - r0 > 1 or not pairs else b - a  # a row alone has no use for keys that stay in L1
+    chunk = CHUNK if r1 - r0 > 1 or not pairs else b - a  # a single row does not reuse keys in L1
     tile, places, buffer, kept, histogram, top = work
     for q in range(r0, r1):
         state[q, STASHED] = 0
@@ -488,7 +489,7 @@ def _collect_short(r0, r1, a, b, state, codes, planes, weights, short, work):
 
 @numba.njit
 def _append_short(q, low, high, state, planes, weights, short, work):
-    """Note which of keys [low, high) reach the floor of first words, and score them by the hundred: where it ended."""
+    """Collect the keys of [low, high) that reach the floor of first words, score them in batches; return the end."""
     stay_a_function()
     early, first_words, _, _, stash = short
     threshold, p, w = np.uint16(state[q, FIRST_FLOOR]), _address(first_words[q]), _address(early)
@@ -515,7 +516,7 @@ def _append_short(q, low, high, state, planes, weights, short, work):
 
 @numba.njit
 def _append_stash(q, size, state, planes, weights, short, work):
-    """Score the first `size` keys that wait and append those that reach the floor; return how many still wait."""
+    """Score the first `size` collected keys, append those that reach the floor, and return how many are left."""
     stay_a_function()
     codes, indices, filled = short[3], short[4][q], state[q, STASHED]
     _, _, buffers, kept, histogram, top = work
@@ -542,7 +543,7 @@ def _append_stash(q, size, state, planes, weights, short, work):
 
 @numba.njit
 def _append_both(q, low, high, state, codes, planes, weights, short, work):
-    """Score keys [low, high), of any kind and at most CHUNK, both ways and append those that reach both floors."""
+    """Score keys [low, high), at most CHUNK, by first words and in full; append those that reach both floors."""
     stay_a_function()
     early, first_words, first, _, _ = short
     tile, places, buffer, kept, histogram, top = work
@@ -560,10 +561,10 @@ def _append_both(q, low, high, state, codes, planes, weights, short, work):
 
 @numba.njit
 def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, top, pages):
-    """Return a score that about as many keys of row r reach as it wants, rather more, from runs spread over them.
+    """Return a score that somewhat more keys of row r reach than it wants, from a sample of runs of keys.
 
-    0, which all of them reach, where a sample would not pay. The number of the best keys that a sample meets has the
-    standard deviation of a Poisson count: three of them are added.
+    0, which all keys reach, if a sample would not save time. The number of best keys in a sample is about Poisson
+    distributed: three standard deviations are added.
     """
     stay_a_function()
     step, keys, low, k = codes[0], state[r, AT], state[r, FROM], state[r, WANTED]
@@ -575,7 +576,7 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
         for i in range(0, RUN, max(64 // max(abs(step), 1), 1)):
             prefetch(keys + (low + run * (n - RUN) // (runs - 1) + i) * step)
     shift = 0
-    while top >> shift >= LEVEL:  # the finest bins that there is room for: coarse ones let too many pass
+    while top >> shift >= LEVEL:  # the finest bins that fit; coarse bins would let too many keys pass
         shift += 1
     histogram[: (top >> shift) + 1] = 0
     for run in range(runs):
@@ -596,9 +597,9 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
 
 @numba.njit
 def _score(place, codes, size, tile, weights, planes, r, rows, places, like):
-    """Score the keys at an address against planes[r : r + rows]: their scores go to the addresses places[r] on.
+    """Score the keys at an address against planes[r : r + rows], writing to the addresses places[r], places[r + 1], ...
 
-    As many as size, rounded up to KEYS, are written for each row.
+    For each row, `size` scores rounded up to TILE_KEYS are written.
     """
     stay_a_function()
     step, bits, pairs = codes
@@ -612,17 +613,17 @@ def _score(place, codes, size, tile, weights, planes, r, rows, places, like):
                 out = places[r + q] + i * like.itemsize
                 _score_beside(place + 16 * i, p + 16 * count * q, w, count, np.uint16(0), out, like)
     elif words == 1 and bits == 64 and step == 8:
-        whole = size // KEYS * KEYS
-        for i in range(0, whole, KEYS):
+        whole = size // TILE_KEYS * TILE_KEYS
+        for i in range(0, whole, TILE_KEYS):
             score_columns(place + i * step, 0, 1, p, w, count, rows, o, i * like.itemsize, like)
-    for i in range(whole, size, KEYS):
-        transpose(place + i * step, step, min(KEYS, size - i) - 1, bits // 32, t)
-        score_columns(t, 8 * KEYS, words, p, w, count, rows, o, i * like.itemsize, like)
+    for i in range(whole, size, TILE_KEYS):
+        transpose(place + i * step, step, min(TILE_KEYS, size - i) - 1, bits // 32, t)
+        score_columns(t, 8 * TILE_KEYS, words, p, w, count, rows, o, i * like.itemsize, like)
 
 
 @numba.njit
 def _score_beside(keys, planes, weights, count, threshold, out, like):
-    """Do what `score_pairs` does for keys that lie side by side."""
+    """Call `score_pairs` for contiguous keys."""
     part = 16 * QUARTER
     quarters = keys, keys + part, keys + 2 * part, keys + 3 * part
     return score_pairs(quarters[0], quarters[1], quarters[2], quarters[3], planes, weights, count, threshold, out, like)
@@ -630,14 +631,14 @@ def _score_beside(keys, planes, weights, count, threshold, out, like):
 
 @numba.njit
 def _address(x):
-    return np.int64(x.ctypes.data)  # numba frees x after its last use: it must be used, or passed on, later than this
+    return np.int64(x.ctypes.data)  # numba frees x after its last use, so x must be used later than the address
 
 
 @numba.njit
 def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count):
-    """Score keys [low, high), all but the last that fill no LANES, and append those that reach the floor as _append."""
+    """Score keys [low, high) except a remainder below LANES, and append those that reach the floor."""
     stay_a_function()
-    threshold = np.uint16(floor)  # it fits: a floor is at most one above the top, which validation.score_bits bounds
+    threshold = np.uint16(floor)  # fits: a floor is at most one above the top score, bounded by validation.score_bits
     p, w, out = _address(planes), _address(weights), _address(buffer)
     for i in range(low, high - LANES + 1, LANES):
         mask = _score_beside(keys, p, w, len(weights), threshold, out, buffer)
@@ -649,7 +650,7 @@ def _append_pairs(keys, planes, weights, buffer, floor, low, high, kept, count):
 
 @numba.njit
 def _append(s, floor, base, kept, count):
-    """Append the scores that reach the floor, with their indices counted from base; return how many are kept now."""
+    """Append the scores that reach the floor, with indices counted from base; return the new number of entries."""
     stay_a_function()
     threshold = s.dtype.type(floor)
     whole = len(s) // LANES * LANES
@@ -666,9 +667,9 @@ def _append(s, floor, base, kept, count):
 
 @numba.njit
 def _take(mask, s, first, base, kept, count):
-    """Append those of s[first : first + LANES] that the mask has, with their indices counted from base.
+    """Append the masked elements of s[first : first + LANES], with indices counted from base.
 
-    MORE entries are written without asking whether there are as many: an unexpected branch takes longer.
+    MORE entries are written unconditionally, because a mispredicted branch takes longer.
     """
     end, place = count + np.int64(popcount(mask)), count
     for _ in range(MORE):
@@ -686,15 +687,15 @@ def _take(mask, s, first, base, kept, count):
 
 @numba.njit
 def _entry(score, index):
-    """Put a score above its index, which has 48 bits."""
+    """Pack a score above its index, which has 48 bits."""
     return np.uint64(score) << np.uint64(48) | np.uint64(index)
 
 
 @numba.njit
 def _shrink(kept, count, k, floor, top, histogram):
-    """Keep the best k of so many entries, in order; return the lowest score of them.
+    """Keep the best k of `count` entries, in order; return their lowest score.
 
-    The scores lie between floor and top, or one below the floor where an earlier shrink left them.
+    The scores are in floor..top, or one below the floor if kept by an earlier shrink.
     """
     stay_a_function()
     base = max(floor - 1, 0)
@@ -713,7 +714,8 @@ def _shrink(kept, count, k, floor, top, histogram):
 
 @numba.njit
 def _threshold(s, drop, smallest, span, quota, histogram):
-    """Find the quota-th best score, s >> drop, of those in smallest + [0, span]: its distance, and its own quota."""
+    """Find the quota-th best score s >> drop, all in smallest + [0, span]; return its distance from smallest, and how
+    many scores equal to it are within the quota."""
     stay_a_function()
     if span < np.uint64(LEVEL):
         _count(s, drop, smallest, np.int64(span) + 1, histogram)
@@ -737,7 +739,7 @@ def _threshold(s, drop, smallest, span, quota, histogram):
 
 @numba.njit
 def _count(s, drop, smallest, bins, histogram):
-    """Count scores in four histograms by turns, because neighbours are often equal and would wait for each other."""
+    """Count scores in four histograms in turn: consecutive equal scores would otherwise stall on store forwarding."""
     histogram[: 4 * bins] = 0
     a, b, c, d = histogram[:bins], histogram[bins:], histogram[2 * bins :], histogram[3 * bins :]
     whole = len(s) // 4 * 4
@@ -754,7 +756,7 @@ def _count(s, drop, smallest, bins, histogram):
 
 @numba.njit
 def _walk(histogram, step, quota):
-    """Walk down from bin step until quota scores are covered: the bin reached, and what is left of the quota in it."""
+    """Walk down from bin `step` until `quota` scores are covered; return the bin and the quota left in it."""
     while histogram[step] < quota:
         quota -= histogram[step]
         step -= np.uint64(1)
@@ -763,7 +765,7 @@ def _walk(histogram, step, quota):
 
 @numba.njit
 def _compact(s, threshold, quota, indices, base):
-    """Write, in order, the indices from base of all scores above the threshold and of the first quota equal to it."""
+    """Write in order the indices, counted from base, of scores above the threshold and of the first `quota` ties."""
     stay_a_function()
     taken = 0
     whole = len(s) // LANES * LANES
@@ -788,7 +790,7 @@ def _compact(s, threshold, quota, indices, base):
 
 @numba.njit
 def _write(kept, count, wanted, floor, best, top, histogram, scores, indices):
-    """Write the best of so many entries, in the order they have or best first, and fill the slots they leave."""
+    """Write the best `wanted` of `count` entries, in their order or best first, and fill the remaining slots."""
     stay_a_function()
     if best and wanted > 0:
         _sort(kept[:count], wanted, max(floor - 1, 0), top, histogram, scores, indices)
@@ -803,10 +805,10 @@ def _write(kept, count, wanted, floor, best, top, histogram, scores, indices):
 
 @numba.njit
 def _sort(kept, wanted, base, top, histogram, scores, indices):
-    """Write the best entries, which score from base to top, highest score first and equals in the order they have.
+    """Write the best entries, with scores in base..top, highest score first and ties in their order.
 
-    Every entry is written, because an unexpected branch takes longer: those that are not wanted to the last slot, which
-    is mended in the end.
+    Every entry is written, because a mispredicted branch takes longer. Unwanted entries go to the last slot, which is
+    rewritten at the end.
     """
     if top - base < LEVEL:
         _count(kept, np.uint64(48), np.uint64(base), top - base + 1, histogram)
@@ -815,7 +817,7 @@ def _sort(kept, wanted, base, top, histogram, scores, indices):
         for i in range(len(kept)):
             histogram[(kept[i] >> np.uint64(48)) - np.uint64(base)] += 1
     place, end, last = np.int64(0), wanted - 1, np.uint64(0)
-    for step in range(top - base, -1, -1):  # from how many there are of a score to where the first of them goes
+    for step in range(top - base, -1, -1):  # counts to start positions
         histogram[step], place = place, place + histogram[step]
     for i in range(len(kept)):
         step = (kept[i] >> np.uint64(48)) - np.uint64(base)

@@ -1,4 +1,4 @@
-"""Arrays of any strides as addresses, which is what the kernels take: nothing is copied that need not be."""
+"""Converts arrays of any strides to addresses and offsets for the kernels, copying only if necessary."""
 
 from ctypes import c_void_p
 from typing import Any
@@ -8,30 +8,30 @@ from numpy.typing import NDArray
 
 from hashcore.validation import Layout
 
-HEAD = object.__basicsize__  # bytes of a Python object's head, after which numpy keeps the pointer to the data
+HEAD = object.__basicsize__  # bytes of a Python object's header, after which numpy stores the data pointer
 
 
 def address(x: NDArray[Any]) -> int:
-    """Return where the first element lies.
+    """Return the address of the first element.
 
-    Read from where numpy's C interface says it is (PyArrayObject_fields): when the caches are cold, x.ctypes.data takes
-    28 us, x.__array_interface__ 9 us and this 3 us.
+    Reads the field of PyArrayObject_fields in numpy's C API: with cold CPU caches, x.ctypes.data takes 28 us,
+    x.__array_interface__ 9 us and this 3 us.
     """
     return c_void_p.from_address(id(x) + HEAD).value or 0
 
 
 def addresses(query: NDArray[Any], keys: NDArray[Any]) -> tuple[int, int]:
-    """Return where both begin."""
+    """Return the addresses of both arrays."""
     return address(query), address(keys)
 
 
 def aligned(planes: NDArray[Any]) -> NDArray[Any]:
-    """Return planes [..., P, W] as the kernels read them; a copy if need be."""
+    """Return planes [..., P, W] aligned as the kernels require; a copy only if necessary."""
     return planes if planes.flags.aligned else dense(planes)
 
 
 def readable(codes: NDArray[Any]) -> NDArray[Any]:
-    """Return codes [..., N, W] as the kernels read them, aligned and the words of each in turn; a copy if need be."""
+    """Return codes [..., N, W] aligned and with contiguous words, as the kernels require; a copy only if necessary."""
     if codes.ndim < 2 or ((codes.strides[-1] == codes.itemsize or codes.shape[-1] == 1) and codes.flags.aligned):
         return codes
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in codes.strides[:-2])
@@ -39,12 +39,12 @@ def readable(codes: NDArray[Any]) -> NDArray[Any]:
 
 
 def dense(x: NDArray[Any]) -> NDArray[Any]:
-    """Copy to plain memory; np.ascontiguousarray returns what is contiguous as it is, aligned or not."""
+    """Copy to native, aligned, contiguous memory; np.ascontiguousarray would not copy unaligned contiguous arrays."""
     return np.array(x, x.dtype.newbyteorder("="), order="C")
 
 
 def offsets(shape: tuple[int, ...], strides: tuple[int, ...], lead: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return the offset in bytes of each item of leading dimensions, flat, once they broadcast to lead."""
+    """Return the byte offset of each entry of leading dimensions broadcast to lead, flat."""
     first = np.zeros([1] * len(shape), np.int64)
     for axis, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         if size > 1 and stride:
@@ -54,17 +54,17 @@ def offsets(shape: tuple[int, ...], strides: tuple[int, ...], lead: tuple[int, .
 
 
 def rows(x: NDArray[Any]) -> NDArray[np.int64] | None:
-    """Return the address of each row of x [..., N], not empty, or None if its rows are not plain memory."""
+    """Return the address of each row of x [..., N], not empty, or None if the rows are not plain."""
     if not are_plain(x):
         return None
     return offsets(x.shape[:-1], x.strides[:-1], x.shape[:-1]) + address(x)
 
 
 def are_plain(x: NDArray[Any]) -> bool:
-    """Tell whether each row of x [..., N] is plain memory: native, aligned, element after element."""
+    """Whether each row of x [..., N] is plain: native byte order, aligned, contiguous."""
     return bool((x.strides[-1] == x.itemsize or x.shape[-1] == 1) and x.flags.aligned and x.dtype.isnative)
 
 
 def of(x: NDArray[Any]) -> Layout:
-    """Return what of an array a plan depends on."""
+    """Return the properties of an array that a plan depends on."""
     return Layout(x.dtype, x.shape, x.strides)

@@ -1,7 +1,7 @@
-"""Keys in pages: what a search is told so that it reads them where they lie.
+"""Plans of searches over keys in pages, which are read in place.
 
 A pool [..., M, S, W] has M pages of S keys. Position j of a row is key j % S of page blocks[j // S]. For the checks and
-for the plan the keys of a row are N = T S of them, T its blocks; the kernel adds where each block begins.
+the plan, a row has N = T S keys, T its number of blocks; the kernel adds the offset of each block.
 """
 
 import math
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from hashcore import validation
 from hashcore.cpu import layout, plan
 from hashcore.cpu.plan import Plan
-from hashcore.validation import Asked, Layout
+from hashcore.validation import Layout, RowBounds
 
 
 def laid(pool: NDArray[Any], blocks: Any) -> Layout:
-    """Return the layout [..., N, W] of the keys of one row of blocks, once everything but values is checked."""
+    """Check blocks, except for their values, and return the layout [..., N, W] of a row's keys."""
     keys = layout.of(pool)
     validation.codes("keys", keys, "[..., M, S, W]")
     if blocks.dtype not in (np.int32, np.int64):
@@ -26,8 +26,8 @@ def laid(pool: NDArray[Any], blocks: Any) -> Layout:
         raise ValueError("blocks must have shape [..., T], got a scalar; add a dimension")
     if not (pool.flags.aligned and (keys.strides[-1] == 4 or keys.shape[-1] == 1)):
         raise ValueError(
-            f"the words of a key in pages must lie side by side and aligned, got strides {list(keys.strides)}; "
-            "keys in pages are never copied"
+            f"the words of a key in pages must be contiguous and aligned, got strides {list(keys.strides)}; "
+            "copy the pages to such a layout"
         )
     n = blocks.shape[-1] * keys.shape[-2]
     return Layout(
@@ -35,10 +35,10 @@ def laid(pool: NDArray[Any], blocks: Any) -> Layout:
     )
 
 
-def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any], wanted: Asked, lead: tuple[int, ...]) -> Plan:
-    """Return a plan of a search of the laid out keys with the pages of its rows.
+def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any], wanted: RowBounds, lead: tuple[int, ...]) -> Plan:
+    """Return a search plan with the page table of its rows.
 
-    Raises: ValueError if blocks are not a table per row, or a row sees a page that the pool does not have.
+    Raises: ValueError if blocks do not broadcast to one table per row, or a row sees a page out of range.
     """
     shape = blocks.shape[:-1]
     try:
@@ -58,8 +58,8 @@ def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any], wanted: Asked, l
     return made._replace(header=header, rows=rows, table=table.ravel())
 
 
-def _check(table: NDArray[np.int64], numbers: NDArray[np.int64], wanted: Asked, pages: int, size: int) -> None:
-    """Require pages that exist where a row sees them; what lies beyond may be anything."""
+def _check(table: NDArray[np.int64], numbers: NDArray[np.int64], wanted: RowBounds, pages: int, size: int) -> None:
+    """Raise ValueError if a row sees a page out of range; other entries of the table may be anything."""
     if not table.size or not len(numbers) or (table.min() >= 0 and table.max() < pages):
         return
     low, high = (np.broadcast_to(np.asarray(x), numbers.shape)[:, None] for x in (wanted.low, wanted.high))
@@ -68,6 +68,6 @@ def _check(table: NDArray[np.int64], numbers: NDArray[np.int64], wanted: Asked, 
     wrong = seen & ((of_rows < 0) | (of_rows >= pages))
     if wrong.any():
         raise ValueError(
-            f"blocks must be in 0..{pages - 1}, the pages of keys, where a row sees them, got "
+            f"blocks of positions that a row sees must be pages in 0..{pages - 1}, got "
             f"{int(of_rows[wrong][0])}; shorten lengths or fill the table"
         )

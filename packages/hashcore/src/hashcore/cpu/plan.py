@@ -1,8 +1,8 @@
-"""What a kernel is told: everything that follows from shapes, strides and numbers, and not from where arrays lie.
+"""Launch plans of the kernels: all arguments except data pointers.
 
-Making a plan takes as long as scoring a hundred thousand keys, so cpu.prepared keeps them. A plan is two arrays of
-int64, so that a call hands over few objects: `header` says what all rows share, followed by the weights, `rows` what
-each row has of its own, offsets in bytes from where the arrays of a call begin.
+Creating a plan takes as long as scoring a hundred thousand keys, so cpu.prepared caches plans. A plan is two int64
+arrays, so that a call passes few objects: `header` has the values that all rows share, followed by the weights; `rows`
+has the values of each row, with byte offsets from the data pointers.
 """
 
 import math
@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hashcore.cpu import layout, threads
-from hashcore.validation import Asked, Layout, Selection
+from hashcore.validation import Layout, RowBounds, Selection
 
-CHUNK = 1024  # keys scored at once: 16 KiB of 128-bit keys stay in L1 while the rows of a block pass over them
-BLOCK = 32  # most rows that do
-MORE = 4  # of 64 scores that rarely more reach a good floor
-ROOM = 1 << 20  # of what all rows of a block keep: 8 MiB
-STASH = 256  # keys of a shortlist that wait to be scored together
+CHUNK = 1024  # keys per task: 16 KiB of 128-bit keys, which stay in L1 while all rows of a block are scored
+BLOCK = 32  # maximal number of rows of a block
+MORE = 4  # unconditional writes per 64 scores: rarely more reach a good floor
+ROOM = 1 << 20  # maximal number of entries that all rows of a block keep: 8 MiB
+STASH = 256  # keys of a shortlist that are collected and scored together
 
 HEADER = N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST, PAGE = range(
     14
@@ -29,16 +29,16 @@ NO_TABLE = np.empty(0, np.int64)
 
 
 class Plan(NamedTuple):
-    """A call of a kernel without its addresses.
+    """The arguments of a kernel call without addresses.
 
     Attributes:
         header: int64 [FIRST_WEIGHT + P].
         rows: int64 [R, COLUMNS].
         shape: of the result.
-        tasks, workers: of threads.run.
-        readable: whether the words of each key lie in turn, as the kernels read them.
-        parts: of the keys, each of which a search selects from on its own.
-        table: of keys in pages, where in bytes each block of each row begins, int64, flat.
+        tasks, workers: arguments of threads.run.
+        readable: whether the words of each key are contiguous, as the kernels require.
+        parts: number of parts of the keys; a search selects from each part separately.
+        table: for keys in pages, the byte offset of each block of each row, int64, flat.
     """
 
     header: NDArray[np.int64]
@@ -59,9 +59,9 @@ def score(
     workers: int | None = None,
     most: int = 1,
 ) -> Plan:
-    """Plan the scores of planes [..., P, W] against keys [..., N, W] whose leading dimensions give lead: [*lead, N].
+    """Plan the scores [*lead, N] of planes [..., P, W] against keys [..., N, W]; lead: their broadcast leading shape.
 
-    On so many workers, or as many of `most` as the work pays for.
+    workers: number of threads; None: as many as the work justifies, at most `most`.
     """
     header, rows = _common(query, keys, weights, lead)
     count, n = len(rows), keys.shape[-2]
@@ -83,26 +83,28 @@ def search(
     most: int = 1,
     shortlist: int = 0,
 ) -> Plan:
-    """Plan the search of rows lead for `width` keys; bounds are k, low and high of all rows (validation.Selection).
+    """Plan a search for up to `width` keys per row; lead: the shape of the rows.
 
-    shortlist: how many times k keys are scored in full; 0: all.
+    Args:
+        bounds: k, low and high if they are the same for all rows (validation.Selection); None: see `filled`.
+        shortlist: about this many times k keys are scored in full; 0: all.
     """
     header, rows = _common(query, keys, weights, lead)
     if bounds is not None:
         rows[:, [K, LOW, HIGH]] = bounds
     count, n = len(rows), keys.shape[-2]
     workers = workers or threads.count(count * n * math.prod(query.shape[-2:]), most)
-    room = min(2 * width, n) + CHUNK + STASH + MORE  # of what a row keeps
+    room = min(2 * width, n) + CHUNK + STASH + MORE  # entries that a row keeps
     block = max(1, min(BLOCK, -(-count // workers), ROOM // room))
     blocks = -(-count // block)
-    # A part finds its own best k, not its share of them: parts shorter than 8 k would mostly repeat each other.
+    # Each part selects its own best k, so parts shorter than 8 k would do mostly redundant work.
     parts = max(1, min(workers // max(blocks, 1), n // max(8 * width, 1)))
     header[[WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST]] = width, best, room, block, parts, shortlist
     return Plan(header, rows, (*lead, width), blocks * parts, workers, _readable(keys), parts)
 
 
-def filled(plan: Plan, wanted: Selection | Asked) -> Plan:
-    """Return a plan of a search with what each row asks for."""
+def filled(plan: Plan, wanted: Selection | RowBounds) -> Plan:
+    """Return a search plan with k, low and high of each row."""
     rows = plan.rows.copy()
     rows[:, K], rows[:, LOW], rows[:, HIGH] = wanted[:3]
     return plan._replace(rows=rows)

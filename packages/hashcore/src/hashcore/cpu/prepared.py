@@ -1,7 +1,4 @@
-"""The checks of a call and its plan, made once for arguments of one kind and then kept.
-
-Checks that look at shapes, strides and numbers alone end the same way each time. What fails is never kept.
-"""
+"""Caches of checked plans, by the shapes, strides and integers that they depend on. Failures are not cached."""
 
 import functools
 import threading
@@ -13,13 +10,13 @@ from hashcore.cpu import plan
 from hashcore.cpu.plan import Plan
 from hashcore.validation import Comparison, Layout
 
-PLANS, ROWS = 256, 1024  # how many are kept of each kind, and the most rows of one: 48 KiB
+PLANS, ROWS = 256, 1024  # number of cached plans of each kind, and maximal number of rows of a cached plan: 48 KiB
 
 Arguments = ParamSpec("Arguments")
 
 
 def kept(make: Callable[Arguments, Plan]) -> Callable[Arguments, Plan]:
-    """Keep the last plans that a function made, by its arguments, which must be hashable and not given by name."""
+    """Cache the last plans of a function by its positional arguments, which must be hashable."""
     plans: dict[Any, Plan] = {}
     lock = threading.Lock()
 
@@ -40,7 +37,7 @@ def kept(make: Callable[Arguments, Plan]) -> Callable[Arguments, Plan]:
 
 @functools.lru_cache(PLANS)
 def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> Comparison:
-    """Check what is compared (validation.comparison)."""
+    """Check the arguments of a score (validation.comparison), cached."""
     return validation.comparison(query, keys, weights)
 
 
@@ -60,9 +57,9 @@ def search(
     most: int,
     shortlist: int = 0,
 ) -> Plan:
-    """Check and plan ops.search of rows that all have the same k, lengths, starts, sink and recent.
+    """Check and plan ops.search for rows that all have the same k, lengths, starts, sink and recent.
 
-    query and keys are Layouts, or the same as plain tuples, which are made faster.
+    query and keys are Layouts, or equal plain tuples, which are faster to create.
     """
     query, keys = Layout(*query), Layout(*keys)
     compared = comparison(query, keys, weights)
@@ -73,5 +70,5 @@ def search(
 
 @kept
 def ragged_search(compared: Comparison, width: int, best: bool, most: int, shortlist: int = 0) -> Plan:
-    """Plan ops.search of checked arguments, whose rows differ: their bounds are still to be filled in."""
+    """Plan ops.search for checked arguments whose rows differ; `plan.filled` then sets the bounds of the rows."""
     return plan.search(*compared, width, best, None, None, most, shortlist)

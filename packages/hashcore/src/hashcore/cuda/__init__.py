@@ -1,4 +1,4 @@
-"""CUDA through NVRTC and the driver: sources, cubins and launches. For packages that bring kernels of their own.
+"""CUDA through NVRTC and the driver: sources, cubins and launches. Other packages can use it for their own kernels.
 
 Importing this needs neither CUDA nor torch; compiling needs cuda-core, launching needs torch and a device.
 """

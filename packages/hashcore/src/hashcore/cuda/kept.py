@@ -1,4 +1,4 @@
-"""What a thread keeps from call to call: prepared launches by the form of a call, and scratch memory by lane."""
+"""Per-thread caches: prepared launches by the form of a call, and scratch memory by lane (device, stream, capture)."""
 
 import threading
 from collections.abc import Callable
@@ -13,23 +13,23 @@ T = TypeVar("T")
 MOST_FORMS = 64
 MOST_LANES = 8
 MOST_BYTES = 2 * layout.MAX_WORKSPACE
-"""Of a lane's memory; what asks for more gets memory of its own."""
+"""Maximal size of a lane's memory; larger requests get their own memory."""
 
 
 class Table(threading.local, Generic[T]):
-    """What a thread keeps by the form of a call; beyond `most`, the oldest goes.
+    """A per-thread cache by the form of a call; beyond `most` entries, the oldest is dropped.
 
-    A form holds all that launches depend on but for the values that are written into them before each call: shapes,
-    strides, types and the device. What is kept may hold an empty result, never what was given.
+    A form has all that launches depend on, except for values that are set before each call: shapes, strides, dtypes and
+    the device. Cached values may contain an empty result, but never an argument.
     """
 
     def __init__(self, most: int = MOST_FORMS):
         self.most = most
-        self.found: dict[Any, T] = {}  # in the order of their making
+        self.found: dict[Any, T] = {}  # in order of creation
         self._grown: dict[Any, Any] = {}
 
     def keep(self, form: object, made: T) -> T:
-        """Keep what was made for a form, and return it."""
+        """Cache the value for a form, and return it."""
         self.found.pop(form, None)
         while len(self.found) >= self.most:
             del self.found[next(iter(self.found))]
@@ -37,14 +37,15 @@ class Table(threading.local, Generic[T]):
         return made
 
     def renew(self, form: object, kind: object, n: int, rewrite: Callable[[T], bool], make: Callable[[], T]) -> T:
-        """Return what is kept for the form of one token fewer, rewritten and kept for this one; else make it.
+        """Reuse the value of the form with one token fewer, updated for this form; else make a new one.
 
-        A cache that has grown by a token does not meet its former length again, and most launches differ in arguments
-        alone.
+        A cache that grows by one token does not return to its former length, and most launches differ only in their
+        arguments.
 
         Args:
-            kind: what forms of other lengths have in common; n: the length.
-            rewrite: writes into launches what differs; False if these cannot be those of the form.
+            kind: the part of the form that does not depend on the length; n: the length.
+            rewrite: updates the launches; returns False if they cannot be used for this form.
+            make: creates a new value.
         """
         former = self._grown.pop((kind, n - 1), None)
         made = None if former is None else self.found.pop(former, None)
@@ -57,7 +58,7 @@ class Table(threading.local, Generic[T]):
 
 
 class Memory(NamedTuple):
-    """Scratch memory, int32: its address is asked for in every call, and asking torch costs twice as much."""
+    """Scratch memory, int32, with its address: each call needs it, and asking torch takes twice as long."""
 
     address: int
     words: int
@@ -68,15 +69,15 @@ _lanes: Table[Memory] = Table(MOST_LANES)
 
 
 def scratch(words: int, device: torch.device) -> Memory:
-    """Return scratch memory that this thread uses again in all that runs in order with this.
+    """Return scratch memory that this thread reuses for all work on the current stream of a device.
 
     Args:
-        words: with the first `layout.SAMPLES`, which are the searches' alone and zero between them.
+        words: size, including the first `layout.SAMPLES` words, which only searches use and leave zero.
     """
     lane = launch.lane(device)
     found = _lanes.found.get(lane)
     if found is None or found.words < words:
-        # Zero, so that the first samples are right; in a capture they need not be, and each replay saves a launch.
+        # Zeros, so that the first samples are right. Not in a capture, where each replay would launch a memset.
         make = torch.empty if len(lane) > 2 else torch.zeros
         keeps = 4 * words <= MOST_BYTES
         if keeps and found is not None:

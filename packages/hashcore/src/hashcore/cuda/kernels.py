@@ -1,6 +1,6 @@
-"""Launches of hashcore's kernels: which source, which macros, which grid, which arguments.
+"""Launches of hashcore's kernels: sources, macros, grids and arguments.
 
-Everything here works on addresses, so the same launches run on a device (cuda.launch) and under the host simulator.
+Everything here works on addresses, so the same launches run on a device (cuda.launch) and in the host simulator.
 """
 
 import ctypes
@@ -19,24 +19,24 @@ MAX_GRID_Y = 65_535
 
 
 class Kept(list["Launch"]):
-    """Launches that are made once and run again and again, with new values in their arguments."""
+    """Launches that are prepared once and run many times, with new values in their arguments."""
 
     def __init__(self, launches: Iterable["Launch"]):
         super().__init__(launches)
         self.calls: dict[int, Any] = {}
-        """By device: what calls the driver (cuda.launch)."""
+        """Functions that call the driver (cuda.launch), by device."""
         self.folder: Path | None = None
-        """Where the sources of those lie."""
+        """Folder of the sources of these functions."""
 
     def keep(self, device: int, folder: Path, calls: Any) -> None:
-        """Keep what calls the driver on a device, and forget those of another folder."""
-        if folder is not self.folder:  # by identity: comparing paths would cost as much as the launch
+        """Cache the functions that call the driver on a device; drop those for another folder."""
+        if folder is not self.folder:  # by identity: comparing paths would take as long as the launch
             self.calls, self.folder = {}, folder
         self.calls[device] = calls
 
 
 class Launch(NamedTuple):
-    """One kernel launch, arguments packed: pointers[i] is the address of argument i, as cuLaunchKernel wants them."""
+    """One kernel launch with packed arguments: pointers[i] is the address of argument i, as cuLaunchKernel needs it."""
 
     source: str
     macros: tuple[tuple[str, str], ...]
@@ -44,7 +44,7 @@ class Launch(NamedTuple):
     grid: tuple[int, int]
     threads: int
     pointers: Any
-    arguments: tuple[Any, ...]  # what the pointers point at
+    arguments: tuple[Any, ...]  # keeps the targets of the pointers alive
     programmatic: bool = False  # may be scheduled before its predecessor ends
 
 
@@ -57,7 +57,7 @@ def make_launch(
     macros: Sequence[tuple[str, str]] = (),
     programmatic: bool = False,
 ) -> Launch:
-    """Describe a launch whose arguments are values and structures of ctypes."""
+    """Create a launch whose arguments are ctypes values and structures."""
     kept = tuple(arguments)
     pointers = (ctypes.c_void_p * len(kept))(*(ctypes.addressof(argument) for argument in kept))
     return Launch(source, tuple(macros), kernel, grid, threads, pointers, kept, programmatic)
@@ -70,7 +70,7 @@ _long = ctypes.c_int64
 
 def pack(kind: str, x: int, codes: int, words: int) -> Launch:
     """Pack 32 * words numbers at x into words."""
-    grid = -(-words // PACK_THREADS)  # a warp makes 32 words
+    grid = -(-words // PACK_THREADS)  # a warp computes 32 words
     return make_launch("pack.cu", f"pack_{kind}", (grid, 1), PACK_THREADS, (_address(x), _address(codes), _long(words)))
 
 
@@ -96,7 +96,7 @@ def group_planes(codes: int, planes: int, rows: int, group: int, words: int) -> 
 
 
 def score_macros(words: int, weights: Sequence[int]) -> list[tuple[str, str]]:
-    """Return what score.cu and shortlist.cu are compiled with: the weights too, if they are regular."""
+    """Return the macros of score.cu and shortlist.cu: words, planes, and the weights if they are regular."""
     macros = [("HASHCORE_WORDS", str(words)), ("HASHCORE_PLANES", str(len(weights)))]
     if layout.are_planes(weights):
         macros.append(("HASHCORE_WEIGHTS", ",".join(map(str, weights))))
@@ -127,7 +127,7 @@ def score_pairs(
 
 
 class Output(NamedTuple):
-    """Where a selection goes: int32 scores and indices of 32 or 64 bits, rows of Selection.width slots."""
+    """Addresses of a selection's results: int32 scores, and indices of 32 or 64 bits; Selection.width slots per row."""
 
     scores: int
     indices: int
@@ -135,7 +135,7 @@ class Output(NamedTuple):
 
 
 class Search(NamedTuple):
-    """The arguments of a search that its launches share; what changes from call to call is written into them."""
+    """The arguments that the launches of a search share; each call sets their values."""
 
     query: ctypes.c_void_p
     keys: ctypes.c_void_p
@@ -144,7 +144,7 @@ class Search(NamedTuple):
     window: Window
     selection: Selection
     space: Space
-    """Of all turns, which come after each other."""
+    """The workspace, which all turns use one after the other."""
     launches: Kept
     shortlist: Shortlist
 
@@ -159,7 +159,7 @@ def search(
     plan: SearchSpace,
     shortlist: Shortlist | None = None,
 ) -> Search:
-    """Prepare a search: two launches a turn, three with a shortlist, one turn unless the workspace is too large."""
+    """Prepare a search: two launches per turn, three with a shortlist; one turn unless the workspace is too large."""
     top = layout.top_score(words, weights)
     query, keys, values, indices = (_address() for _ in range(4))
     window, selection, levels = Window(), Selection(), layout.score_levels(top)
@@ -195,7 +195,7 @@ def _shortlisted(
     shortlist: Shortlist,
     macros: Sequence[tuple[str, str]],
 ) -> tuple[Launch, Launch]:
-    """List the candidates among the keys of a shortlist (eq. 20): two launches."""
+    """Return the two launches that list the candidates on a shortlist (eq. 20)."""
     name = "list_shortlist_shared" if groups.size > 1 else "list_shortlist"
     slots = (grid[0] * groups.size, 1)
     floors = make_launch("shortlist.cu", "first_floor", slots, layout.THREADS, (*shared, groups, shortlist), macros)
@@ -213,9 +213,10 @@ def topk(
     space: int,
     workspace: Workspace,
 ) -> Iterator[Launch]:
-    """Select from int32 scores, rows `stride` apart, a multiple of VECTOR, from a 16-byte boundary: four launches.
+    """Yield the four launches of a selection from int32 scores.
 
-    Three count the digits of the scores, each among those that begin as the threshold does; the last one selects.
+    The address is aligned to 16 bytes; stride, the distance of rows, is a multiple of VECTOR. Three launches count
+    digits of the scores that share the threshold's higher digits; the last one selects.
     """
     levels, totals, table = layout.INT32_LEVELS, _address(space), _address(space + 4 * workspace.table)
     for first in range(0, rows, workspace.rows):

@@ -19,15 +19,15 @@ _loading = threading.Lock()
 def run(launches: Iterable[Launch], device: torch.device, folder: Path = HASHCORE_KERNELS) -> None:
     """Launch kernels one after the other on torch's current stream of a CUDA device.
 
-    The first launch of a kernel compiles it, or reads it from the disk cache, and loads it: 1 to 300 ms, not allowed
-    while a CUDA graph is captured. Later launches touch neither disk nor lock, and may be captured. If one of the
-    kernels cannot be loaded, none is launched.
+    The first launch of a kernel compiles it, or reads it from the disk cache, and loads it. This takes 1 to 300 ms and
+    is not allowed during a CUDA graph capture. Later launches use neither disk nor lock, and may be captured. If one of
+    the kernels cannot be loaded, none is launched.
 
     Args:
-        launches: if they are `Kept`, what the driver needs of them is worked out once a device and folder.
-        folder: where the launches' sources lie.
-    Raises: CompileError; RuntimeError with the driver's words for what went wrong, or if a kernel would have to be
-        loaded during a capture.
+        launches: if they are `Kept`, they are prepared only once per device and folder.
+        folder: the folder of the sources.
+    Raises: CompileError; RuntimeError with the driver's message, or if a kernel would have to be loaded during a
+        capture.
     """
     here, index = _current_device(), device.index
     if index is None:
@@ -45,7 +45,7 @@ def run(launches: Iterable[Launch], device: torch.device, folder: Path = HASHCOR
 
 
 def _ready(launches: Iterable[Launch], index: int, folder: Path) -> list[Callable[[int], None]]:
-    """Load all of the kernels before the first is launched: one that cannot be must not leave half a search behind."""
+    """Load all kernels before the first is launched, so that an error does not leave half a search behind."""
     if index not in _threads.bound:
         _bind(index)
         _threads.bound.add(index)
@@ -56,7 +56,7 @@ def _ready(launches: Iterable[Launch], index: int, folder: Path) -> list[Callabl
 
 
 def _current_device() -> int:
-    return torch._C._cuda_getDevice()  # a third of torch.cuda.current_device, which makes sure that there is one
+    return torch._C._cuda_getDevice()  # takes a third of the time of torch.cuda.current_device
 
 
 def _current_stream(index: int) -> int:
@@ -79,7 +79,7 @@ def lane(device: torch.device) -> tuple[Any, ...]:
 
 @functools.cache
 def _is_cuda(device: torch.device) -> bool:
-    return device.type == "cuda"  # a string that is made anew: it costs more than all else of a lane
+    return device.type == "cuda"  # cached, because `type` creates a new string each time
 
 
 class _Threads(threading.local):
@@ -93,25 +93,25 @@ _threads = _Threads()
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """Return how many multiprocessors a CUDA device has."""
+def sm_count(device: torch.device) -> int:
+    """Return the number of SMs (multiprocessors) of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def architecture(index: int) -> str:
-    """Return what NVRTC calls a device: from 9.0 on with the `a` of its own instructions."""
+    """Return NVRTC's name of a device's architecture; from 9.0 on with `a`, for architecture-specific instructions."""
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 @functools.cache
 def _starts_early(index: int) -> bool:
-    """Tell whether a device can schedule a kernel before its predecessor ends; older ones may refuse the attribute."""
+    """Whether a device supports programmatic launches: a kernel may be scheduled before its predecessor ends."""
     return torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 def _prepare(index: int, folder: Path, launch: Launch) -> Callable[[int], None]:
-    """Load a launch's kernel, and return what launches it on a stream: everything else is worked out once."""
+    """Load a launch's kernel, and return a function that launches it on a stream."""
     function = _function(index, folder, launch.source, launch.macros, launch.kernel)
     early = launch.programmatic and _starts_early(index)
     return _early_call(function, launch) if early else _plain_call(function, launch)
@@ -161,7 +161,7 @@ def _driver() -> Any:
 
 @functools.cache
 def _programmatic() -> Any:
-    """The attribute of a kernel that calls wait_for_predecessor (kernels/common.cuh)."""
+    """Return the launch attribute for kernels that call wait_for_predecessor (kernels/common.cuh)."""
     driver = _driver()
     attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
     value.programmaticStreamSerializationAllowed = 1
@@ -171,7 +171,7 @@ def _programmatic() -> Any:
 
 
 def _bind(index: int) -> None:
-    """Make the device's primary context current where torch has not touched this thread yet."""
+    """Make the device's primary context current, if torch has not done so in this thread yet."""
     driver = _driver()
     if int(_check(driver.cuCtxGetCurrent())) == 0:
         _check(driver.cuCtxSetCurrent(_primary_context(index)))
@@ -179,7 +179,7 @@ def _bind(index: int) -> None:
 
 @functools.cache
 def _primary_context(index: int) -> Any:
-    """Retain the context that torch uses, too; it is never released, as torch never releases it."""
+    """Retain the primary context, which torch also uses; it is never released, as in torch."""
     driver = _driver()
     return _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(index))))
 
@@ -200,7 +200,7 @@ def _library(index: int, program: Program) -> Any:
     with _loading:  # two threads would load it twice
         if (index, program) not in _libraries:
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"{program} is not loaded yet, and capturing a graph forbids it; run it once before")
+                raise RuntimeError(f"{program} cannot be loaded while a CUDA graph is captured; run it once before")
             cubin = program.cubin(architecture(index))
             loaded = _check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
             _libraries[index, program] = loaded
@@ -208,7 +208,7 @@ def _library(index: int, program: Program) -> Any:
 
 
 def _check(result: tuple[Any, ...]) -> Any:
-    """Return the value of a driver call, or raise with the name and the words of its error."""
+    """Return the value of a driver call; raise RuntimeError with the name and description of an error."""
     driver = _driver()
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:

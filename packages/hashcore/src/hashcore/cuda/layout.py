@@ -1,4 +1,4 @@
-"""What the host decides for the kernels: argument structures, histogram levels, chunks and the workspace.
+"""Host side of the kernels: argument structures, histogram levels, chunks and the workspace.
 
 The structures mirror those of kernels/common.cuh, lists.cuh, select.cu and choose.cu field by field.
 """
@@ -10,11 +10,11 @@ from typing import NamedTuple, Self
 THREADS = 512  # SELECT_THREADS
 MAX_BINS = 4 * THREADS
 VECTOR = 8
-TILE = 2048  # keys that a block of the scoring takes in one turn; a smaller chunk would leave threads idle
-BLOCKS_PER_PROCESSOR = 2  # their registers and warps fill a multiprocessor half; more would cost more tables
-MAX_GROUP = 8  # rows that share the keys a block loads
+TILE = 2048  # keys that a block scores per iteration; a smaller chunk would leave threads idle
+BLOCKS_PER_SM = 2  # occupy half of an SM's registers and warps; more blocks would need more tables
+MAX_GROUP = 8  # maximal number of rows that share the keys loaded by a block
 MAX_SPLITS = 512  # blocks of a row in a search
-MAX_SLOTS = 1024  # rows of one turn of a search
+MAX_SLOTS = 1024  # rows per turn of a search
 MAX_PARTS = 4  # blocks that select from a row's candidates
 WARPS = THREADS // 32
 SAMPLE_BINS = 256
@@ -22,13 +22,13 @@ SAMPLES = MAX_SLOTS * SAMPLE_BINS  # words at the start of every search's worksp
 MAX_LIST = 1 << 16  # keys of a warp: their offsets have 16 bits
 MAX_POSITIONS = MAX_LIST * WARPS * MAX_SPLITS
 MAX_SCORE = 0xFFFF
-EARLY_SAMPLE = 1024  # keys of a row that say which others a shortlist has; a row of fewer than twice as many has none
+EARLY_SAMPLE = 1024  # sampled keys of a row that determine its shortlist; rows with less than twice as many have none
 SHORT_ROW = 3  # words of a row's floors: ShortRow
 MAX_WORKSPACE = 1 << 28  # bytes; more rows than fit are searched in turns
 
 
 class RowMap(ctypes.Structure):
-    """Sizes of the leading dimensions, slowest first, and the words from one entry to the next; `key`: of two keys."""
+    """Sizes of the leading dimensions, slowest first, and their strides in words; `key`: the stride of keys."""
 
     _fields_ = (
         ("size", ctypes.c_int32 * 4),
@@ -43,16 +43,16 @@ class Weights(ctypes.Structure):
 
 
 class Codes(ctypes.Structure):
-    """What codes are like, of kernels/choose.cu."""
+    """Codes of kernels/choose.cu: weights, and numbers of planes and words."""
 
     _fields_ = (("weights", Weights), ("planes", ctypes.c_int32), ("words", ctypes.c_int32))
 
 
 class Window(ctypes.Structure):
-    """Which positions of a row compete; addresses of arrays, or 0 and one value for all rows.
+    """The eligible positions of rows: addresses of arrays, or 0 and one value for all rows.
 
-    Entry row // lengths_per is that of a row: what is the same for all heads need not be repeated.
-    Arrays are int32, or int64 as `wide` says: bit 0 for lengths, bit 1 for starts.
+    A row uses entry row // lengths_per, so that values are not repeated per head. Arrays are int32, or int64 if `wide`:
+    bit 0 for lengths, bit 1 for starts.
     """
 
     _fields_ = (
@@ -70,7 +70,7 @@ class Window(ctypes.Structure):
 
 
 class Selection(ctypes.Structure):
-    """How many a row selects: the address of an array or 0, one count for all rows, slots of the output.
+    """The number of keys that a row selects: the address of an array or 0, one count for all rows, output slots.
 
     The array is int32, or int64 if `wide`.
     """
@@ -85,13 +85,13 @@ class Selection(ctypes.Structure):
 
 
 class Groups(ctypes.Structure):
-    """Rows over the same keys, `line` of them side by side, in groups of `size`; size 1: each row alone."""
+    """Groups of `size` rows out of `line` consecutive rows with the same keys; size 1: no groups."""
 
     _fields_ = (("first", ctypes.c_int32), ("line", ctypes.c_int32), ("size", ctypes.c_int32))
 
 
 class Space(ctypes.Structure):
-    """Addresses of a turn's workspace (score.cu)."""
+    """Addresses in the workspace of a turn (score.cu)."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("sample", "floors", "counts", "lists")),
@@ -101,7 +101,7 @@ class Space(ctypes.Structure):
 
 
 class Shortlist(ctypes.Structure):
-    """First words of keys, where they lie, the rows' floors in a turn's workspace, and how many times k a list has."""
+    """Address and layout of the keys' first words, address of the rows' floors, and shortlist size in units of k."""
 
     _fields_ = (("first", ctypes.c_void_p), ("map", RowMap), ("rows", ctypes.c_void_p), ("times", ctypes.c_int32))
 
@@ -129,13 +129,13 @@ INT32_LEVELS = Levels.of((21, 10, 0), (2048, 2048, 1024))
 
 
 def require_positions(n: int) -> None:
-    """Refuse more positions than the kernels can add in 32 bits."""
+    """Raise ValueError for more positions than the kernels can add in 32 bits."""
     if n > MAX_POSITIONS:
         raise ValueError(f"on CUDA a row may have at most {MAX_POSITIONS} positions, got {n}; split the keys")
 
 
 def require_rows(rows: int) -> None:
-    """Refuse more rows than the kernels can number in 32 bits."""
+    """Raise ValueError for more rows than the kernels can number in 32 bits."""
     if rows >= 1 << 31:
         raise ValueError(f"on CUDA a call may have fewer than {1 << 31} rows, got {rows}; split the queries")
 
@@ -154,7 +154,7 @@ def top_score(words: int, weights: Sequence[int]) -> int:
 
 
 def sample_shift(top: int) -> int:
-    """Return by how much scores in [0, top] are shifted to number their bin of the sample."""
+    """Return the right shift from scores in [0, top] to bins of the sample."""
     return max(0, top.bit_length() - (SAMPLE_BINS - 1).bit_length())
 
 
@@ -167,13 +167,13 @@ def score_levels(top: int) -> Levels:
 
 
 def are_planes(weights: Sequence[int]) -> bool:
-    """Tell whether weights are those of `planes` or `group_planes`: few enough to compile a kernel for each."""
+    """Whether weights are those of `planes` or `group_planes`; kernels are compiled for each of these few cases."""
     *regular, last = weights
     return list(regular) == [1 << p for p in range(len(regular))] and 1 <= last <= 1 << len(regular)
 
 
 def collapse(lead: Sequence[int], query: Sequence[int], keys: Sequence[int], key: int) -> RowMap | None:
-    """Merge the leading dimensions that follow each other in both operands; None if more than four remain."""
+    """Merge adjacent leading dimensions that are contiguous in both operands; None if more than four remain."""
     merged: list[tuple[int, int, int]] = []
     for size, q, k in zip(lead, query, keys, strict=True):
         if size == 1:
@@ -202,17 +202,17 @@ class Workspace(NamedTuple):
     words: int
 
     @classmethod
-    def plan(cls, rows: int, n: int, levels: Levels, processors: int) -> Self:
-        """Lay out a selection from `rows` rows of n scores, or of the rows of one turn if they are too many.
+    def plan(cls, rows: int, n: int, levels: Levels, sms: int) -> Self:
+        """Plan the workspace of a selection from `rows` rows of n scores, in several turns if they are too many.
 
         Args:
-            processors: multiprocessors of the device.
-        Raises: ValueError for more than the kernels can count.
+            sms: number of SMs of the device.
+        Raises: ValueError if there are more rows or positions than the kernels can count.
         """
         require_rows(rows)
         require_positions(n)
         rows = max(1, min(rows, MAX_WORKSPACE // (4 * (2 * levels.width + 1))))
-        blocks = BLOCKS_PER_PROCESSOR * processors
+        blocks = BLOCKS_PER_SM * sms
         splits = max(1, min(blocks // rows, -(-n // TILE)))
         tickets = rows * levels.width
         zeros = tickets + -(-rows // 4) * 4
@@ -222,36 +222,36 @@ class Workspace(NamedTuple):
 class SearchSpace(NamedTuple):
     """Scratch memory of one turn of a search: offsets in 4-byte words from a 16-byte boundary.
 
-    The samples come first, in the same place for every shape, so that searches of any shapes can share their memory one
-    after the other: each leaves its samples zero. Whatever they hold, results are right.
+    The samples come first, at the same offset for every shape, so that consecutive searches of any shape can share
+    memory: each leaves its samples zero. Results are correct even if they are not zero.
     """
 
-    slots: int  # rows of a turn, whole groups
+    slots: int  # rows per turn, in whole groups
     splits: int
     parts: int
     floors: int
     counts: int
     lists: int
-    stride: int  # from one row's lists to the next
-    short: int  # rows' floors, where there are shortlists
+    stride: int  # of the rows' lists
+    short: int  # floors of the rows, for shortlists
     words: int
 
     @classmethod
-    def plan(cls, slots: int, group: int, n: int, width: int, processors: int) -> Self:
-        """Lay out a search of so many rows of n keys that select up to `width` each, or of one turn of it.
+    def plan(cls, slots: int, group: int, n: int, width: int, sms: int) -> Self:
+        """Plan the workspace of a search of `slots` rows of n keys that select up to `width` each, or of one turn.
 
         Args:
-            slots: rows, groups of them filled up; group: rows of a group.
-            processors: multiprocessors of the device.
-        Raises: ValueError for more than the kernels can count.
+            slots: number of rows, rounded up to whole groups; group: rows per group.
+            sms: number of SMs of the device.
+        Raises: ValueError if there are more rows or positions than the kernels can count.
         """
         require_rows(slots)
         require_positions(n)
         stride = -(-n // 4) * 4
         slots = max(group, min(slots, MAX_SLOTS, MAX_WORKSPACE // (4 * stride)) // group * group)
-        splits = max(1, min(processors // (slots // group), -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
+        splits = max(1, min(sms // (slots // group), -(-n // TILE), MAX_SPLITS), -(-n // (MAX_LIST * WARPS)))
         # One block reads a few thousand candidates as fast as several would.
-        parts = max(1, min(width // (VECTOR * THREADS), processors // slots, MAX_PARTS))
+        parts = max(1, min(width // (VECTOR * THREADS), sms // slots, MAX_PARTS))
         floors = SAMPLES
         counts = floors + slots * splits
         lists = -(-(counts + slots * splits * WARPS) // 4) * 4
@@ -259,6 +259,6 @@ class SearchSpace(NamedTuple):
         return cls(slots, splits, parts, floors, counts, lists, stride, short, short + SHORT_ROW * slots)
 
     def place(self, space: Space, address: int) -> None:
-        """Write where the parts lie in memory at an address into the kernels' argument."""
+        """Set the addresses of the parts in the kernels' argument, for memory at an address."""
         space.sample, space.floors = address, address + 4 * self.floors
         space.counts, space.lists = address + 4 * self.counts, address + 4 * self.lists

@@ -1,4 +1,4 @@
-"""Kernel sources to cubins: NVRTC through cuda-core, kept on disk."""
+"""Compiles kernel sources to cubins with NVRTC through cuda-core, and caches them on disk."""
 
 import functools
 import importlib
@@ -16,7 +16,7 @@ CACHE_BYTES = 256 << 20
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a source; the message has the kernel, the architecture and the compiler's own words."""
+    """NVRTC could not compile a source; the message has the kernel, the architecture and the compiler's message."""
 
 
 class Program:
@@ -24,11 +24,11 @@ class Program:
 
     Args:
         name: file name of the source.
-        macros: what -D defines: shapes and types that change the code.
-        folder: where the source lies, hashcore's own kernels by default. Its quoted includes are found there and among
-            hashcore's kernels (cuda.source); a folder of another package may so include "common.cuh".
+        macros: definitions (-D) of shapes and dtypes that change the code.
+        folder: the folder of the source, by default hashcore's kernels. Quoted includes are searched there and among
+            hashcore's kernels (cuda.source), so that other packages can include "common.cuh".
 
-    Two programs of the same arguments are equal, and hash alike.
+    Programs with equal arguments are equal and have the same hash.
     """
 
     def __init__(self, name: str, macros: Macros | None = None, folder: Path = HASHCORE_KERNELS):
@@ -49,10 +49,10 @@ class Program:
         return self.name, self.macros, self.folder
 
     def cubin(self, arch: str) -> bytes:
-        """Return machine code for an architecture such as sm_90a, from the disk cache if it was compiled before.
+        """Return machine code for an architecture such as sm_90a, from the disk cache if possible.
 
         The cache key covers the source with its headers, the macros and all other options, the architecture, and the
-        version of NVRTC. A cache folder that cannot be written is reported once in the log, and nothing is kept.
+        version of NVRTC. If the cache folder cannot be written, this is logged once and nothing is cached.
 
         Raises: CompileError.
         """
@@ -70,13 +70,13 @@ class Program:
             return self.compile(arch)[0]
 
     def cache_key(self, arch: str) -> bytes:
-        """Return what the cubin is filed under."""
+        """Return the cache key of the cubin."""
         return _cuda_core("cuda.core.utils").make_program_cache_key(
             code=self.source(), code_type="c++", options=self._options(arch, ()), target_type="cubin"
         )
 
     def compile(self, arch: str, ptxas: Sequence[str] = ()) -> tuple[bytes, str]:
-        """Compile now; return the cubin and what the compiler said.
+        """Compile; return the cubin and the compiler's log.
 
         Args:
             ptxas: options of the assembler, such as -v.
@@ -106,21 +106,21 @@ class Program:
 
 
 def require_compiler() -> None:
-    """Raise RuntimeError with one sentence if the kernels cannot be compiled, because cuda-core is not installed."""
+    """Raise RuntimeError if the kernels cannot be compiled because cuda-core is not installed."""
     _cuda_core("cuda.core")
 
 
 def _cuda_core(module: str) -> Any:
-    """Import a module of cuda-core, which comes with the extra `cuda` and without types."""
+    """Import a module of cuda-core, which the extra `cuda` installs; it has no types."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise RuntimeError(
-            f"hashcore compiles its CUDA kernels through cuda-core, expected it to be installed, got none ({error}); "
+            f"hashcore needs cuda-core to compile its CUDA kernels, and it is not installed ({error}); "
             'pip install "cuda-core>=1.0,<2" "cuda-bindings>=13.0,<14", or use the CPU'
         ) from error
 
 
 @functools.cache
 def _report_cache(error: str) -> None:
-    logger.warning("cubins are compiled anew in every process: %s; set HASHCORE_CACHE to a folder to write to", error)
+    logger.warning("cubins are compiled again in every process: %s; set HASHCORE_CACHE to a writeable folder", error)

@@ -1,7 +1,7 @@
-"""Kernel sources: one text per file, with the headers of its folder written out where they are included.
+"""Kernel sources: one text per file, with its headers expanded in place.
 
-A compiler that reads files of its own has inputs that no cache key sees. These texts include nothing: what is compiled
-is exactly what is hashed. #line directives keep the names and numbers that the compiler reports.
+If the compiler read headers itself, cache keys would not cover them. These texts include nothing, so exactly what is
+hashed is compiled. #line directives preserve file names and line numbers in compiler messages.
 """
 
 import functools
@@ -18,10 +18,10 @@ Macros = Mapping[str, str | int]
 
 @functools.cache
 def read_source(folder: Path, name: str) -> str:
-    """Return the text of a kernel file with the headers it includes in quotes, each once, in their place.
+    """Return the text of a kernel file with its quoted includes expanded, each header once.
 
-    Headers are looked up in the folder of the file and then among hashcore's own, so that another package's kernels may
-    include "common.cuh". Includes in angle brackets are left alone: NVRTC has a few headers built in.
+    Headers are searched in the folder of the file and then in hashcore's, so that other packages' kernels can include
+    "common.cuh". Includes in angle brackets are kept, for NVRTC's built-in headers.
 
     Raises: FileNotFoundError if the file or a header is missing.
     """
@@ -31,7 +31,7 @@ def read_source(folder: Path, name: str) -> str:
 def _expand(folder: Path, name: str, seen: set[Path]) -> str:
     path = next((f / name for f in (folder, HASHCORE_KERNELS) if (f / name).is_file()), None)
     if path is None:
-        raise FileNotFoundError(f"expected {name} in {folder} or {HASHCORE_KERNELS}, found none; is the package whole?")
+        raise FileNotFoundError(f"expected {name} in {folder} or {HASHCORE_KERNELS}, found none; reinstall the package")
     if path in seen:
         return ""
     seen.add(path)

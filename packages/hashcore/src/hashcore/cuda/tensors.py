@@ -1,8 +1,7 @@
-"""hashcore's operations on torch tensors in device memory: shapes and strides in, launches out.
+"""hashcore's operations on torch tensors in device memory: prepares launches from shapes and strides.
 
-Nothing is checked here that hashcore.ops checks. Values in device memory are never read by the host, except where a
-docstring says so. `run` executes launches, by default on the device; the tests pass the host simulator and tensors in
-CPU memory.
+hashcore.ops has checked the arguments. The host never reads device memory, except where a docstring says so. `run`
+executes launches, by default on the device; tests pass the host simulator and tensors in CPU memory.
 """
 
 import math
@@ -33,13 +32,13 @@ PACKED = {
 UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 QUANTISED = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _NUMBERS = int, type(None)
-SIMULATED_PROCESSORS = 3  # of a device that is none: few enough that a row has several chunks, and more than one turn
+SIMULATED_SMS = 3  # SMs of the simulated device; small, so that tests cover several chunks and turns
 
 
 def pack(x: torch.Tensor, out: torch.Tensor, run: Run | None = None) -> None:
     """Pack [..., 32 W] numbers into contiguous int32 [..., W] (eq. 1)."""
     if out.numel():
-        x = (x.view(UNSIGNED[x.dtype]) != 0 if x.dtype in UNSIGNED else x).contiguous()  # all that is not 0 is positive
+        x = (x.view(UNSIGNED[x.dtype]) != 0 if x.dtype in UNSIGNED else x).contiguous()  # positive means not 0
         _run(run, [kernels.pack(PACKED[x.dtype], x.data_ptr(), out.data_ptr(), out.numel())], x.device)
 
 
@@ -97,7 +96,7 @@ def score(
 
 
 class Bounds(NamedTuple):
-    """Which positions of a row compete: [start + sink, length - recent)."""
+    """The eligible positions of a row: [start + sink, length - recent)."""
 
     lengths: Bound = None
     starts: Bound = None
@@ -105,7 +104,7 @@ class Bounds(NamedTuple):
     recent: int = 0
 
     def window(self, window: Window, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
-        """Write the argument of the kernels, and return the tensors that it points at."""
+        """Set the kernels' argument, and return the tensors that it points to."""
         lengths, window.lengths_per, window.length, first = _bound(self.lengths, lead, n, n)
         starts, window.starts_per, window.start, second = _bound(self.starts, lead, n, 0)
         window.lengths, window.starts = lengths, starts
@@ -115,7 +114,7 @@ class Bounds(NamedTuple):
 
 
 def _bound(bound: Bound, lead: Sequence[int], n: int, default: int) -> tuple[int | None, int, int, torch.Tensor | None]:
-    """Return address, rows an entry, the value of all rows, and the tensor at the address."""
+    """Return address, rows per entry, the value for all rows, and the tensor at the address."""
     if bound is None:
         return None, 1, default, None
     if isinstance(bound, int):
@@ -130,13 +129,13 @@ def workspace(
     """Return scratch memory, int32, for searches of up to `rows` rows of n positions on a device.
 
     Args:
-        width: the most that a row selects, n by default.
-    Such searches, one at a time, leave it ready for the next; one that runs at the same time needs its own.
+        width: maximal number of keys that a row selects, n by default.
+    Consecutive searches can share it; concurrent ones need their own.
     Raises: ValueError if scores of these words and weights need more than 16 bits.
     """
     layout.top_score(words, weights)
-    plan = SearchSpace.plan(rows, 1, n, n if width is None else width, _processors(device))
-    # In groups rows may fill up to seven slots more, and have up to eight times as many blocks.
+    plan = SearchSpace.plan(rows, 1, n, n if width is None else width, _sm_count(device))
+    # With groups, rows may take up to seven slots more, and up to eight times as many blocks.
     room = plan.words + layout.MAX_GROUP * (plan.stride + plan.slots * (plan.splits + 1) * (layout.WARPS + 1))
     return torch.zeros(room, dtype=torch.int32, device=device)
 
@@ -156,26 +155,25 @@ def search(
 ) -> None:
     """Score and select in two launches, or three with a shortlist, in ascending index order (eq. 4, eq. 6, eq. 20).
 
-    Rows whose operands' leading dimensions end in one that the keys do not have share each key that is read.
+    Rows share each key that is read if the last leading dimension is broadcast in the keys.
 
     Args:
         query: planes [..., P, W], or without weights codes [..., Q, W].
         keys: [..., N, W].
-        k: one count, or an integer tensor on the device that expands to the rows.
-        scores, indices: contiguous int32, and int32 or int64, [rows..., K]; slots that are not filled get 0 and -1.
-        scratch: of `workspace`; by default memory that this thread keeps for the current stream, or for the capture in
-            progress.
-        shortlist: how many times k keys of each row are scored in full; 0: all.
-        first: int32 [..., N], a copy of the first word of each key. Side by side they are a part of the codes' bytes;
-            without them a shortlist saves work, but reads as much. Elsewhere nothing looks at them.
-    Tensors k, lengths and starts cost no launch if they are int32 or int64, contiguous, and have the first of the rows'
-    dimensions and 1 for the others.
+        k: one count, or an integer tensor on the device that broadcasts to the rows.
+        scores, indices: contiguous int32, and int32 or int64, [rows..., K]; unused slots get 0 and -1.
+        scratch: from `workspace`; by default memory that this thread keeps for the current stream or capture.
+        shortlist: about this many times k keys of each row are scored in full; 0: all.
+        first: for a shortlist, a copy of the first word of each key, int32 [..., N]. If contiguous, fewer bytes are
+            read; without it, a shortlist saves work, but reads as many bytes.
+    Tensors k, lengths and starts need no extra launch if they are int32 or int64 and contiguous, and their shape is a
+    prefix of the rows' shape followed by ones.
     """
     if not scores.numel():
         return
     device = scores.device
     weights = None if weights is None else tuple(weights)
-    at, keys_at = query.data_ptr(), keys.data_ptr()  # what is copied to be aligned depends on the addresses, too
+    at, keys_at = query.data_ptr(), keys.data_ptr()  # alignment, and so copies, depend on the addresses
     how = indices.dtype, device, at % 16, keys_at % 16, weights
     form = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape, how
     if not shortlist or _lists_all(keys.shape[-2], k, shortlist):
@@ -198,16 +196,16 @@ def search(
     call.query.value, call.keys.value = at, keys_at
     call.values.value, call.indices.value = scores.data_ptr(), indices.data_ptr()
     (launch.run if run is None else run)(call.launches, device)
-    del held  # the allocator may reuse them from here on: the launches are in the stream
+    del held  # kept until the launches are in the stream; from here on the allocator may reuse them
 
 
 def _lists_all(n: int, k: int | torch.Tensor, shortlist: int) -> bool:
-    """Tell whether all keys are on the list of any row of up to n, as far as the host can see (eq. 20)."""
+    """Whether the host knows that every row's shortlist contains all keys (eq. 20)."""
     return n < 2 * layout.EARLY_SAMPLE or (isinstance(k, int) and shortlist * k >= n)
 
 
 class _Prepared:
-    """A search of given shapes: its launches, and whether operands of these strides are used where they lie."""
+    """The prepared launches of a search of given shapes; `direct`: operands of these strides are not copied."""
 
     def __init__(
         self, call: kernels.Search, plan: Callable[[int, int], SearchSpace], lead: Sequence[int], n: int, width: int,
@@ -217,10 +215,10 @@ class _Prepared:
         self.lead, self.n, self.width, self.words = lead, n, width, self.space.words
         self.at = 0
         self.rows: object = None
-        """The bounds and the count that are written, if they are numbers."""
+        """The bounds and the count that are set, if they are integers."""
 
     def resize(self, n: int, width: int) -> bool:
-        """Search so many keys for so many from now on, if the launches can; their grids stay as they are."""
+        """Adapt the launches to a new number of keys and width; False if their grids would have to change."""
         space = self.plan(n, width)
         if space[:3] != self.space[:3] or min(n, self.n) < 2:  # slots, splits, parts; a single row has no stride
             return False
@@ -230,25 +228,25 @@ class _Prepared:
         return True
 
     def fitting(self, memory: torch.Tensor) -> kept.Memory:
-        """Return memory, if it is enough for the workspace."""
+        """Return memory as scratch memory. Raises: ValueError if it is too small for the workspace."""
         if memory.numel() < self.words:
             raise ValueError(
-                f"the workspace must hold {self.words} words for {math.prod(self.lead)} rows of {self.n} "
-                f"positions, got {memory.numel()}; make it with hashcore.cuda.tensors.workspace"
+                f"the workspace must have {self.words} words for {math.prod(self.lead)} rows of {self.n} "
+                f"positions, got {memory.numel()}; create it with hashcore.cuda.tensors.workspace"
             )
         return kept.Memory(memory.data_ptr(), memory.numel(), memory)
 
     def place(self, address: int) -> None:
-        """Write where the workspace lies, if it is another than before."""
+        """Set the address of the workspace, if it has changed."""
         if address != self.at:
             self.space.place(self.call.space, address)
             self.call.shortlist.rows = address + 4 * self.space.short
             self.at = address
 
     def bound(self, bounds: Bounds, k: int | torch.Tensor) -> object:
-        """Write which positions compete and how many are selected; return the tensors of which the addresses are."""
+        """Set the eligible positions and the counts; return the tensors whose addresses were set."""
         lengths, starts = bounds.lengths, bounds.starts
-        # What is a number is asked for: whether something is a tensor is a question to a class that takes its time.
+        # Check for integers, because isinstance(x, torch.Tensor) is slow.
         if isinstance(k, int) and isinstance(lengths, _NUMBERS) and isinstance(starts, _NUMBERS):
             if self.rows == (rows := (bounds, k)):
                 return None
@@ -263,7 +261,7 @@ _searches: kept.Table[_Prepared] = kept.Table()
 
 
 def _renewed(form: tuple[Any, ...], *given: Any) -> _Prepared:
-    """Return the search of a form: that of one key fewer, with its numbers changed, or a new one of what is given."""
+    """Return the search for a form: that with one key fewer, updated, or a new one."""
     query, keys, _, scores, *_ = given
     (*lead, n, words), (*rows, width) = keys.shape, scores.shape
     kind = query.shape, query.stride(), *lead, words, keys.stride(), *rows, *form[5:]
@@ -284,10 +282,10 @@ def _prepare(
     at, own, direct = _placed(query, keys, weights, first, lead)
     rows = math.prod(lead)
     slots, group = _slots(at.map, rows)
-    processors, index_bits = _processors(scores.device), 8 * indices.element_size()
+    sms, index_bits = _sm_count(scores.device), 8 * indices.element_size()
 
     def plan(n: int, width: int) -> SearchSpace:
-        return SearchSpace.plan(slots, group, n, width, processors)
+        return SearchSpace.plan(slots, group, n, width, sms)
 
     short = layout.Shortlist(map=own.map, times=shortlist) if shortlist else None
     call = kernels.search(at.map, words, weights or (1,), rows, group, index_bits, plan(n, width), short)
@@ -295,7 +293,7 @@ def _prepare(
 
 
 def _slots(map: layout.RowMap, rows: int) -> tuple[int, int]:
-    """Return how many places rows take in a workspace, and how many are a group: each line of shared keys has whole."""
+    """Return the workspace slots of rows, and the rows per group; rows with shared keys are padded to whole groups."""
     line = map.size[3]
     if line == 1 or map.keys[3]:
         return rows, 1
@@ -303,12 +301,12 @@ def _slots(map: layout.RowMap, rows: int) -> tuple[int, int]:
 
 
 def slots(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, lead: Sequence[int]) -> int:
-    """Return how many places the rows of a search of such operands take in a workspace."""
+    """Return the number of workspace slots for the rows of a search of these operands."""
     return _slots(_placed(query, keys, weights, None, lead).at.map, math.prod(lead))[0]
 
 
 class _Placed(NamedTuple):
-    """Operands of planes, those of the first words, and whether all are used where they lie."""
+    """Operands for planes and for first words, and whether none of them is a copy."""
 
     at: "_Operands"
     first: "_Operands"
@@ -322,9 +320,9 @@ def _placed(
     first: torch.Tensor | None,
     lead: Sequence[int],
 ) -> _Placed:
-    """Place the operands of a search: without weights each of the Q queries is one plane of weight 1.
+    """Return the operands of a search: without weights each of the Q queries is one plane of weight 1.
 
-    First words that are not given are those of the codes.
+    first: None to use the first words in the codes.
     """
     if weights is None:
         query, keys, first = query.unsqueeze(-2), keys.unsqueeze(-3), None if first is None else first.unsqueeze(-2)
@@ -350,7 +348,7 @@ def topk(
     if not values.numel():
         return
     rows, device = math.prod(lead), scores.device
-    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, _processors(device))
+    plan = Workspace.plan(rows, n, layout.INT32_LEVELS, _sm_count(device))
     stride = -(-n // layout.VECTOR) * layout.VECTOR
     aligned = scores.to(torch.int32).reshape(rows, n)
     if stride != n or aligned.data_ptr() % 16 or not aligned.is_contiguous():
@@ -378,7 +376,7 @@ class _Operands(NamedTuple):
 
 
 def _operands(query: torch.Tensor, keys: torch.Tensor, lead: Sequence[int]) -> _Operands:
-    """Return the operands in a form the kernels can address, copied only where they are not."""
+    """Return the operands in a layout that the kernels support, copied only if necessary."""
     layout.require_rows(math.prod(lead))
     query, keys = _rows(query), _rows(keys, apart=True)
     for attempt in range(3):
@@ -394,7 +392,7 @@ def _operands(query: torch.Tensor, keys: torch.Tensor, lead: Sequence[int]) -> _
 
 
 def _rows(codes: torch.Tensor, apart: bool = False) -> torch.Tensor:
-    """Return codes aligned to the loads of the kernels, without gaps between their rows, or with any if `apart`."""
+    """Return codes aligned for the kernels' loads; apart: rows may have gaps. Copied only if necessary."""
     rows, words = codes.shape[-2:]
     unit = math.gcd(words, 4)
     dense = (codes.stride(-1) == 1 or words == 1) and (apart or codes.stride(-2) == words or rows == 1)
@@ -404,7 +402,7 @@ def _rows(codes: torch.Tensor, apart: bool = False) -> torch.Tensor:
 
 
 def _selection(selection: Selection, k: int | torch.Tensor, lead: Sequence[int], width: int) -> torch.Tensor | None:
-    """Write the argument of the kernels, and return the tensor that it points at."""
+    """Set the kernels' argument, and return the tensor that it points to."""
     selection.width = width
     if isinstance(k, int):
         selection.k, selection.k_per, selection.count, selection.wide = None, 1, k, 0
@@ -415,7 +413,7 @@ def _selection(selection: Selection, k: int | torch.Tensor, lead: Sequence[int],
 
 
 def _per_row(values: torch.Tensor, lead: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """Return values that expand to the rows, without gaps, and how many rows that follow each other share one."""
+    """Return contiguous values that broadcast to the rows, and the number of consecutive rows that share a value."""
     shape = (*(1,) * (len(lead) - values.ndim), *values.shape)
     own = max((d + 1 for d, size in enumerate(shape) if size > 1), default=0)
     if shape[:own] == tuple(lead[:own]) and values.is_contiguous():
@@ -424,7 +422,7 @@ def _per_row(values: torch.Tensor, lead: Sequence[int]) -> tuple[torch.Tensor, i
 
 
 def _integers(values: torch.Tensor) -> torch.Tensor:
-    """Return integers as int32 or int64, which the kernels clamp."""
+    """Return integers as int32 or int64; the kernels clamp them."""
     if values.dtype in (torch.int32, torch.int64):
         return values
     return values.to(torch.int32 if values.element_size() < 4 else torch.int64)
@@ -434,5 +432,5 @@ def _is_wide(values: torch.Tensor | None) -> int:
     return int(values is not None and values.dtype == torch.int64)
 
 
-def _processors(device: torch.device) -> int:
-    return launch.processors(device) if device.type == "cuda" else SIMULATED_PROCESSORS
+def _sm_count(device: torch.device) -> int:
+    return launch.sm_count(device) if device.type == "cuda" else SIMULATED_SMS

@@ -1,4 +1,4 @@
-"""Times of device work, for benchmarks: from CUDA graphs, so that the host's part is left out, by CUDA events."""
+"""Times device work for benchmarks: with CUDA graphs, which exclude the host's time, and CUDA events."""
 
 import shutil
 import statistics
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-REPLAYS = 40  # at most, of a graph
+REPLAYS = 40  # maximal number of replays of a graph
 CLOCKS = ["driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.draw"]
 
 
 class Times(NamedTuple):
-    """Microseconds a step: the median of the replays, and their quartiles."""
+    """Microseconds per step: the median and the quartiles of the replays."""
 
     median: float
     low: float
@@ -23,7 +23,7 @@ class Times(NamedTuple):
 
 
 def graph_of(steps: Sequence[Callable[[], Any]]) -> "torch.cuda.CUDAGraph":
-    """Capture the steps, one after the other, after running each once outside."""
+    """Capture the steps in order, after running each once outside of the capture."""
     import torch
 
     for step in steps:
@@ -37,11 +37,11 @@ def graph_of(steps: Sequence[Callable[[], Any]]) -> "torch.cuda.CUDAGraph":
 
 
 def graph_time(steps: Sequence[Callable[[], Any]], rounds: int = 1, seconds: float = 2.0) -> Times:
-    """Return the time of one step within a graph that runs all steps `rounds` times.
+    """Return the time of one step in a graph that runs all steps `rounds` times.
 
     Args:
-        steps: the same work on different data; together they should touch more than the L2 cache holds.
-        seconds: after which no further replay begins; at least five are timed.
+        steps: the same work on different data; together they should read more than the L2 cache.
+        seconds: no replay starts after this time; at least five are timed.
     """
     import torch
 
@@ -62,7 +62,7 @@ def graph_time(steps: Sequence[Callable[[], Any]], rounds: int = 1, seconds: flo
 
 
 def copy_bandwidth(size: int = 1 << 30) -> float:
-    """Return bytes a microsecond, read and written, of copying `size` bytes within the device."""
+    """Return the bandwidth of copying `size` bytes on the device: bytes read and written per microsecond."""
     import torch
 
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
@@ -71,7 +71,7 @@ def copy_bandwidth(size: int = 1 << 30) -> float:
 
 
 def environment() -> dict[str, Any]:
-    """Return what the figures depend on: device, driver, versions and date. Clocks are those of an idle device."""
+    """Return device, driver, versions and date; clocks are those of the idle device."""
     import torch
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -87,7 +87,7 @@ def environment() -> dict[str, Any]:
 
 
 def state() -> dict[str, str] | None:
-    """Return driver, clocks and power of the current device as nvidia-smi says now; None without it."""
+    """Return driver, clocks and power of the current device now, from nvidia-smi; None without it."""
     import torch
 
     tool = shutil.which("nvidia-smi")

@@ -1,7 +1,7 @@
-"""Bytes that a search on CUDA moves, predicted: a model to be held against the first measurement.
+"""Predicts the bytes that a search on CUDA moves, to compare with measurements.
 
-Everything that crosses a multiprocessor's edge counts, also what a launch reads back from the L2 cache. Memory moves in
-sectors of 32 bytes; what is written or read in parts of one counts whole.
+All traffic between SMs and the L2 cache or memory counts. Memory moves in sectors of 32 bytes; partial sectors count as
+whole ones.
 """
 
 import math
@@ -16,11 +16,11 @@ SECTOR = 32
 
 
 class Traffic(NamedTuple):
-    """Bytes of a search, by what they are."""
+    """Bytes that a search moves, by kind."""
 
-    codes: float  # with a shortlist first words of all keys, and the whole of those on it
-    samples: float  # added to the rows' histograms and read there, then cleared
-    candidates: float  # written and read: lists, their lengths, floors
+    codes: float  # with a shortlist: first words of all keys, and whole codes of keys on it
+    samples: float  # histograms of the rows: added to, read, cleared
+    candidates: float  # lists, their lengths, floors: written and read
     results: float
 
     @property
@@ -29,7 +29,7 @@ class Traffic(NamedTuple):
 
     @property
     def beside(self) -> float:
-        """What is moved beside the codes, as a fraction of them."""
+        """All other bytes relative to those of the codes."""
         return (self.samples + self.candidates + self.results) / self.codes
 
 
@@ -39,23 +39,23 @@ def search(
     words: int,
     weights: Sequence[int],
     k: int,
-    processors: int,
+    sms: int,
     index_bytes: int = 8,
     shortlist: int = 0,
 ) -> Traffic:
-    """Predict the bytes of a search of rows with keys of their own, whose scores spread as those of random bits.
+    """Predict the bytes of a search of rows that do not share keys, with scores distributed as for random bits.
 
     Args:
-        k: how many a row selects; processors: multiprocessors of the device.
-        shortlist: how many times k keys are scored in full, with first words side by side; 0: all.
+        k: keys to select per row; sms: number of SMs of the device; index_bytes: per index of the result.
+        shortlist: about this many times k keys are scored in full, with contiguous first words; 0: all.
     """
-    space = SearchSpace.plan(rows, 1, n, k, processors)
+    space = SearchSpace.plan(rows, 1, n, k, sms)
     blocks, lists = rows * space.splits, rows * space.splits * layout.WARPS
     if listed_all := not shortlist or n < 2 * layout.EARLY_SAMPLE or shortlist * k >= n:
         listed = candidates(n, words, weights, k, space.splits) * rows
     else:
         listed = min(shortlist * k, _rank(n, k) * n / layout.EARLY_SAMPLE) * rows
-    sectors = listed * 4 / SECTOR + lists  # each list begins and ends within a sector
+    sectors = listed * 4 / SECTOR + lists  # each list starts and ends within a sector
     written = SECTOR * sectors + 4 * lists + SECTOR * blocks
     bins = blocks * layout.SAMPLE_BINS * 4 * 2 + rows * layout.SAMPLE_BINS * 4
     codes = rows * n * words * 4.0
@@ -66,29 +66,29 @@ def search(
 
 
 def _whole(words: int) -> int:
-    """Bytes of the sectors that a code touches."""
+    """Return the bytes of the sectors that a code touches."""
     return -(-4 * words // SECTOR) * SECTOR
 
 
 def _gathered(words: int, share: float) -> float:
-    """Bytes a key of the sectors that hold a code on the list, if such a share of them is, here and there.
+    """Return the bytes per key of sectors with a code on the shortlist, if a random share of keys is on it.
 
-    Keys of one sector are scored side by side or nearly so, so it is read once.
+    A sector is read once: its keys are scored at about the same time.
     """
     together = max(1, SECTOR // (4 * words))
     return _whole(words) / together * (1 - (1 - share) ** together)
 
 
 def _rank(n: int, k: int) -> float:
-    """Which of the sample's keys is the floor of the candidates (kernels/shortlist.cu)."""
+    """Return the rank of the sampled key that sets the floor of the candidates (kernels/shortlist.cu)."""
     share = k * layout.EARLY_SAMPLE / n
     return share + 3 * math.sqrt(share) + 4
 
 
 def candidates(n: int, words: int, weights: Sequence[int], k: int, splits: int) -> float:
-    """Predict how many keys of a row are listed: a quarter more than k, and what the last bin of the sample holds."""
+    """Predict the number of candidates of a row: 1.25 k, plus the rest of the sample's last bin."""
     top = layout.top_score(words, weights)
-    deviation = math.sqrt(32 * words) * math.sqrt(sum(w * w for w in weights)) / 2  # planes that vary on their own
+    deviation = math.sqrt(32 * words) * math.sqrt(sum(w * w for w in weights)) / 2  # independent planes
     scores = statistics.NormalDist(top / 2, deviation)
     sampled = min(n, 4 * layout.THREADS * splits)
     share = min(1.0, 1.25 * k / n + 32 / sampled)

@@ -1,9 +1,9 @@
-"""CUDA kernels on the CPU, for tests: the very .cu files, compiled with g++ and run thread by thread.
+"""Runs CUDA kernels on the CPU, for tests: compiles the same .cu files with g++ and runs them thread by thread.
 
     simulator = Simulator(read_source(folder, "pack.cu"), ["pack_f32"])
     simulator.launch("pack_f32", grid, block, [guarded(x), guarded(codes), np.int64(words)], order=7)
 
-hostsim.hpp says what is checked. Needs g++ with C++20 (11 or later) on Linux.
+hostsim.hpp documents what is checked. Needs g++ with C++20 (11 or later) on Linux.
 """
 
 import ctypes
@@ -24,8 +24,8 @@ from hashcore.cuda.cache import cache_folder
 from hashcore.cuda.source import Macros
 
 HEADER = Path(__file__).with_name("hostsim.hpp")
-# Undefined behaviour traps, and the trap becomes an error: no runtime library has to be loaded into Python. Hidden, not
-# unique: the state of one library must not be that of the next.
+# Undefined behaviour traps, and the trap is reported as an error, without a sanitizer runtime in Python. Hidden
+# visibility and no unique symbols, so that libraries do not share state.
 FLAGS = [
     *("-std=c++20", "-O1", "-fPIC", "-shared", "-x", "c++", "-w"),
     *("-fvisibility=hidden", "-fno-gnu-unique", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE"),
@@ -36,7 +36,7 @@ POISON = 0xA5
 
 
 class SimulationError(Exception):
-    """What a kernel did wrong, where: a sentence of hostsim.hpp."""
+    """An error of a kernel, with its place: a message of hostsim.hpp."""
 
 
 def compiler() -> str | None:
@@ -48,10 +48,10 @@ class Simulator:
     """The kernels of one source text, compiled for the host.
 
     Args:
-        source: as hashcore.cuda.source.read_source returns it; a test may break it first.
+        source: from hashcore.cuda.source.read_source; a test may modify it first.
         kernels: names of its extern "C" kernels.
-        macros: what NVRTC would get with -D.
-    Raises: RuntimeError without g++, or with its own words if it refuses the source.
+        macros: definitions, as for NVRTC's -D.
+    Raises: RuntimeError without g++, or with its message if compilation fails.
     """
 
     def __init__(self, source: str, kernels: Sequence[str], macros: Macros | None = None):
@@ -73,10 +73,10 @@ class Simulator:
 
         Args:
             grid, block: up to three sizes each.
-            arguments: numpy arrays (passed as pointers), None (a null pointer), numpy scalars and values of ctypes.
-            order: 0 ascending thread order, 1 descending, any other number the seed of a random one.
-            resident: blocks in flight at once, 1 to 8.
-            dynamic_shared: bytes.
+            arguments: numpy arrays (passed as pointers), None (a null pointer), numpy scalars and ctypes values.
+            order: thread order: 0 ascending, 1 descending, any other number is the seed of a random order.
+            resident: number of blocks in flight, 1 to 8.
+            dynamic_shared: bytes of dynamic shared memory.
         Raises: SimulationError.
         """
         values = [_value(argument) for argument in arguments]
@@ -95,10 +95,10 @@ class Simulator:
 
 
 def guarded(array: NDArray[Any], align: int = 16) -> NDArray[Any]:
-    """Copy an array to memory that ends at a page nobody may touch, and starts behind another.
+    """Copy an array to memory between two guard pages, as close as possible to the second one.
 
-    The copy is aligned to `align` bytes, so up to align - 1 bytes lie between its end and the page; check_slack tells
-    whether a kernel wrote there.
+    The copy is aligned to `align` bytes, so up to align - 1 bytes are between its end and the guard page; check_slack
+    checks whether a kernel wrote there.
     """
     page, size = mmap.PAGESIZE, max(array.nbytes, 1)
     room = -(-size // page) * page
@@ -117,8 +117,8 @@ def guarded(array: NDArray[Any], align: int = 16) -> NDArray[Any]:
 
 
 def check_slack(array: NDArray[Any]) -> None:
-    """Raise SimulationError if a kernel wrote between a whole guarded array and its guard pages."""
-    if not array.size:  # torch forgets where an empty tensor lies
+    """Raise SimulationError if a kernel wrote between a guarded array and its guard pages."""
+    if not array.size:  # torch does not keep the address of an empty tensor
         return
     page, start = mmap.PAGESIZE, array.ctypes.data
     room = -(-array.nbytes // page) * page
@@ -137,7 +137,7 @@ def _value(argument: Any) -> Any:
         number = cast(Any, argument)
         dtype: np.dtype[Any] = number.dtype
         return np.ctypeslib.as_ctypes_type(dtype)(number.item())
-    ctypes.sizeof(argument)  # anything else must be of ctypes, and this says so
+    ctypes.sizeof(argument)  # raises TypeError unless it is a ctypes value
     return argument
 
 

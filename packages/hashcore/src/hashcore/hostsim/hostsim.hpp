@@ -1,14 +1,14 @@
 // Runs CUDA C++ kernels on the CPU, for tests: a fiber per CUDA thread, all in one OS thread.
 //
-// What it is for: the very .cu files that NVRTC compiles, held to a reference without a GPU, in thread orders that a
-// GPU may never show. Fibers switch only where CUDA threads meet (barriers, warp operations) and, in a random order, at
-// atomics; between two such points the thread order decides who is first: ascending, descending, or random by a seed.
-// Several blocks are in flight at once and take turns, each with its own shared memory, poisoned before it starts.
+// Purpose: to compare the same .cu files that NVRTC compiles with a reference, without a GPU, and in thread orders that
+// a GPU may never produce. Fibers switch only at synchronisation points (barriers, warp operations) and, in random
+// order, at atomics. Between two such points, the thread order decides who runs first: ascending, descending, or random
+// by a seed. Several blocks are in flight and take turns, each with its own shared memory, poisoned before it starts.
 //
-// What it reports instead of computing on: barriers that not all threads reach, or reach at different places; warp
-// operations whose lanes name different masks, stand at different places or have ended; accesses that hit a guard page;
-// undefined behaviour (misaligned vectors, bad shifts), when the source is compiled with trapping UBSan.
-// What it cannot show: weak memory order, data races between plain accesses of one interval, speed.
+// Reported errors: barriers that not all threads reach, or that they reach at different places; warp operations whose
+// lanes use different masks, are at different places or have ended; accesses to a guard page; undefined behaviour
+// (misaligned vectors, bad shifts), if the source is compiled with trapping UBSan.
+// Not detected: effects of weak memory order, and data races between plain accesses in one interval.
 //
 // Use: #include this, then the kernels inside an anonymous namespace, then HOSTSIM_KERNEL(name) for each kernel.
 #pragma once
@@ -37,8 +37,8 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __constant__ static const
-// Shared memory is this library's thread-local storage, swapped when another block's turn comes. ("used": else the
-// compiler proves from setjmp's declaration that no other fiber can have written the variable.)
+// Shared memory is thread-local storage, swapped when another block runs. ("used": else the compiler may
+// conclude from setjmp's declaration that no other fiber writes the variable.)
 #define __shared__ static thread_local __attribute__((used))
 
 struct uint3 {
@@ -74,10 +74,10 @@ using Entry = void (*)(void** arguments);
 constexpr unsigned MAX_THREADS = 1024, MAX_RESIDENT = 8, MAX_WARPS = MAX_THREADS / 32, MEETINGS = 64;
 constexpr size_t STACK = 64 * 1024;
 constexpr uint64_t CANARY =
-    0x9E3779B97F4A7C15;  // at the far end of each stack; a guard page each would be too many maps
+    0x9E3779B97F4A7C15;  // at the far end of each stack; guard pages would need too many mappings
 constexpr unsigned char POISON = 0xA5;
 
-// A warp operation in progress: the lanes of one mask, at one place.
+// A warp operation in progress: the lanes of one mask, at one place in the code.
 struct Meeting {
   unsigned mask = 0, arrived = 0, left = 0;
   Place place;
@@ -105,7 +105,7 @@ struct Block {
   Fiber fibers[MAX_THREADS];
   Meeting meetings[MAX_WARPS][MEETINGS];
   unsigned waiting = 0, ended = 0;
-  int votes[2] = {0, 0};  // of the barrier in progress: how many threads said yes
+  int votes[2] = {0, 0};  // votes of the barrier in progress
   int verdict = 0;
   char* shared = nullptr;
   uint64_t* dynamic_shared = nullptr;
@@ -121,7 +121,7 @@ struct Launch {
 };
 
 inline Block* blocks[MAX_RESIDENT] = {};
-inline Block* block = nullptr;  // the one whose fiber runs
+inline Block* block = nullptr;  // the running block
 inline Fiber* self = nullptr;
 inline Launch launch;
 inline char* stacks = nullptr;
@@ -146,7 +146,7 @@ inline uint64_t draw() {
 inline char* shared_begin = nullptr;
 inline size_t shared_size = 0;
 
-// Finds this library's thread-local storage: every __shared__ variable, and one byte of ours that brings it into being.
+// Finds this library's thread-local storage: all __shared__ variables, and one byte of ours so that it always exists.
 inline void find_shared() {
   static thread_local volatile char anchor;
   anchor = 0;
@@ -190,7 +190,7 @@ inline void leave() {
 }
 
 inline void fiber_main() {
-  for (;;) {  // a fiber is used again by later blocks
+  for (;;) {  // later blocks reuse the fiber
     launch.entry(launch.arguments);
     self->state = State::ended;
     block->ended++;
@@ -317,7 +317,7 @@ inline void begin(Block& b, uint64_t index) {
   }
 }
 
-// Lets every runnable thread of a block go on until it has to wait; a random order leaves some out this time.
+// Runs every runnable thread of a block until it has to wait; in random order, skips some of them.
 inline void sweep(unsigned slot) {
   Block& b = *blocks[slot];
   block = &b;
@@ -356,7 +356,7 @@ inline void sweep(unsigned slot) {
   fail("deadlock");
 }
 
-// The next block to start: in a random order one of the next few.
+// The next block to start; in random order, one of the next few.
 struct Queue {
   static constexpr unsigned WINDOW = 16;
   uint64_t count, next = 0, window[WINDOW];
@@ -387,7 +387,7 @@ inline void run(unsigned resident) {
 
 inline void prepare(unsigned resident) {
   constexpr size_t all = STACK * MAX_THREADS * MAX_RESIDENT;
-  if (!stacks) {  // address space only: pages come with their first use
+  if (!stacks) {  // address space only; pages are allocated on first use
     void* space = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (space == MAP_FAILED) fail("no address space for the threads' stacks");
     stacks = static_cast<char*>(space);
@@ -404,7 +404,7 @@ inline void prepare(unsigned resident) {
   }
 }
 
-// A failure leaves fibers in the middle of a kernel: they start afresh next time.
+// After a failure, fibers are in the middle of a kernel; they are restarted next time.
 inline void abandon() {
   for (Block* b : blocks)
     if (b)
@@ -429,7 +429,7 @@ inline bool add(const char* name, Entry entry) {
 #define HOSTSIM_KERNEL(name) \
   static const bool hostsim_##name = hostsim::add(#name, [](void** arguments) { hostsim::call(name, arguments); });
 
-// arguments[i] points at argument i, as for cuLaunchKernel. Returns null, or what went wrong.
+// arguments[i] points to argument i, as for cuLaunchKernel. Returns null, or an error message.
 extern "C" __attribute__((visibility("default"))) inline const char* __attribute__((used)) hostsim_launch(
     const char* name, const unsigned* grid, const unsigned* dim, unsigned dynamic_shared, void** arguments, int order,
     unsigned resident) {
@@ -591,7 +591,7 @@ T max(T a, T b) {
   return a < b ? b : a;
 }
 
-// One OS thread: every operation is atomic. A random order may let others run first.
+// There is one OS thread, so every operation is atomic. In random order, other threads may run first.
 template <class T, class F>
 T hostsim_update(T* p, F f) {
   hostsim::maybe_yield();

@@ -1,4 +1,4 @@
-"""BitIndex, what a caller sees: it checks and joins; rows, encoder, file and search have their own modules."""
+"""The public class BitIndex, which combines the modules rows, encoder, file and retrieve."""
 
 import os
 import threading
@@ -24,21 +24,21 @@ else:
 class BitIndex:
     """Bit codes with ids, searched exhaustively and exactly by weighted matching bits.
 
-    Vectors are floats; codes are int32 words (hashcore.pack); the dtype tells which is meant. numpy arrays and torch
-    CPU tensors are taken, and results are of the queries' kind.
+    Vectors are floats; codes are int32 words (hashcore.pack); they are told apart by dtype. Arguments may be numpy
+    arrays or torch CPU tensors; results have the kind of the queries.
 
     Any number of threads may search, read and change an index at the same time: a call works on the index as it was
-    when the call began, changes take turns, and each is seen whole or not at all.
+    when the call started, changes run one at a time, and each is visible completely or not at all.
 
     Args:
-        dim: numbers in a vector, D.
-        bits: length of the code, a multiple of 32; by default D, rounded up to one for a rotation.
-        encoder: 'rotation' takes the signs of (x - mean) R with R a random rotation in SO(D), independent ones side by
-            side if bits > D, the first columns if bits < D. 'sign' takes the signs of x - mean; bits must be D.
+        dim: numbers per vector, D.
+        bits: length of the code, a multiple of 32; by default D, for a rotation rounded up to a multiple of 32.
+        encoder: 'rotation' takes the signs of (x - mean) R, R a random rotation in SO(D): several independent ones
+            concatenated if bits > D, the first columns if bits < D. 'sign' takes the signs of x - mean; bits must be D.
         seed: of the rotation.
-        mean: what is subtracted from every vector and query before its signs are taken, shape [D]; nothing by default.
-        keep: 'float16' or 'float32' keeps the vectors in that precision, for rerank; None keeps codes alone.
-    Raises: ValueError or TypeError that says what was expected.
+        mean: subtracted from every vector and query before taking signs, shape [D]; default: zero.
+        keep: 'float16' or 'float32' stores the vectors in that precision, for rerank; None stores codes only.
+    Raises: ValueError or TypeError.
     Source: docs/algorithm.md, eq. 1, eq. 4, eq. 5 and Variants.
     """
 
@@ -96,7 +96,7 @@ class BitIndex:
 
     @classmethod
     def from_codes(cls, codes: Array, ids: Any = None) -> "BitIndex":
-        """Build an index of codes, int32 [n, W]. Its vectors have a number per bit, and their signs are the code."""
+        """Build an index of codes, int32 [n, W]. Vectors for it have one number per bit; their signs are the code."""
         (array,), _ = validation.host_arrays(codes=codes)
         validation.codes("codes", array, "[n, W]")
         index = cls(32 * array.shape[-1], encoder="sign")
@@ -105,22 +105,22 @@ class BitIndex:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = True, verify: bool = True) -> "BitIndex":
-        """Open a file that save wrote.
+        """Open a file written by save.
 
         Args:
-            mmap: leave codes, ids and vectors in the file, to be read when they are needed. Replacing the file is safe
-                (save does); shortening it in place kills the process that has it mapped, as with every mapped file.
-                A mapped index may be changed: it then moves into memory, and the file stays as it is.
-            verify: read everything once and compare checksums. Without it the header and what encodes queries are
-                still verified, in a time that does not depend on the number of codes.
-        Raises: ValueError for a file that is damaged, truncated, of another format or version; OSError.
+            mmap: memory-map codes, ids and vectors instead of reading them. Replacing the file is safe (save does so);
+                truncating it in place kills processes that have it mapped, as with every mapped file. A mapped index
+                may be changed: it is then copied to memory, and the file is not changed.
+            verify: read everything once and compare checksums. Otherwise only the header, mean and matrix are verified,
+                in a time that does not depend on the number of codes.
+        Raises: ValueError for a file that is damaged, truncated, or of another format or version; OSError.
         """
         index = cls.__new__(cls)
         index._restore(*file.read(path, mmap, verify))
         return index
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to one file, replacing path in one step. The format is in hashcore/index/file.py."""
+        """Write the index to one file, replacing path atomically. hashcore/index/file.py documents the format."""
         with self._changing:
             content, next_id = self._rows, self._next_id
         file.write(path, self._encoder, content, next_id)
@@ -129,9 +129,9 @@ class BitIndex:
         """Add vectors [n, D] or codes [n, W].
 
         Args:
-            items: floats or int32 words. An index that keeps vectors takes vectors only.
-            ids: n distinct integers >= 0 that the index does not have; by default those after the largest it ever had.
-        Raises: ValueError or TypeError; the index is then as before.
+            items: floats or int32 words. An index with `keep` accepts vectors only.
+            ids: n distinct integers >= 0 that are not in the index; by default those after the largest id so far.
+        Raises: ValueError or TypeError; the index is then unchanged.
         """
         (array,), _ = validation.host_arrays(items=items)
         coded = checks.is_codes(array)
@@ -140,7 +140,7 @@ class BitIndex:
             raise ValueError(f"an index with keep={self.keep!r} takes vectors, got codes; add the vectors instead")
         given = None if ids is None else checks.new_ids(ids, len(array))
         if len(array) == 0:
-            return  # a mapped index stays in its file
+            return  # so that a mapped index stays mapped
         with self._changing:
             before = self._rows
             if given is None:
@@ -155,9 +155,9 @@ class BitIndex:
             self._rows = after
 
     def remove(self, ids: Any) -> None:
-        """Remove one id or several; the index is then as if they had never been added.
+        """Remove one or several ids.
 
-        Raises: ValueError if the index lacks one of them; nothing is then removed.
+        Raises: ValueError if one of them is not in the index; nothing is then removed.
         """
         gone = checks.known_ids(ids)
         with self._changing:
@@ -195,34 +195,34 @@ class BitIndex:
 
         Args:
             queries: vectors [..., D], quantised to bit planes (eq. 5); or codes [..., W], scored by matching bits
-                (eq. 2); or with weights ready planes [..., P, W], one query each (eq. 4).
-            k: how many, at most len(index).
-            planes: 1 to 8 for vectors; more are closer to a real-valued query and cost a popcount each. Default 3.
+                (eq. 2); or with weights planes [..., P, W], P planes per query (eq. 4).
+            k: number of codes to find, at most len(index).
+            planes: for vectors, 1 to 8; more planes are closer to a real-valued query and take more time. Default 3.
             weights: one positive integer per plane.
-            rerank: find rerank * k candidates by their codes, and return the k of them that are best by exact scores.
-                Needs vector queries and the original vectors: kept in the index, or given.
-            vectors: originals for rerank, floats [M, D]; row i belongs to id i. A memory-mapped array is read only
-                where needed.
-            metric: exact score of rerank, 'dot' or 'cosine' (0 for a vector of zeros).
-            shortlist: score by whole codes about this many times as many as are to be found, the best by their first 32
-                bits (eq. 20): for codes whose first bits say most. Those of a rotation are all alike.
-        Returns: scores and ids int64, both [..., k], best first. Among equals the one added first comes first. Scores
-            are int32, or float32 with rerank.
-        Raises: ValueError or TypeError that says what was expected.
+            rerank: find rerank * k candidates by their codes, and return the k best of them by exact scores. Needs
+                vector queries and the original vectors, from `keep` or from `vectors`.
+            vectors: original vectors for rerank, floats [M, D]; row i belongs to id i. Only rows of candidates are
+                read, also of a memory-mapped array.
+            metric: exact score of rerank, 'dot' or 'cosine' (0 for a zero vector).
+            shortlist: score only about this many times the codes to find by all bits, the best by their first 32 bits
+                (eq. 20). For codes whose first bits matter most; those of a rotation are all alike.
+        Returns: scores and ids int64, both [..., k], best first; ties in the order of addition. Scores are int32, or
+            float32 with rerank.
+        Raises: ValueError or TypeError.
         """
         content = self._rows
         (array,), restore = validation.host_arrays(queries=queries)
-        k = checks.integer("k", k, 0, len(content), "the number of codes in the index is the most; clamp it")
+        k = checks.integer("k", k, 0, len(content), "there are no more codes in the index; clamp it")
         codes, weights = self._planes(array, planes, weights)
         if rerank is None:
             if vectors is not None or metric != "dot":
-                raise ValueError("vectors= and metric= are for rerank, got no rerank=; give it, 4 is a fair start")
+                raise ValueError("vectors= and metric= need rerank=, got none; try rerank=4")
             scores, positions = live_best(codes, content, k, weights, shortlist)
         else:
-            times = checks.integer("rerank", rerank, 1, 2**31, "it times k candidates are scored exactly")
+            times = checks.integer("rerank", rerank, 1, 2**31, "rerank * k candidates are scored exactly")
             checks.choice("metric", metric, checks.METRICS)
             if checks.is_codes(array):
-                raise TypeError("rerank needs queries that are vectors, got codes; give the vectors they came from")
+                raise TypeError("rerank needs queries that are vectors, got codes; pass the original vectors")
             originals = self._originals(vectors, content)
             _, candidates = live_best(codes, content, min(times * k, len(content)), weights, shortlist)
             at = candidates if vectors is None else checks.rows_of(content.ids[candidates], len(originals))
@@ -235,51 +235,51 @@ class BitIndex:
         """Return queries as codes, or as planes with their weights."""
         if not checks.is_codes(array):
             if weights is not None:
-                raise ValueError("weights belong to ready planes of int32 words, got vectors; leave weights out")
+                raise ValueError("weights are for planes of int32 words, got vectors; omit weights")
             checks.last_dimension("queries", array, self.dim, rows=False)
             projected = self._encoder.project("queries", array.reshape(-1, self.dim)).reshape(
                 *array.shape[:-1], self.bits
             )
             return ops.planes(projected, 3 if planes is None else planes)
         if planes is not None:
-            raise ValueError("planes= quantises queries that are vectors, got codes; leave it out or give vectors")
+            raise ValueError("planes= is for queries that are vectors, got codes; omit it or pass vectors")
         checks.last_dimension("queries", array, self.bits // 32, rows=False)
         if weights is not None and array.ndim < 2:
             raise ValueError(f"with weights queries must have shape [..., P, W], got {list(array.shape)}; add planes")
         return array, weights
 
     def _originals(self, vectors: Any, content: rows.Rows) -> NDArray[Any]:
-        """Return the vectors that exact scores are taken from."""
+        """Return the vectors for exact scores."""
         if vectors is None:
             if content.vectors is None:
-                raise ValueError("rerank needs the original vectors, got none; give vectors=, or build with keep=")
+                raise ValueError("rerank needs the original vectors, got none; pass vectors=, or build with keep=")
             return content.vectors
         (array,), _ = validation.host_arrays(vectors=vectors)
         if checks.is_codes(array):
-            raise TypeError("vectors= must be floats, got int32; give the vectors that were added")
+            raise TypeError("vectors= must be floats, got int32; pass the vectors that were added")
         checks.last_dimension("vectors=", array, self.dim, rows=True)
-        return np.asarray(array)  # a memory-mapped array would hand its class on to the results
+        return np.asarray(array)  # a plain array, so that results are not of class np.memmap
 
     def _after_the_largest(self, count: int) -> NDArray[np.int64]:
         if count > checks.LARGEST_ID + 1 - self._next_id:
-            raise ValueError(f"no ids are left after {self._next_id - 1}, got none for {count} rows; give ids=")
+            raise ValueError(f"no ids are left after {self._next_id - 1} for {count} rows; pass ids=")
         return np.arange(self._next_id, self._next_id + count, dtype=np.int64)
 
     def _refuse_known(self, content: rows.Rows, ids: NDArray[np.int64]) -> None:
         if len(ids) == 0 or int(ids.min()) >= self._next_id:
             return
         if (known := self._positions.find(content, ids) >= 0).any():
-            raise ValueError(f"ids must be new, got {ids[known][0]}, which the index has; remove it first")
+            raise ValueError(f"ids must be new, got {ids[known][0]}, which is in the index; remove it first")
 
     def _fill(self, after: rows.Rows, array: NDArray[Any], coded: bool) -> None:
-        """Write codes and vectors past the last row."""
+        """Write codes and vectors after the last row."""
         place = slice(after.count, after.count + len(array))
         if coded:
             after.codes[place] = array
             return
         self._encoder.encode(array, after.codes[place])
         if after.vectors is not None:
-            with np.errstate(over="ignore"):  # refused in the next line
+            with np.errstate(over="ignore"):  # checked below
                 after.vectors[place] = array
             checks.fits(after.vectors[place])
 
@@ -288,17 +288,17 @@ class BitIndex:
 
     @property
     def dim(self) -> int:
-        """Numbers in a vector."""
+        """Numbers per vector."""
         return self._encoder.dim
 
     @property
     def bits(self) -> int:
-        """Bits in a code."""
+        """Bits per code."""
         return self._encoder.bits
 
     @property
     def keep(self) -> str | None:
-        """Precision of the kept vectors, or None."""
+        """Precision of the stored vectors, or None."""
         return None if self._rows.vectors is None else self._rows.vectors.dtype.name
 
     @property
@@ -315,7 +315,7 @@ class BitIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codes, ids and kept vectors, in memory or mapped, without the room to grow."""
+        """Bytes of the codes, ids and stored vectors, in memory or mapped, without spare capacity."""
         content = self._rows
         return sum(column[:1].nbytes for column in content.columns) * len(content)
 

@@ -1,4 +1,4 @@
-"""What BitIndex accepts: every message says what was expected, what came, and what to do."""
+"""Checks of BitIndex's arguments. Messages say what was expected, what was passed, and what to do."""
 
 import operator
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ ENCODERS = ("rotation", "sign")
 METRICS = ("dot", "cosine")
 KEPT: dict[str | None, np.dtype[Any] | None] = {None: None, "float16": np.dtype("<f2"), "float32": np.dtype("<f4")}
 LARGEST_DIM = LARGEST_BITS = 2**20
-LARGEST_ID = 2**63 - 2  # so that the id after it still fits int64
+LARGEST_ID = 2**63 - 2  # so that the next id still fits int64
 
 
 def integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
@@ -27,7 +27,7 @@ def integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
 
 
 def choice(name: str, value: Any, allowed: Any) -> Any:
-    """Return value if it is one of those allowed."""
+    """Return value after checking that it is one of `allowed`."""
     if not isinstance(value, str | None) or value not in allowed:
         wanted = ", ".join(map(repr, allowed))
         raise ValueError(f"{name} must be one of {wanted}, got {validation.shown(value)}; choose one of them")
@@ -41,38 +41,38 @@ def bit_count(dim: int, bits: Any, encoder: str) -> int:
     bits = integer("bits", bits, 1, LARGEST_BITS, "choose another code length")
     if bits % 32:
         raise ValueError(
-            f"bits must be a multiple of 32 (bits to a word), got {bits}; "
-            "choose another, or with encoder='sign' pad the vectors or take encoder='rotation'"
+            f"bits must be a multiple of 32 (bits per word), got {bits}; "
+            "choose another, or with encoder='sign' pad the vectors or use encoder='rotation'"
         )
     if encoder == "sign" and bits != dim:
         raise ValueError(
-            f"encoder='sign' keeps one bit per dimension, got bits = {bits} for {dim} dimensions; "
+            f"encoder='sign' has one bit per dimension, got bits = {bits} for {dim} dimensions; "
             "use encoder='rotation' for another number of bits"
         )
     return bits
 
 
 def is_codes(x: NDArray[Any]) -> bool:
-    """Tell codes (int32 words) from vectors (floats) by their dtype."""
+    """Whether x has codes (int32 words) and not vectors (floats), by its dtype."""
     if x.dtype == np.int32:
         return True
     if x.dtype.kind == "f":
         return False
     raise TypeError(
         f"expected vectors of floats or codes of int32 words, got {x.dtype}; "
-        "convert vectors with .astype('float32'), make codes with hashcore.pack"
+        "convert vectors with .astype('float32'), create codes with hashcore.pack"
     )
 
 
 def last_dimension(name: str, x: NDArray[Any], size: int, rows: bool) -> None:
-    """Require [n, size] (rows) or [..., size]."""
+    """Raise ValueError unless the shape is [n, size] (rows) or [..., size]."""
     if (x.ndim != 2 if rows else x.ndim < 1) or x.shape[-1] != size:
         dims = f"[n, {size}]" if rows else f"[..., {size}]"
         raise ValueError(f"{name} must have shape {dims} for this index, got {list(x.shape)}; reshape or rebuild it")
 
 
 def finite(name: str, x: NDArray[Any], first: int = 0) -> None:
-    """Require finite numbers in float32, in rows counted from first."""
+    """Raise ValueError unless x is finite in float32; rows are counted from `first`."""
     if (row := _not_finite(x)) is not None:
         raise ValueError(
             f"{name} must be finite in float32, got NaN or infinity in row {first + row}; remove or repair it"
@@ -80,7 +80,7 @@ def finite(name: str, x: NDArray[Any], first: int = 0) -> None:
 
 
 def projected(name: str, x: NDArray[Any], first: int) -> None:
-    """Require that what was made of finite rows is finite, too."""
+    """Raise ValueError if centring or rotating finite rows overflowed."""
     if (row := _not_finite(x)) is not None:
         raise ValueError(
             f"{name} must be small enough to be centred and rotated in float32, got an overflow in row {first + row}; "
@@ -89,7 +89,7 @@ def projected(name: str, x: NDArray[Any], first: int) -> None:
 
 
 def exact(scores: NDArray[np.float32]) -> None:
-    """Require finite scores of finite vectors."""
+    """Raise ValueError if exact scores of finite vectors overflowed."""
     if not np.isfinite(scores).all():
         raise ValueError("exact scores must fit float32, got larger ones; scale the vectors or use metric='cosine'")
 
@@ -101,15 +101,15 @@ def _not_finite(x: NDArray[Any]) -> int | None:
 
 
 def fits(kept: NDArray[Any]) -> None:
-    """Require kept vectors to be finite in their precision."""
+    """Raise ValueError if stored vectors overflowed in their precision."""
     if not np.isfinite(kept).all():
         raise ValueError(f"vectors must fit {kept.dtype.name}, got larger numbers; scale them or use keep='float32'")
 
 
 def rows_of(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Return ids as rows of the vectors given for rerank."""
+    """Return ids as row numbers of the vectors passed for rerank."""
     if ids.size and int(ids.max()) >= count:
-        raise ValueError(f"vectors= must have a row for every id, got {count} rows and id {ids.max()}; give them all")
+        raise ValueError(f"vectors= must have a row for every id, got {count} rows and id {ids.max()}; pass them all")
     return ids
 
 
@@ -126,7 +126,7 @@ def mean(value: Any, dim: int) -> NDArray[np.float32]:
 
 
 def new_ids(ids: Any, count: int) -> NDArray[np.int64]:
-    """Return ids as int64 [count], none negative, none twice."""
+    """Return ids as int64 [count] after checking that they are unique and not negative."""
     array = _id_array(ids)
     if array.shape != (count,):
         raise ValueError(f"expected one id for each of the {count} rows, got shape {list(array.shape)}; match them")
@@ -137,12 +137,12 @@ def new_ids(ids: Any, count: int) -> NDArray[np.int64]:
     array = array.astype(np.int64)
     ordered = np.sort(array)
     if (twice := ordered[1:][ordered[1:] == ordered[:-1]]).size:
-        raise ValueError(f"ids must be unique, got {twice[0]} twice; give every row its own")
+        raise ValueError(f"ids must be unique, got {twice[0]} twice; pass one id per row")
     return array
 
 
 def known_ids(ids: Any) -> NDArray[np.int64]:
-    """Return ids that should exist, one or many, as int64 [n] without repeats."""
+    """Return one or several ids as int64 [n] without duplicates."""
     array = _id_array(ids)
     if array.dtype == np.uint64 and array.size and int(array.max()) > LARGEST_ID:
         unknown(int(array.max()))
@@ -150,7 +150,7 @@ def known_ids(ids: Any) -> NDArray[np.int64]:
 
 
 def unknown(number: int) -> NoReturn:
-    """Refuse an id that the index does not have."""
+    """Raise ValueError for an id that is not in the index."""
     raise ValueError(f"ids must be in the index, got {number}, which is not; test with `id in index` first")
 
 

@@ -1,4 +1,4 @@
-"""From embeddings to the real numbers whose signs are the code: centring and a random rotation, or neither."""
+"""Maps embeddings to the real numbers whose signs are the code: optional centring and random rotation."""
 
 import math
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from hashcore import bits
 from hashcore.index import checks
 
-BLOCK = 4096  # vectors worked on at a time: their copies in float32 stay small beside the codes of a large batch
+BLOCK = 4096  # vectors per block, so that float32 copies take little memory
 
 
 @dataclass(frozen=True, eq=False)
 class Encoder:
     """f(x) = (x - mean) @ matrix, whose signs are the code (docs/algorithm.md, eq. 1).
 
-    dim: numbers in a vector. bits: numbers in f(x). mean: float32 [dim], or None for zero. matrix: float32 [dim, bits],
-    or None for the identity. seed: what the matrix was drawn with, or None.
+    dim: numbers per vector. bits: numbers of f(x). mean: float32 [dim], or None for zero. matrix: float32 [dim, bits],
+    or None for the identity. seed: seed of the matrix, or None.
     """
 
     dim: int
@@ -30,9 +30,9 @@ class Encoder:
     def project(self, name: str, x: NDArray[Any], first: int = 0) -> NDArray[np.float32]:
         """Return f of rows [n, dim] as float32 [n, bits].
 
-        Raises: ValueError, which counts the rows from `first`, if a row or what becomes of it is not finite.
+        Raises: ValueError if a row, or f of it, is not finite; the message counts rows from `first`.
         """
-        with np.errstate(over="ignore"):  # what float32 cannot hold becomes inf, which is refused
+        with np.errstate(over="ignore"):  # overflows become inf, which is checked
             rows = np.ascontiguousarray(x, np.float32)
             checks.finite(name, rows, first)
             if self.mean is None and self.matrix is None:
@@ -54,7 +54,7 @@ class Encoder:
 
 
 def rotation(dim: int, count: int, seed: int) -> NDArray[np.float32]:
-    """Draw count columns of random rotations in SO(dim): independent ones side by side when count > dim.
+    """Draw `count` columns of random rotations in SO(dim): several independent ones, concatenated, if count > dim.
 
     Returns: float32 [dim, count]. Source: docs/algorithm.md, Variants, `lsh`.
     """
@@ -74,5 +74,5 @@ def mean_of(x: NDArray[Any]) -> NDArray[np.float32]:
     total = np.zeros(x.shape[1])
     for start in range(0, len(x), BLOCK):
         total += x[start : start + BLOCK].sum(axis=0, dtype=np.float64)
-    with np.errstate(over="ignore"):  # refused as a mean
+    with np.errstate(over="ignore"):  # checked as a mean
         return (total / len(x)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The file of an index: one header, then arrays that can be used where they lie. Little-endian throughout.
+"""The file format of an index: one header, then arrays that can be memory-mapped. All little-endian.
 
     0    magic "hcBitIdx", version, header length
     16   length of the file, rows, next id, seed (-1: none)
@@ -11,9 +11,8 @@
     matrix   float32 [D, 32 W]    if flag MATRIX         vectors  float16 or float32 [n, D], if kept
     ids      int64 [n]            flag ASCENDING: they ascend
 
-Sections have no stored offsets: shapes give them, and their sum must be the file's real length before anything is
-allocated or mapped. The header, mean and matrix are verified by every load, the sections that grow with n unless the
-caller says otherwise.
+Offsets of sections are not stored but follow from shapes; their sum must equal the file's length before anything is
+allocated or mapped. Every load verifies the header, mean and matrix; the other sections are verified by default.
 """
 
 import hashlib
@@ -38,9 +37,9 @@ FIELDS = struct.Struct("<8sII QQqq IIII")
 DIGEST = 32
 HEADER = 256
 ALIGN = 64
-BLOCK = 1 << 22  # bytes gathered, hashed and written at a time
+BLOCK = 1 << 22  # bytes gathered, hashed and written per block
 SECTIONS = ("mean", "matrix", "ids", "codes", "vectors")
-SMALL = ("mean", "matrix")  # verified by every load: a query needs all of them anyway
+SMALL = ("mean", "matrix")  # verified by every load: every query reads all of them
 MEAN, MATRIX, ASCENDING = 1, 2, 4
 KINDS = (None, "float16", "float32")
 
@@ -48,7 +47,7 @@ Shapes = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: int) -> None:
-    """Replace path by the rows that were not removed; on any failure it keeps its old content."""
+    """Write all rows that were not removed to path atomically; on any failure, path keeps its old content."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"expected a file to write, got the folder {path}; name a file in it")
@@ -69,7 +68,7 @@ def write(path: str | os.PathLike[str], encoder: Encoder, rows: Rows, next_id: i
 
 
 def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Encoder, Rows, int]:
-    """Return what was written. Raises: ValueError, before any allocation, for a file that is not whole and ours."""
+    """Read an index: encoder, rows and next id. Raises: ValueError, before any allocation, for an invalid file."""
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"expected a file that BitIndex.save wrote, got the folder {path}; name a file in it")
@@ -103,7 +102,7 @@ def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Enco
 
 
 def _shapes(count: int, words: int, dim: int, kept: int, flags: int) -> Shapes:
-    """Return the shape and dtype of every section; one that is absent has no rows."""
+    """Return the shape and dtype of every section; absent sections have no rows."""
     real = np.dtype("<f4")
     return {
         "mean": ((dim if flags & MEAN else 0,), real),
@@ -116,7 +115,7 @@ def _shapes(count: int, words: int, dim: int, kept: int, flags: int) -> Shapes:
 
 def _bytes_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     size = dtype.itemsize
-    for side in shape:  # Python's integers: an absurd header must not wrap around
+    for side in shape:  # Python integers, which do not overflow for a corrupt header
         size *= side
     return size
 
@@ -181,7 +180,7 @@ def _header(path: Path, header: bytes, size: int) -> tuple[int, int, int, int, i
         and (0 <= next_id <= checks.LARGEST_ID + 1 and seed >= -1)
     )
     if not sound:
-        _refuse(path, f"its header holds values that no index has: {words} words, {dim} dimensions, next id {next_id}")
+        _refuse(path, f"its header has invalid values: {words} words, {dim} dimensions, next id {next_id}")
     digests = [header[at : at + DIGEST] for at in range(FIELDS.size, HEADER - DIGEST, DIGEST)]
     return count, next_id, seed, words, dim, kept, flags, digests
 

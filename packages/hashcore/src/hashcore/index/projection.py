@@ -1,11 +1,11 @@
-"""Rows times a matrix in numba, where the order of the additions is part of the result.
+"""Matrix products in numba with a fixed order of additions.
 
-A BLAS rounds differently with the number of rows, the threads and the machine. A code keeps the signs of this product:
-one flipped near zero would make it depend on the batch that a vector came in. Here every element is
-((x_0 m_0 + x_1 m_1) + x_2 m_2) + ..., each step rounded to float32, always. It costs 1.0-1.7 times OpenBLAS.
+A BLAS rounds differently depending on the number of rows, the threads and the machine. Codes are the signs of this
+product; a sign that flips near zero would make a code depend on its batch. Here every element is
+((x_0 m_0 + x_1 m_1) + x_2 m_2) + ..., with each step rounded to float32. It takes 1.0-1.7 times as long as OpenBLAS.
 
-A task is ROWS rows; COLUMNS columns of their sums (32 KiB) stay in cache while the matrix passes, four of its rows at a
-time, so that each sum is read and written once per four additions.
+A task is ROWS rows. COLUMNS columns of their sums (32 KiB) stay in cache while the matrix is read, four rows at a time,
+so that each sum is read and written once per four additions.
 """
 
 # pyright: reportCallIssue=false
@@ -20,17 +20,18 @@ COLUMNS = 512
 
 
 def project(x: NDArray[np.float32], matrix: NDArray[np.float32], workers: int | None = None) -> NDArray[np.float32]:
-    """Multiply C-contiguous rows [n, D] and matrix [D, B]: float32 [n, B], the same bits for a row in any batch."""
+    """Multiply C-contiguous rows [n, D] by a matrix [D, B]: float32 [n, B]; a row's result does not depend on the
+    batch."""
     out = np.zeros((len(x), matrix.shape[1]), np.float32)
     tasks = -(-len(x) // ROWS)
     if tasks:
-        workers = workers or threads.count(x.size * matrix.shape[1] // 2)  # a popcount takes the time of 2 additions
+        workers = workers or threads.count(x.size * matrix.shape[1] // 2)  # 2 additions take as long as a popcount
         threads.run(_project_tasks, tasks, workers, (_readonly(x), _readonly(matrix), out))
     return out
 
 
 def _readonly(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return a read-only view: numba compiles once more for every mix of writable and read-only arguments."""
+    """Return a read-only view, because numba compiles again for every mix of writeable and read-only arguments."""
     x = x.view()
     x.flags.writeable = False
     return x

@@ -1,4 +1,4 @@
-"""The best codes of an index for each query, and the best of those by the original vectors."""
+"""Finds the best codes of an index for each query, and reranks them by the original vectors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from hashcore import ops
 from hashcore.index import checks
 from hashcore.index.rows import Rows
 
-GATHERED = 1 << 22  # numbers of original vectors gathered at a time: 16 MiB
+GATHERED = 1 << 22  # numbers of original vectors gathered per block: 16 MiB
 
 
 def live_best(
     queries: NDArray[np.int32], content: Rows, k: int, weights: Sequence[int] | None, shortlist: int | None
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Find the k best rows, removed ones apart, for codes [..., W] or planes [..., P, W] with weights.
+    """Find the k best rows that are not removed, for codes [..., W] or planes [..., P, W] with weights.
 
     Args:
         shortlist: as for `ops.search`.
@@ -24,7 +24,7 @@ def live_best(
     Returns: scores int32 and positions int64, both [..., k], best first, ties to the lowest position.
     """
     keys = content.codes[: content.count]
-    # As many more as are dead: then k of them are alive, and leaving out the dead leaves the order as it is.
+    # Search for as many more as were removed; then at least k of the results are live.
     wanted = k + len(content.dead) if k else 0
     if weights is None:
         found = ops.search(queries.reshape(-1, queries.shape[-1]), keys, wanted, shortlist=shortlist)
@@ -50,7 +50,8 @@ def rerank_best(
 
     Args:
         queries: floats [..., D]. vectors: floats [M, D].
-        candidates: int64 [..., C], positions in any order. at: int64 [..., C], the row of vectors of each.
+        candidates: int64 [..., C], positions in any order. at: int64 [..., C], their rows in vectors.
+        k: candidates to select. cosine: score by cosine instead of inner product.
     Returns: scores float32 and positions int64, both [..., k].
     """
     lead, width = candidates.shape[:-1], candidates.shape[-1]
@@ -81,7 +82,7 @@ def _finite(vectors: NDArray[Any], at: NDArray[np.int64]) -> NDArray[np.float32]
 
 
 def _exact(queries: NDArray[np.float32], candidates: NDArray[np.float32], cosine: bool) -> NDArray[np.float32]:
-    """Return inner products or cosines, float32 [Q, C], of [Q, D] and [Q, C, D]; the cosine of a zero vector is 0."""
+    """Return inner products or cosines of [Q, D] and [Q, C, D], float32 [Q, C]; the cosine of a zero vector is 0."""
     products = np.einsum("qcd,qd->qc", candidates, queries, dtype=np.float64)
     if cosine:
         norms = np.sqrt(np.einsum("qcd,qcd->qc", candidates, candidates, dtype=np.float64))

@@ -1,7 +1,7 @@
-"""The rows of an index at one moment: codes, ids and, if they are kept, vectors, in arrays that grow at their end.
+"""Immutable snapshots of the rows of an index: codes, ids and, if stored, vectors, in arrays with spare capacity.
 
-A Rows is never changed once a search may hold it. Adding writes past `count`, where no older Rows looks; removing lists
-positions in `dead`; both make a new Rows. A search on an old one goes on undisturbed.
+Additions write after `count`, which older snapshots do not read; removals add positions to `dead`. Both create a new
+Rows, and searches on old snapshots are not affected.
 """
 
 from dataclasses import dataclass, field, replace
@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-DEAD = (
-    1024  # removed rows that may wait: a search fetches so many more, at most, and rows move once in so many removals
-)
+DEAD = 1024  # maximal number of removed rows before compaction; a search fetches at most this many extra rows
 LEAST = 64  # rows of the first allocation
 
 NOBODY = np.empty(0, np.int64)
@@ -20,10 +18,10 @@ NOBODY = np.empty(0, np.int64)
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Columns with room to grow.
+    """Columns with spare capacity.
 
-    codes: int32 [capacity, W]. ids: int64 [capacity]. vectors: [capacity, D] or None. count: rows in use, removed ones
-    included. dead: positions of the removed ones, ascending, at most DEAD. ascending: whether ids[:count] ascend.
+    codes: int32 [capacity, W]. ids: int64 [capacity]. vectors: [capacity, D] or None. count: rows in use, including
+    removed ones. dead: positions of removed rows, ascending, at most DEAD. ascending: whether ids[:count] ascend.
     """
 
     codes: NDArray[np.int32]
@@ -38,17 +36,17 @@ class Rows:
 
     @property
     def columns(self) -> list[NDArray[Any]]:
-        """The arrays: ids, codes and, if kept, vectors."""
+        """The arrays: ids, codes and, if stored, vectors."""
         return [x for x in (self.ids, self.codes, self.vectors) if x is not None]
 
     def live(self) -> slice | NDArray[np.int64]:
-        """Return what selects the rows that were not removed, in their order; a slice if all are there."""
+        """Return an index of the rows that were not removed, in order; a slice if none was."""
         if len(self.dead) == 0:
             return slice(0, self.count)
         return np.delete(np.arange(self.count), self.dead)
 
     def with_room(self, extra: int) -> "Rows":
-        """Return the same rows in arrays with room for more; the arrays at least double when they must move."""
+        """Return the same rows in arrays with room for `extra` more; new arrays have at least twice the capacity."""
         needed = self.count + extra
         if needed <= len(self.ids):
             return self
@@ -56,14 +54,14 @@ class Rows:
         return self._moved(capacity, slice(0, self.count), self.dead)
 
     def appended(self, ids: NDArray[np.int64]) -> "Rows":
-        """Count rows whose codes and vectors have been written past the end, and give them their ids."""
+        """Return rows including those whose codes and vectors were written after the end, with these ids."""
         end = self.count + len(ids)
         self.ids[self.count : end] = ids
         ascending = self.ascending and _ascend(self.ids[max(self.count - 1, 0) : end])
         return replace(self, count=end, ascending=ascending)
 
     def without(self, positions: NDArray[np.int64]) -> "Rows":
-        """Remove live positions; the rest keep their order, in new arrays once more than DEAD rows wait."""
+        """Return rows without these positions, in the same order; compacted if more than DEAD rows are removed."""
         rows = replace(self, dead=np.union1d(self.dead, positions))
         if len(rows.dead) <= DEAD:
             return rows
@@ -75,7 +73,7 @@ class Rows:
         for new, old in zip(fresh, self.columns, strict=True):
             if isinstance(keep, slice):
                 new[:count] = old[keep]
-            else:  # mode="clip" writes where it should, the default into a buffer first
+            else:  # mode="clip" avoids a temporary buffer
                 np.take(old, keep, axis=0, out=new[:count], mode="clip")
         ids, codes, *vectors = fresh
         ascending = self.ascending or _ascend(ids[:count])
@@ -83,19 +81,19 @@ class Rows:
 
 
 def empty(words: int, dim: int, kept: np.dtype[Any] | None) -> Rows:
-    """Return no rows."""
+    """Return an empty Rows."""
     vectors = None if kept is None else np.empty((0, dim), kept)
     return Rows(np.empty((0, words), np.int32), np.empty(0, np.int64), vectors)
 
 
 class Positions:
-    """Where an id is: ascending ids are found by bisection, others in a table (about 100 bytes an id) built on need."""
+    """Finds positions of ids: ascending ids by bisection, others in a table built on demand (about 100 bytes an id)."""
 
     def __init__(self) -> None:
         self._table: dict[int, int] | None = None
 
     def find(self, rows: Rows, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the position of each id, -1 where there is none."""
+        """Return the position of each id, -1 if it is not present."""
         if rows.ascending:
             self._table = None
             return _bisect(rows, ids)
@@ -106,13 +104,13 @@ class Positions:
         return np.fromiter((self._table.get(i, -1) for i in ids.tolist()), np.int64, len(ids))
 
     def added(self, before: Rows, after: Rows) -> None:
-        """Follow an addition."""
+        """Update the table after an addition."""
         if self._table is not None:
             fresh = after.ids[before.count : after.count].tolist()
             self._table.update(zip(fresh, range(before.count, after.count), strict=True))
 
     def removed(self, ids: NDArray[np.int64], moved: bool) -> None:
-        """Follow a removal; when rows moved, the table is built again on need."""
+        """Update the table after a removal; if rows moved, it is rebuilt on demand."""
         if moved:
             self._table = None
         elif self._table is not None:

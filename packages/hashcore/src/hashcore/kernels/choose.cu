@@ -1,20 +1,20 @@
-// Selection of the k best of each row of a search, among the candidates that score.cu listed (algorithm.md, eq. 6):
-// ties to the lowest index, indices ascending. One source for all codes: only keys that were left out are scored here.
+// Selects the k best keys of each row of a search among the candidates listed by score.cu (algorithm.md, eq. 6): ties
+// to the lowest index, indices ascending. One source for all codes: only missing keys are scored here.
 //
 // select, grid rows x parts, blocks of 512. A block
-//   (1) adds up the lengths of the row's lists: candidate i of the row is then found by bisection;
-//   (2) counts the digits of all candidates' scores, and finds the k-th best. That is at most the true threshold, as
-//       some keys may be missing; lists whose floor lies above it are replaced by all their keys, scored now, and the
-//       threshold is found again: now nothing at or above it is missing;
+//   (1) adds up the lengths of the row's lists, so that candidate i of the row can be found by bisection;
+//   (2) counts the digits of all candidates' scores, and finds the k-th best. This is at most the true threshold, as
+//       some keys may be missing. Lists whose floor is above it are replaced by all their keys, which are scored now,
+//       and the threshold is found again; now no key at or above it is missing;
 //   (3) counts the candidates before its part that are above the threshold, or equal to it;
-//   (4) hands out the slots of its part: 4096 candidates at a time, 8 to a thread.
-// Part 0 clears the row's sample for the next search: no third launch.
+//   (4) assigns the output slots of its part: 4096 candidates per turn, 8 per thread.
+// Part 0 clears the row's sample for the next search, which saves a launch.
 //
-// HASHCORE_SHORTLIST: the lists are those of shortlist.cu. What is scored again are only keys on the list; or all, if
+// HASHCORE_SHORTLIST: the lists are those of shortlist.cu. Only keys on the shortlist are scored again; all keys, if
 // fewer than k are on it.
 #include "lists.cuh"
 
-// What codes are like: only asked for where keys were left out.
+// The format of codes, needed only to score missing keys.
 struct Codes {
   Weights weights;
   i32 planes;
@@ -22,7 +22,7 @@ struct Codes {
 };
 
 // The score of one key by one thread, with few registers.
-// weights: shared, since an argument that is indexed would be copied to local memory.
+// weights: in shared memory, because an indexed kernel argument would be copied to local memory.
 __device__ __forceinline__ int score_alone(const u32* key, const u32* query, int planes, int words,
                                            const i32* weights) {
   int score = 0;
@@ -42,7 +42,7 @@ constexpr bool SHORT = true;
 constexpr bool SHORT = false;
 #endif
 
-// Tells which keys of a row are on its list.
+// Tests which keys of a row are on its shortlist.
 struct OnList {
   const u32* first;  // first words of the row's keys
   i64 step;
@@ -109,7 +109,7 @@ constexpr int MAX_LISTS = MAX_SPLITS * WARPS;
 static_assert(MAX_SPLITS <= SELECT_THREADS);
 
 // Copies the floors of a row's blocks, and returns the highest. Every thread must call it.
-// useless: whether no list is to be used.
+// useless: whether all lists are to be ignored.
 __device__ __forceinline__ u32 load_floors(const u32* from, const Cut& cut, int splits, u32* floors,
                                            bool useless = false) {
   __shared__ u32 highest;
@@ -124,7 +124,7 @@ __device__ __forceinline__ u32 load_floors(const u32* from, const Cut& cut, int 
   return highest;
 }
 
-// Writes how many candidates lie before each list, and returns how many there are. Every thread must call it.
+// Writes the number of candidates before each list, and returns their total. Every thread must call it.
 __device__ __forceinline__ u32 number(const Candidates& of, u32* offsets) {
   u32 before = 0;
   __syncthreads();  // the offsets may still be read
@@ -143,7 +143,7 @@ __device__ __forceinline__ u32 number(const Candidates& of, u32* offsets) {
 
 struct Batch {
   u32 score[VECTOR];
-  int position[VECTOR];  // -1 behind the last, and where a key is not on the list
+  int position[VECTOR];  // -1 after the last candidate, and for keys not on the shortlist
 };
 
 // A thread's candidates first, ..., first + VECTOR - 1.
@@ -173,8 +173,8 @@ __device__ __forceinline__ Batch load_batch(const Candidates& of, u32 first, u32
   return batch;
 }
 
-// Goes through candidates [from, to) of a row, the block's threads side by side; what one turn holds is loaded once.
-// `from` is a multiple of TURN. Every thread makes as many turns.
+// Iterates over candidates [from, to) of a row, in turns of the whole block; if one turn suffices, candidates are
+// loaded only once. `from` is a multiple of TURN. Every thread makes the same number of turns.
 constexpr u32 TURN = VECTOR * SELECT_THREADS;
 template <class Take>
 __device__ __forceinline__ void each_batch(const Candidates& of, u32 from, u32 to, u32 total, Batch& batch, Take take) {
@@ -187,7 +187,7 @@ __device__ __forceinline__ void each_batch(const Candidates& of, u32 from, u32 t
 
 struct Threshold {
   u32 score;
-  u32 quota;  // how many keys of that score are wanted
+  u32 quota;  // number of keys of that score to select
 };
 
 // The score of the `wanted`-th best candidate. Every thread must call it.
@@ -226,7 +226,7 @@ __device__ __forceinline__ Marks mark(const Batch& batch, u32 threshold) {
   return marks;
 }
 
-// How many candidates before number `end` are above the threshold, and how many equal to it.
+// The numbers of candidates before index `end` that are above the threshold, and equal to it.
 __device__ __forceinline__ Place count_before(const Candidates& of, u32 end, u32 total, Batch& batch, u32 threshold) {
   Place mine = {0, 0}, all;
   each_batch(of, 0, end, total, batch, [&](const Batch& held) {
@@ -251,7 +251,7 @@ __device__ __forceinline__ void select_candidates(Candidates of, u32 highest, u3
     if (total <= TURN) batch = load_batch(of, VECTOR * threadIdx.x, total);
     threshold = {0, 0};
     if (total >= wanted) threshold = find_threshold(of, total, batch, counts, levels, wanted);
-    if (of.trusted <= threshold.score || of.trusted < highest) break;  // the second time nothing is missing
+    if (of.trusted <= threshold.score || of.trusted < highest) break;  // the second time, no key is missing
   }
   const u32 turns = (total + TURN - 1) / TURN;
   const u32 from = turns * blockIdx.y / gridDim.y * TURN, to = turns * (blockIdx.y + 1) / gridDim.y * TURN;
@@ -270,7 +270,7 @@ __device__ __forceinline__ void select_row(const u32* query, const u32* keys, co
                                            const Space& space, const Groups& groups, i32 splits,
                                            const Shortlist* shortlist, i32* values, Index* indices) {
   __shared__ u32 offsets[MAX_LISTS + 1], floors[MAX_SPLITS];
-  __shared__ i32 weights[8];  // read behind the barriers of load_floors
+  __shared__ i32 weights[8];  // read after the barriers of load_floors
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int p = 0; p < 8; p++) weights[p] = codes.weights.of[p];

@@ -1,7 +1,7 @@
-// What the kernels share: bit counting, rows, windows and the block-wide steps of the selections.
+// Code shared by the kernels: bit counting, rows, windows and the block-wide steps of selections.
 //
-// The sources use no header of CUDA's and no extern variable, so that NVRTC compiles them anywhere and a C++20
-// compiler can run them on the CPU (tests/hostsim). Every kernel is extern "C"; macros fix what changes the code.
+// The sources use no CUDA headers and no extern variables, so that NVRTC can compile them anywhere and a C++20 compiler
+// can run them on the CPU (hashcore.hostsim). Every kernel is extern "C"; macros set what changes the code.
 #pragma once
 
 using i32 = int;
@@ -14,15 +14,15 @@ static_assert(sizeof(i32) == 4 && sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof
 constexpr u32 FULL_WARP = 0xffffffffu;
 constexpr int SELECT_THREADS = 512;           // block size of every kernel that counts or selects
 constexpr int MAX_BINS = 4 * SELECT_THREADS;  // four bins to a thread: one 16-byte access covers a histogram
-constexpr int VECTOR = 8;       // scores that one thread of a selection looks at
+constexpr int VECTOR = 8;       // scores per thread of a selection
 
 // ---- Bits ----------------------------------------------------------------------------------------------------------
 
 __device__ constexpr u32 xor3(u32 a, u32 b, u32 c) { return a ^ b ^ c; }
 __device__ constexpr u32 majority(u32 a, u32 b, u32 c) { return (a & b) | (c & (a | b)); }
 
-// Full adder, bit by bit: a + b + c = sum + 2 carry. One LOP3 each, by the table that the functions above give; left to
-// itself the compiler reassociates the exclusive ors with those of the codes, and needs half as many again.
+// Bitwise full adder: a + b + c = sum + 2 carry, one LOP3 each, with the truth tables of the functions above. Without
+// this, the compiler merges the exclusive ors with those of the codes, and needs 1.5 times as many instructions.
 __device__ __forceinline__ void add_bits(u32 a, u32 b, u32 c, u32& sum, u32& carry) {
 #ifdef HOSTSIM
   sum = xor3(a, b, c), carry = majority(a, b, c);
@@ -89,7 +89,7 @@ __device__ __forceinline__ int weighted_popcount(const Word& word) {
   return weighted_popcount<Weights, COUNT, 0, 0>(word, none);
 }
 
-// Reads COUNT words; STRIDE, the words of a whole code, says how far the address is aligned.
+// Reads COUNT words; STRIDE, the number of words of a code, determines the alignment of the address.
 template <int STRIDE, int COUNT>
 __device__ __forceinline__ void load_words(const u32* __restrict__ from, u32 (&to)[COUNT]) {
   if constexpr (STRIDE % 4 == 0 && COUNT % 4 == 0) {
@@ -154,8 +154,8 @@ __device__ __forceinline__ Operands operands(const u32* query, const u32* keys, 
   return {query, keys};
 }
 
-// Which positions of a row compete: [start + sink, length - recent). Values in device memory are clamped to [0, n],
-// because nothing can be raised from here.
+// The eligible positions of a row: [start + sink, length - recent). Values in device memory are clamped to [0, n],
+// because kernels cannot raise errors.
 struct Window {
   const void* lengths;  // one per lengths_per rows, or null: length
   const void* starts;   // one per starts_per rows, or null: start
@@ -204,7 +204,7 @@ __device__ __forceinline__ u32 scan_block(u32 x, u32& total) {
     const u32 other = __shfl_up_sync(FULL_WARP, inclusive, step);
     if (lane >= step) inclusive += other;
   }
-  __syncthreads();  // the sums of the call before may still be read
+  __syncthreads();  // other threads may still read the sums of the previous call
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
   u32 before = 0;
@@ -271,10 +271,10 @@ __device__ __forceinline__ Digit find_digit(const uint4& totals, int bins, u32 w
     above += count[j];
   }
   __syncthreads();
-  return found;  // written again only behind the barriers of the next scan
+  return found;  // written again only after the barriers of the next scan
 }
 
-// How many keys above the threshold, and how many equal to it, come before.
+// The numbers of earlier keys above the threshold, and equal to it.
 struct Place {
   u32 above;
   u32 equal;
@@ -286,15 +286,15 @@ struct Marks {
   u32 equal;
 };
 
-// Hands each key that is selected to take(j, slot): those above the threshold, and those equal to it while the quota
-// lasts, in order. `place` moves on. Every thread must call it.
+// Calls take(j, slot) for each selected key, in order: those above the threshold, and those equal to it until the quota
+// is used up. Advances `place`. Every thread must call it.
 template <class Take>
 __device__ __forceinline__ void emit(const Marks& marks, u32 quota, Place& place, Take take) {
   u32 both;  // two counts of at most VECTOR * SELECT_THREADS in one scan
   const u32 before = scan_block(u32(__popc(marks.above)) << 16 | u32(__popc(marks.equal)), both);
   u32 above = place.above + (before >> 16), equal = place.equal + (before & 0xffffu);
 #pragma unroll
-  for (int j = 0; j < VECTOR; j++) {  // j is known when this is compiled: what it indexes stays in registers
+  for (int j = 0; j < VECTOR; j++) {  // unrolled, so that arrays indexed by j stay in registers
     const bool better = marks.above >> j & 1, same = marks.equal >> j & 1;
     if (better || (same && equal < quota)) take(j, above + (equal < quota ? equal : quota));
     above += better;
@@ -322,7 +322,7 @@ __device__ __forceinline__ void let_dependents_start() {
 #endif
 }
 
-// Returns when every kernel before this one has ended and its writes are visible. Nothing is read before it.
+// Waits until all earlier kernels have ended and their writes are visible; must be called before any read.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

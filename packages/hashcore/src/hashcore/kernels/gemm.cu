@@ -4,20 +4,20 @@
 //
 // query u32 [..][Q][W], keys u32 [..][N][W], scores i32 [batch][Q][N]; the batch dimensions broadcast (RowMap).
 //
-// A block of 128 threads makes a tile of 16 queries x 256 keys. A thread owns two keys, 128 apart, and holds BLOCK of
-// their words; the same words of the 16 queries lie in shared memory and are read by all lanes at once. 32 sums stay in
-// registers while the words go by, and leave as 128-byte stores.
+// A block of 128 threads computes a tile of 16 queries x 256 keys. A thread owns two keys, 128 apart, and holds PIECE
+// words of each; the same words of the 16 queries are in shared memory, where all lanes read the same address. 32 sums
+// stay in registers over all words, and are written as 128-byte stores.
 //
-// Bytes a pair: 4 written; keys and queries are read once a tile, 16 / 16 + 16 / 256 bytes a pair of 128 bits. Integer
-// work a pair of 128 bits: 3 POPC with carry-save addition. At 16 POPC a clock on 132 multiprocessors of 1.8 GHz that
-// is 1.3 T pairs/s, 5 TB/s of scores: on an H200 both ceilings meet.
+// Bytes per pair: 4 written; keys and queries are read once per tile, 16 / 16 + 16 / 256 bytes per pair of 128 bits.
+// Integer work per pair of 128 bits: 3 POPC with carry-save addition. At 16 POPC per clock on 132 SMs at 1.8 GHz, this
+// is 1.3 T pairs/s, or 5 TB/s of scores: on an H200 both limits are equal.
 //
 // HASHCORE_WORDS: W.
 #include "common.cuh"
 
 constexpr int WORDS = HASHCORE_WORDS;
-constexpr int BLOCK = WORDS < 8 ? WORDS : 8;
-constexpr int REST = WORDS % BLOCK;
+constexpr int PIECE = WORDS < 8 ? WORDS : 8;
+constexpr int REST = WORDS % PIECE;
 constexpr int GEMM_THREADS = 128;
 constexpr int QUERIES = 16;
 constexpr int KEYS = 2;
@@ -26,15 +26,15 @@ static_assert(WORDS >= 1);
 struct Tile {
   const u32* query;  // of the tile's first query
   const u32* keys;   // of the row's first key
-  i64 step;          // words from one key to the next
+  i64 step;          // stride of keys in words
   int queries;       // in this tile, at most QUERIES
-  int key[KEYS];     // this thread's keys, the last one where there are no more
+  int key[KEYS];     // this thread's keys; the last key where there are no more
 };
 
-// Adds COUNT words from `first` on to the sums of a thread's pairs. Every thread must call it.
+// Adds the matches of COUNT words from `first` on to the sums of a thread's pairs. Every thread must call it.
 template <int COUNT>
 __device__ __forceinline__ void add_words(const Tile& tile, int first, u32* shared, int (&sums)[KEYS][QUERIES]) {
-  __syncthreads();  // the words of the call before may still be read
+  __syncthreads();  // other threads may still read the words of the previous call
   for (int i = threadIdx.x; i < QUERIES * COUNT; i += GEMM_THREADS) {
     const int q = i / COUNT, w = i % COUNT;
     shared[i] = q < tile.queries ? ~tile.query[i64(q) * WORDS + first + w] : 0u;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void clear_sums(int (&sums)[KEYS][COUNT]) {
 extern "C" __global__ void __launch_bounds__(GEMM_THREADS)
     score_pairs(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ scores, RowMap map,
                 i32 batch, i32 queries, i32 n) {
-  __shared__ __align__(16) u32 shared[QUERIES * BLOCK];
+  __shared__ __align__(16) u32 shared[QUERIES * PIECE];
   const int key_tiles = (n + KEYS * GEMM_THREADS - 1) / (KEYS * GEMM_THREADS);
   const int first_query = blockIdx.x / key_tiles * QUERIES;
   const int first_key = blockIdx.x % key_tiles * (KEYS * GEMM_THREADS) + threadIdx.x;
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(GEMM_THREADS)
     int sums[KEYS][QUERIES];
     clear_sums(sums);
 #pragma unroll 1
-    for (int w = 0; w + BLOCK <= WORDS; w += BLOCK) add_words<BLOCK>(tile, w, shared, sums);
+    for (int w = 0; w + PIECE <= WORDS; w += PIECE) add_words<PIECE>(tile, w, shared, sums);
     if constexpr (REST > 0) add_words<REST>(tile, WORDS - REST, shared, sums);
     i32* out = scores + (i64(b) * queries + first_query) * n;
 #pragma unroll

@@ -1,7 +1,7 @@
 // A lane's share of keys and of a row's planes, and their scores (docs/algorithm.md, eq. 4).
 //
-// HASHCORE_WORDS: W. HASHCORE_PLANES: P. HASHCORE_WEIGHTS: the weights, if they are known when this is compiled; the
-// carry-save counter then runs over all planes at once. Without it the weights are an argument, and it runs per plane.
+// HASHCORE_WORDS: W. HASHCORE_PLANES: P. HASHCORE_WEIGHTS: the weights, if known at compile time; the carry-save
+// counter then runs over all planes together. Otherwise the weights are an argument, and it runs per plane.
 #pragma once
 #include "lists.cuh"
 
@@ -16,28 +16,28 @@ static_assert(Fixed::PLANES == PLANES);
 
 // ---- A lane's share of a key ---------------------------------------------------------------------------------------
 
-// Long keys are shared by 2 or 4 lanes, so that the lanes of a warp read 16 bytes each, side by side: unit u of 4 words
+// Long keys are shared by 2 or 4 lanes, so that the lanes of a warp read 16 consecutive bytes each: unit u of 4 words
 // belongs to lane u % LANES of the key.
 constexpr int LANES = WORDS % 16 == 0 ? 4 : WORDS % 8 == 0 ? 2 : 1;
-constexpr int SLICE = 32 / LANES;                // keys that a warp reads side by side
-constexpr int MINE = WORDS / LANES;              // words of a key that are a lane's
-constexpr int BLOCK_WORDS = MINE <= 8 ? MINE : 4;  // of them held at once
+constexpr int SLICE = 32 / LANES;                // keys that a warp reads at once
+constexpr int MINE = WORDS / LANES;              // words of a key per lane
+constexpr int BLOCK_WORDS = MINE <= 8 ? MINE : 4;  // of them in registers at once
 constexpr int REST = MINE % BLOCK_WORDS;
 constexpr bool IN_REGISTERS = MINE <= 8 && PLANES * MINE <= 32;
-// Keys that a thread holds, and as many that are on their way to it: what its 128 registers take beside the planes.
-// 4 keys of 16 bytes x 512 threads are 32 KB in flight a multiprocessor; an H200 needs 23 to deliver 4.3 TB/s.
+// Keys that a thread holds, and as many that are being loaded: as many as its 128 registers allow besides the planes.
+// 4 keys of 16 bytes x 512 threads are 32 KB in flight per SM; an H200 needs 23 KB to reach 4.3 TB/s.
 constexpr int FITTING = (52 - (IN_REGISTERS ? PLANES * MINE : 0)) / (2 * BLOCK_WORDS);
 constexpr int KEYS = FITTING < 1 ? 1 : FITTING > 4 ? 4 : FITTING;
 static_assert(LANES == 1 || MINE % 4 == 0);
 
-// The place in a code of a lane's i-th word.
+// The index in a code of a lane's i-th word.
 __device__ __forceinline__ int word_of(int i, int part) {
   if constexpr (LANES == 1) return i;
   return (i / 4 * LANES + part) * 4 + i % 4;
 }
 
-// A lane's words of a row's planes, inverted, so that xor gives the matches: in registers if they are few, else read
-// through L1, where all lanes of a part want the same word.
+// A lane's words of a row's planes, inverted, so that xor gives the matches: in registers if they are few; else read
+// through L1, where the lanes with the same part of a key read the same word.
 struct Query {
   u32 word[IN_REGISTERS ? PLANES * MINE : 1];
   const u32* memory;
@@ -103,8 +103,8 @@ __device__ __forceinline__ int matches_from(const u32* from, const Query& query,
   return sum;
 }
 
-// The score of a key of which the first words of each lane are held, in all lanes that share it; any number if it is
-// not to be read. The whole warp calls it.
+// The score of a key whose first words are held by its lanes, returned to all of them; undefined if the key must not be
+// read. The whole warp calls it.
 __device__ __forceinline__ int score_of(const u32 (&held)[BLOCK_WORDS], bool readable, const u32* key,
                                         const Query& query, const Weights& weights) {
   int score = matches(held, query, 0, weights);
@@ -119,10 +119,10 @@ __device__ __forceinline__ int score_of(const u32 (&held)[BLOCK_WORDS], bool rea
   return score;
 }
 
-// The words of a lane of the keys first + u * SLICE, u < KEYS, as far as they are held at once.
+// A lane's words of the keys first + u * SLICE, u < KEYS, that are in registers at once.
 struct Held {
   const u32* from;  // the row's keys
-  i64 step;         // words from one to the next
+  i64 step;         // stride of keys in words
   int first;        // this lane's first key
   int end;          // no key from here on is read
   u32 word[KEYS][BLOCK_WORDS];
@@ -137,7 +137,7 @@ struct Held {
     }
   }
 
-  // The score of key u, in all lanes that share it; any number if it is not before the end. The whole warp calls it.
+  // The score of key u, in all lanes that share it; undefined for keys at or after the end. The whole warp calls it.
   __device__ __forceinline__ int score(int u, const Query& query, const Weights& weights) const {
     return score_of(word[u], first + u * SLICE < end, from + (first + u * SLICE) * step, query, weights);
   }

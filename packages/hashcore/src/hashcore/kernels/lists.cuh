@@ -1,4 +1,4 @@
-// What the two launches of a search share: weights, groups of rows, and how their keys are cut into lists.
+// Code shared by the two launches of a search: weights, groups of rows, and how their keys are divided into lists.
 #pragma once
 #include "common.cuh"
 
@@ -12,19 +12,19 @@ constexpr int WARPS = SELECT_THREADS / 32;
 constexpr int MAX_GROUP = 8;       // queries that share the keys a block loads
 constexpr int MAX_SPLITS = 512;    // blocks of a row
 constexpr int SAMPLE_BINS = 256;   // two bins of a histogram of the last digits would cost more than they save
-constexpr u32 SPARE = 32;          // candidates of the sample beyond a quarter: small samples err
+constexpr u32 SPARE = 32;          // extra candidates in the sample, because small samples are inaccurate
 static_assert(SAMPLE_BINS <= SELECT_THREADS);
 
-// Rows that lie side by side, `line` of them over the same keys, in groups of at most `size`; size 1: each row alone.
+// Groups of at most `size` rows out of `line` consecutive rows with the same keys; size 1: no groups.
 struct Groups {
-  i32 first;  // group of the launch's first slot; a slot is a row's place in the workspace, `size` of them a group
+  i32 first;  // group of the launch's first slot; a row has a slot in the workspace, a group `size` slots
   i32 line;
   i32 size;
 };
 
 struct Group {
-  int row;    // its first
-  int count;  // of rows
+  int row;    // first row
+  int count;  // number of rows
 };
 
 __device__ __forceinline__ Group group_of(const Groups& groups, int index) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ Group group_of(const Groups& groups, int index) {
   return {line * groups.line + begin, left < groups.size ? left : groups.size};
 }
 
-// All positions that compete in any row of a group.
+// The smallest range that contains the eligible positions of all rows of a group.
 __device__ __forceinline__ Range reach(const Window& window, const Group& group) {
   Range all = eligible(window, group.row);
   for (int i = 1; i < group.count; i++) {
@@ -47,8 +47,8 @@ __device__ __forceinline__ Range reach(const Window& window, const Group& group)
   return all;
 }
 
-// How the positions of a group are cut into lists, as equal as whole slices allow. The cut follows the range, not the
-// capacity: a long cache that is hardly filled still occupies every warp.
+// Divides the positions of a group into lists of equal length, up to whole slices. It divides the range, not the
+// capacity, so that a large cache with few tokens still occupies every warp.
 struct Cut {
   int base;
   int step;  // keys of a list, at most 2^16
@@ -70,7 +70,7 @@ __device__ __forceinline__ Range overlap(const Range& a, const Range& b) {
   return {low, high > low ? high : low};
 }
 
-// Addresses of a turn's workspace.
+// Addresses in the workspace of a turn.
 struct Space {
   u32* sample;  // [slots][SAMPLE_BINS]
   u32* floors;  // [slots][splits]
@@ -82,18 +82,18 @@ struct Space {
 
 // ---- Shortlists (eq. 20) -------------------------------------------------------------------------------------------
 
-constexpr int EARLY_SAMPLE = 1024;  // keys whose first words say which others are on the list
+constexpr int EARLY_SAMPLE = 1024;  // sampled keys whose first words determine the shortlist's floor
 constexpr int EARLY_PLANES = 4;     // of a row, the last ones
 
 struct ShortRow {
-  u32 first;   // score of the first word that a key on the list reaches
-  u32 floor;   // score of the whole code below which no key was listed as a candidate
-  u32 listed;  // keys on the list
+  u32 first;   // minimal score by first words of a key on the shortlist
+  u32 floor;   // minimal full score of a candidate
+  u32 listed;  // number of keys on the shortlist
 };
 
 struct Shortlist {
-  const u32* first;  // first words, of the codes or side by side
-  RowMap map;        // where a row's lie: as those of its keys
+  const u32* first;  // first words, in the codes or contiguous
+  RowMap map;        // strides of first words
   ShortRow* rows;    // [slots]
-  i32 times;         // how many times k are to be on a list
+  i32 times;         // size of a shortlist in units of k
 };

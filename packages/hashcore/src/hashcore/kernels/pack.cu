@@ -1,14 +1,14 @@
 // Bit codes (docs/algorithm.md, eq. 1): bit j of word w = [x_{32 w + j} > 0]; -0.0 and NaN are 0.
 //
-// x is one flat run of 32 * words numbers, because a code's words follow each other. A warp makes 32 words: it reads
-// one number per lane and word, eight coalesced loads in flight, a ballot turns each into a word, lane i keeps word i,
-// and the words leave as one 128-byte store. Bytes a word: 32 * sizeof(T) read, 4 written; the ceiling is the read.
+// x is a flat array of 32 * words numbers, because a code's words are contiguous. A warp computes 32 words: it reads
+// one number per lane and word, with eight coalesced loads in flight; a ballot makes each a word; lane i keeps word i,
+// and the words are written as one 128-byte store. Bytes per word: 32 * sizeof(T) read, 4 written; reads are the limit.
 #include "common.cuh"
 
 constexpr int PACK_THREADS = 256;
 constexpr int BATCH = 8;
 
-// Positive as the bits say it: no conversion.
+// Whether x is positive, from its bits, without conversion.
 __device__ __forceinline__ bool positive(Float16 x) { return x.bits - 1u < 0x7c00u; }   // 0x7c00 is +inf
 __device__ __forceinline__ bool positive(BFloat16 x) { return x.bits - 1u < 0x7f80u; }  // 0x7f80 is +inf
 template <class T>

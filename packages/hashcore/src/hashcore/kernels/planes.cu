@@ -1,7 +1,7 @@
 // Queries as weighted bit planes: real weights quantised (docs/algorithm.md, eq. 5), one-bit groups merged (eq. 3).
 //
-// One warp a row (planes.cuh). A row of weights is read twice, first for its largest magnitude; the second read comes
-// from the L1 cache. A decode step has a few rows: latency is what this costs, not bandwidth.
+// One warp per row (planes.cuh). A row of weights is read twice, first for its largest magnitude; the second read hits
+// the L1 cache. A decode step has few rows, so latency matters, not bandwidth.
 #include "planes.cuh"
 
 constexpr int PLANES_THREADS = 128;
@@ -47,7 +47,7 @@ PLANES_KERNEL(planes_f16, Float16)
 PLANES_KERNEL(planes_bf16, BFloat16)
 
 // Lane j counts bit j over the codes of the group. The last weight is irregular, group - (2^(count - 1) - 1), so its
-// bit is set only where the lighter planes cannot hold the count; what is left then fits them.
+// bit is set only if the other planes cannot represent the count; they can represent the rest.
 extern "C" __global__ void __launch_bounds__(PLANES_THREADS)
     group_planes(const u32* __restrict__ codes, u32* __restrict__ planes, i32 rows, i32 group, i32 words, i32 count) {
   const int row = blockIdx.x * (PLANES_THREADS / 32) + (threadIdx.x >> 5), lane = threadIdx.x & 31;

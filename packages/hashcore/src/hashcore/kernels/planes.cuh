@@ -1,18 +1,19 @@
-// Rows of real weights as levels (docs/algorithm.md, eq. 5), one warp a row: lane j of word w is dimension 32 w + j.
+// Quantises rows of real weights to levels (docs/algorithm.md, eq. 5), one warp per row: lane j of word w has dimension
+// 32 w + j.
 //
-// Arithmetic is float32 in the order of hashcore.reference: the division is correctly rounded, and twice a floor plus
-// one is exact whether it is fused or not.
+// Arithmetic is float32 in the order of hashcore.reference: the division is correctly rounded, and 2 floor(x) + 1 is
+// exact, fused or not.
 #pragma once
 #include "common.cuh"
 
 constexpr float TINY = 0x1p-126f;  // the smallest normal float32: the scale of a row of zeros
 
-constexpr u32 HUGE_BITS = 0x7f7fffffu;  // the largest float32; infinity counts as it, NaN as 0
+constexpr u32 HUGE_BITS = 0x7f7fffffu;  // the largest float32, which replaces infinity; NaN counts as 0
 
 // The scale of a row: its levels are odd multiples of it.
 template <class T>
 __device__ __forceinline__ float row_scale(const T* w, i64 size, int lane, float top) {
-  u32 peak = 0;  // magnitudes order like their bits, and NaN lies above infinity
+  u32 peak = 0;  // magnitudes order like their bits, with NaN above infinity
   for (i64 i = lane; i < size; i += 32) {
     u32 magnitude = __float_as_uint(real(w[i])) & 0x7fffffffu;
     magnitude = magnitude > HUGE_BITS + 1 ? 0 : magnitude > HUGE_BITS ? HUGE_BITS : magnitude;

@@ -2,40 +2,41 @@
 //
 //     s_k = sum_p weight_p popcount(~(B_p xor c_k))
 //
-// query u32 [rows][P][W], keys u32 [..][N][W] in rows that may repeat, with gaps or without (RowMap).
+// query u32 [rows][P][W], keys u32 [..][N][W]; rows of keys may be repeated, and have gaps (RowMap).
 //
-// A search is two launches, at any number of planes. Scores are not written: 2 bytes a key would be an eighth of
-// what is read. A row's keys are cut into lists, one a warp.
+// A search is two launches, for any number of planes. Scores are not written: 2 bytes per key would be an eighth of the
+// bytes read. A row's keys are divided into lists, one per warp.
 //
-// list_candidates, grid groups x splits, blocks of 512. A warp goes through its keys, KEYS * SLICE at a time.
-//   (1) The first of them are a sample: the block counts their scores in SAMPLE_BINS bins, adds them to the row's, and
-//       reads there what the row's other blocks have added so far. Where enough of the sample is above, a quarter more
-//       than the row wants, is the block's floor.
-//   (2) Each key whose score is at least the floor is a candidate: score and offset in one word of the warp's list,
-//       which begins where the warp's keys do: a list of every key would fit. Ballots give the slots, in order.
-// A floor only saves bytes. If one is too high, the next launch scores again what it left out; so blocks need not
-// wait for each other, and a sample of old numbers does no harm.
+// list_candidates, grid groups x splits, blocks of 512. A warp iterates over its keys, KEYS * SLICE at a time.
+//   (1) The first keys are a sample: the block counts their scores in SAMPLE_BINS bins, adds the counts to those of the
+//       row, and reads what other blocks of the row have added so far. The block's floor is the score that enough of
+//       the sample reaches: a quarter more than the row wants.
+//   (2) Each key whose score reaches the floor is a candidate: score and offset are packed in one word of the warp's
+//       list, which starts at the offset of the warp's keys, so that a list of all keys fits. Ballots give the slots,
+//       in order.
+// A floor only saves bytes. If it is too high, the next launch scores the missing keys again. So blocks need not wait
+// for each other, and stale numbers in a sample do no harm.
 //
 // Then select (choose.cu) finds the k best of each row among its candidates.
 //
 // GROUP > 1: the rows of a group are queries over the same keys. A block loads a key once for all of them.
 //
-// Bytes and times: hashcore.cuda.traffic. 128K keys x 8 rows of 128 bits, 2 %: 16.8 MB of codes and .8 MB beside them.
-// Integer work a key of 128 bits in 6 planes: 13 POPC, which run at 16 lanes a clock and multiprocessor.
+// Bytes and times: hashcore.cuda.traffic. 128K keys x 8 rows of 128 bits, 2 %: 16.8 MB of codes and 0.8 MB more.
+// Integer work per key of 128 bits with 6 planes: 13 POPC, which run on 16 lanes per clock and SM.
 //
-// score_all writes int32 scores of all N keys and selects nothing: the function `score`.
+// score_all writes int32 scores of all N keys without selecting, for the function `score`.
 #include "lane.cuh"
 
 // ---- Candidates ----------------------------------------------------------------------------------------------------
 
-// Counts the scores of a block's first keys, adds them to the row's sample, and says above which score enough of the
-// sample lies. Every thread must call it.
+// Counts the scores of a block's first keys, adds them to the row's sample, and returns the score that enough of the
+// sample reaches. Every thread must call it.
 __device__ __forceinline__ u32 find_floor(const int (&score)[KEYS], u32 valid, u32* sample, int shift, int wanted,
                                           int size) {
   __shared__ u32 bins[SAMPLE_BINS];
   __shared__ u32 found;
   if (threadIdx.x < SAMPLE_BINS) bins[threadIdx.x] = 0;
-  __syncthreads();  // and the floor of the call before was read
+  __syncthreads();  // and the floor of the previous call was read
   if (threadIdx.x == 0) found = 0;
 #pragma unroll
   for (int u = 0; u < KEYS; u++)
@@ -54,7 +55,7 @@ __device__ __forceinline__ u32 find_floor(const int (&score)[KEYS], u32 valid, u
   return found;
 }
 
-// What a block knows of its rows: lane q holds that of row q, or every lane that of the only one.
+// A block's state of its rows: lane q holds that of row q; with one row, every lane holds it.
 struct Rows {
   int low, high;
   int wanted;
@@ -82,7 +83,7 @@ __device__ __forceinline__ u32 append(const int (&score)[KEYS], u32 valid, u32 f
   return found;
 }
 
-// One row of a group over the keys that are held.
+// Processes one row of a group for the keys in registers.
 template <int GROUP>
 __device__ __forceinline__ void take_row(const Held& held, const Query& query, const Weights& weights, Rows& rows,
                                          int q, bool first_turn, i64 slot, const Range& mine, const Space& space) {
@@ -123,14 +124,14 @@ __device__ __forceinline__ void list_group(const u32* __restrict__ query, const 
   const Group group = group_of(groups, blockIdx.x);
   const Range whole = reach(window, group);
   const Cut cut(whole, gridDim.y);
-  if (cut.keys(blockIdx.y * WARPS).size() == 0) return;  // nobody looks for this block's lists
+  if (cut.keys(blockIdx.y * WARPS).size() == 0) return;  // this block's lists are never read
   const int lane = threadIdx.x & 31, list = blockIdx.y * WARPS + int(threadIdx.x >> 5);
   const Range mine = cut.keys(list);
   const Operands at = operands(query, keys, map, group.row);
   const i64 slot = i64(blockIdx.x) * groups.size, step = GROUP == 1 ? 0 : map.query[3];
   Rows rows = rows_of<GROUP>(group, window, selection);
   const Query only(at.query, lane);
-  bool first_turn = true;  // in which the whole block takes part, with keys or without
+  bool first_turn = true;  // the whole block takes part in it, with or without keys
   Held held(at.keys, map.key, mine.low + lane / LANES, mine.high, lane % LANES);
 #pragma unroll 1
   for (int first = mine.low; first_turn || first < mine.high; first += KEYS * SLICE) {

@@ -1,31 +1,31 @@
-// Selection of the k best of rows of int32 scores (docs/algorithm.md, eq. 6), ties to the lowest index, indices
-// ascending. A search selects for itself (score.cu).
+// Selects the k best of rows of int32 scores (docs/algorithm.md, eq. 6), ties to the lowest index, indices ascending.
+// Searches use choose.cu instead.
 //
-// Integer scores need no sort: the histogram of the row says where the k-th best lies. A score is looked at through its
-// sort key, an unsigned integer of which higher is better, in three digits from the top (Levels): count, twice more
-// among the keys that begin as the threshold does, select: four launches.
+// Integer scores need no sort: the k-th best follows from the row's histogram. Scores are converted to sort keys,
+// unsigned integers with three digits (Levels). The first launch counts the highest digit; two more count the next
+// digit of keys that share the threshold's higher digits; the fourth launch selects.
 //
-// totals u32 [rows][width]: how many eligible keys of the row have each digit, per level; level l counts only keys
-// whose higher digits are the threshold's. table u32 [rows][splits][width]: how many of a chunk's have at least each
-// digit.
+// totals u32 [rows][width]: number of eligible keys of the row with each digit, per level; level l counts only keys
+// that share the threshold's higher digits. table u32 [rows][splits][width]: number of keys of a chunk with at least
+// each digit.
 //
-// select, grid rows x splits, blocks of 512, the chunks of the kernels before. A block
-//   (1) finds the threshold: scans the totals from the top until k are covered; what is missing then is the quota of
-//       keys equal to the threshold;
-//   (2) finds its place: from the tables of the chunks before it, two words each, how many keys above the threshold and
-//       how many equal to it come before;
-//   (3) goes through its scores, 4096 at a time, 8 to a thread: a scan of the two counts over the block gives each
-//       selected key its slot, (keys above before it) + min(quota, keys equal before it).
-//   (4) The row's last block to come here clears totals and ticket for the next retrieval: no memset, no third launch.
-// No block waits for another, so nothing depends on the order in which they run.
+// select, grid rows x splits, blocks of 512, with the same chunks as the count launches. A block
+//   (1) finds the threshold: scans the totals from the top until k are covered; the rest is the quota of keys equal to
+//       the threshold;
+//   (2) finds its place: from the tables of earlier chunks, two words each, the numbers of earlier keys above the
+//       threshold and equal to it;
+//   (3) iterates over its scores, 4096 at a time, 8 per thread: a block-wide scan of both counts gives each selected
+//       key its slot, (earlier keys above) + min(quota, earlier keys equal);
+//   (4) the last block of a row clears totals and ticket for the next call, which saves a memset.
+// No block waits for another, so the result does not depend on their order.
 //
-// Bytes: 4 a token and launch; per block the totals, its table and 8 * splits of the others'.
+// Bytes: 4 per score and launch; per block the totals, its table and 8 * splits bytes of other tables.
 #include "common.cuh"
 
 constexpr int MIN_CHUNK = 128;  // chunks start at multiples of it: 512 bytes of scores
 
-// Cuts a range into `splits` chunks that start at multiples of VECTOR and are as equal as whole MIN_CHUNKs allow. The
-// cut follows the range and not the capacity: a long cache that is hardly filled still occupies every block.
+// Divides a range into `splits` chunks of equal length, up to whole MIN_CHUNKs, that start at multiples of VECTOR. It
+// divides the range, not the capacity, so that a large cache with few tokens still occupies every block.
 struct Chunk {
   int begin;  // may lie before the range; positions below the range are skipped
   int end;
@@ -42,8 +42,8 @@ __device__ __forceinline__ Chunk chunk_of(const Range& range, int splits, int in
   return {int(begin), end < range.high ? int(end) : range.high, false};
 }
 
-// Adds a block's histogram to the row's, and writes how many of the block's keys have at least each digit: from that
-// table a later block reads what comes before it without looking at a score.
+// Adds a block's histogram to the row's, and writes the number of the block's keys with at least each digit. From this
+// table, later blocks get the counts of earlier keys without reading scores.
 __device__ __forceinline__ void publish_counts(const u32* counts, int bins, u32* totals, u32* table) {
   __syncthreads();
   const int group = bins / 4 - 1 - int(threadIdx.x);  // the highest digits first
@@ -151,7 +151,7 @@ __device__ __forceinline__ Place find_place(const u32* table, const Levels& leve
       const u32 at_least = __ldcg(counts + digit);
       const u32 higher = digit + 1 < levels.bins[l] ? __ldcg(counts + digit + 1) : 0;
       above += higher;
-      same = at_least - higher;  // the last level's stays
+      same = at_least - higher;  // the value of the last level is used
       counts += levels.bins[l];
     }
     equal += same;
@@ -216,14 +216,14 @@ __device__ __forceinline__ void select_row(Scores scores, u32* totals, const u32
   table += i64(row) * splits * levels.width;
   values += i64(first_row + row) * selection.width;
   indices += i64(first_row + row) * selection.width;
-  const uint4 top = load_totals(totals, levels.bins[0]);  // on their way while the window arrives
+  const uint4 top = load_totals(totals, levels.bins[0]);  // loaded while the window is loaded
   const Range range = eligible(window, first_row + row);
   const Chunk chunk = chunk_of(range, splits, blockIdx.y);
   const int wanted = selected(selection, range, first_row + row);
   if (wanted > 0 && !chunk.empty) {
     Scores::Loaded loaded = {};
     const int first = chunk.begin + VECTOR * int(threadIdx.x);
-    if (first < chunk.end) loaded = scores.load(first);  // on their way while the threshold is found
+    if (first < chunk.end) loaded = scores.load(first);  // loaded while the threshold is found
     const Prefix prefix = find_prefix(totals, top, levels, levels.count, u32(wanted));  // (1)
     const Place place = find_place(table, levels, prefix, blockIdx.y);                  // (2)
     compact(scores, loaded, range, chunk, prefix, place, values, indices);              // (3)
@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2)
   let_dependents_start();
 }
 
-// scores: of the launch's first row, rows `stride` apart, 16-byte aligned. All else is of all rows, or of the launch's.
+// scores: address of the launch's first row, with stride `stride`, 16-byte aligned.
 #define SELECT_KERNEL(name, Index)                                                                              \
   extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)                                               \
       name(const i32* __restrict__ scores, u32* __restrict__ totals, const u32* __restrict__ table,             \

@@ -1,32 +1,33 @@
-// A search with a shortlist (docs/algorithm.md, eq. 20): all keys by their first words, and only the best in full.
+// A search with a shortlist (docs/algorithm.md, eq. 20): scores all keys by their first words, and only the best in
+// full.
 //
 // Three launches. Layouts, groups, cuts and lists are those of score.cu.
 //
-// first_floor, a block a row, scores 1024 keys spread over those that the row sees, in full and by first words, and
-// finds two floors: the first words' decides what is on the list, so it must be exact. The other, of whole codes among
-// those on the list, only saves bytes: rather more than k keys reach it.
+// first_floor, one block per row, scores 1024 keys, spread over those that the row sees, in full and by first words,
+// and finds two floors. The floor of first words defines the shortlist, so it must be exact. The floor of full scores
+// of keys on the shortlist only saves bytes: somewhat more than k keys reach it.
 //
-// list_shortlist, grid groups x splits, blocks of 512. A warp goes through its keys, FIRST_KEYS * 32 at a time.
-//   (1) It scores their first words by the last planes. The offsets of those that reach the first floor wait in the
-//       row's ring, in order.
-//   (2) When BATCH of them wait they are scored in full, the lanes of a warp side by side: one key in eight or so is on
-//       the list, and scored where they lie they would keep all lanes busy for each.
-//   (3) Those that reach the row's floor are candidates, as in score.cu. How many are on the list is added up.
+// list_shortlist, grid groups x splits, blocks of 512. A warp iterates over its keys, FIRST_KEYS * 32 at a time.
+//   (1) It scores their first words by the last planes. The offsets of keys that reach the first floor are put in the
+//       row's ring buffer, in order.
+//   (2) When the ring has BATCH offsets, these keys are scored in full, one per lane. Only about one key in eight is on
+//       the shortlist, so scoring them directly would leave most lanes idle.
+//   (3) Keys that reach the row's floor are candidates, as in score.cu. Keys on the shortlist are counted.
 //
-// select (choose.cu) scores again what a floor left out, or, where fewer than k are on the list, all keys.
+// select (choose.cu) scores again keys that a floor excluded or, if fewer than k are on the shortlist, all keys.
 //
-// Bytes (hashcore.cuda.traffic): first words side by side are 4 of a code's 16; a sector of 32 holds two codes, and one
-// in ten to eight is on the list. Read from the codes themselves, first words save no sector, only work: 4 POPC instead
-// of 13 for a key that is not on the list.
+// Bytes (hashcore.cuda.traffic): contiguous first words are 4 of a code's 16 bytes; a sector of 32 bytes has two codes,
+// and one code in eight to ten is on the shortlist. First words read from the codes save no sectors, only work: 4 POPC
+// instead of 13 for a key that is not on the shortlist.
 #include "lane.cuh"
 
-// How much a warp does at once: rings of all rows of a group must fit shared memory.
+// Sizes of a warp's batches: the rings of all rows of a group must fit in shared memory.
 template <int GROUP>
 struct Size {
-  static constexpr int FIRST_KEYS = GROUP == 1 ? 8 : 3;  // first words that a lane holds, and as many to come
-  static constexpr int PICKED = GROUP == 1 && KEYS > 1 ? 2 : 1;  // codes of keys on the list that it holds
+  static constexpr int FIRST_KEYS = GROUP == 1 ? 8 : 3;  // first words that a lane holds, and as many being loaded
+  static constexpr int PICKED = GROUP == 1 && KEYS > 1 ? 2 : 1;  // codes of shortlisted keys that it holds
   static constexpr int BATCH = PICKED * SLICE;
-  static constexpr int RING = GROUP == 1 ? 512 : 128;  // offsets that wait: the rest of a batch, and a turn's
+  static constexpr int RING = GROUP == 1 ? 512 : 128;  // offsets: the rest of a batch, and those of one turn
   static_assert(32 * FIRST_KEYS + BATCH - 1 <= RING && (RING & (RING - 1)) == 0);
   static_assert(WARPS * GROUP * RING * sizeof(u16) <= 32 << 10);
 };
@@ -66,8 +67,8 @@ struct EarlyQuery {
 constexpr int PER_LANE = EARLY_SAMPLE / 32;
 static_assert(WARPS == 1 << 4);
 
-// The rank-th best of numbers below 2^16 of which each warp holds all, four bits at a time: each warp tries one digit.
-// Every thread must call it.
+// The rank-th best of numbers below 2^16, which every warp holds, four bits at a time: each warp tries one digit. Every
+// thread must call it.
 __device__ __forceinline__ u32 ranked(const u32 (&x)[PER_LANE], u32 rank) {
   u32 found = 0;
 #pragma unroll 1
@@ -82,18 +83,18 @@ __device__ __forceinline__ u32 ranked(const u32 (&x)[PER_LANE], u32 rank) {
   return found;
 }
 
-// Writes a row's floors; 0, which all keys reach, where there is no list, and where a sample would not pay.
+// Writes a row's floors; 0, which all keys reach, if there is no shortlist or a sample would not save time.
 __device__ __forceinline__ void write_floors(const u16 (&early)[EARLY_SAMPLE], const u16 (&whole)[EARLY_SAMPLE],
                                              i64 wanted, int n, int times, ShortRow* row) {
   const int lane = threadIdx.x & 31;
   u32 x[PER_LANE], first = 0, floor = 0;
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) x[i] = early[32 * i + lane];
-  const i64 asked = times * wanted;
-  if (asked < n) first = ranked(x, u32((asked * EARLY_SAMPLE + n - 1) / n));
+  const i64 target = times * wanted;
+  if (target < n) first = ranked(x, u32((target * EARLY_SAMPLE + n - 1) / n));
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) x[i] = x[i] >= first ? whole[32 * i + lane] : 0;
-  // How many of the k best of the list a sample meets deviates as a Poisson count does: three times that are added.
+  // The number of the k best keys in a sample is about Poisson distributed: three standard deviations are added.
   const float share = float(wanted) * EARLY_SAMPLE / float(n);
   const u32 rank = u32(share + 3 * sqrtf(share)) + 4;
   if (rank <= EARLY_SAMPLE) floor = ranked(x, rank);
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
 
 // ---- Candidates ----------------------------------------------------------------------------------------------------
 
-// The first words of a lane of the keys first + 32 u.
+// A lane's first words of the keys first + 32 u.
 template <int COUNT>
 struct FirstWords {
   int first;
@@ -148,14 +149,14 @@ struct FirstWords {
   }
 };
 
-// What a warp knows of its keys.
+// A warp's state of its keys.
 struct Part {
   const u32* keys;  // from its first on
   i64 step;
   Range range;
 };
 
-// Up to COUNT * SLICE keys that wait, as Held but anywhere in a list.
+// Up to COUNT * SLICE keys from the ring; like Held, but at arbitrary offsets of a list.
 template <int COUNT>
 struct Waiting {
   const Part& part;
@@ -180,13 +181,13 @@ struct Waiting {
   }
 };
 
-// What it knows of its rows: lane q holds that of row q, or every lane that of the only one.
+// A warp's state of its rows: lane q holds that of row q; with one row, every lane holds it.
 struct Rows {
   int low, high;
   int wanted;
-  u32 first, floor;  // of first words, and of whole codes
-  u32 listed;        // keys that reach the first so far
-  u32 scored;        // of them
+  u32 first, floor;  // floors of first words and of full scores
+  u32 listed;        // number of keys that reached `first` so far
+  u32 scored;        // number of them that were scored in full
   u32 found;         // length of the warp's list so far
 };
 
@@ -196,8 +197,8 @@ __device__ __forceinline__ T of_row(T value, int q) {
   return __shfl_sync(FULL_WARP, value, q);
 }
 
-// Scores keys that wait for a row, all or as many whole batches as there are, and appends the candidates among them.
-// The whole warp must call it.
+// Scores the keys in a row's ring, all or whole batches only, and appends the candidates among them. The whole warp
+// must call it.
 template <int GROUP, int RING>
 __device__ __forceinline__ void score_waiting(const Part& part, const Query& query, const Weights& weights, Rows& rows,
                                               int q, bool all, const u16 (&ring)[RING], u32* list) {
@@ -222,7 +223,7 @@ __device__ __forceinline__ void score_waiting(const Part& part, const Query& que
   if (GROUP == 1 || lane == q) rows.scored = scored, rows.found = found;
 }
 
-// Notes which of the keys whose first words are held are on the list of one row. The whole warp must call it.
+// Appends the keys in registers that are on the shortlist of one row to its ring. The whole warp must call it.
 template <int GROUP, int COUNT, int RING>
 __device__ __forceinline__ void note_row(const FirstWords<COUNT>& held, const EarlyQuery& query, const Weights& weights,
                                          Rows& rows, int q, const Part& part, u16 (&ring)[RING]) {
@@ -261,7 +262,7 @@ __device__ __forceinline__ void list_group(const u32* __restrict__ query, const 
   __shared__ u16 rings[WARPS][GROUP][Size<GROUP>::RING];
   const Group group = group_of(groups, blockIdx.x);
   const Cut cut(reach(window, group), gridDim.y);
-  if (cut.keys(blockIdx.y * WARPS).size() == 0) return;  // nobody looks for this block's lists
+  if (cut.keys(blockIdx.y * WARPS).size() == 0) return;  // this block's lists are never read
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const Range mine = cut.keys(blockIdx.y * WARPS + warp);
   const Operands at = operands(query, keys, map, group.row);

@@ -1,18 +1,17 @@
-// The hash functions `planes` and `transform` of a few tokens (docs/algorithm.md, eq. 1, 5, 18, 19): what a decode step
-// hashes.
+// The hash functions `planes` and `transform` for the tokens of a decode step (docs/algorithm.md, eq. 1, 5, 18, 19).
 //
 //     f(x) = x R + SiLU(x W1 + b1) W2 + b2
 //     key     codes = signs of f; with digits, bit j is digit `power[j]` of the level of coordinate `coordinate[j]`
 //     query   w = sum of f over the group; with digits, w_j = w[coordinate[j]] power[j]; planes = digits of w's levels
 //
-// x [B][H][T][D] without gaps; R [H][D][C], W1 [H][D][M], b1 [H][M], W2 [H][M][C], b2 [H][C], float32; coordinate i64 and
-// power f32 [Hkv][bits], limit f32 [Hkv][C]; codes [B][H][T][W] by strides, words side by side, from token `at` on where
-// the host does not know it; planes [B][Hout][T][P][W], W words of 32 bits.
+// x [B][H][T][D] contiguous; R [H][D][C], W1 [H][D][M], b1 [H][M], W2 [H][M][C], b2 [H][C], float32; coordinate i64 and
+// power f32 [Hkv][bits], limit f32 [Hkv][C]; codes [B][H][T][W] with strides and contiguous words, written from token
+// *at on (on the device, because the host may not know it); planes [B][Hout][T][P][W], W words of 32 bits.
 //
-// hash_keys, grid B T x H, 256 threads: a block hashes one token with one head's functions, each weight read once.
-// apply, the same grid: f alone, as f32 [B][H][T][C].  weigh, grid B T x Hout: the group's sum, its weights and planes.
+// hash_keys, grid B T x H, 256 threads: a block hashes one token with one head's functions and reads each weight once.
+// apply, same grid: computes f, f32 [B][H][T][C].  weigh, grid B T x Hout: sums f over the group, weights and planes.
 //
-// SPARSE_BF16: type of x. D, C, M and bits are at most MOST.
+// SPARSE_BF16: dtype of x. D, C, M and bits are at most MOST.
 #include "mma.cuh"
 #include "planes.cuh"
 
@@ -39,14 +38,14 @@ struct Digits {
 
 struct Codes {
   u32* words;
-  i64 batch;  // words from one to the next
+  i64 batch;  // strides in words
   i64 head;
   i64 token;
   const i64* at;  // null: 0
 };
 
-// Add x[0..rows) times a matrix [rows][columns] to `sums`, all but the matrix in shared memory. Where there are more
-// threads than columns, each takes a part of the rows, and the parts are added in one order.
+// Add x[0..rows) times a matrix [rows][columns] to `sums`; all but the matrix are in shared memory. If there are more
+// threads than columns, the rows are split among threads, and the partial sums are added in a fixed order.
 __device__ __forceinline__ void add_product(const float* x, const float* matrix, int rows, int columns, float* sums,
                                             float* partial) {
   const int parts = columns < ENCODE_THREADS ? ENCODE_THREADS / columns : 1;
@@ -69,7 +68,7 @@ __device__ __forceinline__ void add_product(const float* x, const float* matrix,
   }
 }
 
-// f of one token in one head, to shared memory `sums`.
+// Compute f of one token and head into shared memory `sums`.
 __device__ __forceinline__ void functions_of(const Half* x, const Functions& f, int head, float* sums) {
   __shared__ float given[MOST], hidden[MOST], partial[ENCODE_THREADS];
   for (int d = threadIdx.x; d < f.dim; d += ENCODE_THREADS) given[d] = real(x[d]);
@@ -136,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS)
   }
   __syncthreads();
   for (int j = threadIdx.x; j < digits.bits; j += ENCODE_THREADS) {
-    const i64 at = i64(head) * digits.heads / heads * digits.bits + j;  // its own, or its group's
+    const i64 at = i64(head) * digits.heads / heads * digits.bits + j;  // the KV head, if codes are per query head
     weights[j] = digits.coordinate ? sums[digits.coordinate[at]] * digits.power[at] : sums[j];
   }
   __syncthreads();

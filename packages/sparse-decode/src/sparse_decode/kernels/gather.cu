@@ -2,27 +2,27 @@
 //
 //     l_j = scaling q_h . k_j, or c tanh(scaling q_h . k_j / c)      out_h = sum_j exp(l_j) v_j / sum_j exp(l_j)
 //
-// q [B][Hq][Q][D] and indices i64 [B][S][Q][width] without gaps; k [B][Hkv][N][D], v [B][Hkv][N][Dv] by strides, rows
-// whole. A task is one (batch row, index set, query row) and has `group` = Hq / S <= 16 query heads. Slots that hold -1,
-// or anything else outside [0, N), are unused. `sink` slots before them hold the first tokens, `recent` behind them the
-// last of N; or the former hold those of `always` i64 [B][sink], if there is one.
+// q [B][Hq][Q][D] and indices i64 [B][S][Q][width] contiguous; k [B][Hkv][N][D], v [B][Hkv][N][Dv] with strides and
+// contiguous components. A task is one (batch row, index set, query row), with `group` = Hq / S <= 16 query heads.
+// Indices outside [0, N), such as -1, are unused. A task's slots are: `sink` slots with the first tokens, or with those
+// of `always` i64 [B][sink] if it is not null; the `width` slots of indices; `recent` slots with the last tokens.
 //
-// gather, grid tasks x splits, 4 warps. A block takes one part of a task's slots; a warp 16 slots at a time:
-//   (1) S = Q K^T, heads as rows, slots as columns, by mma. The sum over D has no order of its own, so a lane reads 16
-//       bytes of a key where a fragment wants 4 x 4: Q is laid out in shared memory to suit.
-//   (2) Softmax of what has come so far: largest logit and sum per head, sums rescaled when the largest grows.
-//   (3) O += P V: the fragment of S is the fragment of P. A lane reads 16 bytes of each of its four values' rows; its
-//       columns are dealt to the mma so that each byte is used where it is.
-//   (4) The warps' sums meet in shared memory and leave as float32 with largest logit, sum and sum of logits.
-// combine, grid tasks x group: the parts of a head, its sink and what the selection left out become the result. The last
-// (eq. 15, 16) is one more token: its value is given, its weight estimated from coefficients f32 [Hq][5], mean keys f32
-// [B][Hkv][Q][D], values f32 [B][Hq][Q][Dv] and visible tokens i64 [B][Q], null where all are; other
-// null pointers leave it out.
+// gather, grid tasks x splits, 4 warps. A block processes one split of a task's slots, each warp 16 slots at a time:
+//   (1) S = Q K^T by mma, with heads as rows and slots as columns. The sum over D may run in any order, so a lane reads
+//       16 consecutive bytes of a key instead of 4 x 4 bytes, and Q is permuted accordingly in shared memory.
+//   (2) Online softmax: largest logit and sum per head; sums are rescaled when the largest logit grows.
+//   (3) O += P V: the fragment of S is used as that of P. A lane reads 16 bytes of each of its four values' rows, whose
+//       columns are assigned to mma fragments so that no data moves between lanes.
+//   (4) The warps' sums are added in shared memory, and written as float32 with largest logit, sum and sum of logits.
+// combine, grid tasks x group: combines the splits of a head, its learned sink and the remainder. The remainder
+// (eq. 15, 16) is one more token. Its value is given; its weight is estimated from coefficients f32 [Hq][5], mean keys
+// f32 [B][Hkv][Q][D], values f32 [B][Hq][Q][Dv] and visible tokens i64 [B][Q] (null: all N). There is no remainder if
+// the other pointers are null. `lse` f32 [2][B][Q][Hq] gets the mean logit and the log-sum-exp.
 //
-// Keys and values go from memory to registers, once, at 16 bytes a lane; nothing of length N is touched but the selected
-// rows. Bytes a slot: 2 (D + Dv) + 8. An H200 at 85 % of 4.3 TB/s gathers 512K x 2 % x 4 heads, 21.8 MB, in 6.0 us.
+// Keys and values are read once, from memory to registers, 16 bytes per lane, and only selected rows. Bytes per slot:
+// 2 (D + Dv) + 8. An H200 at 85 % of 4.3 TB/s gathers 512K x 2 % x 4 heads, 21.8 MB, in 6.0 us.
 //
-// SPARSE_DIM: D. SPARSE_VALUE_DIM: Dv. Multiples of 16, up to 256. SPARSE_BF16: type of q, k, v and the result.
+// SPARSE_DIM: D. SPARSE_VALUE_DIM: Dv. Multiples of 16, up to 256. SPARSE_BF16: dtype of q, k, v and the result.
 #include "mma.cuh"
 
 constexpr int DIM = SPARSE_DIM, VALUE_DIM = SPARSE_VALUE_DIM;
@@ -32,15 +32,15 @@ constexpr int GATHER_THREADS = 128, WARPS = GATHER_THREADS / 32, MAX_GROUP = 16,
 constexpr int COMBINE_THREADS = 128;
 #define INFINITE __uint_as_float(0x7f800000u)
 
-// Words (of two numbers) that a lane reads at once: 16 bytes where the rows allow it.
+// Words (of two numbers) per read of a lane: 16 bytes if the row length allows it.
 constexpr int KEY_WORDS = DIM % 32 == 0 ? 4 : 2;
 constexpr int VALUE_WORDS = VALUE_DIM % 64 == 0 ? 4 : VALUE_DIM % 32 == 0 ? 2 : 1;
 constexpr int KEY_READS = DIM / (8 * KEY_WORDS), STEPS = DIM / 16;                 // four lanes share a key
 constexpr int VALUE_READS = VALUE_DIM / (16 * VALUE_WORDS), TILES = VALUE_DIM / 8;  // eight lanes share a value
-constexpr int MIN_BLOCKS = DIM + VALUE_DIM <= 256 ? 3 : 1;  // registers: TILES * 4 sums, and the rows on their way
+constexpr int MIN_BLOCKS = DIM + VALUE_DIM <= 256 ? 3 : 1;  // limited by registers: TILES * 4 sums, and loads in flight
 
 struct Rows {
-  i64 batch;  // numbers from one to the next
+  i64 batch;  // strides in elements
   i64 head;
   i64 token;
 };
@@ -52,8 +52,8 @@ struct Shape {
   i32 group;
   i32 heads_per_kv;  // query heads
   i32 tokens;        // N
-  i32 slots;         // of a split, a multiple of SLOTS
-  i32 sink;          // slots before those of indices, and behind them: a row has sink + width + recent
+  i32 slots;         // per split, a multiple of SLOTS
+  i32 sink;          // slots before and after those of indices: a row has sink + width + recent
   i32 recent;
   float scaling;
   float softcap;  // 0: none
@@ -72,7 +72,7 @@ __device__ __forceinline__ void read(const Half* from, u32 (&to)[WORDS]) {
   }
 }
 
-// The number of q that lane 4 g + t holds in word `part` (0 or 1) of step `step`: where the key's words lie.
+// The column of q that lane 4 g + t holds in word `part` (0 or 1) of step `step`, matching the key's words.
 __device__ __forceinline__ int key_column(int step, int t, int part) {
   constexpr int IN_READ = KEY_WORDS / 2;  // steps that one read feeds
   return 8 * KEY_WORDS * (step / IN_READ) + 2 * KEY_WORDS * t + 4 * (step % IN_READ) + 2 * part;
@@ -86,7 +86,7 @@ struct Task {
         query(index % shape.queries) {}
 };
 
-// What one warp has summed up so far. Index [0] is head g, [1] head g + 8.
+// The running sums of one warp. Index [0] is head g, [1] head g + 8.
 struct Sums {
   float out[TILES][4];
   float top[2], total[2], logits[2];
@@ -110,7 +110,7 @@ __device__ __forceinline__ i64 token_of(const i64* indices, const i64* always, i
 
 __device__ __forceinline__ bool is_used(i64 index, int tokens) { return index >= 0 && index < tokens; }
 
-// Where a number of a tile's fragment belongs in a value: column `reg` % 2 of lane t.
+// The component of a value for column `reg` % 2 of lane t in a tile's fragment.
 __device__ __forceinline__ int value_column(int tile, int t, int reg) {
   constexpr int IN_READ = 2 * VALUE_WORDS;  // tiles that one read feeds
   return 16 * VALUE_WORDS * (tile / IN_READ) + IN_READ * (2 * t + reg % 2) + tile % IN_READ;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void multiply_keys(const Half* keys, const Rows& at, 
   }
 }
 
-// Step (2): logits become weights; unused slots weigh nothing.
+// Step (2): replace logits by weights; unused slots get weight 0.
 __device__ __forceinline__ void weigh(const Shape& shape, const bool (&used)[2][2], float (&s)[2][4], Sums& sums) {
 #pragma unroll
   for (int side = 0; side < 2; side++) {
@@ -169,7 +169,7 @@ __device__ __forceinline__ void weigh(const Shape& shape, const bool (&used)[2][
       }
     }
     top = over_quad_max(top);
-    const float base = top == -INFINITE ? 0.0f : top;  // no slot so far: -inf - -inf would be NaN
+    const float base = top == -INFINITE ? 0.0f : top;  // without a used slot: -inf - -inf would be NaN
     const float shrink = __expf(sums.top[side] - base);
     sums.top[side] = top;
     sums.total[side] *= shrink;
@@ -190,7 +190,7 @@ __device__ __forceinline__ void weigh(const Shape& shape, const bool (&used)[2][
   }
 }
 
-// Step (3).
+// Step (3): add weighted values.
 __device__ __forceinline__ void add_values(const Half* values, const Rows& at, const i64 (&slot)[2][2], int tokens,
                                            const float (&s)[2][4], Sums& sums) {
   const int g = threadIdx.x % 32 / 4;
@@ -204,7 +204,7 @@ __device__ __forceinline__ void add_values(const Half* values, const Rows& at, c
       const i64 index = slot[i / 2][i % 2];
       const bool used = is_used(index, tokens);
 #pragma unroll
-      for (int w = 0; w < VALUE_WORDS; w++) words[i / 2][i % 2][w] = 0;  // 0 * NaN would be NaN: not even read
+      for (int w = 0; w < VALUE_WORDS; w++) words[i / 2][i % 2][w] = 0;  // unused rows are not read: 0 * NaN is NaN
       const Half* row = values + (used ? index : 0) * at.token + 2 * VALUE_WORDS * (g + 8 * r);
       if (used) read(row, words[i / 2][i % 2]);
     }
@@ -282,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
     add_values(v, value_rows, slot, shape.tokens, s, sums);
   }
 
-  // Step (4): every lane of a quad knows the largest logit; sums are the lane's own until now.
+  // Step (4): the largest logit is known to the whole quad; sums are still per lane.
 #pragma unroll
   for (int side = 0; side < 2; side++) {
     const float total = over_quad_sum(sums.total[side]), logit = over_quad_sum(sums.logits[side]);
@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
     base[side] = top == -INFINITE ? 0.0f : top;
   }
 #pragma unroll 1
-  for (int turn = 0; turn < WARPS; turn++) {  // one after the other: the sum has one order
+  for (int turn = 0; turn < WARPS; turn++) {  // in turn, for a fixed order of sums
     if (turn == warp) {
 #pragma unroll
       for (int side = 0; side < 2; side++) {
@@ -342,7 +342,7 @@ struct LeftOut {
   const i64* visible;
 };
 
-// The sum over DIM of a row of q times a row of floats, in every thread of a block; `partial` has a number for each.
+// Return the dot product of a row of q and a row of floats to every thread of a block; `partial`: one float per thread.
 __device__ __forceinline__ float sum_of_products(const Half* q, const float* x, float* partial) {
   float sum = 0.0f;
   for (int d = threadIdx.x; d < DIM; d += COMBINE_THREADS) sum += real(q[d]) * x[d];
@@ -355,7 +355,7 @@ __device__ __forceinline__ float sum_of_products(const Half* q, const float* x, 
   return partial[0];
 }
 
-// The share of the softmax that `visible - used` tokens get together, none of them more than the mean used one.
+// The softmax share of the `visible - used` unselected tokens together; none gets more than the mean selected one.
 __device__ __forceinline__ float share_left_out(const float* c, float mean, float lse, float mean_key, i64 visible,
                                                 int used) {
   if (!used || visible <= used) return 0.0f;
@@ -367,7 +367,7 @@ __device__ __forceinline__ float share_left_out(const float* c, float mean, floa
 
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     combine(const float* __restrict__ outs, const float* __restrict__ stats, const i32* __restrict__ counts,
-            const float* __restrict__ sinks, u16* __restrict__ out, float* __restrict__ facts, i32 splits, i32 tasks,
+            const float* __restrict__ sinks, u16* __restrict__ out, float* __restrict__ lse, i32 splits, i32 tasks,
             Shape shape, const Half* __restrict__ q, LeftOut left_out) {
   __shared__ float partial[COMBINE_THREADS];
   wait_for_predecessor();
@@ -409,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     out[row * VALUE_DIM + d] = used ? narrow(x) : u16(0);
   }
   if (threadIdx.x == 0) {
-    facts[row] = used ? logit / float(used) : 0.0f;
-    facts[i64(tasks / shape.sets) * heads + row] = used ? base + logf(total) : -INFINITE;
+    lse[row] = used ? logit / float(used) : 0.0f;
+    lse[i64(tasks / shape.sets) * heads + row] = used ? base + logf(total) : -INFINITE;
   }
 }

@@ -1,21 +1,22 @@
-// One decode step of the sums behind the remainder (docs/algorithm.md, eq. 16): a token joins them, and each query head
-// gets its value of what a selection will leave out.
+// Adds a decode step's token to the sums of the remainder (docs/algorithm.md, eq. 16), and computes the remainder's
+// value for each query head.
 //
 //     spread' = spread + (n - 1) / n (k - mean k)(v - mean v)^T       means of the n - 1 tokens before
 //     rest_h  = mean' v + slope_h / n  spread'^T q_h
 //
-// Sums f64 [B][Hkv][D] and [B][Hkv][Dv], spread f32 [B][Hkv][D][Dv]; q [B][Hq][D] without gaps; k and v by strides;
-// mean_keys f32 [B][Hkv][D], rest f32 [B][Hq][Dv]. New sums may go where the old ones are, or elsewhere if whoever was
-// given those may keep them: a number is read and written by one thread.
+// Sums f64 [B][Hkv][D] and [B][Hkv][Dv], spread f32 [B][Hkv][D][Dv]; q [B][Hq][D] contiguous; k and v with strides;
+// mean_keys f32 [B][Hkv][D], rest f32 [B][Hq][Dv]. New sums may be written in place or to other memory: each number is
+// read and written by one thread.
 //
-// With padding, n differs by row (`visible`), and the token joins only the rows that are `shown` it. The sums must be of
-// the tokens that are shown now, but for the new one: a mask that changed behind them makes results and sums NaN, for
-// good, because the host, which could sum anew, would have to wait to be told. The blocks of a row share the looking.
+// With padding, n differs by row (`visible`), and the token is added only in rows that see it (`shown`). The sums must
+// cover exactly the earlier tokens that are visible now. If the mask of earlier tokens has changed, results and sums
+// become NaN permanently, because the host could only recompute the sums after waiting for the device. The blocks of a
+// row share this check.
 //
 // add_token, grid B x Hkv, 256 threads: a thread has a column of the spread, or every PARTS-th row of one. Bytes: the
-// spread twice, 128 KB a head of 128 x 128, and two for each token of a row with padding.
+// spread twice, 128 KB per head of 128 x 128, and two per token of a row with padding.
 //
-// SPARSE_DIM: D. SPARSE_VALUE_DIM: Dv, at most 256. SPARSE_BF16: type of q, k and v.
+// SPARSE_DIM: D. SPARSE_VALUE_DIM: Dv, at most 256. SPARSE_BF16: dtype of q, k and v.
 #include "mma.cuh"
 
 using u8 = unsigned char;
@@ -31,7 +32,7 @@ struct Sums {
 };
 
 struct Results {
-  double* tokens;  // f64 [B]: how many are summed
+  double* tokens;  // f64 [B]: number of tokens
   double* keys;
   double* values;
   float* spread;
@@ -42,31 +43,31 @@ struct Results {
 struct Token {
   const Half* k;
   const Half* v;
-  i64 key_batch;  // numbers from one to the next
+  i64 key_batch;  // strides in elements
   i64 key_head;
   i64 key_token;
   i64 value_batch;
   i64 value_head;
   i64 value_token;
   const Half* q;
-  const float* slopes;  // of each query head, times the factor on the logits
+  const float* slopes;  // per query head, times the factor on the logits
   i32 kv_heads;
-  i32 group;  // query heads a KV head
-  i32 tokens;     // up to the new one, padding included
+  i32 group;   // query heads per KV head
+  i32 tokens;  // including the new one and padding
 };
 
-// Where rows differ: null where they do not.
+// Masks that differ by row; null pointers: no mask.
 struct Padding {
   const i64* visible;  // n of each row
   const u8* shown;     // which tokens a row sees
   i64 shown_batch;
-  u8* before;  // of which the sums are
+  u8* before;  // which tokens the sums cover
   i64 before_batch;
-  const i64* length;  // `tokens`, where the host does not know it: a static cache, whose sums are changed in place
-  i64* summed;        // of how many tokens the sums of each row are
+  const i64* length;  // replaces `tokens` for a static cache, whose length the host does not know
+  i64* summed;        // number of tokens that the sums of each row cover, including padding
 };
 
-// Whether the sums of a row are of other tokens than those before number `at` that are shown; a block's share of them.
+// Whether the sums of a row do not cover exactly the visible tokens before `at`; each block checks its share of them.
 __device__ __forceinline__ bool is_changed(const Padding& row, int batch, int head, int heads, i64 at) {
   bool changed = head == 0 && row.summed && row.summed[batch] != at;
   if (row.shown || row.before) {
@@ -89,43 +90,43 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const i64 at = (row.length ? *row.length : i64(token.tokens)) - 1;
   const bool joins = !row.shown || row.shown[batch * row.shown_batch + at];
   const double n = row.visible ? double(row.visible[batch]) : double(at + 1), before = n - joins;
-  if (thread < 2) {  // a division is a call, across which what is held would be spilled: before there is more
+  if (thread < 2) {  // early, with few live registers: a double division is a call, which would spill them
     const double count = thread ? before : n;
     shares[thread] = 1.0 / (count > 1.0 ? count : 1.0);
   }
   const float spoilt = is_changed(row, batch, head, token.kv_heads, at) ? __uint_as_float(0x7fc00000u) : 0.0f;
-  const double each = shares[0], old_each = shares[1];
+  const double share = shares[0], old_share = shares[1];
   const i64 of_keys = i64(blockIdx.x) * DIM, of_values = i64(blockIdx.x) * VALUE_DIM;
   const i64 first = (i64(batch) * token.kv_heads + head) * token.group;  // query head
-  const float weight = joins ? float(before * each) : 0.0f;
+  const float weight = joins ? float(before * share) : 0.0f;
   const Half* key = token.k + batch * token.key_batch + head * token.key_head + at * token.key_token;
   const Half* value = token.v + batch * token.value_batch + head * token.value_head + at * token.value_token;
   for (int d = thread; d < DIM; d += THREADS) {
     const float x = real(key[d]);
     const double sum = sums.keys[of_keys + d], whole = joins ? sum + x : sum;
-    far_k[d] = joins ? float(x - sum * old_each) * weight : 0.0f;
+    far_k[d] = joins ? float(x - sum * old_share) * weight : 0.0f;
     to.keys[of_keys + d] = whole;
-    to.mean_keys[of_keys + d] = float(whole * each) + spoilt;
+    to.mean_keys[of_keys + d] = float(whole * share) + spoilt;
   }
   for (int i = thread; i < VALUE_DIM; i += THREADS) {
     const float x = real(value[i]);
     const double sum = sums.values[of_values + i], whole = joins ? sum + x : sum;
-    far_v[i] = joins ? float(x - sum * old_each) : 0.0f;
+    far_v[i] = joins ? float(x - sum * old_share) : 0.0f;
     to.values[of_values + i] = whole;
-    mean_v[i] = float(whole * each) + spoilt;
+    mean_v[i] = float(whole * share) + spoilt;
   }
   for (int i = thread; i < token.group * DIM; i += THREADS) {
     const int g = i / DIM, d = i % DIM;
-    steep[g][d] = real(token.q[(first + g) * DIM + d]) * token.slopes[head * token.group + g] * float(each);
+    steep[g][d] = real(token.q[(first + g) * DIM + d]) * token.slopes[head * token.group + g] * float(share);
   }
-  if (spoilt != spoilt) {  // each thread over what it wrote itself
+  if (spoilt != spoilt) {  // each thread overwrites its own results
     for (int d = thread; d < DIM; d += THREADS) to.keys[of_keys + d] = spoilt;
     for (int i = thread; i < VALUE_DIM; i += THREADS) to.values[of_values + i] = spoilt;
   }
   if (head == 0 && thread == 0) {
     to.tokens[batch] = n;
     if (row.summed) row.before[batch * row.before_batch + at] = joins;
-    if (row.summed) row.summed[batch] = at + 1;  // this block alone has read it
+    if (row.summed) row.summed[batch] = at + 1;  // only this block reads it
   }
   __syncthreads();
 
