@@ -25,11 +25,11 @@ from hashtrain.usage import guarded
 FRACTION = 0.02  # of the visible tokens: what is trained for and judged
 
 
-def judge(hasher: LayerHasher, layer: int, held: Capture) -> tuple[float, float]:
+def evaluate(hasher: LayerHasher, layer: int, validation: Capture) -> tuple[float, float]:
     """Return IoU and attention mass of the hasher's selections on held-out contexts, each row's top 2 %."""
     found = []
-    for context in range(len(held)):
-        q, k, scaling = held.read(context, layer)
+    for context in range(len(validation)):
+        q, k, scaling = validation.read(context, layer)
         rows = torch.arange(k.shape[2] // 4, k.shape[2], 16)  # early rows have budgets of a few tokens
         quality = hash_quality(hasher, q[:, :, rows], k, rows, FRACTION, scaling)
         found.append(torch.stack([quality.iou.mean(), quality.mass.mean()]))
@@ -44,8 +44,8 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
     seen, unseen = split(read_texts(given.text))
     lots = contexts(seen, tokenizer, given.context, given.contexts), contexts(unseen, tokenizer, given.context, 8)
     # 2. Queries and keys of every layer, as attention sees them, on the disk.
-    learnt, held = (capture(model, lot, folder / str(i), dtype=torch.bfloat16) for i, lot in enumerate(lots))
-    print(f"{len(learnt)} contexts of {given.context} tokens to train on, {len(held)} held out")
+    learnt, validation = (capture(model, lot, folder / str(i), dtype=torch.bfloat16) for i, lot in enumerate(lots))
+    print(f"{len(learnt)} contexts of {given.context} tokens to train on, {len(validation)} held out")
     # 3. A hasher of the model's shape, of the variant that finds most on the demo model.
     usual, name = TrainCommand.for_model(given.model), base_model(given.model)
     config = HasherConfig("transform", ModelShape.of(model.config), planes=usual.planes or 0, base_model=name)
@@ -57,12 +57,12 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
         layer = hasher.layer(number)
         # From two moments of queries and keys (eq. 18): good codes before any step.
         layer.start(learnt, number, usual.digits)
-        before = judge(layer, number, held)
+        before = evaluate(layer, number, validation)
         # 4. Rank what exact attention ranks highest above the rest (docs/algorithm.md, eq. 10). Layers are independent.
         train_layer(layer, number, learnt, settings)
         # 5. Fit the estimate of what a selection leaves out (eq. 15); `attach` then adds it back.
         calibrate(layer, number, learnt)
-        after = judge(layer, number, held)
+        after = evaluate(layer, number, validation)
         print(
             f"layer {number}: IoU {before[0]:.3f} -> {after[0]:.3f}, attention mass {before[1]:.3f} -> {after[1]:.3f}"
         )

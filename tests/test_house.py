@@ -17,9 +17,9 @@ def test_no_package_imports_one_that_stands_on_it(house):
 
 
 def test_no_more_rooms_import_one_another(house):
-    """Those that do are loaded when they are called: tensors go to torch_ops, and a benchmark to its harness."""
+    """Those that do are loaded when they are called: tensors go to torch_ops."""
     found = [circle for rooms in house.graph().values() for circle in house.circles(rooms)]
-    assert found == [{"ops", "torch_library", "torch_ops"}, {"harness", "tasks"}]
+    assert found == [{"ops", "torch_library", "torch_ops"}]
 
 
 def test_a_level_imports_only_what_stands_above_it(house):

@@ -63,15 +63,15 @@ def sources(folder: pathlib.Path) -> set[str]:
     return {path.removeprefix("src/") for path in listed.split("\0") if path and (folder / path).is_file()}
 
 
-def content(package: str, held: set[str], expected: set[str]) -> list[str]:
-    """What is wrong with a wheel's files: `held` without its metadata, against `expected`."""
+def content(package: str, found: set[str], expected: set[str]) -> list[str]:
+    """What is wrong with a wheel's files: `found` without its metadata, against `expected`."""
     wrong = []
-    if more := sorted(held - expected):
+    if more := sorted(found - expected):
         wrong.append(f"{package}: expected the wheel to hold what git knows below src, got {', '.join(more)} as well")
-    if less := sorted(expected - held):
+    if less := sorted(expected - found):
         wrong.append(f"{package}: expected the wheel to hold what git knows below src, it lacks {', '.join(less)}")
     needed = {f"{package}/{name}" for name in ("py.typed", *MUST_HOLD.get(package, ()))}
-    if less := sorted(needed - held):
+    if less := sorted(needed - found):
         wrong.append(f"{package}: expected {', '.join(less)} in the wheel, found none; has it been moved?")
     return wrong
 

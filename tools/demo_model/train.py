@@ -88,8 +88,8 @@ def main() -> None:
     tokens, starts = np.load(args.tokens / "train.npy", mmap_mode="r"), np.load(args.tokens / "starts.npy")
     model, tokenizer = load_model(str(args.init), torch.float32)
     model = model.requires_grad_(True).train()
-    held = [tokenizer(d.text, return_tensors="pt", verbose=False).input_ids[0, :CONTEXT] for d in held_out_sources()]
-    held = [ids for ids in held if len(ids) == CONTEXT][::3]
+    validation = [tokenizer(d.text, return_tensors="pt", verbose=False).input_ids[0, :CONTEXT] for d in held_out_sources()]
+    validation = [ids for ids in validation if len(ids) == CONTEXT][::3]
     rng, optims = np.random.default_rng(args.seed), optimizers(model)
     begin = saved = time.monotonic()
     step, log = 0, (args.out / "train.jsonl").open("a")
@@ -114,13 +114,13 @@ def main() -> None:
             row = {"step": step, "seconds": round(seconds), "loss": round(loss.item(), 4), "lr": lr}
             row["tokens_per_second"] = round(step * batch.numel() / seconds)
             if step % 150 == 0:
-                row["held_out"] = round(held_out_loss(model, held), 4)
+                row["held_out"] = round(held_out_loss(model, validation), 4)
             print(json.dumps(row), file=log, flush=True)
         if time.monotonic() - saved > 300:
             save(model, tokenizer, args.out)
             saved = time.monotonic()
     save(model, tokenizer, args.out)
-    print(json.dumps({"step": step, "held_out": held_out_loss(model, held), "finished": True}), file=log, flush=True)
+    print(json.dumps({"step": step, "held_out": held_out_loss(model, validation), "finished": True}), file=log, flush=True)
 
 
 if __name__ == "__main__":

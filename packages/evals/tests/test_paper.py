@@ -9,7 +9,7 @@ from evals import cli, paper
 from evals.result import read_result
 from evals.study import PaperCommand
 from evals_output import last_line
-from hashtrain.candidates import ABLATIONS, EXACT
+from hashtrain.recipes import ABLATIONS, EXACT
 from hashtrain.usage import UsageError
 
 

@@ -27,7 +27,7 @@ from hashtrain.capture import capture
 from hashtrain.demo import demo_model_path
 from hashtrain.layers import BY_VARIANT
 from hashtrain.models import load_config
-from hashtrain.plan import CANDIDATES
+from hashtrain.plan import RECIPES
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
@@ -66,10 +66,10 @@ def make_training(name: str, steps: int, scratch: Path) -> trainer.Training:
     model = LlamaForCausalLM(config).eval()
     tokens = torch.randint(0, config.vocab_size, (CONTEXTS, CONTEXT))
     data = capture(model, list(tokens), scratch)
-    candidate = next(c for c in CANDIDATES if c.name == name)
-    hasher_config = HasherConfig(candidate.variant, ModelShape.of(config), init=candidate.init)
-    hasher = BY_VARIANT[candidate.variant](hasher_config, torch.Generator().manual_seed(0))
-    return trainer.Training(hasher, 0, data, TrainConfig(steps=steps, learning_rate=candidate.learning_rate))
+    recipe = next(c for c in RECIPES if c.name == name)
+    hasher_config = HasherConfig(recipe.variant, ModelShape.of(config), init=recipe.init)
+    hasher = BY_VARIANT[recipe.variant](hasher_config, torch.Generator().manual_seed(0))
+    return trainer.Training(hasher, 0, data, TrainConfig(steps=steps, learning_rate=recipe.learning_rate))
 
 
 def measure(training: trainer.Training, steps: int) -> tuple[list[float], dict[str, float], int]:
@@ -111,7 +111,7 @@ def peak(repeats: int = 30) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hasher", default="planes", choices=[c.name for c in CANDIDATES if c.trained])
+    parser.add_argument("--hasher", default="planes", choices=[c.name for c in RECIPES if c.trained])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path)
     settings = parser.parse_args()

@@ -104,9 +104,9 @@ def test_torchrun_restarts_a_killed_rank_which_goes_on_to_the_same_bits(argument
 
 def test_jobs_are_dealt_out_whole():
     jobs = list(range(7))
-    dealt = [Ranks(number, 3).mine(jobs) for number in range(3)]
+    dealt = [Ranks(number, 3).shard(jobs) for number in range(3)]
     assert sorted(job for mine in dealt for job in mine) == jobs
-    assert ALONE.mine(jobs) == jobs
+    assert ALONE.shard(jobs) == jobs
 
 
 def test_a_device_that_is_not_there_is_one_sentence(monkeypatch):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig
-from hashtrain.candidates import ABLATIONS, ALL, EXACT
+from hashtrain.recipes import ABLATIONS, ALL, EXACT
 from hashtrain.checkpoint import Checkpoint
 from hashtrain.cli import main, parse
 from hashtrain.hasher import make_layer
@@ -165,8 +165,8 @@ def test_candidates_are_the_papers_and_differ_in_one_thing():
 
 def test_flags_change_every_trained_hasher_and_nothing_else():
     words = ["--only", "lsh", "paper", "paper-exact", "--alpha", "1", "--target-ends", "2", "3", "--hidden", "64"]
-    lsh, paper, exact = parse([*words, "--max-top", "5", "--loss", "mse"]).candidates
-    assert lsh == TrainCommand(only=("lsh",)).candidates[0]
+    lsh, paper, exact = parse([*words, "--max-top", "5", "--loss", "mse"]).recipes
+    assert lsh == TrainCommand(only=("lsh",)).recipes[0]
     for found in (paper, exact):
         assert (found.alpha, found.ends, found.hidden, found.max_top, found.loss) == (1, (2, 3), 64, 5, "mse")
     assert (paper.target, exact.target) == ("visible", "length")

@@ -15,7 +15,7 @@ from hashtrain.distribute import Ranks
 from hashtrain.hasher import make_layer
 from hashtrain.layers import transform
 from hashtrain.plan import TrainCommand
-from hashtrain.reads import Reads, judged_reads, training_reads
+from hashtrain.reads import Reads, validation_reads, training_reads
 from hashtrain.rows import rows_of_steps
 from hashtrain.trainer import Training
 from hashtrain_runs import command, stored
@@ -53,8 +53,8 @@ def test_the_rows_of_all_steps_are_known_before_the_first(variant, heads, change
     config = replace(TrainConfig(steps=7, min_position=32, seed=3), **changes)
     wanted, read, original = rows_of_steps(config, 1, heads, 512, world > 1), [], Capture.queries
     monkeypatch.setattr(Capture, "queries", lambda own, *at: read.append(at[2]) or original(own, *at))
-    monkeypatch.setattr(Ranks, "add", lambda ranks, *tensors: None)
-    monkeypatch.setattr(Ranks, "wait", lambda ranks: None)
+    monkeypatch.setattr(Ranks, "all_reduce", lambda ranks, *tensors: None)
+    monkeypatch.setattr(Ranks, "barrier", lambda ranks: None)
     layer = make_layer(HasherConfig(variant, SHAPE, bits=32), 1, 0)
     Training(layer, 1, data, config, ranks=Ranks(0, world)).run()
     assert torch.equal(torch.stack(read).int(), wanted[:, ::world])
@@ -129,6 +129,6 @@ def test_the_papers_schedule_takes_a_fifth_of_the_disk():
     assert reads.bytes(range(8192)) < 8192 * every / 5
     assert reads.bytes(range(8192)) == pytest.approx(4.76e12, rel=0.01)
     assert reads.step_bytes < 0.6e9
-    assert judged_reads(given, LLAMA_3_8B, 24).bytes(range(24)) < 24 * every / 5
+    assert validation_reads(given, LLAMA_3_8B, 24).bytes(range(24)) < 24 * every / 5
     assert not TrainCommand().stream
     assert training_reads(TrainCommand(), SHAPE, 40, 32, shared=False).all_queries  # the demo reads each context often

@@ -5,7 +5,7 @@ import sys
 import torch
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.hasher import make_layer
-from hashtrain.judge import fails
+from hashtrain.evaluate import fails
 from hashtrain.repair import repair
 from hashtrain_runs import Whole
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hashtrain.candidates import EXACT
+from hashtrain.recipes import EXACT
 from hashtrain.cli import main, parse
 from hashtrain.plan import TrainCommand
 from hashtrain.schedule import DEVICES, schedule

@@ -64,7 +64,7 @@ def join_late(number, world, port, folder):
 
     distribute.dist.init_process_group = connect
     as_rank(number, world, port)
-    with distribute.joined("cpu"):
+    with distribute.init_distributed("cpu"):
         (folder / f"entered-{number}").write_text(str(time.monotonic()))
 
 

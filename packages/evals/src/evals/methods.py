@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import hashtrain
 import sparse_decode
-from hashtrain.candidates import ABLATIONS, CANDIDATES, EXACT
+from hashtrain.recipes import ABLATIONS, EXACT, RECIPES
 
 from evals.rivals import RIVALS, rival_named
 
@@ -217,7 +217,7 @@ TUNED = "-tuned"
 """Behind a rival's name: with the parameters that `evals tune` found for the model."""
 ABLATION_NAMES = tuple(candidate.name for candidate in ABLATIONS + EXACT)
 """Hashers that `hashtrain --only all` makes beside the usual ones."""
-CODED_NAMES = tuple(c.name for c in CANDIDATES + ABLATIONS + EXACT if c.variant != "down-proj")
+CODED_NAMES = tuple(c.name for c in RECIPES + ABLATIONS + EXACT if c.variant != "down-proj")
 """Hashers that make codes."""
 DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n.removesuffix(REMAINDER) not in (*RIVAL_NAMES, *ABLATION_NAMES))
 _ONE_FORM = tuple(rival.name for rival in RIVALS.values() if rival.query_heads is None)
@@ -229,7 +229,7 @@ OURS = ("planes", "planes" + REMAINDER, "transform", "transform" + REMAINDER)
 
 def without_hasher(names: Sequence[str], folder: Path) -> list[str]:
     """Return those of `names` that need a hasher which is not in the folder."""
-    hashed = {candidate.name for candidate in CANDIDATES + ABLATIONS + EXACT}
+    hashed = {candidate.name for candidate in RECIPES + ABLATIONS + EXACT}
     needed = dict.fromkeys(name.removesuffix(REMAINDER) for name in names)
     return [name for name in needed if name in hashed and not (folder / name / "config.json").is_file()]
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, cast
 import tyro
 from rich.console import Console
 
-from hashtrain.plan import CANDIDATES, DEMO, PAPER, TrainCommand, base_model, model_path
+from hashtrain.plan import RECIPES, DEMO, PAPER, TrainCommand, base_model, model_path
 from hashtrain.usage import UsageError, guarded, require_folder
 
 
@@ -207,7 +207,7 @@ def _train(command: TrainCommand) -> int:
 
 def _best(command: TrainCommand, metrics: dict[str, Any]) -> str:
     """Name the hasher with the highest IoU as deployed, of those that can decode."""
-    decoding = [c.name for c in command.candidates if c.variant != "down-proj"] or [c.name for c in command.candidates]
+    decoding = [c.name for c in command.recipes if c.variant != "down-proj"] or [c.name for c in command.recipes]
     return max(decoding, key=lambda name: metrics["hashers"][name]["kv_head"]["mean"]["iou"])
 
 
@@ -223,8 +223,8 @@ def next_command(command: TrainCommand) -> str:
         words += ["--context", str(command.context)]
     if command.dense_layers is not None:
         words += ["--dense-layers", str(command.dense_layers)]
-    made = [c.name for c in command.candidates]
-    if not {c.name for c in CANDIDATES} <= set(made):  # evals' own choice needs all of these
+    made = [c.name for c in command.recipes]
+    if not {c.name for c in RECIPES} <= set(made):  # evals' own choice needs all of these
         words += ["--methods", *made]
     return shlex.join(words)
 

@@ -42,16 +42,16 @@ class Ranks:
         """Whether this process speaks and stores for all."""
         return self.rank == 0
 
-    def mine(self, jobs: Sequence[Any]) -> list[Any]:
+    def shard(self, jobs: Sequence[Any]) -> list[Any]:
         """Return every `world`-th job, from the `rank`-th on."""
         return list(jobs[self.rank :: self.world])
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait until every process has come here."""
         if self.world > 1:
             dist.all_reduce(torch.zeros(1, device="cpu"))  # over gloo, whatever the devices
 
-    def add(self, *tensors: Tensor) -> None:
+    def all_reduce(self, *tensors: Tensor) -> None:
         """Replace each tensor by its sum over the processes, alike to the last bit in all of them."""
         if self.world > 1:
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -64,7 +64,7 @@ ALONE = Ranks()
 
 
 @contextlib.contextmanager
-def joined(device: str) -> Iterator[Ranks]:
+def init_distributed(device: str) -> Iterator[Ranks]:
     """Join the processes that torchrun started, for as long as the block lasts; `ALONE` without torchrun.
 
     Args:
@@ -85,7 +85,7 @@ def joined(device: str) -> Iterator[Ranks]:
     )
     ranks = Ranks(rank, world, local, local_world)
     try:
-        ranks.wait()  # one that left at once, with an error, would break the connections that others still make
+        ranks.barrier()  # one that left at once, with an error, would break the connections that others still make
         yield ranks
     finally:
         dist.destroy_process_group()

@@ -13,7 +13,7 @@ from hashtrain.capture import context_bytes, run_context
 from hashtrain.captured import Capture, InMemory
 from hashtrain.hasher import make_layer
 from hashtrain.job import LayerJob
-from hashtrain.judge import judge_layer
+from hashtrain.evaluate import evaluate_layer
 from hashtrain.layers.transform import CONTEXTS
 from hashtrain.memory import step_bytes, weight_bytes
 from hashtrain.prepare import Prepared
@@ -66,9 +66,9 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
         tensors, scalings = run_context(model, prepared.train.contexts[0])
         once = time.perf_counter() - began
         sample = cast(Capture, InMemory(tensors, scalings))
-        seconds = {job.candidate.name: _layer_seconds(prepared, job, sample) for job in jobs if job.layer == 0}
+        seconds = {job.recipe.name: _layer_seconds(prepared, job, sample) for job in jobs if job.layer == 0}
     lacking = sum(len(source.lacking) for source in prepared.sources)
-    trained = [job for job in jobs if job.candidate.trained] or list(jobs)
+    trained = [job for job in jobs if job.recipe.trained] or list(jobs)
     sizes = [(job.config.at(job.layer), job.training) for job in trained]
     steps = [(step_bytes(config, training, command.context), weight_bytes(config)) for config, training in sizes]
     return Estimate(
@@ -78,7 +78,7 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
         or sum(p.numel() * p.element_size() for p in model.parameters()),
         capture_seconds=once * (lacking / workers + command.steps * command.stream),
         # Streaming trains in one process of each of torchrun's, whatever --workers says.
-        train_seconds=sum(seconds[job.candidate.name] for job in jobs)
+        train_seconds=sum(seconds[job.recipe.name] for job in jobs)
         / (prepared.ranks.world if command.stream else workers),
         traffic=0 if command.stream else _traffic(prepared),
         streamed=command.stream,
@@ -88,7 +88,7 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
 def _traffic(prepared: Prepared) -> int:
     command = prepared.command
     step = context_bytes(prepared.shape, command.context, torch.bfloat16, command.rows, values=False)
-    return step * command.steps * sum(candidate.trained for candidate in command.candidates)
+    return step * command.steps * sum(recipe.trained for recipe in command.recipes)
 
 
 def _together(steps: list[tuple[int, int]]) -> int:
@@ -101,7 +101,7 @@ def _layer_seconds(prepared: Prepared, job: LayerJob, sample: Capture) -> float:
     began = time.perf_counter()
     hasher.start(sample, job.layer, job.command.digits)
     total = (time.perf_counter() - began) * min(CONTEXTS, len(prepared.train.contexts))
-    if job.candidate.trained:
+    if job.recipe.trained:
         times: list[float] = []
         training = Training(hasher, job.layer, sample, job.training)
         training.run(lambda step, loss: times.append(time.perf_counter()), until=_STEPS)
@@ -112,8 +112,8 @@ def _layer_seconds(prepared: Prepared, job: LayerJob, sample: Capture) -> float:
         calibrate(hasher, job.layer, sample, job.command.seed)
         total += (time.perf_counter() - began) * min(MAX_CONTEXTS, len(prepared.train.contexts))
         began = time.perf_counter()
-        judge_layer(job.command, hasher, job.layer, sample)
-    return total + (time.perf_counter() - began) * len(prepared.held.contexts)
+        evaluate_layer(job.command, hasher, job.layer, sample)
+    return total + (time.perf_counter() - began) * len(prepared.validation.contexts)
 
 
 def clock(seconds: float) -> str:

@@ -18,9 +18,9 @@ from hashtrain.checkpoint import Checkpoint, load_stored, save_stored
 from hashtrain.config import HasherConfig
 from hashtrain.distribute import ALONE, Ranks
 from hashtrain.hasher import make_layer
-from hashtrain.judge import judge_layer
+from hashtrain.evaluate import evaluate_layer
 from hashtrain.layers import LayerHasher
-from hashtrain.plan import Candidate, TrainCommand
+from hashtrain.plan import Recipe, TrainCommand
 from hashtrain.remainder import calibrate
 from hashtrain.repair import repair
 from hashtrain.trainer import TrainConfig, Training
@@ -37,11 +37,11 @@ class LayerJob:
     """What to make, and from what."""
 
     command: TrainCommand
-    candidate: Candidate
+    recipe: Recipe
     config: HasherConfig
     layer: int
     data: Capture
-    held: Capture
+    validation: Capture
     source: str
     """What the captures are of, as text: it decides the bits, and so the key."""
     folder: Path
@@ -49,23 +49,23 @@ class LayerJob:
     device: str = "cpu"
     ranks: Ranks = ALONE
     """Processes that share the rows of each step; all of them do all jobs in the same order."""
-    judge: int = 0
+    evaluator: int = 0
     """Which of them judges the layer and stores it."""
 
     @property
     def training(self) -> TrainConfig:
-        """The schedule, with the candidate's own learning rate."""
-        return training_of(self.command, self.candidate, self.device)
+        """The schedule, with the recipe's own learning rate."""
+        return training_of(self.command, self.recipe, self.device)
 
     @property
     def key(self) -> str:
         """A name for everything that decides the bits of this layer."""
-        judged = {name: getattr(self.command, name) for name in ("fraction", "context", "held_out_rows", "seed")}
+        evaluated = {name: getattr(self.command, name) for name in ("fraction", "context", "held_out_rows", "seed")}
         facts = {
-            "candidate": asdict(self.candidate),
+            "candidate": asdict(self.recipe),
             "config": asdict(self.config),
             "training": asdict(self.training),
-            "judged": judged,
+            "judged": evaluated,
             "digits": self.command.digits,
             "layer": self.layer,
             "device": torch.device(self.device).type,
@@ -78,7 +78,7 @@ class LayerJob:
     @property
     def finished(self) -> Path:
         """Where the result goes."""
-        return self.folder / f"{self.candidate.name}-{self.layer}-{self.key}.safetensors"
+        return self.folder / f"{self.recipe.name}-{self.layer}-{self.key}.safetensors"
 
     @property
     def unfinished(self) -> Path:
@@ -88,7 +88,7 @@ class LayerJob:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """The layer's tensors, the loss of every step, why it was stopped, if it was, and `judge_layer`'s figures."""
+    """The layer's tensors, the loss of every step, why it was stopped, if it was, and `evaluate_layer`'s figures."""
 
     tensors: dict[str, Tensor]
     losses: list[float]
@@ -96,25 +96,25 @@ class LayerResult:
     quality: dict[str, dict[str, Any]]
 
 
-def training_of(command: TrainCommand, candidate: Candidate, device: str) -> TrainConfig:
-    """Return the schedule of a candidate's trainings, with its own learning rate."""
+def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
+    """Return the schedule of a recipe's trainings, with its own learning rate."""
     return TrainConfig(
         fraction=command.fraction,
-        of=candidate.target,
-        sink=candidate.ends[0],
-        recent=candidate.ends[1],
+        of=recipe.target,
+        sink=recipe.ends[0],
+        recent=recipe.ends[1],
         steps=command.steps,
-        loss=candidate.loss,
-        beta=candidate.beta,
-        alpha=candidate.alpha,
-        max_top=candidate.max_top,
-        max_rest=candidate.max_rest,
-        keys_first=candidate.keys_first,
-        learning_rate=command.learning_rate or candidate.learning_rate,
+        loss=recipe.loss,
+        beta=recipe.beta,
+        alpha=recipe.alpha,
+        max_top=recipe.max_top,
+        max_rest=recipe.max_rest,
+        keys_first=recipe.keys_first,
+        learning_rate=command.learning_rate or recipe.learning_rate,
         warmup=command.warmup,
         rows=command.rows,
         precision="bf16" if device.startswith("cuda") else "fp32",
-        min_position=command.context // 16 if candidate.first_trained is None else candidate.first_trained,
+        min_position=command.context // 16 if recipe.first_trained is None else recipe.first_trained,
         seed=command.seed,
     )
 
@@ -126,7 +126,7 @@ def started(job: LayerJob) -> LayerHasher:
         hasher.start(job.data, job.layer, job.command.digits)
     if job.ranks.world > 1:  # machines may round differently: the first one's start counts
         tensors = {name: tensor * job.ranks.first for name, tensor in hasher.state_dict().items()}
-        job.ranks.add(*tensors.values())
+        job.ranks.all_reduce(*tensors.values())
         hasher.load_state_dict(tensors)
     return hasher
 
@@ -136,27 +136,27 @@ def make(job: LayerJob, report: Report) -> None:
 
     Raises: OSError if it cannot be written; FloatingPointError if its loss never was finite.
     """
-    name = f"{job.candidate.name}, layer {job.layer}"
+    name = f"{job.recipe.name}, layer {job.layer}"
     if job.finished.exists():
-        report(f"kept {name}", 1 + job.command.steps * job.candidate.trained)
+        report(f"kept {name}", 1 + job.command.steps * job.recipe.trained)
         return
     hasher = started(job)
     checkpoint = Checkpoint(job.unfinished, job.command.checkpoint_seconds)
-    losses, stopped, keys = _train(job, hasher, checkpoint, report) if job.candidate.trained else ([], "", {})
-    if job.ranks.rank != job.judge:
+    losses, stopped, keys = _train(job, hasher, checkpoint, report) if job.recipe.trained else ([], "", {})
+    if job.ranks.rank != job.evaluator:
         return
     with torch.device(job.device):
         command = job.command
         mended = repair(hasher, job.layer, job.data, job.config, command.seed, command.digits, command.fraction, keys)
         if mended:
             said = ", ".join(f"head {head}: {what}" for head, what in sorted(mended.items()))
-            report(f"{name}: {said}", 0, {"hasher": job.candidate.name, "layer": job.layer, "repaired": mended})
+            report(f"{name}: {said}", 0, {"hasher": job.recipe.name, "layer": job.layer, "repaired": mended})
         calibrate(hasher, job.layer, job.data, job.command.seed)
-        quality = judge_layer(job.command, hasher, job.layer, job.held)
+        quality = evaluate_layer(job.command, hasher, job.layer, job.validation)
     _store(job, hasher, losses, stopped, quality)
     checkpoint.remove()
     found = {heads: quality[heads]["iou"] for heads in ("kv_head", "query_head")}
-    report(f"judged {name}", 1, {"hasher": job.candidate.name, "layer": job.layer, "iou": found})
+    report(f"evaluated {name}", 1, {"hasher": job.recipe.name, "layer": job.layer, "iou": found})
 
 
 def _store(job: LayerJob, hasher: LayerHasher, losses: list[float], stopped: str, quality: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ def _train(
     job: LayerJob, hasher: LayerHasher, checkpoint: Checkpoint, report: Report
 ) -> tuple[list[float], str, dict[str, Tensor]]:
     """Train. Returns: the losses, why it was stopped, and the weights after the steps that trained keys alone."""
-    name = f"{job.candidate.name}, layer {job.layer}"
+    name = f"{job.recipe.name}, layer {job.layer}"
     training = Training(hasher, job.layer, job.data, job.training, checkpoint, job.ranks)
     training.run(following(job, training, report))
     if training.stopped:
@@ -191,14 +191,14 @@ def _train(
         report(
             f"{name} {training.stopped}",
             skipped,
-            {"hasher": job.candidate.name, "layer": job.layer, "stopped": training.stopped},
+            {"hasher": job.recipe.name, "layer": job.layer, "stopped": training.stopped},
         )
     return training.losses, training.stopped, training.keys_trained
 
 
 def following(job: LayerJob, training: Training, report: Report) -> Callable[[int, float], None]:
     """Report what is resumed, and return what reports every step and, now and then, a line of mean losses."""
-    name = f"{job.candidate.name}, layer {job.layer}"
+    name = f"{job.recipe.name}, layer {job.layer}"
     if training.losses:
         report(f"resumed {name}", len(training.losses))
     interval = training.snapshots.interval
@@ -207,7 +207,7 @@ def following(job: LayerJob, training: Training, report: Report) -> Callable[[in
         line = None
         if (step + 1) % interval == 0:
             mean = sum(training.losses[-interval:]) / interval
-            line = {"hasher": job.candidate.name, "layer": job.layer, "step": step + 1, "loss": mean}
+            line = {"hasher": job.recipe.name, "layer": job.layer, "step": step + 1, "loss": mean}
         report(f"train {name}, loss {loss:.3f}", 1, line)
 
     return on_step

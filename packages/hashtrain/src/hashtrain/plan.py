@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hashtrain.candidates import ABLATIONS, ALL, CANDIDATES, EXACT, Candidate
+from hashtrain.recipes import ABLATIONS, ALL, EXACT, RECIPES, Recipe
 from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import demo_model_path
-from hashtrain.recipe import Recipe
+from hashtrain.overrides import Overrides
 from hashtrain.usage import UsageError, require_counts, require_seed
 
 __all__ = [
     "ABLATIONS",
     "ALL",
-    "CANDIDATES",
+    "RECIPES",
     "DEMO",
     "DIGITS",
     "EXACT",
     "PAPER",
-    "Candidate",
+    "Recipe",
     "TrainCommand",
     "base_model",
     "model_path",
@@ -46,7 +46,7 @@ def require_device_name(device: str) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run reads, makes and writes; `Recipe` has the flags that change how its hashers are trained."""
+    """What a run reads, makes and writes; `Overrides` has the flags that change how its hashers are trained."""
 
     model: str = DEMO
     """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
@@ -57,7 +57,7 @@ class _Run:
     """What to judge on, of the same kinds; without any, a fifth of --text."""
     out: Path = Path("runs/demo")
     """Where the hashers, the figure and the metrics go."""
-    only: tuple[str, ...] = tuple(c.name for c in CANDIDATES)
+    only: tuple[str, ...] = tuple(c.name for c in RECIPES)
     """Which hashers to make; `all` adds the ablations."""
     bits: int = 128
     """Code length."""
@@ -112,7 +112,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class TrainCommand(Recipe, _Run):
+class TrainCommand(Overrides, _Run):
     """Train every layer's hashers, compare them on held-out text, and store them."""
 
     def __post_init__(self) -> None:
@@ -152,8 +152,8 @@ class TrainCommand(Recipe, _Run):
         return cls(model=model, **({} if model == DEMO else PAPER) | settings)
 
     @property
-    def candidates(self) -> list[Candidate]:
-        """The hashers to make, in table order, as the flags of `Recipe` change them."""
+    def recipes(self) -> list[Recipe]:
+        """The hashers to make, in table order, as the flags of `Overrides` change them."""
         return [self.applied(c) for c in ALL if c.name in self.only or "all" in self.only]
 
     @property

@@ -17,7 +17,7 @@ from hashtrain.distribute import ALONE, Ranks, device_for
 from hashtrain.manifest import identity, weights_hash
 from hashtrain.models import require_vocabulary
 from hashtrain.plan import TrainCommand
-from hashtrain.reads import Reads, judged_reads, training_reads
+from hashtrain.reads import Reads, validation_reads, training_reads
 from hashtrain.remainder import MAX_CONTEXTS
 from hashtrain.shares import room_for
 from hashtrain.sources import Source, loaded
@@ -32,7 +32,7 @@ class Prepared:
     model_config: Any
     shape: ModelShape
     train: Source
-    held: Source
+    validation: Source
     disk: int
     """Bytes that captures will still take."""
     device: str
@@ -47,7 +47,7 @@ class Prepared:
     @property
     def sources(self) -> list[Source]:
         """Both."""
-        return [self.train, self.held]
+        return [self.train, self.validation]
 
 
 def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
@@ -75,15 +75,15 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
         texts["train"] = every[:MAX_CONTEXTS]
     shared = command.spread == "data" and ranks.world > 1
     reads = training_reads(command, shape, len(every), MAX_CONTEXTS, shared)
-    both = {"train": reads, "held": judged_reads(command, shape, len(texts["held"]))}
-    train, held = (
+    both = {"train": reads, "held": validation_reads(command, shape, len(texts["held"]))}
+    train, validation = (
         Source(name, command.out / ".work" / name, ids, of(ids) | both[name].identity(len(ids)), both[name])
         for name, ids in texts.items()
     )
-    disk = sum(source.reads.bytes(source.lacking) for source in (train, held))
+    disk = sum(source.reads.bytes(source.lacking) for source in (train, validation))
     require_disk(command.out, disk, "" if command.stream else ", or --stream")
-    ranks.wait()  # before the first may write what the others look at
-    return Prepared(command, model.config, shape, train, held, disk, device, ranks, every, identities, reads)
+    ranks.barrier()  # before the first may write what the others look at
+    return Prepared(command, model.config, shape, train, validation, disk, device, ranks, every, identities, reads)
 
 
 def _check_spread(command: TrainCommand, ranks: Ranks) -> None:
@@ -120,13 +120,13 @@ def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     room = room_for(command.context * (command.contexts + command.held_out))
     train = read_texts(list(command.text), most, room, command.seed) if command.text else python_sources()
     if command.held_out_text:
-        held = read_texts(list(command.held_out_text), most, room_for(command.context * command.held_out), command.seed)
+        validation = read_texts(list(command.held_out_text), most, room_for(command.context * command.held_out), command.seed)
     elif command.text:
-        train, held = split(train)
+        train, validation = split(train)
     else:
-        held = held_out_sources()
-    require_apart(train, held)
+        validation = held_out_sources()
+    require_apart(train, validation)
     return (
         contexts(train, tokenizer, command.context, command.contexts, command.seed),
-        contexts(held, tokenizer, command.context, command.held_out, command.seed),
+        contexts(validation, tokenizer, command.context, command.held_out, command.seed),
     )

@@ -23,7 +23,7 @@ from hashtrain.capture import context_bytes
 from hashtrain.captured import EVERYTHING, Kept
 from hashtrain.config import ModelShape
 from hashtrain.job import training_of
-from hashtrain.judge import rows_of_contexts
+from hashtrain.evaluate import rows_of_contexts
 from hashtrain.layers import BY_VARIANT
 from hashtrain.plan import TrainCommand
 from hashtrain.rows import rows_of_steps
@@ -100,14 +100,14 @@ def training_reads(command: TrainCommand, shape: ModelShape, contexts: int, whol
         contexts: to train on; whole: the first of them, which starts, repairs and calibration read.
         shared: whether processes share the rows of each step.
     """
-    trained = [candidate for candidate in command.candidates if candidate.trained]
+    trained = [recipe for recipe in command.recipes if recipe.trained]
     numbers = ("steps", "rows", "chunk", "max_top", "max_rest", "min_position", "seed")
     schedules: dict[tuple[int, ...], tuple[TrainConfig, set[str]]] = {}
-    for candidate in trained or command.candidates[:1]:
-        config = training_of(command, candidate, "cpu")
+    for recipe in trained or command.recipes[:1]:
+        config = training_of(command, recipe, "cpu")
         _, kinds = schedules.setdefault(tuple(getattr(config, name) for name in numbers), (config, set()))
         if trained:
-            kinds.add(BY_VARIANT[candidate.variant].target_heads)
+            kinds.add(BY_VARIANT[recipe.variant].target_heads)
     # Heads of the targets, by layer: hashers of one schedule whose targets have as many heads draw the same rows.
     draws = [
         (config, [_heads(shape.at(n), kinds) for n in range(shape.num_layers)]) for config, kinds in schedules.values()
@@ -138,7 +138,7 @@ def _heads(shape: ModelShape, kinds: Collection[str]) -> list[int]:
     return sorted({shape.num_kv_heads if kind == "kv" else shape.num_query_heads for kind in kinds})
 
 
-def judged_reads(command: TrainCommand, shape: ModelShape, contexts: int) -> Reads:
+def validation_reads(command: TrainCommand, shape: ModelShape, contexts: int) -> Reads:
     """Say what judging reads of held-out contexts: the same rows in every layer."""
     facts = {name: getattr(command, name) for name in ("first_row", "held_out_rows", "seed")}
 

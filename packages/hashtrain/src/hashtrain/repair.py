@@ -10,7 +10,7 @@ from torch import Tensor
 from hashtrain.captured import Capture
 from hashtrain.config import HasherConfig
 from hashtrain.hasher import make_layer
-from hashtrain.judge import fails
+from hashtrain.evaluate import fails
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.transform import Transform
 from hashtrain.metrics import hash_quality
@@ -34,7 +34,7 @@ def repair(
     """Give each KV head of a layer the best of its trained functions and of untrained starts, in place.
 
     The weights after the steps that trained keys alone and a start of `digits` are compared for every head, starts of
-    `OTHER_DIGITS` for heads that fail (`hashtrain.judge.fails`). What counts on rows of the training contexts: not to
+    `OTHER_DIGITS` for heads that fail (`hashtrain.evaluate.fails`). What counts on rows of the training contexts: not to
     fail, then the mean attention mass.
 
     Args:

@@ -20,7 +20,7 @@ from hashtrain.memory import step_bytes, weight_bytes
 from hashtrain.models import count_parameters
 from hashtrain.pipeline import config_of
 from hashtrain.plan import TrainCommand
-from hashtrain.reads import judged_reads, training_reads
+from hashtrain.reads import validation_reads, training_reads
 from hashtrain.remainder import MAX_CONTEXTS
 
 USED = 0.4
@@ -71,7 +71,7 @@ class Schedule:
 
     def lines(self, command: TrainCommand) -> list[str]:
         """Say it."""
-        names = ", ".join(candidate.name for candidate in command.candidates)
+        names = ", ".join(recipe.name for recipe in command.recipes)
         said = [
             f"hashers              {names}",
             f"schedule             {command.steps} steps of {command.rows} rows, {command.contexts} contexts of "
@@ -99,17 +99,17 @@ def schedule(command: TrainCommand, model_config: Any, disk: float | None = None
     """
     shape = ModelShape.of(model_config)
     reads = training_reads(command, shape, command.contexts, MAX_CONTEXTS, shared=False)
-    held = judged_reads(command, shape, command.held_out).bytes(range(command.held_out))
+    validation = validation_reads(command, shape, command.held_out).bytes(range(command.held_out))
     first = min(MAX_CONTEXTS, command.contexts)
-    always = held + reads.bytes(range(first))  # starts, calibration and judging read these
-    whole = held + reads.bytes(range(command.contexts))
+    always = validation + reads.bytes(range(first))  # starts, calibration and judging read these
+    whole = validation + reads.bytes(range(command.contexts))
     steps: list[tuple[int, int]] = []
     train = 0.0
     traffic = 0
-    for candidate in (c for c in command.candidates if c.trained):
-        training = training_of(command, candidate, "cuda")
+    for recipe in (c for c in command.recipes if c.trained):
+        training = training_of(command, recipe, "cuda")
         for layer in range(shape.num_layers):
-            config = config_of(command, candidate, shape, {}).at(layer)
+            config = config_of(command, recipe, shape, {}).at(layer)
             steps.append((step_bytes(config, training, command.context), weight_bytes(config)))
             sizes = [size for name, size in shapes(config).items() if name != "remainder"]
             weights = sum(_product(size[1:]) for size in sizes)  # of one head

@@ -94,19 +94,19 @@ def make_all(
         ids, path = source.contexts[number], source.stored.file(number)
         return _Job(model, device, ids, path, source.name, source.reads.kept(number), memory)
 
-    mine = ranks.mine([(source, number) for source in sources for number in source.lacking])
+    mine = ranks.shard([(source, number) for source in sources for number in source.lacking])
     if ranks.first:
         for source in sources:
             begin(source.stored, source.identity)
-    ranks.wait()
+    ranks.barrier()
     if mine:
         jobs = [job(*one) for one in mine]
         run_jobs(_make, jobs, max(1, min(workers, _fitting(model, device, memory))), advance)
-    ranks.wait()
+    ranks.barrier()
     if ranks.first:
         for source in sources:
             finish(source.stored)
-    ranks.wait()
+    ranks.barrier()
 
 
 def _make(job: _Job, report: Callable[[str, int], None]) -> None:

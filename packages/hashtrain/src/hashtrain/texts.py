@@ -118,21 +118,21 @@ def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
     return documents
 
 
-def require_apart(train: list[Document], held: list[Document]) -> None:
+def require_apart(train: list[Document], validation: list[Document]) -> None:
     """Refuse a training document that equals a held-out one or holds most of its long lines.
 
     Raises: ValueError naming the first such pair: figures on text that was trained on would say nothing.
     """
-    texts = {document.text.strip(): document for document in held}
+    texts = {document.text.strip(): document for document in validation}
     lines: dict[str, set[int]] = {}
-    wanted = [set(long_lines(document.text)) for document in held]
+    wanted = [set(long_lines(document.text)) for document in validation]
     for number, own in enumerate(wanted):
         for line in own if len(own) >= _FEW_LINES else ():
             lines.setdefault(line, set()).add(number)
     for document in train:
         known = {line for line in long_lines(document.text) if line in lines}
         shared = collections.Counter(n for line in known for n in lines[line])
-        copies = [held[number] for number, count in shared.items() if count > len(wanted[number]) / 2]
+        copies = [validation[number] for number, count in shared.items() if count > len(wanted[number]) / 2]
         if same := texts.get(document.text.strip()) or next(iter(copies), None):
             raise ValueError(
                 f"{document.name} holds most of the held-out text {same.name}: expected texts that share no document; "

@@ -175,7 +175,7 @@ class Training:
                     f"{checkpoint.path} is no checkpoint of this layer's training ({one_line(error)}); delete it and "
                     "run the same command again"
                 ) from error
-        ranks.wait()  # before the first of them may write the next checkpoint
+        ranks.barrier()  # before the first of them may write the next checkpoint
 
     def run(self, on_step: Callable[[int, float], None] = lambda step, loss: None, until: int | None = None) -> None:
         """Do the steps that are left, or as many as go well, or up to `until`. `on_step` gets (step, loss) after each.
@@ -268,14 +268,14 @@ class Training:
         bad = ~(q.isfinite().all() & k.isfinite().all())
         parts = self._pairs(q, k, positions, scaling, step)
         flags = torch.stack([bad.double(), torch.stack([weight for *_, weight in parts]).double().sum()])
-        self.ranks.add(flags)
+        self.ranks.all_reduce(flags)
         loss = torch.zeros((), device=self.device)
         for rows, pairs, weight in parts:
             share = torch.where(weight > 0, weight.double() / flags[1], 0.0).float()
             part = _loss(self.hasher, rows, k, pairs, scaling, self.config) * share
             part.backward()
             loss += part.detach()
-        self.ranks.add(loss, *(p.grad for p in self.hasher.parameters() if p.grad is not None))
+        self.ranks.all_reduce(loss, *(p.grad for p in self.hasher.parameters() if p.grad is not None))
         return loss.masked_fill(flags[0] > 0, math.nan)
 
     def _pairs(

@@ -13,7 +13,7 @@ from evals.benchmarks import BenchmarkCommand
 from evals.harness.adapter import SparseLM
 from evals.harness.load import BenchmarkTask, as_guest
 from evals.methods import LoadedMethod
-from evals.tasks.setup import Ready, Sample
+from evals.setup import Ready, Sample
 
 Cell = tuple[str, float | None, str]
 """Method, budget and rule."""

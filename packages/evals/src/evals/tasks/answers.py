@@ -16,7 +16,7 @@ from evals.documents import TokenDocument
 from evals.methods import DENSE, LoadedMethod
 from evals.plan import Always
 from evals.synthetic import Exercise
-from evals.tasks.setup import Ready
+from evals.setup import Ready
 
 
 class Cell(NamedTuple):

@@ -11,7 +11,7 @@ from evals.result import Result, Row
 from evals.runner import RunFolder, environment_of
 from evals.speed import SpeedCommand
 from evals.tasks.formula import formula_row
-from evals.tasks.setup import store
+from evals.setup import store
 from evals.timing import read_bandwidth
 
 

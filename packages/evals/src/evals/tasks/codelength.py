@@ -21,7 +21,7 @@ from evals.metrics import Estimate, bootstrap, resampled_means
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.tasks.iou import Cell, heads_measured, measure
-from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 
 
 def run(command: CodelengthCommand, console: Console) -> Result:

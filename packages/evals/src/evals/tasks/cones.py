@@ -28,7 +28,7 @@ from evals.methods import DENSE, LoadedMethod
 from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 
 ANGLES = ("angle_qq", "angle_kk", "angle_qk")
 SPREAD = ("pc1_q", "pc1_k", "pc2_q", "pc2_k")

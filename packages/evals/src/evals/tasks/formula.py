@@ -9,7 +9,7 @@ from rich.console import Console
 from evals.commands import ShapeCommand
 from evals.result import Result, Row, versions
 from evals.runner import RunFolder, environment_of
-from evals.tasks.setup import store
+from evals.setup import store
 
 PHASE = "formula"
 

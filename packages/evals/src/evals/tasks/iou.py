@@ -26,7 +26,7 @@ from evals.metrics import Estimate, bootstrap
 from evals.plan import Always, IouCommand, MethodsCommand
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 
 PHASE = "rows"
 METRICS = (*Quality._fields, "low", "lost")

@@ -19,7 +19,7 @@ from evals.result import Result, Row
 from evals.runner import finite
 from evals.synthetic import Exercise, exercise
 from evals.tasks.answers import Cell, as_document, cells_of, continue_greedily, methods_of, read_answer, to_text
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.text import holds, rouge_l, word_recall
 
 METRICS = ("rouge_l", "recall", "substring", "log_prob")

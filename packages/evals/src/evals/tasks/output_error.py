@@ -26,7 +26,7 @@ from evals.metrics import bootstrap
 from evals.plan import Always
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 
 METRIC = "error"
 

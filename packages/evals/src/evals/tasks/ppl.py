@@ -25,7 +25,7 @@ from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
 from evals.plan import Always, Phase, PplCommand
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of
 from evals.tuned import Tuned, read_tuned, with_tuned
 
 PAPER_MIN_TOKENS = 20

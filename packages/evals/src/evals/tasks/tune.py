@@ -25,7 +25,7 @@ from evals.rivals import rival_named
 from evals.runner import finite
 from evals.study import TuneCommand
 from evals.tasks import ppl
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.tuned import FILE
 
 

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hashtrain.candidates import Candidate, Of
+from hashtrain.recipes import Recipe, Of
 from hashtrain.usage import UsageError, require_counts
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Flags that change every trained hasher of a run; None leaves each hasher's own (`hashtrain.candidates`)."""
+class Overrides:
+    """Flags that change every trained hasher of a run; None leaves each hasher's own (`hashtrain.recipes`)."""
 
     loss: Literal["ranking", "reconstruction", "mse"] | None = None
     """What training minimises: `ranking` (eq. 10), or an ablation that rebuilds attention (eq. 17): `reconstruction`,
@@ -46,14 +46,14 @@ class Recipe:
                 bound = "a finite number" if least < 0 else "a finite number above 0"
                 raise UsageError(f"--{name} must be {bound}, got {value}")
 
-    def applied(self, candidate: Candidate) -> Candidate:
-        """Return a candidate with these settings; one that is not trained stays as it is, but for its width."""
+    def applied(self, recipe: Recipe) -> Recipe:
+        """Return a recipe with these settings; one that is not trained stays as it is, but for its width."""
         given = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         if self.target_ends is not None:
             given["ends"] = self.target_ends
-        width = {} if self.hidden is None or candidate.variant != "paper" else {"hidden": self.hidden}
-        return replace(candidate, **(given if candidate.trained else {}), **width)
+        width = {} if self.hidden is None or recipe.variant != "paper" else {"hidden": self.hidden}
+        return replace(recipe, **(given if recipe.trained else {}), **width)
 
 
 _SAME = ("loss", "estimator", "gamma", "alpha", "beta", "max_top", "max_rest", "target", "first_trained")
-"""Fields that a candidate has by the same name."""
+"""Fields that a recipe has by the same name."""

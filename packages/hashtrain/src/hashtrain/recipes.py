@@ -11,7 +11,7 @@ Of = Literal["visible", "length"]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Recipe:
     """One hasher a run may make; `name` is its folder below the run's."""
 
     name: str
@@ -51,40 +51,40 @@ class Candidate:
 
 
 # Each hasher's own best learning rate: tools/tune_learning_rates.py, docs/results/learning_rates.json.
-CANDIDATES = (
-    Candidate("lsh", "lsh", trained=False),
-    Candidate("paper", "paper", "random", 3e-3),
-    Candidate("planes", "planes"),
-    Candidate("transform", "transform", learning_rate=3e-3, keys_first=0.5),
+RECIPES = (
+    Recipe("lsh", "lsh", trained=False),
+    Recipe("paper", "paper", "random", 3e-3),
+    Recipe("planes", "planes"),
+    Recipe("transform", "transform", learning_rate=3e-3, keys_first=0.5),
 )
 # The paper's ablations and ours; `--only all` makes them too.
 _STRAIGHT = "straight-through"
 ABLATIONS = (
-    Candidate("paper-rotation", "paper", learning_rate=3e-3, summary="paper, started as a rotation"),
-    Candidate("linear", "linear", summary="a rotation, trained as in the paper"),
-    Candidate("linear-straight", "linear", learning_rate=2e-2, estimator=_STRAIGHT, summary="linear, our estimator"),
-    Candidate("paper-straight", "paper", "random", 1e-2, estimator=_STRAIGHT, summary="paper, our estimator"),
-    Candidate(
+    Recipe("paper-rotation", "paper", learning_rate=3e-3, summary="paper, started as a rotation"),
+    Recipe("linear", "linear", summary="a rotation, trained as in the paper"),
+    Recipe("linear-straight", "linear", learning_rate=2e-2, estimator=_STRAIGHT, summary="linear, our estimator"),
+    Recipe("paper-straight", "paper", "random", 1e-2, estimator=_STRAIGHT, summary="paper, our estimator"),
+    Recipe(
         "planes-softsign",
         "planes",
         learning_rate=3e-3,
         estimator="softsign",
         summary="planes, the paper's estimator for keys",
     ),
-    Candidate("group-xnor", "group-xnor", summary="planes with one bit a query head"),
-    Candidate("planes-64", "planes", bits=64, learning_rate=1e-2, summary="planes with half the bits"),
-    Candidate("paper-untrained", "paper", "random", trained=False, summary="the paper's MLP as it starts"),
-    Candidate("paper-reconstruction", "paper", "random", 3e-3, "reconstruction", summary="paper, other loss"),
-    Candidate(
+    Recipe("group-xnor", "group-xnor", summary="planes with one bit a query head"),
+    Recipe("planes-64", "planes", bits=64, learning_rate=1e-2, summary="planes with half the bits"),
+    Recipe("paper-untrained", "paper", "random", trained=False, summary="the paper's MLP as it starts"),
+    Recipe("paper-reconstruction", "paper", "random", 3e-3, "reconstruction", summary="paper, other loss"),
+    Recipe(
         "transform-start",
         "transform",
         trained=False,
         summary="transform as it starts: two moments measured, no training step",
     ),
-    Candidate(
+    Recipe(
         "planes-reconstruction", "planes", learning_rate=8e-2, loss="reconstruction", summary="planes, other loss"
     ),
-    Candidate(
+    Recipe(
         "down-proj", "down-proj", learning_rate=8e-2, summary="numbers in place of bits, compared by inner product"
     ),
 )
@@ -92,7 +92,7 @@ ABLATIONS = (
 # The paper to the letter: a two-layer MLP of width 128 per query head from a Gaussian start, targets of 2 % of the full
 # length, every row trained, no token spared; `evals` gives each query head a selection of its own. What a name adds to
 # `paper-exact` is the one thing that is otherwise.
-_EXACT = Candidate(
+_EXACT = Recipe(
     "paper-exact",
     "paper",
     "gaussian",
@@ -121,5 +121,5 @@ EXACT = (
         summary="down-proj, trained as paper-exact",
     ),
 )
-ALL = (*CANDIDATES, *ABLATIONS, *EXACT)
+ALL = (*RECIPES, *ABLATIONS, *EXACT)
 """In table order."""

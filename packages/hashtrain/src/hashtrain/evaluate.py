@@ -20,7 +20,7 @@ LEAST_LOW, MOST_LOST = 0.6, 0.001
 less than half of the mass that the oracle finds."""
 
 
-def judge_layer(command: TrainCommand, hasher: LayerHasher, layer: int, held: Capture) -> dict[str, dict[str, Any]]:
+def evaluate_layer(command: TrainCommand, hasher: LayerHasher, layer: int, validation: Capture) -> dict[str, dict[str, Any]]:
     """Quality of one layer and of its heads on held-out rows: means, and how bad the worst rows are.
 
     `remainder` is the share of the softmax that a selection leaves out, and the root mean square error of its estimate;
@@ -29,9 +29,9 @@ def judge_layer(command: TrainCommand, hasher: LayerHasher, layer: int, held: Ca
     device = hasher.remainder.device
     samples: dict[str, list[list[Tensor]]] = {"kv_head": [], "query_head": []}
     shares, errors = [], []
-    for context, rows in enumerate(rows_of_contexts(command, len(held))):
-        k, scaling = held.keys(context, layer)
-        q, k, rows = (x.to(device) for x in (held.queries(context, layer, rows), k, rows))
+    for context, rows in enumerate(rows_of_contexts(command, len(validation))):
+        k, scaling = validation.keys(context, layer)
+        q, k, rows = (x.to(device) for x in (validation.queries(context, layer, rows), k, rows))
         for heads, rows_of in samples.items():
             found = hash_quality(hasher, q, k, rows, command.fraction, scaling, heads == "query_head")
             rows_of.append([m[0].double().cpu() for m in found])  # per head and row
@@ -40,7 +40,7 @@ def judge_layer(command: TrainCommand, hasher: LayerHasher, layer: int, held: Ca
         shares.append(share.double())
         errors.append(error.double())
     error = torch.stack(errors).square().mean().sqrt().item()
-    bits = bit_statistics(hasher, held.keys(0, layer)[0]) if hasher.has_codes else {}
+    bits = bit_statistics(hasher, validation.keys(0, layer)[0]) if hasher.has_codes else {}
     remainder = {"share": torch.stack(shares).mean().item(), "error": error}
     return {"remainder": remainder, "bits": bits, **{heads: _summary(rows_of) for heads, rows_of in samples.items()}}
 
@@ -53,7 +53,7 @@ def rows_of_contexts(command: TrainCommand, contexts: int) -> Iterator[Tensor]:
 
 
 def summarise(layers: Sequence[dict[str, dict[str, Any]]], dense: Collection[int]) -> dict[str, Any]:
-    """Put the figures of `judge_layer` side by side, with their means over the layers that will be sparse."""
+    """Put the figures of `evaluate_layer` side by side, with their means over the layers that will be sparse."""
     by_heads = {heads: [layer[heads] for layer in layers] for heads in ("kv_head", "query_head", "remainder", "bits")}
     sparse = [number for number in range(len(layers)) if number not in dense]
     return {
@@ -89,7 +89,7 @@ def failing(layers: Sequence[dict[str, Any]], dense: Collection[int] = ()) -> li
     """Name the heads, as (layer, head), whose worst rows lose too much; layers that stay dense lose nothing.
 
     Args:
-        layers: `judge_layer`'s figures of one kind of head, by layer.
+        layers: `evaluate_layer`'s figures of one kind of head, by layer.
     """
     return [
         (number, head)
