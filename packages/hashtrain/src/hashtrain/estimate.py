@@ -1,4 +1,4 @@
-"""What a run would take: disk and memory by arithmetic, time by a first piece of each kind of work."""
+"""Estimate a run's cost: disk and memory by arithmetic, time by running a sample of each kind of work."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Estimate:
 
     disk: int
     step_memory: int
-    """Of the largest layer in training, on its device; with --stream of all of them."""
+    """Bytes on the device to train the largest layer, or with --stream all layers."""
     model_memory: int
-    """Of the model while queries and keys are captured."""
+    """Bytes of the model while it captures queries and keys."""
     capture_seconds: float
     train_seconds: float
     traffic: int = 0
-    """Bytes that the steps of all trainings read from the disk, or from what memory has kept of it."""
+    """Bytes that all training steps read from the disk or its cache."""
     streamed: bool = False
 
     def lines(self) -> list[str]:
-        """Say it."""
+        """Format the estimate as lines of text."""
         return [
             f"disk while it runs   {self.disk / 1e9:.2f} GB",
             *([] if self.streamed else [f"read to train        {self.traffic / 1e9:.2f} GB"]),
@@ -54,10 +54,10 @@ class Estimate:
 
 
 def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Estimate:
-    """Run one context, a few steps of each hasher and one judgement, and multiply. Nothing is written.
+    """Run one context, a few steps of each hasher and one evaluation, and extrapolate. Nothing is written.
 
     Args:
-        jobs: every layer of every hasher; workers: processes at work side by side, over all machines.
+        jobs: every layer of every hasher; workers: processes working in parallel, over all machines.
     """
     command = prepared.command
     model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
@@ -77,7 +77,7 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
         model_memory=int(1e9 * (command.backbone_memory or 0))
         or sum(p.numel() * p.element_size() for p in model.parameters()),
         capture_seconds=once * (lacking / workers + command.steps * command.stream),
-        # Streaming trains in one process of each of torchrun's, whatever --workers says.
+        # Streaming trains in one process per rank, whatever --workers is.
         train_seconds=sum(seconds[job.recipe.name] for job in jobs)
         / (prepared.ranks.world if command.stream else workers),
         traffic=0 if command.stream else _traffic(prepared),
@@ -92,7 +92,7 @@ def _traffic(prepared: Prepared) -> int:
 
 
 def _together(steps: list[tuple[int, int]]) -> int:
-    """Bytes of layers that train side by side: the weights and moments of all, and the largest step's other needs."""
+    """Bytes of layers that train in parallel: the weights and moments of all, and the largest step's other needs."""
     return sum(weights for _, weights in steps) + max(step - weights for step, weights in steps)
 
 
@@ -117,6 +117,6 @@ def _layer_seconds(prepared: Prepared, job: LayerJob, sample: Capture) -> float:
 
 
 def clock(seconds: float) -> str:
-    """Write a time in the unit that suits it."""
+    """Format a duration in a suitable unit."""
     minutes, hours = seconds / 60, seconds / 3600
     return f"{hours:.1f} h" if hours >= 1 else f"{minutes:.1f} min" if minutes >= 1 else f"{seconds:.0f} s"

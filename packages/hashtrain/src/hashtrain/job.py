@@ -1,4 +1,4 @@
-"""One layer of one hasher, from its random start to its figures on held-out text: what a worker does."""
+"""What a worker does: train one layer of one hasher and evaluate it on held-out text."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from hashtrain.trainer import TrainConfig, Training
 
 
 class Report(Protocol):
-    """Hears (what is being done, steps done since the last report, and now and then a line for metrics.jsonl)."""
+    """Receives a status text, the steps done since the last report, and sometimes a line for metrics.jsonl."""
 
     def __call__(self, what: str, steps: int, line: dict[str, Any] | None = None, /) -> None: ...
 
 
 @dataclass(frozen=True)
 class LayerJob:
-    """What to make, and from what."""
+    """One layer to train, and its inputs."""
 
     command: TrainCommand
     recipe: Recipe
@@ -43,23 +43,23 @@ class LayerJob:
     data: Capture
     validation: Capture
     source: str
-    """What the captures are of, as text: it decides the bits, and so the key."""
+    """Identity of the captured data as JSON; part of `key`, because it decides the result."""
     folder: Path
     """Where checkpoints and finished layers go."""
     device: str = "cpu"
     ranks: Ranks = ALONE
-    """Processes that share the rows of each step; all of them do all jobs in the same order."""
+    """Processes that share the rows of each step; all of them process all jobs in the same order."""
     evaluator: int = 0
-    """Which of them judges the layer and stores it."""
+    """The rank that evaluates the layer and stores it."""
 
     @property
     def training(self) -> TrainConfig:
-        """The schedule, with the recipe's own learning rate."""
+        """The schedule, with the recipe's learning rate."""
         return training_of(self.command, self.recipe, self.device)
 
     @property
     def key(self) -> str:
-        """A name for everything that decides the bits of this layer."""
+        """A digest of everything that decides the bits of this layer."""
         evaluated = {name: getattr(self.command, name) for name in ("fraction", "context", "held_out_rows", "seed")}
         facts = {
             "candidate": asdict(self.recipe),
@@ -77,18 +77,18 @@ class LayerJob:
 
     @property
     def finished(self) -> Path:
-        """Where the result goes."""
+        """Path of the finished layer."""
         return self.folder / f"{self.recipe.name}-{self.layer}-{self.key}.safetensors"
 
     @property
     def unfinished(self) -> Path:
-        """Where the checkpoint goes."""
+        """Path of its checkpoint."""
         return self.finished.with_suffix(".checkpoint")
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """The layer's tensors, the loss of every step, why it was stopped, if it was, and `evaluate_layer`'s figures."""
+    """The layer's tensors, the loss of every step, why training stopped early ("" if not), and the evaluation."""
 
     tensors: dict[str, Tensor]
     losses: list[float]
@@ -97,7 +97,7 @@ class LayerResult:
 
 
 def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
-    """Return the schedule of a recipe's trainings, with its own learning rate."""
+    """Return the training schedule of a recipe, with its learning rate."""
     return TrainConfig(
         fraction=command.fraction,
         of=recipe.target,
@@ -120,11 +120,11 @@ def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConf
 
 
 def started(job: LayerJob) -> LayerHasher:
-    """Make the layer's hash functions as they are before the first step, alike in all processes."""
+    """Create the layer's hash functions as before the first step, identical in all processes."""
     hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
-    if job.ranks.first and not job.unfinished.exists():  # a checkpoint holds what a start would set
+    if job.ranks.first and not job.unfinished.exists():  # a checkpoint already contains the start
         hasher.start(job.data, job.layer, job.command.digits)
-    if job.ranks.world > 1:  # machines may round differently: the first one's start counts
+    if job.ranks.world > 1:  # machines may round differently, so all use rank 0's start
         tensors = {name: tensor * job.ranks.first for name, tensor in hasher.state_dict().items()}
         job.ranks.all_reduce(*tensors.values())
         hasher.load_state_dict(tensors)
@@ -132,9 +132,9 @@ def started(job: LayerJob) -> LayerHasher:
 
 
 def make(job: LayerJob, report: Report) -> None:
-    """Train, calibrate and judge one layer, and store it as `job.finished`, unless that is there already.
+    """Train, calibrate and evaluate one layer, and store it at `job.finished`; do nothing if that exists.
 
-    Raises: OSError if it cannot be written; FloatingPointError if its loss never was finite.
+    Raises: OSError if it cannot be written; FloatingPointError if its loss was never finite.
     """
     name = f"{job.recipe.name}, layer {job.layer}"
     if job.finished.exists():
@@ -169,20 +169,20 @@ def result(job: LayerJob) -> LayerResult:
     """Read what `make` stored. Raises: ValueError if it is missing or damaged."""
     stored = load_stored(job.finished)
     if stored is None:
-        raise ValueError(f"{job.finished} is missing: expected a finished layer; run the same command again")
+        raise ValueError(f"{job.finished} is missing: expected a finished layer; rerun the command to train it")
     tensors, state = stored
     try:
         losses = tensors.pop("losses").tolist()
         plain = {name.removeprefix("hasher."): tensor for name, tensor in tensors.items()}
         return LayerResult(plain, losses, state["stopped"], state["quality"])
     except KeyError as error:
-        raise ValueError(f"{job.finished} lacks {error}; delete it and run the same command again") from error
+        raise ValueError(f"{job.finished} lacks {error}; delete it and rerun the command") from error
 
 
 def _train(
     job: LayerJob, hasher: LayerHasher, checkpoint: Checkpoint, report: Report
 ) -> tuple[list[float], str, dict[str, Tensor]]:
-    """Train. Returns: the losses, why it was stopped, and the weights after the steps that trained keys alone."""
+    """Train. Returns: the losses, why training stopped early, and the weights after the keys-only steps."""
     name = f"{job.recipe.name}, layer {job.layer}"
     training = Training(hasher, job.layer, job.data, job.training, checkpoint, job.ranks)
     training.run(following(job, training, report))
@@ -197,7 +197,7 @@ def _train(
 
 
 def following(job: LayerJob, training: Training, report: Report) -> Callable[[int, float], None]:
-    """Report what is resumed, and return what reports every step and, now and then, a line of mean losses."""
+    """Report a resumed training; return a callback that reports every step and, at intervals, the mean loss."""
     name = f"{job.recipe.name}, layer {job.layer}"
     if training.losses:
         report(f"resumed {name}", len(training.losses))

@@ -1,4 +1,4 @@
-"""One run from text to stored hashers: capture, train layer by layer, calibrate, judge on held-out text, save."""
+"""One run from text to stored hashers: capture, train layer by layer, calibrate, evaluate on held-out text, save."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from hashtrain.stream import train_all
 from hashtrain.workers import default_workers, run_jobs
 from hashtrain.workfolder import begin, end, locked
 
-# As asked for; the first two are stored as found, the others change no bit or are told by hasher.
-_NOT_FACTS = {
+# Requested values: the first two are stored as found; the others change no result or are stored per hasher.
+_NOT_IN_METRICS = {
     "contexts",
     "held_out",
     "workers",
@@ -47,12 +47,12 @@ _NOT_FACTS = {
 
 
 def run(command: TrainCommand, console: Console, capture_only: bool = False) -> dict[str, Any]:
-    """Do what the command says and return its metrics; everything is stored below `command.out`.
+    """Run the command and return its metrics; everything is stored below `command.out`.
 
-    Under torchrun all processes do so together, and the first one stores and returns; the others return nothing.
+    Under torchrun all processes call this together. Rank 0 stores and returns the metrics; the others return {}.
 
     Args:
-        capture_only: stop after the captures, which wait in the working folder for the run that goes on.
+        capture_only: stop after the captures; they stay in the working folder for the run that continues.
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
     with init_distributed(command.device) as ranks:
@@ -72,7 +72,7 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         f"{len(validation.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
     )
     if len(prepared.contexts) < command.contexts:
-        console.print(f"the text has {len(prepared.contexts)} contexts to train on, {command.contexts} asked for")
+        console.print(f"the text has {len(prepared.contexts)} training contexts; {command.contexts} were requested")
     if command.tensorboard:
         require_board()
     hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.recipes}
@@ -87,20 +87,20 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
             begin(command.out, as_toml(command), names)
         ranks.barrier()
         if not (command.out / ".work" / "run.toml").is_file():
-            raise ValueError(f"{command.out} is not the same folder for all processes: expected one that all can see")
+            raise ValueError(f"{command.out} is not shared: expected a folder that all processes can read and write")
         with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
             work = (command.model_path, prepared.device, prepared.sources, _workers(prepared))
             make_all(*work, advance, ranks, command.backbone_memory)
         if capture_only:
             return {"captured": len(train.contexts) + len(validation.contexts)}
         if not command.stream:
-            loaded.cache_clear()  # its memory is wanted for training
+            loaded.cache_clear()  # free the model's memory for training
         _make_layers(prepared, jobs, console)
         ranks.barrier()
         if not ranks.first:
             return {}
         found = _collect(prepared, hashers, jobs, console)
-        metrics = {**_facts(command, shape, len(prepared.contexts), len(validation.contexts)), "hashers": found}
+        metrics = {**_settings(command, shape, len(prepared.contexts), len(validation.contexts)), "hashers": found}
         metrics["seconds"] = round(time.monotonic() - began, 1)
         for name, hasher in hashers.items():
             hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
@@ -123,14 +123,14 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
 
 
 def _workers(prepared: Prepared) -> int:
-    """Count the processes that work side by side on this machine for one of torchrun's."""
+    """Return the number of worker processes that one of torchrun's processes starts on this machine."""
     if prepared.command.workers:
         return prepared.command.workers
     return max(1, default_workers() // prepared.ranks.local_world) if prepared.device == "cpu" else 1
 
 
 def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
-    """List every layer of every hasher, the longest jobs first."""
+    """List every layer of every hasher, longest jobs first."""
     command = prepared.command
     alike = [
         (c, n)
@@ -156,7 +156,7 @@ def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
 
 
 def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console) -> None:
-    """Train and judge what is left to do, of this process's share."""
+    """Train and evaluate this process's share of the unfinished layers."""
     command, ranks = prepared.command, prepared.ranks
     together = command.spread == "data" and ranks.world > 1
     mine, workers = (jobs, 1) if together else (ranks.shard(jobs), _workers(prepared))
@@ -176,7 +176,7 @@ def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console)
 def _collect(
     prepared: Prepared, hashers: dict[str, Hasher], jobs: Sequence[LayerJob], console: Console
 ) -> dict[str, Any]:
-    """Put all layers into their hashers, settle which layers stay dense, and return what was found of each."""
+    """Load all layers into their hashers, decide which stay dense, and return the results of each hasher."""
     by_name: dict[str, list[LayerResult]] = {name: [] for name in hashers}
     for job in jobs:
         found = result(job)
@@ -197,7 +197,7 @@ def _collect(
 
 
 def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> dict[str, dict[str, Any]]:
-    """Measure what sparse attention costs in each layer, on training contexts, for every hasher made from data."""
+    """Measure the cost of every layer on training contexts, for every hasher made from data."""
     command = prepared.command
     drawn = {c.name for c in command.recipes if not c.trained and c.variant != "transform"}
     coded = {name: hasher for name, hasher in hashers.items() if hasher.layer(0).has_codes and name not in drawn}
@@ -229,7 +229,7 @@ def config_of(
     """Return the config of a recipe's hasher.
 
     Args:
-        trained: what it was trained with (`record_of`); revision: of the base model, if known.
+        trained: its training settings (`record_of`); revision: of the base model, if known.
     """
     return HasherConfig(
         variant=recipe.variant,
@@ -248,15 +248,15 @@ def config_of(
 
 
 def width_of(recipe: Recipe, shape: ModelShape) -> int:
-    """Return the hidden width of a recipe's hash functions: its own, or what its variant needs."""
+    """Return the hidden width of a recipe's hash functions: its own, or the variant's default."""
     return recipe.hidden or (max(128, 2 * shape.head_dim) if recipe.variant == "paper" else 128)
 
 
 def record_of(command: TrainCommand, recipe: Recipe, contexts: int, device: str) -> dict[str, Any]:
-    """Say what a hasher is trained with, to be read beside its weights."""
-    facts = asdict(training_of(command, recipe, device))
-    del facts["chunk"]  # changes no sum
-    return {**facts, "context": command.context, "contexts": contexts}
+    """Return a hasher's training settings, to be stored with its weights."""
+    settings = asdict(training_of(command, recipe, device))
+    del settings["chunk"]  # does not change the result
+    return {**settings, "context": command.context, "contexts": contexts}
 
 
 def _found(layers: list[LayerResult], dense: Collection[int]) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def _found(layers: list[LayerResult], dense: Collection[int]) -> dict[str, Any]:
     return {**found, "failing": bad, **summarise([layer.quality for layer in layers], dense)}
 
 
-def _facts(command: TrainCommand, shape: ModelShape, contexts: int, held_out: int) -> dict[str, Any]:
+def _settings(command: TrainCommand, shape: ModelShape, contexts: int, held_out: int) -> dict[str, Any]:
     corpus = (
         ", ".join(p.name if p.exists() else str(p) for p in command.text) or "this machine's Python standard library"
     )
@@ -278,7 +278,7 @@ def _facts(command: TrainCommand, shape: ModelShape, contexts: int, held_out: in
         "corpus": corpus,
         "contexts": contexts,
         "held_out": held_out,
-        **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_FACTS},
+        **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_IN_METRICS},
         "dense_layers": command.dense_layers or 0,
         "sink": SINK,
         "recent": RECENT,

@@ -1,4 +1,4 @@
-"""The hashers that a run may make: ours, the paper's as we deploy it, the ablations, and the paper's to the letter."""
+"""The hashers that a run can train: ours, the paper's as we deploy it, ablations, and the paper's exact setup."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Of = Literal["visible", "length"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """One hasher a run may make; `name` is its folder below the run's."""
+    """One hasher that a run can train; `name` is its folder below --out."""
 
     name: str
     variant: str
@@ -21,28 +21,28 @@ class Recipe:
     loss: str = "ranking"
     """One of `hashtrain.loss.LOSSES`."""
     estimator: str = ""
-    """What stands for the sign in training, if not the variant's own."""
+    """Surrogate for the sign function in training, if not the variant's default."""
     gamma: float = SOFTSIGN_GAMMA
-    """Of softsign (eq. 11)."""
+    """Slope of the softsign surrogate (eq. 11)."""
     beta: float = 1.0
     alpha: float = 3.0
     """Slope and margin of the ranking loss (eq. 10)."""
     max_top: int = 8
-    """Target tokens drawn a row."""
+    """Target tokens drawn per row."""
     max_rest: int = 512
-    """Other tokens drawn a step, shared by its rows."""
+    """Tokens outside the target drawn per step, shared by its rows."""
     target: Of = "visible"
-    """What the budget is a share of (eq. 7): the tokens a row sees, or the paper's full length for every row."""
+    """What the budget is a share of (eq. 7): each row's visible tokens, or, as in the paper, the full length."""
     ends: tuple[int, int] = (SINK, RECENT)
-    """First and last tokens that no pair is drawn of, because every row reads them."""
+    """Numbers of first and last tokens excluded from pairs, because every row reads them."""
     first_trained: int | None = None
-    """The first row trained on; None: a sixteenth of the context, whose target sets hold a handful of tokens."""
+    """First row to train on; None: a sixteenth of the context, so that every target has more than a few tokens."""
     hidden: int | None = None
-    """Hidden width; None: what the variant needs."""
+    """Hidden width; None: the variant's default."""
     residual: bool = False
-    """`paper` in the form of the authors' published hashers."""
+    """Whether `paper` takes the form of the authors' published hashers."""
     keys_first: float = 0.0
-    """Share of the steps that train keys alone."""
+    """Share of the steps, at the beginning, that train keys only."""
     bits: int | None = None
     """Code length, if not the run's."""
     trained: bool = True
@@ -50,14 +50,14 @@ class Recipe:
     """What an ablation changes."""
 
 
-# Each hasher's own best learning rate: tools/tune_learning_rates.py, docs/results/learning_rates.json.
+# Learning rates tuned for each hasher: tools/tune_learning_rates.py, docs/results/learning_rates.json.
 RECIPES = (
     Recipe("lsh", "lsh", trained=False),
     Recipe("paper", "paper", "random", 3e-3),
     Recipe("planes", "planes"),
     Recipe("transform", "transform", learning_rate=3e-3, keys_first=0.5),
 )
-# The paper's ablations and ours; `--only all` makes them too.
+# The paper's ablations and ours, included in `--only all`.
 _STRAIGHT = "straight-through"
 ABLATIONS = (
     Recipe("paper-rotation", "paper", learning_rate=3e-3, summary="paper, started as a rotation"),
@@ -73,13 +73,13 @@ ABLATIONS = (
     ),
     Recipe("group-xnor", "group-xnor", summary="planes with one bit a query head"),
     Recipe("planes-64", "planes", bits=64, learning_rate=1e-2, summary="planes with half the bits"),
-    Recipe("paper-untrained", "paper", "random", trained=False, summary="the paper's MLP as it starts"),
+    Recipe("paper-untrained", "paper", "random", trained=False, summary="the paper's MLP, untrained"),
     Recipe("paper-reconstruction", "paper", "random", 3e-3, "reconstruction", summary="paper, other loss"),
     Recipe(
         "transform-start",
         "transform",
         trained=False,
-        summary="transform as it starts: two moments measured, no training step",
+        summary="the untrained start of transform: two measured moments",
     ),
     Recipe(
         "planes-reconstruction", "planes", learning_rate=8e-2, loss="reconstruction", summary="planes, other loss"
@@ -89,9 +89,9 @@ ABLATIONS = (
     ),
 )
 
-# The paper to the letter: a two-layer MLP of width 128 per query head from a Gaussian start, targets of 2 % of the full
-# length, every row trained, no token spared; `evals` gives each query head a selection of its own. What a name adds to
-# `paper-exact` is the one thing that is otherwise.
+# The paper's exact setup: a two-layer MLP of width 128 per query head with a Gaussian start, targets of 2 % of the full
+# length, every row trained, no token excluded; `evals` gives each query head its own selection. Every other name here
+# changes one thing in `paper-exact`.
 _EXACT = Recipe(
     "paper-exact",
     "paper",
@@ -105,7 +105,7 @@ _EXACT = Recipe(
 )
 EXACT = (
     _EXACT,
-    replace(_EXACT, name="paper-exact-untrained", trained=False, summary="paper-exact as it starts"),
+    replace(_EXACT, name="paper-exact-untrained", trained=False, summary="paper-exact, untrained"),
     replace(_EXACT, name="paper-residual", residual=True, summary="paper-exact in the authors' published form"),
     replace(_EXACT, name="paper-exact-straight", estimator=_STRAIGHT, summary="paper-exact, our estimator"),
     replace(_EXACT, name="paper-exact-mse", loss="mse", summary="paper-exact, squared error of scores"),
