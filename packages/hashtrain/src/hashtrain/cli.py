@@ -23,8 +23,8 @@ class CaptureCommand(TrainCommand):
 
 @dataclass(frozen=True)
 class PlanCommand(TrainCommand):
-    """Compute the disk, the memory and a lower bound of the hours on several GPUs that `train` with these settings would
-    take, from the model's config alone, without weights or text."""
+    """Compute the disk, the memory and a lower bound of the hours, on several GPUs, that `train` with these settings
+    takes, from the model's config alone, without weights or text."""
 
     disk: float | None = None
     """GB available for captures; decides the number of waves."""

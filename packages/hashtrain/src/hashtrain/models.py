@@ -128,8 +128,8 @@ def require_vocabulary(model: PreTrainedModel, *contexts: Tensor) -> None:
     largest = max((int(ids.max()) for ids in contexts if len(ids)), default=0)
     if largest >= rows:
         raise ValueError(
-            f"the tokenizer produced token {largest}, expected less than {rows}, the rows of the model's embeddings; use "
-            "the tokenizer that the model was trained with"
+            f"the tokenizer produced token {largest}, expected less than {rows}, the rows of the model's embeddings; "
+            "use the tokenizer that the model was trained with"
         )
 
 

@@ -40,7 +40,7 @@ class Transform(LayerHasher):
 
     estimates_products = True
     digits: Tensor
-    """Binary digits of each coordinate, float32 [Hkv, C]: integers that sum to `bits`. Change them by loading a state."""
+    """Binary digits of each coordinate, float32 [Hkv, C]: integers that sum to `bits`. Set only by loading a state."""
     coordinate: Tensor
     power: Tensor
     limit: Tensor
