@@ -72,7 +72,7 @@ def mine(monkeypatch):
         ({"page": 4, "bits": 2, "other": 3},),
         lambda parameters, head_dim: parameters["other"] * head_dim,
         {"page": "pages", "bits": (2, 5), "other": (3,)},
-        facts=("window",),
+        identity_settings=("window",),
     )
     monkeypatch.setitem(RIVALS, "mine", entry)
     methods = derived(monkeypatch)

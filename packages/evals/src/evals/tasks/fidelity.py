@@ -1,4 +1,4 @@
-"""Greedy continuations of held-out text against those of dense attention, prefill dense."""
+"""Compare greedy continuations of held-out text with those of dense attention, after a dense prefill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METRICS = ("rouge_l", "edit_similarity", "prefix")
 
 
 def run(command: FidelityCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """

@@ -1,4 +1,4 @@
-"""Exercises made by rule (`evals.synthetic`), by kind and length."""
+"""Synthetic exercises (`evals.synthetic`), by kind and length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ METRICS = ("exact", "tokens", "log_prob")
 
 
 def run(command: RulerCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
