@@ -11,21 +11,21 @@ def house(load):
 
 
 def test_no_package_imports_one_that_stands_on_it(house):
-    for package, rooms in house.graph().items():
+    for package, modules in house.graph().items():
         above = house.ORDER[house.ORDER.index(package) :]
-        assert not [name for used in rooms.values() for name in used if name.split(".")[0] in above and "." in name]
+        assert not [name for used in modules.values() for name in used if name.split(".")[0] in above and "." in name]
 
 
 def test_no_more_rooms_import_one_another(house):
     """Those that do are loaded when they are called: tensors go to torch_ops."""
-    found = [circle for rooms in house.graph().values() for circle in house.circles(rooms)]
+    found = [cycle for modules in house.graph().values() for cycle in house.cycles(modules)]
     assert found == [{"ops", "torch_library", "torch_ops"}]
 
 
 def test_a_level_imports_only_what_stands_above_it(house):
-    rooms = {"a": set(), "b": {"a", "c"}, "c": {"b"}, "d": {"c"}, "e": {"a"}}
-    assert house.circles(rooms) == [{"b", "c"}]
-    assert house.levels(rooms) == [["a"], ["b", "c", "e"], ["d"]]
+    modules = {"a": set(), "b": {"a", "c"}, "c": {"b"}, "d": {"c"}, "e": {"a"}}
+    assert house.cycles(modules) == [{"b", "c"}]
+    assert house.levels(modules) == [["a"], ["b", "c", "e"], ["d"]]
 
 
 def test_imports_for_types_alone_do_not_count(house):

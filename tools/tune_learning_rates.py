@@ -1,10 +1,10 @@
-"""Find each hasher's own best learning rate on the demo model, and store the table.
+"""Find the best learning rate for each hasher on the demo model, and store the table.
 
-    uv run tools/tune_learning_rates.py                     # every hasher that is trained
-    uv run tools/tune_learning_rates.py linear group-xnor   # these; the table keeps the others' rows
+    uv run tools/tune_learning_rates.py                     # every trained hasher
+    uv run tools/tune_learning_rates.py linear group-xnor   # only these; other rows of the table are kept
 
-Every hasher gets the same layers, steps and contexts; they are judged on validation contexts from the training text,
-never on the held-out modules. Writes docs/results/learning_rates.json; the winners stand in hashtrain/plan.py.
+Every hasher gets the same layers, steps and contexts; they are evaluated on validation contexts from the training text,
+never on the held-out modules. Writes docs/results/learning_rates.json; copy the best ones to hashtrain/recipes.py.
 """
 
 import json
@@ -32,7 +32,7 @@ OUT = Path(__file__).parent.parent / "docs" / "results" / "learning_rates.json"
 
 
 def evaluate(hasher, layer, data, command):
-    """Mean IoU per KV head over the validation contexts."""
+    """Return the mean IoU per KV head over the validation contexts."""
     generator, values = torch.Generator().manual_seed(1), []
     for context in range(len(data)):
         q, k, scaling = data.read(context, layer)
@@ -43,7 +43,7 @@ def evaluate(hasher, layer, data, command):
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: a hasher, a rate and a layer."""
+    """One training run: a hasher, a learning rate and a layer."""
 
     recipe: Recipe
     config: HasherConfig
@@ -76,7 +76,7 @@ def _stored() -> list[dict]:
 def main(names: list[str]) -> None:
     command = TrainCommand()
     model, tokenizer = load_model(command.model_path)
-    # A seed of its own: other documents than the default run's come first.
+    # Another seed than the default run's, so that other documents come first.
     ids = contexts(python_sources(), tokenizer, command.context, TRAIN_CONTEXTS + VALIDATION_CONTEXTS, seed=1)
     known = {c.name: c for c in ALL if c.trained}
     if unknown := set(names) - set(known):
@@ -100,8 +100,8 @@ def main(names: list[str]) -> None:
     for row in rows:
         by_name.setdefault(row["hasher"], []).append(row)
     best = {name: max(of, key=lambda row: row["iou"])["learning_rate"] for name, of in by_name.items()}
-    facts = {"steps": STEPS, "contexts": TRAIN_CONTEXTS, "validation": VALIDATION_CONTEXTS, "rows": rows, "best": best}
-    write_text(OUT, json.dumps(facts, indent=1) + "\n")
+    table = {"steps": STEPS, "contexts": TRAIN_CONTEXTS, "validation": VALIDATION_CONTEXTS, "rows": rows, "best": best}
+    write_text(OUT, json.dumps(table, indent=1) + "\n")
     print(json.dumps(best))
 
 
