@@ -1,4 +1,4 @@
-"""Formulae against numbers worked out by hand, and the two tasks that print them."""
+"""Formulas against numbers worked out by hand, and the two tasks that print them."""
 
 import inspect
 
@@ -19,7 +19,7 @@ SHAPE = ModelShape(1, 4, 2, 8)
 def test_every_step_worked_out_by_hand():
     steps = sparse_step(SHAPE, n=100, k=10, bits=32, planes=3, hidden=16)
     # A function has 8 x 32 + 8 x 16 + 16 x 32 = 896 weights; four query heads and two keys use one each; the group's
-    # two queries are added to each other, 2 x 32 sums.
+    # two queries are added, 2 x 32 sums.
     assert steps["hash"] == Cost(2 * 896 * 6 + 64, 2 * (896 + 8) * 6 + 2 * 4 * 2 * 32)
     assert steps["pack"] == Cost(8 * 32, 4 * 2 * 64 + 4 * 8)
     # Per key, KV head and plane one word of xor, not, popcount, add; a code of 4 bytes is read, a score written.

@@ -1,4 +1,4 @@
-"""--device and --dtype: every task runs in them, and rivals make their tensors where their inputs are."""
+"""--device and --dtype: every task runs with them, and rivals create tensors on their inputs' device."""
 
 import json
 
@@ -40,7 +40,7 @@ TASKS = {
 
 
 def arranged(command, name, **more):
-    """The task's module and its command on one document."""
+    """Return the task's module and its command on one document."""
     module, kind, settings = TASKS[name]
     built = {"documents": 1, **settings, **more}
     return module, command(kind, **built)
@@ -68,7 +68,7 @@ def test_every_task_runs_on_cuda(command, name, dtype):
 
 
 def test_float32_on_cuda_is_refused_before_a_model_is_loaded(command, monkeypatch):
-    """Its kernels take 16-bit types; the device need not be there to say so."""
+    """The kernels take 16-bit types; the error does not need the device."""
     monkeypatch.setattr(setup, "device_for", lambda asked, number: torch.device("cuda"))
     monkeypatch.setattr(setup, "load_model", None)
     module, given = arranged(command, "ppl", device="cuda")
@@ -120,7 +120,7 @@ def test_a_device_of_no_known_name(ppl_command):
 
 
 class _NoDefaultDevice(TorchFunctionMode):
-    """Stands in for a GPU: refuses tensors made on the default device, and arrays of tensors not brought over first."""
+    """Simulates a GPU: rejects tensors created on the default device, and numpy arrays of tensors not copied first."""
 
     MAKERS = (torch.zeros, torch.ones, torch.full, torch.empty, torch.arange, torch.randn, torch.rand, torch.tensor)
 
@@ -140,7 +140,7 @@ class _NoDefaultDevice(TorchFunctionMode):
 def test_a_selector_makes_its_tensors_where_its_inputs_are(loaded, name, monkeypatch):
     topk = hashcore.topk
 
-    def on_its_own(*given):  # takes tensors of any device
+    def on_its_own(*given):  # takes tensors on any device
         with torch._C.DisableTorchFunction():
             return topk(*given)
 

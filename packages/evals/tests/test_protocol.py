@@ -19,7 +19,7 @@ QUIET = Console(quiet=True)
 
 
 def by_hand(loaded, hasher, fraction, dense):
-    """Logits with every row sparse, each query head reading its own best tokens: by a mask and a softmax."""
+    """Return logits with every row sparse, each query head reading its own best tokens, by a mask and a softmax."""
 
     def attend(layer, q, k, v, scaling):
         t, group = k.shape[2], q.shape[1] // k.shape[1]
@@ -48,7 +48,7 @@ def test_a_selection_per_query_head_is_each_heads_own(loaded, name):
     assert abs(kv["cells"][0]["nll"] - nll) > 1e-3
 
 
-def test_methods_select_as_they_are_meant_unless_heads_are_named(loaded):
+def test_methods_use_their_default_heads_unless_given(loaded):
     exact = {candidate.name for candidate in EXACT}
     for name, method in loaded.methods.items():
         own, kv = method.for_heads(None), method.for_heads("query")
@@ -109,7 +109,7 @@ def test_any_set_of_layers_stays_dense(command, ppl_command, loaded):
         ppl.run(ppl_command(methods=("lsh",), dense_at=(3,)), QUIET)
     with pytest.raises(ValueError, match="must leave a layer, got all of them"):
         ppl.run(ppl_command(methods=("lsh",), dense_at=(1, 2)), QUIET)
-    # Layers 0 and 1 dense by either name: the same numbers.
+    # Layers 0 and 1 dense, given either way: the same numbers.
     how = {"methods": ("lsh",), "documents": 1, "rules": ("visible",)}
     first = ppl.run(ppl_command(**how, dense_layers=2), QUIET)
     other = ppl_command(**how, dense_layers=0, dense_at=(0, 1))
@@ -134,7 +134,7 @@ def test_the_mean_overlap_is_of_the_sparse_layers_and_heads_named(iou_command):
     assert found.one(**at, layer=None).value == found.one(**at, layer=1).value
 
 
-def test_tasks_that_have_no_heads_to_choose_say_so(command, tmp_path):
+def test_tasks_without_a_choice_of_heads_refuse_it(command, tmp_path):
     for kind, more in ((ConesCommand, {"methods": ("lsh",)}), (TuneCommand, {"methods": ("quest",)})):
         with pytest.raises(UsageError, match="takes no --heads, got query"):
             command(kind, heads="query", **more)
@@ -154,7 +154,7 @@ def test_the_other_tasks_select_per_query_head_too(command, loaded):
     assert cones.run(replace(given, out=given.out / "cones"), QUIET).rows
 
 
-def test_a_layer_that_lost_its_remainder_has_the_error_of_its_selection(loaded):
+def test_a_layer_without_its_remainder_has_the_error_of_its_selection(loaded):
     both = [loaded.methods["planes"], loaded.methods["planes+remainder"]]
     layer = both[1].selector.hasher.layer(1)
     kept = layer.remainder.clone()

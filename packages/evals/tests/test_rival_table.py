@@ -1,4 +1,4 @@
-"""The table of rivals: what its entries say, and that nothing outside it knows any by name or by its parameters."""
+"""The table of rivals: its entries, and that no other module contains a rival's name or parameters."""
 
 import importlib.util
 import sys
@@ -51,7 +51,7 @@ PUBLISHED = {
 
 @dataclass
 class Mine(NoCodes):
-    """A rival whose parameters are called as those of two others; it selects nothing."""
+    """A rival whose parameters have the same names as those of two others; it selects nothing."""
 
     page: int
     bits: int
@@ -64,7 +64,7 @@ class Mine(NoCodes):
 
 @pytest.fixture
 def mine(monkeypatch):
-    """A sixth entry, and what is derived of the table made anew with it."""
+    """A sixth entry, and everything derived from the table computed again with it."""
     entry = Rival(
         "mine",
         "a test's",
@@ -83,7 +83,7 @@ def mine(monkeypatch):
 
 
 def derived(monkeypatch):
-    """Make the module of methods anew, from the table as it is."""
+    """Import the module of methods again, from the current table."""
     spec = importlib.util.spec_from_file_location("methods_with_mine", sys.modules["evals.methods"].__file__)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Published lists of tensors become hashers; whatever else a file holds is one sentence."""
+"""Published lists of tensors become hashers; any other content is rejected with one sentence."""
 
 import contextlib
 import os
@@ -89,7 +89,7 @@ def test_a_missing_file_is_one_sentence(tmp_path, tiny_config):
 
 
 def forged(whole, name, change, **how):
-    """A copy of the file in which one file of its zip is another."""
+    """Return a copy of the file with one file of its zip replaced."""
     out = whole.with_name("forged.pth")
     with zipfile.ZipFile(whole) as old, zipfile.ZipFile(out, "w", **how) as new:
         for entry in old.infolist():
@@ -133,7 +133,7 @@ def test_tensors_that_are_not_dense_are_refused(tmp_path, tiny_config, tensor):
         convert(stored(tmp_path, [*published()[:7], tensor]), tiny_config(), tmp_path / "h")
 
 
-def test_the_command_knows_the_demo_model_by_its_name(tmp_path, capsys):
+def test_the_command_accepts_the_demo_model(tmp_path, capsys):
     shape = ModelShape.of(AutoConfig.from_pretrained(demo_model_path()))
     content = published(shape.num_layers, shape.num_query_heads, shape.head_dim)
     out = tmp_path / "made"

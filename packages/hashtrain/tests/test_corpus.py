@@ -1,4 +1,4 @@
-"""Held-out text is never trained on, and unusable text is one sentence."""
+"""Held-out text is never trained on, and unusable text is rejected with one sentence."""
 
 import os
 import sysconfig
@@ -66,7 +66,7 @@ def test_contexts_take_the_start_of_each_document_before_second_pieces():
     assert len(contexts(documents, letters, 10, 2, seed=None)) == 2
 
 
-def test_what_is_no_file_in_a_folder_is_no_text(tmp_path):
+def test_only_files_of_a_folder_are_read(tmp_path):
     (tmp_path / "one.txt").write_text("one")
     (tmp_path / "notes.md").mkdir()
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
@@ -88,7 +88,7 @@ def test_a_file_too_large_to_be_read_is_refused_unread(tmp_path):
 
 
 @pytest.mark.parametrize(("unit", "parts"), [("word\n", 4), ("word ", 4), ("x", 4)])
-def test_a_long_text_is_turned_into_tokens_a_part_at_a_time_and_no_further_than_needed(unit, parts, monkeypatch):
+def test_a_long_text_is_tokenised_in_parts_and_only_as_far_as_needed(unit, parts, monkeypatch):
     monkeypatch.setattr(corpus, "_PART", 1024)
     text, seen = (unit * 4096)[: 3 * 1024 + 5], []
 

@@ -1,4 +1,4 @@
-"""Training on a CUDA device that is not there: fake tensors say where they lie, and refuse to mix devices."""
+"""Training on a simulated CUDA device: fake tensors know their device, and reject mixed devices."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_bits_of_keys_on_the_host_are_counted_on_the_device(variant):
     with FakeTensorMode():
         with torch.device("cuda"):
             hasher = make_layer(HasherConfig(variant, ModelShape(1, 4, 2, 64)), 0, None)
-        with pytest.raises(DataDependentOutputException):  # it got to the numbers, which a fake tensor lacks
+        with pytest.raises(DataDependentOutputException):  # it reached the first read of a value
             bit_statistics(hasher, torch.empty(1, 2, 100, 64))
 
 

@@ -1,4 +1,4 @@
-"""The artefact: round trip, refusal of what is broken or foreign, and that a kill leaves the old one or the new one."""
+"""The artefact: round trips, rejection of broken or foreign files, and atomic replacement."""
 
 import contextlib
 import json
@@ -108,7 +108,7 @@ def edit(folder, **changes):
         ({"surprise": 1}, "unknown hasher config fields"),
     ],
 )
-def test_a_config_that_lies_is_one_sentence(tmp_path, changes, message):
+def test_an_invalid_config_is_one_sentence(tmp_path, changes, message):
     make().save_pretrained(tmp_path)
     edit(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
@@ -131,7 +131,7 @@ def test_every_changed_byte_is_one_sentence_or_harmless(stored, share, flip):
     try:
         with contextlib.suppress(ValueError):
             after = Hasher.from_pretrained(folder).state_dict()
-            assert all(torch.equal(before[name], after[name]) for name in before)  # the header's padding, say
+            assert all(torch.equal(before[name], after[name]) for name in before)  # such as the header's padding
     finally:
         weights.write_bytes(whole)
 

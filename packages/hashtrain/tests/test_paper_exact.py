@@ -1,4 +1,4 @@
-"""`paper-exact` against the paper's formula, written out; and what flags change and the artefact records."""
+"""`paper-exact` against the paper's formula, the effect of flags, and the settings stored in the artefact."""
 
 import json
 import math
@@ -24,7 +24,7 @@ PAPER = TrainConfig(fraction=FRACTION, of="length", sink=0, recent=0, min_positi
 
 
 class Drawn(Whole):
-    """Random queries and keys, far enough apart that scores differ."""
+    """Random queries and keys, far enough apart for different scores."""
 
     def __len__(self):
         return 1
@@ -38,12 +38,12 @@ def layer_of(gamma=64.0, **changes):
     config = HasherConfig("paper", SHAPE, bits=32, hidden=128, init="gaussian", gamma=gamma, **changes)
     layer = make_layer(config, 0, seed=3)
     for parameter in layer.parameters():
-        parameter.data *= 100  # so that codes are not all alike: what training does in its first steps
+        parameter.data *= 100  # so that codes differ, as after the first steps of training
     return layer
 
 
 def papers_loss(mlp, q, k, positions, top, rest, gamma, alpha, beta):
-    """The paper's section 3.3 for one head, with nothing of ours: loss, by hand, of the pairs (top[r], rest).
+    """The paper's section 3.3 for one head, independent of our code: the loss of the pairs (top[r], rest).
 
     mlp: W1 [D, 128], b1 [128], W2 [128, bits]; q [R, D]; k [T, D]; top: token numbers [R][A]; rest: [C].
     """
@@ -54,7 +54,7 @@ def papers_loss(mlp, q, k, positions, top, rest, gamma, alpha, beta):
         y = (z * torch.sigmoid(z)) @ w2
         return gamma * y / (1 + gamma * y.abs())
 
-    k_of_row = math.floor(T * FRACTION)  # of the full length, whatever a row sees
+    k_of_row = math.floor(T * FRACTION)  # of the full length, for every row
     losses = []
     for r, position in enumerate(positions.tolist()):
         order = (q[r] @ k[: position + 1].T).argsort(descending=True).tolist()
@@ -90,7 +90,7 @@ def test_a_training_step_is_the_papers_formula(gamma, alpha, beta):
 
 
 def test_sampled_pairs_estimate_the_loss_over_all_pairs():
-    """The paper draws ranks that all rows share; we draw tokens that all rows share: the mean is the same."""
+    """The paper draws ranks and we draw tokens, both shared by all rows: the mean is the same."""
     layer, at = layer_of(), torch.tensor([30, 99])
     q, k, scaling = Drawn().read(0, 0)
     q = q[:, :, at].contiguous()
@@ -113,7 +113,7 @@ def test_rows_that_see_no_more_than_the_target_have_no_pair():
     p = attention(q[:, :, at], k, at, scaling, "query")
     pairs = sample_pairs(p, at, FRACTION, 50, 500, torch.Generator().manual_seed(0), "length", (0, 0))
     assert pairs.valid.flatten(0, 1).any(-1).any(0).tolist() == [False, False, False, True, True]
-    assert (pairs.top <= at[:, None]).all()  # never a token that a row does not see
+    assert (pairs.top <= at[:, None]).all()  # only visible tokens
 
 
 def test_squared_error_is_of_the_scores_themselves():
@@ -145,7 +145,7 @@ def test_a_record_that_cannot_be_is_one_sentence(value):
         HasherConfig("lsh", SHAPE, training=value)
 
 
-def test_candidates_are_the_papers_and_differ_in_one_thing():
+def test_exact_recipes_are_the_papers_and_differ_in_one_thing():
     named = {c.name: c for c in ALL}
     assert len(named) == len(ALL)
     base = named["paper-exact"]
@@ -189,7 +189,7 @@ def test_a_run_records_what_it_trained_with(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("at", [1, 4])
-def test_a_training_to_the_letter_cut_off_at_any_step_ends_with_the_same_bits(at, tmp_path):
+def test_an_exact_training_interrupted_at_any_step_gives_the_same_bits(at, tmp_path):
     config = replace(PAPER, steps=6, rows=8, learning_rate=1e-3)
     whole = Training(layer_of(), 0, Drawn(), config)
     whole.run()

@@ -1,4 +1,4 @@
-"""Captures without the queries that nothing reads: the same hashers, to the bit, and a fraction of the disk."""
+"""Captures without unused queries: bit-identical hashers with a fraction of the disk."""
 
 import json
 from dataclasses import replace
@@ -22,12 +22,12 @@ from hashtrain_runs import command, stored
 
 LLAMA_3_8B = ModelShape(32, 32, 8, 128)
 SHAPE = ModelShape(2, 4, 2, 32)
-HEADER = 4096  # bytes of a file besides its tensors
+HEADER = 4096  # bytes of a file in addition to its tensors
 
 
 @pytest.fixture
 def one_whole(monkeypatch):
-    """Runs store their first context whole, and no start, calibration or repair reads another one."""
+    """Runs store only their first context whole, and no start, calibration or repair reads another one."""
     for module, name in (
         (prepare_module, "MAX_CONTEXTS"),
         (remainder, "MAX_CONTEXTS"),
@@ -38,7 +38,7 @@ def one_whole(monkeypatch):
 
 
 def files(out, name):
-    """The capture files of a run that has only captured."""
+    """Return the capture files of a run that only captured."""
     return sorted((out / ".work" / name).glob("*.safetensors"))
 
 
@@ -91,7 +91,7 @@ def test_damaged_rows_are_one_sentence(rows, model, tmp_path):
 
 
 @pytest.mark.parametrize("only", [("planes",), ("lsh", "paper", "planes", "transform"), ("paper", "paper-exact")])
-def test_hashers_are_the_same_bits_and_the_disk_is_as_foretold(only, folder, tmp_path, monkeypatch, capsys, one_whole):
+def test_hashers_are_the_same_bits_and_the_disk_is_as_predicted(only, folder, tmp_path, monkeypatch, capsys, one_whole):
     words = ["--contexts", "4", "--steps", "6", "--rows", "32", "--only", *only]
     few, all_of_it = tmp_path / "few", tmp_path / "all"
     assert main(["capture", *command(folder, few, *words)]) == 0
@@ -122,7 +122,7 @@ def test_another_schedule_captures_again_and_the_same_does_not(folder, tmp_path,
 
 
 def test_the_papers_schedule_takes_a_fifth_of_the_disk():
-    """Llama-3-8B: a context of 8,192 tokens holds 3.2 GB of queries, keys and values, and 64 rows of it are read."""
+    """For Llama-3-8B a context of 8,192 tokens has 3.2 GB of queries, keys and values, and 64 of its rows are read."""
     given = TrainCommand.for_model("llama", only=("lsh", "paper", "planes", "transform"))
     reads = training_reads(given, LLAMA_3_8B, given.contexts, 32, shared=False)
     every = context_bytes(LLAMA_3_8B, 8192, torch.bfloat16)
