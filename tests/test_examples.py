@@ -88,7 +88,7 @@ def test_a_text_that_never_ends_is_not_waited_for(load, tmp_path, flag, capsys):
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", "/dev/zero"):
         assert load("examples", flag[0]).main([flag[1], str(place), "--hasher", "lsh"]) == 2
-        assert "plain file" in capsys.readouterr().err
+        assert "expected a regular file" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

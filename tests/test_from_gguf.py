@@ -212,7 +212,7 @@ def test_a_file_that_lacks_weights_is_refused(from_gguf, model, tmp_path, capsys
 def test_a_file_that_is_cut_short_is_refused_in_one_sentence(from_gguf, file, tmp_path, capsys, share):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[: max(4, int(share * file.stat().st_size))])
-    assert "is it whole" in refused(from_gguf, capsys, cut, tmp_path / "made")
+    assert "check that it is complete" in refused(from_gguf, capsys, cut, tmp_path / "made")
 
 
 def test_a_failure_leaves_no_folder(from_gguf, file, tmp_path, monkeypatch):

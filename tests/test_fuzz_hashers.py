@@ -108,7 +108,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path, hashe
     place = laid(tmp_path, json.dumps(config), config["weights"], weights)
     (place / config["weights"]).unlink()
     os.mkfifo(place / config["weights"])
-    with pytest.raises(ValueError, match="is no plain file"):
+    with pytest.raises(ValueError, match="is not a regular file"):
         Hasher.from_pretrained(place)
 
 

@@ -206,4 +206,4 @@ def test_a_python_that_is_not_to_be_had_is_said_in_a_line(install, capsys, monke
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     for more, code in ([], 1), (["--if-found"], 0):
         assert install.main(["--python", "3.99", *more]) == code
-        assert capsys.readouterr().out.startswith("check_install: Python 3.99 is neither installed nor to be had here")
+        assert capsys.readouterr().out.startswith("check_install: Python 3.99 is neither installed nor available here")

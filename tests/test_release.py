@@ -95,7 +95,7 @@ BROKEN = {
     "no entry": (lambda c: c.write(f"{LOW}/CHANGELOG.md", "# Changelog\n"), "got 'no entry'"),
     "empty entry": (lambda c: c.write(f"{LOW}/CHANGELOG.md", "## 1.0.0\n\n## 0.9.0\n- a\n"), "to say what 1.0.0"),
     "lower than a tag": (lambda c: c.git("tag", "low-v1.0.1"), "low: expected a version from 1.0.1 on"),
-    "not admitted": (lambda c: c.replace(f"{HIGH}/pyproject.toml", "low>=1.0", "low>=1.1"), "that admits 1.0.0"),
+    "not admitted": (lambda c: c.replace(f"{HIGH}/pyproject.toml", "low>=1.0", "low>=1.1"), "that includes 1.0.0"),
     "no upper bound": (lambda c: c.replace(f"{HIGH}/pyproject.toml", ",<2", ""), "a lower and an upper bound"),
     "no lower bound": (lambda c: c.replace(f"{HIGH}/pyproject.toml", ">=1.0,", ""), "a lower and an upper bound"),
     "wide": (lambda c: c.replace(f"{HIGH}/pyproject.toml", ",<2", ",<3"), "to end below the next major version, 2"),

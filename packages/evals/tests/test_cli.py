@@ -97,7 +97,7 @@ def test_a_stopped_run_says_how_to_go_on(typed, capsys, monkeypatch):
 
     monkeypatch.setattr(ppl, "measure", stop)
     assert cli.main(typed()) == 130
-    assert "same command" in capsys.readouterr().err
+    assert "rerun the command" in capsys.readouterr().err
 
 
 SETTINGS = {

@@ -81,7 +81,7 @@ MADE_UP = made_up({"paper": (128, 640.0), "planes": (128, 2048.0), "planes at 64
 def test_the_sentence_says_where_the_curve_ends():
     middle, long, short = list(sentences(MADE_UP))[:3]
     assert middle == (
-        "one set: LSH length that equals `paper` at 128 bits, of which a KV head keeps 2 codes: 640 [500, 700] bits, "
+        "one set: LSH length that equals `paper` at 128 bits, of which a KV head stores 2 codes: 640 [500, 700] bits, "
         "5.0 times as many"
     )
     assert (

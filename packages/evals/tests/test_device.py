@@ -110,7 +110,7 @@ def test_a_device_that_is_not_there(made, tmp_path, capsys, monkeypatch, task):
         words += ["--model", str(made.model), "--hashers", str(made.hashers)]
     assert cli.main([task, *words]) == 2
     error = capsys.readouterr().err
-    assert error == "evals: --device cuda:1 is not there: expected one of 0 CUDA devices; use --device cpu\n"
+    assert error == "evals: --device cuda:1 does not exist: expected one of 0 CUDA devices; use --device cpu\n"
     assert not (tmp_path / "run").exists()
 
 

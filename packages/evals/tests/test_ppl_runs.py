@@ -94,7 +94,7 @@ def test_ours_take_what_a_rival_took_on_the_same_context(ppl_command):
         ({"match": ("recent",)}, "not ours, got recent"),
         ({"methods": ("planes", "lsh"), "match": ("planes",)}, "not ours, got planes"),
         ({"methods": ("lsh",), "match": ("lsh",)}, "needs one of planes"),
-        ({"methods": ("planes", "lsh"), "match": ("lsh", "lsh")}, "each method once"),
+        ({"methods": ("planes", "lsh"), "match": ("lsh", "lsh")}, "must not repeat a method"),
     ],
 )
 def test_a_match_that_cannot_be_is_refused(ppl_command, settings, message):

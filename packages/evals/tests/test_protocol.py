@@ -59,7 +59,7 @@ def test_methods_use_their_default_heads_unless_given(loaded):
         assert kv.identity != method.identity
         assert kv.selector is method.query_head_selector
         assert method.for_heads("kv") is method
-    with pytest.raises(ValueError, match="magicpig selects per query head alone, got --heads kv"):
+    with pytest.raises(ValueError, match="magicpig selects only per query head, got --heads kv"):
         loaded.methods["magicpig"].for_heads("kv")
 
 
@@ -84,7 +84,7 @@ def test_every_token_but_the_first_is_scored(loaded, ppl_command):
     ppl.run(command, QUIET)
     assert "all tokens scored" in (command.out / "report.md").read_text()
     for other in ({"phase": "decode"}, {"scored": 8}):
-        with pytest.raises(UsageError, match="--score all scores every token, and goes with no"):
+        with pytest.raises(UsageError, match="--score all scores every token and excludes"):
             ppl_command(score="all", **other)
 
 

@@ -164,7 +164,7 @@ def test_every_grid_is_of_the_published_parameters():
 
 @pytest.mark.parametrize("given", [{"page": 4}, {"bits": 8, "tables": 50}, {}], ids=str)
 def test_parameters_of_another_are_refused(mine, given):
-    expected = f"mine takes the parameters page, bits, other, got {', '.join(given) or 'none'}; give these"
+    expected = f"mine takes the parameters page, bits, other, got {', '.join(given) or 'none'}; give each of these"
     with pytest.raises(ValueError, match=expected):
         load_rival("mine", given, "mine")
 

@@ -76,7 +76,7 @@ def test_only_files_of_a_folder_are_read(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert [document.name for document in read_texts([tmp_path])] == ["one.txt"]
     for name, kind in (("pipe.txt", "a pipe"), ("pipe.jsonl", "a pipe"), ("endless.txt", "a device")):
-        with pytest.raises(UsageError, match=f"{name} is {kind}, expected a plain file"):
+        with pytest.raises(UsageError, match=f"{name} is {kind}, expected a regular file"):
             read_texts([tmp_path / name])
 
 

@@ -94,8 +94,8 @@ def edit(folder, **changes):
     [
         ({"variant": "magic"}, "variant must be one of"),
         ({"bits": 100}, "multiple of 32"),
-        ({"bits": 256}, "does not hold what config.json describes"),
-        ({"hidden": 65536}, "does not hold what config.json describes"),
+        ({"bits": 256}, "does not match config.json"),
+        ({"hidden": 65536}, "does not match config.json"),
         (
             {"shape": {"num_layers": 1 << 20, "num_query_heads": 1 << 20, "num_kv_heads": 1, "head_dim": 1 << 20}},
             "expected tensors of 1048576 layers, got 22 tensors",

@@ -129,7 +129,7 @@ def test_the_gaussian_start_is_normal_and_for_the_paper_alone():
     for tensor in (layer.w1, layer.b1, layer.w2):
         assert tensor.std().item() == pytest.approx(1e-3, rel=0.06)
         assert tensor.mean().abs().item() < 2e-4
-    with pytest.raises(ValueError, match="gaussian is for variant paper, got planes; use random"):
+    with pytest.raises(ValueError, match="gaussian requires variant paper, got planes; use random"):
         HasherConfig("planes", SHAPE, init="gaussian")
 
 
@@ -141,7 +141,7 @@ def test_a_gamma_that_cannot_be_is_one_sentence(value):
 
 @pytest.mark.parametrize("value", [["steps"], {"steps": [1]}, {1: 2}, {str(n): n for n in range(65)}])
 def test_a_record_that_cannot_be_is_one_sentence(value):
-    with pytest.raises(ValueError, match="training must name at most 64 texts and numbers"):
+    with pytest.raises(ValueError, match="training must hold at most 64 strings and numbers"):
         HasherConfig("lsh", SHAPE, training=value)
 
 

@@ -110,7 +110,7 @@ def test_a_damaged_capture_file_is_made_anew(arguments, uninterrupted, tmp_path)
 def test_a_second_run_in_the_same_folder_is_one_sentence(arguments, tmp_path, capsys):
     with locked(tmp_path / "run"):
         assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
-    assert "another run is at work in" in capsys.readouterr().err
+    assert "another run is working in" in capsys.readouterr().err
 
 
 def test_a_killed_run_leaves_the_old_hasher(arguments, tmp_path):

@@ -214,7 +214,7 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
     file = Checkpoint(tmp_path / "layer.checkpoint", seconds=0)
     train_layer(layer_of("planes"), 0, Skewed(), TrainConfig(steps=1, rows=4, min_position=50), checkpoint=file)
     file.path.write_bytes(file.path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"is damaged .* delete it and run the same command again"):
+    with pytest.raises(ValueError, match=r"is damaged .* delete it and rerun the command"):
         file.load()
 
 

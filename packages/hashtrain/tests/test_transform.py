@@ -71,7 +71,7 @@ def test_no_digit_would_save_more_elsewhere(variances, most, data):
 
 
 def test_more_bits_than_digits_are_refused():
-    with pytest.raises(ValueError, match="2 coordinates take at most 16 bits, got 17"):
+    with pytest.raises(ValueError, match="2 coordinates hold at most 16 bits, got 17"):
         allocate(torch.ones(2, dtype=torch.float64), 17)
     with pytest.raises(ValueError, match="transform stores at most 8 bits for each dimension of a head, 128 here"):
         HasherConfig("transform", SHAPE, bits=160)
@@ -248,6 +248,6 @@ def test_impossible_digits_of_a_file_are_refused(tmp_path, value):
     hasher.layer(0).digits[1, 3] = value
     hasher.save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match=r"what a layer cannot be: the digits of a head must be whole numbers from 0 to 8"
+        ValueError, match=r"invalid values: the digits of a head must be integers from 0 to 8"
     ):
         Hasher.from_pretrained(tmp_path)
