@@ -5,7 +5,7 @@ import json
 import hashcore
 import pytest
 import torch
-from evals import cli
+from evals import cli, setup
 from evals.commands import (
     CodelengthCommand,
     ConesCommand,
@@ -17,7 +17,7 @@ from evals.commands import (
 from evals.compare import compare
 from evals.plan import IouCommand, PplCommand
 from evals.study import SuggestCommand
-from evals.tasks import codelength, cones, fidelity, iou, needle, output_error, ppl, ruler, setup, suggest
+from evals.tasks import codelength, cones, fidelity, iou, needle, output_error, ppl, ruler, suggest
 from hashtrain.usage import UsageError
 from rich.console import Console
 from sparse_decode import Rows

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import generation
 
 LAYERS, SPARSE = 3, 2
-"""Of the model, and those of them that are sparse in a pass of it."""
+"""Layers of the model, and how many of them are sparse."""
 FOUND = 4
-"""How many numbers a mask selects, and what an integer is, as far as anyone is told."""
+"""The number of entries that any mask selects, and the value of any integer read from the device."""
 ROOTS = ("/src/hashcore/", "/src/hashtrain/", "/src/sparse_decode/", "/src/evals/", "/transformers/")
 ALWAYS = Always(dense_layers=1, dense_at=(), sink=1, recent=4)
 """The tokens that a row reads without a search."""
