@@ -67,9 +67,9 @@ def content(package: str, found: set[str], expected: set[str]) -> list[str]:
     """Return what is wrong with a wheel's files: `found`, without its metadata, against `expected`."""
     wrong = []
     if more := sorted(found - expected):
-        wrong.append(f"{package}: expected the wheel to hold what git knows below src, got {', '.join(more)} as well")
+        wrong.append(f"{package}: expected only the files that git tracks below src, also got {', '.join(more)}")
     if less := sorted(expected - found):
-        wrong.append(f"{package}: expected the wheel to hold what git knows below src, it lacks {', '.join(less)}")
+        wrong.append(f"{package}: expected all files that git tracks below src, {', '.join(less)} missing")
     needed = {f"{package}/{name}" for name in ("py.typed", *MUST_HOLD.get(package, ()))}
     if less := sorted(needed - found):
         wrong.append(f"{package}: expected {', '.join(less)} in the wheel, found none; has it been moved?")

@@ -135,21 +135,21 @@ _SEEN = "seen |= state[r + same, FROM] < high and state[r + same, TO] > low"
 _SHRINK = "steps, quota = _threshold(kept[:count], np.uint64(48), np.uint64(base), np.int64(top - base), k, histogram)"
 _SORT = "_sort(kept[:count], wanted, max(floor - 1, 0), top, histogram, scores, indices)"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    (_KERNELS, "histogram[:256] = 0", "256 -> 257"): "a bin more is cleared than is used",
-    (_KERNELS, "histogram[: 4 * bins] = 0", "4 -> 5"): "more is cleared than is used",
-    (_KERNELS, "whole = len(s) // 4 * 4", "4 -> 5"): "what is not counted in fours is counted one by one",
+    (_KERNELS, "histogram[:256] = 0", "256 -> 257"): "it clears one unused bin more",
+    (_KERNELS, "histogram[: 4 * bins] = 0", "4 -> 5"): "it clears unused bins",
+    (_KERNELS, "whole = len(s) // 4 * 4", "4 -> 5"): "tokens outside blocks of four are counted one at a time",
     **dict.fromkeys(
         [(_KERNELS, _SEEN, change) for change in ("< -> <=", "> -> >=", "and -> or")],
-        "more is scored than is used",
+        "it only computes more scores than are used",
     ),
-    (_KERNELS, "mask &= mask - np.uint64(1)", "1 -> 2"): "after four bits the lowest is not bit 0",
-    (_KERNELS, "stay_a_function()", "removed"): "it says how to compile, not what",
+    (_KERNELS, "mask &= mask - np.uint64(1)", "1 -> 2"): "the first four bits are cleared by then, bit 0 with them",
+    (_KERNELS, "stay_a_function()", "removed"): "it affects compilation, not results",
     (_KERNELS, _SHRINK, "- -> +"): "the bins above the top are empty",
     (_KERNELS, _SORT, "1 -> 2"): "a bin below the floor is empty",
-    (_KERNELS, "if count + size + MORE > kept.shape[1]:", "> -> >="): "when it shrinks does not matter",
-    (_KERNELS, "return 0", "return None"): "only topk_tasks is asked for what it returns",
+    (_KERNELS, "if count + size + MORE > kept.shape[1]:", "> -> >="): "results do not depend on when it shrinks",
+    (_KERNELS, "return 0", "return None"): "only the return value of topk_tasks is used",
     (_KERNELS, "return 0", "0 -> 1"): "the same",
-    (_KERNELS, "if count > wanted:", "> -> >="): "the best of no more than wanted are all of them",
+    (_KERNELS, "if count > wanted:", "> -> >="): "selecting `wanted` of `wanted` entries keeps them all",
     (
         _KERNELS,
         "_count(kept, np.uint64(48), np.uint64(base), top - base + 1, histogram)",
@@ -171,22 +171,22 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "rows = -1, made.shape[-1]",
         "1 -> 2",
     ): "numpy takes -2 as it takes -1",
-    (_BUFFER, "self._own = True", "removed"): "it is read only where there are rows, and what sets the rows sets it",
+    (_BUFFER, "self._own = True", "removed"): "it is read only where there are rows, and setting the rows sets it",
     (_BUFFER, "self._own = True", "True -> False"): "the same",
-    (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "one part of _CHUNK keys is split into one part",
-    (_CACHE, "super().reset()", "removed"): "the lines before it empty a dynamic layer",
-    (_CACHE, "self.is_initialized = False", "removed"): "transformers 5.21 and later does so, too",
-    (_CACHE, "memo[id(self)] = twin", "removed"): "deepcopy notes the twin when it is made; no layer holds itself",
+    (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "splitting _CHUNK keys gives one part",
+    (_CACHE, "super().reset()", "removed"): "the preceding lines empty a dynamic layer",
+    (_CACHE, "self.is_initialized = False", "removed"): "transformers 5.21 and later sets it, too",
+    (_CACHE, "memo[id(self)] = twin", "removed"): "deepcopy records the twin when it creates it; no layer contains itself",
     (
         _CACHE,
         "keys = torch.cat([self._apply_pending_reorder(keys, keys)[0], cast(Tensor, self.keys)], dim=-2)",
         "0 -> 1",
-    ): "both are of the same keys",
-    (_CACHE, "raise NotImplementedError", "removed"): "every class that is made has a method of its own",
+    ): "both entries have the same keys",
+    (_CACHE, "raise NotImplementedError", "removed"): "every instantiated class overrides it",
     (_CACHE, "if keys is not None and values is not None:", "and -> or"): "they are set together",
     (_CACHE, "if self._codes is not None and self.moments is not None:", "and -> or"): "they are set together",
 }
-"""(file below src, line, change): why no test can tell."""
+"""(file below src, line, change): why the mutant is equivalent to the original."""
 
 
 class Mutant(NamedTuple):
