@@ -171,7 +171,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "rows = -1, made.shape[-1]",
         "1 -> 2",
     ): "numpy takes -2 as it takes -1",
-    (_BUFFER, "self._own = True", "removed"): "it is read only where there are rows, and setting the rows sets it",
+    (_BUFFER, "self._own = True", "removed"): "it is read only where rows exist, and they set it",
     (_BUFFER, "self._own = True", "True -> False"): "the same",
     (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "splitting _CHUNK keys gives one part",
     (_CACHE, "super().reset()", "removed"): "the preceding lines empty a dynamic layer",
