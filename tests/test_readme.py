@@ -12,7 +12,7 @@ import sys
 import pytest
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
-from hashtrain.plan import ABLATIONS, EXACT, RECIPES, PAPER
+from hashtrain.plan import ABLATIONS, EXACT, PAPER, RECIPES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -76,13 +76,16 @@ def cycles(modules: dict[str, set[str]]) -> list[set[str]]:
     reached = {module: used & modules.keys() for module, used in modules.items()}
     for _ in modules:  # as many times as the longest path is long
         reached = {module: used.union(*(reached[name] for name in used)) for module, used in reached.items()}
-    found = [{other for other in reached[module] if module in reached[other]} for module in modules if module in reached[module]]
+    found = [
+        {other for other in reached[module] if module in reached[other]} for module in modules if module in reached[module]
+    ]
     return [cycle for i, cycle in enumerate(found) if cycle not in found[:i]]
 
 
 def levels(modules: dict[str, set[str]]) -> list[list[str]]:
     """Assign modules to levels by their imports; modules of a cycle share one."""
-    together = {module: {module} for module in modules} | {module: cycle for cycle in cycles(modules) for module in cycle}
+    together = {module: {module} for module in modules}
+    together |= {module: cycle for cycle in cycles(modules) for module in cycle}
     left, placed, found = dict(modules), set[str](), []
     while left:
         ready = sorted(

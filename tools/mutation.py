@@ -176,7 +176,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "splitting _CHUNK keys gives one part",
     (_CACHE, "super().reset()", "removed"): "the preceding lines empty a dynamic layer",
     (_CACHE, "self.is_initialized = False", "removed"): "transformers 5.21 and later sets it, too",
-    (_CACHE, "memo[id(self)] = twin", "removed"): "deepcopy records the twin when it creates it; no layer contains itself",
+    (_CACHE, "memo[id(self)] = twin", "removed"): "deepcopy records the twin, too; no layer contains itself",
     (
         _CACHE,
         "keys = torch.cat([self._apply_pending_reorder(keys, keys)[0], cast(Tensor, self.keys)], dim=-2)",

@@ -16,10 +16,10 @@ from evals.commands import (
 )
 from evals.methods import DENSE, load_methods
 from evals.plan import Always, MethodsCommand
+from evals.setup import identities_of
 from evals.synthetic import Exercise
 from evals.tasks import codelength, cones, fidelity, needle, output_error, ruler
 from evals.tasks.answers import continue_greedily, read_answer
-from evals.setup import identities_of
 from hashtrain import models
 from hashtrain.usage import UsageError
 from rich.console import Console

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hashtrain import distribute
 from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.hasher import make_layer
 from hashtrain.evaluate import bit_statistics
+from hashtrain.hasher import make_layer
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig
-from hashtrain.recipes import ABLATIONS, ALL, EXACT
 from hashtrain.checkpoint import Checkpoint
 from hashtrain.cli import main, parse
 from hashtrain.hasher import make_layer
 from hashtrain.loss import squared_error
 from hashtrain.plan import TrainCommand
+from hashtrain.recipes import ABLATIONS, ALL, EXACT
 from hashtrain.target import attention, sample_pairs
 from hashtrain.trainer import Training, _loss
 from hashtrain.usage import UsageError

@@ -15,7 +15,7 @@ from hashtrain.distribute import Ranks
 from hashtrain.hasher import make_layer
 from hashtrain.layers import transform
 from hashtrain.plan import TrainCommand
-from hashtrain.reads import Reads, validation_reads, training_reads
+from hashtrain.reads import Reads, training_reads, validation_reads
 from hashtrain.rows import rows_of_steps
 from hashtrain.trainer import Training
 from hashtrain_runs import command, stored

@@ -4,8 +4,8 @@ import sys
 
 import torch
 from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.hasher import make_layer
 from hashtrain.evaluate import fails
+from hashtrain.hasher import make_layer
 from hashtrain.repair import repair
 from hashtrain_runs import Whole
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from hashtrain.recipes import EXACT
 from hashtrain.cli import main, parse
 from hashtrain.plan import TrainCommand
+from hashtrain.recipes import EXACT
 from hashtrain.schedule import DEVICES, schedule
 from hashtrain_runs import SMALL, command
 from transformers import LlamaConfig

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union, cast
 import tyro
 from rich.console import Console
 
-from hashtrain.plan import RECIPES, DEMO, PAPER, TrainCommand, base_model, model_path
+from hashtrain.plan import DEMO, PAPER, RECIPES, TrainCommand, base_model, model_path
 from hashtrain.usage import UsageError, guarded, require_folder
 
 

@@ -11,9 +11,9 @@ import torch
 
 from hashtrain.capture import context_bytes, run_context
 from hashtrain.captured import Capture, InMemory
+from hashtrain.evaluate import evaluate_layer
 from hashtrain.hasher import make_layer
 from hashtrain.job import LayerJob
-from hashtrain.evaluate import evaluate_layer
 from hashtrain.layers.transform import CONTEXTS
 from hashtrain.memory import step_bytes, weight_bytes
 from hashtrain.prepare import Prepared

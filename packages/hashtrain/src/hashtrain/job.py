@@ -17,8 +17,8 @@ from hashtrain.captured import Capture
 from hashtrain.checkpoint import Checkpoint, load_stored, save_stored
 from hashtrain.config import HasherConfig
 from hashtrain.distribute import ALONE, Ranks
-from hashtrain.hasher import make_layer
 from hashtrain.evaluate import evaluate_layer
+from hashtrain.hasher import make_layer
 from hashtrain.layers import LayerHasher
 from hashtrain.plan import Recipe, TrainCommand
 from hashtrain.remainder import calibrate

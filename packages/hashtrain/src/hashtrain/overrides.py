@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hashtrain.recipes import Recipe, Of
+from hashtrain.recipes import Of, Recipe
 from hashtrain.usage import UsageError, require_counts
 
 

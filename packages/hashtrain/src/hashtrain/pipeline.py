@@ -19,9 +19,9 @@ from hashtrain.config import RECENT, SINK, HasherConfig, ModelShape
 from hashtrain.cost import layer_costs, steps_of
 from hashtrain.distribute import ALONE, Ranks, init_distributed
 from hashtrain.estimate import estimate
+from hashtrain.evaluate import failing, summarise
 from hashtrain.hasher import Hasher
 from hashtrain.job import LayerJob, LayerResult, make, result, training_of
-from hashtrain.evaluate import failing, summarise
 from hashtrain.plan import DEMO, Recipe, TrainCommand, base_model
 from hashtrain.prepare import Prepared, prepare
 from hashtrain.progress import live, tracking

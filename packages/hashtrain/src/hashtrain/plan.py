@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hashtrain.recipes import ABLATIONS, ALL, EXACT, RECIPES, Recipe
 from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import demo_model_path
 from hashtrain.overrides import Overrides
+from hashtrain.recipes import ABLATIONS, ALL, EXACT, RECIPES, Recipe
 from hashtrain.usage import UsageError, require_counts, require_seed
 
 __all__ = [
     "ABLATIONS",
     "ALL",
-    "RECIPES",
     "DEMO",
     "DIGITS",
     "EXACT",
     "PAPER",
+    "RECIPES",
     "Recipe",
     "TrainCommand",
     "base_model",

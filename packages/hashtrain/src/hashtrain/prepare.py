@@ -17,7 +17,7 @@ from hashtrain.distribute import ALONE, Ranks, device_for
 from hashtrain.manifest import identity, weights_hash
 from hashtrain.models import require_vocabulary
 from hashtrain.plan import TrainCommand
-from hashtrain.reads import Reads, validation_reads, training_reads
+from hashtrain.reads import Reads, training_reads, validation_reads
 from hashtrain.remainder import MAX_CONTEXTS
 from hashtrain.shares import room_for
 from hashtrain.sources import Source, loaded

@@ -22,8 +22,8 @@ from torch import Tensor
 from hashtrain.capture import context_bytes
 from hashtrain.captured import EVERYTHING, Kept
 from hashtrain.config import ModelShape
-from hashtrain.job import training_of
 from hashtrain.evaluate import rows_of_contexts
+from hashtrain.job import training_of
 from hashtrain.layers import BY_VARIANT
 from hashtrain.plan import TrainCommand
 from hashtrain.rows import rows_of_steps

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hashtrain.captured import Capture
 from hashtrain.config import HasherConfig
-from hashtrain.hasher import make_layer
 from hashtrain.evaluate import fails
+from hashtrain.hasher import make_layer
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.transform import Transform
 from hashtrain.metrics import hash_quality

@@ -20,7 +20,7 @@ from hashtrain.memory import step_bytes, weight_bytes
 from hashtrain.models import count_parameters
 from hashtrain.pipeline import config_of
 from hashtrain.plan import TrainCommand
-from hashtrain.reads import validation_reads, training_reads
+from hashtrain.reads import training_reads, validation_reads
 from hashtrain.remainder import MAX_CONTEXTS
 
 USED = 0.4

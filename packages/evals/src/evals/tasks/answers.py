@@ -15,8 +15,8 @@ from evals.commands import SyntheticCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE, LoadedMethod
 from evals.plan import Always
-from evals.synthetic import Exercise
 from evals.setup import Ready
+from evals.synthetic import Exercise
 
 
 class Cell(NamedTuple):

@@ -15,8 +15,8 @@ from evals.methods import DENSE
 from evals.metrics import Estimate, bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.answers import methods_of
 from evals.setup import Ready, Sample, each_document, finish, load, rows_of
+from evals.tasks.answers import methods_of
 
 if TYPE_CHECKING:
     from evals.harness.load import BenchmarkTask

@@ -9,9 +9,9 @@ from rich.console import Console
 from evals.metrics import Estimate
 from evals.result import Result, Row
 from evals.runner import RunFolder, environment_of
+from evals.setup import store
 from evals.speed import SpeedCommand
 from evals.tasks.formula import formula_row
-from evals.setup import store
 from evals.timing import read_bandwidth
 
 

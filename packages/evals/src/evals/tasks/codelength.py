@@ -20,8 +20,8 @@ from evals.methods import LoadedMethod, load_methods, without_hasher
 from evals.metrics import Estimate, bootstrap, resampled_means
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.iou import Cell, heads_measured, measure
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
+from evals.tasks.iou import Cell, heads_measured, measure
 
 
 def run(command: CodelengthCommand, console: Console) -> Result:

@@ -12,8 +12,8 @@ from evals.methods import DENSE
 from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.answers import Cell, continue_greedily, methods_of, to_text
 from evals.setup import Ready, Sample, each_document, finish, prepare, require_cells, rows_of
+from evals.tasks.answers import Cell, continue_greedily, methods_of, to_text
 from evals.text import common_prefix, edit_similarity, rouge_l
 
 METRICS = ("rouge_l", "edit_similarity", "prefix")

@@ -17,9 +17,9 @@ from evals.methods import DENSE
 from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
+from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.synthetic import Exercise, exercise
 from evals.tasks.answers import Cell, as_document, cells_of, continue_greedily, methods_of, read_answer, to_text
-from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.text import holds, rouge_l, word_recall
 
 METRICS = ("rouge_l", "recall", "substring", "log_prob")

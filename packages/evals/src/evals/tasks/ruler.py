@@ -12,9 +12,9 @@ from evals.documents import TokenDocument
 from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
+from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.synthetic import Exercise, exercise
 from evals.tasks.answers import Answer, Cell, as_document, cells_of, methods_of, read_answer
-from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 
 METRICS = ("exact", "tokens", "log_prob")
 

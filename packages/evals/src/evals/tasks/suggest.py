@@ -13,9 +13,9 @@ from evals.methods import LoadedMethod
 from evals.metrics import Estimate, bootstrap
 from evals.result import Result, Row
 from evals.runner import RunFolder, environment_of, finite
+from evals.setup import Ready, Sample, drawn_rows, prepare, rows_of, store
 from evals.study import SuggestCommand
 from evals.tasks import iou, ppl
-from evals.setup import Ready, Sample, drawn_rows, prepare, rows_of, store
 
 GRID = (*(round(0.0025 * 2 ** (i / 4), 5) for i in range(35)), 1.0)
 """Budgets from a quarter of a percent, each 19 % above the previous one."""

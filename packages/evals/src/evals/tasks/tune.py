@@ -24,9 +24,9 @@ from evals.metrics import Estimate, bootstrap
 from evals.result import Result, Row, write_json
 from evals.rivals import rival_named
 from evals.runner import finite
+from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.study import TuneCommand
 from evals.tasks import ppl
-from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.tuned import FILE
 
 
