@@ -76,9 +76,8 @@ def cycles(modules: dict[str, set[str]]) -> list[set[str]]:
     reached = {module: used & modules.keys() for module, used in modules.items()}
     for _ in modules:  # as many times as the longest path is long
         reached = {module: used.union(*(reached[name] for name in used)) for module, used in reached.items()}
-    found = [
-        {other for other in reached[module] if module in reached[other]} for module in modules if module in reached[module]
-    ]
+    looping = [module for module in modules if module in reached[module]]
+    found = [{other for other in reached[module] if module in reached[other]} for module in looping]
     return [cycle for i, cycle in enumerate(found) if cycle not in found[:i]]
 
 

@@ -219,9 +219,7 @@ def refusals(root: pathlib.Path, tested: str | None) -> list[str]:
     """Return what prevents tagging now."""
     wrong = []
     if dirty := git(root, "status", "--porcelain"):
-        wrong.append(
-            f"expected a clean tree, got {len(dirty.splitlines())} changed files; commit or stash them"
-        )
+        wrong.append(f"expected a clean tree, got {len(dirty.splitlines())} changed files; commit or stash them")
     head = git(root, "rev-parse", "HEAD")
     if tested is None or len(tested) < SHORTEST_ID or not head.startswith(tested):
         wrong.append(f"expected --tested {head[:12]}, the commit to tag, got {tested}; run .ci/run on it first")

@@ -247,7 +247,5 @@ def test_impossible_digits_of_a_file_are_refused(tmp_path, value):
     hasher = Hasher(HasherConfig("transform", SHAPE, bits=64, hidden=8))
     hasher.layer(0).digits[1, 3] = value
     hasher.save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"invalid values: the digits of a head must be integers from 0 to 8"
-    ):
+    with pytest.raises(ValueError, match=r"invalid values: the digits of a head must be integers from 0 to 8"):
         Hasher.from_pretrained(tmp_path)

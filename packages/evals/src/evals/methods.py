@@ -154,9 +154,7 @@ def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
         )
     hasher = hashtrain.Hasher.from_pretrained(path)
     if remainder and all(hasher.remainder(layer) is None for layer in range(len(hasher.layers))):
-        raise ValueError(
-            f"the hasher `{path.name}` in {folder} has no remainder: retrain it with `uv run hashtrain`"
-        )
+        raise ValueError(f"the hasher `{path.name}` in {folder} has no remainder: retrain it with `uv run hashtrain`")
     # The config names its weight file, which is named after its content.
     identity = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:12]
     first = hasher.layer(0)

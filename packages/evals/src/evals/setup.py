@@ -73,9 +73,7 @@ def load(command: MethodsCommand, task: str) -> Ready:
 def require_dtype(device: torch.device, dtype: torch.dtype | None) -> None:
     """Raise ValueError for a type that sparse attention does not support on this device; None is not yet known."""
     if device.type == "cuda" and dtype == torch.float32:
-        raise ValueError(
-            "attention over a selection on CUDA takes 16-bit types, got float32; give --dtype bfloat16"
-        )
+        raise ValueError("attention over a selection on CUDA takes 16-bit types, got float32; give --dtype bfloat16")
 
 
 def identities_of(methods: Sequence[LoadedMethod], command: MethodsCommand) -> dict[str, str]:

@@ -197,7 +197,7 @@ def _take_a_step(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
     require_vocabulary(model, ids)
     logits = cast(Tensor, model(ids.to(device_of(model)), use_cache=False).logits)
     if logits.isnan().any():
-            raise ValueError("it predicts NaN for a line of text; check that its weights and config are complete")
+        raise ValueError("it predicts NaN for a line of text; check that its weights and config are complete")
 
 
 def _placement(device: str, memory: float) -> dict[str, Any]:

@@ -133,9 +133,7 @@ def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
     """List every layer of every hasher, longest jobs first."""
     command = prepared.command
     alike = [
-        (c, n)
-        for c in sorted(command.recipes, key=lambda c: not c.trained)
-        for n in range(prepared.shape.num_layers)
+        (c, n) for c in sorted(command.recipes, key=lambda c: not c.trained) for n in range(prepared.shape.num_layers)
     ]
     return [
         LayerJob(

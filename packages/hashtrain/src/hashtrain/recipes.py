@@ -81,12 +81,8 @@ ABLATIONS = (
         trained=False,
         summary="the untrained start of transform: two measured moments",
     ),
-    Recipe(
-        "planes-reconstruction", "planes", learning_rate=8e-2, loss="reconstruction", summary="planes, other loss"
-    ),
-    Recipe(
-        "down-proj", "down-proj", learning_rate=8e-2, summary="numbers in place of bits, compared by inner product"
-    ),
+    Recipe("planes-reconstruction", "planes", learning_rate=8e-2, loss="reconstruction", summary="planes, other loss"),
+    Recipe("down-proj", "down-proj", learning_rate=8e-2, summary="numbers in place of bits, compared by inner product"),
 )
 
 # The paper's exact setup: a two-layer MLP of width 128 per query head with a Gaussian start, targets of 2 % of the full

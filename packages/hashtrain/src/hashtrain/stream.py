@@ -74,9 +74,7 @@ def train_all(
     live, saved = LiveCapture(model, contexts, reads), time.monotonic()
     every = min((job.command.checkpoint_seconds for job in jobs), default=0.0)
     with one_thread():
-        trainings = [
-            _training(job, live, report) for job in jobs if job.recipe.trained and not job.finished.exists()
-        ]
+        trainings = [_training(job, live, report) for job in jobs if job.recipe.trained and not job.finished.exists()]
         for step in range(min((len(t.losses) for t, _ in trainings), default=0), jobs[0].command.steps if jobs else 0):
             due = [(training, on_step) for training, on_step in trainings if training.next_step == step]
             if not due:

@@ -58,9 +58,7 @@ def run(command: TuneCommand, console: Console) -> Result:
         return load_documents(command.text, tokenizer, command.context, count, seed, python_sources)
 
     settings = grid(command)
-    methods = {
-        setting.label: load_rival(*setting, setting.label) for setting in settings
-    }  # rejects invalid parameters
+    methods = {setting.label: load_rival(*setting, setting.label) for setting in settings}  # rejects invalid parameters
     ready = prepare(command, "tune", console, make)
     ready = replace(ready, methods=list(methods.values()))
     cells = [ppl.Cell(label, "visible", command.budgets[0]) for label in methods]
