@@ -25,7 +25,7 @@ from PIL import Image
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "figures" / "house.png"
 ORDER = ("hashcore", "hashtrain", "sparse_decode", "sparse_serve", "evals")
-COLOURS = dict(zip(ORDER, ("#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00"), strict=True))
+COLOURS: dict[str, str] = dict(zip(ORDER, ("#56b4e9", "#009e73", "#e69f00", "#cc79a7", "#d55e00"), strict=True))
 MOST = 34  # lines of a column
 
 Graph = dict[str, dict[str, set[str]]]
