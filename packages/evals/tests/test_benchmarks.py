@@ -155,7 +155,7 @@ def test_runs_pair_item_by_item(build, tmp_path):
     assert "planes 20 tokens - recent 20 tokens, task python_attributes" in grid.sections[0][0][0]
     second = build("fewshot", methods=("recent",), tokens=(), budgets=(0.1,), out=tmp_path / "second")
     benchmark.run(second, QUIET)
-    with pytest.raises(ValueError, match="budgets in tokens and the other in shares"):
+    with pytest.raises(ValueError, match="one has budgets in tokens, the other in shares"):
         compare(first.out, second.out, (None, None), (None, None))
 
 

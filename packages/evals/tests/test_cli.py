@@ -104,7 +104,7 @@ SETTINGS = {
     "budget 0": ({"budgets": "0"}, "above 0 and at most 1"),
     "budget above 1": ({"budgets": "0.1 1.5"}, "above 0 and at most 1"),
     "values above 1": ({"values": "1.5"}, "--values must be above 0 and at most 1"),
-    "the same budget twice": ({"budgets": "0.1 0.1"}, "each once"),
+    "the same budget twice": ({"budgets": "0.1 0.1"}, "without repeats"),
     "unknown method": ({"methods": "lsh magic"}, "got magic"),
     "nothing but dense": ({"methods": "dense"}, "beside dense"),
     "no document": ({"documents": "0"}, "at least 1"),
@@ -113,7 +113,7 @@ SETTINGS = {
     "no sparse layer": ({"dense-layers": "3"}, "must leave one of 3 layers"),
     "missing model folder": ({"model": "./nowhere"}, "model folder not found"),
     "missing text": ({"text": "nowhere.txt"}, "text file not found"),
-    "missing hashers": ({"hashers": "nowhere"}, "no hasher `lsh` in nowhere: make it with `uv run hashtrain"),
+    "missing hashers": ({"hashers": "nowhere"}, "no hasher `lsh` in nowhere: train it with `uv run hashtrain"),
 }
 
 

@@ -86,7 +86,7 @@ def test_runs_of_other_protocols_are_refused(runs, made, tmp_path, capsys, name,
     monkeypatch.setattr(result, "read_result", stored.__getitem__)
     assert cli.main(["frontier", *map(str, runs), "--model", str(made.model), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert f"the runs must be of one model, text and protocol, got {name} " in error
+    assert f"the runs must have one model, text and protocol, got {name} " in error
     assert not (tmp_path / "out").exists()
 
 

@@ -3,7 +3,7 @@
 import pytest
 from evals import cli
 
-NEEDED = {"report": ["run"], "compare": ["run", "run"], "suggest": ["--kl", "0.1"]}
+NEEDED = {"report": ["run"], "frontier": ["run"], "compare": ["run", "run"], "suggest": ["--kl", "0.1"]}
 
 
 @pytest.mark.parametrize("name", [name for name, kind in cli.COMMANDS.items() if hasattr(kind, "out")])

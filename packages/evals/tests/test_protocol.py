@@ -107,7 +107,7 @@ def test_ends_beside_a_budget_are_read_on_top_of_it(loaded, ppl_command):
 def test_any_set_of_layers_stays_dense(command, ppl_command, loaded):
     with pytest.raises(ValueError, match="--dense-at takes layers 0 to 2, got 3"):
         ppl.run(ppl_command(methods=("lsh",), dense_at=(3,)), QUIET)
-    with pytest.raises(ValueError, match="must leave a layer, got all of them"):
+    with pytest.raises(ValueError, match="must leave one sparse layer, got all of them"):
         ppl.run(ppl_command(methods=("lsh",), dense_at=(1, 2)), QUIET)
     # Layers 0 and 1 dense, given either way: the same numbers.
     how = {"methods": ("lsh",), "documents": 1, "rules": ("visible",)}
