@@ -107,7 +107,7 @@ def test_inspect_prints_the_config(folder, tmp_path, capsys):
     [
         ("steps = ", "is not a TOML file"),
         ("step = 5", "sets step, expected one of alpha, backbone_memory, beta, bits"),
-        ("steps = true", "sets steps to True, expected a text, a number or a list"),
+        ("steps = true", "sets steps to True, expected a string, a number or a list"),
         ("stream = 1", "sets stream to 1, expected true or false"),
         ("steps = 0", "--steps must be at least 1"),
     ],

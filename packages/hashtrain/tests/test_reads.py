@@ -70,7 +70,7 @@ def test_rows_that_were_kept_are_those_of_all_queries(model, data, tmp_path):
     assert torch.equal(data.queries(0, 0, rows), data.read(0, 0)[0][:, :, rows])
     assert torch.equal(few.keys(0, 1)[0], data.keys(0, 1)[0])
     for layer, asked, lost in ((0, torch.tensor([3, 4]), 4), (1, torch.tensor([9]), 9), (0, None, 0)):
-        with pytest.raises(ValueError, match=f"but not of row {lost} too: .*capture again"):
+        with pytest.raises(ValueError, match=f"but not of row {lost}: .*capture again"):
             few.queries(0, layer, asked)
     with pytest.raises(ValueError, match="damaged"):
         few.values(0, 0)

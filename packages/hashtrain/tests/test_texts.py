@@ -42,8 +42,8 @@ def test_a_long_table_is_read_as_far_as_it_is_needed(tmp_path):
         ("empty.jsonl", b"", "is empty"),
         ("picture.txt", b"\x89PNG\0\1", "is binary: expected UTF-8 text, got a zero byte at 4"),
         ("broken.jsonl", b'{"text": "whole"}\n{"text": ', "cannot be read"),
-        ("other.jsonl", b'{"id": 1, "title": "x"}\n', "expected a text in the field text or content or code"),
-        ("numbers.jsonl", b'{"text": 1}\n', "expected a text in the field"),
+        ("other.jsonl", b'{"id": 1, "title": "x"}\n', "expected a string in the field text or content or code"),
+        ("numbers.jsonl", b'{"text": 1}\n', "expected a string in the field"),
         ("broken.parquet", b"PAR1 and nothing else", "cannot be read"),
     ],
 )
@@ -89,4 +89,4 @@ def test_the_error_suggests_the_hub_for_a_path_like_a_hub_id(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="text file not found") as raised:
         read_texts([Path(path)])
-    assert str(raised.value).endswith(f", or hub:{path} for the data set of the Hub") == hinted
+    assert str(raised.value).endswith(f", or hub:{path} for the data set on the Hub") == hinted

@@ -73,7 +73,7 @@ def test_no_digit_would_save_more_elsewhere(variances, most, data):
 def test_more_bits_than_digits_are_refused():
     with pytest.raises(ValueError, match="2 coordinates hold at most 16 bits, got 17"):
         allocate(torch.ones(2, dtype=torch.float64), 17)
-    with pytest.raises(ValueError, match="transform stores at most 8 bits for each dimension of a head, 128 here"):
+    with pytest.raises(ValueError, match="transform stores at most 8 bits per dimension of a head, 128 here"):
         HasherConfig("transform", SHAPE, bits=160)
 
 
@@ -223,7 +223,7 @@ def test_contexts_that_are_not_finite_are_left_out_of_a_start():
     expected.start(whole, 0)
     assert torch.equal(layer.key.r, expected.key.r)
     broken.q[:] = torch.nan
-    with pytest.raises(FloatingPointError, match="expected a context of finite queries and keys"):
+    with pytest.raises(FloatingPointError, match="expected a context with finite queries and keys"):
         layer.start(broken, 0)
 
 
