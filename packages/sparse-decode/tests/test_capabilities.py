@@ -143,7 +143,7 @@ def test_compressed_keys_of_some_layers_are_refused():
     """A config whose layers differ raises an error of its own where it is asked for all layers at once."""
     model = check_families.build("dots3_note_text", {"num_key_value_heads": 4})
     assert model.config.is_heterogeneous
-    with pytest.raises(ValueError, match="which stores compressed keys"):
+    with pytest.raises(ValueError, match="which keeps compressed keys"):
         attach(model, RecentSelector(), dense_layers=0)
     with pytest.raises(ValueError, match="stores compressed keys"):
         LshSelector(model.config)
