@@ -1,10 +1,10 @@
-"""Nearest embeddings by bit codes, without torch: recall, time and memory beside exact search.
+"""Nearest embeddings by bit codes, without torch: recall, time and memory, compared with exact search.
 
-    uv run examples/bit_index.py                              # 50,000 made-up embeddings
+    uv run examples/bit_index.py                              # 50,000 random embeddings
     uv run examples/bit_index.py --vectors embeddings.npy     # your own: floats [n, D], as numpy.save writes them
     uv run examples/bit_index.py --vectors embeddings.npy --save embeddings.index
 
-The last rows are the queries and are not indexed. Similarity is the cosine. Needs hashcore alone.
+The last rows are the queries and are not indexed. Similarity is the cosine. Needs only hashcore.
 """
 
 import argparse
@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 
 
 def made_up(count: int, dim: int = 384) -> Vectors:
-    """Draw clustered vectors [count, dim] whose directions matter less and less, as those of learned embeddings do."""
+    """Draw clustered vectors [count, dim] with decreasing variance over dimensions, like learned embeddings."""
     rng = np.random.default_rng(0)
     centres = rng.standard_normal((count // 100 + 1, dim), np.float32)
     drawn = centres[rng.integers(0, len(centres), count)] + rng.standard_normal((count, dim), np.float32)
@@ -31,18 +31,18 @@ def made_up(count: int, dim: int = 384) -> Vectors:
 
 
 def unit(vectors: Vectors) -> Vectors:
-    """Scale every row to length 1, so that inner products are cosines; rows of zeros stay."""
+    """Scale every row to length 1, so that inner products are cosines; zero rows stay zero."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
 
 def exact(queries: Vectors, stored: Vectors) -> NDArray[np.int64]:
-    """Return the rows of the K largest inner products of each query, [Q, K], in no order."""
+    """Return the rows of the K largest inner products of each query, [Q, K], unordered."""
     return np.argpartition(queries @ stored.T, -K, axis=1)[:, -K:]
 
 
 def timed(work: Callable[[], Found], repeats: int = 3) -> tuple[Found, float]:
-    """Return what the work found and its shortest time in seconds, after a first call, which compiles."""
+    """Return the result of the work and its shortest time in seconds, after a first call that compiles."""
     found, times = work(), []
     for _ in range(repeats):
         begun = time.perf_counter()
@@ -57,20 +57,20 @@ def recall(found: NDArray[np.int64], wanted: NDArray[np.int64]) -> float:
 
 
 def compare(vectors: Vectors, queries: int, save: pathlib.Path | None) -> dict[str, float]:
-    """Search both ways, print a line each, and return recall by way of searching."""
+    """Search in several ways, print one line each, and return recall by way of searching."""
     stored, asked = vectors[:-queries], vectors[-queries:]
-    # Codes are the signs after a random rotation, one bit a dimension: 1/32 of float32.
+    # Codes are the signs after a random rotation, one bit per dimension: 1/32 of float32.
     index = hashcore.BitIndex.from_vectors(stored, centre=True)
     ways: dict[str, tuple[Callable[[], NDArray[np.int64]], int]] = {
         "exact": (lambda: exact(asked, stored), stored.nbytes),
         "1 plane": (lambda: index.search(asked, K, planes=1)[1], index.nbytes),
-        # The stored side keeps one bit a number. The query may keep three: its planes cost time, not memory.
+        # Stored vectors keep one bit per number. The query may keep three: its planes cost time, not memory.
         "3 planes": (lambda: index.search(asked, K, planes=3)[1], index.nbytes),
-        # Codes find 40 candidates, and the originals (here in memory; a memory-mapped file will do) order them.
+        # Codes find 40 candidates; the original vectors (in memory here, or a memory-mapped file) rerank them.
         "3 planes, rerank": (lambda: index.search(asked, K, rerank=4, vectors=stored)[1], index.nbytes),
     }
     print(f"{len(stored):,} embeddings of {stored.shape[1]} numbers, {queries} queries, {index.bits} bits")
-    print(f"{'':18}{f'recall@{K}':>10}{'ms a query':>12}{'MB':>8}")
+    print(f"{'':18}{f'recall@{K}':>10}{'ms/query':>12}{'MB':>8}")
     recalls: dict[str, float] = {}
     wanted: NDArray[np.int64] | None = None
     for name, (search, size) in ways.items():
@@ -79,18 +79,18 @@ def compare(vectors: Vectors, queries: int, save: pathlib.Path | None) -> dict[s
         recalls[name] = recall(found, wanted)
         print(f"{name:18}{recalls[name]:>10.3f}{1e3 * seconds / queries:>12.3f}{size / 1e6:>8.1f}")
     if save is not None:
-        index.save(save)  # one file, replaced in one step; hashcore.BitIndex.load maps it
+        index.save(save)  # one file, replaced atomically; hashcore.BitIndex.load memory-maps it
         print(f"saved to {save}: {save.stat().st_size / 1e6:.1f} MB")
     return recalls
 
 
 def main(arguments: list[str] | None = None) -> dict[str, float]:
-    """Read the arguments, compare, and return recall by way of searching."""
+    """Parse the arguments, compare, and return recall by way of searching."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vectors", type=pathlib.Path, help="an .npy file of floats [n, D]; made up without it")
-    parser.add_argument("--count", type=int, default=50_000, help="made-up embeddings")
-    parser.add_argument("--queries", type=int, default=100, help="the last rows, to search for")
-    parser.add_argument("--save", type=pathlib.Path, help="where to keep the index")
+    parser.add_argument("--vectors", type=pathlib.Path, help="an .npy file of floats [n, D]; default: random")
+    parser.add_argument("--count", type=int, default=50_000, help="number of random embeddings")
+    parser.add_argument("--queries", type=int, default=100, help="number of last rows to search for")
+    parser.add_argument("--save", type=pathlib.Path, help="path for the index")
     given = parser.parse_args(arguments)
     if given.vectors is None:
         vectors = made_up(given.count)
@@ -99,12 +99,12 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             vectors = np.load(given.vectors, allow_pickle=False)
         except OSError as error:
             parser.error(f"cannot read --vectors {given.vectors}: {error.strerror}; name an .npy file of floats")
-        except (EOFError, ValueError):  # numpy's words would advise to unpickle it
+        except (EOFError, ValueError):  # numpy's own message advises unpickling the file
             parser.error(f"--vectors must be an .npy file of floats as numpy.save writes it, got {given.vectors}")
     if vectors.ndim != 2 or not np.issubdtype(vectors.dtype, np.floating):
         parser.error(f"--vectors must be floats of shape [n, D], got {vectors.dtype} {list(vectors.shape)}")
     if given.queries < 1 or len(vectors) - given.queries < 4 * K:
-        parser.error(f"expected a query and {4 * K} embeddings or more beside, got {len(vectors)} and {given.queries}")
+        parser.error(f"expected a query and at least {4 * K} embeddings more, got {len(vectors)} and {given.queries}")
     return compare(unit(vectors.astype(np.float32)), given.queries, given.save)
 
 

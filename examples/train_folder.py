@@ -3,8 +3,8 @@
     uv run examples/train_folder.py notes/                                          # for the demo model
     uv run examples/train_folder.py notes/ --model path/or/hub-id --out runs/mine
 
-This is what `uv run hashtrain --text notes/` does, without its workers, checkpoints and reports: read it to see the
-parts, or to put them together otherwise. Takes .txt, .md and .py files; .jsonl and .parquet with the extra `datasets`.
+It does what `uv run hashtrain --text notes/` does, without its workers, checkpoints and reports: read it to see the
+parts, or to combine them differently. Takes .txt, .md and .py files; .jsonl and .parquet with the extra `datasets`.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from hashtrain.plan import DEMO, TrainCommand, base_model, model_path
 from hashtrain.remainder import calibrate
 from hashtrain.usage import guarded
 
-FRACTION = 0.02  # of the visible tokens: what is trained for and judged
+FRACTION = 0.02  # of the visible tokens: the budget for training and evaluation
 
 
-def judge(hasher: LayerHasher, layer: int, held: Capture) -> tuple[float, float]:
+def evaluate(hasher: LayerHasher, layer: int, validation: Capture) -> tuple[float, float]:
     """Return IoU and attention mass of the hasher's selections on held-out contexts, each row's top 2 %."""
     found = []
-    for context in range(len(held)):
-        q, k, scaling = held.read(context, layer)
+    for context in range(len(validation)):
+        q, k, scaling = validation.read(context, layer)
         rows = torch.arange(k.shape[2] // 4, k.shape[2], 16)  # early rows have budgets of a few tokens
         quality = hash_quality(hasher, q[:, :, rows], k, rows, FRACTION, scaling)
         found.append(torch.stack([quality.iou.mean(), quality.mass.mean()]))
@@ -38,15 +38,15 @@ def judge(hasher: LayerHasher, layer: int, held: Capture) -> tuple[float, float]
 
 
 def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
-    """Train every layer, print what it found before and after, and return the hasher."""
+    """Train every layer, print its quality before and after, and return the hasher."""
     model, tokenizer = load_model(model_path(given.model))
-    # 1. Text, parted into what is trained on and what is judged on, cut into contexts of tokens.
+    # 1. Text, split into training and validation texts, and cut into contexts of tokens.
     seen, unseen = split(read_texts(given.text))
     lots = contexts(seen, tokenizer, given.context, given.contexts), contexts(unseen, tokenizer, given.context, 8)
-    # 2. Queries and keys of every layer, as attention sees them, on the disk.
-    learnt, held = (capture(model, lot, folder / str(i), dtype=torch.bfloat16) for i, lot in enumerate(lots))
-    print(f"{len(learnt)} contexts of {given.context} tokens to train on, {len(held)} held out")
-    # 3. A hasher of the model's shape, of the variant that finds most on the demo model.
+    # 2. Queries and keys of every layer, as attention sees them, stored on disk.
+    learnt, validation = (capture(model, lot, folder / str(i), dtype=torch.bfloat16) for i, lot in enumerate(lots))
+    print(f"{len(learnt)} contexts of {given.context} tokens to train on, {len(validation)} held out")
+    # 3. A hasher of the model's shape, of the variant that works best on the demo model.
     usual, name = TrainCommand.for_model(given.model), base_model(given.model)
     config = HasherConfig("transform", ModelShape.of(model.config), planes=usual.planes or 0, base_model=name)
     hasher = Hasher(config)
@@ -55,14 +55,14 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
     )
     for number in range(hasher.config.shape.num_layers):
         layer = hasher.layer(number)
-        # From two moments of queries and keys (eq. 18): good codes before any step.
+        # A start from two moments of queries and keys (eq. 18): good codes before any training step.
         layer.start(learnt, number, usual.digits)
-        before = judge(layer, number, held)
-        # 4. Rank what exact attention ranks highest above the rest (docs/algorithm.md, eq. 10). Layers are independent.
+        before = evaluate(layer, number, validation)
+        # 4. Rank the target above other tokens (docs/algorithm.md, eq. 10). Layers are independent.
         train_layer(layer, number, learnt, settings)
-        # 5. Fit the estimate of what a selection leaves out (eq. 15); `attach` then adds it back.
+        # 5. Fit the estimate of the remainder (eq. 15); `attach` then adds it back.
         calibrate(layer, number, learnt)
-        after = judge(layer, number, held)
+        after = evaluate(layer, number, validation)
         print(
             f"layer {number}: IoU {before[0]:.3f} -> {after[0]:.3f}, attention mass {before[1]:.3f} -> {after[1]:.3f}"
         )
@@ -70,28 +70,28 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
 
 
 def run(arguments: list[str] | None) -> int:
-    """Read the arguments, train and store."""
+    """Parse the arguments, train and store."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=pathlib.Path, nargs="+", help="files and folders of text")
-    parser.add_argument("--model", default=DEMO, help="a folder or hub id; the demo model without it")
+    parser.add_argument("--model", default=DEMO, help="folder or hub id; default: the demo model")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/folder"), help="the hasher's folder")
-    parser.add_argument("--context", type=int, default=2048, help="tokens a context")
-    parser.add_argument("--contexts", type=int, default=40, help="the most contexts to train on")
-    parser.add_argument("--steps", type=int, default=300, help="optimiser steps a layer")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="the highest; the best for the demo model")
+    parser.add_argument("--context", type=int, default=2048, help="tokens per context")
+    parser.add_argument("--contexts", type=int, default=40, help="most contexts to train on")
+    parser.add_argument("--steps", type=int, default=300, help="optimiser steps per layer")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak; the default suits the demo model")
     given = parser.parse_args(arguments)
     if given.context < 64 or given.contexts < 1:
-        parser.error(f"expected contexts of at least 64 tokens, and one, got {given.context} and {given.contexts}")
+        parser.error(f"expected --context >= 64 and --contexts >= 1, got {given.context} and {given.contexts}")
     with tempfile.TemporaryDirectory() as folder:
         hasher = train(given, pathlib.Path(folder))
-    # 6. A folder of a config and one safetensors file.
+    # 6. The result: a folder with a config and one safetensors file.
     hasher.save_pretrained(given.out, card=f"Trained by examples/train_folder.py for {hasher.config.base_model}.\n")
     print(f"stored in {given.out}; next: uv run examples/attach_local.py --hasher {given.out}")
     return 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it. Returns 0, or 2 after one sentence on stderr if the input cannot be used."""
+    """Run the example. Returns 0, or 2 with one sentence on stderr if the input cannot be used."""
     return guarded("train_folder", lambda: run(arguments))
 
 

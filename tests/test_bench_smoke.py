@@ -24,7 +24,7 @@ def test_a_ratio_that_is_far_off_is_named_and_no_failure(tool, capsys, now, off)
 @pytest.mark.parametrize(("now", "before"), [({"a": 1.0, "b": 1.0}, {"a": 1.0}), ({"a": 1.0}, {"a": 1.0, "b": 1.0})])
 def test_a_race_without_its_other_ratio_fails(tool, capsys, now, before):
     assert tool.report(now, before) == 1
-    assert "one is missing of b" in capsys.readouterr().err
+    assert "one is missing for b" in capsys.readouterr().err
 
 
 def test_ways_that_disagree_are_not_timed(tool):

@@ -229,7 +229,7 @@ def test_a_program_behind_head_on_a_terminal_of_few_characters_says_nothing(line
 def test_closed_and_full_outputs_are_one_sentence():
     assert guarded("print(1)", ">&-") == (2, "it: standard output is closed: expected a terminal, a file or a pipe\n")
     code, said = guarded("print('x' * 99999)", "> /dev/full")
-    assert (code, said) == (2, "it: No space left on device; free some space and type the same command again\n")
+    assert (code, said) == (2, "it: No space left on device; free some space and rerun the command\n")
     assert guarded("print('few')", "> /dev/full")[0] == 2
     assert guarded("raise ValueError('no')", "2>&-") == (2, "")
 
@@ -264,6 +264,6 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(tmp_path, c
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert code == 2
     assert said.startswith("evals: ")
-    assert said.endswith("File too large; free some space and type the same command again")
+    assert said.endswith("File too large; free some space and rerun the command")
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert evals(words) == 0

@@ -72,10 +72,10 @@ def test_attach_local_compares(load, fraction, least, most, capsys):
     densities = [float(x) for x in re.findall(r"\d: ([\d.]+) %", out.splitlines()[-1])]
     assert len(densities) == 6
     assert all(least <= density <= most for density in densities)
-    alike, share = re.search(r"the first (\d) tokens are alike; .* write (\d+) %", out).groups()
+    alike, share = re.search(r"the first (\d) tokens agree; .* choose (\d+) %", out).groups()
     if fraction == "1":
         assert (alike, share) == ("6", "100")
-    assert 100 * int(alike) / 6 <= int(share) + 1, "tokens alike from the start are among those it would write"
+    assert 100 * int(alike) / 6 <= int(share) + 1, "the first tokens that agree are among those it would choose"
 
 
 def test_attach_local_says_what_is_missing(load, tmp_path, capsys):
@@ -88,7 +88,7 @@ def test_a_text_that_never_ends_is_not_waited_for(load, tmp_path, flag, capsys):
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", "/dev/zero"):
         assert load("examples", flag[0]).main([flag[1], str(place), "--hasher", "lsh"]) == 2
-        assert "plain file" in capsys.readouterr().err
+        assert "expected a regular file" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def test_a_benchmark_tells_which_bars_it_missed(suite, tmp_path):
     (tmp_path / "b.py").write_text(f"print('table')\nprint({json.dumps({'bars': bars})!r})")
     outcome = suite.benchmark(60, str(tmp_path / "b.py"))
     assert outcome.status == "passed"
-    assert outcome.summary == "1 of 2 bars met\nb: 0.5, asked >= 1"
+    assert outcome.summary == "1 of 2 targets met\nb: 0.5, target >= 1"
     (tmp_path / "b.py").write_text("raise SystemExit('it differs')")
     assert suite.benchmark(60, str(tmp_path / "b.py")) == ("failed", "it differs", None)
 

@@ -1,4 +1,4 @@
-"""How the packages stand on one another: what imports what, and the picture of it."""
+"""Imports between packages and modules, and the figure that shows them."""
 
 import ast
 
@@ -10,22 +10,22 @@ def house(load):
     return load("tools", "draw_house")
 
 
-def test_no_package_imports_one_that_stands_on_it(house):
-    for package, rooms in house.graph().items():
+def test_no_package_imports_one_that_depends_on_it(house):
+    for package, modules in house.graph().items():
         above = house.ORDER[house.ORDER.index(package) :]
-        assert not [name for used in rooms.values() for name in used if name.split(".")[0] in above and "." in name]
+        assert not [name for used in modules.values() for name in used if name.split(".")[0] in above and "." in name]
 
 
-def test_no_more_rooms_import_one_another(house):
-    """Those that do are loaded when they are called: tensors go to torch_ops, and a benchmark to its harness."""
-    found = [circle for rooms in house.graph().values() for circle in house.circles(rooms)]
-    assert found == [{"ops", "torch_library", "torch_ops"}, {"harness", "tasks"}]
+def test_the_only_import_cycle_is_the_known_one(house):
+    """`ops` imports the modules of this cycle when it is called: tensors go to torch_ops."""
+    found = [cycle for modules in house.graph().values() for cycle in house.cycles(modules)]
+    assert found == [{"ops", "torch_library", "torch_ops"}]
 
 
-def test_a_level_imports_only_what_stands_above_it(house):
-    rooms = {"a": set(), "b": {"a", "c"}, "c": {"b"}, "d": {"c"}, "e": {"a"}}
-    assert house.circles(rooms) == [{"b", "c"}]
-    assert house.levels(rooms) == [["a"], ["b", "c", "e"], ["d"]]
+def test_a_level_imports_only_levels_above_it(house):
+    modules = {"a": set(), "b": {"a", "c"}, "c": {"b"}, "d": {"c"}, "e": {"a"}}
+    assert house.cycles(modules) == [{"b", "c"}]
+    assert house.levels(modules) == [["a"], ["b", "c", "e"], ["d"]]
 
 
 def test_imports_for_types_alone_do_not_count(house):
@@ -33,7 +33,7 @@ def test_imports_for_types_alone_do_not_count(house):
     assert list(house.imports(ast.parse(text))) == ["a.b", "e.f.g"]
 
 
-def test_the_map_is_of_these_imports(house, monkeypatch):
+def test_the_figure_shows_these_imports(house, monkeypatch):
     found = house.graph()
     assert house.drawn_from(house.OUT) == house.digest(found), "run `uv run tools/draw_house.py`"
     found["hashcore"]["ops"].add("hashtrain.hasher")

@@ -241,7 +241,7 @@ def test_every_command_refuses_a_broken_folder(name, layers, copy, model, capsys
 def test_a_token_that_the_model_has_no_row_for_is_one_sentence(model):
     loaded, _ = load_model(str(model))
     require_vocabulary(loaded, torch.tensor([0, 4095]), torch.tensor([], dtype=torch.long))
-    with pytest.raises(ValueError, match="gives token 4096, expected less than 4096"):
+    with pytest.raises(ValueError, match="produced token 4096, expected less than 4096"):
         require_vocabulary(loaded, torch.tensor([1]), torch.tensor([4096]))
 
 

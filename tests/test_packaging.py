@@ -72,7 +72,7 @@ def test_a_sound_wheel_has_no_complaint(complaints):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("small/__init__.py", "it lacks small/__init__.py"),
+        ("small/__init__.py", "small/__init__.py missing"),
         ("small/py.typed", "expected small/py.typed in the wheel"),
         (f"{INFO}/licenses/LICENSE", "expected the repository's own LICENSE"),
         (f"{INFO}/licenses/NOTICE", "expected the repository's own NOTICE"),
@@ -85,8 +85,8 @@ def test_a_file_that_is_missing_is_named(complaints, name, sentence):
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("small/tests/test_a.py", "", "got small/tests/test_a.py as well"),
-        ("tests/conftest.py", "", "got tests/conftest.py as well"),
+        ("small/tests/test_a.py", "", "also got small/tests/test_a.py"),
+        ("tests/conftest.py", "", "also got tests/conftest.py"),
         (f"{INFO}/licenses/LICENSE", "Another licence", "the repository's own LICENSE"),
     ],
 )
@@ -206,4 +206,4 @@ def test_a_python_that_is_not_to_be_had_is_said_in_a_line(install, capsys, monke
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     for more, code in ([], 1), (["--if-found"], 0):
         assert install.main(["--python", "3.99", *more]) == code
-        assert capsys.readouterr().out.startswith("check_install: Python 3.99 is neither installed nor to be had here")
+        assert capsys.readouterr().out.startswith("check_install: Python 3.99 is neither installed nor available here")

@@ -12,7 +12,7 @@ import sys
 import pytest
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
-from hashtrain.plan import ABLATIONS, CANDIDATES, EXACT, PAPER
+from hashtrain.plan import ABLATIONS, EXACT, PAPER, RECIPES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -239,5 +239,5 @@ def test_the_size_of_the_demo_model_is_the_committed_ones():
 
 def test_every_hasher_has_the_learning_rate_that_was_found_best():
     best = json.loads((ROOT / "docs" / "results" / "learning_rates.json").read_text())["best"]
-    assert best == {c.name: c.learning_rate for c in CANDIDATES + ABLATIONS if c.trained}
+    assert best == {c.name: c.learning_rate for c in RECIPES + ABLATIONS if c.trained}
     assert {c.learning_rate for c in EXACT} == {PAPER["learning_rate"]}  # which is not ours to find

@@ -1,13 +1,13 @@
-"""Look for what must not be in the repository, and at the licences of what it installs.
+"""Audit the repository for secrets and unfinished work, and the licences of the packages that it installs.
 
     uv run --group audit tools/audit.py
 
-1. Secrets in any tracked text (detect-secrets), with no baseline: a find is mended, not listed.
-2. Unfinished work: a note to do something names the issue that holds it, as #12.
-3. The licence of each installed package is one of `PERMISSIVE`, or the package is listed with the reason it may stay.
+1. Secrets in any tracked text (detect-secrets), without a baseline: findings are fixed, not listed.
+2. Unfinished work: every such note must name the issue that tracks it, as #12.
+3. Licences: that of each installed package is one of `PERMISSIVE`, or the package is listed with a reason.
 
-Hosts of package indexes, paths of one machine, sizes, unpickling and the like are the tests' (tests/test_wiring.py,
-tests/test_safety.py). Prints each find; exit code 1 if there are any.
+Hosts of package indexes, local paths, file sizes, unpickling and the like are checked by tests (tests/test_wiring.py,
+tests/test_safety.py). Prints every finding; exit code 1 if there are any.
 """
 
 import json
@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = re.compile(
     r"requirements\.txt|packages/sparse-serve/requirements-cpu\.txt|.*/demo/model/.*|.*\.(png|parquet|safetensors)"
 )
-"""Hashes by the thousand, a tokenizer's vocabulary, and files that are no text."""
+"""Lists of hashes, a tokenizer's vocabulary, and binary files."""
 _METHODS = "dense|down-proj|group-xnor|linear|lsh|magicpig|oracle|paper|planes|quest|recent|transform"
 DIGESTS = rf"_identit|\"sha256\": \"|\"({_METHODS})[\w +-]*\": \"|\.cu[^\"]*\": \"|FROM_OTHERS = |detect-secrets"
-"""Lines of stored results that name a model or a hasher by its digest, a salt, and the name of a tool."""
+"""Lines with digests of models or hashers in stored results, with a salt, or with the name of a tool."""
 PLUGINS = (
     *("ArtifactoryDetector", "AWSKeyDetector", "AzureStorageKeyDetector", "BasicAuthDetector", "CloudantDetector"),
     *("DiscordBotTokenDetector", "GitHubTokenDetector", "GitLabTokenDetector", "HexHighEntropyString"),
@@ -42,16 +42,16 @@ PERMISSIVE = re.compile(
     r"|mozilla public license 2\.0 \(mpl 2\.0\)?|nvidia proprietary software|licenseref-nvidia-proprietary",
     re.IGNORECASE,
 )
-"""Licences under which a package may be used beside ours: permissive ones; MPL 2.0, which binds its own files alone;
-and NVIDIA's, of the CUDA libraries that torch requires and that each user installs from their maker."""
+"""Licences of packages that may be used with ours: permissive ones; MPL 2.0, which covers only its own files; and
+NVIDIA's, for the CUDA libraries that torch requires and that each user installs from NVIDIA."""
 STAY = {
-    "chardet": "LGPL; lm-eval requires it, for the extra lm-eval alone; imported as it is",
-    "dominate": "LGPL; lm-eval requires it, for the extra lm-eval alone; imported as it is",
-    "docutils": "public domain, BSD, and GPL for one Emacs file; builds the site, for its authors alone",
+    "chardet": "LGPL; lm-eval requires it, only for the extra lm-eval; imported unchanged",
+    "dominate": "LGPL; lm-eval requires it, only for the extra lm-eval; imported unchanged",
+    "docutils": "public domain, BSD, and GPL for one Emacs file; builds the site, only for its authors",
     "fuzzywuzzy": "GPL 2; LongBench's scores of code in lm-eval import it: the extra lm-eval, which the user chooses",
-    "kvpress": "Apache 2.0 in its LICENSE; its metadata name a file",
-    "rouge": "Apache 2.0 in its LICENSE; its metadata name a file",
-    "word2number": "MIT, by its whole text",
+    "kvpress": "Apache 2.0 in its LICENSE; its metadata names a file",
+    "rouge": "Apache 2.0 in its LICENSE; its metadata names a file",
+    "word2number": "MIT, in its full text",
     "cuda-toolkit": "an empty package of NVIDIA's that only requires others",
 }
 
@@ -65,7 +65,7 @@ def texts() -> dict[str, str]:
 
 
 def secrets(paths: list[str]) -> list[str]:
-    """Return where a text holds what looks like a key, a token or a password."""
+    """Return the places that look like a key, a token or a password."""
     filters = [
         {"path": "detect_secrets.filters.heuristic.is_sequential_string"},
         {"path": "detect_secrets.filters.heuristic.is_templated_secret"},
@@ -80,17 +80,17 @@ def secrets(paths: list[str]) -> list[str]:
 
 
 def notes(found: dict[str, str]) -> list[str]:
-    """Return where a note to do something names no issue."""
+    """Return the notes about unfinished work that name no issue."""
     lines = [(path, number, line) for path, text in found.items() for number, line in enumerate(text.splitlines(), 1)]
     return [
-        f"{path}:{number} leaves work to nobody: name its issue, #12"
+        f"{path}:{number} leaves work without an issue: name its issue, #12"
         for path, number, line in lines
         if NOTE.search(line)
     ]
 
 
 def licences(packages: list[dict[str, str]]) -> list[str]:
-    """Return the packages whose licence is not known to be fine. Takes what pip-licenses lists."""
+    """Return the packages without an accepted licence, given the list of pip-licenses."""
     return [
         f"{package['Name']} {package['Version']} is under {package['License'].splitlines()[0]!r}: expected a "
         "permissive licence; choose another package, or add it to STAY with the reason"
@@ -101,20 +101,20 @@ def licences(packages: list[dict[str, str]]) -> list[str]:
 
 
 def installed() -> list[dict[str, str]]:
-    """List the installed packages that come from elsewhere."""
+    """List the installed third-party packages."""
     ours = [path.name for path in (ROOT / "packages").iterdir()]
     command = [sys.executable, "-m", "piplicenses", "--format=json", "--ignore-packages", *ours]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def main() -> int:
-    """Print every find; return 1 if there are any."""
+    """Print every finding; return 1 if there are any."""
     found = texts()
     packages = installed()
     finds = [*secrets(list(found)), *notes(found), *licences(packages)]
     for find in finds:
         print(find, file=sys.stderr)
-    print(f"{len(found)} texts, {len(packages)} packages: {len(finds)} finds")
+    print(f"{len(found)} texts, {len(packages)} packages: {len(finds)} findings")
     return int(bool(finds))
 
 

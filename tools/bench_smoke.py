@@ -1,12 +1,13 @@
-"""Time a handful of works against plain ways to do the same, and compare the ratios with stored ones.
+"""Time a few operations against plain implementations, and compare the ratios with stored ones.
 
-    uv run tools/bench_smoke.py            # prints a table; exit code 0 whatever the ratios are
-    uv run tools/bench_smoke.py --store    # keeps the ratios in docs/results/bench_smoke.json
+    uv run tools/bench_smoke.py            # prints a table; exit code 0 for any ratios
+    uv run tools/bench_smoke.py --store    # stores the ratios in docs/results/bench_smoke.json
 
-Each work and its plain way take turns on one thread, and a ratio is the median over turns of their processor times, so
-that a busy or another machine changes little; a ratio that is more than OFF times off the stored one is named. That
-is no failure, for a timing is not a test. Exit code 1: a work crashed, gave another result than the plain way (for
-attention over a selection: one that is not finite), or has no stored ratio. The real benchmarks are in the packages.
+Each operation and its plain implementation take turns on one thread. A ratio is the median over turns of their CPU
+times, so that a busy or different machine changes little. Ratios that differ from the stored ones by more than a factor
+of OFF are printed; that is no failure, because a timing is not a test. Exit code 1: an operation crashed, its result
+differs from the plain one (for attention over a selection: it is not finite), or it has no stored ratio. The real
+benchmarks are in the packages.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
-os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # read when imported
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # before the imports
 
 import hashcore
 import numpy as np
@@ -39,7 +40,7 @@ TURNS = 15
 
 
 class Race(NamedTuple):
-    """A work of ours and the plain way to do it; `same` says whether their results agree."""
+    """One of our operations and its plain implementation; `same` checks that their results agree."""
 
     ours: Callable[[], Any]
     plain: Callable[[], Any]
@@ -47,7 +48,7 @@ class Race(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A line of the table: how many times as long as ours the plain way takes, before and now."""
+    """A line of the table: time of the plain implementation / ours, stored and now."""
 
     name: str
     stored: float | None
@@ -59,21 +60,21 @@ class Row(NamedTuple):
 
 
 def spent(work: Callable[[], Any]) -> float:
-    """Seconds of processor time."""
+    """Return the CPU seconds of a call."""
     begun = time.process_time()
     work()
     return time.process_time() - begun
 
 
 def ratio(name: str, race: Race, turns: int) -> float:
-    """How many times as long as ours the plain way takes: the median over turns, after one that is not timed."""
+    """Return plain time / our time: the median over turns, after an untimed first one."""
     if not race.same(race.ours(), race.plain()):
-        raise ValueError(f"expected ours and the plain way to agree, they differ: {name}; run the tests")
+        raise ValueError(f"expected ours and the plain implementation to agree, they differ: {name}; run the tests")
     return statistics.median(spent(race.plain) / max(spent(race.ours), 1e-7) for _ in range(turns))
 
 
 def retrieval(rng: np.random.Generator) -> dict[str, Race]:
-    """Races of hashcore's functions."""
+    """Return the comparisons for hashcore's functions."""
     keys = rng.integers(-(2**31), 2**31, (KEYS, WORDS), np.int32)
     queries = rng.integers(-(2**31), 2**31, (7, WORDS), np.int32)
     vectors = rng.standard_normal((CONTEXT, 32 * WORDS), np.float32)
@@ -108,7 +109,7 @@ def retrieval(rng: np.random.Generator) -> dict[str, Race]:
 
 
 def attention_benchmark() -> ModuleType:
-    """The benchmark of a decode step, whose steps and caches are raced here on a shorter context."""
+    """Import the benchmark of a decode step; its steps and caches are used here with a shorter context."""
     sys.path.insert(0, str(ROOT / "packages" / "sparse-decode" / "benchmarks"))  # it imports its neighbours
     try:
         return importlib.import_module("attention")
@@ -117,7 +118,7 @@ def attention_benchmark() -> ModuleType:
 
 
 def decoding() -> dict[str, Race]:
-    """Races of a decode step's attention, and of hashing its query."""
+    """Return the comparisons for a decode step's attention, and for hashing its query."""
     bench = attention_benchmark()
     plan, q = bench.make_plan(), torch.randn(1, bench.HQ, 1, bench.D)
     caches = [bench.make_cache(plan, CONTEXT, torch.float32) for _ in range(bench.COPIES)]
@@ -132,14 +133,14 @@ def decoding() -> dict[str, Race]:
         "hashing a query: the module": Race(
             lambda: encoder.queries(layer, q, False)[0],
             lambda: layer.encode_queries(q)[0],
-            # Sums in another order may cross a threshold.
+            # Another order of summation may move sums across a threshold.
             lambda a, b: float((hashcore.unpack(a) != hashcore.unpack(b)).float().mean()) < 0.02,
         ),
     }
 
 
 def measure(turns: int = TURNS) -> dict[str, float]:
-    """All ratios, by name."""
+    """Return all ratios by name."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -152,7 +153,7 @@ def stored(path: pathlib.Path) -> dict[str, float]:
 
 
 def table(rows: list[Row]) -> str:
-    lines = [f"{'the plain way takes, times ours':44}{'stored':>8}{'now':>8}{'now/stored':>12}"]
+    lines = [f"{'time of the plain one / ours':44}{'stored':>8}{'now':>8}{'now/stored':>12}"]
     for row in rows:
         before = ("none", "") if row.stored is None else (f"{row.stored:.2f}", f"{row.now / row.stored:.2f}")
         lines.append(f"{row.name:44}{before[0]:>8}{row.now:8.2f}{before[1]:>12}")
@@ -160,7 +161,7 @@ def table(rows: list[Row]) -> str:
 
 
 def report(now: dict[str, float], before: dict[str, float]) -> int:
-    """Print the table and what is off; 1 if a ratio has nothing to be compared with, or the other way round."""
+    """Print the table and large differences; return 1 if a measured or a stored ratio lacks its counterpart."""
     rows = [Row(name, before.get(name), value) for name, value in now.items()]
     print(table(rows))
     for row in rows:
@@ -168,7 +169,7 @@ def report(now: dict[str, float], before: dict[str, float]) -> int:
             print(f"off by more than {OFF:g}: {row.name}, {row.stored:.2f} stored and {row.now:.2f} now; no failure")
     if lost := sorted(now.keys() ^ before.keys()):
         message = (
-            f"expected a stored and a measured ratio of each race, one is missing of {', '.join(lost)}; run --store"
+            f"expected a stored and a measured ratio for each race, one is missing for {', '.join(lost)}; run --store"
         )
         print(f"bench_smoke: {message}", file=sys.stderr)
     return int(bool(lost))
@@ -176,12 +177,12 @@ def report(now: dict[str, float], before: dict[str, float]) -> int:
 
 def main(arguments: list[str], path: pathlib.Path = STORED) -> int:
     parser = argparse.ArgumentParser(description="Compare a few ratios of times with stored ones.")
-    parser.add_argument("--store", action="store_true", help="keep the ratios for later comparisons")
-    asked, begun = parser.parse_args(arguments), time.monotonic()
+    parser.add_argument("--store", action="store_true", help="store the ratios for later comparisons")
+    options, begun = parser.parse_args(arguments), time.monotonic()
     now = measure()
-    if asked.store:
-        facts = {"turns": TURNS, "torch": torch.__version__, "numpy": np.__version__}
-        write_text(path, json.dumps({**facts, "ratios": {n: round(r, 3) for n, r in now.items()}}, indent=1) + "\n")
+    if options.store:
+        header = {"turns": TURNS, "torch": torch.__version__, "numpy": np.__version__}
+        write_text(path, json.dumps({**header, "ratios": {n: round(r, 3) for n, r in now.items()}}, indent=1) + "\n")
     code = report(now, stored(path))
     print(f"{time.monotonic() - begun:.0f} s")
     return code

@@ -1,12 +1,11 @@
-"""Build the site of the documentation below build/docs, and check what it says.
+"""Build the documentation site below build/docs, and check its content.
 
     uv run --group docs tools/build_docs.py
 
-A warning of Sphinx is an error. Links within the site must lead somewhere; those that leave it are listed, not fetched.
-The Python of docs/, of the packages' READMEs and of examples/ must compile and name what exists, and their commands
-must be such as the command lines take. Where there is a Chromium it opens every page as wide as a desk's and a phone's:
-each must show its text and images, and nothing may stick out of it; build/docs/pictures is for your own eyes. Exit
-code 1 after a sentence for each thing that is not so.
+Sphinx warnings are errors. Links within the site must resolve; external ones are listed, not fetched. The Python of
+docs/, the packages' READMEs and examples/ must compile and use existing names, and their commands must parse. If
+Chromium is installed it opens every page at the widths of a desktop and a phone: text and images must show, and nothing
+may overflow the page; screenshots go to build/docs/pictures. Exit code 1, with a sentence per problem, if there is one.
 """
 
 import os
@@ -29,13 +28,13 @@ REDIRECT = (
 
 
 def blocks() -> dict[str, list[pages.Block]]:
-    """Return the code blocks of every page that is checked."""
+    """Return the code blocks of every checked page."""
     paths = sorted({path for pattern in CHECKED for path in ROOT.glob(pattern)})
     return {path.relative_to(ROOT).as_posix(): pages.blocks(path.read_text(encoding="utf-8")) for path in paths}
 
 
 def build(site: pathlib.Path) -> bool:
-    """Build the site anew. Returns whether there was nothing to say."""
+    """Build the site from scratch. Returns whether there were no warnings."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     words = [
         "-b",
@@ -55,10 +54,10 @@ def build(site: pathlib.Path) -> bool:
 
 
 def looked_at(site: pathlib.Path) -> list[str]:
-    """Take pictures of some pages; return what is wrong with how any page looks."""
+    """Take screenshots of some pages; return the layout problems of all pages."""
     found = browser.find()
     if found is None:
-        print("no page was looked at: expected chromium or google-chrome on the PATH, got neither")
+        print("no page was opened: expected chromium or google-chrome on the PATH, got neither")
         return []
     try:
         for name, page in PICTURES.items():

@@ -1,13 +1,13 @@
-"""Attach to a tiny random model of every causal family of the installed transformers: does any crash or differ?
+"""Attach to a tiny random model of every causal family of the installed transformers, and look for crashes.
 
     uv run tools/check_families.py                     # all of them, 10 minutes
     uv run tools/check_families.py llama falcon_h1     # these
 
-Each family's config is built with one set of small sizes, under the names that families give them. What can be built
-generates a few tokens dense, attached at a budget of 100 %, and detached. "equal" is token for token, with logits
-within a tolerance; "refused" is one sentence, at `attach` or at prefill; "not built" is a config that wants other
-arguments, or a model that cannot generate by itself. Prints a line for each family and exits 1 if one crashes or
-differs, or if fewer are equal than `LEAST`.
+Each family's config is built with one set of small sizes, under the names that families use for them. Every model that
+can be built generates a few tokens dense, attached at a budget of 100 %, and detached. "equal": token for token, with
+logits within a tolerance; "refused": an error of one sentence, at `attach` or at prefill; "not built": the config needs
+other arguments, or the model cannot generate by itself. Prints one line per family and exits 1 if one crashes or
+differs, or if fewer than `LEAST` are equal.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
 }
 PARTS: dict[str, Any] = {"image_size": 32, "patch_size": 8, "depth": 2, "out_hidden_size": 64}
-"""Sizes of what sees or hears, beside those of what reads."""
+"""Sizes of vision and audio parts, in addition to those of the text part."""
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
     {"num_key_value_heads": 4},
@@ -95,18 +95,18 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"is_decoder": True, "num_key_value_heads": 4, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},
     {"num_heads": 8},
 )
-"""Changes of the sizes, None to leave one out, tried in turn until a family is taken."""
+"""Changes to the sizes, with None to leave one out, tried in turn until a family can be built."""
 
 
 class Found(NamedTuple):
-    """What became of a family: a word of the docstring above, and a remark."""
+    """The outcome for a family: one of the words above, and a remark."""
 
     verdict: str
     remark: str = ""
 
 
 def build(name: str, change: dict[str, Any]) -> PreTrainedModel:
-    """Make a tiny random model of a family. Raises: what its config or its model raises, of any type."""
+    """Create a tiny random model of a family. Raises: any error of its config or its model."""
     sizes: dict[str, Any] = {
         key: value for key, value in {**SIZES, **change}.items() if value is not None or key not in change
     }
@@ -114,7 +114,7 @@ def build(name: str, change: dict[str, Any]) -> PreTrainedModel:
         sizes["sliding_window"] = None
     make: Any = CONFIG_MAPPING[name]
     config = make(**sizes, **parts(make, sizes))
-    with torch.device("meta"):  # first without memory: some are large whatever the sizes
+    with torch.device("meta"):  # first without memory, because some are large with any sizes
         weights = sum(x.numel() for x in AutoModelForCausalLM.from_config(config).parameters())
     if weights > MOST_WEIGHTS:
         raise ValueError(f"{weights:,} weights, more than {MOST_WEIGHTS:,}")
@@ -123,7 +123,7 @@ def build(name: str, change: dict[str, Any]) -> PreTrainedModel:
 
 
 def parts(make: Any, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Make the configs inside of a config, of the classes that it has by default, as small as the rest."""
+    """Create the nested configs of a config, of their default classes, with the same small sizes."""
     if not make.sub_configs:
         return {}
     whole = make()
@@ -145,7 +145,7 @@ def generate(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def differs(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, torch.Tensor]) -> str:
-    """Say how two generations differ, an empty string if they do not."""
+    """Return how two generations differ, or an empty string."""
     if not torch.equal(one[0], other[0]):
         return f"tokens differ from number {int((one[0] != other[0]).any(0).int().argmax())} on"
     apart = float((one[1] - other[1]).nan_to_num().abs().max())
@@ -153,7 +153,7 @@ def differs(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, t
 
 
 def check(name: str) -> Found:
-    """Check one family with the sizes that it takes."""
+    """Check one family with the first sizes that work."""
     found = [Found("not built")]
     for change in CHANGES:
         found.append(check_with(name, change))
@@ -163,11 +163,11 @@ def check(name: str) -> Found:
 
 
 def check_with(name: str, change: dict[str, Any]) -> Found:
-    """Compare one family dense, attached at 100 % in both rules, and detached."""
+    """Compare one family dense, attached at 100 % under both rules, and detached."""
     try:
         model = build(name, change)
         dense = generate(model)
-    except Exception as error:  # any failure of a model that is not ours
+    except Exception as error:  # third-party models fail in many ways
         return Found("not built", f"{type(error).__name__}: {error}".splitlines()[0][:100])
     if again := differs(dense, generate(model)):
         return Found("not built", f"dense generations differ from each other: {again}")
@@ -177,7 +177,7 @@ def check_with(name: str, change: dict[str, Any]) -> Found:
             attachment = attach(model, LshSelector(model.config), Budget(1.0), dense_layers=0, sparse_rows=rule)
         except ValueError as error:
             return Found("refused", str(error))
-        except Exception as error:  # this is what is looked for
+        except Exception as error:  # a crash, which this tool looks for
             return Found("crashes", f"attach: {type(error).__name__}: {error}"[:200])
         try:
             with attachment:
@@ -188,7 +188,7 @@ def check_with(name: str, change: dict[str, Any]) -> Found:
                     return Found("differs", f"sparse_rows={rule!r}: layers {sorted(attachment.density())} were sparse")
         except ValueError as error:
             return Found("refused", str(error))
-        except Exception as error:  # this is what is looked for
+        except Exception as error:  # a crash, which this tool looks for
             return Found("crashes", f"sparse_rows={rule!r}: {type(error).__name__}: {error}"[:200])
         if apart := differs(dense, generate(model)):
             return Found("differs", f"detached: {apart}")
@@ -196,7 +196,7 @@ def check_with(name: str, change: dict[str, Any]) -> Found:
 
 
 def main(arguments: list[str]) -> int:
-    """Check the named families, or all; 1 if one crashes or differs or too few are equal."""
+    """Check the named families, or all; return 1 if one crashes or differs, or too few are equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", choices=[[], *CAUSAL], metavar="family")
     asked = parser.parse_args(arguments).families

@@ -1,4 +1,4 @@
-"""Install each package's wheel alone in a clean environment, look at what that brings, and run its own tests there.
+"""Install each package's wheel alone in a clean environment, check the installed packages, and run its own tests there.
 
     uv run --no-project tools/check_install.py                          # a part of each package's tests
     uv run --no-project tools/check_install.py --all                    # every test of every package: 11 minutes
@@ -6,10 +6,10 @@
     uv run --no-project tools/check_install.py --python 3.13 --if-found --package hashcore
     uv run --no-project tools/check_install.py --all --lowest           # with the oldest versions that are allowed
 
-The wheels are built here and looked into (tools/check_wheels.py); an environment gets one of them, those of ours that
-it depends on, and the pinned versions of everything else, without extras. hashcore must bring numpy and numba (with its
-llvmlite), no torch, and less than LIMIT bytes. --lowest takes no pins: of what our packages name themselves the lowest
-version that they allow, of the rest what fits. Exit code 1 if anything is wrong.
+The wheels are built and inspected here (tools/check_wheels.py). An environment gets one of them, those of ours that it
+depends on, and the pinned versions of everything else, without extras. hashcore must bring only numpy and numba (with
+llvmlite), no torch, and less than LIMIT bytes. --lowest ignores the pins: our direct dependencies get the lowest
+version that they allow, the others any version that fits. Exit code 1 if anything is wrong.
 """
 
 import argparse
@@ -29,8 +29,8 @@ import check_wheels
 
 ROOT = check_wheels.ROOT
 HASHCORE_BRINGS = {"hashcore", "llvmlite", "numba", "numpy"}
-LIMIT = 300_000_000  # bytes, of hashcore with all it brings
-# What runs without --all: files that need no model, and so end within seconds.
+LIMIT = 300_000_000  # bytes, of hashcore with all its dependencies
+# Tests that run without --all: files that need no model and finish within seconds.
 QUICK = {
     "evals": ["test_metrics.py", "test_parquet.py"],
     "hashcore": [
@@ -42,7 +42,7 @@ QUICK = {
     "sparse_decode": ["test_budget.py", "test_positions.py"],
     "sparse_serve": ["test_settings.py", "test_batch.py"],
 }
-RUNNERS = {"hypothesis", "pytest", "pytest-xdist"}  # of what runs the tests, the pinned versions always
+RUNNERS = {"hypothesis", "pytest", "pytest-xdist"}  # always installed in their pinned versions
 AWAY = ("--directory", tempfile.gettempdir())
 
 
@@ -51,7 +51,7 @@ def uv(*arguments: str | pathlib.Path) -> str:
 
 
 def run(command: list[str | pathlib.Path], folder: pathlib.Path, **how: Any) -> subprocess.CompletedProcess[str]:
-    """Run a command away from the checkout, whose sources would otherwise be imported."""
+    """Run a command outside the checkout, whose sources would otherwise be imported."""
     settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode")}
     return subprocess.run(command, cwd=folder, env=os.environ | settings, text=True, **how)
 
@@ -61,13 +61,13 @@ def normal(name: str) -> str:
 
 
 def wanted(package: str) -> dict[str, str]:
-    """What a package of ours depends on, without extras: each requirement under its normal name."""
+    """Return the dependencies of a package of ours, without extras: each requirement under its normalised name."""
     texts = check_wheels.project(check_wheels.folders()[package])["dependencies"]
     return {normal(re.split(r"[^\w.-]", text)[0]): text for text in texts}
 
 
 def ours(package: str) -> set[str]:
-    """The packages of this repository that a package needs, itself among them."""
+    """Return the packages of this repository that a package needs, including itself."""
     folders, found, new = check_wheels.folders(), set(), {package}
     while new:
         found |= new
@@ -76,7 +76,7 @@ def ours(package: str) -> set[str]:
 
 
 def others(package: str) -> dict[str, set[str]]:
-    """What a package and those of ours that it needs name themselves, by name: the requirements that each states."""
+    """Return the direct third-party dependencies of a package and of those of ours that it needs, by name."""
     found: dict[str, set[str]] = {}
     for one in ours(package):
         for name, text in wanted(one).items():
@@ -87,12 +87,12 @@ def others(package: str) -> dict[str, set[str]]:
 
 @functools.cache
 def pins() -> set[tuple[str, str]]:
-    """Names and versions of requirements.txt."""
+    """Return the names and versions of requirements.txt."""
     return set(re.findall(r"^([a-z0-9-]+)==([^\s;\\]+)", (ROOT / "requirements.txt").read_text(), re.M))
 
 
 def interpreter(asked: str) -> str | None:
-    """Find a Python by version or path: where uv finds it, where pyenv keeps it, or from where uv downloads it."""
+    """Find a Python by version or path: with uv, in pyenv's folder, or by letting uv download it."""
     if os.sep in asked:
         return asked
     find = ["uv", "python", "find", "--no-project", asked]
@@ -108,27 +108,27 @@ def interpreter(asked: str) -> str | None:
 
 
 def versions(package: str, lowest: bool) -> list[str | pathlib.Path]:
-    """What tells uv which versions to install of what is not ours."""
+    """Return uv's options that decide the versions of third-party packages."""
     if not lowest:
         return ["--constraints", ROOT / "requirements.txt"]
     day = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["exclude-newer"]
-    # Away from the workspace, whose settings have the pins among them. What a wheel requires is not direct to uv.
+    # Outside the workspace, whose settings include the pins. For uv the requirements of a wheel are not direct ones.
     named = sorted(text for texts in others(package).values() for text in texts)
     return [*AWAY, "--resolution", "lowest-direct", "--exclude-newer", day, *named]
 
 
 def environment(package: str, wheels: pathlib.Path, folder: pathlib.Path, python: str, lowest: bool) -> pathlib.Path:
-    """Make an environment with the package's wheel and what it needs, and return its interpreter."""
+    """Create an environment with the package's wheel and its dependencies, and return its interpreter."""
     uv("venv", "--quiet", "--no-project", "--clear", "--python", python, folder)
     inside = next(path for path in (folder / "bin" / "python", folder / "Scripts" / "python.exe") if path.exists())
     files = [check_wheels.made(wheels, name, "*.whl") for name in sorted(ours(package))]
-    # Ours have no pin, so none of them can come from an index: each is named by its file.
+    # Our packages have no pins, so none may come from an index: each is given as a file.
     uv("pip", "install", "--quiet", "--python", inside, *versions(package, lowest), *files)
     return inside
 
 
 def brought(package: str, listed: dict[str, str], size: int, lowest: bool = False) -> list[str]:
-    """What is wrong with an environment that holds these versions, and this many bytes."""
+    """Return what is wrong with an environment that has these versions and this many bytes."""
     own, wrong = {normal(name) for name in ours(package)}, []
     if (got := listed.keys() & {normal(name) for name in check_wheels.folders()}) != own:
         wrong.append(f"{package}: expected {sorted(own)} of ours, got {sorted(got)}; look at its dependencies")
@@ -154,12 +154,12 @@ def size_of(folder: pathlib.Path) -> int:
 
 
 def floors(package: str, listed: dict[str, str]) -> str:
-    """The versions that came of what our packages name themselves, in a line."""
+    """Return the installed versions of the direct dependencies, as one line."""
     return ", ".join(f"{name} {listed[name]}" for name in sorted(others(package)))
 
 
 def starts(package: str, python: pathlib.Path, folder: pathlib.Path) -> list[str]:
-    """Import the installed package, run its commands' help, and return what is wrong."""
+    """Import the installed package, run its commands with --help, and return what is wrong."""
     where = run([python, "-c", f"import {package}; print({package}.__file__)"], folder, capture_output=True)
     if where.returncode or not pathlib.Path(where.stdout.strip()).is_relative_to(folder):
         return [
@@ -174,7 +174,7 @@ def starts(package: str, python: pathlib.Path, folder: pathlib.Path) -> list[str
 
 
 def tests(package: str, python: pathlib.Path, folder: pathlib.Path, whole: bool) -> list[str]:
-    """Run the package's tests, or the quick ones, on what is installed; return what is wrong."""
+    """Run the package's tests, or the quick ones, on the installed package; return what is wrong."""
     pinned = [f"{name}=={version}" for name, version in sorted(pins()) if name in RUNNERS]
     uv("pip", "install", "--quiet", *AWAY, "--python", python, *pinned)
     place, chosen = check_wheels.folders()[package] / "tests", None if whole else QUICK[package]
@@ -187,8 +187,8 @@ def tests(package: str, python: pathlib.Path, folder: pathlib.Path, whole: bool)
 
 
 def check(package: str, wheels: pathlib.Path, python: str, whole: bool, lowest: bool) -> list[str]:
-    """Everything about one package; what is wrong with it."""
-    folder = wheels / "environment"  # one path for all, so that bytecode made for one environment serves the next
+    """Check one package and return everything that is wrong."""
+    folder = wheels / "environment"  # one path for all, so that compiled bytecode is reused
     inside = environment(package, wheels, folder, python, lowest)
     listed, size = installed(inside), size_of(folder) if package == "hashcore" else 0
     print(f"{package}: {len(listed)} packages" + (f" in {size / 1e6:.0f} MB" if size else ""), flush=True)
@@ -200,28 +200,28 @@ def check(package: str, wheels: pathlib.Path, python: str, whole: bool, lowest: 
 
 def settings(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Install each package's wheel alone and run its tests there.")
-    parser.add_argument("--all", action="store_true", help="every test, not the quick ones only")
+    parser.add_argument("--all", action="store_true", help="run every test, not only the quick ones")
     parser.add_argument(
         "--lowest", action="store_true", help="the lowest versions that are allowed, not the pinned ones"
     )
     parser.add_argument("--python", default=sys.executable, help="a version or the path of an interpreter")
-    parser.add_argument("--if-found", action="store_true", help="if there is no such Python, say so and succeed")
-    parser.add_argument("--package", action="append", choices=sorted(QUICK), help="this one only; may be repeated")
+    parser.add_argument("--if-found", action="store_true", help="succeed if there is no such Python")
+    parser.add_argument("--package", action="append", choices=sorted(QUICK), help="only this one; may be repeated")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
-    asked, begun = settings(arguments), time.monotonic()
-    python = interpreter(asked.python)
+    options, begun = settings(arguments), time.monotonic()
+    python = interpreter(options.python)
     if python is None:
-        print(f"check_install: Python {asked.python} is neither installed nor to be had here; nothing was run on it")
-        return int(not asked.if_found)
+        print(f"check_install: Python {options.python} is neither installed nor available here; nothing was run on it")
+        return int(not options.if_found)
     with tempfile.TemporaryDirectory() as name:
         wheels = pathlib.Path(name).resolve()
         check_wheels.build(wheels)
         wrong = check_wheels.complaints(wheels)
-        for package in asked.package or check_wheels.folders():
-            wrong += check(package, wheels, python, asked.all, asked.lowest)
+        for package in options.package or check_wheels.folders():
+            wrong += check(package, wheels, python, options.all, options.lowest)
             print(f"{package}: done after {time.monotonic() - begun:.0f} s, {python}", flush=True)
     for line in wrong:
         print(f"check_install: {line}", file=sys.stderr)

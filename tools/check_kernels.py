@@ -1,14 +1,14 @@
-"""The kernel gate: compiles every kernel for every architecture, without a GPU, and holds it to its budget.
+"""Compile every kernel for every architecture, without a GPU, and check its resources against a budget.
 
     uv run --group kernels tools/check_kernels.py            # exit 1 if anything spills, costs more, or has changed
-    uv run --group kernels tools/check_kernels.py --update   # write the table after a change that is meant
+    uv run --group kernels tools/check_kernels.py --update   # write the table after an intended change
 
-The table has a digest of each program as it was compiled. A program that still has it, with the same compiler, would
-give the same machine code: it is compiled for one architecture only, unless --all asks for more.
+The table has a digest of each program as compiled. A program with the same digest and compiler gives the same machine
+code: it is compiled for one architecture only, unless --all is given.
 
-A kernel may not touch local memory: no spill and no stack frame. Its registers must be those of the table
-docs/results/kernels.json, for the compiler the table was made with. The instructions that bound the scoring are counted
-in the machine code, per key: POPC runs at a quarter of the rate of the others.
+A kernel may not use local memory: no spills and no stack frame. Its registers must match the table
+docs/results/kernels.json, for the compiler that the table was made with. The instructions that limit scoring are
+counted in the machine code, per key: POPC runs at a quarter of the rate of the others.
 """
 
 import argparse
@@ -37,19 +37,19 @@ UPDATE = "uv run --group kernels tools/check_kernels.py --update"
 ARCHITECTURES = ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"]
 DISASSEMBLER = "nvidia-cuda-nvdisasm"
 
-# What is compiled where it runs: by words and weights of the codes. (5, 3): weights of no pattern.
+# Programs that are compiled at run time, by words and weights of the codes. (5, 3): weights without a pattern.
 SCORES = [
     *((4, weights) for weights in ((1,), (1, 2), (1, 2, 1), (1, 2, 2), (1, 2, 4), (1, 2, 4, 1), (1, 2, 4, 8))),
     *((4, (5, 3)), *((4, tuple(1 << p for p in range(count))) for count in (5, 6, 8))),
     *((1, (1, 2, 4)), (2, (1, 2, 4)), (3, (1, 2, 4)), (8, (1, 2, 4)), (12, (1, 2, 4)), (16, (1, 2, 4))),
     *((words, (1, 2, 4, 8, 16, 32)) for words in (8, 16)),
 ]
-# With a shortlist: the hashers' planes, one plane of codes, codes that two and four lanes share, weights of no pattern.
+# With a shortlist: the hashers' planes, one plane, codes shared by two and four lanes, weights without a pattern.
 SHORTLISTS = [
     *((4, tuple(1 << p for p in range(count))) for count in (1, 3, 5, 6, 8)),
     *((4, (5, 3)), (1, (1, 2, 4)), *((words, (1, 2, 4, 8, 16, 32)) for words in (8, 16))),
 ]
-# Sizes of keys and values: of common models, with reads of every width, and the largest.
+# Sizes of keys and values: of common models, with loads of every width, and the largest.
 GATHERS = [
     *((size, size, torch.bfloat16) for size in (64, 80, 96, 128, 192, 256)),
     *((128, 128, torch.float16), (192, 128, torch.bfloat16), (256, 256, torch.float16)),
@@ -76,7 +76,7 @@ PROGRAMS = [
 
 
 class Budget(NamedTuple):
-    """Instructions of the inner loop of a kernel, at most, per key."""
+    """Limits on the instructions of a kernel's inner loop, per key."""
 
     program: Program
     kernel: str
@@ -92,7 +92,7 @@ BUDGETS = [
 
 
 def resources(log: str) -> dict[str, dict[str, int]]:
-    """Read registers, stack frame and spills of each kernel from what ptxas -v says."""
+    """Parse registers, stack frame and spills of each kernel from the output of ptxas -v."""
     found: dict[str, dict[str, int]] = {}
     kernel = ""
     for line in log.splitlines():
@@ -144,7 +144,7 @@ def measure(job: tuple[Program, str]) -> tuple[dict[str, dict[str, int]], dict[s
 
 
 def jobs(known: dict[str, Any], every: bool) -> list[tuple[Program, str]]:
-    """Return what is to be compiled: for all architectures what the table does not know as it is now."""
+    """Return what to compile: changed programs for all architectures, others for one."""
     old = known.get("sources", {}) if known.get("nvrtc") == compiler() else {}
     return [
         (program, arch)
@@ -154,13 +154,13 @@ def jobs(known: dict[str, Any], every: bool) -> list[tuple[Program, str]]:
 
 
 def digest(program: Program) -> str:
-    """Return a hash of all that a program's machine code depends on, but for architecture and compiler."""
+    """Return a hash of everything that a program's machine code depends on, except architecture and compiler."""
     return hashlib.sha256(f"{program}\n{program.source()}".encode()).hexdigest()[:16]
 
 
 def table(known: dict[str, Any], every: bool) -> tuple[dict[str, Any], list[str]]:
-    """Measure what has to be; return the table, and a sentence for each kernel that breaks a rule of its own."""
-    importlib.import_module("cuda.core")  # its first import fails if two threads begin it at once
+    """Measure what is needed; return the table, and a sentence for each kernel that breaks a limit."""
+    importlib.import_module("cuda.core")  # importing it first in two threads at once fails
     todo = jobs(known, every)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(measure, todo))
@@ -184,9 +184,9 @@ def table(known: dict[str, Any], every: bool) -> tuple[dict[str, Any], list[str]
 
 
 def over_budget(loops: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    """Return a sentence for each inner loop that has more instructions than it may."""
+    """Return a sentence for each inner loop that has more instructions than allowed."""
     return [
-        f"{budget.kernel} of {budget.program} on {arch} has {counts[name]} {name} a key, over {most}"
+        f"{budget.kernel} of {budget.program} on {arch} has {counts[name]} {name} per key, over {most}"
         for budget in BUDGETS
         for arch, counts in loops[f"{budget.program} {budget.kernel}"].items()
         for name, most in (("popc", budget.popc), ("lop3", budget.lop3))
@@ -199,7 +199,7 @@ def compiler() -> str:
 
 
 def differences(old: Any, new: Any, at: str = "") -> list[str]:
-    """Name every entry in which two tables differ."""
+    """List every entry in which two tables differ."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return [] if old == new else [f"{at}: {old} in the table, {new} now"]
     keys = [*old, *(key for key in new if key not in old)]
@@ -208,10 +208,10 @@ def differences(old: Any, new: Any, at: str = "") -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Compile every kernel for every architecture and hold it to its budget."
+        description="Compile every kernel for every architecture and check it against its budget."
     )
     parser.add_argument("--update", action="store_true", help="write the table instead of comparing with it")
-    parser.add_argument("--all", action="store_true", help="compile also what has not changed for all architectures")
+    parser.add_argument("--all", action="store_true", help="also compile unchanged programs for all architectures")
     flags = parser.parse_args()
     known = json.loads(TABLE.read_text()) if TABLE.is_file() else {}
     new, broken = table(known, flags.all)
@@ -223,11 +223,11 @@ def main() -> int:
     elif not known:
         broken.append(f"expected {TABLE.relative_to(ROOT)}, found none; write it with {UPDATE}")
     elif not flags.update:
-        broken += [f"{line}; if it is meant: {UPDATE}" for line in differences(known, new)]
+        broken += [f"{line}; if this is intended: {UPDATE}" for line in differences(known, new)]
     for line in broken:
         print(line, file=sys.stderr)
     kernels = sum(len(of) for of in new["registers"].values())
-    print(f"{kernels} kernels for {len(ARCHITECTURES)} architectures, NVRTC {new['nvrtc']}: {len(broken)} objections")
+    print(f"{kernels} kernels for {len(ARCHITECTURES)} architectures, NVRTC {new['nvrtc']}: {len(broken)} problems")
     return int(bool(broken))
 
 

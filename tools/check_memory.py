@@ -1,11 +1,11 @@
-"""Compare the memory that `Attachment.forecast` says with what two runs take: many sequences, and a long one.
+"""Compare the memory forecast of `Attachment.forecast` with two runs: many sequences, and a long one.
 
     uv run tools/check_memory.py
 
-A tiny random Llama is attached to a cache of random keys and values, as a dense prefill would leave it; then it takes a
-few steps. What is measured is the process' resident memory at its peak, beyond the model, the keys and the values. Each
-run has a process of its own, in which libraries have made their buffers before. Linux with glibc only. Exits 1 if more
-was taken than was said.
+A tiny random Llama is attached to a cache of random keys and values, as after a dense prefill, and takes a few steps.
+The peak of the process' resident memory is measured, without the model, the keys and the values. Each run has its own
+process, in which libraries have already allocated their buffers. Linux with glibc only. Exits 1 if a run took more than
+the forecast.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 CASES = ((64, 8_192), (1, 262_144))
 STEPS = 4
-WARM_UP = 1 << 16  # tokens: some chunks of either case, so that the libraries' own buffers are there
+WARM_UP = 1 << 16  # tokens: a few chunks of either case, so that libraries have allocated their buffers
 MIB = 1 << 20
 _MMAP_THRESHOLD = -3  # of glibc's malloc.h
 LAYERS, HEADS, DIM = 4, 2, 16
 
 
 def tiny_model(tokens: int) -> Any:
-    """Make a random Llama of 4 layers, 4 query heads and 2 KV heads of 16."""
+    """Create a random Llama of 4 layers, 4 query heads and 2 KV heads of 16."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
     heads: dict[str, Any] = {
@@ -43,7 +43,7 @@ def tiny_model(tokens: int) -> Any:
 
 
 def filled(model: Any, batch: int, tokens: int) -> Any:
-    """Make a `DynamicCache` of random keys and values, layer by layer."""
+    """Create a `DynamicCache` with random keys and values, layer by layer."""
     cache: Any = DynamicCache(config=model.config)
     for layer in cache.layers:
         keys, values = (torch.randn(batch, HEADS, tokens, DIM) for _ in range(2))
@@ -53,30 +53,30 @@ def filled(model: Any, batch: int, tokens: int) -> Any:
 
 
 def steps(model: Any, cache: Any, count: int) -> None:
-    """Take so many decode steps."""
+    """Run `count` decode steps."""
     batch, first = cache.layers[0].keys.shape[0], cache.get_seq_length()
     for at in range(first, first + count):
         model(torch.full((batch, 1), at % 97), past_key_values=cache, cache_position=torch.tensor([at]))
 
 
 def resident(name: str) -> int:
-    """Return bytes of resident memory: `VmRSS` is that of now, `VmHWM` the peak."""
+    """Return bytes of resident memory: `VmRSS` is the current value, `VmHWM` the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def peak_of(work: Callable[[], object]) -> int:
     """Return the peak of resident memory while `work` runs."""
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current value
     work()
     return resident("VmHWM")
 
 
 @torch.no_grad()
 def measure(batch: int, tokens: int) -> dict[str, int]:
-    """Return what was said and what was taken: bytes."""
+    """Return forecast and measured bytes."""
     libc = ctypes.CDLL(None)
-    libc.mallopt(_MMAP_THRESHOLD, 1 << 16)  # what is freed is given back at once: else up to 64 MiB of it are kept
+    libc.mallopt(_MMAP_THRESHOLD, 1 << 16)  # return freed memory at once; by default up to 64 MiB are kept
     model = tiny_model(tokens + STEPS)
     hasher = Hasher(HasherConfig("planes", ModelShape.of(model.config)))
     for layer in range(LAYERS):
@@ -85,15 +85,15 @@ def measure(batch: int, tokens: int) -> dict[str, int]:
         _run(attachment, filled(model, batch, WARM_UP // batch))  # compiles the kernels
         libc.malloc_trim(0)
         before = resident("VmRSS")
-        said, cache = attachment.forecast(batch, tokens + STEPS), filled(model, batch, tokens)
+        forecast, cache = attachment.forecast(batch, tokens + STEPS), filled(model, batch, tokens)
         base = before + sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         hashing = peak_of(lambda: attachment.prepare(cache))
         stepping = peak_of(lambda: steps(model, cache, STEPS))
     return {
-        "keys and values": said.keys_values,
-        "prompt, said": said.codes + said.prompt,
+        "keys and values": forecast.keys_values,
+        "prompt, forecast": forecast.codes + forecast.prompt,
         "prompt, taken": hashing - base,
-        "steps, said": said.codes + said.sums + said.spare + said.step,
+        "steps, forecast": forecast.codes + forecast.sums + forecast.spare + forecast.step,
         "steps, taken": stepping - base,
         "peak RSS": max(hashing, stepping),
     }
@@ -105,7 +105,7 @@ def _run(attachment: Attachment, cache: Any) -> None:
 
 
 def main() -> int:
-    """Print a table; 1 if a run took more than was said."""
+    """Print a table; return 1 if a run took more than the forecast."""
     names: list[str] = []
     over = 0
     for batch, tokens in CASES:
@@ -118,9 +118,9 @@ def main() -> int:
         print(
             f"| {batch} | {tokens:,} | " + " | ".join(f"{found[name] / MIB:,.0f}" for name in names) + " |", flush=True
         )
-        over += sum(found[f"{phase}, taken"] > found[f"{phase}, said"] for phase in ("prompt", "steps"))
+        over += sum(found[f"{phase}, taken"] > found[f"{phase}, forecast"] for phase in ("prompt", "steps"))
     if over:
-        print(f"expected no more than was said, got more in {over} places", file=sys.stderr)
+        print(f"expected no more than the forecast, got more in {over} places", file=sys.stderr)
     return int(over > 0)
 
 

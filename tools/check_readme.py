@@ -1,18 +1,18 @@
-"""Run the commands of README.md as a newcomer would: in a fresh clone, with Python 3.11 and pip and nothing else.
+"""Run the commands of README.md like a newcomer: in a fresh clone, with Python 3.11 and pip and nothing else.
 
     uv run --no-project tools/check_readme.py                  # exit code 1 at the first block that fails
-    uv run --no-project tools/check_readme.py --list           # say which blocks would run; runs nothing
-    uv run --no-project tools/check_readme.py --cache          # with this user's package caches: quicker, no fair time
+    uv run --no-project tools/check_readme.py --list           # list the blocks that would run; run nothing
+    uv run --no-project tools/check_readme.py --cache          # with this user's package caches: faster, unfair times
     uv run --no-project tools/check_readme.py --blocks 1 2 4   # only these
     uv run --no-project tools/check_readme.py --out docs/results/readme.json  # store the times: a table of README.md
 
-The rule: every ```bash block is run as it stands, in the order of the file, from the top folder of the clone, each in a
-shell of its own. Not run is a block
-  - that names something of the reader's own, which is always written `path/or/...`;
-  - directly below a line `<!-- not run: REASON -->`.
-The clone is of what is committed. HOME, the folder around it and all caches are empty; of this environment only what
-says how the package index is reached is kept (REACH). From the start of the first block to the end of the first that
-says `uv run` at most 480 seconds may pass: install to first result.
+Every ```bash block is run as it stands, in the order of the file, from the root of the clone, each in its own shell.
+A block is not run if
+  - it names something of the reader's own, which is always written `path/or/...`;
+  - it is directly below a line `<!-- not run: REASON -->`.
+The clone contains what is committed. HOME, the folder around it and all caches are empty; of the environment variables
+only those for reaching the package index (REACH) are kept. From the start of the first block to the end of the first
+with `uv run`, at most 480 seconds may pass: from install to first result.
 """
 
 import argparse
@@ -48,13 +48,13 @@ class Block:
     language: str
     code: str
     line: int
-    """Where its first line of code stands, from 1."""
+    """Line number of its first line of code, from 1."""
     skipped: str = ""
     """Why it is not run; empty if it is."""
 
     @property
     def title(self) -> str:
-        """Its first line, shortened; the end of what goes on below it is a dot dot dot."""
+        """Its first line, shortened; " ..." marks further lines."""
         first, goes_on, _ = self.code.strip().partition("\n")
         first += " ..." if goes_on else ""
         return first if len(first) <= 80 else first[:76] + " ..."
@@ -72,7 +72,7 @@ def blocks(text: str, language: str | None = None) -> list[Block]:
 
 
 def environment(folder: pathlib.Path, given: Mapping[str, str], cache: bool) -> dict[str, str]:
-    """Make what a newcomer's shell knows: PATH, an empty HOME, and how the index is reached."""
+    """Return the environment of a newcomer's shell: PATH, an empty HOME, and access to the package index."""
     kept = {name: value for name, value in given.items() if REACH.fullmatch(name)}
     if cache and "HOME" in given:
         home = pathlib.Path(given["HOME"])
@@ -85,9 +85,9 @@ def environment(folder: pathlib.Path, given: Mapping[str, str], cache: bool) -> 
 
 
 def prepare(folder: pathlib.Path, python: str, cache: bool) -> dict[str, str]:
-    """Clone, and make the environment with a Python of its own. Returns: the environment.
+    """Clone, and create a virtual environment. Returns: the environment variables.
 
-    Raises: ValueError if that Python is not 3.11, or uv would be there without being installed.
+    Raises: ValueError if the Python is not 3.11, or uv is already installed.
     """
     about = subprocess.run(
         [python, "-c", "import sys; print(*sys.version_info[:2], sep='.')"], capture_output=True, text=True
@@ -97,7 +97,7 @@ def prepare(folder: pathlib.Path, python: str, cache: bool) -> dict[str, str]:
     clean = environment(folder, os.environ, cache)
     if found := shutil.which("uv", path=clean["PATH"]):
         raise ValueError(f"expected a machine without uv, got {found}; run this where it is not in /usr/bin")
-    # A folder of its own in place of the system's, so that `pip install` needs no rights.
+    # A virtual environment instead of the system's Python, so that `pip install` needs no rights.
     subprocess.run([python, "-m", "venv", folder / "python"], check=True)
     subprocess.run(["git", "clone", "--quiet", "--no-local", ROOT, folder / "clone"], check=True)
     return clean
@@ -109,10 +109,10 @@ def run_blocks(
     clean: Mapping[str, str],
     times: list[float] | None = None,
 ) -> float | None:
-    """Run blocks, printing a line for each, until one fails.
+    """Run blocks, printing one line each, until one fails.
 
     Args:
-        times: gets the seconds of each block.
+        times: receives the seconds of each block.
     Returns: seconds from the start to the end of the first block with `uv run`; None if there is none.
     Raises: ValueError with the end of its output if a block fails or takes longer than PATIENCE.
     """
@@ -132,7 +132,7 @@ def run_blocks(
         if times is not None:
             times.append(taken)
         if code != 0:
-            how = f"exit code {code}" if code is not None else f"no end after {PATIENCE:.0f} s"
+            how = f"exit code {code}" if code is not None else f"a timeout after {PATIENCE:.0f} s"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
             raise ValueError(f"expected block {number} (line {block.line}) to succeed, got {how} after:\n{tail}")
         if first is None and "uv run" in block.code:
@@ -141,7 +141,7 @@ def run_blocks(
 
 
 def processor() -> str:
-    """Name the processor, as far as the system says."""
+    """Return the name of the processor, or the architecture if the system has no name for it."""
     about = pathlib.Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.is_file() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -150,11 +150,11 @@ def processor() -> str:
 def store(
     out: pathlib.Path, chosen: Sequence[Block], times: Sequence[float], installed: pathlib.Path, python: str
 ) -> None:
-    """Write what each block took, and what it took it on, as JSON."""
+    """Write the time of each block and the machine's description as JSON."""
     version = subprocess.check_output(
         [python, "-c", "import platform; print(platform.python_version())"], text=True
     ).strip()
-    facts = {
+    record = {
         "date": datetime.date.today().isoformat(),
         "python": version,
         "processor": processor(),
@@ -163,18 +163,18 @@ def store(
         "blocks": [{"title": b.title, "seconds": round(t, 1)} for b, t in zip(chosen, times, strict=True)],
     }
     temporary = out.with_name(f".{out.name}")
-    temporary.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     temporary.replace(out)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """List or run the blocks. Returns: 1 after a sentence if one fails or the first result comes too late."""
+    """List or run the blocks. Returns: 1, after a sentence, if one fails or the first result comes too late."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument("--list", action="store_true", help="list the blocks and run nothing")
     parser.add_argument("--cache", action="store_true", help="use this user's caches of pip and uv")
-    parser.add_argument("--blocks", type=int, nargs="+", help="numbers as --list gives them")
+    parser.add_argument("--blocks", type=int, nargs="+", help="numbers as printed by --list")
     parser.add_argument("--python", default=shutil.which("python3.11") or sys.executable, help="a Python 3.11")
-    parser.add_argument("--out", type=pathlib.Path, help="store what each block took")
+    parser.add_argument("--out", type=pathlib.Path, help="file for the time of each block")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds from install to first result")
     given = parser.parse_args(arguments)
     numbered = list(enumerate(blocks((ROOT / "README.md").read_text(), "bash"), 1))

@@ -1,11 +1,11 @@
-"""Check the OpenAI-compatible server with our plug-in, on the CPU: with the Python of an environment that has both.
+"""Check the OpenAI-compatible server with our plug-in, on the CPU, with the Python of an environment that has both.
 
     PYTHON tools/check_server.py --seconds 60 --hasher path/or/hasher/of/the/demo/model
 
-8 clients ask over loopback all the time, prompts of 1 to 1,000 tokens; one request in five is left in the middle of its
-answer. Halfway one of the engine's own processes is killed: the server must end by itself, with nothing left of it, and
-a new one takes its place. Wrong: an answer other than that of `attach` (but at near-ties), a request that fails while
-the server is up, cache blocks or requests that are left in the end, metrics that do not count what was answered.
+8 clients send requests over loopback all the time, with prompts of 1 to 1,000 tokens; one request in five is abandoned
+during its answer. Halfway through, one of the engine's processes is killed: the server must exit by itself and leave no
+process behind, and a new one is started. Failures: an answer that differs from that of `attach` (except at near-ties),
+a request that fails while the server is up, cache blocks or requests left at the end, or metrics that do not match.
 """
 
 import argparse
@@ -25,11 +25,11 @@ from serving_checks.models import hash_of
 from serving_checks.server import Server, children
 
 CLIENTS, NEW, LONG, FRACTION = 8, 24, 600, 0.25
-GONE = 60.0  # seconds for what is left of a server to go
+GONE = 60.0  # seconds for the remaining processes of a server to exit
 
 
 class Clients:
-    """Clients that ask a server until they are told to stop."""
+    """Clients that send requests to a server until `stop`."""
 
     def __init__(self, server: Server, prompts: list[list[int]], expected: dict[str, Any], seed: int) -> None:
         self.answered: list[int] = []
@@ -54,9 +54,9 @@ class Clients:
                     self.failed.append(f"{type(error).__name__}: {error}")
                 return
             with self._lock:
-                self._judge(index, tokens)
+                self._check(index, tokens)
 
-    def _judge(self, index: int, tokens: list[int] | None) -> None:
+    def _check(self, index: int, tokens: list[int] | None) -> None:
         if tokens is None:
             self.left += 1
             return
@@ -76,7 +76,7 @@ class Clients:
 
 
 def killed(server: Server, clients: Clients) -> list[str]:
-    """Kill one of the engine's processes; say what is wrong about how the server ends."""
+    """Kill one of the engine's processes; return what is wrong with how the server exits."""
     known = children(server.process.pid)
     early = list(clients.failed)
     print("killed:", server.kill_worker(random.Random(0))[:100], flush=True)
@@ -85,19 +85,19 @@ def killed(server: Server, clients: Clients) -> list[str]:
     end = time.monotonic() + GONE
     while time.monotonic() < end and any(pathlib.Path(f"/proc/{pid}").exists() for pid in known):
         time.sleep(0.2)
-    rest = [line[:100] for pid, line in known.items() if pathlib.Path(f"/proc/{pid}").exists()]
-    print(f"the server ended with {code}; of its {len(known)} processes {len(rest)} are left", flush=True)
+    alive = [line[:100] for pid, line in known.items() if pathlib.Path(f"/proc/{pid}").exists()]
+    print(f"the server ended with {code}; of its {len(known)} processes {len(alive)} are left", flush=True)
     wrong = [f"failed before anything was killed: {line}" for line in early]
     wrong += ["the server did not end by itself"] if code is None else []
-    return wrong + [f"still there: {line}" for line in rest]
+    return wrong + [f"still there: {line}" for line in alive]
 
 
 def settled(server: Server, clients: Clients, prompts: list[list[int]], hasher: str) -> list[str]:
-    """Compare the server's own metrics with what was answered."""
+    """Compare the server's own metrics with the answers."""
     from sparse_serve import Settings
     from sparse_serve.spent import Spent
 
-    server.complete(prompts[0], NEW)  # a step after the last request that was left
+    server.complete(prompts[0], NEW)  # a step after the last abandoned request
     asked = Settings(hasher, FRACTION).budget()
     spent = [Spent.of(asked, len(prompts[i]), NEW) for i in (*clients.answered, 0)]
     wrong = []
@@ -118,7 +118,7 @@ def settled(server: Server, clients: Clients, prompts: list[list[int]], hasher: 
 def checked(
     server: Server, prompts: list[list[int]], expected: dict[str, Any], hasher: str, seconds: float, last: bool
 ) -> list[str]:
-    """Let clients ask a server for a while, then kill one of its processes, or stop it: say what was wrong."""
+    """Let clients use a server for a while, then kill one of its processes, or stop it; return what was wrong."""
     server.wait()
     clients = Clients(server, prompts, expected, seed=int(last))
     time.sleep(seconds)
@@ -129,19 +129,19 @@ def checked(
         wrong += [] if code == 0 else [f"the server ended with {code}"]
     else:
         wrong = killed(server, clients)
-    counts = f"{len(clients.answered)} answered, {clients.ties} part at near-ties, {len(clients.wrong)} wrong"
-    print(f"{counts}; {clients.left} left, {len(clients.failed)} broken off", flush=True)
+    counts = f"{len(clients.answered)} answered, {clients.ties} differ at near-ties, {len(clients.wrong)} wrong"
+    print(f"{counts}; {clients.left} abandoned, {len(clients.failed)} failed", flush=True)
     return wrong + clients.wrong + ([] if clients.answered and clients.left else ["too few requests to tell"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check the OpenAI-compatible server with our plug-in.")
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--hasher", help="a hasher of the demo model; without one: untrained")
+    parser.add_argument("--hasher", help="a hasher of the demo model; default: an untrained one")
     given = parser.parse_args()
     from hashtrain.demo import demo_model_path
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or the server would outlive this
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server does not outlive this process
     model, wrong = str(demo_model_path()), list[str]()
     prompts = requests(4000)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,16 +1,16 @@
-"""Check sparse-serve inside vLLM, on the CPU: with the Python of an environment that has both.
+"""Check sparse-serve inside vLLM, on the CPU, with the Python of an environment that has both.
 
     PYTHON tools/check_serving.py --hasher path/or/hasher/of/the/demo/model
     PYTHON tools/check_serving.py --hasher path/or/hasher --parts exact budgets arrivals ranks preemption poison others
     PYTHON tools/check_serving.py --quick          # what CI runs: an untrained hash, few engines
 
-Every engine runs in a process of its own. exact: at a whole budget the tokens are those of vLLM without us. budgets: at
-25 and 2 % they are those of `attach`, but where its own logits are as good as equal. 16 ragged requests each, two of
-them with a shared prefix, twice: with a cold and with a warm prefix cache; pages of 32 and 128 tokens, chunks of 64 and
-2,048. arrivals: the same at 2 % and at 100 % with requests that come between the engine's steps. ranks: with tensor
-parallel of 2. preemption: 20 at least, and all tokens right. poison: NaN, and wrong codes, in all pages that nobody
-owns, at every step. others: tiny random models of other families, with untrained hashes. Exit code 1, with what is
-wrong, if anything is. tools/check_server.py checks the server.
+Every engine runs in its own process. exact: at a budget of 100 % the tokens match vLLM without the plug-in. budgets: at
+25 and 2 % they match `attach`, except at near-ties. Each uses 16 ragged requests, two of them with a shared prefix,
+twice: with a cold and with a warm prefix cache; pages of 32 and 128 tokens, chunks of 64 and 2,048. arrivals: the same
+at 2 % and at 100 %, with requests that arrive between the engine's steps. ranks: with tensor parallelism of 2.
+preemption: at least 20 preemptions, and all tokens correct. poison: NaN and wrong codes in all unowned pages, at every
+step. others: tiny random models of other families, with untrained hashes. Exit code 1, with a list, if anything is
+wrong. tools/check_server.py checks the server.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from serving_checks.models import TINY, hash_of
 
 NEW = 24
 PREEMPTED = 20
-PAGES = ((32, 64), (128, 2048))  # tokens of a page, tokens of a step
+PAGES = ((32, 64), (128, 2048))  # tokens per page, tokens per step
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its hasher, what is asked of it, and how many sparse layers times query heads it has."""
+    """A model, its hasher, the prompts, and the number of its sparse layers times query heads."""
 
     model: str
     hasher: str
@@ -43,7 +43,7 @@ class Case:
         return {"hasher": self.hasher, "fraction": fraction}
 
     def engine(self, fraction: float | None, page: int, chunk: int, **more: Any) -> dict[str, Any]:
-        """Answer twice by one engine, at a fraction, or without us."""
+        """Run all prompts twice in one engine, at a budget, or without the plug-in."""
         job = {"model": self.model, "prompts": self.prompts, "new": NEW, "page": page, "chunk": chunk}
         return ask("engine", **(job | more), spotlight=None if fraction is None else self.asked(fraction))
 
@@ -62,29 +62,30 @@ def exact(case: Case) -> list[str]:
         equal = [
             sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(stock["tokens"], ours["tokens"], strict=True)
         ]
-        count, each = len(case.prompts), expected_counts(case.prompts, NEW, 1.0)
+        count, expected = len(case.prompts), expected_counts(case.prompts, NEW, 1.0)
         say(
             f"whole budget, pages of {page}, chunks of {chunk}: equal cold {equal[0]}/{count}, warm "
             f"{equal[1]}/{count}; from prefixes {ours['cached']}; tokens read and seen {ours['counts']}"
         )
         good = equal == [count, count] and ours["cached"] == stock["cached"] and ours["cached"][1]
-        wrong += [] if good else [f"pages of {page}: not the tokens of vLLM alone"]
-        wrong += [] if ours["counts"] == [2 * case.heads * x for x in each] else [f"not {each} tokens a head and pass"]
+        wrong += [] if good else [f"pages of {page}: tokens differ from vLLM without the plug-in"]
+        counts = [2 * case.heads * x for x in expected]
+        wrong += [] if ours["counts"] == counts else [f"expected {expected} tokens per head and pass"]
     return wrong
 
 
 def against(case: Case, found: dict[str, Any], expected: dict[str, Any], what: str, fraction: float) -> list[str]:
-    """Compare both passes of an engine with `attach`, and its counts with those that lengths alone give."""
+    """Compare both passes of an engine with `attach`, and its counts with those computed from the lengths."""
     wrong = []
     for name, tokens in zip(("cold", "warm"), found["tokens"], strict=True):
         ties, others = differences(tokens, expected)
         same = sum(a == b for a, b in zip(tokens, expected["tokens"], strict=True))
-        say(f"{what}, {name}: {same}/{len(tokens)} equal, {ties} part at near-ties, {len(others)} elsewhere {others}")
+        say(f"{what}, {name}: {same}/{len(tokens)} equal, {ties} differ at near-ties, {len(others)} elsewhere {others}")
         wrong += others
     if "counts" in found:
-        each = expected_counts(case.prompts, NEW, fraction)
+        counts = [2 * case.heads * x for x in expected_counts(case.prompts, NEW, fraction)]
         say(f"density {found['counts'][0] / found['counts'][1]:.3f}")
-        wrong += [] if found["counts"] == [2 * case.heads * x for x in each] else [f"{what}: {found['counts']} tokens"]
+        wrong += [] if found["counts"] == counts else [f"{what}: {found['counts']} tokens"]
     return wrong
 
 
@@ -118,18 +119,18 @@ def ranks(case: Case) -> list[str]:
 
 
 def preemption(case: Case) -> list[str]:
-    short = [[4] * (40 - len(p[:40])) + p[:40] for p in case.prompts]  # two pages, which become five
+    short = [[4] * (40 - len(p[:40])) + p[:40] for p in case.prompts]  # two pages each, which grow to five
     job: dict[str, Any] = {"prompts": short, "new": 100}
     stock = case.engine(None, 32, 256, **job)
     wrong = []
     for fraction in (1.0, 0.02):
-        tight = {"num_gpu_blocks_override": 30, "max_model_len": 512}  # room for 14 to begin, for 6 to end
+        tight = {"num_gpu_blocks_override": 30, "max_model_len": 512}  # room for 14 at the start, for 6 at the end
         ours = case.engine(fraction, 32, 256, **job, more=tight)
         pairs = [
             (a, b) for x, y in zip(stock["tokens"], ours["tokens"], strict=True) for a, b in zip(x, y, strict=True)
         ]
         equal, ended = sum(a == b for a, b in pairs), sum(len(b) == 100 for _, b in pairs)
-        same = f", {equal} as vLLM alone without any" if fraction == 1.0 else ""
+        same = f", {equal} as in vLLM without the plug-in" if fraction == 1.0 else ""
         say(f"{fraction:.0%}: {ours['preemptions']} preemptions, {ended}/{len(pairs)} ended{same}")
         if ours["preemptions"] < PREEMPTED or ended < len(pairs) or (fraction == 1.0 and equal < len(pairs)):
             wrong.append(f"preemption at {fraction}: tokens changed or are missing, or there were too few")
@@ -143,7 +144,7 @@ def poison(case: Case) -> list[str]:
         clean, poisoned = (case.engine(fraction, 32, 256, **how, poison=on) for on in (False, True))
         same = clean["tokens"] == poisoned["tokens"]
         say(f"poison at {fraction:.0%}, {poisoned['poisoned']:,} pages: {'nothing changes' if same else 'CHANGED'}")
-        wrong += [] if same and poisoned["poisoned"] else [f"pages of nobody are read at {fraction}"]
+        wrong += [] if same and poisoned["poisoned"] else [f"unowned pages are read at {fraction}"]
     return wrong
 
 
@@ -169,7 +170,7 @@ PARTS |= {"ranks": ranks, "preemption": preemption, "poison": poison, "others": 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check sparse-serve inside vLLM.")
-    parser.add_argument("--hasher", help="a hasher of the demo model; without one: untrained")
+    parser.add_argument("--hasher", help="a hasher of the demo model; default: an untrained one")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--quick", action="store_true", help="a part of exact and budgets")
     given = parser.parse_args()

@@ -1,18 +1,17 @@
-"""Run transformers' own generation tests with every causal model attached at 100 %: do any fail that pass dense?
+"""Run transformers' generation tests with every causal model attached at 100 %, and list those that pass only dense.
 
     uv run --with parameterized --with httpx tools/check_transformers_tests.py path/to/transformers
     (the same) path/to/transformers --families llama qwen3
     (the same) path/to/transformers --other-version
 
-The path is a source tree of the installed version of transformers, with tests/generation and tests/models. Its source
-distribution carries neither, so it must be a checkout of the version's tag. Nothing is fetched. With `--other-version`
-it may be of another tag: names that its tests import and the installed version lacks are stood in for, and a test that
-uses one is skipped. Each family's tests run dense, and attached under both rules (`decode`, and every row); those that
-pass dense and fail attached are named: what another version's tests expect otherwise fails dense, too. Mistral's are
-run with full attention.
-Exits 1 if there is one.
+The path is a checkout of transformers at the tag of the installed version: its source distribution lacks the tests,
+tests/generation and tests/models. Nothing is downloaded. With `--other-version` the checkout may be of another tag:
+names that its tests import but the installed version lacks are replaced by stubs, and tests that use one are skipped.
+Each family's tests run dense, and attached under both rules (`decode`, and every row). Tests that pass dense and fail
+attached are listed; tests that fail only because of the other version also fail dense. Mistral's run with full
+attention. Exits 1 if any is listed.
 
-pytest loads this file as a plugin, too: it wraps `generate` of the models under test.
+pytest also loads this file, as a plugin that wraps `generate` of the models under test.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ OTHER = "SPARSE_DECODE_OTHER_TESTS"
 
 
 def pytest_configure(config: Any) -> None:
-    """Wrap `generate`, as the environment says: the plugin's side."""
+    """Wrap `generate` as the environment variables say, inside pytest."""
     if other := os.environ.get(OTHER):
         stand_in(sorted(Path(other).glob("*.py")) + sorted(Path(other).glob("generation/*.py")))
-    _let_mistral_see_all()
+    _give_mistral_full_attention()
     rule = os.environ.get(VARIABLE, "dense")
     if rule != "dense":
         _attach_all("decode" if rule == "decode" else 0)
 
 
-def _let_mistral_see_all() -> None:
-    """Give Mistral full attention where a test does not say otherwise: by default all its layers slide."""
+def _give_mistral_full_attention() -> None:
+    """Disable Mistral's sliding window unless a test sets it; by default all its layers have one."""
     from transformers import MistralConfig
 
     kind: Any = MistralConfig
@@ -81,7 +80,7 @@ def _attach_all(rows: Any) -> None:
             return plain(self, *arguments, **options)
         how = {"dense_layers": 0, "sparse_rows": rows, "max_decode_rows": 64 if rows else 1}
         attachment = attach(self, LshSelector(self.config), Budget(1.0), **how)
-        # A compiled graph is that of one attachment: the next call, which must not compile again, finds it here.
+        # A compiled graph belongs to one attachment, so keep it for the next call, which must not recompile.
         with contextlib.nullcontext() if options.get("compile_config") else attachment:
             return plain(self, *arguments, **options)
 
@@ -89,9 +88,9 @@ def _attach_all(rows: Any) -> None:
 
 
 def stand_in(files: list[Path]) -> None:
-    """Give transformers what test files import from it and the installed version lacks: a call of it skips a test.
+    """Add stubs for names that the tests import but the installed transformers lacks; calling one skips the test.
 
-    Tests of pipelines, which the models' tests would bring in, are left out: they import a version's own source.
+    Tests of pipelines, which the models' tests would import, are left out: they need their own version's source.
     """
     pipelines = types.ModuleType("tests.test_pipeline_mixin")
     vars(pipelines)["PipelineTesterMixin"] = type("PipelineTesterMixin", (), {})
@@ -100,7 +99,7 @@ def stand_in(files: list[Path]) -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "transformers":
                 module = _module(str(node.module))
-                for name in (each.name for each in node.names):
+                for name in (alias.name for alias in node.names):
                     if not hasattr(module, name):
                         setattr(module, name, type(name, (), {"__new__": _skip}))
 
@@ -121,10 +120,10 @@ def _listed(names: Any) -> tuple[str, ...]:
 
 
 def outcomes(tree: Path, family: str, rule: str, other: bool = False) -> dict[str, str]:
-    """Run one family's tests under a rule; returns "passed", "failed" or "skipped" by test.
+    """Run one family's tests under a rule; return "passed", "failed" or "skipped" by test.
 
     Args:
-        other: whether the tests may be another version's.
+        other: whether the tests may be of another version.
     Raises: SystemExit if pytest ran none.
     """
     with tempfile.TemporaryDirectory(prefix="transformers-tests-") as folder:
@@ -143,14 +142,14 @@ def outcomes(tree: Path, family: str, rule: str, other: bool = False) -> dict[st
             kinds = {child.tag for child in case}
             verdict = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
             found[f"{case.get('classname')}::{case.get('name')}"] = verdict
-    if not found or set(found.values()) == {"failed"}:  # a file that cannot be imported is one failure
+    if not found or set(found.values()) == {"failed"}:  # a file that cannot be imported is reported as one failure
         reason = (done.stdout + done.stderr).strip()[-500:]
         raise SystemExit(f"expected tests of {family} that run, got {len(found)} failures and no other: {reason}")
     return found
 
 
 def require_tests(tree: Path, families: list[str]) -> None:
-    """Raise SystemExit with one sentence if the tests are not there."""
+    """Raise SystemExit with one sentence if the tests are missing."""
     wanted = [tree / "tests/generation/test_utils.py"]
     wanted += [tree / f"tests/models/{family}/test_modeling_{family}.py" for family in families]
     if missing := [path for path in wanted if not path.is_file()]:
@@ -162,18 +161,18 @@ def require_tests(tree: Path, families: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Compare dense and attached runs of each family; 1 if a test passes dense and fails attached."""
+    """Compare dense and attached runs of each family; return 1 if a test passes dense and fails attached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tree", type=Path)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
-    parser.add_argument("--other-version", action="store_true", help="the tests are not the installed version's")
-    asked = parser.parse_args(arguments)
-    tree = asked.tree.resolve()
-    require_tests(tree, asked.families)
+    parser.add_argument("--other-version", action="store_true", help="the tests are of another version")
+    options = parser.parse_args(arguments)
+    tree = options.tree.resolve()
+    require_tests(tree, options.families)
     broken = 0
-    for family in asked.families:
-        found = {rule: outcomes(tree, family, rule, asked.other_version) for rule in RULES}
-        passed = {rule: sum(verdict == "passed" for verdict in each.values()) for rule, each in found.items()}
+    for family in options.families:
+        found = {rule: outcomes(tree, family, rule, options.other_version) for rule in RULES}
+        passed = {rule: sum(verdict == "passed" for verdict in tests.values()) for rule, tests in found.items()}
         print(f"{family:10} " + ", ".join(f"{rule}: {count} pass" for rule, count in passed.items()), flush=True)
         for rule in RULES[1:]:
             lost = [test for test, was in found["dense"].items() if was == "passed" and found[rule].get(test) != was]

@@ -1,9 +1,9 @@
-"""Check that every name that the packages export has a known type: what a type checker of theirs sees.
+"""Check that every exported name of the packages has a known type, as seen by a user's type checker.
 
     uv run tools/check_types.py
 
-This is basedpyright's `--verifytypes`, once for each package, of which it reads every module; what other packages leave
-untyped is not counted. It takes about 90 s. Exit code 1, with what is unknown, if a package is not at 100 %.
+Runs basedpyright's `--verifytypes` once for each package, over all of its modules; untyped names of other packages are
+ignored. Takes about 90 s. Exit code 1, with a list of the unknown types, if a package is not at 100 %.
 """
 
 import json
@@ -17,10 +17,10 @@ PACKAGES = ("hashcore", "hashtrain", "sparse_decode", "evals", "sparse_serve")
 
 
 def report(package: str) -> dict[str, Any]:
-    """Return what basedpyright says of a package's types."""
+    """Return basedpyright's report on a package's types."""
     command = [sys.executable, "-m", "basedpyright", "--outputjson", "--ignoreexternal", "--verifytypes", package]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode not in (0, 1):  # 1: there is something to report
+    if done.returncode not in (0, 1):  # 1 means that there are diagnostics
         raise SystemExit(f"check_types: basedpyright could not read {package}: {done.stderr or done.stdout}")
     return json.loads(done.stdout)
 

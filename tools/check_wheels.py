@@ -1,10 +1,10 @@
-"""Build every package's wheel and source archive, and look inside.
+"""Build every package's wheel and source archive, and check their content.
 
     uv run --no-project tools/check_wheels.py           # builds into a temporary folder
-    uv run --no-project tools/check_wheels.py dist      # looks at what `uv build --all-packages -o dist` made
+    uv run --no-project tools/check_wheels.py dist      # checks the output of `uv build --all-packages -o dist`
 
-A wheel holds what git knows below the package's src and nothing else, the licence, and metadata that an installer can
-use; it is built from the source archive, so that one is whole as well. Exit code 1 if anything is wrong.
+A wheel must contain exactly what git tracks below the package's src, the licence, and metadata that installers accept.
+It is built from the source archive, which must therefore be complete too. Exit code 1 if anything is wrong.
 """
 
 import email.message
@@ -20,7 +20,7 @@ import zipfile
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# What a package is useless without, and no import misses.
+# Files that a package needs but that no import would miss.
 MUST_HOLD = {
     "evals": ["harness/example/ruler.yaml"],
     "hashcore": ["kernels/score.cu", "kernels/common.cuh", "hostsim/hostsim.hpp"],
@@ -30,7 +30,7 @@ MUST_HOLD = {
 }
 LICENCES = ("LICENSE", "NOTICE")
 ARCHIVE = ("CHANGELOG.md", "README.md", "pyproject.toml", *LICENCES)
-# Joined here, for no file of the project names an index.
+# Joined here, because no file of the project may name an index.
 INDEX = re.compile("|".join(r"\.".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"))))
 
 
@@ -39,7 +39,7 @@ def project(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def folders(root: pathlib.Path = ROOT) -> dict[str, pathlib.Path]:
-    """Where each package's sources are: {import name: folder}."""
+    """Return the folder of each package's sources: {import name: folder}."""
     return {project(p.parent)["name"].replace("-", "_"): p.parent for p in root.glob("packages/*/pyproject.toml")}
 
 
@@ -49,7 +49,7 @@ def build(folder: pathlib.Path) -> None:
 
 
 def made(folder: pathlib.Path, package: str, pattern: str) -> pathlib.Path:
-    """The one file of a package that matches `pattern`, such as `*.whl`."""
+    """Return the only file of a package that matches `pattern`, such as `*.whl`."""
     found = list(folder.glob(f"{package}-{pattern}"))
     if len(found) != 1:
         raise SystemExit(f"expected one {package}-{pattern} in {folder}, got {len(found)}; build into an empty folder")
@@ -57,27 +57,27 @@ def made(folder: pathlib.Path, package: str, pattern: str) -> pathlib.Path:
 
 
 def sources(folder: pathlib.Path) -> set[str]:
-    """What git knows, or would, below a package's src."""
+    """Return the files below a package's src that git tracks, or would track."""
     git = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "src"]
     listed = subprocess.run(git, cwd=folder, check=True, capture_output=True, text=True).stdout
     return {path.removeprefix("src/") for path in listed.split("\0") if path and (folder / path).is_file()}
 
 
-def content(package: str, held: set[str], expected: set[str]) -> list[str]:
-    """What is wrong with a wheel's files: `held` without its metadata, against `expected`."""
+def content(package: str, found: set[str], expected: set[str]) -> list[str]:
+    """Return what is wrong with a wheel's files: `found`, without its metadata, against `expected`."""
     wrong = []
-    if more := sorted(held - expected):
-        wrong.append(f"{package}: expected the wheel to hold what git knows below src, got {', '.join(more)} as well")
-    if less := sorted(expected - held):
-        wrong.append(f"{package}: expected the wheel to hold what git knows below src, it lacks {', '.join(less)}")
+    if more := sorted(found - expected):
+        wrong.append(f"{package}: expected only the files that git tracks below src, also got {', '.join(more)}")
+    if less := sorted(expected - found):
+        wrong.append(f"{package}: expected all files that git tracks below src, {', '.join(less)} missing")
     needed = {f"{package}/{name}" for name in ("py.typed", *MUST_HOLD.get(package, ()))}
-    if less := sorted(needed - held):
+    if less := sorted(needed - found):
         wrong.append(f"{package}: expected {', '.join(less)} in the wheel, found none; has it been moved?")
     return wrong
 
 
 def metadata(package: str, said: email.message.Message, folder: pathlib.Path) -> list[str]:
-    """What is wrong with a wheel's metadata, which was made from the package in `folder`."""
+    """Return what is wrong with a wheel's metadata, given the package's folder."""
     wanted, wrong = project(folder), []
 
     def expect(what: str, value: object, got: object) -> None:
@@ -103,7 +103,7 @@ def metadata(package: str, said: email.message.Message, folder: pathlib.Path) ->
 
 
 def wheel(package: str, path: pathlib.Path, folder: pathlib.Path) -> list[str]:
-    """What is wrong with one wheel."""
+    """Return what is wrong with one wheel."""
     with zipfile.ZipFile(path) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         info = next(name.partition("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
@@ -121,7 +121,7 @@ def wheel(package: str, path: pathlib.Path, folder: pathlib.Path) -> list[str]:
 
 
 def archive(package: str, path: pathlib.Path) -> list[str]:
-    """What is wrong with one source archive."""
+    """Return what is wrong with one source archive."""
     with tarfile.open(path) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     wrong = []
@@ -133,7 +133,7 @@ def archive(package: str, path: pathlib.Path) -> list[str]:
 
 
 def complaints(folder: pathlib.Path) -> list[str]:
-    """What is wrong with all that was built into `folder`."""
+    """Return what is wrong with everything built into `folder`."""
     wrong = []
     for package, place in sorted(folders().items()):
         wrong += wheel(package, made(folder, package, "*.whl"), place)

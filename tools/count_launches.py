@@ -1,8 +1,8 @@
-"""Count what a sparse layer of a decode step does on CUDA beyond a dense one, on a GPU that is not there.
+"""Count the operations of a sparse layer's decode step on CUDA beyond those of a dense one, on a simulated GPU.
 
     uv run tools/count_launches.py            # write docs/results/gpu_step.json, and docs/gpu.md with it
 
-The counts are those of `packages/sparse-decode/tests/fake_gpu.py`; its tests hold the stored ones to the code.
+The counts come from `packages/sparse-decode/tests/fake_gpu.py`; its tests compare the stored counts with the code.
 """
 
 import importlib
@@ -33,7 +33,7 @@ CASES = (
 
 
 def counted(name: str) -> dict[str, float]:
-    """Count one case: the variant, then what it is used with."""
+    """Count one case: the variant, followed by its options."""
     variant, *more = name.split("+")
     how = {"per_query_head": "heads" in more, "remainder": "remainder" in more}
     kind = next((kind for kind in fake_gpu.KINDS if kind in more), "plain")

@@ -1,10 +1,10 @@
-"""Say how many lines of each package the tests ran, and which files they ran least of.
+"""Report how many lines of each package the tests ran, and the files with the most lines that did not run.
 
     uv run pytest --cov --cov-report=
     uv run tools/coverage_report.py
 
-What counts is set in pyproject.toml (tool.coverage): functions that numba compiles are left out, for no line of them is
-seen to run. Exit code 1 if a package has less than what LEAST asks of it.
+pyproject.toml (tool.coverage) sets what counts: functions compiled by numba are left out, because their lines are not
+traced. Exit code 1 if a package has less than its share in LEAST.
 """
 
 import json
@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LEAST = {"evals": None, "hashcore": 90, "hashtrain": 90, "sparse_decode": 90, "sparse_serve": None}
-"""Per cent of lines; None: only said, because they need results, or an engine that is not installed here."""
-SHOWN = 3  # files of a package, those with most lines that did not run
+"""Per cent of lines; None: reported only, because the tests need results, or an engine that is not installed here."""
+SHOWN = 3  # files per package, those with the most lines that did not run
 
 
 class File(NamedTuple):
-    """Lines of a file: those that count, and those of them that ran."""
+    """A file's number of counted lines, and of those that ran."""
 
     path: str
     lines: int
@@ -29,7 +29,7 @@ class File(NamedTuple):
 
 
 def measured(root: pathlib.Path) -> dict[str, File]:
-    """What was measured last, by path below the checkout."""
+    """Return the last measurement, by path below the checkout."""
     with tempfile.TemporaryDirectory() as name:
         out = pathlib.Path(name) / "coverage.json"
         command = [sys.executable, "-m", "coverage", "json", "-q", "-o", str(out)]
@@ -42,7 +42,7 @@ def measured(root: pathlib.Path) -> dict[str, File]:
 
 
 def by_package(files: dict[str, File]) -> dict[str, list[File]]:
-    """The files of each package, those with most lines that did not run first."""
+    """Return the files of each package, those with the most lines that did not run first."""
     found: dict[str, list[File]] = {package: [] for package in LEAST}
     for file in sorted(files.values(), key=lambda file: file.ran - file.lines):
         for package in LEAST:
@@ -52,7 +52,7 @@ def by_package(files: dict[str, File]) -> dict[str, list[File]]:
 
 
 def share(files: list[File]) -> float:
-    """Per cent of lines that ran."""
+    """Return the per cent of lines that ran."""
     return 100 * sum(file.ran for file in files) / max(1, sum(file.lines for file in files))
 
 

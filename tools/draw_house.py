@@ -4,8 +4,8 @@
     uv run tools/draw_house.py --check   # change nothing; exit 1 if modules or imports have changed since it was drawn
 
 A box is a package, with its modules and subpackages by level: those of level 0 import nothing else of their package,
-and every other one only what stands above it or on its own level. An arrow is an import of another package, with the
-number of modules that have it. Imports inside functions count; those for type checkers alone do not.
+and all others only from levels above or their own. An arrow is an import of another package, with the number of modules
+that have it. Imports inside functions count; those for type checkers do not.
 """
 
 import argparse
@@ -29,17 +29,17 @@ COLOURS: dict[str, str] = dict(zip(ORDER, ("#56b4e9", "#009e73", "#e69f00", "#cc
 MOST = 34  # lines of a column
 
 Graph = dict[str, dict[str, set[str]]]
-"""By package and room, the rooms of its own package (their names) and of others (package.room) that it imports."""
+"""By package and module, the imported modules of its own package (their names) and of others (package.module)."""
 
 
 def sources(package: str) -> dict[str, list[pathlib.Path]]:
-    """Return the files of each room of a package: a module at its top, or a subpackage."""
+    """Return the files of each module of a package: a file at its top level, or a subpackage."""
     (folder,) = ROOT.glob(f"packages/*/src/{package}")
     found: dict[str, list[pathlib.Path]] = {}
     for path in sorted(folder.rglob("*.py")):
-        room = path.relative_to(folder).parts[0].removesuffix(".py")
-        if room not in ("__init__", "__main__"):
-            found.setdefault(room, []).append(path)
+        module = path.relative_to(folder).parts[0].removesuffix(".py")
+        if module not in ("__init__", "__main__"):
+            found.setdefault(module, []).append(path)
     return found
 
 
@@ -56,70 +56,72 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def graph() -> Graph:
-    """Read who imports whom."""
-    rooms = {package: sources(package) for package in ORDER}
+    """Return what each module imports."""
+    modules = {package: sources(package) for package in ORDER}
     found: Graph = {}
-    for package, files in rooms.items():
-        for room, paths in files.items():
+    for package, files in modules.items():
+        for module, paths in files.items():
             names = {name for path in paths for name in imports(ast.parse(path.read_text()))}
-            used = found.setdefault(package, {}).setdefault(room, set())
+            used = found.setdefault(package, {}).setdefault(module, set())
             for parts in (name.split(".") for name in names):
-                if parts[0] in rooms and len(parts) > 1:
-                    inner = parts[1] if parts[1] in rooms[parts[0]] else ""
+                if parts[0] in modules and len(parts) > 1:
+                    inner = parts[1] if parts[1] in modules[parts[0]] else ""
                     used.add(inner if parts[0] == package else f"{parts[0]}.{inner}")
-            used -= {room, ""}
+            used -= {module, ""}
     return found
 
 
-def circles(rooms: dict[str, set[str]]) -> list[set[str]]:
-    """Return the rooms that import one another, directly or through others."""
-    reached = {room: used & rooms.keys() for room, used in rooms.items()}
-    for _ in rooms:  # long enough for the longest way
-        reached = {room: used.union(*(reached[name] for name in used)) for room, used in reached.items()}
-    found = [{other for other in reached[room] if room in reached[other]} for room in rooms if room in reached[room]]
-    return [circle for i, circle in enumerate(found) if circle not in found[:i]]
+def cycles(modules: dict[str, set[str]]) -> list[set[str]]:
+    """Return the import cycles: sets of modules that import one another, directly or through others."""
+    reached = {module: used & modules.keys() for module, used in modules.items()}
+    for _ in modules:  # as many times as the longest path is long
+        reached = {module: used.union(*(reached[name] for name in used)) for module, used in reached.items()}
+    looping = [module for module in modules if module in reached[module]]
+    found = [{other for other in reached[module] if module in reached[other]} for module in looping]
+    return [cycle for i, cycle in enumerate(found) if cycle not in found[:i]]
 
 
-def levels(rooms: dict[str, set[str]]) -> list[list[str]]:
-    """Put rooms on levels by what they import of each other; rooms that import one another share one."""
-    together = {room: {room} for room in rooms} | {room: circle for circle in circles(rooms) for room in circle}
-    left, placed, found = dict(rooms), set[str](), []
+def levels(modules: dict[str, set[str]]) -> list[list[str]]:
+    """Assign modules to levels by their imports; modules of a cycle share one."""
+    together = {module: {module} for module in modules}
+    together |= {module: cycle for cycle in cycles(modules) for module in cycle}
+    left, placed, found = dict(modules), set[str](), []
     while left:
         ready = sorted(
-            room
-            for room in left
-            if all((rooms[other] & rooms.keys()) <= placed | together[room] for other in together[room])
+            module
+            for module in left
+            if all((modules[other] & modules.keys()) <= placed | together[module] for other in together[module])
         )
         found.append(ready)
         placed.update(ready)
-        left = {room: used for room, used in left.items() if room not in placed}
+        left = {module: used for module, used in left.items() if module not in placed}
     return found
 
 
 def digest(found: Graph) -> str:
-    """Name what the figure depends on."""
-    plain = {package: {room: sorted(used) for room, used in rooms.items()} for package, rooms in found.items()}
+    """Return a digest of what the figure depends on."""
+    plain = {package: {module: sorted(used) for module, used in modules.items()} for package, modules in found.items()}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def drawn_from(figure: pathlib.Path) -> str | None:
-    """Read which digest a figure carries."""
+    """Return the digest stored in a figure."""
     with Image.open(figure) as image:
         return image.info.get("Description")
 
 
-def _column(axes: Axes, package: str, x: float, rooms: dict[str, set[str]]) -> None:
-    """Write a package's rooms below its name, level by level."""
+def _column(axes: Axes, package: str, x: float, modules: dict[str, set[str]]) -> None:
+    """Draw a package's modules below its name, level by level."""
     files = sources(package)
     lines = sum(len(path.read_text().splitlines()) for paths in files.values() for path in paths)
     title = {"ha": "center", "va": "center", "fontsize": 10, "weight": "bold"}
     box = {"boxstyle": "round,pad=0.5", "facecolor": COLOURS[package], "alpha": 0.85, "edgecolor": "none"}
-    axes.text(x + 0.42, 0.3, f"{package}\n{len(rooms)} rooms, {lines:,} lines", color="white", bbox=box, **title)
+    axes.text(x + 0.42, 0.3, f"{package}\n{len(modules)} modules, {lines:,} lines", color="white", bbox=box, **title)
     y = 2.2
-    for number, level in enumerate(levels(rooms)):
+    for number, level in enumerate(levels(modules)):
         axes.text(x, y, f"level {number}", fontsize=6, color="#888888", va="top")
         y += 0.7
-        names = [f"{room}/" if len(files[room]) > 1 else room for room in level]
+        names = [f"{module}/" if len(files[module]) > 1 else module for module in level]
         line = ""
         for name in [*names, None]:
             if name is None or len(line) + len(name) > MOST:
@@ -130,7 +132,7 @@ def _column(axes: Axes, package: str, x: float, rooms: dict[str, set[str]]) -> N
 
 
 def _arrows(axes: Axes, found: Graph) -> None:
-    """Draw an arrow from each package to those that it imports, above the boxes."""
+    """Draw arrows from each package to those that it imports, above the boxes."""
     for i, package in enumerate(ORDER):
         for j, other in enumerate(ORDER[:i]):
             count = sum(any(name.startswith(f"{other}.") for name in used) for used in found[package].values())

@@ -3,7 +3,7 @@
     uv run tools/draw_overview.py           # write docs/figures/overview.png
     uv run tools/draw_overview.py --check   # change nothing; exit 1 if the results have changed since it was drawn
 
-The figure carries the digest of what it was drawn from: pixels differ between versions of fonts and libraries.
+The figure stores a digest of its data, because pixels differ between versions of fonts and libraries.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LINES = {
     "oracle": ("exact top-k, finding it not counted", COLOURS["oracle"], "--"),
     "transform+remainder": ("ours: transform+remainder", OURS, ":"),
 }
-"""Methods of the left side: their name, colour and style, in the order of the legend."""
+"""Methods of the left panel: their name, colour and style, in the order of the legend."""
 WAYS = {
     "transformers": ("Hugging Face transformers", "#4d4d4d"),
     "llama.cpp": ("llama.cpp", "#0072b2"),
@@ -46,7 +46,7 @@ WAYS = {
 
 
 def digest(results: pathlib.Path = RESULTS) -> str:
-    """Name what the figure depends on."""
+    """Return a digest of what the figure depends on."""
     sha = hashlib.sha256()
     for name in INPUTS:
         sha.update((results / name).read_bytes())
@@ -54,7 +54,7 @@ def digest(results: pathlib.Path = RESULTS) -> str:
 
 
 def drawn_from(figure: pathlib.Path) -> str | None:
-    """Read which digest a figure carries."""
+    """Return the digest stored in a figure."""
     with Image.open(figure) as image:
         return image.info.get("Description")
 

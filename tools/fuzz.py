@@ -1,11 +1,11 @@
-"""Look for broken laws at random, for as long as asked.
+"""Search for broken invariants with random inputs, for a given time.
 
     uv run tools/fuzz.py --seconds 3600                # all fuzzers, in equal shares
     uv run tools/fuzz.py functions --seconds 60        # one of them
 
-A fuzzer is a module of tests/, or of a package's tests, with `case(rng)`: it draws one case from the generator, raises
-where a law is broken, and returns how many comparisons it made. Stops at the first case that does, and says the command
-that repeats it.
+A fuzzer is a module of tests/, or of a package's tests, with a function `case(rng)`: it draws one case from the
+generator, raises if an invariant is broken, and returns the number of comparisons. Stops at the first failing case and
+prints the command that repeats it.
 """
 
 import argparse
@@ -20,18 +20,18 @@ from pathlib import Path
 import numpy as np
 
 FUZZERS = {
-    "functions": "fuzz_hashcore",  # every function of hashcore against an oracle of a few lines
+    "functions": "fuzz_hashcore",  # every function of hashcore against a short oracle
     "index": "fuzz_index",  # BitIndex against a list of its rows
     "index-files": "fuzz_index_files",  # damaged and forged files of BitIndex
-    "cache": "fuzz_cache",  # what is done to caches that carry codes, against plain ones
-    "files": "fuzz_files",  # every other file that may come from elsewhere: a case is a round of test_fuzz_*.py
+    "cache": "fuzz_cache",  # operations on caches with codes, against plain ones
+    "files": "fuzz_files",  # all other files from untrusted sources: a case is a round of test_fuzz_*.py
 }
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ROOT / "tests", ROOT / "packages" / "sparse-decode" / "tests"
 
 
 def run(name: str, seconds: float, most: int | None, seed: int, first: int) -> int:
-    """Run cases from `first` on for so long, or so many; return how many comparisons they made."""
+    """Run cases from `first` on for so many seconds, or `most` cases; return the number of comparisons."""
     case = importlib.import_module(FUZZERS[name]).case
     number, checks, whole, end = first, 0, False, time.monotonic() + seconds
     try:
@@ -43,24 +43,24 @@ def run(name: str, seconds: float, most: int | None, seed: int, first: int) -> i
         if not whole:
             again = f"uv run tools/fuzz.py {name} --seed {seed} --first {number} --cases 1"
             print(f"{name}: stopped after {number - first} cases by this one: {again}", file=sys.stderr)
-    print(f"{name}: {number - first} cases, {checks} comparisons, no law broken (seed {seed})", flush=True)
+    print(f"{name}: {number - first} cases, {checks} comparisons, no invariant broken (seed {seed})", flush=True)
     return checks
 
 
 def main() -> None:
-    """Run the fuzzers that are named, one after the other."""
+    """Run the named fuzzers, one after the other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("fuzzers", nargs="*", metavar="fuzzer", help=f"of {', '.join(FUZZERS)}; by default all")
-    parser.add_argument("--seconds", type=float, default=300, help="for all together; a case that began is finished")
-    parser.add_argument("--cases", type=int, help="so many of each instead")
-    parser.add_argument("--seed", type=int, help="of the cases, by default another each time")
+    parser.add_argument("fuzzers", nargs="*", metavar="fuzzer", help=f"of {', '.join(FUZZERS)}; default: all")
+    parser.add_argument("--seconds", type=float, default=300, help="for all together; a started case is finished")
+    parser.add_argument("--cases", type=int, help="number of cases per fuzzer, instead of --seconds")
+    parser.add_argument("--seed", type=int, help="of the cases; default: a random one")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     args = parser.parse_args()
     if unknown := set(args.fuzzers) - set(FUZZERS):
         parser.error(f"expected fuzzers of {', '.join(FUZZERS)}, got {', '.join(sorted(unknown))}")
     sys.path[:0] = map(str, FOLDERS)
     warnings.simplefilter("error")
-    faulthandler.enable()  # a crash says where, and the seed below repeats it
+    faulthandler.enable()  # shows where a crash happened; the printed seed repeats it
     names, seed = args.fuzzers or list(FUZZERS), secrets.randbelow(1 << 32) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     for name in names:

@@ -1,10 +1,10 @@
-"""Everything that needs a GPU, in one go: correctness, memory checks and benchmarks, in less than nine minutes.
+"""Run everything that needs a GPU: correctness, memory checks and benchmarks, in less than nine minutes.
 
     uv run --extra cuda tools/gpu_suite.py --out gpu.json
 
-Where the packages are not installed their sources are used, with whatever Python runs this; what a part needs and does
-not find is named, and the part left out. Each part runs in a process of its own and is stopped when its time is over,
-so that one that hangs or poisons the device costs only itself. Without a GPU the kernels run under the host simulator.
+If the packages are not installed, their sources are used, with whatever Python runs this. A part whose requirements are
+missing is skipped and named. Each part runs in its own process and is stopped at its time limit, so that one that hangs
+or corrupts the device affects only itself. Without a GPU the kernels run under the host simulator.
 
 Prints a table, then JSON in the last line. Exit code: 1 if a part failed, or could not run on a machine with a GPU.
 """
@@ -31,7 +31,7 @@ SANITIZER_FAILED = 86
 HASHCORE = ("torch", "numpy", "numba", "cuda.core", "cuda.bindings")
 LEAST = {"torch": (2, 11), "cuda.core": (1, 0), "cuda.bindings": (13, 0), "transformers": (5, 17)}
 SPARSE = (*HASHCORE, "transformers", "safetensors")
-# One launch of every kernel, small: the sanitizer slows them down by a factor of 10 to 100.
+# One small launch of every kernel: the sanitizer slows them down by a factor of 10 to 100.
 EVERY_KERNEL = (
     "test_pack_equals_numpy or test_planes_of_what or test_group_planes or test_queries_without or "
     "test_scores_equal_numpy and 0 or test_topk_equals_numpy and 2049 or "
@@ -46,7 +46,7 @@ EVALS_TESTS = "packages/evals/tests/test_device.py"
 
 
 class Outcome(NamedTuple):
-    """What became of a part: status is passed, failed, missing, unsupported or late."""
+    """The outcome of a part: status is passed, failed, missing, unsupported or late."""
 
     status: str
     summary: str
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of the suite: what it is called, how long it may take, which modules it imports, and what runs it."""
+    """A part of the suite: its name, its time limit, the modules it imports, and the function that runs it."""
 
     name: str
     seconds: float
@@ -63,14 +63,14 @@ class Part(NamedTuple):
 
 
 class Done(NamedTuple):
-    """How a command ended: its exit code, None if it was stopped, and what it printed."""
+    """The end of a command: its exit code, None if it was stopped, and its output."""
 
     code: int | None
     output: str
 
 
 def command(arguments: list[str], seconds: float, **variables: str) -> Done:
-    """Run a command from the repository's root; stop it and its children when the time is over."""
+    """Run a command from the repository's root; stop it and its children at the time limit."""
     sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
     path = os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryFile("w+") as log:
@@ -97,7 +97,7 @@ def pytest(seconds: float, arguments: list[str], wrapper: list[str], **variables
     """Run pytest; passed if a test passed and none failed."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        # Without pytest-xdist, which a machine with a GPU need not have, and which would share the GPU.
+        # Without pytest-xdist, which may be missing on a machine with a GPU, and would share the GPU.
         alone = ["-o", "addopts=--import-mode=importlib"]
         options = ["-q", "-x", "-W", "default", "-p", "no:cacheprovider", f"--junitxml={report}", *alone]
         python = [sys.executable, "-m", "pytest", *options, *arguments]
@@ -116,7 +116,7 @@ def pytest(seconds: float, arguments: list[str], wrapper: list[str], **variables
 
 
 def benchmark(seconds: float, script: str) -> Outcome:
-    """Run a benchmark, whose last line is JSON with the bars that were asked of it."""
+    """Run a benchmark, whose last line is JSON with its targets."""
     done = command([sys.executable, script], seconds)
     if done.code is None:
         return Outcome("late", f"stopped after {seconds:.0f} s: {tail(done.output, 1)}")
@@ -124,8 +124,8 @@ def benchmark(seconds: float, script: str) -> Outcome:
         return Outcome("failed", tail(done.output))
     data = json.loads(done.output.strip().splitlines()[-1])
     bars = data["bars"]
-    lines = [f"{bar['what']}: {bar['value']:.3g}, asked {bar['asked']}" for bar in bars if not bar["met"]]
-    return Outcome("passed", "\n".join([f"{len(bars) - len(lines)} of {len(bars)} bars met", *lines]), data)
+    lines = [f"{bar['what']}: {bar['value']:.3g}, target {bar['asked']}" for bar in bars if not bar["met"]]
+    return Outcome("passed", "\n".join([f"{len(bars) - len(lines)} of {len(bars)} targets met", *lines]), data)
 
 
 def sanitized(tool: str) -> Callable[[float], Outcome]:
@@ -137,7 +137,7 @@ def sanitized(tool: str) -> Callable[[float], Outcome]:
             return Outcome("missing", "compute-sanitizer is neither on PATH nor in CUDA's folder")
         options = ["--tool", tool, "--error-exitcode", str(SANITIZER_FAILED), "--target-processes", "all"]
         arguments = ["-m", "cuda", *GPU_TESTS, "-k", EVERY_KERNEL]
-        # Without torch's pool every tensor is an allocation of its own, so that a step beyond it is seen.
+        # Without torch's memory pool every tensor is its own allocation, so that out-of-bounds accesses are detected.
         outcome = pytest(seconds, arguments, [sanitizer, *options], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         if "Device not supported" in outcome.summary:
             return Outcome("unsupported", "compute-sanitizer does not support this device")
@@ -170,24 +170,24 @@ def evals_tests(seconds: float) -> Outcome:
 
 
 def flash_tests(seconds: float) -> Outcome:
-    if missing(("flash_attn",)):  # an extra that is built from source: without it nothing is lacking
+    if missing(("flash_attn",)):  # an optional extra that is built from source
         return Outcome("unsupported", "flash-attn is not installed")
     return pytest(seconds, ["-m", "cuda", FLASH_TESTS], [])
 
 
 def training(seconds: float) -> Outcome:
-    """Run the README's first command, small: what the dry run predicts, then the run itself, on the GPU."""
+    """Run a small version of the README's first command on the GPU: its dry run's prediction, then the run itself."""
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "hashtrain", "--device", "cuda", "--out", f"{folder}/run", *TRAINING]
-        said = command([*words, "--dry-run"], seconds / 2)
-        if said.code != 0:
-            return _ended(said, seconds / 2)
+        dry = command([*words, "--dry-run"], seconds / 2)
+        if dry.code != 0:
+            return _ended(dry, seconds / 2)
         done = command(words, seconds - (time.perf_counter() - begun))
         if done.code != 0:
             return _ended(done, seconds)
         metrics = json.loads((Path(folder) / "run" / "metrics.json").read_text())
-    predicted = [line.strip() for line in said.output.splitlines() if line.startswith(("time to", "memory to"))]
+    predicted = [line.strip() for line in dry.output.splitlines() if line.startswith(("time to", "memory to"))]
     data = {"predicted": predicted, "seconds": metrics["seconds"]}
     return Outcome("passed", "\n".join([*predicted, f"took                 {metrics['seconds']:.0f} s in all"]), data)
 
@@ -230,7 +230,7 @@ def tail(output: str, lines: int = 12) -> str:
 
 
 def missing(modules: tuple[str, ...]) -> list[str]:
-    """Name the modules that this Python does not find, or only in a version that is too old."""
+    """Return the modules that this Python lacks, or has only in a version that is too old."""
 
     def found(module: str) -> bool:
         try:
@@ -248,9 +248,9 @@ def missing(modules: tuple[str, ...]) -> list[str]:
 
 
 def environment() -> dict[str, Any] | None:
-    """Describe the GPU, or return None if there is none."""
+    """Return a description of the GPU, or None if there is none."""
     if missing(("torch",)):
-        print("torch is not installed, and without it no GPU can be asked for.", flush=True)
+        print("torch is not installed; without it no GPU can be used.", flush=True)
         return None
     script = "import json, torch\nfrom hashcore.cuda import timing\n"
     script += "print(json.dumps(timing.environment() if torch.cuda.is_available() else None))"
@@ -273,7 +273,7 @@ def run_part(part: Part, seconds: float) -> dict[str, Any]:
 
 
 def run_parts(parts: list[Part], seconds: float) -> list[dict[str, Any]]:
-    """Run one part after the other; each has its own time, and all of them `seconds`."""
+    """Run the parts in order, each within its own time limit, and all within `seconds`."""
     begun, results = time.perf_counter(), []
     for part in parts:
         results.append(run_part(part, seconds - (time.perf_counter() - begun)))
@@ -284,7 +284,7 @@ def run_parts(parts: list[Part], seconds: float) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Everything that needs a GPU, in one go.")
+    parser = argparse.ArgumentParser(description="Run everything that needs a GPU.")
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--only", default="", help="run only the parts whose name contains this")
     options = parser.parse_args()

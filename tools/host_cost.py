@@ -1,13 +1,13 @@
-# ruff: noqa: PT008 a lambda says what the function in its place takes
-"""What a decode step's calls cost the host, with a driver that does nothing: encode, search and attend of one layer.
+# ruff: noqa: PT008 the lambdas document the parameters of the functions they replace
+"""Time the host side of one layer's decode step, with a driver that does nothing: encode, search and attend.
 
-And, apart from those together, the remainder's sums, which not every attachment has.
+The remainder's sums, which not every attachment has, are listed separately.
 
-    uv run tools/host_cost.py            # prints microseconds, the least of many rounds
+    uv run tools/host_cost.py            # prints microseconds, the minimum of many rounds
 
-There is no GPU in this: the launches reach a stand-in that says that all went well, and the tensors lie in host memory.
-What is measured is Python, torch's allocations and the packing of arguments: all that a launch waits for. The call of
-the real driver, about a microsecond a launch, and torch's dispatcher come on top.
+This needs no GPU: launches go to a stub that reports success, and the tensors are in host memory. Measured are Python,
+torch's allocations and the packing of arguments: everything before a launch. The real driver's call, about a
+microsecond per launch, and torch's dispatcher come on top.
 """
 
 import itertools
@@ -41,10 +41,10 @@ def stand_in() -> SimpleNamespace:
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """Return the three calls of a layer of Llama-3-8B's shape."""
+    """Return the calls of one layer of Llama-3-8B's shape."""
     layer = make_layer(HasherConfig("transform", ModelShape(1, KV_HEADS * GROUP, KV_HEADS, DIM)), 0, 0)
     assert isinstance(layer, Transform)
-    encode_cuda.place(layer)  # as the copy of a hasher on a device is
+    encode_cuda.place(layer)  # as for a hasher on a device
     weights, digits, key_weights = (
         encode_cuda._placed[id(layer)]._asdict()[name] for name in ("query", "digits", "key")
     )
@@ -78,7 +78,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def least(call: Callable[[], object]) -> float:
-    """Return microseconds of a call: the least mean of many rounds, since others may use the machine."""
+    """Return the microseconds of a call: the minimum mean of many rounds, because other processes may interfere."""
     call()
     rounds = []
     for _ in range(ROUNDS):
@@ -90,7 +90,7 @@ def least(call: Callable[[], object]) -> float:
 
 
 def measured() -> dict[str, float]:
-    """Measure all three calls."""
+    """Measure all calls."""
     torch.set_num_threads(1)
     driver = stand_in()
     with (

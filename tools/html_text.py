@@ -1,7 +1,7 @@
-"""Turn a folder of HTML pages into one text file: `uv run tools/html_text.py FOLDER OUT.txt [--match PATTERN]`.
+"""Convert a folder of HTML pages to one text file: `uv run tools/html_text.py FOLDER OUT.txt [--match PATTERN]`.
 
-Manuals come as HTML in the packages of Linux distributions; their prose is long English text to train and judge on.
-Headings, paragraphs, lists and code keep their line breaks; navigation, scripts and styles are left out.
+Linux distributions package manuals as HTML, a source of long English text for training and evaluation. Headings,
+paragraphs, lists and code keep their line breaks; navigation, scripts and styles are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VOID = {"br", "img", "hr", "meta", "link", "input", "col", "wbr", "area", "base"
 
 
 class PageText(HTMLParser):
-    """Collects the text of one page, a line per block."""
+    """Collects the text of one page, one line per block."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -37,7 +37,7 @@ class PageText(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         if self._skipping:
-            if tag in self._skipping:  # unclosed tags inside end with it
+            if tag in self._skipping:  # also closes unclosed tags inside
                 while self._skipping.pop() != tag:
                     pass
             return
@@ -51,7 +51,7 @@ class PageText(HTMLParser):
 
 
 def page_text(html: str) -> str:
-    """Return the text of one page: blocks on lines of their own, at most one empty line between them."""
+    """Return the text of one page: each block on its own line, with at most one empty line in between."""
     page = PageText()
     page.feed(html)
     page.close()
@@ -61,7 +61,7 @@ def page_text(html: str) -> str:
 
 
 def pages(folder: Path, match: str) -> list[Path]:
-    """List the pages of a folder in the order of their names, numbers by value."""
+    """Return the pages of a folder in natural order: numbers in names are sorted by value."""
 
     def natural(path: Path) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.as_posix())]
@@ -70,7 +70,7 @@ def pages(folder: Path, match: str) -> list[Path]:
 
 
 def main() -> int:
-    """Write the text file and say how much it holds."""
+    """Write the text file and print its size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="a folder of HTML pages")
     parser.add_argument("out", type=Path, help="the text file to write")

@@ -1,15 +1,15 @@
-"""Break the selection and the caches on purpose, one small change at a time, and see whether their tests notice.
+"""Mutation tests of selection and caches: make one small change at a time, and see whether their tests notice.
 
     uv run tools/mutation.py                             # all targets; 20 minutes of one core
     uv run tools/mutation.py --target buffer --count 10  # ten mutants of one file
 
-A mutant is a module with one change (`changes` lists the kinds), in a copy of its package's source that is imported in
-place of the package. A forked process runs the target's tests on it: it is killed if they fail, crash or take too
-long. Which mutants are tried is drawn with --seed. docs/results/mutation.json has the scores, every survivor, and a
-digest of the file that was changed: `--stale` names the targets whose file is another by now (CI prints them).
-EQUIVALENT explains those survivors that change nothing a test could see.
+A mutant is a module with one change (`changes` lists the kinds), in a copy of its package's source that is imported
+instead of the package. A forked process runs the target's tests on it. The mutant is killed if they fail, crash or take
+too long. --seed draws the mutants. docs/results/mutation.json has the scores, every survivor, and a digest of the
+changed file; `--stale` lists the targets whose file has changed since (CI prints them). EQUIVALENT explains survivors
+whose change no test could detect.
 
-mutmut was not tried: it calls each function through another one, which numba should not be able to compile.
+We did not use mutmut: it calls each function through another one, which numba probably cannot compile.
 """
 
 import argparse
@@ -35,19 +35,19 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "results" / "mutation.json"
-MEMORY = 4 << 30  # bytes that a mutant may take beyond what its process began with
+MEMORY = 4 << 30  # bytes that a mutant may allocate beyond its process' initial memory
 
 
 @dataclass(frozen=True)
 class Target:
-    """A module, which of its functions are changed (all, if none is named), and the tests that should notice.
+    """A module, the functions to change (all, if none is named), and the tests that should notice.
 
     Attributes:
-        leave: what pytest's -k leaves out: tests that are slow and say nothing of these functions.
-        warm: what is imported before the fork, because it is slow to import and is not changed.
-        compiles: whether machine code depends on the module, so that a mutant must not find any that is stored.
-        count: how many mutants are tried, if --count does not say.
-        suffix: how the module's file ends; a package's is "/__init__.py".
+        leave: tests to exclude with pytest's -k, because they are slow and unrelated to these functions.
+        warm: modules to import before the fork, because they are slow to import and not changed.
+        compiles: whether machine code depends on the module, so that a mutant must not reuse stored code.
+        count: default number of mutants.
+        suffix: the end of the module's file name; a package's is "/__init__.py".
     """
 
     module: str
@@ -61,12 +61,12 @@ class Target:
 
     @property
     def package(self) -> str:
-        """The package of the module, as it is imported."""
+        """Import name of the module's package."""
         return self.module.partition(".")[0]
 
     @property
     def file(self) -> str:
-        """The module's file, from the root of the repository."""
+        """Path of the module's file, from the root of the repository."""
         return f"packages/{self.package.replace('_', '-')}/src/{self.module.replace('.', '/')}{self.suffix}"
 
 
@@ -136,21 +136,21 @@ _SEEN = "seen |= state[r + same, FROM] < high and state[r + same, TO] > low"
 _SHRINK = "steps, quota = _threshold(kept[:count], np.uint64(48), np.uint64(base), np.int64(top - base), k, histogram)"
 _SORT = "_sort(kept[:count], wanted, max(floor - 1, 0), top, histogram, scores, indices)"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    (_KERNELS, "histogram[:256] = 0", "256 -> 257"): "a bin more is cleared than is used",
-    (_KERNELS, "histogram[: 4 * bins] = 0", "4 -> 5"): "more is cleared than is used",
-    (_KERNELS, "whole = len(s) // 4 * 4", "4 -> 5"): "what is not counted in fours is counted one by one",
+    (_KERNELS, "histogram[:256] = 0", "256 -> 257"): "it clears one unused bin more",
+    (_KERNELS, "histogram[: 4 * bins] = 0", "4 -> 5"): "it clears unused bins",
+    (_KERNELS, "whole = len(s) // 4 * 4", "4 -> 5"): "tokens outside blocks of four are counted one at a time",
     **dict.fromkeys(
         [(_KERNELS, _SEEN, change) for change in ("< -> <=", "> -> >=", "and -> or")],
-        "more is scored than is used",
+        "it only computes more scores than are used",
     ),
-    (_KERNELS, "mask &= mask - np.uint64(1)", "1 -> 2"): "after four bits the lowest is not bit 0",
-    (_KERNELS, "stay_a_function()", "removed"): "it says how to compile, not what",
+    (_KERNELS, "mask &= mask - np.uint64(1)", "1 -> 2"): "the first four bits are cleared by then, bit 0 with them",
+    (_KERNELS, "stay_a_function()", "removed"): "it affects compilation, not results",
     (_KERNELS, _SHRINK, "- -> +"): "the bins above the top are empty",
     (_KERNELS, _SORT, "1 -> 2"): "a bin below the floor is empty",
-    (_KERNELS, "if count + size + MORE > kept.shape[1]:", "> -> >="): "when it shrinks does not matter",
-    (_KERNELS, "return 0", "return None"): "only topk_tasks is asked for what it returns",
+    (_KERNELS, "if count + size + MORE > kept.shape[1]:", "> -> >="): "results do not depend on when it shrinks",
+    (_KERNELS, "return 0", "return None"): "only the return value of topk_tasks is used",
     (_KERNELS, "return 0", "0 -> 1"): "the same",
-    (_KERNELS, "if count > wanted:", "> -> >="): "the best of no more than wanted are all of them",
+    (_KERNELS, "if count > wanted:", "> -> >="): "selecting `wanted` of `wanted` entries keeps them all",
     (
         _KERNELS,
         "_count(kept, np.uint64(48), np.uint64(base), top - base + 1, histogram)",
@@ -172,26 +172,26 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "rows = -1, made.shape[-1]",
         "1 -> 2",
     ): "numpy takes -2 as it takes -1",
-    (_BUFFER, "self._own = True", "removed"): "it is read only where there are rows, and what sets the rows sets it",
+    (_BUFFER, "self._own = True", "removed"): "it is read only where rows exist, and they set it",
     (_BUFFER, "self._own = True", "True -> False"): "the same",
-    (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "one part of _CHUNK keys is split into one part",
-    (_CACHE, "super().reset()", "removed"): "the lines before it empty a dynamic layer",
-    (_CACHE, "self.is_initialized = False", "removed"): "transformers 5.21 and later does so, too",
-    (_CACHE, "memo[id(self)] = twin", "removed"): "deepcopy notes the twin when it is made; no layer holds itself",
+    (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "splitting _CHUNK keys gives one part",
+    (_CACHE, "super().reset()", "removed"): "the preceding lines empty a dynamic layer",
+    (_CACHE, "self.is_initialized = False", "removed"): "transformers 5.21 and later sets it, too",
+    (_CACHE, "memo[id(self)] = twin", "removed"): "deepcopy records the twin, too; no layer contains itself",
     (
         _CACHE,
         "keys = torch.cat([self._apply_pending_reorder(keys, keys)[0], cast(Tensor, self.keys)], dim=-2)",
         "0 -> 1",
-    ): "both are of the same keys",
-    (_CACHE, "raise NotImplementedError", "removed"): "every class that is made has a method of its own",
+    ): "both entries have the same keys",
+    (_CACHE, "raise NotImplementedError", "removed"): "every instantiated class overrides it",
     (_CACHE, "if keys is not None and values is not None:", "and -> or"): "they are set together",
     (_CACHE, "if self._codes is not None and self.moments is not None:", "and -> or"): "they are set together",
 }
-"""(file below src, line, change): why no test can tell."""
+"""(file below src, line, change): why the mutant is equivalent to the original."""
 
 
 class Mutant(NamedTuple):
-    """A module with one change: the line of the original, from 1, its text, what was changed, and the new source."""
+    """A module with one change: line number and text of the original, description, and the new source."""
 
     line: int
     text: str
@@ -200,7 +200,7 @@ class Mutant(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The node whose line names a change, a description, and the assignment to a node's field that makes it."""
+    """A change: the node that gives its line, a description, and the new value of a field of `owner`."""
 
     at: Any
     label: str
@@ -222,10 +222,10 @@ SYMBOLS = {
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
-    """List what is changed in one node.
+    """Yield the possible changes to one node.
 
-    Comparisons, and/or, &/| and +/- are swapped for their neighbour, integers grow by one, booleans flip, `not` goes,
-    a returned value becomes None, and statements are removed that something later does not need to run at all.
+    Comparisons, and/or, &/| and +/- are replaced by their neighbour, integers are incremented, booleans are flipped,
+    `not` is removed, a returned value becomes None, and statements are removed if later code can run without them.
     """
     if isinstance(node, ast.Compare):
         for place, operator in enumerate(node.ops):
@@ -259,7 +259,7 @@ def _swap(old: ast.AST, new: ast.AST) -> str:
 
 
 def _removable(statement: ast.stmt) -> bool:
-    """Tell whether the rest can run without a statement: a new name's first value is no use to leave out."""
+    """Whether later code can run without a statement; removing a name's first assignment would only raise NameError."""
     if isinstance(statement, ast.Expr):
         return isinstance(statement.value, ast.Call)
     if isinstance(statement, ast.Assign):
@@ -271,7 +271,7 @@ def _removable(statement: ast.stmt) -> bool:
 
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk over what runs: no annotations, no decorators, and not the words of an error."""
+    """Walk over executable nodes, without annotations, decorators and error messages."""
     yield node
     if isinstance(node, ast.Raise | ast.JoinedStr):
         return
@@ -283,7 +283,7 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def mutants(source: str, functions: tuple[str, ...] = ()) -> list[Mutant]:
-    """List every mutant of a module's functions and methods, or of those with these names, in order of lines."""
+    """Return every mutant of a module's functions and methods, or of those with these names, in order of lines."""
     tree, lines, found = ast.parse(source), source.splitlines(), []
     tops = [x for x in tree.body if isinstance(x, ast.FunctionDef)]
     tops += [
@@ -301,7 +301,7 @@ def mutants(source: str, functions: tuple[str, ...] = ()) -> list[Mutant]:
     times: Counter[tuple[int, str]] = Counter()
     for place, mutant in enumerate(found := sorted(found, key=lambda mutant: mutant.line)):
         times[mutant.line, mutant.change] += 1
-        if (count := times[mutant.line, mutant.change]) > 1:  # a change that a line allows twice
+        if (count := times[mutant.line, mutant.change]) > 1:  # the same change is possible twice in this line
             found[place] = mutant._replace(change=f"{mutant.change} #{count}")
     return found
 
@@ -310,12 +310,12 @@ def prepare(target: Target) -> None:
     """Import in this process what every mutant needs and none changes."""
     from hypothesis import Phase, settings
 
-    phases = (Phase.explicit, Phase.generate)  # a failure is enough: its smallest example is not asked for
+    phases = (Phase.explicit, Phase.generate)  # no shrinking: any failure is enough
     settings.register_profile("mutation", phases=phases, database=None, derandomize=True, deadline=None)
     settings.load_profile("mutation")
     for module in ("pytest", "hypothesis.stateful", "hypothesis.extra.numpy", "numba", *target.warm):
         importlib.import_module(module)
-    importlib.import_module("numba").njit(lambda: 0)()  # its first function takes half a second more
+    importlib.import_module("numba").njit(lambda: 0)()  # the first compilation takes half a second more
     if target.package in sys.modules:
         raise RuntimeError(f"{target.package} must be imported from the copy, got it imported; run this target alone")
 
@@ -325,7 +325,7 @@ def run_tests(target: Target, copy: Path) -> int:
     import numba
     import pytest
 
-    # A compiled mutant shares no machine code with the module or another mutant; others find the module's.
+    # A mutant with compiled code gets its own cache; others share one.
     numba.config.CACHE_DIR = tempfile.mkdtemp(dir=copy) if target.compiles else str(copy / "numba")  # pyright: ignore
     sys.path.insert(0, str(copy))
     os.environ["PYTHONPATH"] = str(copy)
@@ -333,14 +333,14 @@ def run_tests(target: Target, copy: Path) -> int:
     if path is None or not Path(path).is_relative_to(copy):
         raise RuntimeError(f"{target.module} must come from {copy}, got {path}; look at how it is installed")
     options = ["-qx", "-o", "addopts=", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # what is warm is imported before pytest begins
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # warm modules are imported before pytest starts
     if target.leave:
         options += ["-k", " and ".join(f"not {name}" for name in target.leave)]
     return int(pytest.main([*options, *(str(ROOT / test) for test in target.tests)]))
 
 
 def outcome(target: Target, copy: Path, seconds: float) -> str:
-    """Fork, run the tests, and say how it ended: passed, failed, crashed or timed out."""
+    """Fork, run the tests, and return how it ended: passed, failed, crashed or timed out."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -358,7 +358,7 @@ def outcome(target: Target, copy: Path, seconds: float) -> str:
 
 
 def _in_child(target: Target, copy: Path) -> None:
-    """Run the tests with their output in a file, in a process group of its own, and end the process."""
+    """Run the tests in a separate process group, with their output in a file, and exit the process."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -370,7 +370,7 @@ def _in_child(target: Target, copy: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         code = run_tests(target, copy)
-    except BaseException:  # a mutant may raise anything, and this process ends here
+    except BaseException:  # a mutant may raise anything
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -379,7 +379,7 @@ def _in_child(target: Target, copy: Path) -> None:
 
 
 def draw(name: str, possible: list[Mutant], count: int, seed: int, again: dict[str, Any] | None) -> list[Mutant]:
-    """Return the mutants to try: a sample, or those that survived a measurement before."""
+    """Return the mutants to try: a random sample, or the survivors of an earlier measurement."""
     if again is not None:
         alive = {(x["line"], x["text"], x["change"]) for x in again["survivors"] + again["equivalent"]}
         return [mutant for mutant in possible if mutant[:3] in alive]
@@ -388,7 +388,7 @@ def draw(name: str, possible: list[Mutant], count: int, seed: int, again: dict[s
 
 
 def measure(name: str, target: Target, chosen: list[Mutant]) -> list[str]:
-    """Try the mutants and say how each ends.
+    """Try the mutants and return how each ended.
 
     Raises: SystemExit if the tests do not pass without a change.
     """
@@ -399,12 +399,12 @@ def measure(name: str, target: Target, chosen: list[Mutant]) -> list[str]:
         package, _, inside = target.file.partition("/src/")
         shutil.copytree(ROOT / package / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
         original = ast.parse((copy / inside).read_text(encoding="utf-8"))
-        (copy / inside).write_text(ast.unparse(original), encoding="utf-8")  # as mutants are written
+        (copy / inside).write_text(ast.unparse(original), encoding="utf-8")  # in the same form as mutants
         if (unchanged := outcome(target, copy, 300)) != "passed":
             print((copy / "log").read_text(errors="replace")[-3000:], file=sys.stderr)
             raise SystemExit(f"the tests of {target.module} must pass without a change, they {unchanged}")
         begin = time.monotonic()
-        outcome(target, copy, 300)  # once more, with the machine code that may be kept
+        outcome(target, copy, 300)  # again, to time it with cached machine code
         seconds, begin = 10 + 5 * (time.monotonic() - begin), time.monotonic()
         for number, mutant in enumerate(chosen, 1):
             (copy / inside).write_text(mutant.source, encoding="utf-8")
@@ -418,25 +418,25 @@ def measure(name: str, target: Target, chosen: list[Mutant]) -> list[str]:
 
 
 def digest(source: str) -> str:
-    """SHA-256 of a module's text: with another text, the lines and the scores stored of it may not hold."""
+    """Return the SHA-256 of a module's source; results for another source may not hold."""
     return hashlib.sha256(source.encode()).hexdigest()
 
 
 def stale(results: dict[str, Any]) -> list[str]:
-    """The targets that were not measured on their module as it is now."""
+    """Return the targets whose module has changed since they were measured."""
     now = {name: digest((ROOT / target.file).read_text(encoding="utf-8")) for name, target in TARGETS.items()}
     return [name for name, text in now.items() if results.get(name, {}).get("sha256") != text]
 
 
 def rerun(names: list[str]) -> str:
-    """The commands that measure these targets."""
+    """Return the commands that measure these targets."""
     return "run " + " && ".join(f"uv run tools/mutation.py --target '{name}'" for name in names)
 
 
 def summary(
     target: Target, source: str, seed: int, chosen: list[Mutant], ends: list[str], before: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return what is stored of a target; `before` is the measurement that had all but the chosen mutants end."""
+    """Return a target's stored result; `before` is the earlier measurement in which all but the chosen ones ended."""
     ended = Counter(ends) + Counter(before["by"] if before else {})
     alive = [mutant for mutant, end in zip(chosen, ends, strict=True) if end == "passed"]
     equivalent: list[dict[str, Any]] = []
@@ -464,7 +464,7 @@ def summary(
 
 
 def table(targets: dict[str, Any]) -> str:
-    """Return the scores as lines of text."""
+    """Format the scores as lines of text."""
     lines = ["target         tried of possible  killed  equivalent  survive   score"]
     for name, x in targets.items():
         counts = f"{x['tried']:5d} of {x['possible']:8d}  {x['killed']:6d}  {len(x['equivalent']):10d}"
@@ -473,31 +473,31 @@ def table(targets: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Measure the targets, store the scores, and return 0 unless a survivor is not explained."""
+    """Measure the targets, store the scores, and return 0 unless a survivor is unexplained."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=TARGETS, help="one target; all by default")
-    parser.add_argument("--count", type=int, help="mutants of each target (60, or 24 of a slow one)")
-    parser.add_argument("--seed", type=int, default=0, help="which ones are drawn (0)")
-    parser.add_argument("--again", action="store_true", help="try only the stored survivors, with the tests of today")
-    parser.add_argument("--out", type=Path, default=OUT, help="where the scores go (docs/results/mutation.json)")
-    parser.add_argument("--stale", action="store_true", help="measure nothing: name what was measured on another text")
+    parser.add_argument("--target", choices=TARGETS, help="one target; default: all")
+    parser.add_argument("--count", type=int, help="mutants per target (60, or 24 of a slow one)")
+    parser.add_argument("--seed", type=int, default=0, help="draws the mutants (0)")
+    parser.add_argument("--again", action="store_true", help="try only the stored survivors, with the current tests")
+    parser.add_argument("--out", type=Path, default=OUT, help="file for the scores (docs/results/mutation.json)")
+    parser.add_argument("--stale", action="store_true", help="measure nothing; list targets that have changed")
     args = parser.parse_args()
     if args.stale:
         old = stale(json.loads(args.out.read_text(encoding="utf-8")))
-        print(f"not measured on the code as it is: {', '.join(old)}; {rerun(old)}" if old else "all are of this code")
+        print(f"changed since measured: {', '.join(old)}; {rerun(old)}" if old else "all measured on this code")
         return 0
-    single = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # a fork with threads may hang
+    single = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # forking with threads may hang
     os.environ |= dict.fromkeys(single, "1") | {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take a second to load, and no test of these needs them
-    sys.dont_write_bytecode = True  # of two mutants in the same second the second would find the first's
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plug-ins take a second to load, and these tests need none
+    sys.dont_write_bytecode = True  # bytecode has timestamps in seconds: a mutant could load the previous one's
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     results = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {}
-    names = [args.target] if args.target else list(TARGETS)  # hashcore's come first: sparse_decode's import it
+    names = [args.target] if args.target else list(TARGETS)  # hashcore first, because sparse_decode imports it
     for name in names:
         target, before = TARGETS[name], results.get(name) if args.again else None
         if args.again and name in stale(results):
             raise SystemExit(
-                f"--again needs {name} measured on {target.file} as it is, it was another; {rerun([name])}"
+                f"--again needs {name} measured on the current {target.file}, which has changed; {rerun([name])}"
             )
         source = (ROOT / target.file).read_text(encoding="utf-8")
         possible = mutants(source, target.functions)

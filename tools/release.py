@@ -1,14 +1,14 @@
-"""Check that the packages can be released as they stand, and tag them.
+"""Check that the packages can be released as they are, and tag them.
 
-    uv run tools/release.py                     # what is wrong, and what would be tagged and built
-    uv run tools/release.py --check             # only what is wrong: exit code 1 if anything is
-    uv run tools/release.py --tag --tested ID   # makes the tags, here only; ID is the commit whose tests passed
+    uv run tools/release.py                     # prints problems, and what would be tagged and built
+    uv run tools/release.py --check             # prints only problems: exit code 1 if there are any
+    uv run tools/release.py --tag --tested ID   # creates local tags; ID is the commit whose tests passed
 
-A version is what its CHANGELOG's topmost entry says and no less than what was tagged before. A package that needs
-another says from which version and below which major one (`hashcore>=1.0,<2`): the range admits the version in this
-repository, and every name that is imported exists in the oldest version that it admits. Names are what can be compared:
-whether an old function still means what is asked of it, the old version's own tests must say. Tags are annotated, such
-as `hashcore-v1.0.0`, with the CHANGELOG's entry as message; nothing is pushed.
+A version must match the topmost entry of its CHANGELOG and be no lower than earlier tags. A package's requirement on
+another of ours has a lower bound and ends below the next major version (`hashcore>=1.0,<2`): the range must include the
+version in this repository, and every imported name must exist in the oldest version in the range. Only names can be
+compared; whether an old function still behaves the same is left to the old version's tests. Tags are annotated, such as
+`hashcore-v1.0.0`, with the CHANGELOG's entry as message; nothing is pushed.
 """
 
 import argparse
@@ -29,11 +29,11 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 ENTRY = re.compile(r"^## +(.+?) *\n(.*?)(?=^## |\Z)", re.M | re.S)
 SHORTEST_ID = 7
 
-Reader = Callable[[str], str | None]  # a path below a package's src -> the text, None if there is no such file
+Reader = Callable[[str], str | None]  # maps a path below a package's src to its text, None if there is no such file
 
 
 class Package(NamedTuple):
-    """What a package says of itself."""
+    """A package's metadata."""
 
     name: str
     folder: pathlib.Path
@@ -51,14 +51,14 @@ class Package(NamedTuple):
 
 
 def read(root: pathlib.Path) -> dict[str, Package]:
-    """The packages of a checkout, by name."""
+    """Return the packages of a checkout, by name."""
     found = {}
     for file in sorted(root.glob("packages/*/pyproject.toml")):
-        said = tomllib.loads(file.read_text())["project"]
-        optional = [text for extra in said.get("optional-dependencies", {}).values() for text in extra]
-        needed = [Requirement(text) for text in [*said["dependencies"], *optional]]
+        project = tomllib.loads(file.read_text())["project"]
+        optional = [text for extra in project.get("optional-dependencies", {}).values() for text in extra]
+        needed = [Requirement(text) for text in [*project["dependencies"], *optional]]
         entries = ENTRY.findall((file.parent / "CHANGELOG.md").read_text())
-        found[said["name"]] = Package(said["name"], file.parent, said["version"], needed, entries)
+        found[project["name"]] = Package(project["name"], file.parent, project["version"], needed, entries)
     return found
 
 
@@ -68,13 +68,13 @@ def git(root: pathlib.Path, *arguments: str) -> str:
 
 
 def tags(root: pathlib.Path, package: Package) -> list[Version]:
-    """Versions of a package that were tagged, ascending."""
+    """Return the tagged versions of a package, ascending."""
     listed = git(root, "tag", "--list", f"{package.name}-v*").split()
     return sorted(Version(tag.removeprefix(f"{package.name}-v")) for tag in listed)
 
 
 def check_version(package: Package, tagged: list[Version]) -> list[str]:
-    """What is wrong with a package's version: its form, its CHANGELOG, the tags before it."""
+    """Return what is wrong with a package's version: its form, its CHANGELOG, the tags before it."""
     try:
         version = Version(package.version)
     except InvalidVersion:
@@ -86,9 +86,9 @@ def check_version(package: Package, tagged: list[Version]) -> list[str]:
     if top != package.version:
         wrong.append(f"{package.name}: expected `## {package.version}` at the top of its CHANGELOG.md, got {top!r}")
     elif not package.entries[0][1].strip():
-        wrong.append(f"{package.name}: expected its CHANGELOG.md to say what {package.version} brings, got nothing")
+        wrong.append(f"{package.name}: expected its CHANGELOG.md to describe {package.version}, got nothing")
     if tagged and version < tagged[-1]:
-        wrong.append(f"{package.name}: expected a version from {tagged[-1]} on, which is tagged, got {version}")
+        wrong.append(f"{package.name}: expected at least version {tagged[-1]}, which is tagged, got {version}")
     return wrong
 
 
@@ -97,21 +97,21 @@ def lower_bound(requirement: Requirement) -> Version | None:
 
 
 def check_range(user: str, requirement: Requirement, needed: Package) -> list[str]:
-    """What is wrong with the range of versions that `user` admits of another package of ours."""
-    asked = f"{user} needs {requirement}"
+    """Return what is wrong with the range of versions that `user` allows of another package of ours."""
+    needs = f"{user} needs {requirement}"
     bounds = {s.operator for s in requirement.specifier}
     if bounds != {">=", "<"}:
-        return [f"{asked}: expected a lower and an upper bound, such as {needed.name}>=1.0,<2"]
+        return [f"{needs}: expected a lower and an upper bound, such as {needed.name}>=1.0,<2"]
     wrong = []
     if not requirement.specifier.contains(needed.version, prereleases=True):
-        wrong.append(f"{asked}: expected a range that admits {needed.version}, the version in this repository")
+        wrong.append(f"{needs}: expected a range that includes {needed.version}, the version in this repository")
     if requirement.specifier.contains(f"{Version(needed.version).major + 1}.0.0"):
-        wrong.append(f"{asked}: expected it to end below the next major version, {Version(needed.version).major + 1}")
+        wrong.append(f"{needs}: expected it to end below the next major version, {Version(needed.version).major + 1}")
     return wrong
 
 
 def used(user: Package, needed: Package) -> dict[str, str]:
-    """Names of `needed` that `user` imports: {dotted name: "file:line"}."""
+    """Return the names of `needed` that `user` imports: {dotted name: "file:line"}."""
     found = {}
     for path in sorted((user.folder / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(), path)):
@@ -126,7 +126,7 @@ def used(user: Package, needed: Package) -> dict[str, str]:
 
 
 def has(reader: Reader, name: str) -> bool:
-    """Whether a dotted name is a module of a package, or what one of its modules defines or imports."""
+    """Whether a dotted name is a module of a package, or a name that one of its modules defines or imports."""
     path = name.replace(".", "/")
     if any(reader(file) is not None for file in (f"{path}.py", f"{path}/__init__.py")):
         return True
@@ -136,7 +136,7 @@ def has(reader: Reader, name: str) -> bool:
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """Names that running a module binds at its top, in branches too."""
+    """Return the names that running a module binds at its top level, including in branches."""
     found, waiting = set(), list(tree.body)
     while waiting:
         node = waiting.pop()
@@ -152,7 +152,7 @@ def defined(tree: ast.Module) -> set[str]:
 
 
 def oldest(root: pathlib.Path, needed: Package, bound: Version) -> Reader | None:
-    """Reads the sources of the oldest version from `bound` on: of a tag, or of this repository; None if unknown."""
+    """Return a reader of the oldest version from `bound` on: of a tag, or of this repository; None if unknown."""
     for version in tags(root, needed):
         if version >= bound:
             tree = f"{needed.name}-v{version}:{(needed.folder / 'src').relative_to(root).as_posix()}"
@@ -169,10 +169,10 @@ def oldest(root: pathlib.Path, needed: Package, bound: Version) -> Reader | None
 
 
 def check_names(root: pathlib.Path, user: Package, requirement: Requirement, needed: Package) -> list[str]:
-    """What `user` imports of `needed` that the oldest version it admits does not have."""
+    """Return the names of `needed` that `user` imports but the oldest allowed version lacks."""
     bound = lower_bound(requirement)
     reader = oldest(root, needed, bound) if bound else None
-    if reader is None:  # check_range has complained
+    if reader is None:  # reported by check_range
         return []
     lacking = [f"{name} ({at})" for name, at in used(user, needed).items() if not has(reader, name)]
     if not lacking:
@@ -181,11 +181,11 @@ def check_names(root: pathlib.Path, user: Package, requirement: Requirement, nee
 
 
 def complaints(root: pathlib.Path) -> list[str]:
-    """All that stands against a release."""
+    """Return all problems that prevent a release."""
     packages, wrong = read(root), []
     for package in packages.values():
         wrong += check_version(package, tags(root, package))
-    if wrong:  # the rest compares versions
+    if wrong:  # the other checks compare versions
         return wrong
     for package in packages.values():
         for requirement in package.requirements:
@@ -200,12 +200,12 @@ def complaints(root: pathlib.Path) -> list[str]:
 
 
 def releases(root: pathlib.Path) -> list[Package]:
-    """The packages whose version has no tag yet."""
+    """Return the packages whose version has no tag yet."""
     return [package for package in read(root).values() if Version(package.version) not in tags(root, package)]
 
 
 def changed(root: pathlib.Path) -> list[str]:
-    """Packages that differ from the tag of their version: the next release must raise it."""
+    """Return a sentence for each package that differs from the tag of its version: its next release must raise it."""
     found = []
     for package in read(root).values():
         if Version(package.version) in tags(root, package):
@@ -216,43 +216,40 @@ def changed(root: pathlib.Path) -> list[str]:
 
 
 def refusals(root: pathlib.Path, tested: str | None) -> list[str]:
-    """What stands against making tags now."""
+    """Return what prevents tagging now."""
     wrong = []
     if dirty := git(root, "status", "--porcelain"):
-        wrong.append(
-            f"expected a clean tree, got {len(dirty.splitlines())} changed files; commit them or put them away"
-        )
+        wrong.append(f"expected a clean tree, got {len(dirty.splitlines())} changed files; commit or stash them")
     head = git(root, "rev-parse", "HEAD")
     if tested is None or len(tested) < SHORTEST_ID or not head.startswith(tested):
-        wrong.append(f"expected --tested {head[:12]}, the commit to tag, got {tested}; run .ci/run on it and say so")
+        wrong.append(f"expected --tested {head[:12]}, the commit to tag, got {tested}; run .ci/run on it first")
     return wrong
 
 
 def settings(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check that the packages can be released, and tag them.")
-    parser.add_argument("--check", action="store_true", help="only say what is wrong")
-    parser.add_argument("--tag", action="store_true", help="make annotated tags; they are not pushed")
+    parser.add_argument("--check", action="store_true", help="only print problems")
+    parser.add_argument("--tag", action="store_true", help="create annotated tags; they are not pushed")
     parser.add_argument("--tested", metavar="ID", help="with --tag: the commit on which the tests passed")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str], root: pathlib.Path = ROOT) -> int:
-    asked = settings(arguments)
-    wrong = complaints(root) + (refusals(root, asked.tested) if asked.tag else [])
+    options = settings(arguments)
+    wrong = complaints(root) + (refusals(root, options.tested) if options.tag else [])
     for line in wrong:
         print(f"release: {line}", file=sys.stderr)
-    if wrong or asked.check:
-        print(f"{len(wrong)} complaints")
+    if wrong or options.check:
+        print(f"{len(wrong)} problems")
         return int(bool(wrong))
     for line in changed(root):
         print(line)
     for package in releases(root):
-        if asked.tag:
+        if options.tag:
             text = f"{package.name} {package.version}\n\n{package.entries[0][1].strip()}\n"
             git(root, "tag", "--annotate", "--cleanup=verbatim", "--message", text, package.tag)
-        print(
-            f"{'tagged' if asked.tag else 'would tag'} {package.tag}; build it with `uv build --package {package.name}`"
-        )
+        done = "tagged" if options.tag else "would tag"
+        print(f"{done} {package.tag}; build it with `uv build --package {package.name}`")
     return 0
 
 

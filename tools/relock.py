@@ -1,15 +1,15 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["packaging==26.3"]  # the one that is pinned for everything
+# dependencies = ["packaging==26.3"]  # the pinned version
 # ///
 """Resolve the workspace and keep its pins: requirements.txt and the constraints in pyproject.toml.
 
-    uv run --no-project tools/relock.py 2026-11-15    # upgrade to what was published before that day
+    uv run --no-project tools/relock.py 2026-11-15    # upgrade to versions published before that day
     uv run --no-project tools/relock.py               # same day: after a change of dependencies
     uv run --no-project tools/relock.py --check       # change nothing; exit 1 if the pins have drifted
 
 uv.lock names the index in every entry, so it is not committed (docs/adr/0001-host-free-pins.md). Every resolution
-here runs in a temporary copy of the pyproject files: a failure, or a kill at any moment, leaves the checkout as it was.
+here runs in a temporary copy of the pyproject files: a failure or a kill leaves the checkout unchanged.
 """
 
 import collections
@@ -29,8 +29,8 @@ from packaging.markers import Marker
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RELOCK = "uv run --no-project tools/relock.py"
-# flash-attn has no wheels: who installs from requirements.txt must not build it. kvpress says that it cannot stand
-# beside this transformers, and pip believes it.
+# flash-attn has no wheels, and installing from requirements.txt must not build it. kvpress declares a conflict with our
+# version of transformers, which pip enforces.
 EXPORT = (
     "export --frozen -q --all-packages --all-groups --no-group kvpress --all-extras --no-extra flash "
     "--no-emit-workspace --no-header --no-annotate"
@@ -55,7 +55,7 @@ class Pin(NamedTuple):
 
 
 def parse(requirements: str) -> list[Pin]:
-    """Read the pins of an export, in its order."""
+    """Parse the pins of an export, in its order."""
     pins = []
     for line in requirements.splitlines():
         if found := PIN.match(line):
@@ -68,16 +68,16 @@ def parse(requirements: str) -> list[Pin]:
 
 
 def constraint_block(pins: list[Pin]) -> str:
-    """The pins as constraints; a marker only where two versions of one package need telling apart."""
+    """Return the pins as constraints, with markers only where a package has two versions."""
     count = collections.Counter(pin.name for pin in pins)
     lines = [f"{p.name}=={p.version}" + (f" ; {p.marker}" if count[p.name] > 1 else "") for p in pins]
     return "constraint-dependencies = [\n" + "".join(f'    "{line}",\n' for line in lines) + "]\n"
 
 
 def same_where(one: str, other: str) -> bool:
-    """Whether two markers hold in the same environments, however they are written: that is uv's choice, and changes.
+    """Whether two markers hold in the same environments; how uv writes them may change.
 
-    No, if one of them has a condition of a kind that is not read here.
+    Returns False if a marker has a condition that this cannot parse.
     """
     unread = any(JOINED.sub("", CONDITION.sub("", marker)) for marker in (one, other))
     if one == other or unread or not (one and other):
@@ -90,7 +90,7 @@ def same_where(one: str, other: str) -> bool:
 
 
 def drifted(pinned: list[Pin], resolved: list[Pin]) -> list[str]:
-    """The names of what differs in version, file hashes or the environments it is for."""
+    """Return the names of packages that differ in version, file hashes or environments."""
     old, new = ({(pin.name, pin.version): pin for pin in pins} for pins in (pinned, resolved))
     changed = {
         key
@@ -101,7 +101,7 @@ def drifted(pinned: list[Pin], resolved: list[Pin]) -> list[str]:
 
 
 def resolve(project: str) -> tuple[str, str]:
-    """Resolve with this text as the root pyproject.toml; returns (requirements, uv.lock)."""
+    """Resolve with this text as the root pyproject.toml; return (requirements, uv.lock)."""
     with tempfile.TemporaryDirectory(prefix="relock-") as name:
         copy = pathlib.Path(name)
         (copy / "pyproject.toml").write_text(project)
@@ -131,7 +131,7 @@ def replace(path: pathlib.Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's files are for their owner only
+        os.chmod(temporary, 0o644)  # mkstemp creates files that only their owner can read
         os.replace(temporary, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -139,17 +139,17 @@ def replace(path: pathlib.Path, text: str) -> None:
 
 
 def check() -> str | None:
-    """One sentence saying what has drifted, or None."""
+    """Return a sentence about what has drifted, or None."""
     project, pinned = (ROOT / "pyproject.toml").read_text(), parse((ROOT / "requirements.txt").read_text())
     if constraint_block(pinned) not in project:
-        return f"constraint-dependencies in pyproject.toml is not what requirements.txt pins; run {RELOCK}"
+        return f"constraint-dependencies in pyproject.toml does not match requirements.txt; run {RELOCK}"
     if drift := drifted(pinned, parse(resolve(project)[0])):
-        return f"requirements.txt is not what resolves, {', '.join(drift)} differ; run {RELOCK}"
+        return f"requirements.txt does not match the resolution, {', '.join(drift)} differ; run {RELOCK}"
     return None
 
 
 def relock(date: str | None) -> None:
-    """Resolve free of constraints, then write the pins once they are shown to give the same resolution again."""
+    """Resolve without constraints, check that the pins reproduce the same resolution, and write them."""
     project = CONSTRAINTS.sub("", (ROOT / "pyproject.toml").read_text())
     cutoff = CUTOFF.search(project)
     if cutoff is None:

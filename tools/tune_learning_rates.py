@@ -1,10 +1,10 @@
-"""Find each hasher's own best learning rate on the demo model, and store the table.
+"""Find the best learning rate for each hasher on the demo model, and store the table.
 
-    uv run tools/tune_learning_rates.py                     # every hasher that is trained
-    uv run tools/tune_learning_rates.py linear group-xnor   # these; the table keeps the others' rows
+    uv run tools/tune_learning_rates.py                     # every trained hasher
+    uv run tools/tune_learning_rates.py linear group-xnor   # only these; other rows of the table are kept
 
-Every hasher gets the same layers, steps and contexts; they are judged on validation contexts from the training text,
-never on the held-out modules. Writes docs/results/learning_rates.json; the winners stand in hashtrain/plan.py.
+Every hasher gets the same layers, steps and contexts; they are evaluated on validation contexts from the training text,
+never on the held-out modules. Writes docs/results/learning_rates.json; copy the best ones to hashtrain/recipes.py.
 """
 
 import json
@@ -21,7 +21,7 @@ from hashtrain.corpus import contexts, python_sources
 from hashtrain.layers import BY_VARIANT
 from hashtrain.metrics import hash_quality
 from hashtrain.models import load_model
-from hashtrain.plan import ALL, Candidate, TrainCommand
+from hashtrain.plan import ALL, Recipe, TrainCommand
 from hashtrain.workers import Report, default_workers, run_jobs
 from rich.progress import Progress
 
@@ -31,8 +31,8 @@ STEPS, TRAIN_CONTEXTS, VALIDATION_CONTEXTS, ROWS = 300, 32, 8, 64
 OUT = Path(__file__).parent.parent / "docs" / "results" / "learning_rates.json"
 
 
-def judge(hasher, layer, data, command):
-    """Mean IoU per KV head over the validation contexts."""
+def evaluate(hasher, layer, data, command):
+    """Return the mean IoU per KV head over the validation contexts."""
     generator, values = torch.Generator().manual_seed(1), []
     for context in range(len(data)):
         q, k, scaling = data.read(context, layer)
@@ -43,9 +43,9 @@ def judge(hasher, layer, data, command):
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: a hasher, a rate and a layer."""
+    """One training run: a hasher, a learning rate and a layer."""
 
-    candidate: Candidate
+    recipe: Recipe
     config: HasherConfig
     rate: float
     layer: int
@@ -55,18 +55,18 @@ def try_rate(job: tuple[Trial, TrainCommand, Capture, Capture], report: Report) 
     """Train, and return the mean IoU on the validation contexts."""
     trial, command, train, check = job
     hasher = BY_VARIANT[trial.config.variant](trial.config, torch.Generator().manual_seed(trial.layer))
-    settings = TrainConfig(steps=STEPS, learning_rate=trial.rate, loss=trial.candidate.loss, beta=trial.candidate.beta)
+    settings = TrainConfig(steps=STEPS, learning_rate=trial.rate, loss=trial.recipe.loss, beta=trial.recipe.beta)
     hasher.start(train, trial.layer)
     train_layer(hasher, trial.layer, train, settings)
     report()
-    return judge(hasher, trial.layer, check, command)
+    return evaluate(hasher, trial.layer, check, command)
 
 
-def _row(candidate: Candidate, rate: float, trials: list[Trial], found: list[float]) -> dict:
-    of = [(t.layer, iou) for t, iou in zip(trials, found, strict=True) if t.candidate == candidate and t.rate == rate]
+def _row(recipe: Recipe, rate: float, trials: list[Trial], found: list[float]) -> dict:
+    of = [(t.layer, iou) for t, iou in zip(trials, found, strict=True) if t.recipe == recipe and t.rate == rate]
     by_layer = {layer: round(iou, 4) for layer, iou in of}
     mean = round(sum(by_layer.values()) / len(by_layer), 4)
-    return {"hasher": candidate.name, "learning_rate": rate, "iou": mean, "by_layer": by_layer}
+    return {"hasher": recipe.name, "learning_rate": rate, "iou": mean, "by_layer": by_layer}
 
 
 def _stored() -> list[dict]:
@@ -76,32 +76,32 @@ def _stored() -> list[dict]:
 def main(names: list[str]) -> None:
     command = TrainCommand()
     model, tokenizer = load_model(command.model_path)
-    # A seed of its own: other documents than the default run's come first.
+    # Another seed than the default run's, so that other documents come first.
     ids = contexts(python_sources(), tokenizer, command.context, TRAIN_CONTEXTS + VALIDATION_CONTEXTS, seed=1)
     known = {c.name: c for c in ALL if c.trained}
     if unknown := set(names) - set(known):
         raise SystemExit(f"expected names among {', '.join(known)}, got {', '.join(sorted(unknown))}")
-    candidates = [known[name] for name in names or known]
-    kept = [row for row in _stored() if row["hasher"] not in {c.name for c in candidates}]
+    recipes = [known[name] for name in names or known]
+    kept = [row for row in _stored() if row["hasher"] not in {c.name for c in recipes}]
     shape = ModelShape.of(model.config)
     config = {
-        c.name: HasherConfig(c.variant, shape, c.bits or 128, init=c.init, estimator=c.estimator) for c in candidates
+        c.name: HasherConfig(c.variant, shape, c.bits or 128, init=c.init, estimator=c.estimator) for c in recipes
     }
     with tempfile.TemporaryDirectory() as scratch, Progress() as progress:
         task = progress.add_task("capture", total=len(ids))
         train = capture(model, ids[:TRAIN_CONTEXTS], Path(scratch) / "train", lambda: progress.advance(task))
         check = capture(model, ids[TRAIN_CONTEXTS:], Path(scratch) / "check", lambda: progress.advance(task))
-        trials = [Trial(c, config[c.name], rate, layer) for c in candidates for rate in RATES for layer in LAYERS]
+        trials = [Trial(c, config[c.name], rate, layer) for c in recipes for rate in RATES for layer in LAYERS]
         task = progress.add_task("train", total=len(trials))
         jobs = [(trial, command, train, check) for trial in trials]
         found = run_jobs(try_rate, jobs, default_workers(), lambda: progress.advance(task))
-    rows = kept + [_row(c, rate, trials, found) for c in candidates for rate in RATES]
+    rows = kept + [_row(c, rate, trials, found) for c in recipes for rate in RATES]
     by_name: dict[str, list[dict]] = {}
     for row in rows:
         by_name.setdefault(row["hasher"], []).append(row)
     best = {name: max(of, key=lambda row: row["iou"])["learning_rate"] for name, of in by_name.items()}
-    facts = {"steps": STEPS, "contexts": TRAIN_CONTEXTS, "validation": VALIDATION_CONTEXTS, "rows": rows, "best": best}
-    write_text(OUT, json.dumps(facts, indent=1) + "\n")
+    table = {"steps": STEPS, "contexts": TRAIN_CONTEXTS, "validation": VALIDATION_CONTEXTS, "rows": rows, "best": best}
+    write_text(OUT, json.dumps(table, indent=1) + "\n")
     print(json.dumps(best))
 
 

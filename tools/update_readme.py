@@ -16,7 +16,7 @@
     uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --out docs/results/hashcore_index.json
     uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --cpu 1 --out docs/results/hashcore_cpu.json
 
-A table stands between `<!-- results:NAME -->` and `<!-- end -->`; BLOCKS in readme_tables has the names.
+Tables are written between `<!-- results:NAME -->` and `<!-- end -->`; BLOCKS in readme_tables lists the names.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--from", dest="runs", nargs="+", default=[], help="RUN or RUN=NAME to store first")
     given = parser.parse_args(arguments)
     if given.check and given.runs:
-        parser.error("--check changes nothing, --from stores runs: give one of them")
+        parser.error("--check changes nothing, --from stores runs: give only one of them")
     try:
         for run, _, name in (given_run.partition("=") for given_run in given.runs):
             print(f"stored {store(pathlib.Path(run), name=name).relative_to(ROOT)}")

@@ -1,10 +1,10 @@
-"""Why the paper's codes cost more perplexity than untrained LSH with every row sparse: each suspect alone.
+"""Why the paper's codes cost more perplexity than untrained LSH with every row sparse: test each suspect alone.
 
     uv run tools/why_paper.py --model MODEL --hashers FOLDER --text TEXT --out docs/results/why_paper.json
 
-Each line of the result is one pass over one text: `excess` is its negative log-likelihood over dense attention's, in
-nats, of the second half. Suspects: rows of few tokens (2 % of which is a token or two, and which no hasher was trained
-on), tokens that must always be read, the budget's rule, and a selection per query head in place of the group's sum.
+Each line of the result is one pass over one text: `excess` is its negative log-likelihood minus dense attention's, in
+nats, over the second half. Suspects: rows that see few tokens (2 % is a token or two, and no hasher was trained on
+them), tokens that must always be read, the budget's rule, and one selection per query head instead of the group's sum.
 """
 
 import argparse
@@ -25,7 +25,7 @@ CONTEXT, DENSE_LAYERS = 4096, 2
 
 
 class Suspect(NamedTuple):
-    """What is otherwise than in the paper's protocol with a budget of the visible tokens."""
+    """Differences from the paper's protocol with a budget of the visible tokens."""
 
     heads: Literal["kv", "query"] = "kv"
     rule: str = "visible"
@@ -67,12 +67,12 @@ def main() -> None:
                 how = budget_of(s.rule, 0.02), Always(DENSE_LAYERS, s.sink, s.recent), s.first_dense
                 found, attended = sparse_logits(model, ids, scored, method.for_heads(s.heads), *how)
                 excess = token_losses(found, ids[-scored:]).mean().item() - dense
-                told = {"document": number, "suspect": label, "method": name, "excess": round(excess, 4)}
-                lines.append({**told, "kl": round(mean_kl(reference, found), 4), "density": round(attended.density, 5)})
+                line = {"document": number, "suspect": label, "method": name, "excess": round(excess, 4)}
+                lines.append({**line, "kl": round(mean_kl(reference, found), 4), "density": round(attended.density, 5)})
                 print(json.dumps(lines[-1]), flush=True)
-    facts = {"context": CONTEXT, "dense_layers": DENSE_LAYERS, "documents": given.documents}
+    header = {"context": CONTEXT, "dense_layers": DENSE_LAYERS, "documents": given.documents}
     body = ",\n".join(json.dumps(line) for line in lines)
-    write_text(given.out, f'{json.dumps(facts)[:-1]}, "lines": [\n{body}\n]}}\n')
+    write_text(given.out, f'{json.dumps(header)[:-1]}, "lines": [\n{body}\n]}}\n')
 
 
 if __name__ == "__main__":

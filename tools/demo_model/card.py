@@ -2,8 +2,8 @@
 
     uv run python tools/demo_model/card.py [MODEL_DIR]
 
-Two tables: the loss of the same held-out tokens seen with more and more context, and the loss of a run of random
-identifiers the first and the second time, the copies near and far apart.
+Two tables: the loss of the same held-out tokens with increasing context, and the loss of a sequence of random
+identifiers the first and the second time, with the copies near and far apart.
 """
 
 import random
@@ -55,13 +55,13 @@ Never trained on: {held_out}.
 
 @torch.no_grad()
 def losses(model, ids):
-    """Loss of each token but the first, in nats."""
+    """Return the loss of each token but the first, in nats."""
     logits = model(ids[None]).logits[0, :-1].float()
     return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
 
 
 def by_context(model, documents):
-    """Mean loss of the last SCORED tokens of each document's first FULL, by how much context precedes them."""
+    """Return the mean loss of the last SCORED of each document's first FULL tokens, by length of the context."""
     table = {context: [] for context in CONTEXTS}
     for ids in track(documents, "held-out loss"):
         for context in CONTEXTS:
@@ -70,7 +70,7 @@ def by_context(model, documents):
 
 
 def induction(model, tokenizer, documents):
-    """Mean loss of random identifiers, first and second copy, by the tokens of real code between the copies."""
+    """Return the mean loss of random identifiers, first and second copy, by the tokens of real code in between."""
     rng = random.Random(0)
     table = {}
     for gap in GAPS:
@@ -87,11 +87,11 @@ def induction(model, tokenizer, documents):
 
 
 def licence(package):
-    """The package's own words for its licence."""
+    """Return the licence as the package's metadata states it."""
     meta = metadata(package)
     for field in ("License-Expression", "License"):
         words = (meta.get_all(field) or [""])[0]
-        if 0 < len(words) < 200:  # some packages put the licence's whole text here
+        if 0 < len(words) < 200:  # some packages put the full text of the licence here
             return words
     return ", ".join(c.rsplit(" :: ", 1)[-1] for c in meta.get_all("Classifier") or [] if c.startswith("License ::"))
 

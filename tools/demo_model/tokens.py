@@ -2,8 +2,8 @@
 
     uv run python tools/demo_model/tokens.py OUT_DIR
 
-The text is the standard library (its tests too) and the installed packages named below, in an order that
-keeps a folder's files side by side, so that a long context holds files that refer to each other.
+The text is the standard library (including its tests) and the installed packages named below, in an order that keeps
+the files of a folder together, so that a long context holds files that refer to each other.
 """
 
 import random
@@ -35,11 +35,11 @@ INSTALLED = (
     "rich",
     "jinja2",
 )
-MAX_FOLDER_CHARS = 400_000  # one folder of near-identical model files must not fill whole epochs
+MAX_FOLDER_CHARS = 400_000  # limits folders of many nearly identical model files
 
 
 def folders(documents):
-    """Group documents by folder, each folder shuffled and cut to MAX_FOLDER_CHARS, folders in random order."""
+    """Group documents by folder: each folder shuffled and cut to MAX_FOLDER_CHARS, folders in random order."""
     rng, groups = random.Random(0), {}
     for document in documents:
         groups.setdefault(str(Path(document.name).parent), []).append(document)

@@ -2,9 +2,9 @@
 
     uv run python tools/demo_model/train.py TOKENS_DIR OUT_DIR --minutes 75
 
-Muon for the matrices, AdamW for the rest, learning rate linear to zero over the given time, bf16 autocast with fp32
-weights. One context in ten has a stretch of itself repeated further on, so that the model learns to look far back.
-A checkpoint that loads with plain `from_pretrained` is written every five minutes.
+Muon for the matrices, AdamW for all other parameters, learning rate linear to zero over the given time, bf16 autocast
+with fp32 weights. One context in ten repeats a part of itself further on, so that the model learns to look far back. A
+checkpoint that loads with plain `from_pretrained` is written every five minutes.
 """
 
 import argparse
@@ -27,7 +27,7 @@ COPY_SHARE = 0.1
 
 
 def sample(tokens, starts, context, rng):
-    """One context: half begin where a document does, COPY_SHARE repeat a stretch of themselves later on."""
+    """Draw one context: half begin at the start of a document, COPY_SHARE repeat a part of themselves later on."""
     last = tokens.size - context
     at = int(starts[rng.integers(np.searchsorted(starts, last))]) if rng.random() < 0.5 else int(rng.integers(last))
     ids = tokens[at : at + context].astype(np.int64)
@@ -36,7 +36,7 @@ def sample(tokens, starts, context, rng):
         source = int(rng.integers(0, context - 2 * length))
         target = int(rng.integers(source + length, context - length))
         stretch = ids[source : source + length]
-        if rng.random() < 0.3:  # the order of tokens means nothing: only looking back can predict the copy
+        if rng.random() < 0.3:  # in random order, so that only looking back can predict the copy
             rng.shuffle(stretch)
         ids[target : target + length] = stretch
     return ids
@@ -44,7 +44,7 @@ def sample(tokens, starts, context, rng):
 
 @torch.no_grad()
 def held_out_loss(model, contexts, last=256):
-    """Mean loss of the last tokens of each held-out context, in nats."""
+    """Return the mean loss of the last tokens of each held-out context, in nats."""
     model.eval()
     losses = []
     for ids in contexts:
@@ -57,10 +57,10 @@ def held_out_loss(model, contexts, last=256):
 
 def optimizers(model):
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return (
         torch.optim.Muon(matrices, lr=PEAK_LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.0),
     )
 
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("tokens", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=75)
-    parser.add_argument("--init", type=Path, default=demo_model_path(), help="the model to go on from")
+    parser.add_argument("--init", type=Path, default=demo_model_path(), help="the model to continue from")
     parser.add_argument("--short-share", type=float, default=0.5, help="share of the time spent at contexts of 2,048")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -88,8 +88,9 @@ def main() -> None:
     tokens, starts = np.load(args.tokens / "train.npy", mmap_mode="r"), np.load(args.tokens / "starts.npy")
     model, tokenizer = load_model(str(args.init), torch.float32)
     model = model.requires_grad_(True).train()
-    held = [tokenizer(d.text, return_tensors="pt", verbose=False).input_ids[0, :CONTEXT] for d in held_out_sources()]
-    held = [ids for ids in held if len(ids) == CONTEXT][::3]
+    texts = [d.text for d in held_out_sources()]
+    validation = [tokenizer(text, return_tensors="pt", verbose=False).input_ids[0, :CONTEXT] for text in texts]
+    validation = [ids for ids in validation if len(ids) == CONTEXT][::3]
     rng, optims = np.random.default_rng(args.seed), optimizers(model)
     begin = saved = time.monotonic()
     step, log = 0, (args.out / "train.jsonl").open("a")
@@ -114,13 +115,14 @@ def main() -> None:
             row = {"step": step, "seconds": round(seconds), "loss": round(loss.item(), 4), "lr": lr}
             row["tokens_per_second"] = round(step * batch.numel() / seconds)
             if step % 150 == 0:
-                row["held_out"] = round(held_out_loss(model, held), 4)
+                row["held_out"] = round(held_out_loss(model, validation), 4)
             print(json.dumps(row), file=log, flush=True)
         if time.monotonic() - saved > 300:
             save(model, tokenizer, args.out)
             saved = time.monotonic()
     save(model, tokenizer, args.out)
-    print(json.dumps({"step": step, "held_out": held_out_loss(model, held), "finished": True}), file=log, flush=True)
+    last = {"step": step, "held_out": held_out_loss(model, validation), "finished": True}
+    print(json.dumps(last), file=log, flush=True)
 
 
 if __name__ == "__main__":

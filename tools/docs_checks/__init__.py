@@ -1,1 +1,1 @@
-"""What tools/build_docs.py checks: commands, snippets and links."""
+"""Checks of tools/build_docs.py: commands, snippets, links and pages."""

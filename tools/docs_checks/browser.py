@@ -1,4 +1,4 @@
-"""The pages of a built site as a browser shows them, at the widths of a desk and of a phone."""
+"""Check the pages of a built site in a browser, at the widths of a desktop and of a phone."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS = (1300, 420)
-FILLED_LATER = {"search.html"}  # shows what a reader searches for
+FILLED_LATER = {"search.html"}  # empty until the reader searches
 HEIGHT = 1800
 PATIENCE = 240  # seconds for all pages
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars")
@@ -24,7 +24,7 @@ HARNESS = pathlib.Path(__file__).with_name("look.html")
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves files without a line for each."""
+    """Serves files without logging."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -36,14 +36,14 @@ def find() -> str | None:
 
 
 def problems(browser: str, site: pathlib.Path, text: str = "article", widths: Sequence[int] = WIDTHS) -> list[str]:
-    """Open every page in a frame of every width; return a sentence for each thing a reader could not see.
+    """Open every page in a frame of every width; return a sentence for each visible problem.
 
-    That is: no text, an image that is not shown, and what sticks out of the page to the right where nothing scrolls.
-    A page that sends its reader elsewhere at once, or shows nothing until it is asked, is left out.
+    Problems are: no text, an image that is not shown, and content that overflows to the right where nothing scrolls.
+    Pages that redirect, or are empty until used, are left out.
 
     Args:
-        text: what to look at in a page, a CSS selector.
-    Raises: RuntimeError if the browser does not come to an end of them.
+        text: CSS selector of the part of a page to check.
+    Raises: RuntimeError if the browser does not finish.
     """
     pages = sorted(
         name
@@ -56,7 +56,7 @@ def problems(browser: str, site: pathlib.Path, text: str = "article", widths: Se
     harness.write_text(HARNESS.read_text(encoding="utf-8").replace("/*ASKED*/ null", asked), encoding="utf-8")
     try:
         with _served(site) as address:
-            # Virtual time stands still while a page is loading, and runs at once to its end when nothing is.
+            # Virtual time stops while a page is loading and jumps to the end of the budget when idle.
             shown = _run(browser, "--dump-dom", "--virtual-time-budget=1000000", f"{address}/look.html")
     finally:
         harness.unlink()
@@ -68,19 +68,19 @@ def problems(browser: str, site: pathlib.Path, text: str = "article", widths: Se
 
 
 def picture(browser: str, site: pathlib.Path, page: str, width: int, out: pathlib.Path) -> None:
-    """Write the picture of a page, HEIGHT pixels of it, as PNG. Raises: RuntimeError if the browser writes none."""
+    """Write a screenshot of a page, HEIGHT pixels of it, as PNG. Raises: RuntimeError if the browser writes none."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     with _served(site) as address:
         size = f"--window-size={width},{HEIGHT}"
         _run(browser, size, f"--screenshot={out}", "--virtual-time-budget=10000", f"{address}/{page}")
-    if not out.is_file():  # a browser in a sandbox of its own has other folders
+    if not out.is_file():  # a sandboxed browser may see other folders
         raise RuntimeError(f"expected {browser} to write {out}, found nothing; take one that sees this folder")
 
 
 @contextlib.contextmanager
 def _served(folder: pathlib.Path) -> Iterator[str]:
-    """Serve a folder to this machine, because pages that are files may not look at each other; yield the address."""
+    """Serve a folder on this machine, because pages opened as files may not access each other; yield the address."""
     handler = functools.partial(Quiet, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -93,7 +93,7 @@ def _served(folder: pathlib.Path) -> Iterator[str]:
 
 
 def _run(browser: str, *options: str) -> str:
-    """Run the browser with a profile of its own; return what it prints."""
+    """Run the browser with a fresh profile; return its output."""
     with tempfile.TemporaryDirectory() as profile:
         command = [browser, *OPTIONS, f"--user-data-dir={profile}", *options]
         try:

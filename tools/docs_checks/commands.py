@@ -1,4 +1,4 @@
-"""Commands of the documentation: each is read by the very parser that would read it, and none is run."""
+"""Check the commands of the documentation: each is parsed by its real parser, and none is run."""
 
 import ast
 import contextlib
@@ -20,9 +20,9 @@ from torch.distributed.run import get_args_parser
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PLAIN = {"basedpyright", "cd", "chmod", "cp", "curl", "git", "head", "mkdir", "nix", "pre-commit", "ruff"}
-"""Commands that are not ours and are taken as they are."""
+"""Third-party commands that are not checked."""
 ENGINE = "tools/serving_environment.py"
-"""Python in an environment with an engine that is not installed here."""
+"""Runs Python in an environment with an engine that is not installed here."""
 ENGINE_MODULE = "vllm.entrypoints.openai.api_server"
 UV_FLAGS = {
     "--no-project",
@@ -38,11 +38,11 @@ Words = list[str]
 
 
 class CommandError(Exception):
-    """What is wrong with a command, in a sentence."""
+    """A problem with a command, as a sentence."""
 
 
 def commands(code: str) -> Iterator[Words]:
-    """Split shell code into simple commands, comments and assignments taken off."""
+    """Split shell code into simple commands, without comments and assignments."""
     code = re.sub(r"(^|\s)#.*$", r"\1", code.replace("\\\n", " "), flags=re.M)
     lexer = shlex.shlex(code, posix=True, punctuation_chars=";&|\n")
     lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
@@ -59,7 +59,7 @@ def commands(code: str) -> Iterator[Words]:
 
 
 def problems(code: str, root: pathlib.Path = ROOT) -> list[str]:
-    """Say what is wrong with the commands of a bash block, a sentence each."""
+    """Return the problems of the commands of a bash block, a sentence each."""
     found = []
     for words in commands(code):
         try:
@@ -70,43 +70,43 @@ def problems(code: str, root: pathlib.Path = ROOT) -> list[str]:
 
 
 def _check(words: Words, root: pathlib.Path) -> None:
-    program, rest = words[0], words[1:]
+    program, arguments = words[0], words[1:]
     if program == "uv":
-        _uv(rest, root)
-    elif program == "pip" and rest[:1] == ["install"]:
-        _installed(rest[1:], root)
+        _uv(arguments, root)
+    elif program == "pip" and arguments[:1] == ["install"]:
+        _installed(arguments[1:], root)
     elif program in PARSERS:
-        _parsed(PARSERS[program], rest)
+        _parsed(PARSERS[program], arguments)
     elif program == "python":
-        _python(rest, root)
+        _python(arguments, root)
     elif program == "pytest":
-        _paths([word for word in rest if not word.startswith("-")], root)
+        _paths([word for word in arguments if not word.startswith("-")], root)
     elif program == ENGINE:
-        if rest[:2] != ["-m", ENGINE_MODULE]:
-            _python(rest, root)
+        if arguments[:2] != ["-m", ENGINE_MODULE]:
+            _python(arguments, root)
     elif program.endswith(".py"):
-        _script(program, rest, root)
+        _script(program, arguments, root)
     elif program not in PLAIN:
-        raise CommandError(f"expected a command that tools/docs_checks/commands.py knows, got {program}; teach it")
+        raise CommandError(f"expected a command that tools/docs_checks/commands.py supports, got {program}; add it")
 
 
 def _uv(words: Words, root: pathlib.Path) -> None:
-    action, rest = words[0], words[1:]
-    if action == "pip" and rest[:1] == ["install"]:
-        return _installed(rest[1:], root)
-    if action == "pip" and rest[:1] == ["sync"]:
-        return _paths([word for word in rest if word.endswith(".txt")], root)
+    action, arguments = words[0], words[1:]
+    if action == "pip" and arguments[:1] == ["install"]:
+        return _installed(arguments[1:], root)
+    if action == "pip" and arguments[:1] == ["sync"]:
+        return _paths([word for word in arguments if word.endswith(".txt")], root)
     if action in ("build", "venv"):
         return None
     if action not in ("run", "sync"):
         raise CommandError(f"expected uv run, sync, venv, build, pip install or pip sync, got uv {action}")
-    rest = _without_uv_options(rest, root)
-    if action == "sync" and rest:
-        raise CommandError(f"expected options of uv sync, got {rest[0]}")
+    arguments = _without_uv_options(arguments, root)
+    if action == "sync" and arguments:
+        raise CommandError(f"expected options of uv sync, got {arguments[0]}")
     if action == "run":
-        if not rest:
+        if not arguments:
             raise CommandError("expected a command after uv run, got none")
-        _check(rest, root)
+        _check(arguments, root)
     return None
 
 
@@ -117,16 +117,16 @@ def _without_uv_options(words: Words, root: pathlib.Path) -> Words:
         "--extra": set(project["project"]["optional-dependencies"]),
         "--no-extra": {extra for package in _packages(root).values() for extra in package},
     }
-    rest = list(words)
-    while rest and rest[0].startswith("-"):
-        option = rest.pop(0)
+    left = list(words)
+    while left and left[0].startswith("-"):
+        option = left.pop(0)
         if option in names:
-            name = rest.pop(0) if rest else ""
+            name = left.pop(0) if left else ""
             if name not in names[option]:
                 raise CommandError(f"expected {option} {', '.join(sorted(names[option]))}, got {name!r}")
         elif option not in UV_FLAGS:
             raise CommandError(f"expected options of uv among {', '.join(sorted([*UV_FLAGS, *names]))}, got {option}")
-    return rest
+    return left
 
 
 def _packages(root: pathlib.Path) -> dict[str, set[str]]:
@@ -171,7 +171,7 @@ def _python(words: Words, root: pathlib.Path) -> None:
 
 
 def _script(name: str, words: Words, root: pathlib.Path) -> None:
-    """Look for each flag among the strings of the script, which hands them to argparse."""
+    """Check each flag against the string constants of the script, which it passes to argparse."""
     _paths([name], root)
     known = {"-h", "--help"}
     for node in ast.walk(ast.parse((root / name).read_text(encoding="utf-8"))):
@@ -196,10 +196,10 @@ def _parsed(parse: Callable[[Words], Any], words: Words) -> Any:
             return parse(words)
     except SystemExit as error:
         if error.code:
-            raise CommandError(f"its parser says: {' '.join(said.getvalue().split())}") from error
+            raise CommandError(f"its parser reports: {' '.join(said.getvalue().split())}") from error
         raise CommandError("expected a command to run, got a request for help") from error
     except (UsageError, ValueError) as error:
-        raise CommandError(f"its parser says: {error}") from error
+        raise CommandError(f"its parser reports: {error}") from error
 
 
 def _evals(words: Words) -> object:

@@ -1,4 +1,4 @@
-"""Links of a built site: those within it lead to a page and an anchor that exist; nothing is loaded from a network."""
+"""Check the links of a built site: internal ones must lead to an existing page and anchor; nothing may be remote."""
 
 import html.parser
 import pathlib
@@ -31,7 +31,7 @@ class Page(html.parser.HTMLParser):
 
 
 class Found(NamedTuple):
-    """What is wrong, a sentence each, and the addresses outside of the site with the first page that has them."""
+    """Problems, a sentence each, and external addresses with the first page that has them."""
 
     problems: list[str]
     external: dict[str, str]

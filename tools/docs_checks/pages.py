@@ -7,7 +7,7 @@ from markdown_it import MarkdownIt
 
 
 class Block(NamedTuple):
-    """A fenced block; `line` is that of its first line of code, from 1."""
+    """A fenced block; `line` is the number of its first line of code, from 1."""
 
     language: str
     line: int
@@ -15,7 +15,7 @@ class Block(NamedTuple):
 
 
 def blocks(text: str) -> list[Block]:
-    """Find the fenced blocks of a page, those inside lists, too."""
+    """Return the fenced blocks of a page, including those inside lists."""
     found = []
     for token in MarkdownIt("commonmark").parse(text):
         if token.type == "fence" and token.map is not None:
@@ -24,7 +24,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def module(found: list[Block], language: str = "python") -> str:
-    """Put the blocks of a language into one module, each line at the number it has on the page."""
+    """Combine the blocks of a language into one module, each line at its line number on the page."""
     lines: list[str] = []
     for block in found:
         if block.language == language:

@@ -1,4 +1,4 @@
-"""Python of the documentation: it compiles, and a type checker finds every module, name, attribute and argument."""
+"""Check the Python of the documentation: it compiles, and a type checker resolves all names and arguments."""
 
 import json
 import pathlib
@@ -9,7 +9,7 @@ import sys
 SETTINGS = {
     "typeCheckingMode": "standard",
     "include": ["."],
-    # A page's blocks follow each other: one may name again what another did.
+    # The blocks of a page form one module, so later ones may redefine names.
     "reportRedeclaration": False,
 }
 # transformers declares `generate` for a protocol that its own model classes do not meet.
@@ -17,34 +17,34 @@ NOT_OURS = 'Could not bind method "generate" because'
 
 CANARY = "canary"
 WRONG = "import hashcore\nimport no_such_module\nhashcore.no_such_name\nhashcore.pack([], no_such_argument=1)\n"
-"""Checked with the rest: a checker that does not see what is installed would find nothing wrong in it, or anywhere."""
+"""Checked with the modules: a checker that cannot see the installed packages would find no error here, or anywhere."""
 
 
 def start(modules: dict[str, str], folder: pathlib.Path) -> subprocess.Popen[str]:
-    """Start the type checker on pages' modules, written below `folder`, an empty one.
+    """Start the type checker on the modules of all pages, written below `folder`, which must be empty.
 
     Args:
-        modules: Python by the name of its page.
+        modules: Python code by page.
     """
     folder.mkdir(parents=True)
     (folder / "pyrightconfig.json").write_text(json.dumps(SETTINGS), encoding="utf-8")
     for page, text in {**modules, CANARY: WRONG}.items():
         (folder / file_of(page)).write_text(text, encoding="utf-8")
-    # As `python -m`: the checker then sees what is installed where this runs.
+    # Run with `python -m`, so that the checker sees the packages installed here.
     words = [sys.executable, "-m", "basedpyright", "--project", str(folder), "--outputjson"]
     words += ["--pythonpath", sys.executable]
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def file_of(page: str) -> str:
-    """Name the file of a page's module."""
+    """Return the file name of a page's module."""
     return re.sub(r"\W", "_", page) + ".py"
 
 
 def problems(running: subprocess.Popen[str], modules: dict[str, str]) -> list[str]:
-    """Wait for the type checker and say what it found, a sentence each.
+    """Wait for the type checker and return its findings, a sentence each.
 
-    Raises: RuntimeError with its own words if it did not check all modules, or sees nothing.
+    Raises: RuntimeError with its output if it did not check all modules, or cannot see the installed packages.
     """
     out, complaint = running.communicate()
     try:

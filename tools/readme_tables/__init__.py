@@ -1,4 +1,4 @@
-"""The generated tables: one function a table, a file a family."""
+"""The generated tables: one function per table, one file per topic."""
 
 import pathlib
 from collections.abc import Callable
@@ -66,4 +66,4 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "hashcore-index-recall": searching.index_recall,
     "hashcore-index-times": searching.index_times,
 }
-"""By name: each makes a table or sentences, in Markdown, of stored results. Raises: ValueError if one is missing."""
+"""By name: each returns Markdown, a table or sentences, of stored results. Raises: ValueError if one is missing."""

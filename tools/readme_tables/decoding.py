@@ -114,7 +114,7 @@ def beside_llama_cpp(results: pathlib.Path) -> str:
         f"{', '.join(name for name in found['llama_cpp_uses'] if name.startswith('AVX'))}); median of rounds in turns; "
         "with `about`, llama.cpp's by the line through its shorter contexts"
     )
-    sections = [[_beside_llama_cpp(each["model"], row) for row in each["rows"]] for each in both]
+    sections = [[_beside_llama_cpp(run["model"], row) for row in run["rows"]] for run in both]
     header = ["model, tokens", "ours", "llama.cpp", "transformers", "llama.cpp / ours", "transformers / ours"]
     return to_markdown(Grid(title, header, sections))
 

@@ -1,4 +1,4 @@
-"""Tables of docs/gpu.md: what is counted on a GPU that is not there, and what that predicts for one that is."""
+"""Tables of docs/gpu.md: counts on a simulated GPU, and the times they predict for real ones."""
 
 import pathlib
 from typing import NamedTuple
@@ -24,7 +24,7 @@ CASES = {
 
 
 class Card(NamedTuple):
-    """A GPU: its memory's bandwidth by the data sheet, in TB/s."""
+    """A GPU and its memory bandwidth according to the data sheet, in TB/s."""
 
     name: str
     bandwidth: float
@@ -33,19 +33,19 @@ class Card(NamedTuple):
 CARDS = (Card("A100 80 GB", 2.04), Card("H100", 3.35), Card("H200", 4.8), Card("L4", 0.3), Card("RTX 4090", 1.01))
 LENGTHS = (8_192, 32_768, 131_072, 524_288, 2_097_152)
 REACHED = 0.85
-"""Share of the bandwidth that kernels reach which do nothing but read."""
+"""Share of the bandwidth reached by kernels that only read."""
 LAUNCH_US = 2.0
-"""A dependent launch in a CUDA graph, in microseconds."""
+"""Time of a dependent launch in a CUDA graph, in microseconds."""
 KV_HEADS, QUERY_HEADS, DIM, BITS, HIDDEN, FRACTION = 8, 32, 128, 128, 128, 0.02
 
 SHORTLISTS = (5, 6)
-"""Times as many keys as are selected."""
+"""Length of the shortlist, as a multiple of the selected keys."""
 PLANE_WEIGHTS = tuple(1 << plane for plane in range(6))
 SMS = 132
 
 
 def step(results: pathlib.Path) -> str:
-    """Return the table of what a sparse layer of a decode step does beyond a dense one."""
+    """Return the table of a sparse layer's operations in a decode step beyond those of a dense one."""
     found = stored(results / "gpu_step.json")
     lines = [
         [CASES[name], f"{count['operators']:g}", f"{count['launches']:g}", "0", f"{count['copies']}"]
@@ -65,20 +65,20 @@ def layer_bytes(tokens: int, shortlist: int = 0) -> tuple[float, float]:
 
 
 def search_bytes(tokens: int, shortlist: int = 0) -> float:
-    """Return the bytes that a layer's search moves, from a shortlist with first words side by side."""
-    asked = KV_HEADS, tokens, BITS // 32, PLANE_WEIGHTS, int(FRACTION * tokens), SMS
-    return traffic.search(*asked, shortlist=shortlist).total
+    """Return the bytes that a layer's search moves; with a shortlist, first words are stored contiguously."""
+    sizes = KV_HEADS, tokens, BITS // 32, PLANE_WEIGHTS, int(FRACTION * tokens), SMS
+    return traffic.search(*sizes, shortlist=shortlist).total
 
 
 def shortlist(results: pathlib.Path) -> str:
-    """Return the table of what a search from a shortlist moves, and what that predicts of a layer."""
+    """Return the table of the bytes that a search with a shortlist moves, and the predicted times of a layer."""
     launches = stored(results / "gpu_step.json")["transform+remainder"]["launches"]
     lines = []
     for tokens in LENGTHS:
         whole, parts = search_bytes(tokens), [search_bytes(tokens, times) for times in SHORTLISTS]
         line = [f"{tokens:,}", f"{whole / 2**20:,.1f}", *(f"{x / 2**20:,.1f} ({x / whole:.2f})" for x in parts)]
         for card in CARDS:
-            rate = card.bandwidth * 1e6 * REACHED  # bytes a microsecond
+            rate = card.bandwidth * 1e6 * REACHED  # bytes per microsecond
             found = zip((0, *SHORTLISTS), (1, 2, 2), strict=True)
             line.append(
                 " / ".join(f"{layer_bytes(tokens, x)[1] / rate + (launches + n) * LAUNCH_US:,.0f}" for x, n in found)
@@ -94,14 +94,14 @@ def shortlist(results: pathlib.Path) -> str:
 
 
 def model(results: pathlib.Path) -> str:
-    """Return the table of predicted microseconds of a layer's attention, dense over sparse."""
+    """Return the table of predicted microseconds of a layer's attention, dense / sparse."""
     launches = stored(results / "gpu_step.json")["transform+remainder"]["launches"]
     lines = []
     for tokens in LENGTHS:
         dense, sparse = layer_bytes(tokens)
         line = [f"{tokens:,}", f"{dense / 2**20:,.1f}", f"{sparse / 2**20:,.1f}"]
         for card in CARDS:
-            rate = card.bandwidth * 1e6 * REACHED  # bytes a microsecond
+            rate = card.bandwidth * 1e6 * REACHED  # bytes per microsecond
             times = dense / rate + LAUNCH_US, sparse / rate + (launches + 1) * LAUNCH_US
             line.append(f"{times[0]:,.0f} / {times[1]:,.0f}")
         lines.append(line)

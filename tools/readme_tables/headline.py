@@ -1,4 +1,4 @@
-"""What a reader of README.md wants to know first: how much worse, how much faster."""
+"""The headline of README.md: quality and speed in two sentences."""
 
 import pathlib
 
@@ -10,19 +10,19 @@ from readme_tables.stored import load, stored
 OURS, WINDOW = "transform+remainder", "recent"
 SECOND_MODEL = "SmolLM2-135M-Instruct"
 SECOND_RUNS = {"English": "second_english", "Python": "second_python"}
-"""Stored runs on the second model, behind a dense prompt, by kind of text."""
+"""Stored runs on the second model, after a dense prompt, by kind of text."""
 SHORT_RUNS = {
     f"{SECOND_MODEL}, English": ("second_english", "short_english", "values_english"),
     f"{SECOND_MODEL}, Python": ("second_python", "short_python", "values_python"),
     "demo model, Python": ("ppl_decode", "short_demo", "values_demo"),
 }
-"""Stored runs behind a dense prompt, by model and text: all codes in whole, a shortlist, and fewer values, too."""
+"""Stored runs after a dense prompt, by model and text: all codes, a shortlist, and a shortlist with fewer values."""
 FRONTIER_RUNS = ("second_english", "short_english", "values_english")
 """Stored runs of one model and text with any budgets and settings, for quality against bytes."""
 
 
 def headline(results: pathlib.Path) -> str:
-    """Two sentences: quality at the first budget of the stored runs, speed at the longest context of a whole model."""
+    """Return two sentences: quality at the first budget of the stored runs, speed at the longest contexts."""
     attention, model = (stored(results / f"sparse_{name}.json") for name in ("attention", "model_decode"))
     step = max((row for row in model["rows"] if row["batch"] == 1), key=lambda row: row["n"])
     layer = next(row for row in attention["rows"] if (row["n"], row["dtype"]) == (step["n"], "bfloat16"))

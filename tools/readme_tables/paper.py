@@ -1,4 +1,4 @@
-"""Tables of what `paper-exact` and the others find and cost by the paper's protocol, with the paper's values beside."""
+"""Tables of quality in the paper's protocol, for `paper-exact` and others, next to the paper's values."""
 
 import itertools
 import pathlib
@@ -13,14 +13,14 @@ from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import load, named, stored
 
 ORDER = ("paper-exact-untrained", "lsh", "linear-exact", "paper-exact")
-"""The paper's table 1, worst first."""
+"""The order in the paper's table 1, worst first."""
 _COLUMN = {"dense": 1, "oracle": 2, "lsh": 3, "linear-exact": 4, "paper-exact-untrained": 5, "paper-exact": 6}
-"""Where the paper's table 1 has a method."""
+"""Column of each method in the paper's table 1."""
 _HEADS = "query_head"
 
 
 def papers(method: str) -> str:
-    """Return IoU / perplexity of LLaMA3-8B, as the paper prints them; empty for what it has not."""
+    """Return IoU / perplexity of LLaMA3-8B as the paper prints them, or "" if it has none."""
     item = next(item for item in paper.ITEMS if item.name == "table 1")
     assert item.paper is not None
     line = next(line for line in item.paper.sections[0] if line[0] == "LLaMA3-8B")
@@ -28,7 +28,7 @@ def papers(method: str) -> str:
 
 
 def order(results: pathlib.Path) -> str:
-    """Lay out the paper's table 1 on the second model: overlap, and perplexity with the same layers sparse."""
+    """Return the paper's table 1 for the second model: overlap, and perplexity with the same layers sparse."""
     iou, ppl = load(results / "order_iou.json"), load(results / "order_ppl.json")
     lines = []
     for method in ("dense", "oracle", *ORDER, "paper-exact-mse"):
@@ -51,7 +51,7 @@ _COSTS = (("perplexity_ratio", ".4f"), ("kl", ".5f"))
 
 
 def longer(results: pathlib.Path) -> str:
-    """Lay out the overlap of hashers of one layer that were trained for 3,200 steps in place of 800."""
+    """Return the overlap of one layer's hashers after 800 and after 3,200 training steps."""
     few, many = load(results / "order_iou.json"), load(results / "order_long.json")
     (layer,) = _layers(many)
     at = {"metric": "iou", "heads": _HEADS, "layer": layer, "head": None}
@@ -66,12 +66,12 @@ def overlap(result: Result, method: str, metric: str = "iou") -> float:
 
 
 def cost_of(result: Result, method: str, metric: str) -> float:
-    """Return what a method costs, of one rule and budget."""
+    """Return a method's cost; the run has one rule and budget."""
     return result.one(method=method, metric=metric, against=None).value
 
 
 def links(results: pathlib.Path) -> dict[tuple[str, str, str], bool]:
-    """Say for each two neighbours of the paper's order whether the second is better, by IoU, perplexity and KL."""
+    """Return for each two neighbours in the paper's order whether the second is better, by IoU, perplexity and KL."""
     iou, ppl = load(results / "order_iou.json"), load(results / "order_ppl.json")
     found = {}
     for worse, better in itertools.pairwise(ORDER):
@@ -82,20 +82,20 @@ def links(results: pathlib.Path) -> dict[tuple[str, str, str], bool]:
 
 
 def sentences(results: pathlib.Path) -> str:
-    """Say of each link of the paper's order whether it holds here."""
-    said = [
+    """Return one sentence per pair of neighbours in the paper's order: whether the order holds here."""
+    lines = [
         f"- {metric}: `{better}` is {'better' if holds else '**not** better'} than `{worse}`."
         for (metric, worse, better), holds in links(results).items()
     ]
-    return "\n".join(said)
+    return "\n".join(lines)
 
 
 def plain(name: str) -> Callable[[pathlib.Path], str]:
-    """Return what makes the first table of a stored run of the second model."""
+    """Return a function for the first table of a stored run of the second model."""
 
     def tables(results: pathlib.Path) -> str:
         result = load(results / f"{name}.json")
-        return to_markdown(grids(named(result, SECOND_MODEL))[0])  # the means; the others are of layers
+        return to_markdown(grids(named(result, SECOND_MODEL))[0])  # the means; further tables are by layer
 
     return tables
 
@@ -106,7 +106,7 @@ def _layers(result: Result) -> list[int]:
 
 
 def why(results: pathlib.Path) -> str:
-    """Lay out what `tools/why_paper.py` found: each suspect alone, untrained LSH beside the paper's codes."""
+    """Return the results of `tools/why_paper.py`: each suspect alone, untrained LSH and the paper's codes."""
     found = stored(results / "why_paper.json")
     lines = []
     for suspect in dict.fromkeys(line["suspect"] for line in found["lines"]):

@@ -1,4 +1,4 @@
-"""Tables of what methods find and what they cost the model."""
+"""Tables of the methods' selection quality and their effect on the model."""
 
 import pathlib
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def training(results: pathlib.Path, heads: str, name: str = "training") -> str:
 
 
 def with_matches(name: str) -> Callable[[pathlib.Path], str]:
-    """Return what makes the table of perplexity and those at the density of each rival that was matched."""
+    """Return a function for the table of perplexity, followed by one at the density of each matched rival."""
 
     def tables(results: pathlib.Path) -> str:
         result = load(results / f"{name}.json")
@@ -37,7 +37,7 @@ def with_matches(name: str) -> Callable[[pathlib.Path], str]:
 
 
 class Measured(NamedTuple):
-    """The stored runs of one model: every row sparse, behind a dense prompt, and the training."""
+    """The stored runs of one model: every row sparse, sparse after a dense prompt, and the training."""
 
     everywhere: str
     decode: str
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
 
 
 def glance(names: Measured, subject: str) -> Callable[[pathlib.Path], str]:
-    """Return what makes the table of each method's quality at the first budget of a model's stored runs, best first."""
+    """Return a function for the table of each method's quality at the first budget, best first."""
 
     def table(results: pathlib.Path) -> str:
         runs = [load(results / f"{name}.json") for name in (names.everywhere, names.decode)]
@@ -74,10 +74,10 @@ def glance(names: Measured, subject: str) -> Callable[[pathlib.Path], str]:
 
 
 def texts(names: dict[str, str], trained_name: str, subject: str) -> Callable[[pathlib.Path], str]:
-    """Return what makes the table of each method's quality behind a dense prompt, on texts of several kinds.
+    """Return a function for the table of each method's quality after a dense prompt, on texts of several kinds.
 
     Args:
-        names: the stored run of each kind of text, by what it is called; trained_name: the stored training.
+        names: the stored run for each kind of text; trained_name: the stored training.
     """
 
     def table(results: pathlib.Path) -> str:
@@ -109,7 +109,7 @@ def texts(names: dict[str, str], trained_name: str, subject: str) -> Callable[[p
 
 
 def bytes_read(names: dict[str, tuple[str, ...]]) -> Callable[[pathlib.Path], str]:
-    """Return what makes the table of quality against bytes: stored runs by what they are of, `HEAD_DIM` of each."""
+    """Return a function for the table of quality against bytes, given stored runs by subject."""
 
     def table(results: pathlib.Path) -> str:
         sections = []
@@ -128,7 +128,7 @@ def bytes_read(names: dict[str, tuple[str, ...]]) -> Callable[[pathlib.Path], st
 
 
 def frontier(names: tuple[str, ...]) -> Callable[[pathlib.Path], str]:
-    """Return what makes the table of all methods by bytes, of stored runs of one model and text."""
+    """Return a function for the table of all methods by bytes, from stored runs of one model and text."""
 
     def table(results: pathlib.Path) -> str:
         found = [load(results / f"{name}.json") for name in names]
@@ -148,7 +148,7 @@ def _bytes_line(point: Point) -> list[str]:
 
 
 def protocol(config: dict[str, Any]) -> str:
-    """Say which tokens every row of a run reads, and which layers stay dense."""
+    """Return a phrase on which tokens every row of a run reads, and which layers stay dense."""
     ends = [(config.get("sink", 0), "first"), (config.get("recent", 0), "last")]
     named = [f"the {which} token" if count == 1 else f"the {which} {count}" for count, which in ends if count]
     always = f"{' and '.join(named)} always among them" if named else "none of them read without a search"
@@ -164,11 +164,11 @@ def protocol(config: dict[str, Any]) -> str:
 
 
 def cell(ppl: Result, method: str, metric: str, budget: float | None = None) -> float:
-    """Return a method's figure at a run's first rule, and first budget unless one is given."""
+    """Return a method's value at a run's first rule, and at its first budget unless one is given."""
     wanted = {"rule": ppl.config["rules"][0], "budget": budget or ppl.config["budgets"][0], "against": None}
     return ppl.one(method=method, metric=metric, **wanted).value
 
 
 def change(ppl: Result, method: str, budget: float | None = None) -> str:
-    """Write by how much a method changes the perplexity at a run's first rule, and first budget unless one is given."""
+    """Return a method's change of perplexity at a run's first rule, and at its first budget unless one is given."""
     return f"{100 * (cell(ppl, method, 'perplexity_ratio', budget) - 1):+.1f} %"

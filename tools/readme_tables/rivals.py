@@ -1,4 +1,4 @@
-"""Ours less the rivals, paired over documents."""
+"""Differences between our methods and the rivals, paired over documents."""
 
 import pathlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ HEADER = ["ours less the rival's", "KL from dense, nats", "loss, nats a token"]
 
 
 def differences(results: pathlib.Path) -> Iterator[tuple[str, dict[str, Estimate]]]:
-    """Name each comparison of the paper's, and give the mean difference of each metric and its interval."""
+    """Yield each comparison's label, and the mean difference of each metric with its interval."""
     found: dict[str, dict[str, Estimate]] = {}
     for entry in stored(results / "differences.json")["table 2"]:
         (ours, own), (rival, theirs) = entry["a"], entry["b"]
@@ -32,7 +32,7 @@ def differences(results: pathlib.Path) -> Iterator[tuple[str, dict[str, Estimate
 
 
 def rivals(results: pathlib.Path) -> str:
-    """The table of them, a line a comparison."""
+    """Return the table of differences, one line per comparison."""
     lines = [[label, *(_cell(values[name]) for name in METRICS)] for label, values in differences(results)]
     config = load(results / "magicpig.json").config
     title = (

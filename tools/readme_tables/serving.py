@@ -1,4 +1,4 @@
-"""The table of sparse-serve: decode steps of a serving engine, with and without a selection."""
+"""The table of sparse-serve: decode steps of a serving engine, with and without sparse attention."""
 
 import pathlib
 
@@ -8,7 +8,7 @@ from readme_tables.stored import stored
 
 
 def serving(results: pathlib.Path) -> str:
-    """Milliseconds of a decode step by context, as benchmarks/throughput.py measured them."""
+    """Return the table of decode step times by context, from benchmarks/throughput.py."""
     found = stored(results / "serving.json")
     shape, threads = found["shape"], found["threads"]
     lines = [

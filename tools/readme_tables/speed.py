@@ -1,4 +1,4 @@
-"""Tables of times that are of no single package: decode steps, a training step, the commands of README.md."""
+"""Tables of times that belong to no single package: decode steps, a training step, the commands of README.md."""
 
 import pathlib
 
@@ -7,11 +7,11 @@ from evals.result import Result
 
 from readme_tables.stored import load, stored
 
-_AS_FAST = 1.005  # within what the benchmark can tell
+_AS_FAST = 1.005  # the benchmark's resolution
 
 
 def install(results: pathlib.Path) -> str:
-    """What the commands of README.md took in a fresh clone."""
+    """Return the table of times of README.md's commands in a fresh clone."""
     found = stored(results / "readme.json")
     title = (
         f"What the commands of this page took in a fresh clone with empty caches, Python {found['python']}, "
@@ -22,7 +22,7 @@ def install(results: pathlib.Path) -> str:
 
 
 def speed(results: pathlib.Path) -> str:
-    """How much faster a step is, by context: the attention of one layer, and a whole model."""
+    """Return the table of speed-ups by context: attention of one layer, and a whole model."""
     names = ("sparse_attention", "sparse_model_decode", "never_slower")
     attention, model, short = (stored(results / f"{name}.json") for name in names)
     whole = {row["n"]: row for row in model["rows"] if row["batch"] == 1}
@@ -63,7 +63,7 @@ def training_step(results: pathlib.Path) -> str:
 
 
 def throughput(results: pathlib.Path) -> str:
-    """Decode steps of a whole model as `evals throughput` measured them, a section a context and batch."""
+    """Return the table of `evals throughput`, one section per context and batch size."""
     result = load(results / "throughput.json")
     config, machine = result.config, result.environment
     if lacking := [name for name in ("processor", "threads") if name not in machine]:

@@ -1,4 +1,4 @@
-"""Stored results: how a run is trimmed into docs/results, and how a table reads it there."""
+"""Stored results: trim a run into docs/results, and read it there for a table."""
 
 import json
 import pathlib
@@ -16,17 +16,17 @@ _KEPT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("cones", "codesize", "complexity", "fidelity", "needle", "output-error", "ruler-synthetic"), ()),
     "throughput": ("p50_ms", "p99_ms", "tokens_per_s", "share_of_bandwidth", "kv_bytes", "code_bytes"),
 }
-"""By task, the metrics that tables show; none named: all."""
+"""By task, the metrics shown in tables; empty: all."""
 DIFFERENCES = "differences.json"
-"""What `evals paper` leaves beside its report: the paired differences that its items show."""
+"""File that `evals paper` writes with its report: the paired differences of its items."""
 _DIGITS = 5
 _CURVE_POINTS = 60
 
 
 def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") -> pathlib.Path:
-    """Copy what a table needs of a run, rounded, as `name` or the run's kind.
+    """Copy the parts of a run that tables need, rounded, under `name` or the run's task.
 
-    Returns: the file. Raises: ValueError if there is no finished run, or no table of such runs.
+    Returns: the file. Raises: ValueError if there is no finished run, or no table for such runs.
     """
     if (run / "metrics.json").is_file():
         target, text = (
@@ -41,10 +41,10 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") ->
         task = result.config["task"]
         if task not in _KEPT:
             raise ValueError(f"runs of {', '.join(_KEPT)} have a table, got {run}, one of {task}")
-        # So that one phase never takes the place of the other unasked.
+        # A separate name, so that one phase never overwrites the other by accident.
         own = "ppl_decode" if result.config.get("phase") == "decode" else task
         kept = [row for row in result.rows if not _KEPT[task] or row.metric in _KEPT[task]]
-        dense = result.config.get("dense_at", [])  # layers named one by one: nothing was sparse there
+        dense = result.config.get("dense_at", [])  # layers that stay dense by index have no selection
         rows = [row for row in kept if (row.head is None or row.metric == "low") and row.layer not in dense]
         table = json.loads(rows_to_text(rows))
         lines = ",\n".join(json.dumps(rounded(line)) for line in table["rows"])
@@ -61,7 +61,7 @@ def load(path: pathlib.Path) -> Result:
 
 
 def named(result: Result, model: str) -> Result:
-    """Give the model of a result the name that readers know, in place of the folder where it lay."""
+    """Replace the model name in a result, which was a folder, by the name that readers know."""
     return replace(result, config={**result.config, "model": model})
 
 
@@ -75,7 +75,7 @@ def stored(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _trim_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the per-head lists, and keep the mean loss curve of the layers as _CURVE_POINTS means."""
+    """Drop the per-head lists, and reduce the layers' mean loss curve to _CURVE_POINTS means."""
     hashers = {}
     for name, found in metrics["hashers"].items():
         layers = {
@@ -88,14 +88,14 @@ def _trim_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _curve(losses: list[list[float]]) -> list[float]:
-    """Average the layers' losses, then stretches of steps; empty for a hasher that is not trained."""
+    """Average the layers' losses, then over groups of steps; empty for an untrained hasher."""
     steps = [sum(column) / len(column) for column in zip(*losses, strict=True)]
     size = max(1, len(steps) // _CURVE_POINTS)
     return [sum(part) / len(part) for i in range(0, len(steps), size) if (part := steps[i : i + size])]
 
 
 def rounded(data: Any) -> Any:
-    """Return data with _DIGITS digits in every float."""
+    """Round every float in data to _DIGITS digits."""
     if isinstance(data, float):
         return float(f"{data:.{_DIGITS}g}")
     if isinstance(data, dict):

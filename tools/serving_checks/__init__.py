@@ -1,1 +1,1 @@
-"""What the checks of serving share: requests, jobs in processes of their own, and how answers are compared."""
+"""Shared parts of the serving checks: prompts, jobs in separate processes, and the comparison of answers."""

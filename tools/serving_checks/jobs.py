@@ -1,9 +1,9 @@
-"""Jobs of the checks of serving, each in a process of its own: answers of one engine, or of `attach`.
+"""Jobs of the serving checks, each in a separate process: answers of one engine, or of `attach`.
 
 PYTHON -m serving_checks.jobs engine path/or/folder     # reads its file `job`, writes its file `found`
 """
 
-# vLLM is installed only where this is run.
+# vLLM is installed only where this runs.
 # pyright: reportMissingImports=false
 
 import json
@@ -17,15 +17,15 @@ from typing import Any
 
 QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 QUIET |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TOKENIZERS_PARALLELISM": "false"}
-QUIET |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # or two ranks, or two checks, would sit on one core
+QUIET |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # otherwise two ranks, or two checks, would share one core
 
 
 def engine(job: dict[str, Any]) -> dict[str, Any]:
-    """Answer a job's prompts, each twice, by one engine: tokens, and what was counted."""
+    """Run a job's prompts, each twice, in one engine: return the tokens and the counts."""
     from vllm import LLM, SamplingParams
 
-    asked = {} if job["spotlight"] is None else {"spotlight": job["spotlight"]}
-    how: dict[str, Any] = dict(dtype="float32", enforce_eager=True, max_model_len=2048, additional_config=asked)
+    config = {} if job["spotlight"] is None else {"spotlight": job["spotlight"]}
+    how: dict[str, Any] = dict(dtype="float32", enforce_eager=True, max_model_len=2048, additional_config=config)
     how |= dict(block_size=job["page"], max_num_batched_tokens=job["chunk"], max_num_seqs=16, disable_log_stats=False)
     model = LLM(job["model"], skip_tokenizer_init=True, **(how | job.get("more", {})))
     sampling = SamplingParams(temperature=0, max_tokens=job["new"], ignore_eos=True, detokenize=False)
@@ -48,7 +48,7 @@ def answers(core: Any, prompts: list[list[int]], sampling: Any, draw: random.Ran
     """Step an engine until all prompts are answered.
 
     Args:
-        draw: how many requests arrive between two steps, 0 to 2; None: all before the first.
+        draw: draws how many requests arrive between two steps, 0 to 2; None: all before the first.
     """
     waiting, found = list(enumerate(prompts)), {}
     while waiting or core.has_unfinished_requests():
@@ -61,7 +61,7 @@ def answers(core: Any, prompts: list[list[int]], sampling: Any, draw: random.Ran
 
 
 def poison_each_step(model: Any) -> list[int]:
-    """Overwrite, before each step, all pages that no request owns: with NaN, and wrong codes, all ones.
+    """Before each step, overwrite all pages that no request owns, so that they hold NaN and wrong codes, all ones.
 
     Returns: the number of pages overwritten so far, in a list.
     """
@@ -71,7 +71,7 @@ def poison_each_step(model: Any) -> list[int]:
     caches = core.model_executor.driver_worker.worker.model_runner.kv_caches
     manager, run = core.scheduler.kv_cache_manager, core.model_executor.execute_model
 
-    def execute_model(scheduled: Any, *rest: Any, **how: Any) -> Any:
+    def execute_model(scheduled: Any, *more: Any, **how: Any) -> Any:
         owned = {block for name in core.scheduler.requests for group in manager.get_block_ids(name) for block in group}
         for cache in caches:
             page = cache.stride(0)
@@ -79,14 +79,14 @@ def poison_each_step(model: Any) -> list[int]:
             free = [block for block in range(len(cache)) if block not in owned]
             whole.view(torch.int32)[free] = -1
             total[0] += len(free)
-        return run(scheduled, *rest, **how)
+        return run(scheduled, *more, **how)
 
     core.model_executor.execute_model = execute_model
     return total
 
 
 def attached(job: dict[str, Any]) -> dict[str, Any]:
-    """Answer by `attach`, one prompt at a time: tokens, and the logits of each step."""
+    """Answer with `attach`, one prompt at a time: return the tokens, and the logits of each step."""
     import torch
     from hashtrain import Hasher
     from hashtrain.models import pretrained
@@ -110,7 +110,7 @@ WORK = {"engine": engine, "attached": attached}
 
 
 def ask(kind: str, **job: Any) -> dict[str, Any]:
-    """Do a job in a process of its own. Raises: SystemExit with the end of what it said if it fails."""
+    """Run a job in a separate process. Raises: SystemExit with the end of its output if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         place = pathlib.Path(folder)
         (place / "job").write_text(json.dumps(job))

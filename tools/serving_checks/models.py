@@ -1,4 +1,4 @@
-"""Tiny random models for the checks of serving, and hashers for them."""
+"""Tiny random models for the serving checks, and hashers for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embe
 
 
 def hash_of(model: str, folder: str, given: str | None = None) -> tuple[str, int]:
-    """Return a hasher of a stored model, an untrained one in `folder` if none is given, and sparse layers x heads."""
+    """Return a hasher of a stored model, by default an untrained one in `folder`, and the sparse layers x heads."""
     from hashtrain import Hasher, HasherConfig, ModelShape
     from hashtrain.models import load_config
 
@@ -24,14 +24,14 @@ def hash_of(model: str, folder: str, given: str | None = None) -> tuple[str, int
 
 
 def qwen3(folder: str) -> tuple[str, str, int]:
-    """Make a qwen3: normalised queries and keys."""
+    """Create a tiny qwen3: normalised queries and keys."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     return _save(lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)), folder)
 
 
 def gpt_oss(folder: str) -> tuple[str, str, int]:
-    """Make a gpt_oss: learned sinks in every layer, every other one with a sliding window, experts."""
+    """Create a tiny gpt_oss: learned sinks in every layer, a sliding window in every other one, experts."""
     import torch
     from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -41,7 +41,7 @@ def gpt_oss(folder: str) -> tuple[str, str, int]:
     def make() -> Any:
         model: Any = GptOssForCausalLM(GptOssConfig(**SHAPE, layer_types=kinds, **more))
         draw = torch.Generator().manual_seed(1)
-        for layer in model.model.layers:  # made as zeros, they would all but not be there
+        for layer in model.model.layers:  # their initial zeros would have almost no effect
             layer.self_attn.sinks.data.copy_(torch.randn(8, generator=draw))
         return model
 

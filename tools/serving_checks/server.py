@@ -1,4 +1,4 @@
-"""The engine's OpenAI-compatible server, as a process of its own on this machine, and what is asked of it."""
+"""The engine's OpenAI-compatible server, as a separate process on this machine, and requests to it."""
 
 import http.client
 import json
@@ -16,7 +16,7 @@ from typing import Any
 from serving_checks.jobs import QUIET
 
 NAME = "demo"
-PATIENCE = 900.0  # seconds for a server to begin
+PATIENCE = 900.0  # seconds for a server to start
 
 
 def children(pid: int) -> dict[int, str]:
@@ -44,7 +44,7 @@ class Server:
     """A running server; its output goes to a file.
 
     Args:
-        model, spotlight: the model's folder, and what is asked of the plug-in.
+        model, spotlight: the model's folder, and the plug-in's settings.
     """
 
     def __init__(self, model: str, spotlight: dict[str, Any], log: pathlib.Path) -> None:
@@ -62,7 +62,7 @@ class Server:
             self.process: subprocess.Popen[Any] = subprocess.Popen(command, **how)
 
     def wait(self) -> None:
-        """Wait until it answers. Raises: SystemExit with the end of what it said if it ends, or takes too long."""
+        """Wait until it responds. Raises: SystemExit with the end of its output if it exits, or takes too long."""
         end = time.monotonic() + PATIENCE
         while time.monotonic() < end and self.process.poll() is None:
             try:
@@ -91,15 +91,15 @@ class Server:
         return sum(map(float, lines))
 
     def complete(self, prompt: list[int], new: int, leave_after: int | None = None) -> list[int] | None:
-        """Ask for a completion; leave in the middle of the answer if told to.
+        """Request a completion; abandon it after `leave_after` tokens, if given.
 
-        Returns: its tokens, None if left. Raises: OSError or HTTPException if the server goes away.
+        Returns: its tokens, None if abandoned. Raises: OSError or HTTPException if the connection is lost.
         """
-        asked = {"model": NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
-        asked |= {"stream": True, "return_token_ids": True}
+        request = {"model": NAME, "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
+        request |= {"stream": True, "return_token_ids": True}
         link, tokens = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120), []
         try:
-            link.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+            link.request("POST", "/v1/completions", json.dumps(request), {"Content-Type": "application/json"})
             answer = link.getresponse()
             if answer.status != 200:
                 raise OSError(f"status {answer.status}: {answer.read()[:300]!r}")
@@ -114,26 +114,26 @@ class Server:
                     tokens += found["choices"][0]["token_ids"] or []
                 if leave_after is not None and len(tokens) >= leave_after:
                     return None
-            raise OSError("the answer broke off")
+            raise OSError("the answer is incomplete")
         finally:
             link.close()
 
     def kill_worker(self, draw: random.Random) -> str:
-        """Kill one of its processes that compute, as a machine out of memory would; return its command line."""
+        """Kill one of its worker processes, as the kernel does when out of memory; return its command line."""
         found = {pid: line for pid, line in children(self.process.pid).items() if "resource_tracker" not in line}
         pid = draw.choice(sorted(found))
         os.kill(pid, signal.SIGKILL)
         return found[pid]
 
     def ended(self, patience: float) -> int | None:
-        """Wait until it has ended by itself; return its exit code, None if it has not."""
+        """Wait until it exits by itself; return its exit code, None if it has not."""
         try:
             return self.process.wait(patience)
         except subprocess.TimeoutExpired:
             return None
 
     def stop(self, patience: float = 60) -> int | None:
-        """End it as a terminal would; return its exit code, None if it had to be killed."""
+        """Interrupt it like Ctrl-C; return its exit code, None if it had to be killed."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         code = self.ended(patience)

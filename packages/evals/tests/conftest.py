@@ -1,4 +1,4 @@
-"""A tiny random model with its hashers and its text, made once, and the commands that use them."""
+"""A tiny random model with its hashers and its text, created once, and the commands that use them."""
 
 import os
 import random
@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the helpers: importing tests by file leaves folders off it
+sys.path.insert(0, str(Path(__file__).parent))  # for the helper modules, which importing tests by file does not find
 sys.path.append(str(Path(__file__).parents[2] / "sparse-decode" / "tests"))  # for fake_gpu
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 
@@ -36,7 +36,7 @@ def tiny_model(vocabulary: int, kv_heads: int = 2) -> LlamaForCausalLM:
         num_key_value_heads=kv_heads,
         head_dim=32,
         max_position_embeddings=256,
-        initializer_range=0.2,  # sharp attention: selections matter
+        initializer_range=0.2,  # sharp attention, so that selections matter
     )
     return LlamaForCausalLM(config).eval()
 
@@ -94,7 +94,7 @@ def command(made, tmp_path):
             "recent": 0,
             "out": tmp_path / "run",
         }
-        named = {field.name for field in fields(kind)}  # exercises made by rule take no text
+        named = {field.name for field in fields(kind)}  # synthetic exercises take no text
         return kind(**{k: v for k, v in common.items() if k in named} | settings)
 
     return build

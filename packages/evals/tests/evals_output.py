@@ -1,4 +1,4 @@
-"""What tests of commands as typed end with: the JSON of the last line."""
+"""Helper for tests of whole commands: the JSON of the last line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The adapter to lm-evaluation-harness against the harness's own model: what it scores, writes, selects and cuts."""
+"""The adapter to lm-evaluation-harness against the harness's own model: scores, texts, selections and truncation."""
 
 import os
 
@@ -92,7 +92,7 @@ def test_some_tokens_are_selected_and_change_the_scores(sparse, rows):
     after_scores = lm.density
     assert 0.05 < after_scores < 0.15
     texts(lm)
-    assert lm.density != after_scores  # generated rows are counted, too
+    assert lm.density != after_scores  # generated rows are counted too
     assert lm.density < 0.2
 
 
@@ -114,15 +114,15 @@ def test_a_rival_leaves_no_row_of_a_continuation_dense(sparse, name):
         assert (gap > 1e-2, lm.density < 1) == (rows == "continuation", rows == "continuation")
 
 
-def test_company_changes_nothing(sparse):
-    """A request scores what it scores alone, whatever is asked beside it."""
+def test_other_requests_change_nothing(sparse):
+    """A request gets the same scores alone as among others."""
     lm = sparse("planes", sparse_rows="continuation")
     alone = [scores(lm, [request])[0] for request in scoring()]
     assert np.abs(scores(lm) - alone).max() < 1e-4
 
 
 def test_rows_of_the_continuation_are_the_attachments(sparse, loaded, tokenizer):
-    """Both kinds of rows against one pass of an attachment that is told where the continuation begins."""
+    """Compares both kinds of rows with one pass of an attachment that knows where the continuation begins."""
     from sparse_decode import attach
 
     (request,) = [Instance("loglikelihood", {}, ("value = 1\n" * 6 + "print", "(value)"), 0)]

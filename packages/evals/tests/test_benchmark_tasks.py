@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness and their data: local files, shipped ones, groups, and what cannot be loaded."""
+"""Tasks of lm-evaluation-harness and their data: local files, shipped ones, groups, and errors."""
 
 import os
 import random
@@ -17,7 +17,7 @@ from evals.harness.attributes import FILES, FOLDER, lines_of
 from evals.harness.load import as_guest, load_tasks
 
 
-def test_the_example_is_made_by_its_rule():
+def test_the_example_is_reproducible():
     for file in FILES:
         assert (FOLDER / file).read_text() == lines_of(file)
 
@@ -38,16 +38,16 @@ def test_a_local_file_includes_a_shipped_task(tmp_path):
     assert found.name == "mine"
     assert found.task.config.doc_to_text.startswith("Answer the question based on the given passage.")
     assert len(found.task.instances) == 2
-    # Without a name of its own it stands for the shipped task, in groups, too.
+    # Without its own name it replaces the shipped task, also in groups.
     (tmp_path / "a.yaml").write_text(f"include: longbench_triviaqa\n{data}")
     (found,) = load_tasks(LongbenchCommand(tasks=("longbench_triviaqa",), **given))
     assert found.task.config.dataset_path == "json"
-    assert found.task.config.dataset_name is None  # that of the shipped data
+    assert found.task.config.dataset_name is None  # not that of the shipped data
 
 
 @pytest.fixture
 def few_shipped(tmp_path, monkeypatch):
-    """A harness that ships two folders of tasks: reading all of them takes many seconds."""
+    """A harness that ships two folders of tasks, because reading all of them takes many seconds."""
     for folder in ("arc", "longbench"):
         shutil.copytree(load._SHIPPED / folder, tmp_path / "shipped" / folder)
     monkeypatch.setattr(load, "_SHIPPED", tmp_path / "shipped")
@@ -73,7 +73,7 @@ def test_groups_and_tags_are_expanded(few_shipped):
     assert {"longbench_lcc", "longbench_triviaqa", "longbench_vcsum"} < set(leaves)
 
 
-def test_a_missing_data_set_is_named_with_the_way_out(tmp_path):
+def test_a_missing_data_set_is_named_with_the_remedy(tmp_path):
     with pytest.raises(ValueError, match=r"data set Xnhyacinth/LongBench trec .* --include-path"):
         load_tasks(LongbenchCommand(tasks=("longbench_trec",)))
     broken = "include: longbench_trec\ntask: mine\ndataset_path: json\ndataset_kwargs: {data_files: {test: no.jsonl}}"
@@ -93,7 +93,7 @@ def test_the_same_worked_examples_whatever_was_loaded_before():
         assert load_tasks(other)[0].digest != first.digest
 
 
-def test_guests_leave_stdout_and_random_numbers_alone(capsys):
+def test_third_party_code_leaves_stdout_and_random_numbers_alone(capsys):
     with as_guest(3):
         print("guest")
         drawn = random.random(), np.random.random()

@@ -1,4 +1,4 @@
-"""Runs of the benchmarks of lm-evaluation-harness on local data: their rows, and runs that go on."""
+"""Runs of the benchmarks of lm-evaluation-harness on local data: their rows, and resumed runs."""
 
 import json
 import os
@@ -30,7 +30,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
-    """The example, with its short items in place of the long ones: the model reads 256 tokens."""
+    """The example, with its short items instead of the long ones: the model accepts 256 tokens."""
     folder = tmp_path_factory.mktemp("example")
     for path in FOLDER.iterdir():
         text = path.read_text().replace("long.jsonl", "short.jsonl").replace("python_long", "python_short")
@@ -64,7 +64,7 @@ def test_a_run_is_whole_and_a_second_one_computes_nothing(build, name, monkeypat
     assert [row.method for row in found.select(metric=metrics[0])] == [DENSE, "planes"]
     assert {(row.task, row.n, row.phase) for row in found.rows} == {(name, 4, "decode")}
     (row,) = found.select(metric=metrics[0], method="planes")
-    if name == "fewshot":  # 20 of some 150 to 170 tokens, at every row of the continuation
+    if name == "fewshot":  # 20 of about 150 to 170 tokens, at every row of the continuation
         assert (row.budget, row.rule) == (20, "tokens")
         assert 20 / 180 < row.density < 20 / 140
     else:
@@ -98,8 +98,8 @@ def test_rows_follow_from_the_items(build):
     assert row.stderr == pytest.approx(np.std(dense["values"]["score"], ddof=1) / 2)
 
 
-def test_every_method_is_asked_the_same(build, monkeypatch):
-    """With worked examples, which are drawn anew for each method."""
+def test_every_method_gets_the_same_prompts(build, monkeypatch):
+    """With worked examples, which are drawn again for each method."""
     asked = []
 
     def evaluate(lm, tasks, **settings):
@@ -155,7 +155,7 @@ def test_runs_pair_item_by_item(build, tmp_path):
     assert "planes 20 tokens - recent 20 tokens, task python_attributes" in grid.sections[0][0][0]
     second = build("fewshot", methods=("recent",), tokens=(), budgets=(0.1,), out=tmp_path / "second")
     benchmark.run(second, QUIET)
-    with pytest.raises(ValueError, match="budgets in tokens and the other in shares"):
+    with pytest.raises(ValueError, match="one has budgets in tokens, the other in shares"):
         compare(first.out, second.out, (None, None), (None, None))
 
 

@@ -1,4 +1,4 @@
-"""The report as a browser shows it, at the widths of a desk and of a phone."""
+"""The report in a browser, at the widths of a desktop and of a phone."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ def test_a_browser_shows_the_page(command, tmp_path, width, pytestconfig):
     picture = _shot(tmp_path / "report.html", width, tmp_path)
     ink = (np.abs(picture - 1.0) > 0.2).any(-1)
     assert ink.mean() > 0.01
-    assert not ink[:, -4:].any()  # what is too wide scrolls in its box: nothing runs out of the page
+    assert not ink[:, -4:].any()  # wide tables scroll in their box: nothing overflows the page
     coloured = np.ptp(picture, axis=-1) > 0.3  # the curves of the figure; the text is grey, links are blue
     assert coloured.sum() > 100
     pictures = pytestconfig.rootpath / PICTURES if os.environ.get("CI") else tmp_path
@@ -43,7 +43,7 @@ def test_a_browser_shows_the_page(command, tmp_path, width, pytestconfig):
 
 
 def _shot(page: Path, width: int, folder: Path) -> np.ndarray:
-    """Return a page's picture, [height, width, 3], 0 to 1."""
+    """Return a screenshot of a page, [height, width, 3], 0 to 1."""
     assert BROWSER is not None
     out = folder / "picture.png"
     options = [

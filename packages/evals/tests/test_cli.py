@@ -1,4 +1,4 @@
-"""The commands as typed: their last line, and one sentence and exit code 2 for what cannot be used."""
+"""Whole commands: their last line, and one sentence and exit code 2 for unusable input."""
 
 import shutil
 from typing import get_type_hints
@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @pytest.fixture
 def typed(made, tmp_path):
-    """The arguments of a small run; keyword arguments replace or add flags."""
+    """Returns the arguments of a small run; keyword arguments replace or add flags."""
 
     def build(task="ppl", **flags):
         given = {
@@ -34,7 +34,7 @@ def typed(made, tmp_path):
 
 
 def refused(arguments, capsys):
-    """Run a command that cannot be used; return its sentence."""
+    """Run an invalid command; return its error message."""
     assert cli.main(arguments) == 2
     output = capsys.readouterr()
     assert output.out == ""
@@ -69,7 +69,7 @@ def test_iou_ends_with_json(typed, capsys):
     assert {found["method"] for found in last_line(capsys)["results"]} == {"lsh", "planes"}
 
 
-def test_one_method_and_one_budget_may_be_said_so(typed, tmp_path, capsys):
+def test_method_and_budget_may_be_singular(typed, tmp_path, capsys):
     words = typed(rules="visible")
     alias = {"--methods": "--method", "--budgets": "--budget"}
     assert cli.main([alias.get(word, word) for word in words]) == 0
@@ -78,10 +78,10 @@ def test_one_method_and_one_budget_may_be_said_so(typed, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", cli.TASKS)
-def test_every_task_knows_both_forms(name):
+def test_every_task_accepts_both_forms(name):
     kind, _ = cli.TASKS[name]
     hints = get_type_hints(kind, include_extras=True)
-    if name != "suggest":  # its budget is what is looked for
+    if name != "suggest":  # its budget is searched
         assert hints.get("budgets", Budgets) == Budgets
     assert hints.get("methods", Methods) == Methods
 
@@ -97,14 +97,14 @@ def test_a_stopped_run_says_how_to_go_on(typed, capsys, monkeypatch):
 
     monkeypatch.setattr(ppl, "measure", stop)
     assert cli.main(typed()) == 130
-    assert "same command" in capsys.readouterr().err
+    assert "rerun the command" in capsys.readouterr().err
 
 
 SETTINGS = {
     "budget 0": ({"budgets": "0"}, "above 0 and at most 1"),
     "budget above 1": ({"budgets": "0.1 1.5"}, "above 0 and at most 1"),
     "values above 1": ({"values": "1.5"}, "--values must be above 0 and at most 1"),
-    "the same budget twice": ({"budgets": "0.1 0.1"}, "each once"),
+    "the same budget twice": ({"budgets": "0.1 0.1"}, "without repeats"),
     "unknown method": ({"methods": "lsh magic"}, "got magic"),
     "nothing but dense": ({"methods": "dense"}, "beside dense"),
     "no document": ({"documents": "0"}, "at least 1"),
@@ -113,7 +113,7 @@ SETTINGS = {
     "no sparse layer": ({"dense-layers": "3"}, "must leave one of 3 layers"),
     "missing model folder": ({"model": "./nowhere"}, "model folder not found"),
     "missing text": ({"text": "nowhere.txt"}, "text file not found"),
-    "missing hashers": ({"hashers": "nowhere"}, "no hasher `lsh` in nowhere: make it with `uv run hashtrain"),
+    "missing hashers": ({"hashers": "nowhere"}, "no hasher `lsh` in nowhere: train it with `uv run hashtrain"),
 }
 
 
@@ -150,7 +150,7 @@ def test_hashers_of_another_model(typed, made, tmp_path, capsys):
     shutil.copytree(made.model, tmp_path / "other")
     config = LlamaConfig.from_pretrained(made.model, num_key_value_heads=4)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
-    capsys.readouterr()  # a bar of transformers
+    capsys.readouterr()  # transformers' progress bar
     assert "belongs to another model" in refused(typed(model=tmp_path / "other"), capsys)
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,4 @@
-"""The code length task: how long a code of LSH must be to equal a trained one, and how that is told."""
+"""The code length task: how long a code of LSH must be to equal a trained one, and how that is reported."""
 
 import math
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_hashers_of_other_lengths_are_measured_beside(command, made, shorter):
     assert "| planes at 32 |" in (asked.out / "report.md").read_text()
     own, other = (found.one(metric="iou", heads="kv_head", method=m).value for m in ("planes", "planes at 32"))
     assert own != other
-    with pytest.raises(ValueError, match="method_identities"):  # what was measured beside is part of the run
+    with pytest.raises(ValueError, match="method_identities"):  # the hashers that were compared are part of the run
         codelength.run(command(CodelengthCommand, **settings), QUIET)
 
 
@@ -57,7 +57,7 @@ def test_a_folder_without_hashers_of_another_length_is_refused(command, made, sh
 
 
 def made_up(values, bits=(32, 2048)):
-    """A result of code lengths in which these hashers equal so many bits of LSH: {method: (own bits, LSH bits)}."""
+    """A result in which these hashers equal this many bits of LSH: {method: (own bits, LSH bits)}."""
     at = {"rule": "visible", "density": None, "dense_layers": 2, "sink": 0, "recent": 0, "phase": "rows", "n": 8}
     at |= {"seed": 0, "versions": "", "budget": 0.02, "task": "codelength"}
     rows = []
@@ -81,7 +81,7 @@ MADE_UP = made_up({"paper": (128, 640.0), "planes": (128, 2048.0), "planes at 64
 def test_the_sentence_says_where_the_curve_ends():
     middle, long, short = list(sentences(MADE_UP))[:3]
     assert middle == (
-        "one set: LSH length that equals `paper` at 128 bits, of which a KV head keeps 2 codes: 640 [500, 700] bits, "
+        "one set: LSH length that equals `paper` at 128 bits, of which a KV head stores 2 codes: 640 [500, 700] bits, "
         "5.0 times as many"
     )
     assert (

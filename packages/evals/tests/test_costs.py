@@ -1,4 +1,4 @@
-"""Formulae against numbers worked out by hand, and the two tasks that print them."""
+"""Formulas against numbers worked out by hand, and the two tasks that print them."""
 
 import inspect
 
@@ -19,7 +19,7 @@ SHAPE = ModelShape(1, 4, 2, 8)
 def test_every_step_worked_out_by_hand():
     steps = sparse_step(SHAPE, n=100, k=10, bits=32, planes=3, hidden=16)
     # A function has 8 x 32 + 8 x 16 + 16 x 32 = 896 weights; four query heads and two keys use one each; the group's
-    # two queries are added to each other, 2 x 32 sums.
+    # two queries are added, 2 x 32 sums.
     assert steps["hash"] == Cost(2 * 896 * 6 + 64, 2 * (896 + 8) * 6 + 2 * 4 * 2 * 32)
     assert steps["pack"] == Cost(8 * 32, 4 * 2 * 64 + 4 * 8)
     # Per key, KV head and plane one word of xor, not, popcount, add; a code of 4 bytes is read, a score written.
@@ -52,7 +52,7 @@ def test_kept_bytes_worked_out_by_hand():
 def test_by_default_queries_have_the_planes_of_transform(command):
     found = {variant: HasherConfig(variant, SHAPE, bits=32).planes for variant in ("transform", "planes")}
     assert command().settings("task")["planes"] == found["transform"] != found["planes"]
-    assert f"{found['planes']} are those of `planes`" in inspect.getsource(command.__mro__[1])  # its help
+    assert f"`planes` has {found['planes']}." in inspect.getsource(command.__mro__[1])  # its help
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -1,11 +1,11 @@
-"""--device and --dtype: every task runs in them, and rivals make their tensors where their inputs are."""
+"""--device and --dtype: every task runs with them, and rivals create tensors on their inputs' device."""
 
 import json
 
 import hashcore
 import pytest
 import torch
-from evals import cli
+from evals import cli, setup
 from evals.commands import (
     CodelengthCommand,
     ConesCommand,
@@ -17,7 +17,7 @@ from evals.commands import (
 from evals.compare import compare
 from evals.plan import IouCommand, PplCommand
 from evals.study import SuggestCommand
-from evals.tasks import codelength, cones, fidelity, iou, needle, output_error, ppl, ruler, setup, suggest
+from evals.tasks import codelength, cones, fidelity, iou, needle, output_error, ppl, ruler, suggest
 from hashtrain.usage import UsageError
 from rich.console import Console
 from sparse_decode import Rows
@@ -40,7 +40,7 @@ TASKS = {
 
 
 def arranged(command, name, **more):
-    """The task's module and its command on one document."""
+    """Return the task's module and its command on one document."""
     module, kind, settings = TASKS[name]
     built = {"documents": 1, **settings, **more}
     return module, command(kind, **built)
@@ -68,7 +68,7 @@ def test_every_task_runs_on_cuda(command, name, dtype):
 
 
 def test_float32_on_cuda_is_refused_before_a_model_is_loaded(command, monkeypatch):
-    """Its kernels take 16-bit types; the device need not be there to say so."""
+    """The kernels take 16-bit types; the error does not need the device."""
     monkeypatch.setattr(setup, "device_for", lambda asked, number: torch.device("cuda"))
     monkeypatch.setattr(setup, "load_model", None)
     module, given = arranged(command, "ppl", device="cuda")
@@ -110,7 +110,7 @@ def test_a_device_that_is_not_there(made, tmp_path, capsys, monkeypatch, task):
         words += ["--model", str(made.model), "--hashers", str(made.hashers)]
     assert cli.main([task, *words]) == 2
     error = capsys.readouterr().err
-    assert error == "evals: --device cuda:1 is not there: expected one of 0 CUDA devices; use --device cpu\n"
+    assert error == "evals: --device cuda:1 does not exist: expected one of 0 CUDA devices; use --device cpu\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -120,7 +120,7 @@ def test_a_device_of_no_known_name(ppl_command):
 
 
 class _NoDefaultDevice(TorchFunctionMode):
-    """Stands in for a GPU: refuses tensors made on the default device, and arrays of tensors not brought over first."""
+    """Simulates a GPU: rejects tensors created on the default device, and numpy arrays of tensors not copied first."""
 
     MAKERS = (torch.zeros, torch.ones, torch.full, torch.empty, torch.arange, torch.randn, torch.rand, torch.tensor)
 
@@ -140,7 +140,7 @@ class _NoDefaultDevice(TorchFunctionMode):
 def test_a_selector_makes_its_tensors_where_its_inputs_are(loaded, name, monkeypatch):
     topk = hashcore.topk
 
-    def on_its_own(*given):  # takes tensors of any device
+    def on_its_own(*given):  # takes tensors on any device
         with torch._C.DisableTorchFunction():
             return topk(*given)
 

@@ -1,4 +1,4 @@
-"""What a run ran on: stored once, never rewritten over samples that something else made."""
+"""The environment of a run: stored once, and not replaced while samples from another one exist."""
 
 import json
 
@@ -17,7 +17,7 @@ SETTINGS = {"task": "made"}
 
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
-    """Open the run on a machine with some facts changed, and make or read so many samples."""
+    """Open the run on a machine with some values changed, and make or read this many samples."""
 
     def open_run(samples, **facts):
         changed = {**machine.environment(), **facts}

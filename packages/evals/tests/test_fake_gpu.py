@@ -1,7 +1,7 @@
-"""Every task's inner loop on a GPU that is not there: tensors of two devices never meet, and each wait has a name.
+"""Every task's inner loop on a simulated GPU: tensors on two devices never meet, and each wait is attributed.
 
-Fake tensors hold no numbers, so what the host reads is made up here, and written down with the function that asked.
-Tensors lie where the code puts them: what is made without a device is in host memory, as in a run.
+Fake tensors have no values, so those that the host reads are invented here, and recorded with the calling function.
+Tensors are where the code puts them: those created without a device are in host memory, as in a run.
 """
 
 import collections
@@ -25,16 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import generation
 
 LAYERS, SPARSE = 3, 2
-"""Of the model, and those of them that are sparse in a pass of it."""
+"""Layers of the model, and how many of them are sparse."""
 FOUND = 4
-"""How many numbers a mask selects, and what an integer is, as far as anyone is told."""
+"""The number of entries that any mask selects, and the value of any integer read from the device."""
 ROOTS = ("/src/hashcore/", "/src/hashtrain/", "/src/sparse_decode/", "/src/evals/", "/transformers/")
 ALWAYS = Always(dense_layers=1, dense_at=(), sink=1, recent=4)
 """The tokens that a row reads without a search."""
 
 
 class Waits(TorchDispatchMode):
-    """Makes up what the host reads of the device, and counts by whom it was asked."""
+    """Invents the values that the host reads from the device, and counts the reads by caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "aten":
-            with self:  # inference mode shows operators whole
+            with self:  # inference mode passes operators undecomposed
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
                 return parts
@@ -57,12 +57,12 @@ class Waits(TorchDispatchMode):
         return out
 
     def note(self) -> None:
-        """Count a wait for whoever asked."""
+        """Count a wait for the calling function."""
         self.seen[asker()] += 1
 
     @staticmethod
     def _made_up(name: str, args: tuple) -> object:
-        """Return a result whose value, or number of rows, the device knows; None of other operators."""
+        """Return a result whose value, or number of rows, only the device knows; None for other operators."""
         of = args[0] if args else None
         if name == "_local_scalar_dense":
             return number_of(of.dtype)
@@ -79,7 +79,7 @@ class Waits(TorchDispatchMode):
 
 
 def number_of(kind: torch.dtype) -> float:
-    """Make up a number. What transformers asks for is whether there is something to be done about."""
+    """Invent a number. transformers asks only whether something must be done."""
     if kind == torch.bool:
         return not asker().startswith(("transformers", "blocks._require_causal"))
     return 0.5 if kind.is_floating_point else FOUND
@@ -90,7 +90,7 @@ def _is_mask(x: torch.Tensor | None) -> bool:
 
 
 def asker() -> str:
-    """Name the innermost function of ours, or of transformers, that is running."""
+    """Return the innermost running function of ours, or of transformers."""
     frame = sys._getframe(1)
     while frame and (
         frame.f_code.co_name.startswith("<") or not any(root in frame.f_code.co_filename for root in ROOTS)
@@ -104,7 +104,7 @@ def asker() -> str:
 
 @contextlib.contextmanager
 def a_fake_run(loaded, names):
-    """Make model, methods and context fake: the model on the device, the rest where a task has it."""
+    """Make model, methods and context fake: the model on the device, everything else where a task has it."""
     chosen = {name: loaded.methods[name] for name in names}
     selectors = [s for m in chosen.values() for s in (m.selector, m.query_head_selector)]
     hashers = {id(h): h for s in selectors for h in held(s)}.values()
@@ -128,7 +128,7 @@ def a_fake_run(loaded, names):
 
 
 def held(selector):
-    """List the hashers that a selector has."""
+    """Return the hashers of a selector."""
     inner = getattr(selector, "hasher", None)
     while inner is not None and not isinstance(inner, Hasher):
         inner = inner.hasher
@@ -183,7 +183,7 @@ SPAN = {"positions.visible_span": 1}
 PAGES = {"quest._scores": 1, "oracle.best_floats": 3, "torch_ops._wanted": 1}
 SELECTION = {
     "dense": {},
-    "oracle": {**SPAN, "oracle.best_floats": 3},  # values and counts come over, to be ranked on the host
+    "oracle": {**SPAN, "oracle.best_floats": 3},  # values and counts are copied, to be ranked on the host
     "recent": {**SPAN, "positions._by_rank": 2},
     "down": {**SPAN, "oracle.best_floats": 3},  # plain numbers, ranked as the exact ones are
     "quest": PAGES,
@@ -196,14 +196,14 @@ BLOCK = {"plan.attend": 1, "interface._sparse": 1}
 
 
 def expected(task, name):
-    """List the waits of one context: of selections, of blocks of rows, and where results are read."""
+    """Return the waits of one context: for selections, for blocks of rows, and for reading results."""
     rival, dense = name.startswith("magicpig"), name == "dense"
     select = collections.Counter(SELECTION.get(name.split("-")[0], HASH))
     attend = collections.Counter({"magicpig.attend": 3} if rival else {})
     block = select + attend + collections.Counter({} if dense else BLOCK if rival else {**BLOCK, **SPAN})
     block += collections.Counter({"blocks._require_causal": 1} if name.endswith("+remainder") else {})
     totals = {} if dense else {"tally.totals": SPARSE}
-    calls = STEPS if task is continuation and rival else 1  # its steps are such blocks, too
+    calls = STEPS if task is continuation and rival else 1  # its steps are such blocks too
     whole = {"output_error.attend": LAYERS, "output_error.read": 2, **dict.fromkeys(BLOCK, LAYERS)}
     each, times, more = {
         perplexity: (block, SPARSE, {"ppl.measure": 2, "metrics.mean_kl": 1, **totals}),
@@ -236,11 +236,11 @@ def test_timed_steps_wait_for_nothing(loaded, tmp_path):
 
 
 def test_a_wait_has_the_name_of_who_asked(monkeypatch):
-    monkeypatch.setattr(metrics, "_CHUNK", 3)  # a row at a time
+    monkeypatch.setattr(metrics, "_CHUNK", 3)  # one row at a time
     with fake_gpu(), Waits() as waits:
         there = torch.ones(4, 3, device="cuda")
         metrics.mean_kl(there, there)
-        metrics.mean_kl(*torch.ones(2, 4, 3))  # in host memory nothing is waited for
+        metrics.mean_kl(*torch.ones(2, 4, 3))  # in host memory nothing waits
     assert waits.seen == {"metrics.mean_kl": 1}
 
 

@@ -1,4 +1,4 @@
-"""Quality against bytes read: what is counted, what is best, and which runs go together."""
+"""Quality against bytes read: what is counted, what is best, and which runs can be combined."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def test_bytes_are_those_of_what_was_read(runs):
     assert found["transform+remainder", 0.5].share == share(0.5, bits=64)
     listed = found["transform+remainder, shortlist 2, values 50 %", 0.2]
     assert listed.share == share(0.2, bits=64, shortlist=2, values=0.5)
-    assert found["oracle", 0.2].share == share(0.2, bits=0, remainder=False)  # a shortlist means nothing to it
+    assert found["oracle", 0.2].share == share(0.2, bits=0, remainder=False)  # a shortlist does not affect it
     (kept,) = read_result(runs[0]).select(method="quest", budget=0.5, metric="kl", against=None)
     assert found["quest", 0.5].share == share(kept.density, bits=2 * 16 * HEAD_DIM // 16, remainder=False)
 
@@ -86,7 +86,7 @@ def test_runs_of_other_protocols_are_refused(runs, made, tmp_path, capsys, name,
     monkeypatch.setattr(result, "read_result", stored.__getitem__)
     assert cli.main(["frontier", *map(str, runs), "--model", str(made.model), "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert f"the runs must be of one model, text and protocol, got {name} " in error
+    assert f"the runs must have one model, text and protocol, got {name} " in error
     assert not (tmp_path / "out").exists()
 
 
@@ -98,7 +98,7 @@ def test_tuned_rivals_are_left_out(runs):
 
 
 def test_stored_runs_can_be_drawn(pytestconfig):
-    """As the figure of README.md does."""
+    """As in the figure of README.md."""
     folder = pytestconfig.rootpath / "docs" / "results"
     results = []
     for name in ("second_english", "short_english", "values_english"):

@@ -85,7 +85,7 @@ def test_recent_window_by_set_arithmetic(loaded):
 
 
 def by_sets(p, row, budget):
-    """IoU, recall and mass of the last tokens, for the attention p of one row."""
+    """Return IoU, recall and mass of the last tokens, for the attention p of one row."""
     count = max(1, int(budget * (row + 1) + 1e-9))
     target = set(p.argsort(descending=True)[:count].tolist())
     chosen = set(range(row + 1 - count, row + 1))
@@ -93,7 +93,7 @@ def by_sets(p, row, budget):
     return hits / len(target | chosen), hits / count, (sum(p[j] for j in chosen) / sum(p[j] for j in target)).item()
 
 
-def test_estimates_leave_dense_layers_out_of_the_mean_only():
+def test_the_mean_excludes_dense_layers():
     # Two documents, two layers, two heads; layer 0 stays dense.
     values = np.array([[[9.0, 9.0], [0.0, 2.0]], [[9.0, 9.0], [2.0, 4.0]]])
     found = dict(_estimates(values, sparse=[1], seed=0))
@@ -138,7 +138,7 @@ def test_the_last_row_alone_is_the_papers_form(iou_command, loaded, made, tmp_pa
     own = iou.measure(loaded.model, document.ids, torch.tensor([127]), [loaded.methods["planes"]], (0.1,), NONE)[cell]
     stored = json.loads((command.out / "samples" / "0000.json").read_text())["cells"][0]
     assert np.array(stored["iou"]) == pytest.approx(np.array(own["iou"]))
-    drawn = iou_command(methods=("planes",), rows=1, documents=2)  # one row, too, but another one
+    drawn = iou_command(methods=("planes",), rows=1, documents=2)  # also one row, but a different one
     iou.run(drawn, QUIET)
     with pytest.raises(ValueError, match="different protocols: rows_from is last and drawn"):
         compare(command.out, drawn.out, (None, None), (None, None))

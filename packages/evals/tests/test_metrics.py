@@ -30,7 +30,7 @@ def test_kl_of_two_coins():
     # 1/2 ln(1/2 / 1/4) + 1/2 ln(1/2 / 3/4) = 1/2 ln 2 + 1/2 ln 2/3.
     half, quarter = log([0.5, 0.5]), log([0.25, 0.75])
     assert mean_kl(half, quarter) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3), abs=EXACT)
-    # The other way round it is another number: 1/4 ln 1/2 + 3/4 ln 3/2.
+    # In the other direction it differs: 1/4 ln 1/2 + 3/4 ln 3/2.
     assert mean_kl(quarter, half) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), abs=EXACT)
 
 
@@ -69,7 +69,7 @@ def test_no_temporary_grows_with_the_rows(measure, monkeypatch):
     logits = torch.randn(600, 50).bfloat16()
     with Sizes():
         measure(logits)
-    assert 0 < max(largest) <= 600 < logits.numel()  # what is made of a chunk, and a number for each row
+    assert 0 < max(largest) <= 600 < logits.numel()  # the temporaries of a chunk, and one number per row
 
 
 def test_kl_of_an_impossible_token_is_zero_not_nan():

@@ -1,9 +1,9 @@
-"""A file where --out wants a folder is one sentence, before anything is read."""
+"""A file at --out, where a folder is expected, is rejected with one sentence before anything is read."""
 
 import pytest
 from evals import cli
 
-NEEDED = {"report": ["run"], "compare": ["run", "run"], "suggest": ["--kl", "0.1"]}
+NEEDED = {"report": ["run"], "frontier": ["run"], "compare": ["run", "run"], "suggest": ["--kl", "0.1"]}
 
 
 @pytest.mark.parametrize("name", [name for name, kind in cli.COMMANDS.items() if hasattr(kind, "out")])

@@ -1,4 +1,4 @@
-"""The paper's tables and figures: their commands, what is left out, and the differences that they show."""
+"""The paper's tables and figures: their commands, what is skipped, and the differences that they show."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from evals import cli, paper
 from evals.result import read_result
 from evals.study import PaperCommand
 from evals_output import last_line
-from hashtrain.candidates import ABLATIONS, EXACT
+from hashtrain.recipes import ABLATIONS, EXACT
 from hashtrain.usage import UsageError
 
 
@@ -116,7 +116,7 @@ def test_the_list_names_every_table_and_figure_with_its_command_and_what_is_stor
 
 
 def test_four_fifths_of_the_papers_tables_and_figures_have_a_stored_result():
-    """Those that need a hub's data count, those that only draw or quote do not."""
+    """Those that need a hub's data count; drawings and quotations do not."""
     settings = PaperCommand(results=Path(__file__).parents[3] / "docs" / "results")
     drawn = {"figure 1", "figure 3", "figure 7", "figure 8", "figure 9"}
     kept: dict[str, bool] = {}
@@ -128,7 +128,7 @@ def test_four_fifths_of_the_papers_tables_and_figures_have_a_stored_result():
 
 
 def test_an_item_shows_the_differences_it_names(made, tmp_path, monkeypatch, capsys):
-    """Two sets of hashers, of which the second's `planes` is the first's `lsh`; and two methods of one set."""
+    """Two sets of hashers, in which the second's `planes` is the first's `lsh`; and two methods of one set."""
     other = tmp_path / "other"
     shutil.copytree(made.hashers / "lsh", other / "planes")
     words = ("--methods", "planes", "--context", "128", "--text", str(made.text), "--dense-layers", "1", "--rows", "8")
@@ -156,7 +156,7 @@ def test_an_item_shows_the_differences_it_names(made, tmp_path, monkeypatch, cap
         (("planes", 0.1), ("planes", 0.2)),
         (("planes", 0.2), ("planes", 0.1)),
     }
-    assert text.count("paired bootstrap interval") == 2  # one table an item, whatever it compares
+    assert text.count("paired bootstrap interval") == 2  # one table per item, whatever it compares
     runs = [read_result(tmp_path / "paper" / name) for name in ("table-6", "table-6-other")]
     at = {"method": "planes", "budget": 0.1, "metric": "iou", "heads": "kv_head", "layer": None, "head": None}
     assert runs[0].one(**at).value != runs[1].one(**at).value

@@ -1,4 +1,4 @@
-"""Rows as Parquet: equal to the rows as JSON, whole or not there."""
+"""Rows as Parquet: equal to the rows as JSON, and written atomically."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_columns_have_the_types_of_their_fields_whatever_is_in_them(tmp_path, ro
     assert not other.field("task").nullable
 
 
-def test_a_run_leaves_both_and_mends_a_lost_one(ppl_command):
+def test_a_run_writes_both_and_restores_a_lost_one(ppl_command):
     from rich.console import Console
 
     command = ppl_command(methods=("lsh",), documents=2)
@@ -56,7 +56,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["rows.parquet"]
 
 
-def test_what_is_no_table_of_rows_is_named(tmp_path):
+def test_an_invalid_file_is_named(tmp_path):
     (tmp_path / "rows.parquet").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"rows\.parquet holds no rows"):
         read_parquet(tmp_path / "rows.parquet")

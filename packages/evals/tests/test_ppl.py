@@ -1,4 +1,4 @@
-"""What the perplexity task measures, each number against one got another way."""
+"""The measurements of the perplexity task, each against a number computed differently."""
 
 import copy
 from dataclasses import replace
@@ -14,7 +14,7 @@ from sparse_decode import Budget, attach
 from sparse_decode.select import RecentSelector
 from torch.nn import functional as F
 
-FIRST_DENSE = Always(1, 0, 0)  # and nothing is read without a search
+FIRST_DENSE = Always(1, 0, 0)  # and nothing is always read
 
 TENTH = Budget(0.1, sink=0, recent=0)
 
@@ -78,13 +78,13 @@ def test_density_is_counted_by_hand(loaded):
     visible, least, fixed = score(loaded, *cells)["cells"]
     seen = range(1, 129)
     assert visible["density"] == pytest.approx(sum(max(1, n // 20) for n in seen) / sum(seen))
-    # 5 % of 128 is 6, so the paper's minimum of 20 decides.
+    # 5 % of 128 is 6, so the paper's minimum of 20 applies.
     assert least["density"] == pytest.approx(sum(min(n, 20) for n in seen) / sum(seen))
     assert fixed["density"] == pytest.approx(sum(min(n, 32) for n in seen) / sum(seen))
 
 
 class Drawing(RecentSelector):
-    """A window that says it sampled, with counts left from before."""
+    """A window that reports samples, with earlier counts."""
 
     sampled, empty = 7, 7
 
@@ -93,7 +93,7 @@ class Drawing(RecentSelector):
         return super().select(rows)
 
 
-def test_any_selector_that_samples_is_told_by_its_counts_of_this_block_alone(loaded):
+def test_counts_of_any_sampling_selector_cover_this_block_only(loaded):
     drawing = Drawing()
     method = replace(loaded.methods["recent"], selector=drawing)
     how = method, Budget(0.1, min_tokens=1, sink=0, recent=0), FIRST_DENSE, None
@@ -116,7 +116,7 @@ SMALL = {
 
 @pytest.mark.parametrize("name", ["lsh", "planes+remainder", *SMALL])
 def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded, name):
-    """Float32 sums in another order differ by 2e-5 here; a sparse prompt moves logits by 1e-2 or more."""
+    """Float32 sums in another order differ by 2e-5 here; a sparse prompt changes logits by 1e-2 or more."""
     method, ids, scored = loaded.methods[name], loaded.ids, 24
     method = replace(method, selector=SMALL.get(name, method.selector))
     prompt, how = prompt_of("decode", len(ids), scored), {"dense_layers": 1, "remainder": method.remainder}
@@ -138,7 +138,7 @@ def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded,
 
 @pytest.mark.parametrize("name", ["quest", "quest-heads", "magicpig", "magicpig-bare"])
 def test_rivals_leave_no_scored_row_dense_behind_a_prompt(loaded, name):
-    """Of 128 tokens all are among the first rows that they leave dense where every row is sparse."""
+    """All 128 tokens are among the first rows that they leave dense where every row is sparse."""
     cells = [Cell(name, "visible", 0.1)]
     whole, served = (measure(loaded.model, loaded.ids, cells, loaded.methods, FIRST_DENSE, phase=p) for p in PHASES)
     (whole,), (served,) = whole["cells"], served["cells"]
@@ -149,8 +149,8 @@ def test_rivals_leave_no_scored_row_dense_behind_a_prompt(loaded, name):
     assert (served.get("empty", 0) > 0) == (name == "magicpig-bare")
 
 
-def test_everywhere_a_rival_is_what_it_is_made_as(loaded):
-    """No prompt, no other mean: the same bits as its selector attached to every row."""
+def test_everywhere_a_rival_uses_its_own_selector(loaded):
+    """Without a prompt its mean is unchanged: the same bits as its selector attached to every row."""
     method = replace(loaded.methods["magicpig"], selector=MagicPigSelector(3, 3, sink=1, local=2, prefill=32))
     with torch.inference_mode():
         with attach(loaded.model, method.selector, TENTH, dense_layers=1, sparse_rows=0):

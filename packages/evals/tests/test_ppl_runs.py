@@ -1,4 +1,4 @@
-"""Runs of the perplexity task: their rows, and that a run is gone on with where it stopped, or refused."""
+"""Runs of the perplexity task: their rows, and whether a run is resumed or refused."""
 
 import json
 import math
@@ -35,8 +35,8 @@ def forwards(monkeypatch):
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", ["quest", "magicpig"])
-def test_samples_of_a_rival_that_knew_of_no_prompt_are_not_gone_on_with(ppl_command, loaded, name, phase):
-    """Where every row is sparse nothing has changed: such a run goes on."""
+def test_samples_of_a_rival_without_a_prompt_are_not_resumed(ppl_command, loaded, name, phase):
+    """Where every row is sparse nothing has changed, so such a run is resumed."""
     command = ppl_command(methods=(name,), rules=("visible",), documents=1, phase=phase)
     first = ppl.run(command, QUIET)
     path, old = command.out / "config.json", {name: loaded.methods[name].identity}
@@ -60,7 +60,7 @@ def test_the_phase_is_in_rows_and_captions_and_has_a_curve_over_budgets(ppl_comm
     assert "everywhere" not in report
 
 
-def test_a_run_made_before_there_were_phases_goes_on_as_everywhere(ppl_command):
+def test_a_run_without_a_stored_phase_is_resumed_as_everywhere(ppl_command):
     command = ppl_command(methods=("recent",), rules=("visible",), documents=1)
     first = ppl.run(command, QUIET)
     path = command.out / "config.json"
@@ -72,7 +72,7 @@ def test_a_run_made_before_there_were_phases_goes_on_as_everywhere(ppl_command):
 
 
 def test_ours_take_what_a_rival_took_on_the_same_context(ppl_command):
-    """A window of 10 % stands for a rival: it is measured first, and its density is what ours get, not 2 %."""
+    """A window of 10 % acts as a rival: it is measured first, and ours get its density, not 2 %."""
     command = ppl_command(methods=("recent", "planes"), budgets=(0.1,), rules=("fixed",), match=("recent",))
     result = ppl.run(command, QUIET)
     theirs, ours = (
@@ -94,7 +94,7 @@ def test_ours_take_what_a_rival_took_on_the_same_context(ppl_command):
         ({"match": ("recent",)}, "not ours, got recent"),
         ({"methods": ("planes", "lsh"), "match": ("planes",)}, "not ours, got planes"),
         ({"methods": ("lsh",), "match": ("lsh",)}, "needs one of planes"),
-        ({"methods": ("planes", "lsh"), "match": ("lsh", "lsh")}, "each method once"),
+        ({"methods": ("planes", "lsh"), "match": ("lsh", "lsh")}, "must not repeat a method"),
     ],
 )
 def test_a_match_that_cannot_be_is_refused(ppl_command, settings, message):

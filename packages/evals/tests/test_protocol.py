@@ -9,8 +9,8 @@ from evals.plan import Always
 from evals.study import SuggestCommand, TuneCommand
 from evals.tasks import codelength, cones, fidelity, iou, output_error, ppl, suggest
 from evals.tasks.ppl import Cell, budget_of, measure
-from hashtrain.candidates import EXACT
 from hashtrain.capture import replacing
+from hashtrain.recipes import EXACT
 from hashtrain.target import top_count
 from hashtrain.usage import UsageError
 from rich.console import Console
@@ -19,7 +19,7 @@ QUIET = Console(quiet=True)
 
 
 def by_hand(loaded, hasher, fraction, dense):
-    """Logits with every row sparse, each query head reading its own best tokens: by a mask and a softmax."""
+    """Return logits with every row sparse, each query head reading its own best tokens, by a mask and a softmax."""
 
     def attend(layer, q, k, v, scaling):
         t, group = k.shape[2], q.shape[1] // k.shape[1]
@@ -48,7 +48,7 @@ def test_a_selection_per_query_head_is_each_heads_own(loaded, name):
     assert abs(kv["cells"][0]["nll"] - nll) > 1e-3
 
 
-def test_methods_select_as_they_are_meant_unless_heads_are_named(loaded):
+def test_methods_use_their_default_heads_unless_given(loaded):
     exact = {candidate.name for candidate in EXACT}
     for name, method in loaded.methods.items():
         own, kv = method.for_heads(None), method.for_heads("query")
@@ -59,7 +59,7 @@ def test_methods_select_as_they_are_meant_unless_heads_are_named(loaded):
         assert kv.identity != method.identity
         assert kv.selector is method.query_head_selector
         assert method.for_heads("kv") is method
-    with pytest.raises(ValueError, match="magicpig selects per query head alone, got --heads kv"):
+    with pytest.raises(ValueError, match="magicpig selects only per query head, got --heads kv"):
         loaded.methods["magicpig"].for_heads("kv")
 
 
@@ -84,7 +84,7 @@ def test_every_token_but_the_first_is_scored(loaded, ppl_command):
     ppl.run(command, QUIET)
     assert "all tokens scored" in (command.out / "report.md").read_text()
     for other in ({"phase": "decode"}, {"scored": 8}):
-        with pytest.raises(UsageError, match="--score all scores every token, and goes with no"):
+        with pytest.raises(UsageError, match="--score all scores every token and excludes"):
             ppl_command(score="all", **other)
 
 
@@ -107,9 +107,9 @@ def test_ends_beside_a_budget_are_read_on_top_of_it(loaded, ppl_command):
 def test_any_set_of_layers_stays_dense(command, ppl_command, loaded):
     with pytest.raises(ValueError, match="--dense-at takes layers 0 to 2, got 3"):
         ppl.run(ppl_command(methods=("lsh",), dense_at=(3,)), QUIET)
-    with pytest.raises(ValueError, match="must leave a layer, got all of them"):
+    with pytest.raises(ValueError, match="must leave one sparse layer, got all of them"):
         ppl.run(ppl_command(methods=("lsh",), dense_at=(1, 2)), QUIET)
-    # Layers 0 and 1 dense by either name: the same numbers.
+    # Layers 0 and 1 dense, given either way: the same numbers.
     how = {"methods": ("lsh",), "documents": 1, "rules": ("visible",)}
     first = ppl.run(ppl_command(**how, dense_layers=2), QUIET)
     other = ppl_command(**how, dense_layers=0, dense_at=(0, 1))
@@ -134,7 +134,7 @@ def test_the_mean_overlap_is_of_the_sparse_layers_and_heads_named(iou_command):
     assert found.one(**at, layer=None).value == found.one(**at, layer=1).value
 
 
-def test_tasks_that_have_no_heads_to_choose_say_so(command, tmp_path):
+def test_tasks_without_a_choice_of_heads_refuse_it(command, tmp_path):
     for kind, more in ((ConesCommand, {"methods": ("lsh",)}), (TuneCommand, {"methods": ("quest",)})):
         with pytest.raises(UsageError, match="takes no --heads, got query"):
             command(kind, heads="query", **more)
@@ -154,7 +154,7 @@ def test_the_other_tasks_select_per_query_head_too(command, loaded):
     assert cones.run(replace(given, out=given.out / "cones"), QUIET).rows
 
 
-def test_a_layer_that_lost_its_remainder_has_the_error_of_its_selection(loaded):
+def test_a_layer_without_its_remainder_has_the_error_of_its_selection(loaded):
     both = [loaded.methods["planes"], loaded.methods["planes+remainder"]]
     layer = both[1].selector.hasher.layer(1)
     kept = layer.remainder.clone()

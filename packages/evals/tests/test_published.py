@@ -1,4 +1,4 @@
-"""A published list of hashers, converted by `hashtrain convert`, is measured by `evals ppl` with no further step."""
+"""A published list of hashers, converted by `hashtrain convert`, is measured by `evals ppl` without further steps."""
 
 import json
 
@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 
 def published(path, layers, heads, dim, scale=1.0):
-    """Write a list in the published form: four bfloat16 tensors a layer, random."""
+    """Write a list in the published form: four random bfloat16 tensors per layer."""
     draw = torch.Generator().manual_seed(0)
     sizes = [(1, heads, dim, dim), (1, heads, 1, dim)] * 2 * layers
     torch.save([(scale * torch.randn(size, generator=draw)).bfloat16() for size in sizes], path)
@@ -25,7 +25,7 @@ def test_a_converted_list_is_measured_at_once(made, tmp_path, capsys):
     assert hashtrain(words) == 0
     told = capsys.readouterr().err
     next_command = next(line for line in told.splitlines() if line.startswith("uv run evals"))
-    given = next_command.split()[3:]  # the words behind `uv run evals`
+    given = next_command.split()[3:]  # the words after `uv run evals`
     given = [word for word in given if word not in ("--documents", "4")]
     more = ["--text", str(made.text), "--context", "128", "--documents", "2", "--heads", "query", "--rules", "fixed"]
     assert cli.main([*given, *more, "--score", "all", "--budgets", "0.1", "--out", str(tmp_path / "run")]) == 0

@@ -1,4 +1,4 @@
-"""Tables and figures: what they say, for every shape of result."""
+"""Tables and figures, for every kind of result."""
 
 import pytest
 from evals.grid import Grid, percent, to_markdown, to_rich

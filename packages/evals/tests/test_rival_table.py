@@ -1,4 +1,4 @@
-"""The table of rivals: what its entries say, and that nothing outside it knows any by name or by its parameters."""
+"""The table of rivals: its entries, and that no other module contains a rival's name or parameters."""
 
 import importlib.util
 import sys
@@ -51,7 +51,7 @@ PUBLISHED = {
 
 @dataclass
 class Mine(NoCodes):
-    """A rival whose parameters are called as those of two others; it selects nothing."""
+    """A rival whose parameters have the same names as those of two others; it selects nothing."""
 
     page: int
     bits: int
@@ -64,7 +64,7 @@ class Mine(NoCodes):
 
 @pytest.fixture
 def mine(monkeypatch):
-    """A sixth entry, and what is derived of the table made anew with it."""
+    """A sixth entry, and everything derived from the table computed again with it."""
     entry = Rival(
         "mine",
         "a test's",
@@ -72,7 +72,7 @@ def mine(monkeypatch):
         ({"page": 4, "bits": 2, "other": 3},),
         lambda parameters, head_dim: parameters["other"] * head_dim,
         {"page": "pages", "bits": (2, 5), "other": (3,)},
-        facts=("window",),
+        identity_settings=("window",),
     )
     monkeypatch.setitem(RIVALS, "mine", entry)
     methods = derived(monkeypatch)
@@ -83,7 +83,7 @@ def mine(monkeypatch):
 
 
 def derived(monkeypatch):
-    """Make the module of methods anew, from the table as it is."""
+    """Import the module of methods again, from the current table."""
     spec = importlib.util.spec_from_file_location("methods_with_mine", sys.modules["evals.methods"].__file__)
     assert spec is not None
     assert spec.loader is not None
@@ -164,7 +164,7 @@ def test_every_grid_is_of_the_published_parameters():
 
 @pytest.mark.parametrize("given", [{"page": 4}, {"bits": 8, "tables": 50}, {}], ids=str)
 def test_parameters_of_another_are_refused(mine, given):
-    expected = f"mine takes the parameters page, bits, other, got {', '.join(given) or 'none'}; give these"
+    expected = f"mine takes the parameters page, bits, other, got {', '.join(given) or 'none'}; give each of these"
     with pytest.raises(ValueError, match=expected):
         load_rival("mine", given, "mine")
 

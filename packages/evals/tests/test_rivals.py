@@ -14,7 +14,7 @@ CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
 
 def rows_of(n, counts, *, positions=None, pad=0, hq=4, hkv=2, dim=8, seed=0):
-    """Random rows of one sequence; `pad` tokens in front of it that nobody sees."""
+    """Random rows of one sequence, with `pad` invisible tokens before it."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.arange(n) if positions is None else torch.tensor(positions)
     q = torch.randn(1, hq, len(positions), dim, generator=generator)
@@ -61,10 +61,10 @@ def test_quest_is_its_definition(budget, page, min_pages, per_query_head):
 
 
 def test_quest_worked_out_by_hand():
-    # Pages of 2 keys of 2 numbers; q = (1, -1): bounds are greatest of the first minus least of the second number.
+    # Pages of 2 keys of 2 numbers; q = (1, -1): bounds are maximum of the first minus minimum of the second number.
     k = torch.tensor([[0.0, 0], [1, 1], [5, 4], [0, 5], [2, -2], [0, 0], [9, 9.0]])
     rows = Rows(0, torch.tensor([1.0, -1])[None, None, None], k[None, None], None, None, torch.tensor([[4]]), 1.0)
-    # Bounds 1 - 0, 5 - 4, 2 + 2: the third page is best, the seventh token is the page in progress.
+    # Bounds 1 - 0, 5 - 4, 2 + 2: the third page is best, the seventh token is the current page.
     assert QuestSelector(page=2, dense_rows=0, min_pages=1).select(rows).tolist() == [[[[4, 5, 6]]]]
 
 
@@ -124,7 +124,7 @@ def test_a_single_row_selects_what_it_selects_among_others():
 
 
 def magicpig_by_hand(selector, prompt, rows, v, row, head):
-    """One row of MagicPIG behind `prompt` dense tokens with loops and sets: the tokens, and the output."""
+    """One row of MagicPIG after `prompt` dense tokens with loops and sets: the tokens, and the output."""
     n = int(rows.visible[0, 0, row].sum())
     kv = head // (rows.q.shape[1] // rows.k.shape[1])
     inner = range(selector.sink, prompt - selector.local)
@@ -158,7 +158,7 @@ def magicpig_by_hand(selector, prompt, rows, v, row, head):
 
 
 def check_magicpig(selector, prompt, positions):
-    """Hold every row at these positions against the transcription; at least three of four draw something."""
+    """Compare every row at these positions with the transcription; at least three of four draw something."""
     rows, v = rows_of(40, 1, positions=positions)
     found = selector.select(rows)
     out = selector.attend(rows, v, found)
@@ -190,7 +190,7 @@ def test_behind_a_prompt_magicpig_is_centred_by_it_and_samples_every_row(prompt,
 
 @pytest.mark.parametrize("prompt", [0, 1, 5, 6])
 def test_a_prompt_too_short_for_sink_and_local_centres_by_nothing(prompt):
-    """Sink 2 and local 4: rows that see 6 tokens or fewer take them all, later ones are sampled, keys as they are."""
+    """Sink 2 and local 4: rows that see 6 tokens or fewer take them all; later ones are sampled, without centring."""
     selector = MagicPigSelector(3, 6, sink=2, local=4, seed=4).after_prompt(prompt)
     check_magicpig(selector, prompt, range(prompt, 40, 3))
     first, _ = rows_of(6, 1, positions=range(prompt, 6))
@@ -215,9 +215,9 @@ def test_behind_a_prompt_quest_takes_pages_in_every_row(per_query_head):
 
 
 def test_draw_probability_worked_out_by_hand():
-    # At a right angle a bit is shared by chance 1/2, a bucket of 2 bits by 1/4. Two of two tables: 1/16.
+    # At a right angle a bit is shared with probability 1/2, a bucket of 2 bits with 1/4. Two of two tables: 1/16.
     assert log_draw_probability(torch.tensor([0.0]), 2, 2).exp().item() == pytest.approx(1 / 16)
-    # Of three tables at least two: 3 (1/4)^2 3/4 + (1/4)^3 = 10/64. The same direction is always drawn.
+    # At least two of three tables: 3 (1/4)^2 3/4 + (1/4)^3 = 10/64. The same direction is always drawn.
     assert log_draw_probability(torch.tensor([0.0]), 2, 3).exp().item() == pytest.approx(10 / 64)
     assert log_draw_probability(torch.tensor([1.0]), 15, 100).item() == pytest.approx(0, abs=1e-9)
 
@@ -246,7 +246,7 @@ def test_draws_are_as_frequent_as_computed():
     assert hits / 400 == pytest.approx(w, abs=4 * math.sqrt(w * (1 - w) / 400))
 
 
-def test_an_empty_sample_attends_to_the_own_token_and_is_counted():
+def test_an_empty_sample_attends_to_its_own_token_and_is_counted():
     rows, v = rows_of(40, 5)
     selector = MagicPigSelector(31, 2, sink=0, local=0, prefill=8)
     found = selector.select(rows)
@@ -256,7 +256,7 @@ def test_an_empty_sample_attends_to_the_own_token_and_is_counted():
 
 
 def test_the_correction_reaches_the_model(loaded):
-    """Without the selector's own attention its sample would be weighed as a selection is."""
+    """Without the selector's own attention its sample would be weighed like a selection."""
 
     def logits(selector):
         with (

@@ -1,4 +1,4 @@
-"""Measurements of time: their protocol with a clock of our own, and that they run and leave the cache as it was."""
+"""Timings: their protocol with a fake clock, and that they run and leave the cache unchanged."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ TINY = {"contexts": (96,), "repeats": 2, "steps": 2, "warmup": 1, "hidden": 16, 
 
 @pytest.fixture
 def shape_folder(tmp_path):
-    """A folder with nothing but a tiny config."""
+    """A folder with only a tiny config."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     LlamaConfig(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=64).save_pretrained(tmp_path / "shape")
     return str(tmp_path / "shape")
@@ -69,7 +69,7 @@ def test_bandwidth_is_a_plausible_number():
 
 @pytest.fixture
 def traced(monkeypatch):
-    """What is compiled is traced into one graph and run by torch, which needs no C++ compiler and no minutes."""
+    """Compiled calls are traced into one graph and run by torch, without a C++ compiler and without minutes of work."""
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     yield
     torch._dynamo.reset()
@@ -110,8 +110,8 @@ def test_throughput_measures_every_method(shape_folder, tmp_path, capsys, traced
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_compiled_steps_say_what_plain_ones_say(shape_folder, traced, sparse):
-    """And say it again after a rewind: what was decoded since is forgotten."""
+def test_compiled_steps_give_the_same_logits_as_plain_ones(shape_folder, traced, sparse):
+    """Also after a rewind, which drops the tokens decoded since."""
     torch.manual_seed(0)
     config = LlamaConfig.from_pretrained(shape_folder)
     model, shape = AutoModelForCausalLM.from_config(config).eval(), ModelShape.of(config)
@@ -141,7 +141,7 @@ def test_compiled_methods_without_a_compiler_are_refused(shape_folder, tmp_path,
 
 
 def in_pages(megabytes):
-    """Use memory that comes from the system: an allocator may hand out what an earlier test left it."""
+    """Use memory that comes from the system: an allocator may reuse what an earlier test freed."""
     size = megabytes << 20
     with mmap.mmap(-1, size) as pages:
         for at in range(0, size, mmap.PAGESIZE):
@@ -167,7 +167,7 @@ def test_bytes_of_a_step_worked_out_by_hand(shape_folder):
     assert throughput.step_bytes(model, shape, "recent", 1000, 2, command) < dense
 
 
-def test_a_filled_cache_is_of_the_asked_length(shape_folder):
+def test_a_filled_cache_has_the_requested_length(shape_folder):
     config = LlamaConfig.from_pretrained(shape_folder)
     cache = DynamicCache(config=config)
     throughput.fill(cache, ModelShape.of(config), 50, 2, torch.bfloat16, 0, "cpu")

@@ -54,7 +54,7 @@ def runs(made, tmp_path_factory):
 
 
 class Reader(HTMLParser):
-    """Collects what a browser would load, and which tags are left open."""
+    """Collects what a browser would load, and unclosed tags."""
 
     VOID = ("meta", "img", "br")
 
@@ -89,7 +89,7 @@ def test_a_page_is_whole_and_loads_nothing(runs, tmp_path):
     assert "| 10 %, lsh |" in text
 
 
-def test_what_is_no_html_is_written_as_text():
+def test_text_is_escaped_in_html():
     from evals.page import Section
 
     grid = Grid("<i>", ["a"], [[["<script>"]]])
@@ -106,7 +106,7 @@ def kl(folder, method, budget):
     return np.array([c["kl"] for s in samples for c in s["cells"] if (c["method"], c["budget"]) == (method, budget)])
 
 
-def test_runs_are_compared_where_they_have_the_same(runs):
+def test_runs_are_compared_in_what_they_share(runs):
     entries, grid = compare(runs / "first", runs / "second", ALL, NONE)
     assert {tuple(entry["a"]) for entry in entries} == {("planes", 0.2)}
     assert [entry["mean"] for entry in entries] == pytest.approx([0, 0], abs=1e-7)
@@ -201,8 +201,8 @@ def test_the_suggestion_meets_the_target_and_the_budget_before_it_does_not(comma
     assert suggest.run(asked, QUIET) == found
 
 
-def test_behind_a_dense_prompt_the_divergence_is_that_of_the_scored_rows_alone(command, made, loaded):
-    """By hand: one forward pass with rows from 63 on sparse, token 64 being the first that is scored."""
+def test_after_a_dense_prompt_the_divergence_covers_only_the_scored_rows(command, made, loaded):
+    """By hand: one forward pass with rows from 63 on sparse; token 64 is the first scored one."""
     asked = command(SuggestCommand, methods=("lsh",), budgets=(1.0,), kl=0.05, phase="decode", documents=1)
     found = suggest.run(asked, QUIET)
     assert {row.phase for row in found.rows} == {"decode"}
@@ -238,7 +238,7 @@ def test_a_suggestion_takes_one_method():
         SuggestCommand(kl=0.1, methods=("lsh", "planes"))
 
 
-# As typed
+# Whole commands
 
 
 def test_report_and_compare_as_typed(runs, tmp_path, capsys):

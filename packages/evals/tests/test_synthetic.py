@@ -1,4 +1,4 @@
-"""Exercises made by rule: deterministic, of the asked length, and with the answer that the text gives."""
+"""Synthetic exercises: deterministic, of the requested length, and with the answer in the text."""
 
 import re
 

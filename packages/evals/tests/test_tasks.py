@@ -1,4 +1,4 @@
-"""The tasks on models: each number against one got another way, and runs that go on where they stopped."""
+"""The tasks on models: each number against one computed differently, and resumed runs."""
 
 import json
 import math
@@ -16,16 +16,16 @@ from evals.commands import (
 )
 from evals.methods import DENSE, load_methods
 from evals.plan import Always, MethodsCommand
+from evals.setup import identities_of
 from evals.synthetic import Exercise
 from evals.tasks import codelength, cones, fidelity, needle, output_error, ruler
 from evals.tasks.answers import continue_greedily, read_answer
-from evals.tasks.setup import identities_of
 from hashtrain import models
 from hashtrain.usage import UsageError
 from rich.console import Console
 from sparse_decode import Budget, attach
 
-FIRST_DENSE = Always(1, 0, 0)  # and nothing is read without a search
+FIRST_DENSE = Always(1, 0, 0)  # and nothing is always read
 
 TENTH = Budget(0.1, sink=0, recent=0)
 
@@ -36,7 +36,7 @@ PNG = b"\x89PNG"
 
 @pytest.fixture
 def dense():
-    return load_methods([DENSE], None, None)[0]  # needs neither hashers nor model
+    return load_methods([DENSE], None, None)[0]  # needs neither hashers nor a model
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_whole_budget_has_no_error_and_half_of_it_has(loaded):
 
 @pytest.mark.parametrize("name", ["lsh", "planes+remainder"])
 def test_error_is_that_of_an_attachment_in_the_first_layer(loaded, name):
-    """The first layer's input is the same whatever the attention, so a sparse model gives the same output there."""
+    """The first layer's input does not depend on attention, so a sparse model gives the same output there."""
     method, seen = loaded.methods[name], []
     hook = loaded.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda m, x: seen.append(x[0][0]))
     loaded.model(loaded.ids[None])
@@ -120,7 +120,7 @@ def test_whole_budget_answers_as_dense(loaded, dense, question):
 
 @pytest.mark.parametrize("name", ["quest", "quest-heads", "magicpig-bare"])
 def test_a_rival_answers_a_short_prompt_by_its_own_rule_in_every_row(loaded, question, name):
-    """Behind 49 tokens: Quest has 3 of 4 pages in the first rows, MagicPIG draws; neither takes all that it sees."""
+    """After 49 tokens: Quest has 3 of 4 pages in the first rows, MagicPIG draws; neither takes all visible tokens."""
     method = loaded.methods[name]
     found = read_answer(loaded.model, question, method, 0.1, FIRST_DENSE)
     how = {"dense_layers": 1, "sparse_rows": 49, "remainder": False}
@@ -135,7 +135,7 @@ def test_a_rival_answers_a_short_prompt_by_its_own_rule_in_every_row(loaded, que
 
 
 @pytest.mark.parametrize("kind", [FidelityCommand, RulerCommand, NeedleCommand])
-def test_runs_behind_a_prompt_say_so_of_the_rivals(kind, loaded):
+def test_identities_of_rivals_depend_on_a_dense_prompt(kind, loaded):
     methods = [loaded.methods[name] for name in ("planes", "quest", "magicpig")]
     found = identities_of(methods, kind())
     assert [found[m.name].removeprefix(m.identity) for m in methods] == ["", "-after-prompt", "-after-prompt"]

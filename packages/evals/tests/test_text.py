@@ -1,4 +1,4 @@
-"""Every likeness of texts against one worked out by hand."""
+"""Every similarity of texts against one worked out by hand."""
 
 import pytest
 from evals.text import common_prefix, common_subsequence, edit_similarity, holds, rouge_l, word_recall, words
@@ -58,12 +58,12 @@ def test_recall_and_substring_worked_out_by_hand():
 
 
 @given(TEXTS, TEXTS)
-def test_likeness_is_symmetric_and_between_0_and_1(a, b):
+def test_similarity_is_symmetric_and_between_0_and_1(a, b):
     for likeness in (rouge_l, edit_similarity):
         assert 0 <= likeness(a, b) <= 1
         assert likeness(a, b) == pytest.approx(likeness(b, a))
 
 
 @given(TEXTS)
-def test_a_text_is_like_itself(a):
+def test_a_text_is_similar_to_itself(a):
     assert rouge_l(a, a) == edit_similarity(a, a) == common_prefix(a, a) == 1

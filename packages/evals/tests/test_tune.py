@@ -1,4 +1,4 @@
-"""Rivals tuned on text that they are not judged on: the choice, its file, and perplexity with it."""
+"""Rivals tuned on text that is not used for evaluation: the choice, its file, and perplexity with it."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ def run(finished, tmp_path, monkeypatch):
 
 @pytest.fixture
 def build(command, made):
-    """Commands that judge on the two other texts."""
+    """Commands that evaluate on the two other texts."""
     text = tuple(made.text / f"{i}.txt" for i in (2, 3))
     return lambda **settings: command(PplCommand, **{"text": text, "documents": 2, "rules": ("visible",), **settings})
 
@@ -109,7 +109,7 @@ def test_a_tuned_rival_is_measured_beside_its_own(run, build, loaded):
     assert "| 10 %, quest-tuned |" in report
 
 
-def test_contexts_that_a_rival_was_tuned_on_judge_nothing(run, build):
+def test_contexts_used_for_tuning_are_refused(run, build):
     command, _ = run
     asked = build(methods=("quest",), tuned=command.out, text=command.text)
     with pytest.raises(ValueError, match="is a context that the rivals were tuned on"):

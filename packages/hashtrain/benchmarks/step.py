@@ -1,10 +1,10 @@
-"""Where a training step's time goes on the CPU, and which share of the matrix-product peak it reaches.
+"""Profile a training step on the CPU, and compare it with the peak rate of matrix products.
 
     uv run packages/hashtrain/benchmarks/step.py [--hasher planes] [--steps 100] [--out FILE]
 
-One layer of the demo model's shape, random queries and keys, one thread, as a worker of `hashtrain` runs it. The peak
-is the best float32 product of two square matrices in the same process; operations are torch's own count of products.
-Prints a table, and JSON last.
+One layer of the demo model's shape, random queries and keys, one thread, as in a worker of `hashtrain`. The peak is the
+best float32 product of two square matrices in the same process; operations are torch's count for matrix products.
+Prints a table, then JSON.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from hashtrain.capture import capture
 from hashtrain.demo import demo_model_path
 from hashtrain.layers import BY_VARIANT
 from hashtrain.models import load_config
-from hashtrain.plan import CANDIDATES
+from hashtrain.plan import RECIPES
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
@@ -36,20 +36,20 @@ PARTS = ("read keys", "read queries", "exact attention", "draw pairs", "hash, sc
 
 
 class Clock:
-    """Processor time of each part of a step: {part: [seconds of a step]}."""
+    """CPU time of each part of a step: {part: [seconds per step]}."""
 
     def __init__(self):
         self.spent: dict[str, list[float]] = {part: [] for part in PARTS}
 
     @contextmanager
     def of(self, part: str):
-        """Add the time of a block."""
+        """Time a block."""
         began = time.process_time()
         yield
         self.spent[part].append(time.process_time() - began)
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Add the time of every call of a function."""
+        """Time every call of a function."""
 
         def call(*arguments: Any, **keywords: Any) -> Any:
             with self.of(part):
@@ -59,21 +59,21 @@ class Clock:
 
 
 def make_training(name: str, steps: int, scratch: Path) -> trainer.Training:
-    """Build the training of one layer of the demo model's shape, its weights random and its contexts random tokens."""
+    """Build the training of one layer of the demo model's shape, with random weights and random tokens."""
     config = load_config(str(demo_model_path()))
     config.num_hidden_layers = 1
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     tokens = torch.randint(0, config.vocab_size, (CONTEXTS, CONTEXT))
     data = capture(model, list(tokens), scratch)
-    candidate = next(c for c in CANDIDATES if c.name == name)
-    hasher_config = HasherConfig(candidate.variant, ModelShape.of(config), init=candidate.init)
-    hasher = BY_VARIANT[candidate.variant](hasher_config, torch.Generator().manual_seed(0))
-    return trainer.Training(hasher, 0, data, TrainConfig(steps=steps, learning_rate=candidate.learning_rate))
+    recipe = next(c for c in RECIPES if c.name == name)
+    hasher_config = HasherConfig(recipe.variant, ModelShape.of(config), init=recipe.init)
+    hasher = BY_VARIANT[recipe.variant](hasher_config, torch.Generator().manual_seed(0))
+    return trainer.Training(hasher, 0, data, TrainConfig(steps=steps, learning_rate=recipe.learning_rate))
 
 
 def measure(training: trainer.Training, steps: int) -> tuple[list[float], dict[str, float], int]:
-    """Return processor seconds of each step, the median seconds of each part, and the operations of one step."""
+    """Return the CPU seconds of each step, the median seconds of each part, and the operations of one step."""
     training.run(until=WARM)
     with FlopCounterMode(display=False) as counter:
         training.run(until=WARM + 1)
@@ -99,7 +99,7 @@ def measure(training: trainer.Training, steps: int) -> tuple[list[float], dict[s
 
 
 def peak(repeats: int = 30) -> float:
-    """Return operations a second of the best product of two square float32 matrices."""
+    """Return the operations per second of the best product of two square float32 matrices."""
     a, b = torch.randn(2, SQUARE, SQUARE)
     best = float("inf")
     for _ in range(repeats):
@@ -111,7 +111,7 @@ def peak(repeats: int = 30) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hasher", default="planes", choices=[c.name for c in CANDIDATES if c.trained])
+    parser.add_argument("--hasher", default="planes", choices=[c.name for c in RECIPES if c.trained])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path)
     settings = parser.parse_args()
@@ -126,7 +126,7 @@ def main() -> None:
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         print(f"{part:20} {1e3 * seconds:7.2f} ms {seconds / median:6.1%}")
     print(f"{'a step':20} {1e3 * median:7.2f} ms, {operations / 1e9:.2f} G operations in products")
-    print(f"{share:.0%} of the peak of {best / 1e9:.0f} G operations a second")
+    print(f"{share:.0%} of the peak of {best / 1e9:.0f} G operations per second")
     found = {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "hasher": settings.hasher,

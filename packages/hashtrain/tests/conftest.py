@@ -1,4 +1,4 @@
-"""A tiny causal LM and its captured queries and keys, made here: no download, no randomness between runs."""
+"""A tiny causal LM and its captured queries and keys, created here: no download, the same in every run."""
 
 import os
 import sys

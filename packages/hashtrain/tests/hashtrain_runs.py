@@ -1,4 +1,4 @@
-"""What tests of whole runs begin and end with: a tiny model with a text, and everything that a run stored."""
+"""Shared parts of the tests of whole runs: a tiny model with a text, and everything that a run stored."""
 
 import json
 
@@ -25,7 +25,7 @@ SMALL = [
 
 
 class Whole:
-    """What the parts of a context are read by, of a class whose `read` gives q, k and the scaling."""
+    """Adds the accessors of a capture to a class whose `read` returns q, k and the scaling."""
 
     def keys(self, context, layer):
         return self.read(context, layer)[1:]
@@ -36,7 +36,7 @@ class Whole:
 
 
 def model_and_text(root, config, lines):
-    """Make a random model with the demo tokenizer, and a text; the options that name them."""
+    """Create a random model with the demo tokenizer, and a text; return the options that name them."""
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(root / "model")
     AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(root / "model")
@@ -45,12 +45,12 @@ def model_and_text(root, config, lines):
 
 
 def command(folder, out, *more):
-    """The words of a small run on such a model and text."""
+    """Return the arguments of a small run on such a model and text."""
     return ["--model", str(folder / "model"), "--text", str(folder / "text.txt"), "--out", str(out), *SMALL, *more]
 
 
 def stored(out):
-    """Every byte of a run's hashers, and its figures."""
+    """Return every byte of a run's hashers, and its metrics."""
     metrics = json.loads((out / "metrics.json").read_text())
     del metrics["seconds"]
     files = {(path.parent.name, path.name): path.read_bytes() for path in out.glob("*/*") if path.parent.name[0] != "."}

@@ -1,9 +1,9 @@
-# ruff: noqa: PT008 a lambda says what the function in its place takes
-"""A CUDA device that is not there, with numbers: tensors that say they lie on it, and keep values in host memory.
+# ruff: noqa: PT008 the lambdas document the parameters of the functions they replace
+"""A simulated CUDA device with values: tensors that report it as their device, and keep their values in host memory.
 
-torch's fake tensors hold no numbers, so they end at the first one that is asked for. These go on: every operator runs
-on the CPU, after a check that its tensors lie together, and what waits for the device is listed. Gradients are not
-worked out, for autograd would ask the device for its streams: they are zero.
+torch's fake tensors have no values, so they fail at the first read. These do not: every operator runs on the CPU, after
+a check that its tensors are on one device, and waits for the device are recorded. Gradients are zero, because autograd
+would ask the device for its streams.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ WAITS = ("_local_scalar_dense", "nonzero", "unique", "_unique2", "masked_select"
 
 
 class MixedDevices(AssertionError):
-    """An operator got tensors of two devices."""
+    """An operator got tensors on two devices."""
 
 
 class Pretended(torch.Tensor):
-    """A tensor of the device that is not there."""
+    """A tensor on the simulated device."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "Pretended":
@@ -50,7 +50,7 @@ class Pretended(torch.Tensor):
 
 
 class Device(TorchDispatchMode):
-    """Runs operators on the CPU, whatever their tensors say, and lists waits and copies between host and device."""
+    """Runs operators on the CPU, whatever device their tensors report, and records waits and copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Device(TorchDispatchMode):
         if pinned:
             self.pinned.add(found.data_ptr())
         if name == "to" and ours and there and found is plain[0][0]:
-            return args[0]  # it is there already, in that type
+            return args[0]  # already there, in that type
         if not there:
             return args[0] if name == "copy_" else found
         wrapped = tree_map(lambda x: Pretended(x) if isinstance(x, torch.Tensor) else x, found)
@@ -94,7 +94,7 @@ class Device(TorchDispatchMode):
     def _check(
         self, name: str, tensors: list[torch.Tensor], ours: bool, there: bool, generator: object, non_blocking: bool
     ) -> None:
-        """Refuse tensors of two devices, except numbers of no dimension, and write down what waits."""
+        """Reject tensors on two devices, except zero-dimensional ones, and record waits."""
         mixed = ours and any(not isinstance(x, Pretended) and x.ndim for x in tensors)
         if mixed and name not in MOVES:
             places = ", ".join(f"{tuple(x.shape)} on {x.device}" for x in tensors)
@@ -114,16 +114,16 @@ class Device(TorchDispatchMode):
 
 
 def _plain(x: object) -> object:
-    """Return what the CPU is given in place of an argument."""
+    """Return the argument to use on the CPU."""
     if isinstance(x, torch.device):
         return (
             torch.device("cpu") if x.type == "cuda" else x
-        )  # meta stays meta: a model is made there before it is read
+        )  # meta stays meta: models are created there before they are read
     return x.inner if isinstance(x, Pretended) else x
 
 
 class Stream:
-    """A queue of work: the current one, or one beside it."""
+    """A CUDA stream: the current one, or a separate one."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -137,8 +137,8 @@ class Stream:
 
 @contextlib.contextmanager
 def pretend_streams(device: Device) -> Iterator[None]:
-    """Pretend streams and pinned memory."""
-    kept: list[torch.Tensor] = []  # so that no other gets their addresses
+    """Simulate streams and pinned memory."""
+    kept: list[torch.Tensor] = []  # so that no other tensor gets their addresses
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
         assert not isinstance(tensor, Pretended), "memory of the device cannot be pinned"
@@ -164,7 +164,7 @@ def pretend_streams(device: Device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_inference_tensors() -> Iterator[None]:
-    """Let inference mode be no_grad, wherever it has been named before: its tensors cannot be wrapped."""
+    """Replace inference mode by no_grad, wherever it has been imported: its tensors cannot be wrapped."""
 
     def enter(mode: torch.inference_mode) -> None:
         mode.inside = torch.no_grad()
@@ -182,15 +182,15 @@ def no_inference_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def pretend_gpu() -> Iterator[Device]:
-    """Pretend that there is one CUDA device."""
+    """Simulate a single CUDA device."""
     make, overwrite = torch.Generator, torch.__future__.get_overwrite_module_params_on_conversion()
     device, kept = Device(), []
 
-    class Generator:  # a class: modules that are loaded meanwhile name it in annotations
+    class Generator:  # a class, because modules imported meanwhile use it in annotations
         def __new__(cls, where: object = "cpu") -> torch.Generator:
             made = make()
             if torch.device(where).type == "cuda":
-                kept.append(made)  # so that no other gets its address
+                kept.append(made)  # so that no other generator gets its address
                 device.generators.add(made._cdata)
             return made
 
@@ -232,7 +232,7 @@ def pretend_gpu() -> Iterator[Device]:
 
 
 def _moved(make):
-    """Return what makes a tensor of numbers on the host first: torch would go to the device behind our back."""
+    """Wrap a tensor constructor so that it creates on the host first; torch would bypass the simulation."""
 
     def made(data: object, *, device: object = None, **how: object) -> torch.Tensor:
         if isinstance(data, Pretended):
@@ -244,7 +244,7 @@ def _moved(make):
 
 
 def leaves(loss: torch.Tensor) -> list[torch.Tensor]:
-    """List the parameters that a loss depends on."""
+    """Return the parameters that a loss depends on."""
     seen: set[object] = set()
     found, left = [], [loss.grad_fn]
     while left:

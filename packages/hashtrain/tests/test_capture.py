@@ -1,4 +1,4 @@
-"""Captured queries and keys are what attention multiplies."""
+"""Captured queries and keys are those that attention multiplies."""
 
 import shutil
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def test_capturing_changes_no_output_and_restores_the_model(model):
 
 @pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
 def test_capturing_changes_no_output_of_models_with_their_own_attention(family):
-    """Soft-capped logits and learned sinks: SDPA refuses the first and would drop the second in silence."""
+    """Soft-capped logits and learned sinks: SDPA rejects the former and would silently ignore the latter."""
     torch.manual_seed(0)
     settings = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
     extra = {"Gemma2": {"query_pre_attn_scalar": 16}, "GptOss": {"num_local_experts": 2, "num_experts_per_tok": 1}}

@@ -1,4 +1,4 @@
-"""The command's complaints, what it says of a run before and after, and its lesser commands."""
+"""The command's errors, its output before and after a run, and its smaller subcommands."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ from transformers import Gemma2Config, MistralConfig
 
 
 @pytest.mark.parametrize("changes", [{"contexts": 2**31}, {"steps": 2**31}, {"seed": 2**32}, {"seed": -1}], ids=str)
-def test_a_number_that_no_generator_or_count_takes_is_refused(changes):
+def test_numbers_out_of_range_are_refused(changes):
     with pytest.raises(UsageError, match=r"must be (at most|between)"):
         TrainCommand(**changes)
 
@@ -107,7 +107,7 @@ def test_inspect_prints_the_config(folder, tmp_path, capsys):
     [
         ("steps = ", "is not a TOML file"),
         ("step = 5", "sets step, expected one of alpha, backbone_memory, beta, bits"),
-        ("steps = true", "sets steps to True, expected a text, a number or a list"),
+        ("steps = true", "sets steps to True, expected a string, a number or a list"),
         ("stream = 1", "sets stream to 1, expected true or false"),
         ("steps = 0", "--steps must be at least 1"),
     ],
@@ -124,8 +124,8 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(folder, tmp_path, 
     assert main(command(folder, tmp_path / "run", "--only", "lsh", "planes", "--dry-run")) == 0
     found = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]
     whole = 2 * 512 * 2 * (4 + 2 + 2) * 32 * 2  # contexts, tokens, layers, heads, head_dim, bytes
-    judged = 2 * (512 * 2 + 4 * 4) * 32 * 2 + 2 * 4 * 4  # keys and four rows' queries, and which rows
-    assert found["disk"] == whole + judged
+    evaluated = 2 * (512 * 2 + 4 * 4) * 32 * 2 + 2 * 4 * 4  # keys, the queries of four rows, and the rows' numbers
+    assert found["disk"] == whole + evaluated
     assert found["train_seconds"] > 0
     assert found["capture_seconds"] > 0
     assert not (tmp_path / "run").exists()
@@ -158,7 +158,7 @@ def test_a_published_list_is_converted(folder, tiny_config, tmp_path, capsys):
     assert "no file" in capsys.readouterr().err
 
 
-def test_push_hands_the_hasher_to_the_hub(folder, tmp_path, capsys, monkeypatch):
+def test_push_uploads_the_hasher(folder, tmp_path, capsys, monkeypatch):
     assert main(command(folder, tmp_path / "run", "--only", "lsh")) == 0
     pushed = []
     monkeypatch.setattr(
@@ -181,7 +181,7 @@ def test_push_hands_the_hasher_to_the_hub(folder, tmp_path, capsys, monkeypatch)
         ({"context": 8192, "dense_layers": 1}, "--context 8192 --dense-layers 1"),
     ],
 )
-def test_the_next_command_names_what_evals_knows(changes, words):
+def test_the_next_command_has_options_that_evals_accepts(changes, words):
     assert (
         next_command(TrainCommand(**changes)) == f"uv run evals ppl --documents 4 --hashers runs/demo {words}".strip()
     )
@@ -193,7 +193,7 @@ def test_the_best_hasher_has_the_highest_overlap_and_can_decode():
     assert _best(TrainCommand(only=tuple(found)), metrics) == "planes"
 
 
-def test_models_that_no_hasher_could_serve_are_refused_before_the_training():
+def test_unsupported_models_are_refused_before_training():
     heads = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=64)
     for config, words in (
         (MistralConfig(**heads, sliding_window=128), "whose tokens see 128 others"),

@@ -1,4 +1,4 @@
-"""Whole runs of the command on a tiny model: streamed, stopped or by more workers, they end in the same bits."""
+"""Whole runs of the command on a tiny model: streaming, interruptions and workers do not change the result."""
 
 import importlib.util
 import json
@@ -45,7 +45,7 @@ def test_tensorboard_gets_what_the_metrics_get(folder, tmp_path):
 
 
 def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on(folder, tmp_path, monkeypatch, capsys):
-    """Three contexts, of which the remainder may see one: the others are never on the disk."""
+    """Three contexts, of which the remainder may use one: the others are never on disk."""
     monkeypatch.setattr(prepare_module, "MAX_CONTEXTS", 1)
     monkeypatch.setattr(remainder, "MAX_CONTEXTS", 1)
     monkeypatch.setattr(transform, "CONTEXTS", 1)  # at most as many as are stored: test_reads.py
@@ -73,7 +73,7 @@ def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on
         found.append(json.loads(capsys.readouterr().out.strip().splitlines()[-1])["dry_run"]["disk"])
     whole, keys, row = (512 * 2 * n * 32 * 2 for n in (8, 2, 4 / 512))  # of layers, heads, head_dim, bytes
     few = keys + 128 * (row + 2 * 4)  # two steps of 64 rows read each context
-    assert found[2:] == [n * few + whole + keys + 4 * (row + 2 * 4) for n in (2, 0)]  # four rows are judged
+    assert found[2:] == [n * few + whole + keys + 4 * (row + 2 * 4) for n in (2, 0)]  # four rows are evaluated
     assert main(command(folder, tmp_path / "no", *kinds, "--stream", "--spread", "data")) == 2
     assert "use --spread layers" in capsys.readouterr().err
 
@@ -94,7 +94,7 @@ def test_a_model_that_does_not_fit_is_run_layer_by_layer_to_the_same_bits(folder
         assert main(command(folder, out, "--only", "planes", *more)) == 0
         found.append(Hasher.from_pretrained(out / "planes").state_dict())
     assert placed[0] == {"whole"}
-    assert "disk" in placed[-1]  # what stays in the file
+    assert "disk" in placed[-1]  # the part that stays in the file
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(command(folder, tmp_path / "no", "--backbone-memory", "0.003")) == 2
@@ -115,7 +115,7 @@ def test_a_streamed_run_goes_on_where_it_was_stopped(folder, tmp_path, monkeypat
     monkeypatch.setattr(stream, "run_context", dies)
     assert main(command(folder, tmp_path / "cut", *kinds)) == 2
     assert main(command(folder, tmp_path / "cut", *kinds)) == 0
-    assert len(runs) == 4 + 3  # three steps were done, three are left
+    assert len(runs) == 4 + 3  # three steps were done, three remain
     whole, cut = (Hasher.from_pretrained(tmp_path / name / "planes").state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 

@@ -1,4 +1,4 @@
-"""Published lists of tensors become hashers; whatever else a file holds is one sentence."""
+"""Published lists of tensors become hashers; any other content is rejected with one sentence."""
 
 import contextlib
 import os
@@ -47,7 +47,7 @@ class Surprise:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (published()[:4], "4 tensors, 1 layers; expected 8, 2 layers; the published file is cut short"),
+        (published()[:4], "4 tensors, 1 layers; expected 8, 2 layers; the published file is truncated"),
         (published(3), "12 tensors, 3 layers; expected 8"),
         (published(heads=8), r"tensor 0 of layer 0: expected floats of \(1, 4, 32, 32\), got torch.bfloat16 \(1, 8,"),
         ([*published()[:7], "text"], "tensor 3 of layer 1: expected floats of .*, got str"),
@@ -89,7 +89,7 @@ def test_a_missing_file_is_one_sentence(tmp_path, tiny_config):
 
 
 def forged(whole, name, change, **how):
-    """A copy of the file in which one file of its zip is another."""
+    """Return a copy of the file with one file of its zip replaced."""
     out = whole.with_name("forged.pth")
     with zipfile.ZipFile(whole) as old, zipfile.ZipFile(out, "w", **how) as new:
         for entry in old.infolist():
@@ -104,11 +104,11 @@ BYTES = b"\x80\x02c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R."  # bytearray
 @pytest.mark.parametrize(
     ("change", "how", "message"),
     [
-        (lambda pickle: BYTES, {}, "it asks for __builtin__ bytearray, expected tensors alone"),
-        (lambda pickle: b"\x80\x04\x8c\x02os\x8c\x06system\x93.", {}, "it asks for STACK_GLOBAL"),
+        (lambda pickle: BYTES, {}, "it calls __builtin__ bytearray, expected only tensors"),
+        (lambda pickle: b"\x80\x04\x8c\x02os\x8c\x06system\x93.", {}, "it calls STACK_GLOBAL"),
         (lambda pickle: pickle.replace(b"_rebuild_tensor_v2", b"_rebuild_meta_tensor_no_storage"), {}, "meta_tensor"),
         (lambda pickle: pickle.replace(b"M\x00\x10", b"J\xff\xff\xff\x7f"), {}, "damaged or holds more than tensors"),
-        (lambda pickle: pickle, {"compression": zipfile.ZIP_DEFLATED}, "expected files stored as they are"),
+        (lambda pickle: pickle, {"compression": zipfile.ZIP_DEFLATED}, "expected uncompressed files"),
         (lambda pickle: pickle + bytes(2 << 20), {}, "expected at most|of at most"),
     ],
 )
@@ -129,11 +129,11 @@ def test_two_files_of_one_name_are_refused(whole, tiny_config):
 
 @pytest.mark.parametrize("tensor", [torch.zeros(1, 4, 1, 32).to_sparse(), torch.zeros(1, 4, 1, 32, device="meta")])
 def test_tensors_that_are_not_dense_are_refused(tmp_path, tiny_config, tensor):
-    with pytest.raises(ValueError, match=r"expected floats of|it asks for"):
+    with pytest.raises(ValueError, match=r"expected floats of|it calls"):
         convert(stored(tmp_path, [*published()[:7], tensor]), tiny_config(), tmp_path / "h")
 
 
-def test_the_command_knows_the_demo_model_by_its_name(tmp_path, capsys):
+def test_the_command_accepts_the_demo_model(tmp_path, capsys):
     shape = ModelShape.of(AutoConfig.from_pretrained(demo_model_path()))
     content = published(shape.num_layers, shape.num_query_heads, shape.head_dim)
     out = tmp_path / "made"

@@ -1,4 +1,4 @@
-"""Held-out text is never trained on, and unusable text is one sentence."""
+"""Held-out text is never trained on, and unusable text is rejected with one sentence."""
 
 import os
 import sysconfig
@@ -28,13 +28,13 @@ def letters(text, **kwargs):
 
 
 def test_no_held_out_module_is_ever_trained_on():
-    held, train = held_out_sources(), python_sources(installed=("setuptools",))
-    assert len(held) >= 20
+    validation, train = held_out_sources(), python_sources(installed=("setuptools",))
+    assert len(validation) >= 20
     assert len(train) >= 300
     names = {d.name for d in train}
     assert not names & {*HELD_OUT, *HELD_OUT_TABLES}
     texts = {d.text for d in train}
-    assert not any(d.text in texts for d in held)
+    assert not any(d.text in texts for d in validation)
 
 
 def test_a_vendored_copy_of_a_held_out_module_counts_as_held_out():
@@ -66,7 +66,7 @@ def test_contexts_take_the_start_of_each_document_before_second_pieces():
     assert len(contexts(documents, letters, 10, 2, seed=None)) == 2
 
 
-def test_what_is_no_file_in_a_folder_is_no_text(tmp_path):
+def test_only_files_of_a_folder_are_read(tmp_path):
     (tmp_path / "one.txt").write_text("one")
     (tmp_path / "notes.md").mkdir()
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
@@ -76,7 +76,7 @@ def test_what_is_no_file_in_a_folder_is_no_text(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert [document.name for document in read_texts([tmp_path])] == ["one.txt"]
     for name, kind in (("pipe.txt", "a pipe"), ("pipe.jsonl", "a pipe"), ("endless.txt", "a device")):
-        with pytest.raises(UsageError, match=f"{name} is {kind}, expected a plain file"):
+        with pytest.raises(UsageError, match=f"{name} is {kind}, expected a regular file"):
             read_texts([tmp_path / name])
 
 
@@ -88,7 +88,7 @@ def test_a_file_too_large_to_be_read_is_refused_unread(tmp_path):
 
 
 @pytest.mark.parametrize(("unit", "parts"), [("word\n", 4), ("word ", 4), ("x", 4)])
-def test_a_long_text_is_turned_into_tokens_a_part_at_a_time_and_no_further_than_needed(unit, parts, monkeypatch):
+def test_a_long_text_is_tokenised_in_parts_and_only_as_far_as_needed(unit, parts, monkeypatch):
     monkeypatch.setattr(corpus, "_PART", 1024)
     text, seen = (unit * 4096)[: 3 * 1024 + 5], []
 
@@ -139,21 +139,21 @@ def test_text_that_cannot_be_used_is_one_sentence(tmp_path):
 
 def test_a_readers_text_is_split_without_overlap():
     many = [Document(str(i), "x") for i in range(7)]
-    train, held = split(many)
-    assert not {d.name for d in train} & {d.name for d in held}
-    assert len(train) + len(held) == 7
-    (train,), (held,) = split([Document("one", "0123456789")])
-    assert train.text + held.text == "0123456789"
+    train, validation = split(many)
+    assert not {d.name for d in train} & {d.name for d in validation}
+    assert len(train) + len(validation) == 7
+    (train,), (validation,) = split([Document("one", "0123456789")])
+    assert train.text + validation.text == "0123456789"
 
 
 def test_training_text_that_holds_the_held_out_text_is_refused():
     lines = [f"a long enough line of prose, the number {number}" for number in range(20)]
-    held = [Document("held", "\n".join(lines)), Document("short", "one line")]
-    require_apart([Document("other", "\n".join(line.upper() for line in lines))], held)
-    require_apart([Document("quotes", "\n".join(lines[:9]))], held)
+    validation = [Document("validation", "\n".join(lines)), Document("short", "one line")]
+    require_apart([Document("other", "\n".join(line.upper() for line in lines))], validation)
+    require_apart([Document("quotes", "\n".join(lines[:9]))], validation)
     for copy in ("# a header\n" + "\n".join(lines), "\n".join(lines[:11]), " one line\n"):
         with pytest.raises(ValueError, match="copy holds most of the held-out text"):
-            require_apart([Document("fine", "x"), Document("copy", copy)], held)
+            require_apart([Document("fine", "x"), Document("copy", copy)], validation)
 
 
 def test_hub_ids_are_read_as_they_are_written():

@@ -1,4 +1,4 @@
-"""What sparse attention costs in each layer: against decoding itself, and the layers that it makes dense."""
+"""The cost of sparse attention in each layer, compared with decoding itself, and the layers that stay dense."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_the_costliest_layers_stay_dense_but_few(steps):
 
 
 def test_a_remainder_that_makes_a_layer_worse_is_taken_off(model):
-    """Costs are made up: the remainder of layer 0 costs, those of the others gain."""
+    """Costs are invented: the remainder of layer 0 makes it worse, the others help."""
 
     class Given:
         def cost(self, hasher, layers, fraction):

@@ -1,4 +1,4 @@
-"""Several processes make what one makes: to the bit when they share layers, closely when they share rows."""
+"""Several processes give the result of one: bit-identical if they share layers, nearly equal if they share rows."""
 
 import multiprocessing
 import os
@@ -35,7 +35,7 @@ def alone(arguments, tmp_path_factory):
 
 
 def two_processes(job, *rest):
-    """Two gloo ranks, forked from a process that has imported everything already. Returns: their exit codes."""
+    """Run two gloo ranks, forked from a process that has imported everything. Returns: their exit codes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain", "hashtrain.pipeline"])
     with socket.socket() as probe:
@@ -54,7 +54,7 @@ def run_two(arguments):
 
 
 def test_no_process_goes_on_before_all_are_connected(tmp_path):
-    """Else one that ends at once, with an error, breaks the connections that the others still make."""
+    """Otherwise one that exits early, with an error, breaks connections that are still being made."""
     assert two_processes(join_late, tmp_path) == [0, 0]
     connected, entered = (
         [float((tmp_path / f"{w}-{n}").read_text()) for n in (0, 1)] for w in ("connected", "entered")
@@ -70,9 +70,9 @@ def test_two_ranks_that_share_layers_make_the_bits_of_one_process(arguments, alo
 def test_two_ranks_that_share_rows_train_as_one_process(arguments, alone, tmp_path):
     assert run_two([*arguments, "--out", str(tmp_path / "run"), "--spread", "data"]) == [0, 0]
     metrics, files = stored(tmp_path / "run")
-    # The losses, not what is judged: a repair chooses between heads that are nearly alike, and a hair decides.
+    # Compares the losses, not the evaluation: a repair chooses between nearly equal heads.
     one, two = (np.array(m["hashers"]["transform"]["losses"])[:, -10:].mean() for m in (alone[0], metrics))
-    assert two == pytest.approx(one, rel=0.08)  # other draws, and few pairs lie at the margin
+    assert two == pytest.approx(one, rel=0.08)  # other draws, and few pairs are near the margin
     assert files != alone[1], "the second process had no part in it"
 
 
@@ -102,18 +102,18 @@ def test_torchrun_restarts_a_killed_rank_which_goes_on_to_the_same_bits(argument
     assert stored(out) == alone
 
 
-def test_jobs_are_dealt_out_whole():
+def test_every_job_has_one_rank():
     jobs = list(range(7))
-    dealt = [Ranks(number, 3).mine(jobs) for number in range(3)]
+    dealt = [Ranks(number, 3).shard(jobs) for number in range(3)]
     assert sorted(job for mine in dealt for job in mine) == jobs
-    assert ALONE.mine(jobs) == jobs
+    assert ALONE.shard(jobs) == jobs
 
 
 def test_a_device_that_is_not_there_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [str(device_for("cuda", local)) for local in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
     assert str(device_for("cpu", 1)) == "cpu"
-    with pytest.raises(ValueError, match="--device cuda:2 is not there: expected one of 2 CUDA devices"):
+    with pytest.raises(ValueError, match="--device cuda:2 does not exist: expected one of 2 CUDA devices"):
         device_for("cuda:2", 0)
-    with pytest.raises(ValueError, match="is not there"):
+    with pytest.raises(ValueError, match="does not exist"):
         device_for(f"cuda:{10**30}", 0)

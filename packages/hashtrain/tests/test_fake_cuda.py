@@ -1,11 +1,11 @@
-"""Training on a CUDA device that is not there: fake tensors say where they lie, and refuse to mix devices."""
+"""Training on a simulated CUDA device: fake tensors know their device, and reject mixed devices."""
 
 import pytest
 import torch
 from hashtrain import distribute
 from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.evaluate import bit_statistics
 from hashtrain.hasher import make_layer
-from hashtrain.judge import bit_statistics
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 
@@ -14,7 +14,7 @@ def test_bits_of_keys_on_the_host_are_counted_on_the_device(variant):
     with FakeTensorMode():
         with torch.device("cuda"):
             hasher = make_layer(HasherConfig(variant, ModelShape(1, 4, 2, 64)), 0, None)
-        with pytest.raises(DataDependentOutputException):  # it got to the numbers, which a fake tensor lacks
+        with pytest.raises(DataDependentOutputException):  # it reached the first read of a value
             bit_statistics(hasher, torch.empty(1, 2, 100, 64))
 
 
@@ -22,7 +22,7 @@ def test_processes_wait_for_each_other_over_gloo_whatever_the_device(monkeypatch
     asked = []
     monkeypatch.setattr(distribute.dist, "all_reduce", lambda tensor: asked.append(tensor.device.type))
     with FakeTensorMode(), torch.device("cuda"):
-        distribute.Ranks(0, 2).wait()
+        distribute.Ranks(0, 2).barrier()
     assert asked == ["cpu"]
 
 
@@ -35,8 +35,8 @@ def test_auto_means_nccl_where_there_is_cuda(monkeypatch, cuda, backend):
     monkeypatch.setattr(distribute, "_agreed", lambda *a: None)
     monkeypatch.setattr(distribute.dist, "init_process_group", lambda backend, **k: asked.update(backend=backend))
     monkeypatch.setattr(distribute.dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(distribute.Ranks, "wait", lambda ranks: None)
+    monkeypatch.setattr(distribute.Ranks, "barrier", lambda ranks: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with distribute.joined("auto"):
+    with distribute.init_distributed("auto"):
         assert asked["backend"] == backend

@@ -1,4 +1,4 @@
-"""The artefact: round trip, refusal of what is broken or foreign, and that a kill leaves the old one or the new one."""
+"""The artefact: round trips, rejection of broken or foreign files, and atomic replacement."""
 
 import contextlib
 import json
@@ -94,21 +94,21 @@ def edit(folder, **changes):
     [
         ({"variant": "magic"}, "variant must be one of"),
         ({"bits": 100}, "multiple of 32"),
-        ({"bits": 256}, "does not hold what config.json describes"),
-        ({"hidden": 65536}, "does not hold what config.json describes"),
+        ({"bits": 256}, "does not match config.json"),
+        ({"hidden": 65536}, "does not match config.json"),
         (
             {"shape": {"num_layers": 1 << 20, "num_query_heads": 1 << 20, "num_kv_heads": 1, "head_dim": 1 << 20}},
             "expected tensors of 1048576 layers, got 22 tensors",
         ),
         ({"format_version": 1}, "format_version must be 3"),
-        ({"weights": "../hasher.safetensors"}, "names no weight file of its own folder"),
-        ({"weights": "gone.safetensors"}, "names no weight file of its own folder"),
+        ({"weights": "../hasher.safetensors"}, "names no weight file in its own folder"),
+        ({"weights": "gone.safetensors"}, "names no weight file in its own folder"),
         ({"weights": f"hasher-{0:012}.safetensors"}, "missing"),
         ({"shape": {"num_layers": 10**9}}, "incomplete|num_layers"),
         ({"surprise": 1}, "unknown hasher config fields"),
     ],
 )
-def test_a_config_that_lies_is_one_sentence(tmp_path, changes, message):
+def test_an_invalid_config_is_one_sentence(tmp_path, changes, message):
     make().save_pretrained(tmp_path)
     edit(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
@@ -131,7 +131,7 @@ def test_every_changed_byte_is_one_sentence_or_harmless(stored, share, flip):
     try:
         with contextlib.suppress(ValueError):
             after = Hasher.from_pretrained(folder).state_dict()
-            assert all(torch.equal(before[name], after[name]) for name in before)  # the header's padding, say
+            assert all(torch.equal(before[name], after[name]) for name in before)  # such as the header's padding
     finally:
         weights.write_bytes(whole)
 

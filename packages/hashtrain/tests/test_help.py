@@ -1,11 +1,11 @@
-"""Where the command's help and its complaints about flags lead."""
+"""The command's help, and where errors about flags point."""
 
 import pytest
 from hashtrain.cli import COMMANDS, main
 
 
 def left(arguments, capsys):
-    """Return the exit code and, without its frame and line ends, what was said."""
+    """Return the exit code and the message, without its frame and line breaks."""
     with pytest.raises(SystemExit) as leaving:
         main(arguments)
     captured = capsys.readouterr()
@@ -37,7 +37,7 @@ def test_an_unknown_subcommand_points_to_the_list_of_them(capsys):
     assert "hashtrain --help" in said
 
 
-def test_the_shells_completion_is_of_all_subcommands(capsys):
+def test_shell_completion_covers_all_subcommands(capsys):
     code, said = left(["--tyro-print-completion", "bash"], capsys)
     assert not code
     assert all(f"'{name}'" in said for name in COMMANDS)

@@ -1,4 +1,4 @@
-"""To the hub and back, against a double with the signatures of huggingface_hub's own calls."""
+"""Uploading to and downloading from the hub, with a double that has the signatures of huggingface_hub."""
 
 import inspect
 import shutil
@@ -14,7 +14,7 @@ SHAPE = ModelShape(2, 4, 2, 32)
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub that is a folder."""
+    """A folder in place of the hub."""
     root = tmp_path / "hub"
     calls = []
 
@@ -64,7 +64,7 @@ def test_what_is_neither_a_folder_nor_on_the_hub_is_one_sentence(hub):
         Hasher.from_pretrained("me/none", revision="v1")
 
 
-def test_a_path_is_never_asked_for_on_the_hub(hub, tmp_path):
+def test_a_path_is_never_looked_up_on_the_hub(hub, tmp_path):
     for path in (tmp_path / "none", "runs/demo/none", "./none"):
         with pytest.raises(ValueError, match=r"expected a config\.json there"):
             Hasher.from_pretrained(path)

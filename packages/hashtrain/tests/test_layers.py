@@ -1,4 +1,4 @@
-"""What each variant's bits are, and that training scores what is deployed."""
+"""The codes of each variant, and that training scores match the deployed ones."""
 
 import hashcore
 import pytest
@@ -114,7 +114,7 @@ def test_residuals_are_where_the_sizes_agree(hidden, bits):
     layer, (q, _) = make("paper", "random", residual=True, hidden=hidden, bits=bits), qk()
     for parameter in layer.parameters():
         parameter.zero_()
-    # With all weights zero only residuals are left: x through both, x through the first alone (into zeros), or none.
+    # With all weights zero only the residuals remain: x through both, x through the first only (then zeros), or none.
     expected = q if (hidden, bits) == (64, 64) else torch.zeros(*q.shape[:-1], bits)
     torch.testing.assert_close(layer.values(q), expected)
 

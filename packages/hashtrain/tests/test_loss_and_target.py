@@ -76,7 +76,7 @@ def test_quantised_goes_forward_as_the_deployed_levels(planes):
 
 
 def test_quantised_has_no_slope_where_it_clips():
-    w = torch.tensor([[0.1, -0.3, 1.0]], requires_grad=True)  # 0.8 of the largest is the bound
+    w = torch.tensor([[0.1, -0.3, 1.0]], requires_grad=True)  # the bound is 0.8 of the largest
     quantised(w, 3)[0].sum().backward()
     torch.testing.assert_close(w.grad, torch.tensor([[1.0, 1.0, 0.0]]))
 
@@ -117,7 +117,7 @@ def test_sampled_pairs_are_inside_and_outside_the_target_set():
     pairs = sample_pairs(p, positions, 0.05, 300, 4000, torch.Generator().manual_seed(0))
     for head in range(2):
         for row, position in enumerate(positions.tolist()):
-            always = {0, *range(position - 3, position + 1)}  # nothing is trained for what every row reads
+            always = {0, *range(position - 3, position + 1)}  # tokens that every row reads are never in a pair
             count = max(1, top_count(position + 1, 0.05) - 5)
             order = p[0, head, row].argsort(descending=True).tolist()
             target = {token for token in order if token not in always and token <= position}

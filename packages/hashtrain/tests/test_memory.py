@@ -1,4 +1,4 @@
-"""The memory of a training step: measured on a small shape, and within the bound on a large one."""
+"""The memory of a training step: measured on a small shape, bounded on a large one."""
 
 import weakref
 
@@ -17,7 +17,7 @@ SMALL, CONTEXT = ModelShape(2, 8, 2, 32), 1024
 
 
 class Peak(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations have made and that are still alive."""
+    """Tracks the bytes of all live tensors created by operations."""
 
     def __init__(self):
         super().__init__()

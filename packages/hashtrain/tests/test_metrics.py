@@ -1,4 +1,4 @@
-"""IoU, recall and mass on hand-made rows."""
+"""IoU, recall and mass of rows constructed by hand."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_hash_quality_is_measured_on_the_selection_that_is_deployed():
     p = attention(q, k, positions, 0.125)
     for head in range(2):
         for row, position in enumerate(positions.tolist()):
-            count, others = top_count(position + 1, 0.1) - 5, range(1, position - 3)  # the rest is always read
+            count, others = top_count(position + 1, 0.1) - 5, range(1, position - 3)  # the others are always read
             seen, exact = scores[0, head, row], p[0, head, row]
             chosen = set(sorted(others, key=lambda i: (-seen[i].item(), i))[:count])
             target = set(sorted(others, key=lambda i: -exact[i].item())[:count])

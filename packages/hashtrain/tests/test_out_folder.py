@@ -1,4 +1,4 @@
-"""A file where --out wants a folder is one sentence, before anything is read."""
+"""A file at --out, where a folder is expected, is rejected with one sentence before anything is read."""
 
 import pytest
 from hashtrain.cli import main

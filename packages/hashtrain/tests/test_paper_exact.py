@@ -1,4 +1,4 @@
-"""`paper-exact` against the paper's formula, written out; and what flags change and the artefact records."""
+"""`paper-exact` against the paper's formula, the effect of flags, and the settings stored in the artefact."""
 
 import json
 import math
@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig
-from hashtrain.candidates import ABLATIONS, ALL, EXACT
 from hashtrain.checkpoint import Checkpoint
 from hashtrain.cli import main, parse
 from hashtrain.hasher import make_layer
 from hashtrain.loss import squared_error
 from hashtrain.plan import TrainCommand
+from hashtrain.recipes import ABLATIONS, ALL, EXACT
 from hashtrain.target import attention, sample_pairs
 from hashtrain.trainer import Training, _loss
 from hashtrain.usage import UsageError
@@ -24,7 +24,7 @@ PAPER = TrainConfig(fraction=FRACTION, of="length", sink=0, recent=0, min_positi
 
 
 class Drawn(Whole):
-    """Random queries and keys, far enough apart that scores differ."""
+    """Random queries and keys, far enough apart for different scores."""
 
     def __len__(self):
         return 1
@@ -38,12 +38,12 @@ def layer_of(gamma=64.0, **changes):
     config = HasherConfig("paper", SHAPE, bits=32, hidden=128, init="gaussian", gamma=gamma, **changes)
     layer = make_layer(config, 0, seed=3)
     for parameter in layer.parameters():
-        parameter.data *= 100  # so that codes are not all alike: what training does in its first steps
+        parameter.data *= 100  # so that codes differ, as after the first steps of training
     return layer
 
 
 def papers_loss(mlp, q, k, positions, top, rest, gamma, alpha, beta):
-    """The paper's section 3.3 for one head, with nothing of ours: loss, by hand, of the pairs (top[r], rest).
+    """The paper's section 3.3 for one head, independent of our code: the loss of the pairs (top[r], rest).
 
     mlp: W1 [D, 128], b1 [128], W2 [128, bits]; q [R, D]; k [T, D]; top: token numbers [R][A]; rest: [C].
     """
@@ -54,7 +54,7 @@ def papers_loss(mlp, q, k, positions, top, rest, gamma, alpha, beta):
         y = (z * torch.sigmoid(z)) @ w2
         return gamma * y / (1 + gamma * y.abs())
 
-    k_of_row = math.floor(T * FRACTION)  # of the full length, whatever a row sees
+    k_of_row = math.floor(T * FRACTION)  # of the full length, for every row
     losses = []
     for r, position in enumerate(positions.tolist()):
         order = (q[r] @ k[: position + 1].T).argsort(descending=True).tolist()
@@ -90,7 +90,7 @@ def test_a_training_step_is_the_papers_formula(gamma, alpha, beta):
 
 
 def test_sampled_pairs_estimate_the_loss_over_all_pairs():
-    """The paper draws ranks that all rows share; we draw tokens that all rows share: the mean is the same."""
+    """The paper draws ranks and we draw tokens, both shared by all rows: the mean is the same."""
     layer, at = layer_of(), torch.tensor([30, 99])
     q, k, scaling = Drawn().read(0, 0)
     q = q[:, :, at].contiguous()
@@ -113,7 +113,7 @@ def test_rows_that_see_no_more_than_the_target_have_no_pair():
     p = attention(q[:, :, at], k, at, scaling, "query")
     pairs = sample_pairs(p, at, FRACTION, 50, 500, torch.Generator().manual_seed(0), "length", (0, 0))
     assert pairs.valid.flatten(0, 1).any(-1).any(0).tolist() == [False, False, False, True, True]
-    assert (pairs.top <= at[:, None]).all()  # never a token that a row does not see
+    assert (pairs.top <= at[:, None]).all()  # only visible tokens
 
 
 def test_squared_error_is_of_the_scores_themselves():
@@ -129,7 +129,7 @@ def test_the_gaussian_start_is_normal_and_for_the_paper_alone():
     for tensor in (layer.w1, layer.b1, layer.w2):
         assert tensor.std().item() == pytest.approx(1e-3, rel=0.06)
         assert tensor.mean().abs().item() < 2e-4
-    with pytest.raises(ValueError, match="gaussian is for variant paper, got planes; use random"):
+    with pytest.raises(ValueError, match="gaussian requires variant paper, got planes; use random"):
         HasherConfig("planes", SHAPE, init="gaussian")
 
 
@@ -141,11 +141,11 @@ def test_a_gamma_that_cannot_be_is_one_sentence(value):
 
 @pytest.mark.parametrize("value", [["steps"], {"steps": [1]}, {1: 2}, {str(n): n for n in range(65)}])
 def test_a_record_that_cannot_be_is_one_sentence(value):
-    with pytest.raises(ValueError, match="training must name at most 64 texts and numbers"):
+    with pytest.raises(ValueError, match="training must hold at most 64 strings and numbers"):
         HasherConfig("lsh", SHAPE, training=value)
 
 
-def test_candidates_are_the_papers_and_differ_in_one_thing():
+def test_exact_recipes_are_the_papers_and_differ_in_one_thing():
     named = {c.name: c for c in ALL}
     assert len(named) == len(ALL)
     base = named["paper-exact"]
@@ -165,8 +165,8 @@ def test_candidates_are_the_papers_and_differ_in_one_thing():
 
 def test_flags_change_every_trained_hasher_and_nothing_else():
     words = ["--only", "lsh", "paper", "paper-exact", "--alpha", "1", "--target-ends", "2", "3", "--hidden", "64"]
-    lsh, paper, exact = parse([*words, "--max-top", "5", "--loss", "mse"]).candidates
-    assert lsh == TrainCommand(only=("lsh",)).candidates[0]
+    lsh, paper, exact = parse([*words, "--max-top", "5", "--loss", "mse"]).recipes
+    assert lsh == TrainCommand(only=("lsh",)).recipes[0]
     for found in (paper, exact):
         assert (found.alpha, found.ends, found.hidden, found.max_top, found.loss) == (1, (2, 3), 64, 5, "mse")
     assert (paper.target, exact.target) == ("visible", "length")
@@ -189,7 +189,7 @@ def test_a_run_records_what_it_trained_with(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("at", [1, 4])
-def test_a_training_to_the_letter_cut_off_at_any_step_ends_with_the_same_bits(at, tmp_path):
+def test_an_exact_training_interrupted_at_any_step_gives_the_same_bits(at, tmp_path):
     config = replace(PAPER, steps=6, rows=8, learning_rate=1e-3)
     whole = Training(layer_of(), 0, Drawn(), config)
     whole.run()

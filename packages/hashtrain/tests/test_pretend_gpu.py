@@ -1,7 +1,7 @@
-"""Runs on a CUDA device that is not there: tensors of two devices never meet, and waits are counted.
+"""Runs on a simulated CUDA device: tensors on two devices never meet, and waits are counted.
 
-Shown is where tensors lie, which copies and waits there are, and that a tensor sent ahead is not used too early. Not
-shown: gradients, which are zero here, what CUDA's own kernels compute, and how long anything takes.
+This tests devices, copies, waits, and that a tensor sent ahead is not used too early. It does not test gradients, which
+are zero here, CUDA's kernels, or speed.
 """
 
 import json
@@ -21,7 +21,7 @@ from hashtrain.transfer import Ahead
 from hashtrain_runs import command
 from pretend_gpu import CUDA, PROPERTIES, MixedDevices, Pretended, pretend_gpu
 
-WAITS = 1  # of a step: the loss and the norm of its gradient, at its end
+WAITS = 1  # per step: the loss and the norm of its gradient, at its end
 
 
 def test_tensors_of_two_devices_are_refused():
@@ -37,8 +37,8 @@ def test_a_generator_of_another_device_is_refused():
         torch.rand(3, device="cuda", generator=torch.Generator("cpu"))
 
 
-def test_tensors_without_memory_stay_without():
-    """Models are made there before they are read: in memory instead, what no file holds would be whatever lay there."""
+def test_meta_tensors_stay_without_memory():
+    """Models are created there before they are read; real memory would hold garbage where the file has no tensor."""
     with pretend_gpu(), torch.device("meta"):
         assert torch.zeros(3).is_meta
 
@@ -73,7 +73,7 @@ def test_a_layer_is_started_trained_and_calibrated_there(variant, data):
 
 
 def test_a_layer_is_drawn_in_host_memory_whatever_the_device():
-    """Repairing makes layers inside the device's context, which refuses a generator of the host."""
+    """Repairing creates layers inside the device's context, which rejects a generator of the host."""
     config = HasherConfig("transform", ModelShape(2, 4, 2, 32))
     with pretend_gpu(), torch.device("cuda"):
         layer = make_layer(config, 0, 0)
@@ -107,7 +107,7 @@ def test_the_keys_of_the_next_step_are_sent_while_one_is_computed(data, monkeypa
 
 @pytest.fixture
 def there(model):
-    """The tiny model on the device, for as long as that is pretended."""
+    """The tiny model on the simulated device."""
     copied = type(model)(model.config).eval()
     copied.load_state_dict(model.state_dict())
     return copied
@@ -121,7 +121,7 @@ def test_a_context_leaves_the_device_in_queued_copies_with_one_wait(model, there
         device.waits.clear()
         device.copies.clear()
         found, _ = run_context(there, ids)
-        # The other wait is transformers' own, at the start: whether the context is packed of several texts.
+        # The other wait is transformers' own, at the start: whether the context is packed from several texts.
         assert device.waits == ["_local_scalar_dense", "synchronize"]
         assert (device.copies, device.queued) == (["to"], ["from"] * 6)  # its tokens; q, k and v of two layers
         assert not any(isinstance(x, Pretended) for x in found.values())
@@ -144,9 +144,9 @@ def test_a_streamed_context_stays_on_the_device(there):
     ("only", "more"), [(BY_VARIANT, ()), (("planes", "transform"), ("--stream",)), (("paper",), ("--dry-run",))]
 )
 def test_a_whole_run_ends_well_there(only, more, folder, tmp_path, monkeypatch, capsys):
-    """Capture, training of every variant, calibration, judgement, costs, and hashers that load."""
+    """Capture, training of every variant, calibration, evaluation, costs, and hashers that load."""
     monkeypatch.setattr(prepare, "require_compiler", lambda: None)
-    for figure in ("draw", "draw_heads", "draw_worst", "draw_bits"):  # they take longer than all else
+    for figure in ("draw", "draw_heads", "draw_worst", "draw_bits"):  # slower than everything else
         monkeypatch.setattr(pipeline, figure, lambda *_: None)
     with pretend_gpu() as device:
         words = ["--only", *only, "--device", "auto", "--bits", "32", *more]

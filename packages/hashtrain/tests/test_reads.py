@@ -1,4 +1,4 @@
-"""Captures without the queries that nothing reads: the same hashers, to the bit, and a fraction of the disk."""
+"""Captures without unused queries: bit-identical hashers with a fraction of the disk."""
 
 import json
 from dataclasses import replace
@@ -15,19 +15,19 @@ from hashtrain.distribute import Ranks
 from hashtrain.hasher import make_layer
 from hashtrain.layers import transform
 from hashtrain.plan import TrainCommand
-from hashtrain.reads import Reads, judged_reads, training_reads
+from hashtrain.reads import Reads, training_reads, validation_reads
 from hashtrain.rows import rows_of_steps
 from hashtrain.trainer import Training
 from hashtrain_runs import command, stored
 
 LLAMA_3_8B = ModelShape(32, 32, 8, 128)
 SHAPE = ModelShape(2, 4, 2, 32)
-HEADER = 4096  # bytes of a file besides its tensors
+HEADER = 4096  # bytes of a file in addition to its tensors
 
 
 @pytest.fixture
 def one_whole(monkeypatch):
-    """Runs store their first context whole, and no start, calibration or repair reads another one."""
+    """Runs store only their first context whole, and no start, calibration or repair reads another one."""
     for module, name in (
         (prepare_module, "MAX_CONTEXTS"),
         (remainder, "MAX_CONTEXTS"),
@@ -38,7 +38,7 @@ def one_whole(monkeypatch):
 
 
 def files(out, name):
-    """The capture files of a run that has only captured."""
+    """Return the capture files of a run that only captured."""
     return sorted((out / ".work" / name).glob("*.safetensors"))
 
 
@@ -53,8 +53,8 @@ def test_the_rows_of_all_steps_are_known_before_the_first(variant, heads, change
     config = replace(TrainConfig(steps=7, min_position=32, seed=3), **changes)
     wanted, read, original = rows_of_steps(config, 1, heads, 512, world > 1), [], Capture.queries
     monkeypatch.setattr(Capture, "queries", lambda own, *at: read.append(at[2]) or original(own, *at))
-    monkeypatch.setattr(Ranks, "add", lambda ranks, *tensors: None)
-    monkeypatch.setattr(Ranks, "wait", lambda ranks: None)
+    monkeypatch.setattr(Ranks, "all_reduce", lambda ranks, *tensors: None)
+    monkeypatch.setattr(Ranks, "barrier", lambda ranks: None)
     layer = make_layer(HasherConfig(variant, SHAPE, bits=32), 1, 0)
     Training(layer, 1, data, config, ranks=Ranks(0, world)).run()
     assert torch.equal(torch.stack(read).int(), wanted[:, ::world])
@@ -70,7 +70,7 @@ def test_rows_that_were_kept_are_those_of_all_queries(model, data, tmp_path):
     assert torch.equal(data.queries(0, 0, rows), data.read(0, 0)[0][:, :, rows])
     assert torch.equal(few.keys(0, 1)[0], data.keys(0, 1)[0])
     for layer, asked, lost in ((0, torch.tensor([3, 4]), 4), (1, torch.tensor([9]), 9), (0, None, 0)):
-        with pytest.raises(ValueError, match=f"expected that of row {lost} too: .*capture again"):
+        with pytest.raises(ValueError, match=f"but not of row {lost}: .*capture again"):
             few.queries(0, layer, asked)
     with pytest.raises(ValueError, match="damaged"):
         few.values(0, 0)
@@ -86,12 +86,12 @@ def test_damaged_rows_are_one_sentence(rows, model, tmp_path):
     tensors, scalings = capture.run_context(model, ids, kept=Kept((torch.tensor([3, 4][: rows.numel()]).int(),) * 2))
     tensors["rows.1"] = rows.int() if rows.dtype == torch.int64 else rows
     capture.save_tensors(tensors, few.file(0), scalings)
-    with pytest.raises(ValueError, match="rows that are not rising numbers below 512; delete it"):
+    with pytest.raises(ValueError, match="rows that are not ascending and below 512; delete it"):
         few.queries(0, 1)
 
 
 @pytest.mark.parametrize("only", [("planes",), ("lsh", "paper", "planes", "transform"), ("paper", "paper-exact")])
-def test_hashers_are_the_same_bits_and_the_disk_is_as_foretold(only, folder, tmp_path, monkeypatch, capsys, one_whole):
+def test_hashers_are_the_same_bits_and_the_disk_is_as_predicted(only, folder, tmp_path, monkeypatch, capsys, one_whole):
     words = ["--contexts", "4", "--steps", "6", "--rows", "32", "--only", *only]
     few, all_of_it = tmp_path / "few", tmp_path / "all"
     assert main(["capture", *command(folder, few, *words)]) == 0
@@ -122,13 +122,13 @@ def test_another_schedule_captures_again_and_the_same_does_not(folder, tmp_path,
 
 
 def test_the_papers_schedule_takes_a_fifth_of_the_disk():
-    """Llama-3-8B: a context of 8,192 tokens holds 3.2 GB of queries, keys and values, and 64 rows of it are read."""
+    """For Llama-3-8B a context of 8,192 tokens has 3.2 GB of queries, keys and values, and 64 of its rows are read."""
     given = TrainCommand.for_model("llama", only=("lsh", "paper", "planes", "transform"))
     reads = training_reads(given, LLAMA_3_8B, given.contexts, 32, shared=False)
     every = context_bytes(LLAMA_3_8B, 8192, torch.bfloat16)
     assert reads.bytes(range(8192)) < 8192 * every / 5
     assert reads.bytes(range(8192)) == pytest.approx(4.76e12, rel=0.01)
     assert reads.step_bytes < 0.6e9
-    assert judged_reads(given, LLAMA_3_8B, 24).bytes(range(24)) < 24 * every / 5
+    assert validation_reads(given, LLAMA_3_8B, 24).bytes(range(24)) < 24 * every / 5
     assert not TrainCommand().stream
     assert training_reads(TrainCommand(), SHAPE, 40, 32, shared=False).all_queries  # the demo reads each context often

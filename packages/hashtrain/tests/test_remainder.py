@@ -58,7 +58,7 @@ def test_with_the_exact_weight_and_equal_values_attention_is_dense(rows):
     q, k, positions = rows
     found, exact, *_ = next(measure(lsh(), q, k, positions, 0.3, [0.2]))
     value = torch.randn(32, generator=torch.Generator().manual_seed(4))
-    # Whatever is selected, attention over equal values is that value; half of it stands in for a wrong sum.
+    # Attention over equal values is that value for any selection; half of it represents a wrong sum.
     half = (value / 2).expand(2, 2, 5, 32)
     share = torch.sigmoid(exact - found.lse)[..., None]
     torch.testing.assert_close(add_remainder(half, found.lse, value, exact), half * (1 - share) + value * share)
@@ -79,7 +79,7 @@ def test_a_token_left_out_weighs_at_most_the_mean_selected_one():
 
 
 @pytest.mark.parametrize("term", range(5))
-def test_each_term_multiplies_its_own_fact(term):
+def test_each_term_multiplies_its_own_statistic(term):
     e = evidence(mean=-2.0, lse=50.0, mean_key=-3.0, visible=1000, selected=10)
     facts = (1.0, -2.0, -3.0, math.log(1000), math.log(10))
     coefficients = torch.zeros(5)
@@ -87,7 +87,7 @@ def test_each_term_multiplies_its_own_fact(term):
     assert log_weight(coefficients, e).item() == pytest.approx(0.5 * facts[term] + math.log(990), rel=1e-5)
 
 
-def test_calibration_beats_leaving_the_rest_out_and_is_unbiased_on_its_rows(data):
+def test_calibration_beats_no_remainder_and_is_unbiased_on_its_rows(data):
     hasher = lsh()
     assert not hasher.calibrated
     calibrate(hasher, 1, data)
@@ -115,7 +115,7 @@ def test_linear_values_are_the_mean_and_the_covariance_written_out(rows):
 
 
 class Linear(Whole):
-    """Normal keys, and values linear in them: what a selection leaves out is the mean plus all of the covariance."""
+    """Normal keys, and values linear in them, so the remainder is the mean plus the full covariance."""
 
     def __init__(self):
         draw = torch.Generator().manual_seed(0)
@@ -135,7 +135,7 @@ class Linear(Whole):
 def test_the_slope_is_that_of_normal_keys_and_linear_values():
     hasher = lsh()
     calibrate(hasher, 0, Linear())
-    # A selection takes the best tokens away, so that the rest leans a little less towards the query.
+    # A selection removes the best tokens, so the others lean slightly less towards the query.
     assert ((hasher.remainder[:, -1] > 0.6) & (hasher.remainder[:, -1] < 1.0)).all()
 
 
@@ -157,7 +157,7 @@ def test_calibration_survives_the_disk(data, tmp_path):
 
 
 def test_the_fit_takes_contexts_with_one_selected_token_only(data):
-    """512 tokens at 0.5 % select 1 or 2 tokens: columns that nearly depend on each other must not blow up."""
+    """512 tokens at 0.5 % select 1 or 2 tokens: nearly dependent columns must not blow up the fit."""
     hasher = lsh()
     calibrate(hasher, 0, data)
     assert hasher.remainder.abs().max() < 100

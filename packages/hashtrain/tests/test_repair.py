@@ -1,11 +1,11 @@
-"""Heads of `transform` get back what selects better, and only they."""
+"""Heads of `transform` are replaced where something selects better, and only there."""
 
 import sys
 
 import torch
 from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.evaluate import fails
 from hashtrain.hasher import make_layer
-from hashtrain.judge import fails
 from hashtrain.repair import repair
 from hashtrain_runs import Whole
 
@@ -14,7 +14,7 @@ CONFIG = HasherConfig("transform", SHAPE, bits=96, hidden=8)
 
 
 class Captured(Whole):
-    """Contexts whose keys differ most in a few directions."""
+    """Contexts whose keys vary mostly in a few directions."""
 
     def __init__(self):
         draw = torch.Generator().manual_seed(0)
@@ -41,7 +41,7 @@ def test_a_head_that_training_spoiled_gets_its_start_back_and_the_other_keeps_it
     data, layer = spoiled(1)
     own = layer.key.r[0].clone()
     with torch.no_grad():
-        layer.key.b2[0] += 1e-6  # trained, no better and no worse than its start
+        layer.key.b2[0] += 1e-6  # trained, neither better nor worse than its start
     bias = layer.key.b2[0].clone()
     found = repair(layer, 0, data, CONFIG, 0, 5, 0.3)
     assert found[1].startswith("start of")
@@ -60,7 +60,7 @@ def test_a_head_that_lost_when_queries_were_trained_gets_back_the_keys_trained_b
     other.start(data, 0, 5)
     with torch.no_grad():
         layer.query.r[2:] = torch.randn(layer.query.r[2:].shape, generator=torch.Generator().manual_seed(1))
-        other.key.b2 += 1e-6  # not the start
+        other.key.b2 += 1e-6  # different from the start
     found = repair(layer, 0, data, CONFIG, 0, 5, 0.3, other.state_dict())
     assert found[1] == "keys alone trained"
     assert torch.equal(layer.query.r[2:], other.query.r[2:])

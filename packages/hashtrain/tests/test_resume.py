@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on where it was, and ends with the same bits as one that was not."""
+"""A run that is killed at any time resumes, and ends with the same bits as an uninterrupted one."""
 
 import contextlib
 import multiprocessing
@@ -18,7 +18,7 @@ KILLS = 6
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory, tiny_config):
-    """A command whose training takes a few seconds, but for its --out."""
+    """The arguments of a training of a few seconds, without --out."""
     root = tmp_path_factory.mktemp("resume")
     named = model_and_text(root, tiny_config(vocab_size=4096), 3000)
     sizes = "--context 512 --contexts 3 --held-out 2 --held-out-rows 4 --steps 40 --dense-layers 1 --workers 1"
@@ -35,7 +35,7 @@ def uninterrupted(arguments, tmp_path_factory):
 
 
 def started(arguments, out):
-    """The command in a process of its own, forked from one that has imported everything already."""
+    """Run the command in a separate process, forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain", "hashtrain.pipeline"])
     process = context.Process(target=command_line, args=([*arguments, "--out", str(out)],))
@@ -44,7 +44,7 @@ def started(arguments, out):
 
 
 def checkpoint_since(moment, out):
-    """Whether a layer's checkpoint has been written after that moment; a file may go while it is looked at."""
+    """Whether a layer's checkpoint has been written after this time; files may disappear meanwhile."""
     for path in out.glob(".work/layers/*.checkpoint"):
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_mtime > moment:
@@ -57,7 +57,7 @@ def test_kills_at_random_moments_change_no_bit(arguments, uninterrupted, tmp_pat
     out, moments, hit = tmp_path / "run", random.Random(0), []
     for number in range(KILLS):
         began, process = time.time(), started(arguments, out)
-        while number % 2 and process.is_alive() and not checkpoint_since(began, out):  # half of them while they train
+        while number % 2 and process.is_alive() and not checkpoint_since(began, out):  # half of them in training
             time.sleep(0.01)
         process.join(moments.uniform(0, 0.3) * seconds)
         process.kill()
@@ -81,12 +81,12 @@ def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, unin
     assert main([*arguments, "--out", str(out)]) == 2
     monkeypatch.undo()
     monkeypatch.setattr("hashtrain.sources.capture_one", fail)
-    monkeypatch.setattr("hashtrain.job.judge_layer", fail)
+    monkeypatch.setattr("hashtrain.job.evaluate_layer", fail)
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == uninterrupted[0]
 
 
-def test_leavings_of_other_settings_are_not_taken_for_this_run(arguments, uninterrupted, tmp_path, monkeypatch):
+def test_files_of_other_settings_are_not_reused(arguments, uninterrupted, tmp_path, monkeypatch):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr("hashtrain.pipeline.draw", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
@@ -110,7 +110,7 @@ def test_a_damaged_capture_file_is_made_anew(arguments, uninterrupted, tmp_path)
 def test_a_second_run_in_the_same_folder_is_one_sentence(arguments, tmp_path, capsys):
     with locked(tmp_path / "run"):
         assert main([*arguments, "--out", str(tmp_path / "run")]) == 2
-    assert "another run is at work in" in capsys.readouterr().err
+    assert "another run is working in" in capsys.readouterr().err
 
 
 def test_a_killed_run_leaves_the_old_hasher(arguments, tmp_path):

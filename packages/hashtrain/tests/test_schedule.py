@@ -1,11 +1,11 @@
-"""`hashtrain plan`: bytes that a run then takes, and a large model's schedule without its weights."""
+"""`hashtrain plan`: the bytes that a run then takes, and a large model's schedule without its weights."""
 
 import json
 
 import pytest
-from hashtrain.candidates import EXACT
 from hashtrain.cli import main, parse
 from hashtrain.plan import TrainCommand
+from hashtrain.recipes import EXACT
 from hashtrain.schedule import DEVICES, schedule
 from hashtrain_runs import SMALL, command
 from transformers import LlamaConfig
@@ -28,7 +28,7 @@ def test_a_plan_of_a_run_at_hand_is_what_its_dry_run_finds(folder, tmp_path, cap
     assert main(["plan", "--model", str(folder / "model"), *SMALL, *words, "--out", str(tmp_path / "run")]) == 0
     told = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["plan"]
     assert [told[n] for n in ("disk", "traffic")] == [found[n] for n in ("disk", "traffic")]
-    assert 2 * told["model_memory"] == found["model_memory"]  # which is of float32 on the CPU
+    assert 2 * told["model_memory"] == found["model_memory"]  # in float32, on the CPU
     assert not (tmp_path / "run").exists()
 
 
@@ -37,7 +37,7 @@ def test_the_papers_schedule_for_llama_3_8b_to_the_byte():
     assert (given.steps, given.contexts, given.context) == (8192, 8192, 8192)
     found = schedule(given, LLAMA_3_8B)
     assert found.parameters == 8_030_261_248
-    # A context: keys of 32 layers x 8 heads x 128, and 64 rows of 32 heads with their numbers. The first 32 whole.
+    # A context: keys of 32 layers x 8 heads x 128, and 64 rows of 32 heads with their numbers. The first 32 are whole.
     few = 32 * (2 * 128 * (8 * 8192 + 32 * 64) + 4 * 64)
     whole = 32 * 2 * 128 * (16 + 32) * 8192
     judged = given.held_out * 32 * (2 * 128 * (8 * 8192 + 32 * given.held_out_rows) + 4 * given.held_out_rows)
@@ -63,7 +63,7 @@ def test_waves_are_as_many_as_the_disk_makes_necessary():
     assert schedule(given, LLAMA_3_8B, whole.disk).waves == 1
     assert schedule(given, LLAMA_3_8B, whole.disk - 1).waves == 2
     assert schedule(given, LLAMA_3_8B, whole.streamed_disk + rest / 9.5).waves == 10
-    with pytest.raises(ValueError, match=r"--disk must be above the 116\.37 GB that are kept .*, got 1\.00 GB"):
+    with pytest.raises(ValueError, match=r"--disk must be above the 116\.37 GB that are always stored, got 1\.00 GB"):
         schedule(given, LLAMA_3_8B, 1e9)
 
 
@@ -75,5 +75,5 @@ def test_more_hashers_take_more_and_down_projection_is_counted_too():
     trained = sum(c.trained for c in EXACT)
     assert all_of_them.traffic == trained * one.traffic
     assert all_of_them.train_flops > 5 * one.train_flops
-    # Targets per KV head draw rows of their own.
+    # Targets per KV head draw separate rows.
     assert one.disk < all_of_them.disk < 1.2 * one.disk

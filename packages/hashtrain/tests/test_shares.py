@@ -1,4 +1,4 @@
-"""Texts larger than a run can use are read in part: in bounded memory, evenly, and the same part each time."""
+"""Texts larger than a run can use are read in part: in bounded memory, evenly, and reproducibly."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def test_what_does_not_fit_is_drawn_and_read_in_part(tmp_path):
     assert {most for _, most in few} == {LEAST}
     assert few == shares(files, 4 * MIB, seed=1) != shares(files, 4 * MIB, seed=2)
     assert sum(most or 3 * MIB for _, most in shares(files, 16 * MIB)) == 16 * MIB
-    files[0].write_text("small")  # whole, whenever it is drawn
+    files[0].write_text("small")  # read whole, whenever it is drawn
     assert dict(shares(files, 16 * MIB)).get(files[0]) is None
     assert room_for(1) == 64 * MIB
     assert room_for(1 << 26) == 8 << 26
@@ -67,7 +67,7 @@ def test_corpora_give_contexts_in_turn():
     assert sum("first" in text for text in found) in (3, 4, 5)
     assert list(in_turn([[1, 2, 3], [10], [None, 0]])) == [1, 10, None, 2, 0, 3]
     alone = [Document("long", long), Document("other", long)]
-    again = [Document("long", long, 7), Document("other", long, 7)]  # one corpus: as it always was
+    again = [Document("long", long, 7), Document("other", long, 7)]  # one corpus: unchanged order
     assert all((a == b).all() for a, b in zip(*(contexts(d, tokenizer, 128, 8) for d in (alone, again)), strict=True))
 
 
@@ -89,7 +89,7 @@ for text in ("large/0.txt", "large"):
 
 
 def test_twenty_gigabytes_and_a_line_of_200_mb_are_read_in_bounded_memory(tmp_path):
-    """One file of one line, and a folder of a hundred names of it: 20 GB to whoever reads it all."""
+    """One file with a single line, and a folder of a hundred links to it: 20 GB if everything is read."""
     large = tmp_path / "large"
     large.mkdir()
     (tmp_path / "warm.txt").write_text(WORDS * 200)
@@ -118,7 +118,7 @@ def test_a_file_that_was_not_touched_is_not_read_again(tmp_path, monkeypatch):
     assert not _whole(tmp_path / "00001.safetensors", recorded)
     monkeypatch.undo()
     later = time.time_ns() + 10**9
-    os.utime(path, ns=(later, later))  # copied: read, and found to be the same
+    os.utime(path, ns=(later, later))  # as after copying: read again, and found to be equal
     assert _whole(path, recorded)
     path.write_bytes(b"some bytes.")
     assert not _whole(path, recorded)

@@ -1,4 +1,4 @@
-"""Tables and data sets give documents, or a sentence: with the real loader, on small local files."""
+"""Tables and data sets give documents or one sentence, with the real loader on small local files."""
 
 import json
 from pathlib import Path
@@ -42,8 +42,8 @@ def test_a_long_table_is_read_as_far_as_it_is_needed(tmp_path):
         ("empty.jsonl", b"", "is empty"),
         ("picture.txt", b"\x89PNG\0\1", "is binary: expected UTF-8 text, got a zero byte at 4"),
         ("broken.jsonl", b'{"text": "whole"}\n{"text": ', "cannot be read"),
-        ("other.jsonl", b'{"id": 1, "title": "x"}\n', "expected a text in the field text or content or code"),
-        ("numbers.jsonl", b'{"text": 1}\n', "expected a text in the field"),
+        ("other.jsonl", b'{"id": 1, "title": "x"}\n', "expected a string in the field text or content or code"),
+        ("numbers.jsonl", b'{"text": 1}\n', "expected a string in the field"),
         ("broken.parquet", b"PAR1 and nothing else", "cannot be read"),
     ],
 )
@@ -55,7 +55,7 @@ def test_files_that_hold_no_text_are_one_sentence(tmp_path, name, content, messa
 
 
 def test_hub_ids_are_streamed_by_the_real_loader(tmp_path, monkeypatch):
-    """The data set is a folder here: what a Hub id is to `datasets`, but for the download."""
+    """The data set is a folder here, which `datasets` treats like a Hub id, without the download."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     rows_to(tmp_path / "owner" / "name" / "train.parquet", [{"body": "one"}, {"body": "two"}])
@@ -85,8 +85,8 @@ def test_rows_of_the_hub_that_fail_on_the_way_name_the_remedy(monkeypatch):
     ("path", "hinted"),
     [("owner/name", True), ("texts/one.txt", False), ("a/b/c", False), ("name", False), ("../x", False)],
 )
-def test_a_path_that_may_be_a_hub_id_is_asked_about(tmp_path, monkeypatch, path, hinted):
+def test_the_error_suggests_the_hub_for_a_path_like_a_hub_id(tmp_path, monkeypatch, path, hinted):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="text file not found") as raised:
         read_texts([Path(path)])
-    assert str(raised.value).endswith(f", or hub:{path} for the data set of the Hub") == hinted
+    assert str(raised.value).endswith(f", or hub:{path} for the data set on the Hub") == hinted

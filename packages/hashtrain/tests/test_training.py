@@ -1,4 +1,4 @@
-"""Training a layer: it learns, it repeats itself exactly, and it stops on a loss that is no number."""
+"""Training a layer: it learns, is reproducible, and stops on a loss that is not finite."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ SHAPE = ModelShape(2, 4, 2, 32)
 
 
 class Skewed(Whole):
-    """Queries and keys in two narrow cones, as in real models: random hyperplanes tell them apart badly."""
+    """Queries and keys in two narrow cones, as in real models; random hyperplanes separate them badly."""
 
     def __init__(self, count=4, t=400):
         generator = torch.Generator().manual_seed(0)
@@ -118,7 +118,7 @@ def test_the_same_seed_trains_the_same_bits():
 
 
 def poisoned(at):
-    """Contexts of which one, first read at that step, holds no numbers."""
+    """Contexts of which one, first read at that step, holds NaN."""
     data = Skewed()
     q, k, scaling = data.contexts[at]
     data.contexts[at] = (q * torch.nan, k, scaling)
@@ -126,7 +126,7 @@ def poisoned(at):
 
 
 @pytest.mark.parametrize("variant", ["paper", "planes"])
-def test_a_loss_that_is_no_number_stops_the_layer_with_a_sentence_and_the_start_is_kept(variant, caplog):
+def test_a_loss_that_is_not_finite_stops_the_layer_and_the_start_is_kept(variant, caplog):
     layer, start = layer_of(variant), layer_of(variant).state_dict()
     losses = train_layer(layer, 0, poisoned(2), SETTINGS)
     assert len(losses) == 2
@@ -134,7 +134,7 @@ def test_a_loss_that_is_no_number_stops_the_layer_with_a_sentence_and_the_start_
     assert all(torch.equal(start[name], tensor) for name, tensor in layer.state_dict().items())
 
 
-def test_a_loss_that_never_was_a_number_is_one_sentence():
+def test_a_first_loss_that_is_not_finite_is_one_sentence():
     with pytest.raises(FloatingPointError, match="layer 0: expected a finite loss at the first step, got nan"):
         train_layer(layer_of("paper"), 0, poisoned(0), SETTINGS)
 
@@ -155,7 +155,7 @@ def test_a_diverging_loss_stops_the_layer_and_the_best_interval_is_kept():
 
 @pytest.mark.parametrize("loss", ["ranking", "reconstruction"])
 def test_chunks_add_up_to_the_gradient_of_the_mean_over_all_rows(loss):
-    """One row a chunk, and each row's pairs as that chunk drew them, against one loss over all of them."""
+    """One row per chunk, with the pairs that each chunk drew, against one loss over all rows."""
     config = TrainConfig(fraction=0.05, steps=1, rows=4, chunk=1, max_top=4, max_rest=16, min_position=50, loss=loss)
     layer = layer_of("planes")
     training = Training(layer, 0, Skewed(), config)
@@ -214,7 +214,7 @@ def test_a_damaged_checkpoint_is_one_sentence(tmp_path):
     file = Checkpoint(tmp_path / "layer.checkpoint", seconds=0)
     train_layer(layer_of("planes"), 0, Skewed(), TrainConfig(steps=1, rows=4, min_position=50), checkpoint=file)
     file.path.write_bytes(file.path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"is damaged .* delete it and run the same command again"):
+    with pytest.raises(ValueError, match=r"is damaged .* delete it and rerun the command"):
         file.load()
 
 

@@ -1,4 +1,4 @@
-"""Transform coding, against its definition: what a start computes, how digits are read, what a damaged file does."""
+"""Transform coding against its definition: starts, digits, and damaged files."""
 
 import copy
 import math
@@ -26,7 +26,7 @@ def make(bits=64, **changes):
 
 
 class Captured(Whole):
-    """Queries and keys of normal numbers, keys in few directions; reads as a capture does."""
+    """Normally distributed queries and keys, keys mostly in a few directions; reads like a capture."""
 
     def __init__(self, contexts=3, tokens=400):
         generator = torch.Generator().manual_seed(1)
@@ -44,7 +44,7 @@ class Captured(Whole):
 
 @pytest.mark.parametrize("bits", range(1, MAX_DIGITS + 1))
 def test_the_table_of_quantisers_is_that_of_the_normal_distribution(bits):
-    """Numerically: the error of a uniform quantiser with a step, and that no other step is better."""
+    """Numerically: the error of a uniform quantiser with this step, and that no other step is better."""
     x = torch.linspace(-9, 9, 400_001, dtype=torch.float64)
     weight = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi) * (x[1] - x[0])
 
@@ -71,9 +71,9 @@ def test_no_digit_would_save_more_elsewhere(variances, most, data):
 
 
 def test_more_bits_than_digits_are_refused():
-    with pytest.raises(ValueError, match="2 coordinates take at most 16 bits, got 17"):
+    with pytest.raises(ValueError, match="2 coordinates hold at most 16 bits, got 17"):
         allocate(torch.ones(2, dtype=torch.float64), 17)
-    with pytest.raises(ValueError, match="transform stores at most 8 bits for each dimension of a head, 128 here"):
+    with pytest.raises(ValueError, match="transform stores at most 8 bits per dimension of a head, 128 here"):
         HasherConfig("transform", SHAPE, bits=160)
 
 
@@ -131,7 +131,7 @@ def test_a_start_has_whole_digits_that_fill_the_code():
 
 
 def test_digits_are_those_of_the_quantiser():
-    """One coordinate of three digits and one of one: levels are odd integers, clipped; NaN is the lowest."""
+    """One coordinate with three digits and one with one: levels are odd integers, clipped; NaN is the lowest."""
     z = torch.tensor([-99.0, -6.1, -0.1, 0.0, 1.9, 2.0, 7.9, 99.0, torch.nan])[None, None, :, None].expand(1, 1, 9, 2)
     coordinate = torch.tensor([0, 0, 0, 1]).expand(1, 1, 9, 4)
     power, limit = torch.tensor([[[4.0, 2.0, 1.0, 1.0]]]), torch.tensor([[[7.0, 1.0]]])
@@ -179,7 +179,7 @@ def test_training_scores_are_the_deployed_scores():
     torch.testing.assert_close(layer.soft_queries(q) @ layer.soft_keys(k).mT, deployed, atol=1e-3, rtol=1e-5)
 
 
-def test_training_scores_estimate_the_inner_product_that_they_stand_for():
+def test_training_scores_estimate_the_inner_product():
     layer, data = make(), Captured()
     layer.start(data, 0)
     q, k, _ = data.read(0, 0)
@@ -208,7 +208,7 @@ def test_a_layout_goes_where_its_layer_goes_and_survives_inference_mode():
         codes = layer.encode_keys(torch.ones(1, 2, 3, 16))
         assert torch.equal(copied.encode_keys(torch.ones(1, 2, 3, 16)), codes)
     layer.requires_grad_(True)
-    layer.soft_keys(torch.ones(1, 2, 3, 16)).sum().backward()  # what was hashed in inference mode can be trained
+    layer.soft_keys(torch.ones(1, 2, 3, 16)).sum().backward()  # codes made in inference mode can be trained
     assert {x.device.type for x in make().to("meta").layout()} == {"meta"}
     compiled = torch.compile(layer.requires_grad_(False).encode_keys, fullgraph=True, backend="eager")
     assert torch.equal(compiled(torch.ones(1, 2, 3, 16)), codes)
@@ -223,7 +223,7 @@ def test_contexts_that_are_not_finite_are_left_out_of_a_start():
     expected.start(whole, 0)
     assert torch.equal(layer.key.r, expected.key.r)
     broken.q[:] = torch.nan
-    with pytest.raises(FloatingPointError, match="expected a context of finite queries and keys"):
+    with pytest.raises(FloatingPointError, match="expected a context with finite queries and keys"):
         layer.start(broken, 0)
 
 
@@ -247,7 +247,5 @@ def test_impossible_digits_of_a_file_are_refused(tmp_path, value):
     hasher = Hasher(HasherConfig("transform", SHAPE, bits=64, hidden=8))
     hasher.layer(0).digits[1, 3] = value
     hasher.save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"what a layer cannot be: the digits of a head must be whole numbers from 0 to 8"
-    ):
+    with pytest.raises(ValueError, match=r"invalid values: the digits of a head must be integers from 0 to 8"):
         Hasher.from_pretrained(tmp_path)

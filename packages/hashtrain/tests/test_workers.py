@@ -1,4 +1,4 @@
-"""Jobs on several processes: in order, alike for any number of them, and nothing left behind."""
+"""Jobs in several processes: in order, independent of their number, and with no process left behind."""
 
 import multiprocessing
 import os
@@ -67,14 +67,14 @@ def alive(pid):
         return file.read().split()[2] != "Z"
 
 
-def test_an_error_that_cannot_travel_arrives_in_words():
+def test_an_error_that_cannot_be_pickled_arrives_as_text():
     with pytest.raises(RuntimeError, match="Stubborn: it broke"):
         run_jobs(break_stubbornly, [1, 2], 2, print)
 
 
 def faults(keep):
-    """Return the page faults of a new process that has freed 64 MB, and does so again and again."""
-    # By its path: importing the package would take the test's time.
+    """Return the page faults of a new process that frees 64 MB repeatedly."""
+    # By path: importing the package would dominate the time.
     code = f"import resource, runpy, numpy\nkeep = runpy.run_path({allocator.__file__!r})['keep_freed_memory']\n"
     code += f"{keep} and print(keep())\n"
     code += "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"

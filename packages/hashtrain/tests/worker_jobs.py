@@ -1,4 +1,4 @@
-"""Jobs for test_workers.py; in a module of their own, because workers import them by name."""
+"""Jobs for test_workers.py; in a separate module, because workers import them by name."""
 
 import os
 import signal
@@ -35,26 +35,26 @@ def linger(job, report):
 
 
 def command_line(arguments):
-    """Run `hashtrain` as a process of its own does."""
+    """Run `hashtrain` as in a separate process."""
     from hashtrain.cli import main
 
     raise SystemExit(main(arguments))
 
 
 def as_rank(number, world, port):
-    """Look like torchrun's process `number` of `world`."""
+    """Set the environment of torchrun's process `number` of `world`."""
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def rank(number, world, port, arguments):
-    """Run `hashtrain` as torchrun's process `number` of `world` does."""
+    """Run `hashtrain` as torchrun's process `number` of `world`."""
     as_rank(number, world, port)
     command_line(arguments)
 
 
 def join_late(number, world, port, folder):
-    """Join as process `number` of `world`, the last one half a second late, and say when it was in and went on."""
+    """Join as process `number` of `world`, the last one half a second late, and record when it joined and continued."""
     from hashtrain import distribute
 
     def connect(*args, own=distribute.dist.init_process_group, **how):
@@ -64,7 +64,7 @@ def join_late(number, world, port, folder):
 
     distribute.dist.init_process_group = connect
     as_rank(number, world, port)
-    with distribute.joined("cpu"):
+    with distribute.init_distributed("cpu"):
         (folder / f"entered-{number}").write_text(str(time.monotonic()))
 
 

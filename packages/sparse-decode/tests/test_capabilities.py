@@ -145,7 +145,7 @@ def test_compressed_keys_of_some_layers_are_refused():
     assert model.config.is_heterogeneous
     with pytest.raises(ValueError, match="which stores compressed keys"):
         attach(model, RecentSelector(), dense_layers=0)
-    with pytest.raises(ValueError, match="keeps compressed keys"):
+    with pytest.raises(ValueError, match="stores compressed keys"):
         LshSelector(model.config)
 
 

@@ -1,4 +1,4 @@
-"""Quality of sparse attention, every method in one harness."""
+"""Evaluate sparse attention: every method in one harness."""
 
 from importlib.metadata import version
 from typing import TYPE_CHECKING

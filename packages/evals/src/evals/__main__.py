@@ -1,4 +1,4 @@
-"""`python -m evals` is the `evals` command."""
+"""Run the command line with `python -m evals`."""
 
 from evals.cli import main
 

@@ -1,4 +1,4 @@
-"""Attention by a method inside a block: where tasks that judge methods attach, so that all serve a prompt alike."""
+"""Attach a method to a model for a block, so that all tasks treat a prompt alike."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from evals.plan import Always
 
 @dataclass
 class Attended:
-    """What the sparse rows of a block attended to, known when it ends."""
+    """What the sparse rows of a block attended to; complete when the block ends."""
 
     selected: int = 0
     """Tokens attended to, over rows, layers and query heads."""
     visible: int = 0
-    """Tokens that these rows saw."""
+    """Tokens visible to these rows."""
     empty: float | None = None
-    """Share of the sampled rows and heads that drew nothing; None for methods that do not sample."""
+    """Share of the sampled rows and heads that drew no token; None for methods that do not sample."""
 
     @property
     def density(self) -> float:
-        """Tokens attended to / tokens visible; 1 where nothing was sparse."""
+        """Tokens attended to / tokens visible; 1 if nothing was sparse."""
         return self.selected / self.visible if self.visible else 1.0
 
 
@@ -34,13 +34,13 @@ class Attended:
 def attending(
     model: PreTrainedModel, method: LoadedMethod, budget: Budget, always: Always, prompt: int | None
 ) -> Iterator[Attended]:
-    """Attend by a method inside the block.
+    """Use a method's attention inside the block.
 
     Args:
-        budget: tokens per row, `always.sink` and `always.recent` among them; dense attention heeds none.
-        always: layers that stay dense, beside those that the method's hasher names.
-        prompt: None makes every row sparse. With a number of tokens the rows of these first ones are dense, every later
-            row is sparse, and the method is told: see `LoadedMethod.selector_after`.
+        budget: tokens per row, including `always.sink` and `always.recent`; dense attention ignores it.
+        always: layers that stay dense, in addition to those that the method's hasher names.
+        prompt: None makes every row sparse. Otherwise this many first rows are dense and all later ones sparse; see
+            `LoadedMethod.selector_after`.
     """
     found, selector = Attended(), method.selector_after(prompt)
     if selector is None:
@@ -50,7 +50,7 @@ def attending(
         selector.sampled = selector.empty = 0
     start = 0 if prompt is None else prompt
     budget = replace(budget, sink=always.sink, recent=always.recent, shortlist=always.shortlist)
-    if not isinstance(selector, AttendingSelector):  # which weighs what it reads, and so reads all of it
+    if not isinstance(selector, AttendingSelector):  # those weigh the tokens they read, and so read all values
         budget = replace(budget, values=always.values)
     dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
     with attach(

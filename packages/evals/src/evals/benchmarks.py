@@ -1,4 +1,4 @@
-"""What the benchmarks of lm-evaluation-harness will do: their settings, checked before anything is read or written."""
+"""Settings of the benchmarks of lm-evaluation-harness, checked before anything is read or written."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ Truncation = Literal["middle", "left"]
 
 @dataclass(frozen=True)
 class BenchmarkCommand(MethodsCommand):
-    """What the benchmarks share."""
+    """Options shared by the benchmarks."""
 
     methods: Methods = ("oracle", "planes")
-    """What to measure; `evals list` names them. Dense attention is always measured."""
+    """Methods to measure; see `evals list`. Dense attention is always measured."""
     tokens: tuple[int, ...] = ()
-    """Select these numbers of tokens in every row; with any of them, --budgets is not used."""
+    """Numbers of tokens to select in every row; they replace --budgets."""
     tasks: tuple[str, ...] = ()
     """Tasks, tags or groups of lm-evaluation-harness, shipped with it or in --include-path."""
     include_path: tuple[Path, ...] = ()
     """Folders with YAML of your own tasks, or of shipped ones with local data."""
     limit: int | None = None
-    """Items of each task; without it, all."""
+    """Items per task. Default: all."""
     shots: int | None = None
-    """Worked examples before each question; without it, the task's own number."""
+    """Worked examples before each question. Default: the task's own number."""
     rows: SparseRows = "continuation"
-    """Which rows are sparse: `all`, or those that predict the continuation or the answer after a dense prefill."""
+    """Sparse rows: `all`, or those that predict the continuation or the answer after a dense prefill."""
     batch_size: int = 8
-    """Requests of one length at once; changes no number."""
+    """Requests of equal length in one batch; does not change the results."""
     documents: tyro.conf.Suppress[int] = 1
-    """Nothing to give: the tasks are the documents."""
+    """Unused: the tasks are the documents."""
 
     folders: ClassVar[tuple[str, ...]] = ()
-    """Where lm-evaluation-harness keeps the default tasks: reading all of its folders takes half a minute."""
+    """Folders of lm-evaluation-harness with the default tasks; reading all of its folders takes half a minute."""
     truncation: ClassVar[Truncation] = "left"
-    """What a prompt too long for the model loses."""
+    """Which part of a prompt that is too long for the model is dropped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,18 +58,18 @@ class BenchmarkCommand(MethodsCommand):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What tasks that make their own data are told."""
+        """Arguments for tasks that generate their own data."""
         return {}
 
     @property
     def dense_prompt(self) -> bool:
-        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
         return self.rows == "continuation"
 
     def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings that decide the numbers, as JSON values and with no path of the machine."""
+        """Return the settings that decide the results, as JSON values without local paths."""
         given = super().settings(task)
-        for name in ("documents", "batch_size", "include_path"):  # the data of a task are known by their digest
+        for name in ("documents", "batch_size", "include_path"):  # a digest identifies a task's data
             del given[name]
         if self.tokens:
             given["budgets"] = []
@@ -78,13 +78,13 @@ class BenchmarkCommand(MethodsCommand):
 
 @dataclass(frozen=True)
 class LongbenchCommand(BenchmarkCommand):
-    """LongBench through lm-evaluation-harness: documents with questions, answered after a dense prefill; prompts too
+    """LongBench through lm-evaluation-harness: questions about documents, answered after a dense prefill. Prompts too
     long for the model lose their middle, as in LongBench's own script."""
 
     tasks: tuple[str, ...] = ("longbench",)
     """Tasks, tags or groups of lm-evaluation-harness, shipped with it or in --include-path."""
     out: Path = Path("runs/longbench")
-    """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     folders: ClassVar[tuple[str, ...]] = ("longbench",)
     truncation: ClassVar[Truncation] = "middle"
@@ -92,14 +92,14 @@ class LongbenchCommand(BenchmarkCommand):
 
 @dataclass(frozen=True)
 class RulerBenchmarkCommand(BenchmarkCommand):
-    """RULER through lm-evaluation-harness, made at the lengths you name; `ruler-synthetic` needs no data at all."""
+    """RULER through lm-evaluation-harness, generated at the given lengths; `ruler-synthetic` needs no data at all."""
 
     tasks: tuple[str, ...] = ("ruler",)
     """Tasks, tags or groups of lm-evaluation-harness, shipped with it or in --include-path."""
     lengths: tuple[int, ...] = (4096,)
     """Tokens of prompt and answer together."""
     out: Path = Path("runs/ruler")
-    """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     folders: ClassVar[tuple[str, ...]] = ("ruler",)
 
@@ -109,13 +109,13 @@ class RulerBenchmarkCommand(BenchmarkCommand):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What tasks that make their own data are told."""
+        """Arguments for tasks that generate their own data."""
         return {"tokenizer": self.model_path, "max_seq_lengths": list(self.lengths)}
 
 
 @dataclass(frozen=True)
 class FewshotCommand(BenchmarkCommand):
-    """The paper's few-shot tasks through lm-evaluation-harness: 5 examples, every row sparse, 20 tokens each."""
+    """The paper's few-shot tasks through lm-evaluation-harness: 5 examples, every row sparse, 20 tokens selected."""
 
     tasks: tuple[str, ...] = (
         *("glue", "super-glue-lm-eval-v1", "openbookqa", "hellaswag", "piqa", "winogrande"),
@@ -123,13 +123,13 @@ class FewshotCommand(BenchmarkCommand):
     )
     """Tasks, tags or groups of lm-evaluation-harness, shipped with it or in --include-path."""
     tokens: tuple[int, ...] = (20,)
-    """Select these numbers of tokens in every row; none of them to use --budgets."""
+    """Numbers of tokens to select in every row; give none to use --budgets."""
     shots: int | None = 5
     """Worked examples before each question, except for tasks that fix their number at 0."""
     rows: SparseRows = "all"
-    """Which rows are sparse: `all`, or those that predict the continuation or the answer after a dense prefill."""
+    """Sparse rows: `all`, or those that predict the continuation or the answer after a dense prefill."""
     out: Path = Path("runs/fewshot")
-    """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     folders: ClassVar[tuple[str, ...]] = (
         *("glue", "super_glue", "openbookqa", "hellaswag", "piqa", "winogrande"),

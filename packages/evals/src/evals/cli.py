@@ -1,4 +1,4 @@
-"""The command line: `evals list`, and a command for each task."""
+"""The command line: `evals list`, and one command per task."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from evals.plan import IouCommand, ListCommand, PplCommand
 from evals.speed import KernelsCommand, ThroughputCommand
 from evals.study import CompareCommand, FrontierCommand, PaperCommand, ReportCommand, SuggestCommand, TuneCommand
 
-# What else a command needs is imported where it runs, so that `--help` does not wait for torch and transformers.
+# Other imports are made where they are used, so that `--help` does not wait for torch and transformers.
 if TYPE_CHECKING:
     from evals.result import Result
 
@@ -61,14 +61,14 @@ _HEADLINE = {"ppl": ("perplexity", "perplexity_ratio", "kl"), "iou": ("iou", "ma
 def main(arguments: list[str] | None = None) -> int:
     """Run one command.
 
-    Returns: 0; 2 after one sentence on stderr if the input cannot be used; 130 if it was stopped from the keyboard.
+    Returns: 0; 2 with one sentence on stderr if the input cannot be used; 130 if interrupted from the keyboard.
     """
-    stopped = "stopped; type the same command to go on with the documents that are not done"
+    stopped = "stopped; rerun the command to continue with the remaining documents"
     return guarded("evals", lambda: _main(arguments), stopped)
 
 
 def _main(arguments: list[str] | None) -> int:
-    # Tables share stdout with the JSON line only where a person reads them.
+    # On a terminal, tables share stdout with the JSON line; otherwise they go to stderr.
     console = Console(stderr=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 160)
     command = _parse(arguments)
     last = _SPECIAL.get(type(command), _run)(command, console)
@@ -95,7 +95,7 @@ def _run(command: Any, console: Console) -> dict[str, Any]:
 
 
 def headline(result: Result) -> list[dict[str, Any]]:
-    """Pick the numbers of the last stdout line: one object per case, method, budget and rule."""
+    """Return the results for the last line on stdout: one object per case, method, budget and rule."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     chosen = _HEADLINE.get(result.config["task"])
     for row in result.rows:
@@ -169,7 +169,7 @@ def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
         return _paper_list(command, console)
     for item in ITEMS:
         if command.all and item.task and (reason := why_not(item, command)):
-            console.print(f"{item.name} is left out: {reason}", highlight=False)
+            console.print(f"{item.name} is skipped: {reason}", highlight=False)
     commands = [item.commands(command) for item in items]
     sections, differences = [], {}
     for item, runs in zip(items, commands, strict=True):
@@ -189,7 +189,7 @@ def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
 
 
 def _paper_list(command: PaperCommand, console: Console) -> dict[str, Any]:
-    """Print every item with its commands and what is stored of it; count them."""
+    """Print every item with its commands and stored results, and count them."""
     from evals.paper import ITEMS
 
     kept = {item.name: [file.name for file in item.kept(command)] for item in ITEMS}
@@ -198,7 +198,7 @@ def _paper_list(command: PaperCommand, console: Console) -> dict[str, Any]:
         words = "\n  ".join((*item.lines(command), stored))
         console.print(f"{item.name}: {item.title}\n  {words}", highlight=False, soft_wrap=True)
     shown = sum(map(bool, kept.values()))
-    console.print(f"{len(ITEMS)} tables, figures and parts of them, stored results of {shown}", highlight=False)
+    console.print(f"{len(ITEMS)} tables, figures and parts of them; {shown} have stored results", highlight=False)
     return {"items": list(kept), "stored": kept}
 
 

@@ -1,4 +1,4 @@
-"""What each further command will do: its settings, checked before anything is read or written."""
+"""Settings of further commands, checked before anything is read or written."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from evals.synthetic import KINDS
 
 @dataclass(frozen=True)
 class OutputErrorCommand(TaskCommand):
-    """Relative error of each layer's attention output, by method, on the inputs that dense attention gives it."""
+    """Relative error of each layer's attention output, by method, on the inputs of dense attention."""
 
     methods: Methods = (*DEFAULT_NAMES, "quest", "quest-heads")
-    """What to measure; `evals list` names them."""
+    """Methods to measure; see `evals list`."""
     documents: int = 8
-    """Contexts to measure; a run may be continued with more."""
+    """Contexts to measure; a run can be continued with more."""
     rows: int = 64
-    """Rows measured in each context, from its last three quarters."""
+    """Rows measured per context, drawn from its last three quarters."""
     out: Path = Path("runs/output-error")
-    """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,16 +36,16 @@ class OutputErrorCommand(TaskCommand):
 
 @dataclass(frozen=True)
 class FidelityCommand(TaskCommand):
-    """Greedy continuations against those of dense attention: Rouge-L, edit similarity, common prefix."""
+    """Compare greedy continuations with those of dense attention: Rouge-L, edit similarity, common prefix."""
 
     documents: int = 10
-    """Contexts to go on from; a run may be continued with more."""
+    """Contexts to continue; a run can be continued with more."""
     context: int = 2048
-    """Tokens of prompt and continuation."""
+    """Tokens of prompt and continuation together."""
     new_tokens: int = 64
-    """Tokens of a continuation."""
+    """Tokens per continuation."""
     out: Path = Path("runs/fidelity")
-    """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,13 +55,13 @@ class FidelityCommand(TaskCommand):
 
     @property
     def dense_prompt(self) -> bool:
-        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
         return True
 
 
 @dataclass(frozen=True)
 class SyntheticCommand(MethodsCommand):
-    """What the exercises made by rule share."""
+    """Options shared by the synthetic exercises."""
 
     lengths: tuple[int, ...] = (512, 1024, 2048)
     """Tokens of prompt and answer together."""
@@ -72,24 +72,24 @@ class SyntheticCommand(MethodsCommand):
 
     @property
     def longest(self) -> tuple[str, int]:
-        """The flag that says how many tokens the model must take, and the number."""
+        """The flag that decides how many tokens the model must accept, and their number."""
         return "--lengths", max(self.lengths)
 
     @property
     def dense_prompt(self) -> bool:
-        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
         return True
 
 
 @dataclass(frozen=True)
 class RulerCommand(SyntheticCommand):
-    """Exercises made by rule, as in RULER: one key, many keys, variables, copying, counting; dense prefill, then every
-    token of the answer by the method."""
+    """Synthetic exercises like RULER's: one key, many keys, variables, copying, counting. Dense prefill, then every
+    token of the answer with the method."""
 
     kinds: tuple[str, ...] = tuple(KINDS)
-    """Which exercises."""
+    """Kinds of exercises."""
     out: Path = Path("runs/ruler-synthetic")
-    """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,15 +100,15 @@ class RulerCommand(SyntheticCommand):
 
 @dataclass(frozen=True)
 class NeedleCommand(SyntheticCommand):
-    """One value in a haystack, by length and depth: what is generated after a dense prefill, and the log-probability of
-    the answer."""
+    """One value in a haystack, by length and depth: the answer generated after a dense prefill, and the log-probability
+    of the correct one."""
 
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    """Where the value lies: 0 is the beginning, 1 the end."""
+    """Positions of the value: 0 is the beginning, 1 the end."""
     documents: int = 5
-    """Needles to look for at each length and depth; a run may be continued with more."""
+    """Needles per length and depth; a run can be continued with more."""
     out: Path = Path("runs/needle")
-    """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,50 +120,50 @@ class NeedleCommand(SyntheticCommand):
 
 @dataclass(frozen=True)
 class ConesCommand(TaskCommand):
-    """Where queries and keys lie (the paper's figure 2): angles, principal components, and how evenly hash bits and
+    """Geometry of queries and keys (the paper's figure 2): angles, principal components, and how evenly hash bits and
     codes are used."""
 
     methods: Methods = ("lsh", "paper", "planes", "transform")
-    """Hashers whose codes to look at."""
+    """Hashers whose codes to examine."""
     documents: int = 4
-    """Contexts to look at; a run may be continued with more."""
+    """Contexts to examine; a run can be continued with more."""
     out: Path = Path("runs/cones")
-    """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     @property
     def own_heads(self) -> bool:
-        """It looks at codes, not at selections."""
+        """False: only codes are examined, not selections."""
         return False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.heads is not None:
-            raise UsageError(f"cones takes no --heads, got {self.heads}: it looks at codes alone; leave it out")
+            raise UsageError(f"cones takes no --heads, got {self.heads}: it examines only codes; leave it out")
         if strange := [name for name in self.methods if name not in CODED_NAMES]:
             raise UsageError(f"--methods of cones takes {', '.join(CODED_NAMES)}, got {', '.join(strange)}")
 
 
 @dataclass(frozen=True)
 class CodelengthCommand(TaskCommand):
-    """Overlap of untrained LSH at many code lengths beside the learned hashes, and the LSH length that equals each."""
+    """IoU of untrained LSH at many code lengths and of learned hashes, and the LSH length that equals each."""
 
     methods: Methods = ("paper", "planes", "transform")
     """Learned hashers to compare with."""
     more_hashers: tuple[Path, ...] = ()
-    """Folders of hashers of other code lengths, as `hashtrain --bits 64 --out FOLDER` makes them: those of --methods
-    that a folder has are measured, too."""
+    """Folders of hashers with other code lengths, as `hashtrain --bits 64 --out FOLDER` makes them. Every hasher of
+    --methods found there is measured too."""
     bits: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048)
     """Code lengths of untrained LSH, multiples of 32."""
     documents: int = 8
-    """Contexts to measure; a run may be continued with more."""
+    """Contexts to measure; a run can be continued with more."""
     rows: int = 64
-    """Rows measured in each context."""
+    """Rows measured per context."""
     out: Path = Path("runs/codelength")
-    """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     @property
     def own_heads(self) -> bool:
-        """Both kinds of heads are measured, or the one that --heads names."""
+        """False: both kinds of heads are measured, or the one that --heads names."""
         return False
 
     def __post_init__(self) -> None:
@@ -180,18 +180,18 @@ class CodelengthCommand(TaskCommand):
 
 @dataclass(frozen=True)
 class ShapeCommand:
-    """What the tasks that need only a model's shape share."""
+    """Options shared by the tasks that need only a model's shape."""
 
     shape: str = "qwen2.5-7b"
     """qwen2.5-7b, llama3-8b, small, demo, or a folder with a config.json."""
     bits: int = 128
-    """Bits of a code."""
+    """Bits per code."""
     planes: int = PLANES
-    """Bit planes of a query: by default as many as `transform` has, the hasher of `attach`; 3 are those of `planes`."""
+    """Bit planes of a query. Default: those of `transform`, the hasher of `attach`; `planes` has 3."""
     hidden: int = 128
     """Hidden width of the hash functions."""
     out: Path = Path("runs/shape")
-    """Where the rows, the report and the figure go."""
+    """Folder for rows, report and figure."""
 
     def __post_init__(self) -> None:
         at_least(self, bits=32, planes=1, hidden=1)
@@ -199,34 +199,35 @@ class ShapeCommand:
             raise UsageError(f"--bits must be a multiple of 32, got {self.bits}")
 
     def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings that decide the numbers, as JSON values and with no path of the machine."""
-        facts = {"bits": self.bits, "planes": self.planes, "hidden": self.hidden}
+        """Return the settings that decide the results, as JSON values without local paths."""
         return {
             "task": task,
             "model": Path(self.shape).name if self.shape != DEMO else DEMO,
-            **facts,
+            "bits": self.bits,
+            "planes": self.planes,
+            "hidden": self.hidden,
             "versions": versions(),
         }
 
 
 @dataclass(frozen=True)
 class CodesizeCommand(ShapeCommand):
-    """Bytes per token and KV head that each method keeps beside the keys and values, and their share of them."""
+    """Bytes that each method stores per token and KV head in addition to keys and values, and their ratio to those."""
 
     out: Path = Path("runs/codesize")
-    """Where the rows, the report and the figure go."""
+    """Folder for rows, report and figure."""
 
 
 @dataclass(frozen=True)
 class ComplexityCommand(ShapeCommand):
-    """Operations and bytes of each step of one sparse decode step of one layer, beside dense attention; by formula."""
+    """Operations and bytes of each part of a sparse decode step in one layer, and of dense attention, by formula."""
 
     contexts: tuple[int, ...] = (8192, 32768, 131072)
-    """Cached tokens."""
+    """Numbers of cached tokens."""
     budget: float = 0.02
-    """Share of them to attend to."""
+    """Share of the cached tokens to attend to."""
     out: Path = Path("runs/complexity")
-    """Where the rows, the report and the figure go."""
+    """Folder for rows, report and figure."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -235,5 +236,5 @@ class ComplexityCommand(ShapeCommand):
             raise UsageError(f"--budget must be above 0 and at most 1, got {self.budget:g}; 0.02 selects 2 %")
 
     def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings that decide the numbers."""
+        """Return the settings that decide the results."""
         return {**super().settings(task), "contexts": list(self.contexts), "budget": self.budget}

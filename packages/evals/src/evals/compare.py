@@ -1,4 +1,4 @@
-"""Two runs, or two methods of runs, paired over the same documents."""
+"""Compare two runs, or two methods, paired over the same documents."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _METRICS = {
     "ruler-synthetic": ("exact", "tokens", "log_prob"),
 }
 _BENCHMARKS = ("longbench", "ruler", "fewshot")
-"""Their samples hold a number of each item, of every metric that has them."""
+"""Tasks whose samples hold one number per item for every metric that has them."""
 _PLACES = ("rule", "heads", "kind", "length", "depth")
 _FREE = ("methods", "budgets", "tokens", "documents", "method_identities", "versions")
-"""Settings in which runs of one protocol may differ; of versions the table says so."""
+"""Settings in which comparable runs may differ; the table mentions different versions."""
 
 Place = tuple[tuple[str, Any], ...]
 Values = dict[tuple[str, float | None, Place], dict[str, list[float]]]
@@ -37,10 +37,10 @@ def compare(
     """Subtract the second run from the first, document by document.
 
     Args:
-        methods, budgets: of the first and of the second run; None keeps all of it. Two that are named are compared with
-            each other, the rest with the one of the same name.
+        methods, budgets: of the first and of the second run; None keeps all. If both are given, these two are compared;
+            everything else is compared with its counterpart of the same name.
     Returns: one entry per pair and metric, with the mean difference and its 95 % interval; and its table.
-    Raises: ValueError if the runs are of different protocols or documents, or nothing pairs.
+    Raises: ValueError if the runs have different protocols or documents, or nothing can be paired.
     """
     results = [read_result(folder) for folder in (first, second)]
     _require_one_protocol(first, second, *results)
@@ -65,44 +65,44 @@ def _require_one_protocol(first: Path, second: Path, a: Result, b: Result) -> No
         raise ValueError(f"runs of {', '.join(comparable)} can be compared, got one of {a.config['task']}")
     if bool(a.config.get("tokens")) != bool(b.config.get("tokens")):
         raise ValueError(
-            f"{first} and {second} are of different protocols: one has budgets in tokens and the other in shares; run "
-            "one of them again with the other's kind"
+            f"{first} and {second} have different protocols: one has budgets in tokens, the other in shares; rerun one "
+            "of them with the other's kind"
         )
     for name in sorted((a.config.keys() | b.config.keys()) - set(_FREE)):
         if a.config.get(name) != b.config.get(name):
             raise ValueError(
-                f"{first} and {second} are of different protocols: {name} is {a.config.get(name)} and "
-                f"{b.config.get(name)}; run one of them again with the other's settings"
+                f"{first} and {second} have different protocols: {name} is {a.config.get(name)} and "
+                f"{b.config.get(name)}; rerun one of them with the other's settings"
             )
 
 
 def _samples(folder: Path) -> list[dict[str, Any]]:
-    remedy = "delete that file and run the command again"
+    remedy = "delete that file and rerun the command"
     found = [read_json(path, remedy) for path in sorted((folder / "samples").glob("*.json"))]
     if not found:
-        raise ValueError(f"{folder} has no samples; run the command again")
+        raise ValueError(f"{folder} has no samples; rerun the command")
     return found
 
 
 def _values(result: Result, samples: list[dict[str, Any]]) -> Values:
-    """Collect each metric's number of each document."""
+    """Collect each metric's values, one per document."""
     found: Values = {}
     dense = {*range(result.config["dense_layers"]), *result.config["dense_at"]}
     for sample in samples:
         for cell in sample.get("cells", sample.get("answers", [])):
-            places = ("task",) if result.config["task"] in _BENCHMARKS else _PLACES  # a run of one has one rule
+            places = ("task",) if result.config["task"] in _BENCHMARKS else _PLACES  # a benchmark run has one rule
             place = tuple((name, cell[name]) for name in places if name in cell)
-            held = found.setdefault((cell["method"], cell["budget"], place), {})
+            values = found.setdefault((cell["method"], cell["budget"], place), {})
             if result.config["task"] in _BENCHMARKS:
-                held |= cell["values"]
+                values |= cell["values"]
                 continue
             for metric in _METRICS[result.config["task"]]:
-                held.setdefault(metric, []).append(_mean(cell[metric], dense))
+                values.setdefault(metric, []).append(_mean(cell[metric], dense))
     return found
 
 
 def _mean(value: Any, dense: set[int]) -> float:
-    """Return a number, or the mean of a list of layers over those that are sparse."""
+    """Return a number as it is, or the mean of a list over the sparse layers."""
     found = [x for layer, x in enumerate(value) if layer not in dense] if isinstance(value, list) else value
     return float(np.mean(found))
 
@@ -151,14 +151,14 @@ def _grid(entries: list[dict[str, Any]], n: int, results: list[Result]) -> Grid:
 
 
 def version_note(first: Result, second: Result) -> str:
-    """Say which software differs between two runs, or nothing: a difference of theirs may be its doing."""
+    """Return a note on the software that differs between two runs, or "": it may explain their difference."""
     a, b = (_software(result) for result in (first, second))
     differing = [f"{n} {a.get(n, 'not stored')} and {b.get(n, 'not stored')}" for n in a | b if a.get(n) != b.get(n)]
     return f"Note: the two runs were made by different versions: {', '.join(differing)}." if differing else ""
 
 
 def _software(result: Result) -> dict[str, str]:
-    """Return the versions of a run: those of its settings, which guard all its samples, and of its environment."""
+    """Return the versions from a run's settings, which apply to all its samples, and from its environment."""
     own = [part.split(" ") for part in result.config["versions"].split(", ")]
     found = {name: value for name, value in result.environment.items() if name not in HARDWARE}
     return found | dict(pair for pair in own if len(pair) == 2)

@@ -1,4 +1,4 @@
-"""Held-out text as token contexts with names a report may print."""
+"""Held-out text as token contexts, with names that a report may print."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from transformers import PreTrainedTokenizerBase
 
 
 class Measured(Protocol):
-    """What one stored sample is of."""
+    """What a stored sample is measured on."""
 
     @property
     def name(self) -> str:
-        """As a report may print it."""
+        """A name that a report may print."""
         ...
 
     @property
     def digest(self) -> str:
-        """Identify what it holds."""
+        """Identifies the content."""
         ...
 
 
@@ -38,7 +38,7 @@ class TokenDocument:
 
     @property
     def digest(self) -> str:
-        """Identify the tokens."""
+        """Identifies the tokens."""
         return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()[:12]
 
 
@@ -50,14 +50,14 @@ def load_documents(
     seed: int,
     sources: Callable[[], list[Document]] = held_out_sources,
 ) -> list[TokenDocument]:
-    """Cut texts into contexts, the first of every document before second ones; asking for more keeps the first.
+    """Cut texts into contexts, the first of every document before any second one; a larger count only adds more.
 
     Args:
-        text: files or folders; without any, what `sources` gives: the modules that nothing here is trained on.
-        context: tokens each.
-        count: at most this many.
-        seed: the order in which documents are drawn.
-    Raises: ValueError if a text is missing, not UTF-8, or every one is too short.
+        text: files or folders; without any, the documents of `sources`: modules that nothing here is trained on.
+        context: tokens per context.
+        count: largest number of contexts.
+        seed: draws the order of the documents.
+    Raises: ValueError if a text is missing or not UTF-8, or if all are too short.
     """
     documents = read_texts(list(text), room=room_for(context * count)) if text else sources()
     random.Random(seed).shuffle(documents)
@@ -70,7 +70,7 @@ def load_documents(
         if len(first) == count:
             break
     if not first:
-        contexts(documents, tokenizer, context, count)  # says how long the longest is
+        contexts(documents, tokenizer, context, count)  # raises an error with the longest length
     return (first + later)[:count]
 
 

@@ -1,4 +1,4 @@
-"""What a result looks like as a picture."""
+"""Draw the figures of a result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from evals.methods import REMAINDER
 from evals.report import PHASES, RULES, ordered
 from evals.result import Result, Row
 
-# One colour a method in every figure (Okabe and Ito's, told apart by colour-blind readers).
+# One colour per method in all figures (Okabe and Ito's palette, safe for colour-blind readers).
 COLOURS = {
     "dense": "#4d4d4d",
     "oracle": "#000000",
@@ -49,7 +49,7 @@ MARKERS |= {
 
 
 def draw(result: Result, path: Path) -> None:
-    """Draw a result, by its task, to a PNG."""
+    """Draw a result to a PNG, depending on its task."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     {"ppl": _draw_ppl, "iou": _draw_iou, "codelength": draw_codelength}.get(result.config["task"], _draw_plain)(
         result, figure
@@ -58,14 +58,14 @@ def draw(result: Result, path: Path) -> None:
 
 
 def _draw_ppl(result: Result, figure: Figure) -> None:
-    """KL from dense over budget, both logarithmic, a panel per rule."""
+    """Draw KL from dense over budget, both logarithmic, one panel per rule."""
     rules, budgets = result.config["rules"], sorted(result.config["budgets"])
     for axes, rule in zip(figure.subplots(1, len(rules), sharey=True, squeeze=False)[0], rules, strict=True):
         for method in _methods(result):
             at = {"method": method, "rule": rule, "metric": "kl", "against": None}
             _line(axes, method, budgets, [result.one(budget=budget, **at) for budget in budgets])
         axes.set(xscale="log", xlabel=f"budget, {RULES[rule]}")
-        axes.set_yscale("log", nonpositive="mask")  # a budget of 100 % has a KL of 0
+        axes.set_yscale("log", nonpositive="mask")  # at a budget of 100 % the KL is 0
         axes.xaxis.set_major_locator(FixedLocator(budgets))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: percent(value)))
         axes.xaxis.set_minor_locator(NullLocator())
@@ -75,7 +75,7 @@ def _draw_ppl(result: Result, figure: Figure) -> None:
 
 
 def _draw_iou(result: Result, figure: Figure) -> None:
-    """IoU over layers at the first budget, a panel per kind of head."""
+    """Draw IoU over layers at the first budget, one panel per kind of head."""
     budget = result.config["budgets"][0]
     kinds = heads_of(result.config)
     for axes, heads in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
@@ -90,7 +90,7 @@ def _draw_iou(result: Result, figure: Figure) -> None:
 
 
 def draw_codelength(result: Result, figure: Figure) -> None:
-    """IoU over bits of a code, a panel per kind of head and a line per hash: untrained LSH, and the learned ones."""
+    """Draw IoU over code bits, one panel per kind of head, one line per hash: untrained LSH, and the learned ones."""
     kinds = heads_of(result.config)
     for axes, heads in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds, strict=True):
         rows = result.select(metric="iou", heads=heads)
@@ -108,7 +108,7 @@ def draw_codelength(result: Result, figure: Figure) -> None:
 
 
 def _draw_plain(result: Result, figure: Figure) -> None:
-    """Bars of every metric of the first budget, a panel a metric and a group of bars a case."""
+    """Draw bars for the first budget, one panel per metric and one group of bars per case."""
     rows = [row for row in result.rows if row.against is None and row.layer is None and row.head is None]
     budgets = [row.budget for row in rows if row.budget is not None][:1]
     rows = [row for row in rows if row.budget is None or row.budget in budgets]
@@ -135,7 +135,7 @@ def _draw_plain(result: Result, figure: Figure) -> None:
 
 
 def _line(axes: Axes, method: str, x: list[float], rows: list[Row]) -> None:
-    """Draw values with their intervals as a band."""
+    """Draw a line of values, with their intervals as a band."""
     style = {"color": COLOURS.get(method.removesuffix(REMAINDER)), "label": method}
     style["linestyle"] = "--" if method.endswith(REMAINDER) else "-"
     marker = MARKERS.get(method.removesuffix(REMAINDER), "o")

@@ -1,10 +1,10 @@
-"""Loss of quality against bytes read: what methods of different kinds have in common.
+"""Loss of quality against bytes read: a common scale for methods of different kinds.
 
-    share = (codes, or what a rival keeps per token + keys and values read + state of the remainder) / dense bytes
+    share = (codes, or what a rival stores per token + keys and values read + state of the remainder) / dense bytes
 
-of one layer's decode step at the middle of the rows that a run scored (`sparse_decode.traffic.step_bytes`). The oracle
-reads all keys to find its tokens. That is left out, so that its line shows what a perfect search would reach; it is
-never called the best.
+for one layer's decode step at the middle of the rows that a run scored (`sparse_decode.traffic.step_bytes`). The oracle
+must read all keys to find its tokens. These bytes are left out, so that its line shows the limit of a perfect search;
+it is never marked as the best.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Point:
     """One method at one budget.
 
     Attributes:
-        settings: how its search and its reading differ from the usual, in words; empty if they do not.
-        share: bytes read, of those of dense attention.
-        best: whether no other point but the oracle's has both fewer bytes and a smaller KL.
+        settings: non-default search and reading settings, as text; empty by default.
+        share: bytes read, relative to dense attention.
+        best: whether no other point, except the oracle's, has both fewer bytes and a smaller KL.
     """
 
     method: str
@@ -49,14 +49,14 @@ class Point:
 
     @property
     def line(self) -> str:
-        """Name the line of the figure that it is on."""
+        """Name of its line in the figure."""
         return f"{self.method}, {self.settings}" if self.settings else self.method
 
 
 def points(results: Iterable[Result], head_dim: int) -> list[Point]:
-    """Return the methods and budgets of runs of `ppl`, by bytes.
+    """Return the methods and budgets of runs of `ppl`, sorted by bytes.
 
-    Args: results: of runs that are comparable (`require_comparable`); head_dim: of the model's keys and values.
+    Args: results: of comparable runs (`require_comparable`); head_dim: of the model's keys and values.
     """
     found = [
         _point(result, row, head_dim)
@@ -74,21 +74,21 @@ def points(results: Iterable[Result], head_dim: int) -> list[Point]:
 
 
 def require_comparable(results: Sequence[Result]) -> None:
-    """Raise ValueError if a run is not of `ppl`, or runs differ in what they judged."""
+    """Raise ValueError if a run is not of `ppl`, or runs differ in what they were evaluated on."""
     for result in results:
         if result.config["task"] != "ppl":
-            raise ValueError(f"the frontier is of runs of ppl, got one of {result.config['task']}; leave it out")
+            raise ValueError(f"the frontier takes runs of ppl, got one of {result.config['task']}; leave it out")
     for name in ("model_identity", "context", "scored", "phase", "documents", "text"):
         given = {str(result.config.get(name)) for result in results}
         if len(given) > 1:
             raise ValueError(
-                f"the runs must be of one model, text and protocol, got {name} {' and '.join(sorted(given))}; give "
-                "runs that agree in it"
+                f"the runs must have one model, text and protocol, got {name} {' and '.join(sorted(given))}; give runs "
+                "that agree in it"
             )
 
 
 def _known(row: Row) -> bool:
-    """Say whether what a method keeps is known: tuned rivals have parameters that a run does not store."""
+    """Whether a method's stored bytes are known; runs do not store the parameters of tuned rivals."""
     return not row.method.endswith(_TUNED)
 
 
@@ -101,7 +101,7 @@ def _point(result: Result, row: Row, head_dim: int) -> Point:
     if rival is None:
         assert row.budget is not None
         bits, count = row.bits or 0, row.budget
-    else:  # they take their own number of tokens
+    else:  # rivals choose their own number of tokens
         assert row.density is not None
         bits, count = rival.kept_bits(rival.published[0], head_dim), row.density
     hashes = bits > 0 and rival is None
@@ -118,7 +118,7 @@ def _point(result: Result, row: Row, head_dim: int) -> Point:
 
 
 def grid(found: Sequence[Point]) -> Grid:
-    """Lay points out as a table, by bytes."""
+    """Format points as a table, sorted by bytes."""
     header = ["method", "tokens read", "bytes", "perplexity over dense", "KL, nats", "on the frontier"]
     lines = [
         [
@@ -136,7 +136,7 @@ def grid(found: Sequence[Point]) -> Grid:
 
 
 def draw(found: Sequence[Point], path: Path) -> None:
-    """Draw change of perplexity and KL over bytes to a PNG."""
+    """Draw the change of perplexity and the KL over bytes to a PNG."""
     figure = Figure(figsize=(10, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     draw_perplexity(left, found)
@@ -149,7 +149,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
 
 
 def draw_perplexity(axes: Axes, found: Sequence[Point]) -> None:
-    """Draw the change of perplexity over bytes, a line a method."""
+    """Draw the change of perplexity over bytes, one line per method."""
     for line, own in _lines(found).items():
         _line(axes, line, own, [100 * (point.perplexity.value - 1) for point in own])
     axes.set_yscale("symlog", linthresh=1)

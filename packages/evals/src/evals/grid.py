@@ -1,4 +1,4 @@
-"""Tables as data, drawn on a terminal or written as Markdown, and how their cells are written."""
+"""Tables as data, formatted for a terminal or as Markdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
 
 
 def heads_of(config: dict[str, Any]) -> list[str]:
-    """Name the kinds of heads that a task which measures both has measured: those of --heads."""
+    """Return the kinds of heads that were measured: both, unless --heads names one."""
     return [*HEADS] if config["heads"] is None else [f"{config['heads']}_head"]
 
 
@@ -25,11 +25,11 @@ class Grid:
     header: list[str]
     sections: list[list[list[str]]]
     note: str = ""
-    """What a reader must know of the numbers; below the table."""
+    """Text below the table."""
 
 
 def to_rich(grid: Grid) -> Table:
-    """Lay a table out for the terminal."""
+    """Format a table for the terminal."""
     table = Table(title=grid.title, caption=grid.note or None)
     for i, name in enumerate(grid.header):
         table.add_column(name, justify="left" if i == 0 else "right")
@@ -41,7 +41,7 @@ def to_rich(grid: Grid) -> Table:
 
 
 def to_markdown(grid: Grid) -> str:
-    """Write a table as Markdown, with its title as a paragraph above."""
+    """Format a table as Markdown, with its title as a paragraph above."""
     lines = [grid.header, ["---"] + ["---:"] * (len(grid.header) - 1)]
     lines += [line for section in grid.sections for line in section]
     below = ["", grid.note] if grid.note else []
@@ -49,16 +49,16 @@ def to_markdown(grid: Grid) -> str:
 
 
 def amount(budget: float, rule: str) -> str:
-    """Write a budget: a share of tokens, or a number of them."""
+    """Format a budget: a share of tokens, or a number of them."""
     return f"{budget:g} tokens" if rule == "tokens" else percent(budget)
 
 
 def percent(value: float) -> str:
-    """Write a share: 0.005 is `0.5 %`."""
+    """Format a share: 0.005 is `0.5 %`."""
     return f"{100 * value:.3g} %"
 
 
 def cell_of(row: Row) -> str:
-    """Write a value and its interval."""
+    """Format a value and its interval."""
     interval = "" if row.low is None or row.high is None else f" [{row.low:.3g}, {row.high:.3g}]"
     return f"{row.value:.4g}{interval}"

@@ -1,4 +1,4 @@
-"""Lengths of codes: what each hash finds at each, and the length of untrained LSH that equals it."""
+"""Code lengths: the IoU of each hash at each length, and the length of untrained LSH that equals it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evals.grid import HEADS, Grid, cell_of, heads_of, percent
 from evals.result import Result, Row
 
 AT = " at "
-"""Between the name of a hasher of --more-hashers and its length."""
+"""Separates the name of a hasher of --more-hashers from its length."""
 LSH = "lsh"
 
 
@@ -19,11 +19,11 @@ class Code(NamedTuple):
     kind: str
     """`lsh`, `planes`, ..."""
     bits: int
-    """Of one hash function, of which `paper` has one a query head."""
+    """Bits of one hash function; `paper` has one per query head."""
 
 
 def code_of(result: Result, row: Row) -> Code:
-    """Return which hash of which length a row is of. Raises: ValueError if the result does not say."""
+    """Return the hash and the length that a row belongs to. Raises: ValueError if the result lacks them."""
     if row.method.startswith("lsh-"):
         return Code(LSH, int(row.method.removeprefix("lsh-")))
     kind, _, bits = row.method.partition(AT)
@@ -35,7 +35,7 @@ def code_of(result: Result, row: Row) -> Code:
 
 
 def equal_words(result: Result, row: Row) -> tuple[str, str]:
-    """Say which length of untrained LSH equals a learned hash, with its interval, and how many times as many bits.
+    """Return the length of untrained LSH that equals a learned hash, with its interval, and the ratio of the lengths.
 
     Args:
         row: of the metric `equal_lsh_bits`.
@@ -51,7 +51,7 @@ def equal_words(result: Result, row: Row) -> tuple[str, str]:
 
 
 def codelength_grid(result: Result) -> Grid:
-    """Lay out IoU by hash and length, LSH first, and the LSH length that equals each learned one, for both heads."""
+    """Format IoU by hash and length, LSH first, and the LSH length that equals each learned one, for both heads."""
     kinds = heads_of(result.config)
     order = {kind: i for i, kind in enumerate((LSH, *result.config["methods"]))}
     found: dict[Code, dict[str, Row]] = {}
@@ -82,10 +82,10 @@ def codelength_grid(result: Result) -> Grid:
 
 
 def sentences(result: Result) -> Iterator[str]:
-    """Say which length of untrained LSH equals each learned hash at its length."""
+    """Yield a sentence per learned hash about the length of untrained LSH that equals it."""
     for row in result.select(metric="equal_lsh_bits"):
         code, (words, times) = code_of(result, row), equal_words(result, row)
-        kept = "" if row.bits == code.bits else f", of which a KV head keeps {(row.bits or 0) // code.bits} codes"
+        kept = "" if row.bits == code.bits else f", of which a KV head stores {(row.bits or 0) // code.bits} codes"
         yield (
             f"{row.where}: LSH length that equals `{code.kind}` at {code.bits} bits{kept}: {words} bits, {times} times "
             "as many"

@@ -1,4 +1,4 @@
-"""What a run ran on: software, which decides its numbers, and hardware, which decides its times."""
+"""The environment of a run: software, which decides its results, and hardware, which decides its times."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ HARDWARE = ("processor", "threads", "device")
 
 
 def environment(device: str = "cpu") -> dict[str, str]:
-    """Return the versions, the processor, torch's threads and the device; no name, user or path of the machine.
+    """Return the versions, the processor, torch's threads and the device; no host name, user or path.
 
     Args:
-        device: where the model runs; a CUDA device is stated by its model, such as `NVIDIA H100`.
+        device: where the model runs; a CUDA device is reported by its model, such as `NVIDIA H100`.
     """
-    import hashcore  # here: `--help` needs only the packages' names
+    import hashcore  # imported here: `--help` needs only the packages' names
     import torch
 
     packages = {name: version(name) for name in ("torch", "transformers", "numpy", "numba", *PACKAGES[1:])}
@@ -26,8 +26,8 @@ def environment(device: str = "cpu") -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return what the machine calls its processor; its architecture where the system does not say."""
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.is_file() else []
+    """Return the model name of the processor, or its architecture if the system has no name for it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()

@@ -1,4 +1,4 @@
-"""The table of methods: every way of choosing tokens that a task can measure, and how each is loaded."""
+"""The table of methods: every way of choosing tokens that a task can measure, and how to load it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import hashtrain
 import sparse_decode
-from hashtrain.candidates import ABLATIONS, CANDIDATES, EXACT
+from hashtrain.recipes import ABLATIONS, EXACT, RECIPES
 
 from evals.rivals import RIVALS, rival_named
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 REMAINDER = "+remainder"
 _AFTER_PROMPT = "-after-prompt"
 _QUERY_HEADS = "-query-heads"
-_BY_QUERY_HEAD = tuple(candidate.name for candidate in EXACT)
+_BY_QUERY_HEAD = tuple(recipe.name for recipe in EXACT)
 
 
 @runtime_checkable
 class PromptAware(Protocol):
-    """A selector that differs where a prompt was prefilled dense and only later rows are sparse."""
+    """A selector that behaves differently after a dense prompt."""
 
     def after_prompt(self, tokens: int) -> Selector:
-        """Return the selector for the rows behind a dense prompt of so many tokens; the own one stays as it is."""
+        """Return the selector for rows after a dense prompt of this many tokens; this one is not changed."""
         ...
 
 
@@ -43,29 +43,29 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True)
 class LoadedMethod:
-    """A method ready to run."""
+    """A method that is ready to run."""
 
     name: str
     variant: str
-    """What kind of selector it is; a hasher's own variant."""
+    """The kind of selector; for a hasher, its variant."""
     bits: int | None
-    """Code bits per token and KV head, of all its functions (`paper` has one a query head); None if it keeps none."""
+    """Code bits per token and KV head, over all functions (`paper` has one per query head); None if it stores none."""
     identity: str
-    """Changes whenever its selections may: guards a resumed run."""
+    """Changes whenever its selections may change; protects resumed runs."""
     selector: Selector | None
     """One set per KV head, as deployed; None is dense attention."""
     query_head_selector: Selector | None
     """One set per query head, the paper's quality protocol."""
     remainder: bool = False
-    """Whether what a selection leaves out is added back (eq. 15, 16), as `attach` does by default."""
+    """Whether the unselected tokens are added back (eq. 15, 16), as `attach` does by default."""
 
     by_query_head: bool = False
-    """Whether it is meant to have one set per query head: the paper to the letter."""
+    """Whether it selects per query head by default, as in the paper's exact setup."""
     heads: str | None = None
-    """`query_head` where `selector` has one set per query head by `for_heads`."""
+    """`query_head` if `for_heads` has given `selector` one set per query head."""
 
     def for_heads(self, heads: Literal["kv", "query"] | None) -> LoadedMethod:
-        """Return the method as it selects for such heads; None: as it is meant.
+        """Return the method with selections per KV head or per query head; None: its default.
 
         Raises: ValueError if it has no such form.
         """
@@ -74,7 +74,7 @@ class LoadedMethod:
             return self
         if self._by_itself:
             if heads == "kv":
-                raise ValueError(f"{self.name} selects per query head alone, got --heads kv; leave --heads out")
+                raise ValueError(f"{self.name} selects only per query head, got --heads kv; leave --heads out")
             return self
         changed = {"selector": self.query_head_selector, "identity": self.identity + _QUERY_HEADS}
         return replace(self, **changed, heads="query_head")
@@ -84,24 +84,24 @@ class LoadedMethod:
         return self.selector is not None and self.query_head_selector is None
 
     def selector_after(self, prompt: int | None) -> Selector | None:
-        """Return what selects behind a dense prompt of so many tokens; None: every row is sparse.
+        """Return the selector for rows after a dense prompt of this many tokens; None: every row is sparse.
 
-        The rivals leave the first rows of a text dense where every row is sparse. Behind a dense prompt they have no
-        such rows, and MagicPIG centres by the prompt's keys, as their authors run them.
+        Where every row is sparse, the rivals leave the first rows of a text dense. After a dense prompt they have no
+        such rows, and MagicPIG centres by the prompt's keys, as in their authors' code.
         """
         if prompt is None or not isinstance(self.selector, PromptAware):
             return self.selector
         return self.selector.after_prompt(prompt)
 
     def identity_in(self, dense_prompt: bool) -> str:
-        """Return `identity` of a run in which only rows behind a dense prompt are sparse, or every row."""
+        """Return the `identity` for a run in which only rows after a dense prompt are sparse, or every row."""
         aware = dense_prompt and isinstance(self.selector, PromptAware)
         return self.identity + _AFTER_PROMPT if aware else self.identity
 
 
 @dataclass(frozen=True)
 class Method:
-    """One line of the table; `load` is given the folder of the hashers."""
+    """One line of the table; `load` takes the folder of the hashers."""
 
     name: str
     summary: str
@@ -123,18 +123,18 @@ def _recent(folder: Path) -> LoadedMethod:
 
 
 def load_rival(name: str, parameters: Mapping[str, int], label: str, stored_as: str = "") -> LoadedMethod:
-    """Make a rival with these parameters, under a label.
+    """Create a rival with these parameters, under a label.
 
     Args:
-        stored_as: begins its identity in place of its name and parameters.
+        stored_as: begins its identity instead of its name and parameters.
     Raises: ValueError if there is no such rival, or the parameters cannot be used.
     """
     rival = rival_named(name)
     rival.require(parameters)
     selector = rival.build(**parameters)
     given = (f"{key}{value}" for key, value in sorted(parameters.items()))
-    facts = (str(getattr(selector, fact)) for fact in rival.facts)
-    identity = "-".join((*((stored_as,) if stored_as else (name, *given)), *facts))
+    settings = (str(getattr(selector, name)) for name in rival.identity_settings)
+    identity = "-".join((*((stored_as,) if stored_as else (name, *given)), *settings))
     bits = rival.code_bits(parameters) if rival.code_bits else None
     heads = rival.query_heads(**parameters) if rival.query_heads else None
     return LoadedMethod(label, rival.variant or name, bits, identity, selector, heads)
@@ -149,30 +149,28 @@ def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:
     path = folder / name.removesuffix(REMAINDER)
     if not (path / "config.json").is_file():
         raise ValueError(
-            f"no hasher `{path.name}` in {folder}: make it with `uv run hashtrain --only {path.name} --out {folder}`, "
+            f"no hasher `{path.name}` in {folder}: train it with `uv run hashtrain --only {path.name} --out {folder}`, "
             "and --model if it is for another than the demo model"
         )
     hasher = hashtrain.Hasher.from_pretrained(path)
     if remainder and all(hasher.remainder(layer) is None for layer in range(len(hasher.layers))):
-        raise ValueError(
-            f"the hasher `{path.name}` in {folder} has no remainder: train it anew with `uv run hashtrain`"
-        )
+        raise ValueError(f"the hasher `{path.name}` in {folder} has no remainder: retrain it with `uv run hashtrain`")
     # The config names its weight file, which is named after its content.
     identity = hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:12]
     first = hasher.layer(0)
-    facts = name, hasher.config.variant, first.key_bits, identity
+    common = name, hasher.config.variant, first.key_bits, identity
     if not first.has_codes:
-        from evals.scored import ScoreSelector  # here: `--help` names the methods without torch
+        from evals.scored import ScoreSelector  # imported here: `--help` lists the methods without torch
 
         forms = ScoreSelector(hasher), ScoreSelector(hasher, per_query_head=True)
     else:
         by_query_head = sparse_decode.HashSelector(sparse_decode.QueryHeadHasher(hasher))
         forms = sparse_decode.HashSelector(hasher), by_query_head
-    return LoadedMethod(*facts, *forms, remainder, by_query_head=name in _BY_QUERY_HEAD)
+    return LoadedMethod(*common, *forms, remainder, by_query_head=name in _BY_QUERY_HEAD)
 
 
 def _whole(name: str) -> Method:
-    """Make the line of a hasher whose selections are completed by the remainder."""
+    """Return the line of a hasher whose selections are completed by the remainder."""
     return Method(
         name + REMAINDER,
         f"{name}, and what it leaves out as one token",
@@ -212,24 +210,24 @@ METHODS = (
 NAMES = tuple(method.name for method in METHODS)
 SPARSE_NAMES = tuple(name for name in NAMES if name != DENSE)
 RIVAL_NAMES = tuple(RIVALS)
-"""Those written from other papers: they take their own number of tokens, so compare them by measured density."""
+"""Methods reimplemented from other papers. They choose their own number of tokens: compare them by measured density."""
 TUNED = "-tuned"
-"""Behind a rival's name: with the parameters that `evals tune` found for the model."""
-ABLATION_NAMES = tuple(candidate.name for candidate in ABLATIONS + EXACT)
-"""Hashers that `hashtrain --only all` makes beside the usual ones."""
-CODED_NAMES = tuple(c.name for c in CANDIDATES + ABLATIONS + EXACT if c.variant != "down-proj")
-"""Hashers that make codes."""
+"""Suffix of a rival with the parameters that `evals tune` found for the model."""
+ABLATION_NAMES = tuple(recipe.name for recipe in ABLATIONS + EXACT)
+"""Hashers that `hashtrain --only all` makes in addition to the default ones."""
+CODED_NAMES = tuple(c.name for c in RECIPES + ABLATIONS + EXACT if c.variant != "down-proj")
+"""Hashers that produce codes."""
 DEFAULT_NAMES = tuple(n for n in SPARSE_NAMES if n.removesuffix(REMAINDER) not in (*RIVAL_NAMES, *ABLATION_NAMES))
 _ONE_FORM = tuple(rival.name for rival in RIVALS.values() if rival.query_heads is None)
 SELECTION_NAMES = tuple(name for name in SPARSE_NAMES if not name.endswith(REMAINDER) and name not in _ONE_FORM)
-"""Those that differ in what they select, for either kind of head; the others differ in what they do with it."""
+"""Methods that differ in what they select, for either kind of head; the others differ in what they do with it."""
 SELECTION_DEFAULTS = tuple(name for name in SELECTION_NAMES if name not in ABLATION_NAMES)
 OURS = ("planes", "planes" + REMAINDER, "transform", "transform" + REMAINDER)
 
 
 def without_hasher(names: Sequence[str], folder: Path) -> list[str]:
-    """Return those of `names` that need a hasher which is not in the folder."""
-    hashed = {candidate.name for candidate in CANDIDATES + ABLATIONS + EXACT}
+    """Return those of `names` that need a hasher missing from the folder."""
+    hashed = {recipe.name for recipe in RECIPES + ABLATIONS + EXACT}
     needed = dict.fromkeys(name.removesuffix(REMAINDER) for name in names)
     return [name for name in needed if name in hashed and not (folder / name / "config.json").is_file()]
 
@@ -240,7 +238,7 @@ def load_methods(names: Sequence[str], folder: Path, model_config: Any) -> list[
     Args:
         names: some of `NAMES`.
         folder: holds one folder per hasher, as `hashtrain` writes them.
-        model_config: the model they are to select for.
+        model_config: of the model to select for.
     Raises: ValueError if a name is unknown, or a hasher is missing, damaged or of another model.
     """
     if unknown := [name for name in names if name not in NAMES]:

@@ -1,4 +1,4 @@
-"""Numbers out of logits and samples: losses, perplexity, divergence, and intervals over documents."""
+"""Metrics from logits and samples: losses, perplexity, divergence, and intervals over documents."""
 
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-_CHUNK = 1 << 20  # numbers at once, 4 MB: temporaries stay small beside the logits of a large vocabulary
+_CHUNK = 1 << 20  # numbers processed at once, 4 MB, so that temporaries stay small compared with the logits
 _RESAMPLES = 10_000
 
 
@@ -23,7 +23,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute each target's negative log-probability, in nats.
 
     Args:
-        logits: [R, V], of any float type; log-probabilities are logits, too.
+        logits: [R, V], of any float type; log-probabilities work too.
         targets: int64 [R].
     Returns: float64 [R].
     """
@@ -45,14 +45,14 @@ def mean_kl(reference: Tensor, other: Tensor) -> float:
     """Return the mean over rows of KL(reference || other), in nats, for logits [R, V] of any float type."""
     total = torch.zeros((), dtype=torch.float64, device=reference.device)
     for p, q in zip(_log_probs(reference), _log_probs(other), strict=True):
-        # A token of probability 0 adds nothing, whatever the other says; 0 * inf would be NaN.
+        # A token of probability 0 contributes nothing, whatever the other distribution; 0 * inf would be NaN.
         gap = (p - q).masked_fill_(p == -torch.inf, 0)
         total += gap.mul_(p.exp()).sum(dtype=torch.float64)
     return total.item() / len(reference)
 
 
 def _log_probs(logits: Tensor) -> Iterator[Tensor]:
-    """Give the float32 log-probabilities of some rows after the other, of _CHUNK numbers or fewer: [r, V]."""
+    """Yield float32 log-probabilities [r, V] for consecutive rows, at most _CHUNK numbers at once."""
     for part in cast("tuple[Tensor, ...]", logits.split(max(1, _CHUNK // logits.shape[-1]))):
         yield part.float().log_softmax(-1)
 
@@ -64,7 +64,7 @@ def _resamples(n: int, seed: int) -> NDArray[np.float64]:
 
 
 class Estimate(NamedTuple):
-    """A mean over documents and its 95 % bootstrap interval; no interval from fewer than two documents."""
+    """A mean over documents and its 95 % bootstrap interval; no interval for fewer than two documents."""
 
     mean: float
     low: float | None
@@ -78,7 +78,7 @@ def bootstrap(samples: ArrayLike, seed: int) -> list[Estimate]:
 
     Args:
         samples: [documents, columns].
-        seed: the same seed draws the same resamples.
+        seed: the same seed gives the same resamples.
     """
     values = np.asarray(samples, dtype=np.float64)
     n = len(values)
@@ -90,7 +90,7 @@ def bootstrap(samples: ArrayLike, seed: int) -> list[Estimate]:
 
 
 def resampled_means(samples: ArrayLike, seed: int) -> NDArray[np.float64]:
-    """Draw the bootstrap's resamples of documents and average each column: [resamples, columns]."""
+    """Draw bootstrap resamples of the documents and average each column: [resamples, columns]."""
     values = np.asarray(samples, dtype=np.float64)
-    # Around the first document, so that columns that never differ give exactly that value.
+    # Relative to the first document, so that constant columns give exactly their value.
     return _resamples(len(values), seed) @ (values - values[0]) + values[0]

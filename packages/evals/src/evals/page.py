@@ -1,4 +1,4 @@
-"""One self-contained HTML page, and one Markdown text, of any number of finished runs."""
+"""Render any number of finished runs as one self-contained HTML page and one Markdown text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ caption { text-align: left; padding: .3rem 0; color: #444; }
 th, td { padding: .2rem .7rem; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
 thead th { border-bottom: 2px solid #888; } tbody + tbody tr:first-child td { border-top: 1px solid #ccc; }
-tbody tr:hover { background: #f4f4f4; } .facts { color: #555; font-size: .85rem; }
+tbody tr:hover { background: #f4f4f4; } .details { color: #555; font-size: .85rem; }
 """
 
 
@@ -39,7 +39,7 @@ class Section:
     """Paragraphs above the tables."""
     tables: tuple[Grid, ...]
     figure: Path | None
-    facts: str
+    details: str
     """Settings, software and hardware: small print."""
 
 
@@ -48,23 +48,23 @@ def section_of(folder: Path, title: str | None = None, notes: Sequence[str] = ()
     result = read_result(folder)
     figure = folder / "figure.png"
     if figure.is_file():
-        inside(figure)  # the page will hold its bytes
+        inside(figure)  # the page will contain its bytes
     with as_written(str(folder)):
         tables = tuple(grids(result))
     task = result.config["task"]
     named = title or (task if folder.name == task else f"{task} ({folder.name})")
-    return Section(named, tuple(notes), tables, figure if figure.is_file() else None, facts_of(result))
+    return Section(named, tuple(notes), tables, figure if figure.is_file() else None, details_of(result))
 
 
-def facts_of(result: Result) -> str:
-    """Say in a line on what a result stands."""
+def details_of(result: Result) -> str:
+    """Return a result's settings and environment as one line."""
     settings = {k: v for k, v in result.config.items() if k not in ("versions", "method_identities")}
     software = ", ".join(f"{name} {version}" for name, version in result.environment.items())
     return "; ".join(f"{name}: {value}" for name, value in settings.items()) + f". Environment: {software}."
 
 
 def to_html(title: str, sections: Sequence[Section]) -> str:
-    """Write the page: no script, no file beside it."""
+    """Return the HTML page: no scripts, no other files."""
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>',
@@ -79,12 +79,12 @@ def to_html(title: str, sections: Sequence[Section]) -> str:
         if section.figure is not None:
             data = base64.b64encode(section.figure.read_bytes()).decode()
             parts.append(f'<p><img alt="{escape(section.title)}" src="data:image/png;base64,{data}"></p>')
-        parts.append(f'<p class="facts">{escape(section.facts)}</p>')
+        parts.append(f'<p class="details">{escape(section.details)}</p>')
     return "\n".join([*parts, "</body></html>\n"])
 
 
 def _marked(text: str) -> str:
-    """Escape a text, and set what stands between backticks as code."""
+    """Escape a text, and format text between backticks as code."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
@@ -98,10 +98,10 @@ def _table(grid: Grid) -> str:
 
 
 def to_page_markdown(title: str, sections: Sequence[Section]) -> str:
-    """Write the same as Markdown, without the figures."""
+    """Return the same content as Markdown, without the figures."""
     parts = [f"# {title}"]
     for section in sections:
-        parts += [f"## {section.title}", *section.notes, *map(to_markdown, section.tables), section.facts]
+        parts += [f"## {section.title}", *section.notes, *map(to_markdown, section.tables), section.details]
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Rows as a Parquet table: the same as rows.json, for those who work in columns."""
+"""Rows as a Parquet table, with the same content as rows.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TYPES = {str: pa.string(), int: pa.int64(), float: pa.float64()}
 
 
 def _schema() -> pa.Schema:
-    """One column a field of `Row`, of its own type even where every value is null."""
+    """Return one column per field of `Row`, with the field's type even if every value is null."""
     hints = get_type_hints(Row)
     columns = []
     for field in fields(Row):
@@ -30,13 +30,13 @@ def _schema() -> pa.Schema:
 
 
 def write_parquet(path: Path, rows: list[Row]) -> None:
-    """Replace `path` by the rows; a kill leaves the old file or the new one."""
+    """Replace `path` by the rows, atomically."""
     table = pa.Table.from_pylist([asdict(row) for row in rows], _schema())
     replace(path, lambda temporary: pq.write_table(table, temporary, write_page_checksum=True))
 
 
 def read_parquet(path: Path) -> list[Row]:
-    """Read the rows. Raises: ValueError naming the file if it holds none of this version."""
+    """Read the rows. Raises: ValueError naming the file if it does not hold rows of this version."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             found, schema = file.metadata, file.schema_arrow
@@ -47,12 +47,12 @@ def read_parquet(path: Path) -> list[Row]:
         raise
     except (pa.ArrowException, OSError, TypeError, ValueError, MemoryError) as error:
         raise ValueError(
-            f"{path} holds no rows of this version of evals ({one_line(error)}); run the command again"
+            f"{path} holds no rows of this version of evals ({one_line(error)}); rerun the command"
         ) from error
 
 
 def _table(file: pq.ParquetFile) -> pa.Table:
-    """Read a file whose pages hold no more than its footer says, and that no more than a table of rows takes."""
+    """Read a file after checking that its row groups match its footer and its columns are not too large."""
     found = file.metadata
     groups = [found.row_group(number) for number in range(found.num_row_groups)]
     if sum(group.num_rows for group in groups) != found.num_rows or len(groups) > _MAX_ROWS:

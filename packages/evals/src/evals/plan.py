@@ -1,4 +1,4 @@
-"""What each command will do: its settings, checked before anything is read or written."""
+"""Settings of the commands, checked before anything is read or written."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 
 
 class Always(NamedTuple):
-    """What no method decides: the layers that stay dense, tokens that all rows read, and how hashes search."""
+    """Settings that apply to all methods: dense layers, tokens that all rows read, and how hashes search."""
 
     dense_layers: int = 0
-    """The first layers."""
+    """Number of first layers that stay dense."""
     sink: int = SINK
     recent: int = RECENT
     shortlist: int | None = None
     values: float = 1.0
     dense_at: tuple[int, ...] = ()
-    """Further layers, by index."""
+    """Further dense layers, by index."""
     beside: bool = False
-    """Whether sink and recent tokens come on top of a budget that is the same for all rows."""
+    """Whether sink and recent tokens are added to a budget that is the same for all rows."""
 
     def sparse(self, layers: int) -> list[int]:
-        """List the layers, of so many, that do not stay dense."""
+        """Return the indices of the layers, out of `layers`, that do not stay dense."""
         return [n for n in range(self.dense_layers, layers) if n not in self.dense_at]
 
 
@@ -59,43 +59,43 @@ ALWAYS = Always()
 
 @dataclass(frozen=True)
 class MethodsCommand:
-    """What the tasks that run a model share."""
+    """Options shared by the tasks that run a model."""
 
     model: str = DEMO
-    """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
+    """Folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
     hashers: Path = Path("runs/demo")
-    """The folder that `hashtrain` wrote, with one folder per hasher."""
+    """Folder that `hashtrain` wrote, with one folder per hasher."""
     methods: Methods = DEFAULT_NAMES
-    """What to measure; `evals list` names them. Dense attention is always measured, the rivals' own only if named."""
+    """Methods to measure; see `evals list`. Dense attention is always measured, rivals only if named."""
     budgets: Budgets = (0.02,)
     """Shares of the tokens that a row may select."""
     documents: int = 20
-    """Contexts or exercises to measure; a run may be continued with more."""
+    """Contexts or exercises to measure; a run can be continued with more."""
     dense_layers: int = 0
-    """The first layers, which stay dense for every method, beside those that a hasher names (the paper: 2)."""
+    """Number of first layers that stay dense for every method, besides those that a hasher names (the paper: 2)."""
     dense_at: tuple[int, ...] = ()
     """Further layers that stay dense for every method, by index (MagicPIG: --dense-at 0 16)."""
     heads: Heads | None = None
-    """Whether a method selects once per KV head (`kv`), as deployed, or once per query head (`query`), as in the paper;
-    None: as each method is meant, `paper-exact` and its kin per query head, the others per KV head."""
+    """Select once per KV head (`kv`), as deployed, or once per query head (`query`), as in the paper. Default: per
+    query head for `paper-exact` and its variations, per KV head for all others."""
     sink: int = SINK
-    """First tokens that every row reads, whatever the method, within its budget (the paper: 0)."""
+    """First tokens that every row reads with any method, within its budget (the paper: 0)."""
     recent: int = RECENT
-    """Last tokens that every row reads, whatever the method, within its budget (the paper: 0)."""
+    """Last tokens that every row reads with any method, within its budget (the paper: 0)."""
     shortlist: int | None = None
-    """Hash methods score by whole codes about this many times the tokens they select, the best by their first 32 bits;
-    None: all tokens."""
+    """Shortlist of hash methods: score whole codes only for about this many times the selected tokens, the best by
+    their first 32 bits. Default: all tokens."""
     values: float = 1.0
-    """Share of the tokens read whose values are read, too: those with most attention by their exact logits."""
+    """Share of the tokens read whose values are read too: those with the most attention by their exact logits."""
     seed: int = 0
     """Draws the order of documents, the exercises, the sampled rows and the bootstrap."""
     device: str = "cpu"
-    """Where the model runs: cpu, cuda, cuda:N, or auto: CUDA if there is one. Stored with the run's environment, since
-    it is no part of the protocol."""
+    """Device of the model: cpu, cuda, cuda:N, or auto (CUDA if available). Stored with the run's environment; not part
+    of the protocol."""
     dtype: Dtype = "float32"
-    """Of the model's weights, and so of queries, keys and values; `auto` as they are stored."""
+    """Type of the model's weights, queries, keys and values; `auto` keeps the stored type."""
     out: Path = Path("runs/evals")
-    """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         at_least(self, documents=1, dense_layers=0, dense_at=0, sink=0, recent=0, shortlist=1)
@@ -115,31 +115,31 @@ class MethodsCommand:
 
     @property
     def model_path(self) -> str:
-        """What `from_pretrained` is given."""
+        """The argument of `from_pretrained`."""
         return model_path(self.model)
 
     @property
     def always(self) -> Always:
-        """What no method decides."""
+        """Settings that apply to all methods."""
         return Always(self.dense_layers, self.sink, self.recent, self.shortlist, self.values, self.dense_at)
 
     @property
     def own_heads(self) -> bool:
-        """Whether methods are to be loaded in the form that `heads` names; else the task has both, and chooses."""
+        """Whether to load methods in the form that `heads` names; otherwise the task has both forms and chooses."""
         return True
 
     @property
     def longest(self) -> tuple[str, int]:
-        """The flag that says how many tokens the model must take, and the number."""
+        """The flag that decides how many tokens the model must accept, and their number."""
         raise NotImplementedError
 
     @property
     def dense_prompt(self) -> bool:
-        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
         return False
 
     def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings that decide the numbers, as JSON values and with no path of the machine."""
+        """Return the settings that decide the results, as JSON values without local paths."""
         given = {k: v for k, v in asdict(self).items() if k not in ("out", "hashers", "tuned", "device")}
         given["model"] = self.model if self.model == DEMO else Path(self.model).name
         return {"task": task, **{k: _plain(v) for k, v in given.items()}, "versions": versions()}
@@ -147,13 +147,13 @@ class MethodsCommand:
 
 @dataclass(frozen=True)
 class TaskCommand(MethodsCommand):
-    """What the tasks on text share."""
+    """Options shared by the tasks on text."""
 
     text: tuple[Path, ...] = ()
-    """Text that no hasher was trained on: UTF-8 files, .jsonl, .parquet, folders of them, or a data set of the Hub,
-    hub:OWNER/NAME[:SPLIT[:FIELD]] (extra `hashtrain[datasets]`); without any, held-out standard-library modules."""
+    """Text that no hasher was trained on: UTF-8 files, .jsonl, .parquet, folders of them, or a data set on the Hub,
+    hub:OWNER/NAME[:SPLIT[:FIELD]] (extra `hashtrain[datasets]`). Default: held-out standard-library modules."""
     context: int = 4096
-    """Tokens a context."""
+    """Tokens per context."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,24 +161,25 @@ class TaskCommand(MethodsCommand):
 
     @property
     def longest(self) -> tuple[str, int]:
-        """The flag that says how many tokens the model must take, and the number."""
+        """The flag that decides how many tokens the model must accept, and their number."""
         return "--context", self.context
 
 
 def at_least(command: Any, **bounds: int) -> None:
-    """Raise UsageError if a field is below its bound, or larger than any count."""
+    """Raise UsageError if a field is below its bound, or above the largest count."""
     require_counts(command, **bounds)
 
 
 def each_once(command: Any, name: str) -> None:
-    """Raise UsageError if a field of several values has none, or one twice."""
+    """Raise UsageError if a field of several values is empty or has a value twice."""
     given = getattr(command, name)
     if not given or len(set(given)) < len(given):
-        raise UsageError(f"--{name} needs one value or more, each once, got {' '.join(map(str, given)) or 'none'}")
+        got = " ".join(map(str, given)) or "none"
+        raise UsageError(f"--{name} needs one value or more, without repeats, got {got}")
 
 
 def each_positive(command: Any, name: str) -> None:
-    """Raise UsageError if a field of several numbers has none, one twice, or one below 1."""
+    """Raise UsageError if a field of several numbers is empty, has one twice, or has one below 1."""
     each_once(command, name)
     require_counts(command, **{name: 1})
 
@@ -191,30 +192,31 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class PplCommand(TaskCommand):
-    """Perplexity, and divergence from dense attention, on held-out text with every row sparse, or only those that are
-    scored: the last ones of each context."""
+    """Perplexity, and divergence from dense attention, on held-out text, with every row sparse or only the rows that
+    predict the scored tokens, the last ones of each context."""
 
     budgets: Budgets = (0.02, 0.01, 0.005)
     """Shares of the tokens that a row may select."""
     rules: tuple[Rule, ...] = ("visible", "fixed")
-    """Share of what: `visible` to the row, at least 1 token; `fixed`, the paper's: the whole context, at least 20."""
+    """What a budget is a share of: `visible`: the row's visible tokens, at least 1; `fixed`, the paper's: the whole
+    context, at least 20."""
     phase: Phase = "everywhere"
-    """Which rows are sparse: `everywhere`, the paper's protocol; `decode`, as in serving: the rows before the scored
-    part are a dense prompt, and each scored token is predicted by a sparse row."""
+    """Sparse rows: `everywhere`, the paper's protocol; or `decode`, as in serving: the rows before the scored part are
+    a dense prompt, and each scored token is predicted by a sparse row."""
     score: Score = "second-half"
-    """Which tokens of each context are scored: the second half, or `all` but the first, as in the paper."""
+    """Tokens scored in each context: the second half, or `all` but the first, as in the paper."""
     scored: int | None = None
-    """How many of each context's tokens are scored, the last ones; without it, those of --score."""
+    """Number of tokens scored at the end of each context. Default: see --score."""
     ends: Ends = "within"
     """Whether --sink and --recent tokens count `within` the budget, or come `beside` it, as the paper's sink and local
-    tokens do; the latter with --rules fixed alone."""
+    tokens do. `beside` requires --rules fixed."""
     match: tuple[str, ...] = ()
-    """Methods, such as magicpig, at whose measured density on each context ours are measured, too: a fair comparison
-    with those that heed no budget."""
+    """Also measure our methods at the measured density of these methods, such as magicpig, on each context: a fair
+    comparison with methods that ignore the budget."""
     tuned: Path | None = None
-    """A folder of `evals tune`: the rivals of --methods are measured with what it chose, too, as NAME-tuned."""
+    """Folder of `evals tune`: also measure the rivals of --methods with the chosen parameters, as NAME-tuned."""
     out: Path = Path("runs/ppl")
-    """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -222,15 +224,15 @@ class PplCommand(TaskCommand):
         require_counts(self, scored=1)
         if self.score == "all" and (self.scored is not None or self.phase == "decode"):
             other = "--phase decode, which has a prompt" if self.scored is None else f"--scored {self.scored}"
-            raise UsageError(f"--score all scores every token, and goes with no {other}; leave one of them out")
+            raise UsageError(f"--score all scores every token and excludes {other}; leave one of them out")
         if self.ends == "beside" and (self.rules != ("fixed",) or self.phase == "decode"):
             raise UsageError(
                 "--ends beside needs --rules fixed alone and --phase everywhere: other rows' budgets differ"
             )
         if self.scored is not None and self.scored >= self.context - 1:
-            raise UsageError(f"--scored must be below --context {self.context} less 1, got {self.scored}")
+            raise UsageError(f"--scored must be below --context minus 1 = {self.context - 1}, got {self.scored}")
         if len(set(self.match)) < len(self.match):
-            raise UsageError(f"--match takes each method once, got {' '.join(self.match)}")
+            raise UsageError(f"--match must not repeat a method, got {' '.join(self.match)}")
         rivals = {name + TUNED for name in self.methods if name in RIVAL_NAMES and self.tuned is not None}
         rivals |= set(self.methods) - {DENSE, *OURS}
         if strange := [name for name in self.match if name not in rivals]:
@@ -240,34 +242,34 @@ class PplCommand(TaskCommand):
 
     @property
     def always(self) -> Always:
-        """What no method decides."""
+        """Settings that apply to all methods."""
         return super().always._replace(beside=self.ends == "beside")
 
     @property
     def last(self) -> int | None:
-        """How many tokens are scored, the last ones; None for the second half."""
+        """Number of tokens scored at the end of each context; None for the second half."""
         return self.context - 1 if self.score == "all" else self.scored
 
     @property
     def dense_prompt(self) -> bool:
-        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
         return self.phase == "decode"
 
 
 @dataclass(frozen=True)
 class IouCommand(TaskCommand):
-    """Overlap of each method's selection with the largest exact attention, by layer and head; of rows drawn from the
-    last three quarters of each context, or of its last row."""
+    """Overlap of each method's selection with the largest exact attention, by layer and head, for rows drawn from the
+    last three quarters of each context, or for its last row."""
 
     methods: Methods = SELECTION_DEFAULTS
-    """What to measure; `evals list` names them. The remainder selects nothing, so methods with it are not taken."""
+    """Methods to measure; see `evals list`. Methods with the remainder are rejected, because it selects nothing."""
     rows: int = 64
-    """Rows measured in each context."""
+    """Rows measured per context."""
     rows_from: RowsFrom = "drawn"
-    """Which rows: `drawn` from the last three quarters of each context, or `last`, the paper's form: the last row
-    alone, one a context, whatever --rows says."""
+    """Rows to measure: `drawn` from the last three quarters of each context, or `last`, as in the paper: only the last
+    row of each context, whatever --rows is."""
     out: Path = Path("runs/iou")
-    """Where the samples, the rows, the report and the figure go; the same command again goes on where it stopped."""
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,15 +279,15 @@ class IouCommand(TaskCommand):
 
     @property
     def own_heads(self) -> bool:
-        """Both kinds of heads are measured, or the one that --heads names."""
+        """False: both kinds of heads are measured, or the one that --heads names."""
         return False
 
     def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings that decide the numbers, as JSON values and with no path of the machine."""
+        """Return the settings that decide the results, as JSON values without local paths."""
         given = super().settings(task)
         return given if self.rows_from == "drawn" else given | {"rows": 1}
 
 
 @dataclass(frozen=True)
 class ListCommand:
-    """Name the tasks and the methods."""
+    """List the tasks and the methods."""

@@ -1,4 +1,4 @@
-"""What a result looks like: its tables, by task."""
+"""The tables of a result, by task."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ RULES = {"visible": "of visible tokens", "fixed": "of the context, min 20"}
 
 
 def grids(result: Result) -> list[Grid]:
-    """Return the tables of a result, by its task."""
+    """Return the tables of a result, depending on its task."""
     by_task = {"ppl": ppl_grids, "iou": iou_grids, "codelength": codelength_grids}
     return by_task.get(result.config["task"], plain_grids)(result)
 
 
 def ppl_grids(result: Result) -> list[Grid]:
-    """Return perplexity and divergence by method and budget, and the paired differences if there are any."""
+    """Return tables of perplexity and divergence by method and budget, and of paired differences if there are any."""
     paired = dict.fromkeys(row.method for row in result.rows if row.against)
     pairs = [ppl_pairs_grid(result, method) for method in paired]
     return [ppl_grid(result), *pairs, *(matched_grid(result, rival) for rival in result.config.get("match", []))]
 
 
 def ppl_grid(result: Result) -> Grid:
-    """Lay out perplexity, divergence and measured density by budget and method, three columns a rule."""
+    """Format perplexity, divergence and measured density by budget and method, three columns per rule."""
     config = result.config
     header, rules = ["budget, method"], config["rules"]
     for rule in rules:
@@ -56,7 +56,7 @@ def ppl_grid(result: Result) -> Grid:
 
 
 def _protocol(config: dict[str, Any]) -> str:
-    """Say what else is not the default, as the end of a caption."""
+    """Return the end of a caption: further settings that are not the default."""
     dense = f", layers {', '.join(map(str, config['dense_at']))} dense" if config["dense_at"] else ""
     heads = f", one selection {HEADS[config['heads'] + '_head']}" if config["heads"] else ""
     if config["ends"] != "beside":
@@ -65,7 +65,7 @@ def _protocol(config: dict[str, Any]) -> str:
 
 
 def ppl_pairs_grid(result: Result, method: str) -> Grid:
-    """Lay out the paired differences of a method to each other one; below 0 it is closer to dense."""
+    """Format the paired differences between a method and each other one; below 0 it is closer to dense."""
     config = result.config
     rules = config["rules"]
     own = [row for row in result.rows if row.method == method and row.rule in rules]
@@ -87,7 +87,7 @@ def ppl_pairs_grid(result: Result, method: str) -> Grid:
 
 
 def matched_grid(result: Result, rival: str) -> Grid:
-    """Lay out ours at the density that a rival took on each document, with the paired differences."""
+    """Format our methods at the density of a rival on each document, with the paired differences."""
     rule, sections = f"as {rival}", []
     ppl = None
     for budget in result.config["budgets"]:
@@ -114,20 +114,20 @@ def matched_grid(result: Result, rival: str) -> Grid:
 
 
 def iou_grids(result: Result) -> list[Grid]:
-    """Return overlap by layer and method, a table per budget and kind of head."""
+    """Return overlap by layer and method, one table per budget and kind of head."""
     budgets = result.config["budgets"]
     return [iou_grid(result, budget, heads) for budget in budgets for heads in reversed(heads_of(result.config))]
 
 
 def iou_grid(result: Result, budget: float, heads: str) -> Grid:
-    """Lay out IoU and attention mass, one line a layer and one column a method, with the mean over sparse layers."""
+    """Format IoU and attention mass, one line per layer and one column per method, with the mean over sparse layers."""
     config = result.config
     names = [name for name in ordered(config["methods"]) if name != DENSE]
     layers = sorted({row.layer for row in result.rows if row.layer is not None})
     sparse = [layer for layer in layers if layer >= config["dense_layers"] and layer not in config["dense_at"]]
     at = {"budget": budget, "heads": heads, "head": None}
 
-    worst = bool(result.select(metric="low"))  # runs before version 0.4 have none
+    worst = bool(result.select(metric="low"))  # runs before version 0.4 lack it
 
     def shown(name: str, layer: int | None) -> str:
         iou, mass = (result.one(method=name, layer=layer, metric=m, **at).value for m in ("iou", "mass"))
@@ -151,12 +151,12 @@ def iou_grid(result: Result, budget: float, heads: str) -> Grid:
 
 
 def codelength_grids(result: Result) -> list[Grid]:
-    """Return what each hash finds at each length with the LSH length that equals it, and every other number."""
+    """Return the table of IoU by code length with the equal LSH lengths, and the tables of all other metrics."""
     return [codelength_grid(result), *plain_grids(result)]
 
 
 def training_grid(metrics: Metrics, heads: str = "kv_head") -> Grid:
-    """Lay out what `hashtrain` measured at the end of its run, from its metrics.json."""
+    """Format the final evaluation of a `hashtrain` run, from its metrics.json."""
     names = list(metrics["hashers"])
 
     def pair(found: dict[str, float]) -> str:
@@ -177,7 +177,7 @@ def training_grid(metrics: Metrics, heads: str = "kv_head") -> Grid:
 
 
 def hashers_grid(metrics: Metrics) -> Grid:
-    """Lay out the means of every hasher of a run of `hashtrain`, a line each, the best IoU first."""
+    """Format the means of every hasher of a `hashtrain` run, one line each, the best IoU first."""
     found = metrics["hashers"]
 
     def line(name: str) -> list[str]:
@@ -195,7 +195,7 @@ def hashers_grid(metrics: Metrics) -> Grid:
 
 
 def remainder_grid(metrics: Metrics) -> Grid:
-    """Lay out what each hasher's selections leave out of the softmax, and the error of its estimate, per layer."""
+    """Format the softmax share that each hasher's selections leave out, and the error of its estimate, per layer."""
     names, dense = list(metrics["hashers"]), metrics["dense_layers"]
 
     def pair(found: dict[str, float]) -> str:
@@ -214,7 +214,7 @@ def remainder_grid(metrics: Metrics) -> Grid:
 
 
 def plain_grids(result: Result) -> list[Grid]:
-    """Return the tables of any other task: a line per case and method, and a table of layers if there are any."""
+    """Return the tables of any other task: one line per case and method, and tables by layer if there are any."""
     own = [row for row in result.rows if row.against is None and row.head is None]
     whole, layers = [row for row in own if row.layer is None], [row for row in own if row.layer is not None]
     found = [plain_grid(result, whole)] if whole else []
@@ -224,7 +224,7 @@ def plain_grids(result: Result) -> list[Grid]:
 
 
 def plain_grid(result: Result, rows: list[Row]) -> Grid:
-    """Lay out a line per case, budget and method, a column per metric, with 95 % intervals where there are any."""
+    """Format one line per case, budget and method, one column per metric, with 95 % intervals where available."""
     metrics = list(dict.fromkeys(row.metric for row in rows))
     lines: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
@@ -240,7 +240,7 @@ def plain_grid(result: Result, rows: list[Row]) -> Grid:
 
 
 def layers_grid(result: Result, rows: list[Row]) -> Grid:
-    """Lay out one metric, a line per layer and a column per method."""
+    """Format one metric, one line per layer and one column per method."""
     methods = list(dict.fromkeys(row.method for row in rows))
     at = {(row.layer, row.method): row for row in rows}
     body = [
@@ -276,12 +276,12 @@ def _interval(row: Row, digits: int, sign: str = "") -> str:
 
 
 def _prompt(config: dict[str, Any]) -> str:
-    """Say so where only the scored rows are sparse."""
+    """Return a note if only the scored rows are sparse."""
     return ", the prompt dense" if config["phase"] == "decode" else ""
 
 
 def ordered(methods: list[str]) -> list[str]:
-    """Sort methods as in `NAMES`, tuned ones behind their own, without dense attention."""
+    """Sort methods as in `NAMES`, each tuned one after its original, without dense attention."""
     return [x for name in NAMES if name != DENSE for x in (name, name + TUNED) if x in methods]
 
 

@@ -1,4 +1,4 @@
-"""Results in long form: one row per number, and the files of a run."""
+"""Results in long form, one row per number, and the files of a run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ for _task in ("ppl", "suggest"):
     _FORMER[_task]["phase"] = "everywhere"
 _FORMER["ppl"] |= {"scored": None, "score": "second-half", "ends": "within"}
 _FORMER["iou"]["rows_from"] = "drawn"
-"""By task, settings that older runs do not state, as those runs had them."""
+"""By task: the values of settings that older runs had without storing them."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number and all that it depends on."""
+    """One number with everything it depends on."""
 
     task: str
     method: str
@@ -40,28 +40,28 @@ class Row:
     budget: float | None
     """Share of the tokens to select; None for dense."""
     rule: str
-    """Of which tokens: `visible` to each row, at least 1; `fixed`: of the whole context, at least 20. With `tokens` the
-    budget is no share but a number of tokens. `as NAME`: as many as the method NAME took on the same context at that
-    budget."""
+    """What the budget is a share of: `visible`: each row's visible tokens, at least 1; `fixed`: the whole context, at
+    least 20. With `tokens` the budget is a number of tokens. `as NAME`: as many as the method NAME took on the same
+    context at that budget."""
     density: float | None
     """Measured: tokens attended to / tokens visible, over the sparse layers."""
     dense_layers: int
     sink: int
     recent: int
     phase: str
-    """Which rows are sparse: `everywhere`; `decode`, those that predict an answer after a dense prefill; or `rows`
-    sampled from a dense pass."""
+    """Sparse rows: `everywhere`; `decode`: those that predict an answer after a dense prefill; or `rows`: sampled from
+    a dense pass."""
     metric: str
     value: float
     low: float | None
-    """95 % interval over documents."""
+    """End of the 95 % interval over documents."""
     high: float | None
     n: int
-    """Documents."""
+    """Number of documents."""
     seed: int
     versions: str
     against: str | None = None
-    """The value is this row's method minus that one, paired over documents."""
+    """If given, the value is this row's method minus that one, paired over documents."""
     heads: str | None = None
     """One set per `kv_head` or per `query_head`."""
     layer: int | None = None
@@ -69,13 +69,13 @@ class Row:
     head: int | None = None
     """None: the mean over heads."""
     where: str | None = None
-    """What else the number depends on, in words: a kind of exercise, a length, a step of a computation."""
+    """What else the number depends on, as text: a kind of exercise, a length, a part of a computation."""
     stderr: float | None = None
-    """Standard error over items, where a benchmark states it."""
+    """Standard error over items, if a benchmark reports it."""
 
 
 _KINDS = {
-    # A whole number stands for the float that it equals.
+    # An integer is accepted where a float is expected.
     name: {kind for given in (get_args(hint) or (hint,)) for kind in ((int, float) if given is float else (given,))}
     for name, hint in get_type_hints(Row).items()
 }
@@ -83,14 +83,14 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run: its settings, what it ran on, and its rows."""
+    """A finished run: its settings, its environment, and its rows."""
 
     config: dict[str, Any]
     environment: dict[str, str]
     rows: list[Row]
 
     def select(self, **wanted: Any) -> list[Row]:
-        """Return the rows whose columns have these values."""
+        """Return the rows with these values in these columns."""
         return [row for row in self.rows if all(getattr(row, name) == value for name, value in wanted.items())]
 
     def one(self, **wanted: Any) -> Row:
@@ -102,37 +102,37 @@ class Result:
 
 
 def versions() -> str:
-    """Return this project's packages and their versions, in one line."""
+    """Return the versions of this project's packages in one line."""
     return ", ".join(f"{name} {version(name)}" for name in PACKAGES)
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Replace a file by JSON; a kill leaves the old one or the new one."""
-    from hashtrain.atomic import write_text  # here: it brings torch, and `--help` needs only the versions
+    """Replace a file by JSON, atomically."""
+    from hashtrain.atomic import write_text  # imported here: it loads torch, which `--help` does not need
 
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON object. Raises: ValueError naming the file, and the remedy, if it holds none."""
+    """Read a JSON object. Raises: ValueError naming the file and the remedy if it is anything else."""
     return read_json_object(path, remedy)
 
 
 def rows_to_text(rows: list[Row]) -> str:
-    """Write rows as a JSON table: column names once, then one line a row."""
+    """Format rows as a JSON table: column names once, then one line per row."""
     lines = ",\n".join(json.dumps(list(asdict(row).values()), allow_nan=False) for row in rows)
     return f'{{"columns": {json.dumps([f.name for f in fields(Row)])},\n"rows": [\n{lines}\n]}}\n'
 
 
 def rows_from_json(data: dict[str, Any]) -> list[Row]:
-    """Undo `rows_to_text`, parsed. Raises: ValueError on columns or values that are not those of `Row`."""
+    """Parse the table of `rows_to_text`. Raises: ValueError if columns or values do not match `Row`."""
     try:
         columns, lines = data["columns"], data["rows"]
         if not _is_list(lines) or len(set(columns)) != len(columns):
             raise ValueError("expected a list of rows, and each column once")
         return [checked(Row(**dict(zip(columns, line, strict=True)))) for line in lines]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"rows of another version of evals, or damaged: {error}; run the command again") from error
+        raise ValueError(f"rows of another version of evals, or damaged: {error}; rerun the command") from error
 
 
 def _is_list(value: object) -> TypeGuard[list[Any]]:
@@ -140,12 +140,12 @@ def _is_list(value: object) -> TypeGuard[list[Any]]:
 
 
 def stated(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's settings with those that it was made before."""
+    """Return a run's settings, completed with the values that older versions did not store."""
     return {**_FORMER.get(str(config["task"]), {}), **config}
 
 
 def checked(row: Row) -> Row:
-    """Return the row. Raises: ValueError if a value is not of its column's type, or no finite number."""
+    """Return the row. Raises: ValueError if a value does not have its column's type, or is not finite."""
     for name, kinds in _KINDS.items():
         value = getattr(row, name)
         if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
@@ -155,7 +155,7 @@ def checked(row: Row) -> Row:
 
 @contextlib.contextmanager
 def as_written(what: str) -> Generator[None]:
-    """Say in a sentence what a block stumbles over if the files of a run, each fine by itself, are not those of one.
+    """Turn any error inside the block into one sentence: the files of a run, each valid, do not belong together.
 
     Args:
         what: the folder of the run.
@@ -165,18 +165,18 @@ def as_written(what: str) -> Generator[None]:
         yield
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         reason = ("" if isinstance(error, ValueError) else f"{type(error).__name__}: ") + one_line(error)
-        raise ValueError(f"{what} does not hold what a run writes ({reason}); run the command again") from error
+        raise ValueError(f"{what} does not hold the output of a run ({reason}); rerun the command") from error
 
 
 def read_result(folder: Path) -> Result:
     """Read a finished run. Raises: ValueError if the folder holds none."""
     if not (folder / "rows.json").is_file():
-        raise ValueError(f"no finished run in {folder}: expected rows.json there; type the command that began it again")
-    remedy = "run the command again"
+        raise ValueError(f"no finished run in {folder}: expected rows.json there; rerun the command that began it")
+    remedy = "rerun the command"
     config, software, rows = (read_json(folder / f"{name}.json", remedy) for name in ("config", "environment", "rows"))
-    for name, facts, texts in (("config", config, ["task"]), ("environment", software, list(software))):
-        if wrong := [key for key in texts if not isinstance(facts.get(key), str)]:
-            raise ValueError(f"{folder / name}.json is corrupt ({wrong[0]} must be a text); {remedy}")
+    for name, data, texts in (("config", config, ["task"]), ("environment", software, list(software))):
+        if wrong := [key for key in texts if not isinstance(data.get(key), str)]:
+            raise ValueError(f"{folder / name}.json is corrupt ({wrong[0]} must be a string); {remedy}")
     try:
         return Result(stated(config), software, rows_from_json(rows))
     except ValueError as error:

@@ -1,9 +1,9 @@
-"""A run on disk: one sample file per document, so that a run killed at any moment goes on where it stopped.
+"""A run on disk: one sample file per document, so that a killed run can be resumed.
 
-runs/NAME/config.json        the settings; other settings are refused
-          environment.json   the software of all samples, and the hardware that made some of them
-          samples/0000.json  what one document gave
-          rows.json  rows.parquet  report.md  figure.png    when all documents are done
+runs/NAME/config.json        the settings; a run with other settings is rejected
+          environment.json   the software of all samples, and the hardware of each of them
+          samples/0000.json  the sample of one document
+          rows.json  rows.parquet  report.md  figure.png    written when all documents are done
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from evals.documents import Measured
 from evals.machine import HARDWARE, environment
 from evals.result import read_json, stated, write_json
 
-_GROWS = ("documents",)  # a run may be continued with more documents
+_GROWS = ("documents",)  # a run can be continued with more documents
 
 
 class RunFolder:
     """The folder of one run.
 
     Args:
-        folder: made if missing.
-        settings: everything the numbers depend on, as JSON values.
+        folder: created if missing.
+        settings: everything the results depend on, as JSON values.
         device: where the model runs.
-    Raises: ValueError, before anything is written, if the folder holds a run with other settings or other files.
+    Raises: ValueError, before anything is written, if the folder holds a run with other settings, or other files.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], device: str = "cpu"):
         self.folder: Path = folder
         self._here, self._noted = environment(device), False
-        held = folder / "config.json"
-        if held.is_file():
-            former = read_json(held, "delete that folder or choose another --out")
+        path = folder / "config.json"
+        if path.is_file():
+            former = read_json(path, "delete that folder or choose another --out")
             _require_same(folder, *(stated(x) if "task" in x else x for x in (former, settings)))
         elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no run of evals; choose another --out")
-        write_json(held, settings)
+        write_json(path, settings)
         if not self._environment.is_file() or not any(folder.glob("samples/*.json")):
             self.renew()
 
@@ -51,11 +51,11 @@ class RunFolder:
         return self.folder / "environment.json"
 
     def renew(self) -> None:
-        """State the present environment as that of the run, all of which is measured anew."""
+        """Store the present environment as the run's; used when everything is measured again."""
         write_json(self._environment, self._here)
 
     def _note(self) -> None:
-        """Before a sample is made here, refuse other software than the stored samples', and add this hardware.
+        """Before a sample is made, check that the software matches the stored samples', and add this hardware.
 
         Raises: ValueError if a version differs.
         """
@@ -66,7 +66,7 @@ class RunFolder:
             if stored.get(name) != self._here[name]:
                 raise ValueError(
                     f"{self.folder} has samples made with {name} {stored.get(name)}, this is {name} "
-                    f"{self._here[name]}; choose another --out, or go on with the former version"
+                    f"{self._here[name]}; choose another --out, or continue with the former version"
                 )
         added = {name: _joined(stored.get(name, "not stored"), self._here[name]) for name in HARDWARE}
         if stored != (merged := {**stored, **added}):
@@ -80,12 +80,12 @@ class RunFolder:
         check: Callable[[dict[str, Any]], None],
         compute: Callable[[], dict[str, Any]],
     ) -> tuple[dict[str, Any], bool]:
-        """Return what a document gave, and whether it was computed now: read if stored, else computed and stored.
+        """Return the sample of a document, and whether it was computed now: read if stored, else computed and stored.
 
         Args:
-            check: raises KeyError, TypeError or ValueError on a sample that lacks something.
-        Raises: ValueError naming the file if it is corrupt or of another text; or, where it is to be computed, if the
-            samples before it were made with other versions.
+            check: raises KeyError, TypeError or ValueError if a sample is incomplete.
+        Raises: ValueError naming the file if it is corrupt or of another text; or, before computing, if earlier samples
+            were made with other versions.
         """
         path = self.folder / "samples" / f"{number:04d}.json"
         identity = {"document": document.name, "tokens": document.digest}
@@ -94,7 +94,7 @@ class RunFolder:
             sample = {**identity, **compute()}
             write_json(path, sample)
             return sample, True
-        remedy = "delete that file and type the same command"
+        remedy = "delete that file and rerun the command"
         sample = read_json(path, remedy)
         if found := {name: sample.get(name) for name in identity if sample.get(name) != identity[name]}:
             raise ValueError(f"{path} is of another text (expected {identity}, got {found}); {remedy}")
@@ -106,37 +106,37 @@ class RunFolder:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """Read what the samples of a run were made with. Raises: ValueError if the file is damaged."""
+    """Read the environment of a run's samples. Raises: ValueError if the file is damaged."""
     path, remedy = folder / "environment.json", "delete that folder or choose another --out"
     found = read_json(path, remedy)
     if wrong := [name for name, value in found.items() if not isinstance(value, str)]:
-        raise ValueError(f"{path} is corrupt ({wrong[0]} must be a text); {remedy}")
+        raise ValueError(f"{path} is corrupt ({wrong[0]} must be a string); {remedy}")
     return found
 
 
 def _joined(former: str, here: str) -> str:
-    """List the hardware of a run, each once."""
+    """Add hardware to a run's list, without repeats."""
     return former if here in former.split("; ") else f"{former}; {here}"
 
 
-def _require_same(folder: Path, held: dict[str, Any], settings: dict[str, Any]) -> None:
-    for name in sorted((held.keys() | settings.keys()) - set(_GROWS)):
-        if held.get(name) != settings.get(name):
+def _require_same(folder: Path, stored: dict[str, Any], settings: dict[str, Any]) -> None:
+    for name in sorted((stored.keys() | settings.keys()) - set(_GROWS)):
+        if stored.get(name) != settings.get(name):
             raise ValueError(
-                f"{folder} holds a run with other settings: {name} was {held.get(name)}, now {settings.get(name)}; "
+                f"{folder} holds a run with other settings: {name} was {stored.get(name)}, now {settings.get(name)}; "
                 "choose another --out, or delete that folder"
             )
 
 
 def finite(value: Any) -> float:
-    """Return a number of a sample. Raises: ValueError or TypeError if it is none, or not finite."""
+    """Return a number of a sample. Raises: ValueError or TypeError if it is not a finite number."""
     if isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"expected a finite number, got {value!r}")
     return float(value)
 
 
 def model_identity(model: PreTrainedModel) -> str:
-    """Identify a model by its shape and the ends of every parameter: enough to notice a retrained one, and fast."""
+    """Identify a model by its shape and the ends of every parameter: fast, and enough to notice a retrained one."""
     sha = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()

@@ -1,4 +1,4 @@
-"""Selection by a hash function's plain scores, for an ablation that keeps numbers instead of codes."""
+"""Selection by a hash function's float scores, for an ablation that keeps numbers instead of codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class ScoreSelector(NoCodes):
-    """Selects by float scores over all keys (`down-proj`): for quality only, as nothing is cached.
+    """Selects by float scores over all keys (`down-proj`); for quality only, because nothing is cached.
 
     Args:
         per_query_head: one set per query head, instead of one per KV head.

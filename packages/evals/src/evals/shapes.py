@@ -1,4 +1,4 @@
-"""Shapes of models for speed and size, where weights do not matter: public configs by name, or a folder's own."""
+"""Model shapes for speed and size, where weights do not matter: public configs by name, or a folder's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _qwen(**sizes: Any) -> PretrainedConfig:
-    from transformers import Qwen2Config  # here and below: not for --help
+    from transformers import Qwen2Config  # imported here and below: `--help` does not need it
 
     return Qwen2Config(**sizes, max_position_embeddings=1 << 22)
 
@@ -25,10 +25,10 @@ def _llama(**sizes: Any) -> PretrainedConfig:
 
 
 PLANES = HasherConfig("transform", ModelShape(1, 1, 1, 128)).planes
-"""Bit planes of a query where none are given: those of `transform`, which `attach` has by default."""
+"""Default number of bit planes of a query: that of `transform`, the default hasher of `attach`."""
 SMALL = "small"
 PRESETS = {
-    # Qwen/Qwen2.5-7B and meta-llama/Meta-Llama-3-8B as their config.json say; positions are stretched to any length.
+    # Qwen/Qwen2.5-7B and meta-llama/Meta-Llama-3-8B as in their config.json, but with positions for any length.
     "qwen2.5-7b": lambda: _qwen(
         hidden_size=3584,
         intermediate_size=18944,
@@ -45,7 +45,7 @@ PRESETS = {
         num_key_value_heads=8,
         vocab_size=128256,
     ),
-    # The groups and heads of Qwen2.5-7B, 4 layers, little beside attention: for two CPU cores.
+    # Qwen2.5-7B's groups and heads, 4 layers, little besides attention: for two CPU cores.
     SMALL: lambda: _qwen(
         hidden_size=896,
         intermediate_size=896,
@@ -69,7 +69,7 @@ def load_config(name: str) -> PretrainedConfig:
 
     path = model_path(name)
     remedy = f"use {', '.join(PRESETS)}, {DEMO} or a model's folder"
-    if not Path(path).is_dir() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):  # no hub id either
+    if not Path(path).is_dir() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):  # not a hub id either
         raise ValueError(f"no shape {name}: there is no folder of that name; {remedy}")
     try:
         return load(path)
@@ -78,5 +78,5 @@ def load_config(name: str) -> PretrainedConfig:
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
-    """Return layers, heads and head size."""
+    """Return the numbers of layers and heads, and the head size."""
     return ModelShape.of(config)

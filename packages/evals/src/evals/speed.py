@@ -1,4 +1,4 @@
-"""Commands that measure time: their settings, checked before anything is built."""
+"""Settings of the commands that measure time, checked before anything is built."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ STEPS = ("hash", "score", "select", "search", "attend", "dense")
 
 @dataclass(frozen=True)
 class SpeedCommand:
-    """What the measurements of time share."""
+    """Options shared by the commands that measure time."""
 
     shape: str = SMALL
     """small, qwen2.5-7b, llama3-8b, demo, or a folder with a config.json; weights are random."""
     contexts: tuple[int, ...] = (8192, 32768)
-    """Cached tokens."""
+    """Numbers of cached tokens."""
     budget: float = 0.02
-    """Share of them to attend to."""
+    """Share of the cached tokens to attend to."""
     bits: int = 128
-    """Bits of a code."""
+    """Bits per code."""
     planes: int = PLANES
-    """Bit planes of a query: by default as many as `transform` has, the hasher of `attach`; 3 are those of `planes`."""
+    """Bit planes of a query. Default: those of `transform`, the hasher of `attach`; `planes` has 3."""
     hidden: int = 128
     """Hidden width of the hash functions."""
     repeats: int = 5
-    """Turns of each method."""
+    """Number of turns of each method."""
     steps: int = 8
-    """Timed steps of a turn."""
+    """Timed steps per turn."""
     warmup: int = 2
-    """Steps before them, not timed."""
+    """Untimed steps at the start of each turn."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of weights, keys and values."""
+    """Type of weights, keys and values."""
     bandwidth: float | None = None
-    """Memory bandwidth in GB/s for the roofline; measured without it."""
+    """Memory bandwidth in GB/s for the roofline. Default: measured."""
     device: str = "cpu"
-    """Where the model runs: cpu, cuda, cuda:N, or auto: CUDA if there is one."""
+    """Device of the model: cpu, cuda, cuda:N, or auto (CUDA if available)."""
     seed: int = 0
     """Draws weights, caches and the bootstrap."""
     out: Path = Path("runs/speed")
-    """Where the rows, the report and the figure go."""
+    """Folder for rows, report and figure."""
 
     def __post_init__(self) -> None:
         require_seed(self.seed)
@@ -65,7 +65,7 @@ class SpeedCommand:
             raise UsageError(f"--bandwidth must be above 0, got {self.bandwidth:g}")
 
     def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings that decide the numbers, as JSON values and with no path of the machine."""
+        """Return the settings that decide the results, as JSON values without local paths."""
         plain = {
             k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if k not in ("out", "shape")
         }
@@ -74,18 +74,18 @@ class SpeedCommand:
 
 @dataclass(frozen=True)
 class ThroughputCommand(SpeedCommand):
-    """Decode steps of a whole model with random weights over synthetic caches: milliseconds, tokens per second, memory.
-    The roofline is printed before."""
+    """Time the decode steps of a whole model with random weights over synthetic caches: milliseconds, tokens per
+    second, memory. Prints the roofline first."""
 
     methods: Methods = ENDTOEND
-    """Dense: sdpa, eager, compiled. Sparse from layer 2 on: planes, recent, planes-compiled. The compiled ones decode
-    over a static cache under torch.compile, which needs a C++ compiler on the CPU."""
+    """Dense: sdpa, eager, compiled. Sparse in all layers after the first --dense-layers: planes, recent,
+    planes-compiled. The compiled ones use a static cache and torch.compile, which needs a C++ compiler on the CPU."""
     batches: tuple[int, ...] = (1,)
-    """Sequences at once."""
+    """Batch sizes: sequences decoded at once."""
     dense_layers: int = 0
-    """The first layers, which stay dense."""
+    """Number of first layers that stay dense."""
     out: Path = Path("runs/throughput")
-    """Where the rows, the report and the figure go."""
+    """Folder for rows, report and figure."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,15 +99,15 @@ class ThroughputCommand(SpeedCommand):
 
 @dataclass(frozen=True)
 class KernelsCommand(SpeedCommand):
-    """Each step of one sparse decode step of one layer, alone, beside dense attention: milliseconds and share of what
-    memory allows."""
+    """Time each part of a sparse decode step in one layer, and dense attention: milliseconds, and the share of the
+    memory roofline reached."""
 
     contexts: tuple[int, ...] = (32768, 131072)
-    """Cached tokens."""
+    """Numbers of cached tokens."""
     steps: int = 16
-    """Timed steps of a turn."""
+    """Timed steps per turn."""
     out: Path = Path("runs/kernels")
-    """Where the rows, the report and the figure go."""
+    """Folder for rows, report and figure."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Commands on results, and the one that chooses a budget: their settings, checked before anything is read."""
+"""Settings of the commands on results, and of those that choose a budget or parameters."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ReportCommand:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Folders of runs."""
     title: str = "Sparse attention, measured"
-    """The page's headline."""
+    """Title of the page."""
     out: Path = Path("runs/report")
-    """Where report.md and report.html go."""
+    """Folder for report.md and report.html."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -32,21 +32,21 @@ class ReportCommand:
 
 @dataclass(frozen=True)
 class CompareCommand:
-    """Subtract one run from another, paired over documents, with 95 % bootstrap intervals. Different protocols are
-    refused."""
+    """Subtract one run from another, paired over documents, with 95 % bootstrap intervals. Runs with different
+    protocols are rejected."""
 
     first: Annotated[Path, tyro.conf.Positional]
     """Folder of a run."""
     second: Annotated[Path, tyro.conf.Positional]
-    """Folder of another, or the same to compare two of its methods."""
+    """Folder of another run, or of the same one to compare two of its methods."""
     method_a: str | None = None
     """Only this method of the first run."""
     method_b: str | None = None
-    """Compare it with this method of the second run; otherwise with the one of the same name."""
+    """Compare it with this method of the second run. Default: the one of the same name."""
     budget_a: float | None = None
     """Only this budget of the first run."""
     budget_b: float | None = None
-    """Compare it with this budget of the second run; otherwise with the same."""
+    """Compare it with this budget of the second run. Default: the same."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class FrontierCommand:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Folders of runs."""
     model: str = DEMO
-    """The model they are of, for the size of its heads: a folder or hub id; `demo` is the model that ships with
+    """Model of the runs, for the size of its heads: a folder or hub id; `demo` is the model that ships with
     hashtrain."""
     out: Path = Path("runs/frontier")
-    """Where frontier.md and frontier.png go."""
+    """Folder for frontier.md and frontier.png."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -69,25 +69,25 @@ class FrontierCommand:
 @dataclass(frozen=True)
 class SuggestCommand(TaskCommand):
     """Find the smallest budget that meets a target on your text and model: a bound on the KL from dense, or a share of
-    the attention mass that the best selection holds."""
+    the oracle's attention mass."""
 
     methods: Methods = ()
-    """The method to find a budget for, one; without it `transform`, for --kl with the remainder, as `attach` has it."""
+    """The method to find a budget for. Default: `transform`, for --kl with the remainder, as in `attach`."""
     budgets: tyro.conf.Suppress[tuple[float, ...]] = (1.0,)
-    """Nothing to give: the budget is what is looked for."""
+    """Unused: the budget is searched."""
     documents: int = 8
-    """Contexts to measure on."""
+    """Contexts to measure."""
     kl: float | None = None
-    """Mean KL from dense to stay below, nats per token."""
+    """Target: mean KL from dense below this, in nats per token."""
     mass: float | None = None
-    """Attention mass to reach, of that of the largest exact attention, 0 to 1."""
+    """Target: attention mass of at least this share of the oracle's, 0 to 1."""
     phase: Phase = "everywhere"
-    """Which rows are sparse for --kl, as for `ppl`: `decode` finds a budget for serving. The mass is of rows drawn from
-    a dense pass, whatever the phase, so that --mass takes none."""
+    """Sparse rows for --kl, as for `ppl`: `decode` finds a budget for serving. --mass always uses rows drawn from a
+    dense pass and takes no --phase."""
     rows: int = 64
-    """Rows measured in each context for the mass."""
+    """Rows measured per context for --mass."""
     out: Path = Path("runs/suggest")
-    """Where what was measured goes; the same command again goes on where it stopped."""
+    """Folder for the measurements; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         if not self.methods:
@@ -102,7 +102,7 @@ class SuggestCommand(TaskCommand):
             raise UsageError(f"--mass must be above 0 and at most 1, got {self.mass:g}")
         if self.mass is not None and self.phase != "everywhere":
             raise UsageError(
-                f"--mass is of rows drawn from a dense pass and takes no --phase, got {self.phase}; leave --phase out, "
+                f"--mass uses rows drawn from a dense pass and takes no --phase, got {self.phase}; leave --phase out, "
                 "or give --kl"
             )
         names = SPARSE_NAMES if self.mass is None else SELECTION_NAMES
@@ -111,52 +111,51 @@ class SuggestCommand(TaskCommand):
 
     @property
     def own_heads(self) -> bool:
-        """The mass is measured for either kind of head."""
+        """False for --mass, which is measured for both kinds of heads."""
         return self.mass is None
 
     @property
     def metric(self) -> str:
-        """What the target is of."""
+        """The metric that the target applies to."""
         return "kl" if self.mass is None else "mass"
 
     @property
     def dense_prompt(self) -> bool:
-        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
         return self.phase == "decode"
 
 
 @dataclass(frozen=True)
 class TuneCommand(TaskCommand):
-    """Tune the rivals on text that nothing is judged on: page size of Quest at a budget, bits and tables of MagicPIG at
-    a density, by mean KL from dense."""
+    """Grid-search the rivals' parameters on text that is not used for evaluation, by mean KL from dense: the page size
+    of Quest at a budget, the bits and tables of MagicPIG at a density."""
 
     methods: Methods = ("quest", "quest-heads", "magicpig")
     """Rivals to tune."""
     text: tuple[Path, ...] = ()
-    """Text that will not be judged on: UTF-8 files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME; without any,
-    the sources that our hashers train on."""
+    """Text not used for evaluation: UTF-8 files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME. Default: the
+    training sources of our hashers."""
     documents: int = 4
-    """Contexts to measure on; a run may be continued with more."""
+    """Contexts to measure; a run can be continued with more."""
     pages: tuple[int, ...] = (4, 8, 16, 32)
-    """Quest: tokens of a page."""
+    """Quest: tokens per page."""
     bits: tuple[int, ...] = (8, 10, 12, 15)
-    """MagicPIG: bits of a table, K."""
+    """MagicPIG: bits per table, K."""
     tables: tuple[int, ...] = (50, 100, 150)
-    """MagicPIG: tables, L."""
+    """MagicPIG: number of tables, L."""
     density: float | None = None
-    """The most tokens that a setting may take, as a share of those its rows see; without it, as many as the published
-    setting that takes most."""
+    """Largest density that a setting may reach. Default: that of the published setting with the largest density."""
     phase: Phase = "everywhere"
-    """Which rows are sparse, as for `ppl`."""
+    """Sparse rows, as for `ppl`."""
     out: Path = Path("runs/tune")
-    """Where the samples, the grid and tuned.json go; the same command again goes on where it stopped."""
+    """Folder for samples, grid and tuned.json; rerun the command to resume."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("pages", "bits", "tables"):
             each_positive(self, name)
         if self.heads is not None:
-            raise UsageError(f"tune takes no --heads, got {self.heads}: each rival has heads of its own; leave it out")
+            raise UsageError(f"tune takes no --heads, got {self.heads}: each rival has its own heads; leave it out")
         if max(self.bits) > 31 or min(self.tables) < 2:
             raise UsageError(
                 f"--bits must be at most 31 and --tables at least 2, got {max(self.bits)} and {min(self.tables)}"
@@ -170,43 +169,42 @@ class TuneCommand(TaskCommand):
 
     @property
     def dense_prompt(self) -> bool:
-        """Whether the rows before those that are judged are dense, as in serving; else every row is sparse."""
+        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
         return self.phase == "decode"
 
 
 @dataclass(frozen=True)
 class PaperCommand:
-    """Every table and figure of the paper as a command, on the demo model by default, and what differs."""
+    """Run the paper's tables and figures, on the demo model by default, and list what differs from the paper."""
 
     table: int | None = None
-    """Run the command of this table."""
+    """Run the commands of this table."""
     figure: int | None = None
-    """Run the command of this figure."""
+    """Run the commands of this figure."""
     all: bool = False
-    """Run them all and write one report."""
+    """Run all commands and write one report."""
     list: bool = False
-    """Print them all, each with its command and the stored results that show it; so does a command without any of
-    these."""
+    """Print all tables and figures with their commands and stored results; also the default."""
     results: Path = Path("docs/results")
-    """Where --list looks for stored results: a checkout's."""
+    """Folder of stored results for --list, in a checkout."""
     model: str = "demo"
     """As for the tasks."""
     hashers: Path = Path("runs/demo")
-    """As for the tasks; table 1, 10 and 11 need those of `hashtrain --only all`."""
+    """As for the tasks; tables 1, 10 and 11 need those of `hashtrain --only all`."""
     other_hashers: Path | None = None
-    """Hashers trained on another text, for table 6; without them --all leaves that table out."""
+    """Hashers trained on another text, for table 6; without them --all skips that table."""
     more_hashers: tuple[Path, ...] = ()
     """Hashers of other code lengths, for `code length`."""
     tuned: Path | None = None
-    """A folder of `evals tune`: tables 2 and 3 have the rivals with what it chose, too."""
+    """Folder of `evals tune`: tables 2 and 3 also have the rivals with the chosen parameters."""
     documents: int | None = None
-    """Contexts or exercises of each task; without it, few enough for half an hour on two cores."""
+    """Contexts or exercises per task. Default: few enough for half an hour on two cores."""
     device: str = "cpu"
-    """Where the tasks that run a model run: cpu, cuda, cuda:N, or auto."""
+    """Device of the model: cpu, cuda, cuda:N, or auto (CUDA if available)."""
     dtype: Dtype = "float32"
-    """Of the model's weights, as for the tasks; throughput has its own."""
+    """Type of the model's weights, as for the tasks; throughput has its own."""
     out: Path = Path("runs/paper")
-    """A folder for each task goes here, and report.html."""
+    """Folder for one folder per task, and report.html."""
 
     def __post_init__(self) -> None:
         if sum([self.table is not None, self.figure is not None, self.all, self.list]) > 1:

@@ -1,7 +1,7 @@
-"""Long-context exercises made by rule, like RULER's (Hsieh et al. 2024): any length, any tokenizer, no download.
+"""Synthetic long-context exercises like RULER's (Hsieh et al. 2024): any length, any tokenizer, no download.
 
-They are written as Python source, which the demo model reads best. Filler lines carry no answer; what must be found
-lies at a chosen depth among them; the prompt ends where the answer begins.
+They are written as Python source, which suits the demo model best. Filler lines carry no answer; the lines with the
+answer lie at a chosen depth among them; the prompt ends where the answer begins.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Exercise:
     """One question and its answer.
 
     Attributes:
-        kind: how it was made; length: tokens of prompt and answer, at most; depth: where in it the answer lies, 0 to 1.
+        kind: one of `KINDS`; length: most tokens of prompt and answer; depth: where in it the answer lies, 0 to 1.
         prompt, answer: int64 [tokens].
         text: the answer, as text.
     """
@@ -55,15 +55,15 @@ class Exercise:
     text: str
 
 
-# A question ends before a space: tokenizers join the space to the word that follows it.
+# Questions end before a space, because tokenizers join a space to the word after it.
 def single_key(draw: random.Random) -> tuple[list[str], str, str]:
-    """One value is set; it is asked for."""
+    """One value is set; the question asks for it."""
     name, value = draw.choice(NAMES), draw.randrange(1000, 10000)
     return [f"{name}_key = {value}"], f"{name}_key =", f" {value}"
 
 
 def multi_key(draw: random.Random) -> tuple[list[str], str, str]:
-    """Four values are set; one of them is asked for."""
+    """Four values are set; the question asks for one of them."""
     names = draw.sample(NAMES, 4)
     values = [draw.randrange(1000, 10000) for _ in names]
     asked = draw.randrange(4)
@@ -72,7 +72,7 @@ def multi_key(draw: random.Random) -> tuple[list[str], str, str]:
 
 
 def variable_tracking(draw: random.Random) -> tuple[list[str], str, str]:
-    """A value is handed from name to name; it is asked for by the last."""
+    """A value is passed from name to name; the question asks for the last one."""
     names, value = draw.sample(NAMES, 4), draw.choice(NAMES)
     lines = [f"{names[0]}_key = {value}"]
     lines += [f"{b}_key = {a}_key" for a, b in itertools.pairwise(names)]
@@ -80,13 +80,13 @@ def variable_tracking(draw: random.Random) -> tuple[list[str], str, str]:
 
 
 def copy(draw: random.Random) -> tuple[list[str], str, str]:
-    """A list of words is given; its beginning comes again and must be gone on with."""
+    """A list of words is given; its beginning is repeated and must be continued."""
     found = [draw.choice(NAMES) for _ in range(12)]
     return [f"original = [{', '.join(found)}]"], f"repeated = [{', '.join(found[:4])}", f", {', '.join(found[4:])}]"
 
 
 def aggregation(draw: random.Random) -> tuple[list[str], str, str]:
-    """Words are recorded again and again, one more often than all others: the likeliest next one is asked for."""
+    """Words are recorded repeatedly, one more often than all others; the question asks for the most frequent one."""
     chosen = draw.sample(NAMES, 4)
     records = [chosen[0]] * 9 + [name for name in chosen[1:] for _ in range(3)]
     draw.shuffle(records)
@@ -101,32 +101,34 @@ KINDS: dict[str, Callable[[random.Random], tuple[list[str], str, str]]] = {
     "aggregation": aggregation,
 }
 _SPREAD = ("multi", "variables", "aggregation")
-"""Kinds whose lines are spread over the text from the given depth on; the others' lie at that depth."""
+"""Kinds whose lines are spread over the text from the given depth on; the lines of the others lie at that depth."""
 
 
 def exercise(kind: str, tokenizer: PreTrainedTokenizerBase, length: int, depth: float | None, seed: int) -> Exercise:
-    """Make an exercise: the same arguments make the same one, on any machine.
+    """Create an exercise; the same arguments give the same one on any machine.
 
     Args:
         kind: one of `KINDS`.
-        length: tokens of prompt and answer together, at most; they are as near as whole lines come.
+        length: most tokens of prompt and answer together, approached as closely as whole lines allow.
         depth: 0 is the beginning, 1 the end; None draws it.
     Raises: ValueError if the length leaves no room for the question.
     """
-    import torch  # here: `--help` needs only the kinds
+    import torch  # imported here: `--help` needs only the kinds
 
     draw = random.Random(f"{kind} {seed}")
     lines, question, text = KINDS[kind](draw)
     depth = draw.random() if depth is None else depth
     answer = _ids(tokenizer, text)
     room = length - len(answer)
-    filler = [_filler(draw) for _ in range(room)]  # a line has a token or more
+    filler = [_filler(draw) for _ in range(room)]  # every line has at least one token
 
     def prompt(count: int) -> str:
         return "\n".join([*_placed(filler[:count], lines, depth, kind in _SPREAD), question])
 
     if len(_ids(tokenizer, prompt(0), True)) > room:
-        raise ValueError(f"a length of {length} tokens leaves no room for an exercise of kind {kind}; choose a longer")
+        raise ValueError(
+            f"a length of {length} tokens leaves no room for an exercise of kind {kind}; choose a longer one"
+        )
     fits, beyond = 0, room + 1
     while beyond - fits > 1:
         middle = (fits + beyond) // 2
@@ -143,12 +145,12 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -
 
 
 def _filler(draw: random.Random) -> str:
-    """Write a line that sets something else, with a number of two digits."""
+    """Return a line that assigns something unrelated, with a two-digit number."""
     return f"self.{draw.choice(_PARTS)}_{draw.choice(_PARTS)} = {draw.choice(_PARTS)}({draw.randrange(10, 100)})"
 
 
 def _placed(filler: list[str], lines: list[str], depth: float, spread: bool) -> list[str]:
-    """Put lines into filler, in order: side by side at the depth, or spread evenly from there to the end."""
+    """Insert lines into filler, in order: together at the depth, or spread evenly from there to the end."""
     start = round(depth * len(filler))
     places = [start + (i * (len(filler) - start)) // len(lines) if spread else start for i in range(len(lines))]
     placed, taken = [], 0

@@ -1,17 +1,17 @@
-"""How alike two texts are: Rouge-L, edit similarity, common prefix. Hand-made because `rouge_score` drops non-ASCII."""
+"""Text similarity: Rouge-L, edit similarity, common prefix. Our own code because `rouge_score` drops non-ASCII."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-# Scripts written without spaces: each character is a word. Anything else that is neither word nor space is one, too.
+# In scripts without spaces each character is a word. Every other character that is neither word nor space is one too.
 _UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+|[^\w\s]")
 
 
 def words(text: str) -> list[str]:
-    """Split a text of any script into words and punctuation marks, without case."""
+    """Split a text in any script into casefolded words and punctuation marks."""
     return _WORD.findall(text.casefold())
 
 
@@ -19,7 +19,7 @@ def common_subsequence(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the length of the longest common subsequence."""
     line = [0] * (len(b) + 1)
     for x in a:
-        before = 0  # of the line above, one to the left
+        before = 0  # the previous row's value, one column to the left
         for j, y in enumerate(b):
             above = line[j + 1]
             line[j + 1] = before + 1 if x == y else max(above, line[j])
@@ -28,13 +28,13 @@ def common_subsequence(a: Sequence[object], b: Sequence[object]) -> int:
 
 
 def rouge_l(reference: str, other: str) -> float:
-    """Return Rouge-L, the F1 of the longest common subsequence of words; two empty texts are alike: 1."""
+    """Return Rouge-L, the F1 of the longest common subsequence of words; 1 for two empty texts."""
     a, b = words(reference), words(other)
     return 2 * common_subsequence(a, b) / (len(a) + len(b)) if a or b else 1.0
 
 
 def edit_similarity(reference: str, other: str) -> float:
-    """Return 1 - d / n: d the fewest insertions, deletions and changes of a character, n the longer length."""
+    """Return 1 - d / n: d is the Levenshtein distance in characters, n the longer length; 1 for two empty texts."""
     longest = max(len(reference), len(other))
     line = list(range(len(other) + 1))
     for i, x in enumerate(reference):
@@ -47,19 +47,19 @@ def edit_similarity(reference: str, other: str) -> float:
 
 
 def common_prefix(reference: Sequence[object], other: Sequence[object]) -> float:
-    """Return the share of the reference that comes before the first difference; an empty one is shared: 1."""
+    """Return the share of the reference before the first difference; 1 for an empty reference."""
     pairs = zip(reference, other, strict=False)
     alike = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(reference), len(other)))
     return alike / len(reference) if reference else 1.0
 
 
 def word_recall(reference: str, other: str) -> float:
-    """Return the share of the reference's distinct words that the other text has."""
+    """Return the share of the reference's distinct words that occur in the other text; 1 for an empty reference."""
     wanted = set(words(reference))
     return len(wanted & set(words(other))) / len(wanted) if wanted else 1.0
 
 
 def holds(reference: str, other: str) -> float:
-    """Return 1 if the other text has the reference's words side by side, else 0; nothing is held by any text."""
+    """Return 1 if the other text contains the reference's words in sequence, else 0; 1 for an empty reference."""
     a, b = words(reference), words(other)
     return float(any(b[i : i + len(a)] == a for i in range(len(b) - len(a) + 1)))

@@ -1,4 +1,4 @@
-"""Times that can be compared: taken in turns, after a warm-up, several times, and beside a bound."""
+"""Comparable timings: methods take turns, after a warm-up, repeatedly."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from evals.metrics import Estimate, bootstrap
 
-_PROBE_BYTES = 1 << 28  # beyond any last-level cache of two cores
+_PROBE_BYTES = 1 << 28  # larger than any last-level cache of two cores
 QUANTILES = {"p50_ms": 50, "p90_ms": 90, "p99_ms": 99}
 
 
 class Turn(NamedTuple):
-    """What one method does: `prepare` is not timed, `step` is, `steps` times in a row."""
+    """One method's turn: `step` is timed, `steps` times in a row; `prepare` and `finish` are not."""
 
     prepare: Callable[[], None]
     step: Callable[[int], object]
@@ -32,10 +32,10 @@ def in_turns(
     sync: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[list[float]]]:
-    """Time each method's steps, the methods taking turns, so that a busy moment hits all of them.
+    """Time each method's steps, in turns, so that a busy moment affects all methods.
 
     Args:
-        steps: timed steps of a turn; warmup: steps before them, not timed; repeats: turns of each method.
+        steps: timed steps per turn; warmup: untimed steps before them; repeats: turns of each method.
         sync: waits for the device.
     Returns: seconds of each step, [repeats][steps] by method.
     """
@@ -56,9 +56,9 @@ def in_turns(
 
 
 def quantiles(times: list[list[float]], seed: int) -> dict[str, Estimate]:
-    """Estimate the 50, 90 and 99 % quantile of a step's milliseconds: the mean of the repeats' own, and its interval.
+    """Estimate the 50, 90 and 99 % quantiles of a step's milliseconds: the mean over repeats, and its interval.
 
-    A repeat of few steps has no 99 % quantile to speak of: it is close to its slowest step.
+    With few steps per repeat the 99 % quantile is close to the slowest step.
     """
     milliseconds = 1000 * np.array(times)
     columns = np.stack([np.percentile(milliseconds, share, axis=1) for share in QUANTILES.values()], axis=1)
@@ -66,17 +66,17 @@ def quantiles(times: list[list[float]], seed: int) -> dict[str, Estimate]:
 
 
 def reset_peak(device: str) -> None:
-    """Begin to look for the most memory in use anew. Raises: ValueError where the system does not allow it."""
+    """Reset the peak memory. Raises: ValueError if the system does not allow it."""
     if device.startswith("cuda"):
         return torch.cuda.reset_peak_memory_stats()
     try:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
     except OSError as error:
-        raise ValueError(f"the peak memory of a method needs Linux and a writable /proc, got {error}") from error
+        raise ValueError(f"measuring peak memory needs Linux and a writable /proc, got {error}") from error
 
 
 def read_peak(device: str) -> int:
-    """Return the most memory in use since `reset_peak`, bytes: of the device, or of this process."""
+    """Return the peak memory in bytes since `reset_peak`: of the device, or of this process."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
     (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM:"))
@@ -84,7 +84,7 @@ def read_peak(device: str) -> int:
 
 
 def read_bandwidth(device: str = "cpu") -> float:
-    """Measure how fast memory is read, bytes per second: the best of five sums of 256 MiB."""
+    """Measure the memory read bandwidth in bytes per second: the best of five sums of 256 MiB."""
     x = torch.ones(_PROBE_BYTES // 4, device=device)
     best = float("inf")
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""Rivals with other parameters than their papers': what `evals tune` found for a model."""
+"""Rivals with the parameters that `evals tune` found for a model, instead of their papers'."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ FILE = "tuned.json"
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `evals tune` chose."""
+    """The choice of `evals tune`."""
 
     parameters: Mapping[str, Mapping[str, int]]
-    """By method."""
+    """Parameters by method."""
     documents: frozenset[str]
-    """Digests of the contexts that they were chosen on."""
+    """Digests of the contexts that they were tuned on."""
 
 
 def read_tuned(folder: Path, model_identity: str, phase: str) -> Tuned:
-    """Read what `evals tune` chose.
+    """Read the choice of `evals tune`.
 
-    Raises: ValueError in one sentence if it is missing, damaged, of another model or phase.
+    Raises: ValueError with one sentence if it is missing, damaged, or of another model or phase.
     """
     remedy = f"make it with `uv run evals tune --out {folder}`"
     path = folder / FILE
@@ -52,7 +52,7 @@ def read_tuned(folder: Path, model_identity: str, phase: str) -> Tuned:
 
 
 def with_tuned(methods: Sequence[LoadedMethod], tuned: Tuned) -> list[LoadedMethod]:
-    """Put each rival's tuned form behind it. Raises: ValueError if no rival among the methods was tuned."""
+    """Insert each rival's tuned form after it. Raises: ValueError if no rival among the methods was tuned."""
     found: list[LoadedMethod] = []
     for method in methods:
         found.append(method)

@@ -1,4 +1,4 @@
-"""Hashers that turn queries and keys into bit codes, and how they are trained."""
+"""Hashers, which turn queries and keys into bit codes, and their training."""
 
 from importlib.metadata import version
 from typing import TYPE_CHECKING

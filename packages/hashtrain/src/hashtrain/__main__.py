@@ -1,4 +1,4 @@
-"""`python -m hashtrain` is `hashtrain`."""
+"""Run the command line with `python -m hashtrain`."""
 
 from hashtrain.cli import main
 

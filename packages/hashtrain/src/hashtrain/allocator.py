@@ -1,4 +1,4 @@
-"""The C allocator, for work that frees and asks for the same megabytes at every step."""
+"""C allocator settings for work that frees and allocates the same megabytes at every step."""
 
 import ctypes
 import platform
@@ -8,10 +8,10 @@ _KEEP_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Let the process keep what it frees, and say whether its C library has such a setting (glibc has).
+    """Let the process keep freed memory. Returns whether the C library supports this (glibc does).
 
-    Otherwise glibc gives large blocks back to the system and gets them again as zeroed pages: with a worker a core that
-    costs a fifth of a training step (docs/log.md). Only the time changes.
+    By default glibc returns large blocks to the system and gets them back as zeroed pages. With one worker per core
+    that costs a fifth of a training step (docs/log.md). Results do not change.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

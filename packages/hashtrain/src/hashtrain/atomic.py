@@ -1,4 +1,4 @@
-"""Writes that a kill cannot break: a file is replaced whole or not at all."""
+"""Atomic file writes: a kill leaves either the old file or the new one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Call `write(temporary)` and move the result onto `path`; on any failure `path` keeps its old content."""
+    """Call `write(temporary)` and move the result to `path`; on any failure `path` keeps its old content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         write(temporary)

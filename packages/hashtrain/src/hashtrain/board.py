@@ -1,4 +1,4 @@
-"""Losses and judgements for TensorBoard, an extra."""
+"""Write losses and evaluation results for TensorBoard, an optional dependency."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def require_board() -> None:
     """Raise UsageError if TensorBoard is not installed."""
     if importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
-            "--tensorboard needs the package tensorboard, not installed here: in the checkout "
+            "--tensorboard needs the package tensorboard, which is not installed: in the checkout "
             "`uv pip install './packages/hashtrain[tensorboard]'` or `uv sync --group tensorboard`"
         )
 
 
 def open_board(folder: Path) -> Callable[[dict[str, Any]], None]:
-    """Return what writes a line of metrics.jsonl as scalars, one chart a hasher and a curve a layer.
+    """Return a function that writes a line of metrics.jsonl as scalars: one chart per hasher, one curve per layer.
 
-    A run that goes on writes a further file of events beside the first.
+    A resumed run adds another event file.
     """
     from torch.utils.tensorboard import SummaryWriter
 

@@ -1,7 +1,7 @@
-"""q, k and v out: run a causal LM over token contexts and store each layer's post-RoPE queries, keys, and values.
+"""Capture: run a causal LM over token contexts and store each layer's queries and keys, after RoPE, and values.
 
-One safetensors file per context, written atomically, so that a killed run leaves only whole files, which the next one
-keeps (`hashtrain.manifest`). Reading is lazy: a layer's training maps just that layer's bytes.
+Each context is one safetensors file, written atomically: a killed run leaves only complete files, which the next one
+keeps (`hashtrain.manifest`). Reading is lazy: training a layer maps only that layer's bytes.
 """
 
 # Configs of transformers, and some methods of torch, have no types.
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 Sink = Callable[[int, Tensor, Tensor, Tensor, float], None]
-# By the attention that computes the output. Hugging Face looks for "sdpa" and "flash" inside names: keep them out.
+# Our name for each attention implementation. Hugging Face looks for "sdpa" and "flash" in names: avoid them.
 _NAMES = {"sdpa": "hashtrain_capture", "eager": "hashtrain_capture_eager"}
 _sink: ContextVar[Sink | None] = ContextVar("hashtrain_sink", default=None)
 Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -61,7 +61,7 @@ def _capturing_attention(
     if instead is not None:
         return instead(module.layer_idx, query, key, value, scaling), None
     forward = cast("Callable[..., Any]", sdpa_attention.sdpa_attention_forward)
-    if module.config._attn_implementation == _NAMES["eager"]:  # knows what SDPA does not: soft-capping, learned sinks
+    if module.config._attn_implementation == _NAMES["eager"]:  # supports soft-capping and learned sinks, unlike SDPA
         forward = sys.modules[type(module).__module__].eager_attention_forward
     return forward(module, query, key, value, attention_mask, **kwargs)
 
@@ -70,9 +70,9 @@ def _capturing_attention(
 def capturing(model: PreTrainedModel, sink: Sink) -> Generator[None]:
     """Call `sink(layer, q, k, v, scaling)` for every attention layer of every forward pass inside the block.
 
-    q is [B, Hq, T, D], k is [B, Hkv, T, D], after RoPE and after any query or key norm: what attention multiplies.
+    q is [B, Hq, T, D] and k is [B, Hkv, T, D], after RoPE and any query or key norm, as attention multiplies them.
     v is [B, Hkv, T, Dv].
-    A model with "eager" attention keeps computing its outputs with it, any other with SDPA.
+    A model with "eager" attention still computes its outputs that way; any other uses SDPA.
     """
     token = _sink.set(sink)
     try:
@@ -84,9 +84,9 @@ def capturing(model: PreTrainedModel, sink: Sink) -> Generator[None]:
 
 @contextlib.contextmanager
 def replacing(model: PreTrainedModel, attend: Attention) -> Generator[None]:
-    """Compute the output [B, T, Hq, Dv] of every attention layer inside the block by `attend(layer, q, k, v, scaling)`.
+    """Let `attend(layer, q, k, v, scaling)` compute the output [B, T, Hq, Dv] of every attention layer in the block.
 
-    q, k and v are what attention is given, a cache's tokens included; there is no mask: `attend` knows who sees what.
+    q, k and v are the inputs of attention, including cached tokens. There is no mask: `attend` must apply its own.
     """
     token = _instead.set(attend)
     try:
@@ -112,7 +112,7 @@ def _our_attention(model: PreTrainedModel) -> Generator[None]:
 
 
 def _set_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention of the text decoder alone: a vision tower keeps its own."""
+    """Set the attention of the text decoder only; a vision tower keeps its own."""
     config, decoder = cast(Any, model.config), cast(Any, text_decoder(model).config)
     mine: list[str] = [key for key in config.sub_configs if getattr(config, key) is decoder]
     model.set_attn_implementation({mine[0]: name} if mine else name)
@@ -127,9 +127,9 @@ def capture(
 ) -> Capture:
     """Run the model over token contexts (int64 [T] each) and store q, k and v of every layer below `folder` as `dtype`.
 
-    What an interrupted capture of the same model and contexts left there is kept, anything else replaced.
+    Files of an interrupted capture of the same model and contexts are kept; other captures there are replaced.
 
-    Raises: OSError before anything is written if the disk cannot hold it.
+    Raises: OSError, before anything is written, if the disk is too small.
     """
     stored = Capture(folder, len(contexts))
     what = identity(model, contexts, dtype)
@@ -147,7 +147,7 @@ def capture(
 def capture_one(
     model: PreTrainedModel, ids: Tensor, path: Path, dtype: torch.dtype = torch.bfloat16, kept: Kept = EVERYTHING
 ) -> None:
-    """Store q, k and v of one context, int64 [T], or what of them is kept; then its size and checksum beside it."""
+    """Store q, k and v of one context, int64 [T], as far as `kept` says, and its size and checksum beside it."""
     tensors, scalings = run_context(model, ids, dtype, kept)
     save_tensors(tensors, path, metadata=scalings)
     write_text(path.with_suffix(".json"), json.dumps(checksum(path)))
@@ -163,7 +163,7 @@ def run_context(
     """Run one context; return its tensors and scalings by their names in the file.
 
     Args:
-        kept: what of it. place: where a tensor of the model's device goes; the host waits once, at the end.
+        kept: what to keep; place: moves a tensor off the model's device. The host waits once, at the end.
     """
     device, tensors, scalings = device_of(model), dict[str, Tensor](), dict[str, str]()
     rows: tuple[Tensor, ...] | None = None
@@ -193,7 +193,7 @@ def context_bytes(
     """Return the bytes of one context's tensors in all layers.
 
     Args:
-        rows: whose queries are kept, int32 numbers themselves; None for all. values: whether values are.
+        rows: how many rows' queries are kept, with their int32 positions; None for all. values: whether values are.
     """
     total = 0
     for at in (shape.at(layer) for layer in range(shape.num_layers)):
@@ -203,15 +203,15 @@ def context_bytes(
 
 
 def require_disk(folder: Path, needed: int, remedy: str = "") -> None:
-    """Raise OSError if the file system of `folder` lacks `needed` bytes and a tenth on top.
+    """Raise OSError if the file system of `folder` has less than 1.1 times `needed` bytes free.
 
     Args:
-        remedy: what else would help, to end the sentence with.
+        remedy: ends the error message with what else would help.
     """
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if free < needed * 1.1:
         raise OSError(
             f"not enough free disk at {folder}: expected {needed * 1.1 / 1e9:.2f} GB, got {free / 1e9:.2f} GB; "
-            f"free some, or use fewer or shorter contexts{remedy}"
+            f"free some space, or use fewer or shorter contexts{remedy}"
         )

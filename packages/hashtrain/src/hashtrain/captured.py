@@ -1,4 +1,4 @@
-"""What a capture holds: q, k and v of some contexts on the disk, or of one in memory, read layer by layer."""
+"""Captured q, k and v, read layer by layer: of several contexts on disk, or of one in memory."""
 
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
@@ -19,10 +19,10 @@ from hashtrain.untrusted import open_tensors
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of one context besides its keys."""
+    """What is kept of one context in addition to its keys."""
 
     rows: tuple[Tensor, ...] | None = None
-    """For each layer the rows whose queries are kept, int32 [R], rising; None for all rows."""
+    """For each layer, the rows whose queries are kept, int32 [R], ascending; None for all rows."""
     values: bool = True
 
 
@@ -31,7 +31,7 @@ _REMEDY = "delete it and capture again"
 
 
 class Capture:
-    """Stored queries, keys and values of some contexts; `read(context, layer)` gives that layer's (q, k, scaling)."""
+    """Stored queries, keys and values of contexts; `read(context, layer)` returns (q, k, scaling) of one layer."""
 
     def __init__(self, folder: Path, count: int):
         self.folder: Path = folder
@@ -41,32 +41,32 @@ class Capture:
         return self.count
 
     def file(self, context: int) -> Path:
-        """Return where one context is stored."""
+        """Return the path of one context's file."""
         return self.folder / f"{context:05d}.safetensors"
 
     def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
-        """Read q [1, Hq, T, D], k [1, Hkv, T, D] in the stored dtype, and the logits' scaling.
+        """Read q [1, Hq, T, D], k [1, Hkv, T, D] in the stored dtype, and the attention scaling.
 
-        Raises: ValueError naming the file if it holds none; FileNotFoundError if it is not there.
+        Raises: ValueError naming the file if it is malformed; FileNotFoundError if it is missing.
         """
         return self.queries(context, layer), *self.keys(context, layer)
 
     def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
-        """Read k [1, Hkv, T, D] and the logits' scaling. Raises: as `read` does."""
+        """Read k [1, Hkv, T, D] and the attention scaling. Raises: as `read`."""
         path = self.file(context)
         with open_tensors(path, _REMEDY) as file:
             scaling = cast("dict[str, str]", file.metadata() or {})[f"scaling.{layer}"]
             k = cast(Tensor, file.get_tensor(f"k.{layer}"))
         if k.ndim != 4 or k.shape[0] != 1 or not k.is_floating_point() or not k.numel():
             raise ValueError(
-                f"{path} holds no keys [1, Hkv, T, D] of layer {layer}, got {k.dtype} {tuple(k.shape)}; {_REMEDY}"
+                f"{path} lacks keys [1, Hkv, T, D] of layer {layer}, got {k.dtype} {tuple(k.shape)}; {_REMEDY}"
             )
         return k, _scaling(path, scaling)
 
     def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
-        """Read q [1, Hq, T, D], or of `rows`, int64 [R], alone [1, Hq, R, D].
+        """Read q [1, Hq, T, D], or only the queries of `rows`, int64 [R]: [1, Hq, R, D].
 
-        Raises: as `read` does, and ValueError if not all of these rows are stored.
+        Raises: as `read`, and ValueError if one of these rows is not stored.
         """
         path = self.file(context)
         with open_tensors(path, _REMEDY) as file:
@@ -78,25 +78,25 @@ class Capture:
         alike = q.ndim == 4 and (q.shape[0], *q.shape[2:]) == (1, expected, d) and same_type
         if not alike or not q.is_floating_point() or q.shape[1] % max(1, hkv):
             raise ValueError(
-                f"{path} holds no queries [1, Hq, T, D] of layer {layer} that go with its keys, got {q.dtype} "
+                f"{path} lacks queries [1, Hq, T, D] of layer {layer} that match its keys, got {q.dtype} "
                 f"{tuple(q.shape)}; {_REMEDY}"
             )
         return chosen(q, at, rows, t, f"{path}, layer {layer}; {_REMEDY}")
 
     def values(self, context: int, layer: int) -> Tensor:
-        """Read v [1, Hkv, T, Dv] in the stored dtype. Raises: as `read` does."""
+        """Read v [1, Hkv, T, Dv] in the stored dtype. Raises: as `read`."""
         path = self.file(context)
         with open_tensors(path, _REMEDY) as file:
             v, k = file.get_tensor(f"v.{layer}"), file.get_slice(f"k.{layer}").get_shape()
         if v.ndim != 4 or list(v.shape[:3]) != k[:3] or not v.is_floating_point():
             raise ValueError(
-                f"{path} holds no values [1, Hkv, T, Dv] of layer {layer}, got {v.dtype} {tuple(v.shape)}; {_REMEDY}"
+                f"{path} lacks values [1, Hkv, T, Dv] of layer {layer}, got {v.dtype} {tuple(v.shape)}; {_REMEDY}"
             )
         return v
 
 
 class InMemory:
-    """What `run_context` returned; reads like a `Capture` whose contexts are all this one."""
+    """The result of `run_context`, readable like a `Capture`; every context number gives the same one."""
 
     def __init__(self, tensors: dict[str, Tensor], scalings: dict[str, str]):
         self.tensors: dict[str, Tensor] = tensors
@@ -106,31 +106,31 @@ class InMemory:
         return 1
 
     def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
-        """Return q, k and the logits' scaling, as `Capture.read` does."""
+        """Return q, k and the attention scaling, like `Capture.read`."""
         return self.queries(context, layer), *self.keys(context, layer)
 
     def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
-        """Return k and the logits' scaling, as `Capture.keys` does."""
+        """Return k and the attention scaling, like `Capture.keys`."""
         return self.tensors[f"k.{layer}"], float(self.scalings[f"scaling.{layer}"])
 
     def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
-        """Return queries as `Capture.queries` does. Raises: ValueError if not all of these rows were kept."""
+        """Return queries, like `Capture.queries`. Raises: ValueError if one of these rows was not kept."""
         tokens = self.tensors[f"k.{layer}"].shape[2]
         return chosen(self.tensors[f"q.{layer}"], self.tensors.get(f"rows.{layer}"), rows, tokens, f"layer {layer}")
 
     def values(self, context: int, layer: int) -> Tensor:
-        """Return v, as `Capture.values` does."""
+        """Return v, like `Capture.values`."""
         return self.tensors[f"v.{layer}"]
 
 
 def chosen(q: Tensor, at: Tensor | None, rows: Tensor | None, tokens: int, where: str) -> Tensor:
-    """Return the queries of some rows, [1, Hq, R, D], of those that were kept.
+    """Return the kept queries of some rows, [1, Hq, R, D].
 
     Args:
-        q: [1, Hq, S, D], of the rows `at`, int [S], rising, on the host; None for all of the `tokens`.
+        q: [1, Hq, S, D], the queries of rows `at`, int [S], ascending, on the host; None for all `tokens`.
         rows: int64 [R], on the host; None for all.
-        where: what the error names.
-    Raises: ValueError if one of them was not kept.
+        where: the file or layer that an error names.
+    Raises: ValueError if one of the rows was not kept.
     """
     if at is None:
         return q if rows is None else q[:, :, to_device(rows, q.device)]
@@ -138,15 +138,15 @@ def chosen(q: Tensor, at: Tensor | None, rows: Tensor | None, tokens: int, where
     places = torch.searchsorted(at, rows.to(at.dtype)).clamp(max=max(0, len(at) - 1))
     lost = rows[at[places] != rows] if len(at) else rows
     if len(lost):
-        raise ValueError(f"the queries of {len(at)} rows were kept, expected that of row {int(lost[0])} too: {where}")
+        raise ValueError(f"the queries of {len(at)} rows were kept, but not of row {int(lost[0])}: {where}")
     return q[:, :, to_device(places, q.device)]
 
 
 def _count(path: Path, at: Tensor, tokens: int) -> int:
-    """Count the rows whose queries a file holds. Raises: ValueError if they are none of a context of so many tokens."""
+    """Count the rows whose queries a file holds. Raises: ValueError if they are not rows of such a context."""
     whole = at.ndim == 1 and at.dtype == torch.int32
     if not whole or (at.numel() and (at[0] < 0 or at[-1] >= tokens or not (at[1:] > at[:-1]).all())):
-        raise ValueError(f"{path} holds queries of rows that are not rising numbers below {tokens}; {_REMEDY}")
+        raise ValueError(f"{path} holds queries of rows that are not ascending and below {tokens}; {_REMEDY}")
     return len(at)
 
 
@@ -156,5 +156,5 @@ def _scaling(path: Path, text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"{path} must hold a finite number as the logits' scaling, got {text!r}; {_REMEDY}")
+        raise ValueError(f"{path} must hold a finite number as the attention scaling, got {text!r}; {_REMEDY}")
     return value

@@ -1,4 +1,4 @@
-"""What an interrupted training goes on from: one safetensors file, its state as JSON in the header, replaced whole."""
+"""Checkpoints of a training: one safetensors file with the state as JSON in its header, replaced atomically."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _STATE, _DIGEST = "state", "sha256"
 
 
 class Checkpoint:
-    """A file that is written at most once in so many seconds.
+    """A checkpoint file that is written at most once per interval.
 
     Args:
-        path: the file; its folder is made if missing.
-        seconds: the least time between two writes, so the most work that a kill can cost; 0 writes after every step.
+        path: the file; its folder is created if missing.
+        seconds: shortest time between writes, and so the most work that a kill can lose; 0 writes after every step.
     """
 
     def __init__(self, path: Path, seconds: float = 30.0):
@@ -32,20 +32,20 @@ class Checkpoint:
 
     @property
     def due(self) -> bool:
-        """Whether the last write, or the start, is long enough ago."""
+        """Whether the interval since the last write, or since the start, is over."""
         return time.monotonic() - self._last >= self.seconds
 
     def save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Replace the file. Raises: OSError if it cannot be written; the earlier one stays."""
+        """Replace the file. Raises: OSError if it cannot be written; the old one is kept."""
         save_stored(self.path, tensors, state)
         self._last = time.monotonic()
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Read what was saved last, or None if nothing was. Raises: ValueError if the file is damaged."""
+        """Read the last checkpoint; None if there is none. Raises: ValueError if the file is damaged."""
         return load_stored(self.path)
 
     def remove(self) -> None:
-        """Forget what was saved."""
+        """Delete the file."""
         self.path.unlink(missing_ok=True)
 
 
@@ -59,9 +59,9 @@ def save_stored(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -
 def load_stored(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """Read the tensors and the state that `save_stored` wrote; None if there is no such file.
 
-    Raises: ValueError with one sentence if one bit of the file is not as it was written, which no kill leaves behind.
+    Raises: ValueError with one sentence if any bit of the file has changed; a kill cannot cause that.
     """
-    remedy = "delete it and run the same command again"
+    remedy = "delete it and rerun the command"
     try:
         with open_tensors(path, remedy) as file:
             metadata = file.metadata() or {}

@@ -12,22 +12,22 @@ from typing import Annotated, Any, Union, cast
 import tyro
 from rich.console import Console
 
-from hashtrain.plan import CANDIDATES, DEMO, PAPER, TrainCommand, base_model, model_path
+from hashtrain.plan import DEMO, PAPER, RECIPES, TrainCommand, base_model, model_path
 from hashtrain.usage import UsageError, guarded, require_folder
 
 
 @dataclass(frozen=True)
 class CaptureCommand(TrainCommand):
-    """Only capture queries and keys; `train` with the same settings goes on from there."""
+    """Only capture queries and keys; `train` with the same settings continues from there."""
 
 
 @dataclass(frozen=True)
 class PlanCommand(TrainCommand):
-    """Count the bytes of disk and memory and the least hours, on named GPUs, that `train` with these settings would
-    take: from the model's config alone, without weights or text."""
+    """Compute the disk, the memory and a lower bound of the hours, on several GPUs, that `train` with these settings
+    takes, from the model's config alone, without weights or text."""
 
     disk: float | None = None
-    """GB for captures: says in how many waves they would fit."""
+    """GB available for captures; decides the number of waves."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,14 +37,14 @@ class PlanCommand(TrainCommand):
 
 @dataclass(frozen=True)
 class ConvertCommand:
-    """Write a published `.pth` list of hashers in this project's format."""
+    """Convert a published `.pth` list of hashers to this project's format."""
 
     file: Annotated[Path, tyro.conf.Positional]
     """The published file."""
     model: str
-    """A folder or hub id of the model that it was trained for; `demo` is the model that ships with hashtrain."""
+    """Folder or hub id of the model that it was trained for; `demo` is the model that ships with hashtrain."""
     out: Path
-    """The folder that the hasher goes into, below the name `paper`: what `evals --hashers` takes."""
+    """Folder for the hasher, which is stored below it as `paper`; pass it to `evals --hashers`."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,21 @@ class PushCommand:
     folder: Annotated[Path, tyro.conf.Positional]
     """The hasher's folder."""
     repo_id: Annotated[str, tyro.conf.Positional]
-    """OWNER/NAME; made if there is none of that name."""
+    """OWNER/NAME; created if it does not exist."""
     private: bool = False
     """Whether a new repository is private."""
 
 
 @dataclass(frozen=True)
 class InspectCommand:
-    """Read a hasher and print what it is."""
+    """Read a hasher and print its config."""
 
     folder: Annotated[Path, tyro.conf.Positional]
     """The hasher's folder."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command. Returns 0, or 2 after one sentence on stderr if the input cannot be used."""
+    """Run one command. Returns 0, or 2 with one sentence on stderr if the input cannot be used."""
     return guarded("hashtrain", lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -81,7 +81,7 @@ COMMANDS: dict[str, Any] = {
     "inspect": InspectCommand,
     "push": PushCommand,
 }
-_HELP = """Learned hashing of the KV cache: train hashers for a model, look at them, publish them.
+_HELP = """Learned hashing of the KV cache: train hashers for a model, inspect them, publish them.
 
 Without a subcommand it trains: `hashtrain --model NAME` is `hashtrain train --model NAME`, and `hashtrain train --help`
 lists the flags."""
@@ -109,30 +109,30 @@ def _run(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> Command:
-    """Read a command line, without a look at what it names.
+    """Parse a command line, without checking that files exist.
 
-    Raises: UsageError if a setting cannot be; SystemExit, after a message, if there is no such command or setting.
+    Raises: UsageError if a setting is invalid; SystemExit, after a message, if a command or setting is unknown.
     """
     given = _named(arguments)
     command = _parse(given, {})
-    if isinstance(command, TrainCommand) and command.model != DEMO:  # whose defaults are others
+    if isinstance(command, TrainCommand) and command.model != DEMO:  # other models have other defaults
         command = _parse(given, PAPER)
     return command
 
 
 def _named(arguments: list[str]) -> list[str]:
-    """Name the command: `train` if none is."""
-    general = ("-h", "--help", "--tyro-")  # the last: tyro's own, for the shell's completion
+    """Add the default command, `train`, if none is named."""
+    general = ("-h", "--help", "--tyro-")  # --tyro-...: shell completion
     bare = not arguments or (arguments[0].startswith("-") and not arguments[0].startswith(general))
     return ["train", *arguments] if bare else arguments
 
 
 def _parse(arguments: list[str], defaults: dict[str, Any]) -> Command:
-    name, *rest = arguments
-    if name in COMMANDS:  # parsed alone, so that a complaint about a flag points to the help that lists it
+    name, *words = arguments
+    if name in COMMANDS:  # parsed alone, so that an error about a flag points to the help that lists it
         kind = COMMANDS[name]
         default = kind(**defaults) if issubclass(kind, TrainCommand) else None
-        return tyro.cli(kind, args=rest, prog=f"hashtrain {name}", default=default)
+        return tyro.cli(kind, args=words, prog=f"hashtrain {name}", default=default)
     kinds = tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())
     return tyro.cli(
         cast(Any, Union)[kinds], args=arguments, prog="hashtrain", description=_HELP, default=TrainCommand()
@@ -164,7 +164,7 @@ def _convert(command: ConvertCommand) -> int:
     from hashtrain.convert import convert
     from hashtrain.models import load_config
 
-    made = command.out / "paper"  # below --out, as `hashtrain` lays its hashers and `evals --hashers` looks for them
+    made = command.out / "paper"  # the layout of `hashtrain`, which `evals --hashers` expects
     convert(command.file, load_config(model_path(command.model)), made, base_model(command.model))
     words = ["uv", "run", "evals", "ppl", "--documents", "4", "--hashers", str(command.out), "--methods", "paper"]
     words += ["--model", command.model] if command.model != DEMO else []
@@ -188,7 +188,7 @@ def _train(command: TrainCommand) -> int:
     if "dry_run" in metrics:
         print(json.dumps(metrics), flush=True)
         return 0
-    if not metrics:  # one of torchrun's other processes
+    if not metrics:  # not rank 0 of torchrun's processes
         return 0
     best = _best(command, metrics)
     console.print(f"stored in {command.out}; next:\n{next_command(command)}", highlight=False, soft_wrap=True)
@@ -206,25 +206,25 @@ def _train(command: TrainCommand) -> int:
 
 
 def _best(command: TrainCommand, metrics: dict[str, Any]) -> str:
-    """Name the hasher with the highest IoU as deployed, of those that can decode."""
-    decoding = [c.name for c in command.candidates if c.variant != "down-proj"] or [c.name for c in command.candidates]
+    """Return the hasher with the highest IoU per KV head among those that can decode."""
+    decoding = [c.name for c in command.recipes if c.variant != "down-proj"] or [c.name for c in command.recipes]
     return max(decoding, key=lambda name: metrics["hashers"][name]["kv_head"]["mean"]["iou"])
 
 
 def next_command(command: TrainCommand) -> str:
-    """Return the command that measures what this run made."""
+    """Return the command that evaluates the hashers of this run."""
     words = ["uv", "run", "evals", "ppl", "--documents", "4", "--hashers", str(command.out)]
     if command.model != DEMO:
         words += ["--model", command.model]
     if command.text:
         words += ["--text", "TEXT-NOT-TRAINED-ON"]
-    default = TrainCommand()  # evals knows nothing of a model's own defaults
+    default = TrainCommand()  # evals does not have the defaults of other models
     if command.context != default.context:
         words += ["--context", str(command.context)]
     if command.dense_layers is not None:
         words += ["--dense-layers", str(command.dense_layers)]
-    made = [c.name for c in command.candidates]
-    if not {c.name for c in CANDIDATES} <= set(made):  # evals' own choice needs all of these
+    made = [c.name for c in command.recipes]
+    if not {c.name for c in RECIPES} <= set(made):  # the default of evals needs all of these
         words += ["--methods", *made]
     return shlex.join(words)
 

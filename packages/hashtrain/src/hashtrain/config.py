@@ -1,4 +1,4 @@
-"""What a hasher is: its variant, its size, and the model it belongs to."""
+"""The config of a hasher: its variant, its size, and the model it belongs to."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ ESTIMATORS = ("straight-through", "softsign")
 VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "transform", "down-proj")
 FORMAT_VERSION = 3
 SINK = 1
-"""First tokens of a text that every row reads by default. Heads that have nothing to look up rest on the first: a row
-that misses it loses most of its attention. More sinks cost more than they hold (docs/log.md, 2026-11-23)."""
+"""Number of first tokens that every row reads by default. Heads with nothing to look up attend to the first token: a
+row that misses it loses most of its attention. More sinks cost more than they gain (docs/log.md, 2026-11-23)."""
 RECENT = 4
-"""Last tokens that every row reads by default, its own among them: what the worst rows of the worst head missed."""
+"""Number of last tokens, including its own, that every row reads by default: the worst rows of the worst head missed
+these."""
 SOFTSIGN_GAMMA = 64.0
-"""The paper's, appendix."""
+"""From the paper's appendix."""
 START_STD = 1e-3
-"""Standard deviation of a Gaussian start: that of the authors' code; the paper gives none."""
+"""Standard deviation of a Gaussian start, from the authors' code; the paper gives none."""
 MAX_DIGITS = 8
-"""Bits that `transform` gives one dimension of a head at most: as many as a query has planes."""
+"""Most bits that `transform` gives one dimension of a head: as many as a query has planes."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The facts of the base model that a hasher depends on; read from its Hugging Face config, never typed."""
+    """The properties of the base model that a hasher depends on, read from its Hugging Face config."""
 
     num_layers: int
     num_query_heads: int
@@ -33,8 +34,8 @@ class ModelShape:
     head_dim: int
     rope: dict[str, Any] = field(default_factory=dict)
     per_layer: tuple[tuple[int, int, int], ...] = ()
-    """Query heads, KV heads and head_dim of every layer; empty where all layers are alike. The three fields above are
-    those of the first layer."""
+    """Query heads, KV heads and head_dim of every layer; empty if all layers are alike. The fields above describe the
+    first layer."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_query_heads", "num_kv_heads", "head_dim"):
@@ -53,7 +54,7 @@ class ModelShape:
                 raise ValueError(f"query heads must be a multiple of KV heads, got {hq} and {hkv}")
 
     def at(self, layer: int) -> ModelShape:
-        """Return the shape of one layer as that of a model whose layers are all like it."""
+        """Return the shape of one layer, as a model whose layers are all like it."""
         if not self.per_layer:
             return self
         hq, hkv, d = self.per_layer[layer]
@@ -66,41 +67,41 @@ class ModelShape:
 
     @classmethod
     def of(cls, model_config: Any) -> ModelShape:
-        """Read the shape of a Hugging Face causal LM's config.
+        """Read the shape from a Hugging Face causal LM's config.
 
-        Raises: ValueError if the model keeps compressed keys (MLA), which have no per-head key to hash, or its config
-            tells no heads.
+        Raises: ValueError if the model stores compressed keys (MLA), which have no per-head key to hash, or its config
+            lacks the number of heads.
         """
         config = model_config.get_text_config(decoder=True)
         if compresses_keys(config):
             raise ValueError(
-                f"{config.model_type} keeps compressed keys (multi-head latent attention), expected one key per KV "
+                f"{config.model_type} stores compressed keys (multi-head latent attention), expected one key per KV "
                 "head; hash retrieval does not apply to it"
             )
         try:
             count = config.num_hidden_layers
-            # Configs of one shape give a view of themselves here, heterogeneous ones (Gemma 4) a config for each layer.
+            # Homogeneous configs return a view of themselves here, heterogeneous ones (Gemma 4) one config per layer.
             layers = getattr(config, "per_layer_config", None) or [config] * count
             heads = [_heads(layers[layer]) for layer in range(count)]
             hq, hkv, d = heads[0]
         except (AttributeError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:
             raise ValueError(
-                f"the config of {config.model_type} tells no heads of each layer ({type(error).__name__}: {error}); a "
-                "causal LM with attention is needed"
+                f"the config of {config.model_type} lacks the heads of each layer ({type(error).__name__}: {error}); "
+                "expected a causal LM with attention"
             ) from error
         rope = dict(getattr(config, "rope_parameters", None) or {})
         return cls(count, hq, hkv, d, rope, tuple(heads) if len(set(heads)) > 1 else ())
 
 
 def compresses_keys(config: Any) -> bool:
-    """Say whether any layer keeps compressed keys (MLA); a config whose layers differ must be asked for each."""
+    """Whether any layer stores compressed keys (MLA); in a heterogeneous config every layer is checked."""
     layers = [config]
     if getattr(config, "is_heterogeneous", False):
         layers = [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
     return any(getattr(layer, "kv_lora_rank", None) for layer in layers)
 
 
-# What comes from a file is of any type, whatever the fields say.
+# Values read from a file may have any type, whatever the annotations say.
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, list | tuple)
 
@@ -140,22 +141,22 @@ class HasherConfig:
     shape: ModelShape
     bits: int = 128
     planes: int = 0
-    """Bit planes of the query side (eq. 5), of `planes` and `transform`; 0 becomes the variant's own: 3 and 6."""
+    """Bit planes of queries (eq. 5), for `planes` and `transform`; 0 selects the variant's default: 3 and 6."""
     hidden: int = 128
-    """Hidden width of the MLP; `paper` from a rotation needs at least twice head_dim."""
+    """Hidden width of the MLP; `paper` with a rotation start needs at least twice head_dim."""
     init: str = "rotation"
-    """`rotation` starts a learned variant as LSH; `random` starts it as torch starts linear layers; `gaussian`, the
-    paper's, is for `paper` alone: normal numbers of standard deviation START_STD."""
+    """`rotation` starts a learned variant as LSH; `random` uses torch's default for linear layers; `gaussian`, the
+    paper's start, is for `paper` only: normal numbers with standard deviation START_STD."""
     residual: bool = False
-    """`paper` only: the residuals and the second bias of the authors' published hashers, from a small random start."""
+    """`paper` only: the residuals and the second bias of the authors' published hashers, with a small random start."""
     estimator: str = ""
-    """What stands for the sign in training: `straight-through`, `softsign`, or the variant's own."""
+    """Surrogate for the sign in training: `straight-through`, `softsign`, or "" for the variant's default."""
     gamma: float = SOFTSIGN_GAMMA
-    """Of softsign, in training only (eq. 11)."""
+    """Slope of the softsign surrogate, in training only (eq. 11)."""
     training: dict[str, Any] = field(default_factory=dict)
-    """What it was trained with (`hashtrain.TrainConfig`), for readers: nothing follows from it. Empty if untrained."""
+    """Training settings (`hashtrain.TrainConfig`), for information only. Empty if untrained."""
     dense_layers: tuple[int, ...] = ()
-    """Layers that are to stay dense, because sparse ones were measured to cost too much."""
+    """Layers that stay dense, because sparse attention was measured to cost too much there."""
     base_model: str = ""
     base_revision: str | None = None
     format_version: int = FORMAT_VERSION
@@ -163,7 +164,7 @@ class HasherConfig:
     def __post_init__(self) -> None:
         if not _is_text(self.base_model) or not (self.base_revision is None or _is_text(self.base_revision)):
             raise ValueError(
-                f"base_model and base_revision must be texts, got {self.base_model!r} and {self.base_revision!r}"
+                f"base_model and base_revision must be strings, got {self.base_model!r} and {self.base_revision!r}"
             )
         if not _is_list(self.dense_layers) or any(
             type(layer) is not int or not 0 <= layer < self.shape.num_layers for layer in self.dense_layers
@@ -183,13 +184,13 @@ class HasherConfig:
             ("rotation", "straight-through"),
         ):
             raise ValueError(
-                "transform starts from data and is trained straight-through: leave init and estimator alone, got "
+                "transform starts from data and is trained straight-through: leave init and estimator unset, got "
                 f"{self.init!r} and {self.estimator!r}"
             )
         if self.variant == "transform" and self.bits > MAX_DIGITS * (least := self._least_head_dim):
             raise ValueError(
-                f"transform stores at most {MAX_DIGITS} bits for each dimension of a head, {MAX_DIGITS * least} here, "
-                f"got {self.bits}; use fewer bits, or another variant (`hashtrain --only planes`)"
+                f"transform stores at most {MAX_DIGITS} bits per dimension of a head, {MAX_DIGITS * least} here, got "
+                f"{self.bits}; use fewer bits, or another variant (`hashtrain --only planes`)"
             )
         if type(self.planes) is not int or not 1 <= self.planes <= 8:
             raise ValueError(f"planes must be between 1 and 8, got {self.planes!r}")
@@ -198,23 +199,23 @@ class HasherConfig:
         if self.init not in ("rotation", "random", "gaussian"):
             raise ValueError(f"init must be rotation, random or gaussian, got {self.init!r}")
         if self.init == "gaussian" and self.variant != "paper":
-            raise ValueError(f"init=gaussian is for variant paper, got {self.variant}; use random")
+            raise ValueError(f"init=gaussian requires variant paper, got {self.variant}; use random")
         if type(self.gamma) not in (int, float) or not 0 < self.gamma < math.inf:
             raise ValueError(f"gamma must be a finite number above 0, got {self.gamma!r}")
         if not _is_record(self.training):
-            raise ValueError(f"training must name at most 64 texts and numbers, got {str(self.training)[:80]}")
+            raise ValueError(f"training must hold at most 64 strings and numbers, got {str(self.training)[:80]}")
         if self.estimator not in ("", *ESTIMATORS):
             raise ValueError(f"estimator must be {' or '.join(ESTIMATORS)}, or empty, got {self.estimator!r}")
         if type(self.residual) is not bool or (self.residual and (self.variant != "paper" or self.init == "rotation")):
-            raise ValueError(f"residual is for variant paper not from a rotation, got {self.variant}, {self.init}")
+            raise ValueError(f"residual requires variant paper without a rotation, got {self.variant}, {self.init}")
         if self.variant == "paper" and self.init == "rotation" and self.hidden < 2 * self.shape.head_dim:
             raise ValueError(
-                f"paper from a rotation needs hidden of at least 2 x head_dim = {2 * self.shape.head_dim}, "
-                f"got {self.hidden}; raise hidden or use init=random"
+                f"paper with a rotation start needs hidden of at least 2 x head_dim = {2 * self.shape.head_dim}, got "
+                f"{self.hidden}; raise hidden or use init=random"
             )
         if self.format_version != FORMAT_VERSION:
             raise ValueError(
-                f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or train anew"
+                f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or retrain"
             )
 
     @property
@@ -222,7 +223,7 @@ class HasherConfig:
         return min((d for _, _, d in self.shape.per_layer), default=self.shape.head_dim)
 
     def at(self, layer: int) -> HasherConfig:
-        """Return the config of one layer's hash functions, whose shape is that layer's."""
+        """Return the config of one layer's hash functions, with that layer's shape."""
         return replace(self, shape=self.shape.at(layer)) if self.shape.per_layer else self
 
     @classmethod

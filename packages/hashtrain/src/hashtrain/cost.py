@@ -1,7 +1,7 @@
-"""What sparse attention costs in each layer: how far a step's probabilities move if that layer alone is sparse.
+"""The cost of sparse attention in each layer: how far a decode step's probabilities move if only that layer is sparse.
 
-Rows of a context stand for decode steps behind a dense prompt. Each sees the context's tokens up to its own and no
-other row, so that many steps are one short forward pass over one cache, whichever layers are sparse.
+Rows of a context stand in for decode steps after a dense prompt. Each sees the context up to its own position and no
+other row, so one short forward pass over one cache computes many steps, for any set of sparse layers.
 """
 
 # Models of transformers have no types.
@@ -22,20 +22,20 @@ from hashtrain.models import device_of
 from hashtrain.remainder import add_remainder, evidence, linear_values, log_weight, tokens_read
 
 DENSE_ABOVE, MOST_DENSE = 0.02, 0.1
-"""A layer stays dense if its selections alone move a step's probabilities by more than the first, in nats of KL; of all
-layers at most the second share, the costliest."""
+"""A layer stays dense if its cost, in nats of KL, is above the first; at most this share of all layers does, the
+costliest first."""
 BARE_ABOVE = 0.001
-"""A remainder is taken off if a layer without it moves a step's probabilities by so much less, in nats of KL."""
+"""A remainder is dropped if that lowers the layer's cost by more than this, in nats of KL."""
 CONTEXTS, ROWS = 2, 16
-"""Training contexts that costs are measured on, and steps in each."""
+"""Number of training contexts that costs are measured on, and of steps in each."""
 
 
 class Steps:
-    """Decode steps at some positions of one context, each behind a dense prompt.
+    """Decode steps at given positions of one context, each after a dense prompt.
 
     Args:
         model: a causal LM whose layers all have full attention.
-        ids: the context, int64 [T]; positions: int64 [R], tokens of it that are decoded.
+        ids: the context, int64 [T]; positions: int64 [R], the tokens of it to decode.
     """
 
     @torch.inference_mode()
@@ -51,7 +51,7 @@ class Steps:
 
     @torch.inference_mode()
     def log_probs(self, hasher: Hasher | None, layers: Collection[int], fraction: float = 0.02) -> Tensor:
-        """Return the log-probabilities [R, V] of the steps if these layers are sparse, as they are deployed."""
+        """Return the steps' log-probabilities [R, V] if these layers are sparse, as in deployment."""
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
             used = hasher if layer in layers else None
@@ -72,7 +72,7 @@ class Steps:
     def _attend(
         self, hasher: Hasher | None, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, fraction: float
     ) -> Tensor:
-        """Attend from q [1, Hq, R, D] to the context before them and their own keys: [1, R, Hq, Dv]."""
+        """Attend from q [1, Hq, R, D] to the preceding context and each row's own key: [1, R, Hq, Dv]."""
         t, hkv, at = self._context, k.shape[1], self.positions
         keys, values = k[0, :, :t].float(), v[0, :, :t].float()
         own_keys, own_values = k[0, :, t:].float(), v[0, :, t:].float()
@@ -107,13 +107,13 @@ def steps_of(model: PreTrainedModel, contexts: Sequence[Tensor], seed: int) -> l
 def layer_costs(
     steps: Sequence[Steps], hasher: Hasher, fraction: float, advance: Callable[[str, int], None]
 ) -> dict[str, Any]:
-    """Measure what each layer costs alone, and all together; remainders that make a layer worse are taken off.
+    """Measure the cost of each layer alone and of all together; drop remainders that make a layer worse.
 
-    Values that attention avoids may be the largest of all, as in the first layer of SmolLM2. Then a mean value stands
-    badly for what a selection leaves out, however well its weight is known.
+    Values that attention avoids may be the largest of all, as in the first layer of SmolLM2. A mean value then
+    represents the unselected tokens badly, however well its weight is estimated.
 
     Returns: `layers`, the mean KL of each in nats; `all`, that of every layer sparse; `dense`, those to keep dense;
-        `bare`, those that lost their remainder.
+        `bare`, those whose remainder was dropped.
     """
 
     def mean(layers: Collection[int]) -> float:
@@ -136,6 +136,6 @@ def layer_costs(
         advance(f"cost of layer {layer}", 1)
     whole = mean(range(count))
     costliest = sorted(range(count), key=lambda n: -costs[n])[: int(MOST_DENSE * count)]
-    costs = [round(cost, 4) for cost in costs]  # sums in another order move the last digits
+    costs = [round(cost, 4) for cost in costs]  # the order of summation changes the last digits
     dense = sorted(n for n in costliest if costs[n] > DENSE_ABOVE)
     return {"layers": costs, "all": round(whole, 4), "dense": dense, "bare": bare}

@@ -1,9 +1,9 @@
-"""Several processes at one run, started by torchrun: which of them this is, and how they wait and add.
+"""Distributed training under torchrun: ranks, barriers, and sums over processes.
 
     python -m torch.distributed.run --nproc-per-node 2 --max-restarts 3 -m hashtrain --out runs/mine
 
-Layers are spread without a word between the processes, which meet in the files below --out: a process that is killed
-takes the others with it, torchrun starts all anew, and each goes on from its checkpoints. Spread data is summed.
+With `--spread layers` the processes train different layers without communication and meet in the files below --out. If
+one process dies, torchrun restarts all of them, and each resumes from its checkpoints. `--spread data` sums gradients.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-_PATIENCE = datetime.timedelta(days=7)  # torchrun notices a death at once; a rank may wait for another's last layer
+_PATIENCE = datetime.timedelta(days=7)  # torchrun notices a dead process; a rank may wait for another's last layer
 
 _POLL = 0.02  # seconds
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a run: `rank` of `world`, and `local`, its number on its machine of `local_world`."""
+    """The processes of a run: global `rank` and `world` size, `local` rank and `local_world` size on this machine."""
 
     rank: int = 0
     world: int = 1
@@ -39,20 +39,20 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks and stores for all."""
+        """Whether this is rank 0, which prints and stores for all."""
         return self.rank == 0
 
-    def mine(self, jobs: Sequence[Any]) -> list[Any]:
+    def shard(self, jobs: Sequence[Any]) -> list[Any]:
         """Return every `world`-th job, from the `rank`-th on."""
         return list(jobs[self.rank :: self.world])
 
-    def wait(self) -> None:
-        """Wait until every process has come here."""
+    def barrier(self) -> None:
+        """Wait until every process has reached this point."""
         if self.world > 1:
-            dist.all_reduce(torch.zeros(1, device="cpu"))  # over gloo, whatever the devices
+            dist.all_reduce(torch.zeros(1, device="cpu"))  # over gloo, whatever the device
 
-    def add(self, *tensors: Tensor) -> None:
-        """Replace each tensor by its sum over the processes, alike to the last bit in all of them."""
+    def all_reduce(self, *tensors: Tensor) -> None:
+        """Replace each tensor by its sum over the processes, bit-identical on every rank."""
         if self.world > 1:
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.all_reduce(flat)
@@ -64,11 +64,11 @@ ALONE = Ranks()
 
 
 @contextlib.contextmanager
-def joined(device: str) -> Iterator[Ranks]:
-    """Join the processes that torchrun started, for as long as the block lasts; `ALONE` without torchrun.
+def init_distributed(device: str) -> Iterator[Ranks]:
+    """Initialise torch.distributed inside the block; yields `ALONE` without torchrun.
 
     Args:
-        device: what `device_for` takes; CUDA adds NCCL for tensors in device memory, all others go over gloo.
+        device: as in `device_for`; CUDA adds NCCL for tensors in device memory, all others use gloo.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
@@ -85,18 +85,18 @@ def joined(device: str) -> Iterator[Ranks]:
     )
     ranks = Ranks(rank, world, local, local_world)
     try:
-        ranks.wait()  # one that left at once, with an error, would break the connections that others still make
+        ranks.barrier()  # a process that exits early, with an error, would break connections still being made
         yield ranks
     finally:
         dist.destroy_process_group()
 
 
 def _agreed(store: Store, rank: int, world: int) -> Store:
-    """Return a corner of the store that no earlier start of these processes has used.
+    """Agree on a store prefix that no earlier start of these processes has used.
 
-    torchrun keeps one store over restarts, with the dead processes' addresses in it, and its count of restarts may
-    differ between machines. So the first process names a corner, and tells each other one that has said hello; stale
-    hellos are answered in vain.
+    torchrun keeps one store across restarts, including the addresses of dead processes, and its restart counts may
+    differ between machines. So rank 0 picks a fresh prefix and sends it to every rank that has announced itself.
+    Announcements of dead processes are answered too, which does no harm.
     """
     name = uuid.uuid4().hex
     if rank == 0:
@@ -117,7 +117,7 @@ def device_for(asked: str, local: int) -> torch.device:
     """Return the device that one process works on.
 
     Args:
-        asked: `auto` (CUDA if there is one), `cpu`, `cuda` (each process of a machine its own) or `cuda:N`.
+        asked: `auto` (CUDA if available), `cpu`, `cuda` (one device per process of a machine) or `cuda:N`.
         local: number of the process on its machine.
     Raises: ValueError if there is no such device.
     """
@@ -129,5 +129,5 @@ def device_for(asked: str, local: int) -> torch.device:
     count = torch.cuda.device_count()
     number = int(index) if index else local % max(1, count)
     if number >= count:
-        raise ValueError(f"--device {asked} is not there: expected one of {count} CUDA devices; use --device cpu")
+        raise ValueError(f"--device {asked} does not exist: expected one of {count} CUDA devices; use --device cpu")
     return torch.device("cuda", number)

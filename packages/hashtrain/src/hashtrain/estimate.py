@@ -1,4 +1,4 @@
-"""What a run would take: disk and memory by arithmetic, time by a first piece of each kind of work."""
+"""Estimate a run's cost: disk and memory by arithmetic, time by running a sample of each kind of work."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from hashtrain.capture import context_bytes, run_context
 from hashtrain.captured import Capture, InMemory
+from hashtrain.evaluate import evaluate_layer
 from hashtrain.hasher import make_layer
 from hashtrain.job import LayerJob
-from hashtrain.judge import judge_layer
 from hashtrain.layers.transform import CONTEXTS
 from hashtrain.memory import step_bytes, weight_bytes
 from hashtrain.prepare import Prepared
@@ -31,17 +31,17 @@ class Estimate:
 
     disk: int
     step_memory: int
-    """Of the largest layer in training, on its device; with --stream of all of them."""
+    """Bytes on the device to train the largest layer, or with --stream all layers."""
     model_memory: int
-    """Of the model while queries and keys are captured."""
+    """Bytes of the model while it captures queries and keys."""
     capture_seconds: float
     train_seconds: float
     traffic: int = 0
-    """Bytes that the steps of all trainings read from the disk, or from what memory has kept of it."""
+    """Bytes that all training steps read from the disk or its cache."""
     streamed: bool = False
 
     def lines(self) -> list[str]:
-        """Say it."""
+        """Format the estimate as lines of text."""
         return [
             f"disk while it runs   {self.disk / 1e9:.2f} GB",
             *([] if self.streamed else [f"read to train        {self.traffic / 1e9:.2f} GB"]),
@@ -54,10 +54,10 @@ class Estimate:
 
 
 def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Estimate:
-    """Run one context, a few steps of each hasher and one judgement, and multiply. Nothing is written.
+    """Run one context, a few steps of each hasher and one evaluation, and extrapolate. Nothing is written.
 
     Args:
-        jobs: every layer of every hasher; workers: processes at work side by side, over all machines.
+        jobs: every layer of every hasher; workers: processes working in parallel, over all machines.
     """
     command = prepared.command
     model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
@@ -66,9 +66,9 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
         tensors, scalings = run_context(model, prepared.train.contexts[0])
         once = time.perf_counter() - began
         sample = cast(Capture, InMemory(tensors, scalings))
-        seconds = {job.candidate.name: _layer_seconds(prepared, job, sample) for job in jobs if job.layer == 0}
+        seconds = {job.recipe.name: _layer_seconds(prepared, job, sample) for job in jobs if job.layer == 0}
     lacking = sum(len(source.lacking) for source in prepared.sources)
-    trained = [job for job in jobs if job.candidate.trained] or list(jobs)
+    trained = [job for job in jobs if job.recipe.trained] or list(jobs)
     sizes = [(job.config.at(job.layer), job.training) for job in trained]
     steps = [(step_bytes(config, training, command.context), weight_bytes(config)) for config, training in sizes]
     return Estimate(
@@ -77,8 +77,8 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
         model_memory=int(1e9 * (command.backbone_memory or 0))
         or sum(p.numel() * p.element_size() for p in model.parameters()),
         capture_seconds=once * (lacking / workers + command.steps * command.stream),
-        # Streaming trains in one process of each of torchrun's, whatever --workers says.
-        train_seconds=sum(seconds[job.candidate.name] for job in jobs)
+        # Streaming trains in one process per rank, whatever --workers is.
+        train_seconds=sum(seconds[job.recipe.name] for job in jobs)
         / (prepared.ranks.world if command.stream else workers),
         traffic=0 if command.stream else _traffic(prepared),
         streamed=command.stream,
@@ -88,11 +88,11 @@ def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Esti
 def _traffic(prepared: Prepared) -> int:
     command = prepared.command
     step = context_bytes(prepared.shape, command.context, torch.bfloat16, command.rows, values=False)
-    return step * command.steps * sum(candidate.trained for candidate in command.candidates)
+    return step * command.steps * sum(recipe.trained for recipe in command.recipes)
 
 
 def _together(steps: list[tuple[int, int]]) -> int:
-    """Bytes of layers that train side by side: the weights and moments of all, and the largest step's other needs."""
+    """Bytes of layers that train in parallel: the weights and moments of all, and the largest step's other needs."""
     return sum(weights for _, weights in steps) + max(step - weights for step, weights in steps)
 
 
@@ -101,7 +101,7 @@ def _layer_seconds(prepared: Prepared, job: LayerJob, sample: Capture) -> float:
     began = time.perf_counter()
     hasher.start(sample, job.layer, job.command.digits)
     total = (time.perf_counter() - began) * min(CONTEXTS, len(prepared.train.contexts))
-    if job.candidate.trained:
+    if job.recipe.trained:
         times: list[float] = []
         training = Training(hasher, job.layer, sample, job.training)
         training.run(lambda step, loss: times.append(time.perf_counter()), until=_STEPS)
@@ -112,11 +112,11 @@ def _layer_seconds(prepared: Prepared, job: LayerJob, sample: Capture) -> float:
         calibrate(hasher, job.layer, sample, job.command.seed)
         total += (time.perf_counter() - began) * min(MAX_CONTEXTS, len(prepared.train.contexts))
         began = time.perf_counter()
-        judge_layer(job.command, hasher, job.layer, sample)
-    return total + (time.perf_counter() - began) * len(prepared.held.contexts)
+        evaluate_layer(job.command, hasher, job.layer, sample)
+    return total + (time.perf_counter() - began) * len(prepared.validation.contexts)
 
 
 def clock(seconds: float) -> str:
-    """Write a time in the unit that suits it."""
+    """Format a duration in a suitable unit."""
     minutes, hours = seconds / 60, seconds / 3600
     return f"{hours:.1f} h" if hours >= 1 else f"{minutes:.1f} min" if minutes >= 1 else f"{seconds:.0f} s"

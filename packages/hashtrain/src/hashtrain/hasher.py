@@ -1,8 +1,8 @@
-"""The hasher of a whole model: one set of hash functions per layer, and its file form.
+"""The hasher of a whole model: one set of hash functions per layer, and its file format.
 
-On disk a hasher is a folder: `config.json` (what it is, and which weight file is current), one safetensors file named
-after its own content, and a README. `config.json` is replaced last, so a kill at any moment leaves either the old
-hasher or the new one.
+On disk a hasher is a folder: `config.json` (its config, and which weight file is current), one safetensors file named
+after its content, and a README. `config.json` is replaced last, so a kill at any moment leaves either the old hasher or
+the new one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _MAX_CONFIG_BYTES = 1 << 20
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _FILES = ["config.json", "README.md", "hasher-*.safetensors"]
 _WEIGHTS = re.compile(r"hasher-[0-9a-f]{12}\.safetensors", re.ASCII)
-_REMEDY = "train the hasher anew"
+_REMEDY = "retrain the hasher"
 
 
 def make_layer(config: HasherConfig, layer: int, seed: int | None = 0) -> LayerHasher:
-    """Make one layer's hash functions, as `Hasher` does: in host memory, unless nothing is drawn."""
+    """Create one layer's hash functions, as `Hasher` does: in host memory, unless `seed` is None."""
     if seed is None:
         return BY_VARIANT[config.variant](config.at(layer), None)
-    with torch.device("cpu"):  # whatever device the caller works on: the same numbers everywhere
+    with torch.device("cpu"):  # whatever the default device: the same numbers everywhere
         generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
         return BY_VARIANT[config.variant](config.at(layer), generator)
 
@@ -45,27 +45,27 @@ def make_layer(config: HasherConfig, layer: int, seed: int | None = 0) -> LayerH
 class Hasher(nn.Module, ModelHubMixin):
     """Turns queries and keys of every layer into bit codes.
 
-    `push_to_hub(repo_id)` comes from huggingface_hub's mixin. `save_pretrained` and `from_pretrained` are our own: they
-    keep an earlier hasher whole until the new one is, and check a file before they read it.
+    `push_to_hub(repo_id)` comes from huggingface_hub's mixin. We override `save_pretrained` and `from_pretrained`: they
+    keep an existing hasher intact until the new one is complete, and check a file before they read it.
 
     Args:
         config: variant, size and base model.
-        seed: draws the rotations and the MLPs' start; the same seed gives the same hasher. None
-            draws nothing: the tensors are whatever memory held, to be loaded into.
+        seed: draws the rotations and the MLPs' start; the same seed gives the same hasher. None leaves the tensors
+            uninitialised, to be loaded into.
     """
 
     def __init__(self, config: HasherConfig, seed: int | None = 0):
         super().__init__()
         self.config = config
         self.card: str = ""
-        """Text of its README, as read or last written."""
+        """Text of the README, as last read or written."""
         self.layers: nn.ModuleList = nn.ModuleList(
             make_layer(config, layer, seed) for layer in range(config.shape.num_layers)
         )
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Layers that are to stay dense when a model decodes through this hasher."""
+        """Layers that stay dense when a model decodes with this hasher."""
         return self.config.dense_layers
 
     def layer(self, index: int) -> LayerHasher:
@@ -90,7 +90,7 @@ class Hasher(nn.Module, ModelHubMixin):
     def require_match(self, model_config: Any) -> None:
         """Check that this hasher was made for a model of this shape.
 
-        Raises: ValueError naming the first fact that differs (layers, heads, head_dim, RoPE).
+        Raises: ValueError naming the first difference (layers, heads, head_dim, RoPE).
         """
         mine, theirs = self.config.shape, ModelShape.of(model_config)
         for name, text in (
@@ -110,12 +110,12 @@ class Hasher(nn.Module, ModelHubMixin):
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride] push_to_hub passes these
         self, folder: str | Path, card: str = "", *, config: Any = None, model_card_kwargs: Any = None
     ) -> None:
-        """Write the hasher as a folder; an earlier one there stays whole until the new one is.
+        """Write the hasher as a folder; an existing one stays intact until the new one is complete.
 
         Args:
-            folder: made if missing.
-            card: text of its README; `self.card` if there is none.
-            config, model_card_kwargs: what huggingface_hub's mixin passes; a hasher has its own of both.
+            folder: created if missing.
+            card: text of the README; default: `self.card`.
+            config, model_card_kwargs: passed by huggingface_hub's mixin and ignored.
         """
         folder = Path(folder)
         self.card = card = card or self.card
@@ -123,7 +123,7 @@ class Hasher(nn.Module, ModelHubMixin):
         weights = _weights_name(tensors)
         save_tensors(tensors, folder / weights, metadata={"format": "pt"})
         write_text(folder / "config.json", json.dumps({**asdict(self.config), "weights": weights}, indent=2) + "\n")
-        if card:  # after the hasher that it describes
+        if card:  # written after the hasher that it describes
             write_text(folder / "README.md", card)
         for stale in folder.glob("hasher-*.safetensors"):
             if stale.name != weights:
@@ -143,8 +143,8 @@ class Hasher(nn.Module, ModelHubMixin):
         """Read a hasher that `save_pretrained` wrote.
 
         Args:
-            folder: a folder, or a hub id (`owner/name`) where no folder of that name is.
-            revision, cache_dir, force_download, local_files_only, token: of the download, as for every hub model.
+            folder: a folder, or a hub id (`owner/name`) if no such folder exists.
+            revision, cache_dir, force_download, local_files_only, token: download options, as for every hub model.
         Raises: ValueError with one sentence if the folder is missing, malformed, truncated or of another format.
         """
         if Path(folder).is_dir() or not _HUB_ID.fullmatch(str(folder)):
@@ -162,47 +162,47 @@ class Hasher(nn.Module, ModelHubMixin):
         path = folder / weights
         try:
             with open_tensors(inside(path), _REMEDY) as file:
-                _check_header(path, file, config)  # before anything is made: a wrong config must not allocate
+                _check_header(path, file, config)  # before any allocation, in case the config is wrong
                 tensors = {name: file.get_tensor(name) for name in list(file.keys())}
         except FileNotFoundError as error:
             raise ValueError(f"{path} is missing; {_REMEDY}") from error
         if weights != _weights_name(tensors):
-            raise ValueError(f"{path} is damaged: its content is not what its name says; {_REMEDY}")
+            raise ValueError(f"{path} is damaged: its content does not match its name; {_REMEDY}")
         if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-            raise ValueError(f"{path} holds numbers that are not finite, in {broken[0]}; {_REMEDY}")
+            raise ValueError(f"{path} holds non-finite numbers in {broken[0]}; {_REMEDY}")
         hasher = cls(config, seed=None)
         try:
             hasher.load_state_dict(tensors)
         except ValueError as error:
-            raise ValueError(f"{path} holds what a layer cannot be: {error}; {_REMEDY}") from error
+            raise ValueError(f"{path} holds invalid values: {error}; {_REMEDY}") from error
         hasher.card = _read_card(folder / "README.md")
         return hasher.eval().requires_grad_(False)
 
 
 def _download(name: str, **settings: Any) -> Path:
-    """Bring a hasher's files from the hub, and nothing else that lies beside them."""
+    """Download a hasher's files from the hub, and no other file of the repository."""
     try:
         return Path(cast(str, snapshot_download(name, allow_patterns=_FILES, **settings)))
-    except (OSError, ValueError) as error:  # HfHubHTTPError and what it is offline are among them
+    except (OSError, ValueError) as error:  # includes HfHubHTTPError and its offline counterpart
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no hasher at {name}: no folder of that name, and none on the hub ({reason})") from error
 
 
 def _read_card(path: Path) -> str:
-    """Return the text, or none where it is no text of a card's size: it decides nothing."""
+    """Return the card's text, or "" if it is missing or too large; a card is only informative."""
     if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:
         return ""
     return inside(path).read_text(encoding="utf-8", errors="replace")
 
 
 def _check_header(path: Path, file: Any, config: HasherConfig) -> None:
-    """Raise ValueError unless the open file's header names exactly the tensors that the config describes."""
+    """Raise ValueError unless the open file's header has exactly the tensors that the config describes."""
 
     def refuse(reason: str) -> NoReturn:
-        raise ValueError(f"{path} does not hold what config.json describes: {reason}; {_REMEDY}")
+        raise ValueError(f"{path} does not match config.json: {reason}; {_REMEDY}")
 
     names, layers = set(file.keys()), config.shape.num_layers
-    if layers > len(names):  # before that many shapes are listed
+    if layers > len(names):  # before listing that many shapes
         refuse(f"expected tensors of {layers} layers, got {len(names)} tensors")
     wanted = {
         f"layers.{index}.{name}": size for index in range(layers) for name, size in shapes(config.at(index)).items()
@@ -217,7 +217,7 @@ def _check_header(path: Path, file: Any, config: HasherConfig) -> None:
 
 
 def _weights_name(tensors: dict[str, Tensor]) -> str:
-    """Name a weight file after its content, so that config.json can switch from one to the next in one write."""
+    """Name a weight file after its content, so that config.json can switch to a new one in a single write."""
     sha = hashlib.sha256()
     for name in sorted(tensors):
         sha.update(name.encode())
@@ -232,7 +232,7 @@ def _read_config(folder: Path) -> tuple[HasherConfig, str]:
     data = read_json_object(inside(path), _REMEDY, _MAX_CONFIG_BYTES)
     weights = data.pop("weights", None)
     if not isinstance(weights, str) or not _WEIGHTS.fullmatch(weights):
-        raise ValueError(f"{path} names no weight file of its own folder, got {weights!r}; {_REMEDY}")
+        raise ValueError(f"{path} names no weight file in its own folder, got {weights!r}; {_REMEDY}")
     try:
         return HasherConfig.from_dict(data), weights
     except ValueError as error:

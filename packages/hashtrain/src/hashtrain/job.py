@@ -1,4 +1,4 @@
-"""One layer of one hasher, from its random start to its figures on held-out text: what a worker does."""
+"""What a worker does: train one layer of one hasher and evaluate it on held-out text."""
 
 from __future__ import annotations
 
@@ -17,55 +17,55 @@ from hashtrain.captured import Capture
 from hashtrain.checkpoint import Checkpoint, load_stored, save_stored
 from hashtrain.config import HasherConfig
 from hashtrain.distribute import ALONE, Ranks
+from hashtrain.evaluate import evaluate_layer
 from hashtrain.hasher import make_layer
-from hashtrain.judge import judge_layer
 from hashtrain.layers import LayerHasher
-from hashtrain.plan import Candidate, TrainCommand
+from hashtrain.plan import Recipe, TrainCommand
 from hashtrain.remainder import calibrate
 from hashtrain.repair import repair
 from hashtrain.trainer import TrainConfig, Training
 
 
 class Report(Protocol):
-    """Hears (what is being done, steps done since the last report, and now and then a line for metrics.jsonl)."""
+    """Receives a status text, the steps done since the last report, and sometimes a line for metrics.jsonl."""
 
     def __call__(self, what: str, steps: int, line: dict[str, Any] | None = None, /) -> None: ...
 
 
 @dataclass(frozen=True)
 class LayerJob:
-    """What to make, and from what."""
+    """One layer to train, and its inputs."""
 
     command: TrainCommand
-    candidate: Candidate
+    recipe: Recipe
     config: HasherConfig
     layer: int
     data: Capture
-    held: Capture
+    validation: Capture
     source: str
-    """What the captures are of, as text: it decides the bits, and so the key."""
+    """Identity of the captured data as JSON; part of `key`, because it decides the result."""
     folder: Path
     """Where checkpoints and finished layers go."""
     device: str = "cpu"
     ranks: Ranks = ALONE
-    """Processes that share the rows of each step; all of them do all jobs in the same order."""
-    judge: int = 0
-    """Which of them judges the layer and stores it."""
+    """Processes that share the rows of each step; all of them process all jobs in the same order."""
+    evaluator: int = 0
+    """The rank that evaluates the layer and stores it."""
 
     @property
     def training(self) -> TrainConfig:
-        """The schedule, with the candidate's own learning rate."""
-        return training_of(self.command, self.candidate, self.device)
+        """The schedule, with the recipe's learning rate."""
+        return training_of(self.command, self.recipe, self.device)
 
     @property
     def key(self) -> str:
-        """A name for everything that decides the bits of this layer."""
-        judged = {name: getattr(self.command, name) for name in ("fraction", "context", "held_out_rows", "seed")}
+        """A digest of everything that decides the bits of this layer."""
+        evaluated = {name: getattr(self.command, name) for name in ("fraction", "context", "held_out_rows", "seed")}
         facts = {
-            "candidate": asdict(self.candidate),
+            "candidate": asdict(self.recipe),
             "config": asdict(self.config),
             "training": asdict(self.training),
-            "judged": judged,
+            "judged": evaluated,
             "digits": self.command.digits,
             "layer": self.layer,
             "device": torch.device(self.device).type,
@@ -77,18 +77,18 @@ class LayerJob:
 
     @property
     def finished(self) -> Path:
-        """Where the result goes."""
-        return self.folder / f"{self.candidate.name}-{self.layer}-{self.key}.safetensors"
+        """Path of the finished layer."""
+        return self.folder / f"{self.recipe.name}-{self.layer}-{self.key}.safetensors"
 
     @property
     def unfinished(self) -> Path:
-        """Where the checkpoint goes."""
+        """Path of its checkpoint."""
         return self.finished.with_suffix(".checkpoint")
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """The layer's tensors, the loss of every step, why it was stopped, if it was, and `judge_layer`'s figures."""
+    """The layer's tensors, the loss of every step, why training stopped early ("" if not), and the evaluation."""
 
     tensors: dict[str, Tensor]
     losses: list[float]
@@ -96,67 +96,67 @@ class LayerResult:
     quality: dict[str, dict[str, Any]]
 
 
-def training_of(command: TrainCommand, candidate: Candidate, device: str) -> TrainConfig:
-    """Return the schedule of a candidate's trainings, with its own learning rate."""
+def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
+    """Return the training schedule of a recipe, with its learning rate."""
     return TrainConfig(
         fraction=command.fraction,
-        of=candidate.target,
-        sink=candidate.ends[0],
-        recent=candidate.ends[1],
+        of=recipe.target,
+        sink=recipe.ends[0],
+        recent=recipe.ends[1],
         steps=command.steps,
-        loss=candidate.loss,
-        beta=candidate.beta,
-        alpha=candidate.alpha,
-        max_top=candidate.max_top,
-        max_rest=candidate.max_rest,
-        keys_first=candidate.keys_first,
-        learning_rate=command.learning_rate or candidate.learning_rate,
+        loss=recipe.loss,
+        beta=recipe.beta,
+        alpha=recipe.alpha,
+        max_top=recipe.max_top,
+        max_rest=recipe.max_rest,
+        keys_first=recipe.keys_first,
+        learning_rate=command.learning_rate or recipe.learning_rate,
         warmup=command.warmup,
         rows=command.rows,
         precision="bf16" if device.startswith("cuda") else "fp32",
-        min_position=command.context // 16 if candidate.first_trained is None else candidate.first_trained,
+        min_position=command.context // 16 if recipe.first_trained is None else recipe.first_trained,
         seed=command.seed,
     )
 
 
 def started(job: LayerJob) -> LayerHasher:
-    """Make the layer's hash functions as they are before the first step, alike in all processes."""
+    """Create the layer's hash functions as before the first step, identical in all processes."""
     hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
-    if job.ranks.first and not job.unfinished.exists():  # a checkpoint holds what a start would set
+    if job.ranks.first and not job.unfinished.exists():  # a checkpoint already contains the start
         hasher.start(job.data, job.layer, job.command.digits)
-    if job.ranks.world > 1:  # machines may round differently: the first one's start counts
+    if job.ranks.world > 1:  # machines may round differently, so all use rank 0's start
         tensors = {name: tensor * job.ranks.first for name, tensor in hasher.state_dict().items()}
-        job.ranks.add(*tensors.values())
+        job.ranks.all_reduce(*tensors.values())
         hasher.load_state_dict(tensors)
     return hasher
 
 
 def make(job: LayerJob, report: Report) -> None:
-    """Train, calibrate and judge one layer, and store it as `job.finished`, unless that is there already.
+    """Train, calibrate and evaluate one layer, and store it at `job.finished`; do nothing if that exists.
 
-    Raises: OSError if it cannot be written; FloatingPointError if its loss never was finite.
+    Raises: OSError if it cannot be written; FloatingPointError if its loss was never finite.
     """
-    name = f"{job.candidate.name}, layer {job.layer}"
+    name = f"{job.recipe.name}, layer {job.layer}"
     if job.finished.exists():
-        report(f"kept {name}", 1 + job.command.steps * job.candidate.trained)
+        report(f"kept {name}", 1 + job.command.steps * job.recipe.trained)
         return
     hasher = started(job)
     checkpoint = Checkpoint(job.unfinished, job.command.checkpoint_seconds)
-    losses, stopped, keys = _train(job, hasher, checkpoint, report) if job.candidate.trained else ([], "", {})
-    if job.ranks.rank != job.judge:
+    losses, stopped, keys = _train(job, hasher, checkpoint, report) if job.recipe.trained else ([], "", {})
+    if job.ranks.rank != job.evaluator:
         return
     with torch.device(job.device):
         command = job.command
         mended = repair(hasher, job.layer, job.data, job.config, command.seed, command.digits, command.fraction, keys)
         if mended:
             said = ", ".join(f"head {head}: {what}" for head, what in sorted(mended.items()))
-            report(f"{name}: {said}", 0, {"hasher": job.candidate.name, "layer": job.layer, "repaired": mended})
+            report(f"{name}: {said}", 0, {"hasher": job.recipe.name, "layer": job.layer, "repaired": mended})
         calibrate(hasher, job.layer, job.data, job.command.seed)
-        quality = judge_layer(job.command, hasher, job.layer, job.held)
+        quality = evaluate_layer(job.command, hasher, job.layer, job.validation)
     _store(job, hasher, losses, stopped, quality)
     checkpoint.remove()
     found = {heads: quality[heads]["iou"] for heads in ("kv_head", "query_head")}
-    report(f"judged {name}", 1, {"hasher": job.candidate.name, "layer": job.layer, "iou": found})
+    report(f"evaluated {name}", 1, {"hasher": job.recipe.name, "layer": job.layer, "iou": found})
 
 
 def _store(job: LayerJob, hasher: LayerHasher, losses: list[float], stopped: str, quality: dict[str, Any]) -> None:
@@ -169,21 +169,21 @@ def result(job: LayerJob) -> LayerResult:
     """Read what `make` stored. Raises: ValueError if it is missing or damaged."""
     stored = load_stored(job.finished)
     if stored is None:
-        raise ValueError(f"{job.finished} is missing: expected a finished layer; run the same command again")
+        raise ValueError(f"{job.finished} is missing: expected a finished layer; rerun the command to train it")
     tensors, state = stored
     try:
         losses = tensors.pop("losses").tolist()
         plain = {name.removeprefix("hasher."): tensor for name, tensor in tensors.items()}
         return LayerResult(plain, losses, state["stopped"], state["quality"])
     except KeyError as error:
-        raise ValueError(f"{job.finished} lacks {error}; delete it and run the same command again") from error
+        raise ValueError(f"{job.finished} lacks {error}; delete it and rerun the command") from error
 
 
 def _train(
     job: LayerJob, hasher: LayerHasher, checkpoint: Checkpoint, report: Report
 ) -> tuple[list[float], str, dict[str, Tensor]]:
-    """Train. Returns: the losses, why it was stopped, and the weights after the steps that trained keys alone."""
-    name = f"{job.candidate.name}, layer {job.layer}"
+    """Train. Returns: the losses, why training stopped early, and the weights after the keys-only steps."""
+    name = f"{job.recipe.name}, layer {job.layer}"
     training = Training(hasher, job.layer, job.data, job.training, checkpoint, job.ranks)
     training.run(following(job, training, report))
     if training.stopped:
@@ -191,14 +191,14 @@ def _train(
         report(
             f"{name} {training.stopped}",
             skipped,
-            {"hasher": job.candidate.name, "layer": job.layer, "stopped": training.stopped},
+            {"hasher": job.recipe.name, "layer": job.layer, "stopped": training.stopped},
         )
     return training.losses, training.stopped, training.keys_trained
 
 
 def following(job: LayerJob, training: Training, report: Report) -> Callable[[int, float], None]:
-    """Report what is resumed, and return what reports every step and, now and then, a line of mean losses."""
-    name = f"{job.candidate.name}, layer {job.layer}"
+    """Report a resumed training; return a callback that reports every step and, at intervals, the mean loss."""
+    name = f"{job.recipe.name}, layer {job.layer}"
     if training.losses:
         report(f"resumed {name}", len(training.losses))
     interval = training.snapshots.interval
@@ -207,7 +207,7 @@ def following(job: LayerJob, training: Training, report: Report) -> Callable[[in
         line = None
         if (step + 1) % interval == 0:
             mean = sum(training.losses[-interval:]) / interval
-            line = {"hasher": job.candidate.name, "layer": job.layer, "step": step + 1, "loss": mean}
+            line = {"hasher": job.recipe.name, "layer": job.layer, "step": step + 1, "loss": mean}
         report(f"train {name}, loss {loss:.3f}", 1, line)
 
     return on_step

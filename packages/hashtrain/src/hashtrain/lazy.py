@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used: `--help` need not wait for torch and transformers."""
+"""Packages whose names are imported on first use, so that `--help` does not wait for torch and transformers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 def export(package: str, homes: Mapping[str, tuple[str, ...]]) -> None:
-    """Give a package names that its modules define, each imported when it is first asked for.
+    """Export names from a package's modules, importing each module on first use.
 
     Args:
-        package: its `__name__`, given while it is being imported.
-        homes: its modules, and the names that the package takes from each.
+        package: its `__name__`, passed while it is being imported.
+        homes: for each module, the names that the package exports from it.
     """
     home_of = {name: f"{package}.{module}" for module, names in homes.items() for name in names}
 
@@ -27,7 +27,7 @@ def export(package: str, homes: Mapping[str, tuple[str, ...]]) -> None:
             return value
 
         def __setattr__(self, name: str, value: Any) -> None:
-            # Importing a submodule binds its name here: where a function has that name, it is the function's.
+            # Importing a submodule binds its name here; a function of that name must win.
             if not (isinstance(value, ModuleType) and name in home_of):
                 super().__setattr__(name, value)
 

@@ -1,4 +1,4 @@
-"""What training minimises: the Bradley-Terry ranking loss (docs/algorithm.md, eq. 10), or its ablation."""
+"""Training losses: the Bradley-Terry ranking loss (docs/algorithm.md, eq. 10) and its ablations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LOSSES = ("ranking", "reconstruction", "mse")
-"""By name; `mse` is `squared_error`."""
+"""Names of the losses; `mse` is `squared_error`."""
 
 
 def ranking_loss(top: Tensor, rest: Tensor, valid: Tensor, beta: float = 1.0, alpha: float = 3.0) -> Tensor:
@@ -25,10 +25,10 @@ def ranking_loss(top: Tensor, rest: Tensor, valid: Tensor, beta: float = 1.0, al
 
 
 def reconstruction_loss(scores: Tensor, logits: Tensor, valid: Tensor) -> Tensor:
-    """Share of the exact logits' variance that the scores do not explain: the ablation that rebuilds attention.
+    """Return the share of the exact logits' variance that the scores do not explain: a reconstruction ablation.
 
-    The paper takes the mean squared error of estimated scores (`squared_error`). Here the scores of each row are first
-    scaled and shifted as suits them best, which leaves `1 - correlation^2`: no choice of units can spoil the baseline.
+    The paper uses the mean squared error of estimated scores (`squared_error`). Here the scores of each row are first
+    scaled and shifted optimally, which leaves `1 - correlation^2`, so the choice of units cannot hurt the baseline.
 
     Args:
         scores: estimated, [..., C]; logits: exact, [..., C]; valid: bool [..., C], which of them count.
@@ -47,9 +47,9 @@ def reconstruction_loss(scores: Tensor, logits: Tensor, valid: Tensor) -> Tensor
 
 
 def squared_error(scores: Tensor, products: Tensor, valid: Tensor) -> Tensor:
-    """Average (score - q . k)^2: the paper's reconstruction loss, in the units that scores and products have.
+    """Average (score - q . k)^2: the paper's reconstruction loss, without scaling or shifting.
 
-    Args: as of `reconstruction_loss`.
+    Args: as for `reconstruction_loss`.
     Returns: a scalar, the mean over rows. Source: docs/algorithm.md, eq. 17; paper, section 3.3 and its ablation.
     """
     weight = valid.to(scores.dtype)

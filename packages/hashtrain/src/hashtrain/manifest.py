@@ -1,6 +1,6 @@
-"""What a capture's folder holds: `manifest.json` says of what, and the size and SHA-256 of each file.
+"""The manifest of a capture's folder: `manifest.json` identifies the capture and lists each file's size and SHA-256.
 
-1. `begin` writes the manifest before the first file; `missing` knows what an interrupted capture of the same left.
+1. `begin` writes the manifest before the first file; `missing` finds what an interrupted capture still lacks.
 2. Each file is followed by a small JSON file with its size and checksum, so that several processes can write.
 3. `finish` moves those into the manifest.
 """
@@ -27,7 +27,7 @@ from hashtrain.untrusted import read_json_object
 
 _NAME, _FORMAT = "manifest.json", 1
 _OURS = re.compile(r"\d{5}\.(safetensors|json)|manifest\.json|\.(\d{5}\.\w+|manifest\.json)\.\w{8}")
-"""Names that a capture writes, the last ones if it is killed while it does."""
+"""Names of files that a capture writes, including temporary files left by a killed process."""
 
 
 class Stored(Protocol):
@@ -37,7 +37,7 @@ class Stored(Protocol):
 
     def __len__(self) -> int: ...
     def file(self, context: int) -> Path:
-        """Return where one of them is."""
+        """Return the path of one of them."""
         ...
 
 
@@ -48,10 +48,10 @@ def identity(
     seed: int | None = None,
     weights: str | None = None,
 ) -> dict[str, Any]:
-    """Say of what a capture is: two of equal identity hold the same bits.
+    """Return the identity of a capture: two captures with equal identity hold the same bits.
 
-    The model counts by its weights as they are in memory, so that no name or revision need be trusted; `seed` is the
-    one that drew the contexts, if any; `weights` is `weights_hash(model)`, if known.
+    The model is identified by its weights in memory, so no name or revision has to be trusted. `seed` is the one that
+    drew the contexts, if any; `weights` is `weights_hash(model)`, if known.
     """
     return {
         "format": _FORMAT,
@@ -70,8 +70,8 @@ def identity(
 def missing(stored: Stored, wanted: dict[str, Any]) -> list[int]:
     """Return the numbers of the files that a capture of this identity still lacks; nothing is written.
 
-    A file counts as there if its size and the time it was written are as recorded, or else its checksum: terabytes are
-    not read again at every start, and a copied or a changed file is.
+    A file counts as complete if its size and modification time match the record, or else its checksum does. So
+    terabytes are not read again at every start, but copied or changed files are.
     """
     manifest = _read(stored.folder / _NAME)
     if not _same(manifest, wanted):
@@ -80,7 +80,7 @@ def missing(stored: Stored, wanted: dict[str, Any]) -> list[int]:
 
 
 def begin(stored: Stored, wanted: dict[str, Any]) -> None:
-    """Make the folder ready for a capture of this identity: what a capture of another one left is removed."""
+    """Prepare the folder for a capture of this identity: files of any other capture are removed."""
     if _same(_read(stored.folder / _NAME), wanted):
         return
     if stored.folder.is_dir():
@@ -91,10 +91,10 @@ def begin(stored: Stored, wanted: dict[str, Any]) -> None:
 
 
 def finish(stored: Stored) -> None:
-    """Gather every file's size and checksum in the manifest."""
+    """Collect every file's size and checksum in the manifest."""
     path = stored.folder / _NAME
     manifest = _read(path)
-    # A file that was made anew has its own record beside it, which counts.
+    # A recaptured file has its own record beside it, which takes precedence.
     found = {p.name: _read(p.with_suffix(".json")) or manifest["files"].get(p.name) for p in _files(stored)}
     write_text(path, json.dumps({**manifest, "files": found}, indent=1) + "\n")
     for file in _files(stored):
@@ -102,11 +102,11 @@ def finish(stored: Stored) -> None:
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """Return the size in bytes, the SHA-256 and the time of writing, in nanoseconds, of a file."""
+    """Return a file's size in bytes, its SHA-256 and its modification time in nanoseconds."""
     with path.open("rb") as file:
         sha = hashlib.file_digest(file, "sha256").hexdigest()
-        told = os.fstat(file.fileno())
-    return {"bytes": told.st_size, "sha256": sha, "written": told.st_mtime_ns}
+        stat = os.fstat(file.fileno())
+    return {"bytes": stat.st_size, "sha256": sha, "written": stat.st_mtime_ns}
 
 
 def _files(stored: Stored) -> list[Path]:
@@ -117,8 +117,8 @@ def _whole(path: Path, recorded: dict[str, Any]) -> bool:
     wanted = _read(path.with_suffix(".json")) or recorded.get(path.name)
     if not wanted or not path.is_file():
         return False
-    told = path.stat()
-    if (told.st_size, told.st_mtime_ns) == (wanted.get("bytes"), wanted.get("written")):
+    stat = path.stat()
+    if (stat.st_size, stat.st_mtime_ns) == (wanted.get("bytes"), wanted.get("written")):
         return True
     found = checksum(path)
     return all(found[name] == wanted.get(name) for name in ("bytes", "sha256"))
@@ -129,7 +129,7 @@ def _same(manifest: dict[str, Any], wanted: dict[str, Any]) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a JSON file; empty if there is none, or it is not one of ours: then what it speaks of is made anew."""
+    """Read a JSON object; return {} if it is missing or malformed, so that what it describes is captured again."""
     try:
         return read_json_object(path, "capture again")
     except (FileNotFoundError, ValueError):
@@ -138,19 +138,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 def weights_hash(model: PreTrainedModel) -> str:
     """Identify a model by its config and every bit of its weights."""
-    facts = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
-    sha = hashlib.sha256(repr(sorted(facts.items(), key=lambda item: item[0])).encode())
+    config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    sha = hashlib.sha256(repr(sorted(config.items(), key=lambda item: item[0])).encode())
     for module_name, module in model.named_modules():
-        with _at_hand(module):
+        with _on_host(module):
             for name, tensor in module.state_dict().items():
-                if "." not in name:  # its own; those of modules inside it come with them
+                if "." not in name:  # the module's own tensors; those of inner modules come with them
                     sha.update(f"{module_name}.{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
                     sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return sha.hexdigest()
 
 
-def _at_hand(module: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Bring the weights of a module that accelerate keeps elsewhere."""
+def _on_host(module: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Bring to the host the weights of a module that accelerate has offloaded."""
     if not hasattr(module, "_hf_hook"):
         return contextlib.nullcontext()
     from accelerate.utils import align_module_device

@@ -1,4 +1,4 @@
-"""How much memory a training step takes, known before it starts."""
+"""Memory of a training step, computed before it starts."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ _FLOAT = 4
 
 
 def step_bytes(config: HasherConfig, training: TrainConfig, context: int) -> int:
-    """Return an upper estimate of the bytes that one step holds on its device, in float32 but for the captured keys.
+    """Return an upper estimate of the bytes that one step needs on its device, in float32 except the captured keys.
 
-    With Hq query heads, H heads of the target, T tokens a context, R rows of a chunk, A and C tokens of its pairs:
+    With Hq query heads, H target heads, T tokens per context, R rows per chunk, A and C tokens of its pairs:
 
         attention   4 Hq R T          logits, probabilities, their sum over the group, the masked ones
-        keys        Hkv T D x 2       bfloat16, the next step's too, and float32; a copy for each query head where the
-                                      target has those
+        keys        Hkv T D x 2       bfloat16, including the next step's, and float32; a copy for each query head if
+                                      the target is per query head
         pairs       6 H R A C         differences, losses, and what their gradients need
         hashing     H R A (3 D + 3 hidden + 4 bits), the same for the C shared tokens and the R queries
         weights     5 x               parameters, gradients, two moments, a copy while they are updated
 
-    Nothing grows with T squared or with `rows`: chunks of rows follow one another. Llama-3-8B's shape (32 query heads,
-    8 KV heads of 128) at 8,192 tokens with chunks of 64 rows, 8 x 512 pairs each: attention 0.27 GB, keys 0.07 GB,
-    pairs 0.05 GB (per KV head) or 0.20 GB (per query head), hashing and weights 0.1 GB each: below 1 GB, where the
-    paper needs 16 GB. The backbone is not in memory then, it has left its queries and keys on the disk; with
-    --stream it is, and so are the weights of all layers (`weight_bytes`).
+    Nothing grows with T squared or with `rows`, because chunks of rows are processed one after another. For Llama-3-8B
+    (32 query heads, 8 KV heads of 128) at 8,192 tokens, with chunks of 64 rows and 8 x 512 pairs per row: attention
+    0.27 GB, keys 0.07 GB, pairs 0.05 GB (per KV head) or 0.20 GB (per query head), hashing 0.1 GB and weights 0.1 GB.
+    The sum is below 1 GB, where the paper needs 16 GB. The backbone is not in memory then: its queries and keys are on
+    disk. With --stream it is, and so are the weights of all layers (`weight_bytes`).
     """
     shape = config.shape
     per_query_head = BY_VARIANT[config.variant].target_heads == "query"

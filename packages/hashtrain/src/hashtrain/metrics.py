@@ -1,6 +1,6 @@
-"""How well a selection matches the target: IoU, recall and attention mass (docs/algorithm.md, eq. 12).
+"""Compare a selection with the target: IoU, recall and attention mass (docs/algorithm.md, eq. 12).
 
-Everything here goes through hashcore's integer codes, scores and top-k: the path that is deployed.
+All functions use hashcore's integer codes, scores and top-k, as in deployment.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def hash_quality(
         q: queries of the rows, [B, Hq, R, D]; k: all keys, [B, Hkv, T, D].
         positions: int64 [R]; row r sees tokens 0 ... positions[r].
         fraction: the budget, of each row's visible tokens (eq. 7).
-        scaling: the model's factor on attention logits.
+        scaling: the model's attention scaling.
         per_query_head: one selection per query head against that head's attention, instead of one per KV head.
     """
     counts, always = top_count(positions + 1, fraction), always_read(positions, k.shape[2])
@@ -51,11 +51,11 @@ def hash_quality(
 
 
 def best(scores: Tensor, unseen: Tensor, counts: Tensor) -> Tensor:
-    """Select the best `counts` [R] of each row of scores [..., R, T] (eq. 6), but no token that is `unseen` [R, T].
+    """Select the best `counts` [R] of each row of scores [..., R, T] (eq. 6), excluding `unseen` tokens [R, T].
 
     Returns: int64 [..., R, K], -1 in unused slots.
     """
-    if scores.is_floating_point():  # an ablation's: hashcore selects integers
+    if scores.is_floating_point():  # an ablation without codes: hashcore selects by integers only
         most = int(counts.max())
         chosen = scores.masked_fill(unseen, -torch.inf).topk(most, dim=-1).indices
         return chosen.masked_fill(torch.arange(most, device=counts.device) >= counts[:, None], -1)
@@ -64,10 +64,10 @@ def best(scores: Tensor, unseen: Tensor, counts: Tensor) -> Tensor:
 
 
 def reading(selected: Tensor, always: Tensor) -> Tensor:
-    """Say which tokens rows read: those selected, int64 [..., R, K] with -1 in unused slots, and those `always` read.
+    """Return the tokens that rows read: those selected, and those `always` read.
 
     Args:
-        always: bool [R, T].
+        selected: int64 [..., R, K], -1 in unused slots; always: bool [R, T].
     Returns: bool [..., R, T].
     """
     t = always.shape[-1]
@@ -76,16 +76,16 @@ def reading(selected: Tensor, always: Tensor) -> Tensor:
 
 
 def quality(p: Tensor, selected: Tensor, counts: Tensor, always: Tensor | None = None) -> Quality:
-    """Compare selections with the target sets of attention probabilities.
+    """Compare selections with the targets given by attention probabilities.
 
-    IoU and recall are of the tokens that are searched for; the mass is of all that a row reads, over that of the best
-    `counts` tokens.
+    IoU and recall cover the tokens that are searched for; the mass covers all tokens that a row reads, divided by that
+    of the best `counts` tokens.
 
     Args:
-        p: [B, H, R, T], unseen tokens -1.
+        p: [B, H, R, T], -1 for invisible tokens.
         selected: int64 indices [B, H, R, K], -1 in unused slots.
-        counts: int64 [R], tokens that each row reads, more if more are always read.
-        always: bool [R, T], those of them that are read without a search; None for none.
+        counts: int64 [R], number of tokens that each row reads; more if more are always read.
+        always: bool [R, T], those that are read without a search; None for none.
     """
     t = p.shape[-1]
     always = torch.zeros(t, dtype=torch.bool, device=p.device) if always is None else always
@@ -95,7 +95,7 @@ def quality(p: Tensor, selected: Tensor, counts: Tensor, always: Tensor | None =
     mass = (p * taken).sum(-1)
     taken = taken & ~always
     target = torch.zeros_like(taken)
-    sizes = torch.stack([searched.max(), counts.max()])  # so that the device is waited for once
+    sizes = torch.stack([searched.max(), counts.max()])  # one wait for the device instead of two
     wanted, most = cast("list[int]", sizes.tolist())  # pyright: ignore[reportUnknownMemberType]
     if wanted:
         found = p.masked_fill(always, -1.0).topk(wanted, dim=-1).indices

@@ -1,7 +1,7 @@
-"""Load a causal LM and its tokenizer from a folder or the hub, or say in a sentence why not.
+"""Load a causal LM and its tokeniser from a folder or the hub, or fail with one sentence.
 
-What comes with a model is data: this is the only module that calls `from_pretrained` of transformers, and it lets no
-code of a model run, whatever standard input says (tests/test_safety.py).
+Everything that comes with a model is data. Only this module calls `from_pretrained` of transformers, and it runs no
+code of a model, whatever arrives on standard input (tests/test_safety.py).
 """
 
 # Configs of transformers, and some methods of torch, have no types.
@@ -34,29 +34,30 @@ from transformers.utils import logging
 from hashtrain.untrusted import one_line
 
 _ATTENTIONS = (None, "eager", "sdpa")
-"""What a config may ask for: any other name is a package, or a kernel on the Hub, which is code."""
+"""Allowed attention implementations. Any other name is a package or a kernel on the Hub, and so code."""
 _COUNTED = re.compile(r"(num|n)_(\w+_)?(layers?|experts)")
 _MOST_COUNTED = 1024
-"""Layers, or experts: each is made before a weight is read. The deepest known models have some 130 and 500."""
-_REASON = 240  # characters of what transformers says, which may be a page
+"""Limit on layers and experts: each is created before any weight is read. The largest known models have about 130 and
+500."""
+_REASON = 240  # characters kept of an error message of transformers, which may be a page long
 _PROBE = "def f(x): return 1"
 
 
 def load_model(
     name: str, dtype: torch.dtype | None = None, device: str | None = None, memory: float | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model, ready for inference, and let it take a step.
+    """Load a model, ready for inference, and check it with a short forward pass.
 
     Args:
-        name: a local folder, or a hub id.
+        name: a local folder or a hub id.
         dtype: of its weights; None keeps their own.
         device: where it runs; None is the CPU.
-        memory: keep at most so many GB of weights on the device; the other layers wait in host memory, or where
-            the device is the CPU in their files, and are brought in one at a time as they are run (accelerate's work).
+        memory: keep at most this many GB of weights on the device. accelerate keeps the other layers in host memory, or
+            in their files if the device is the CPU, and loads each when it runs.
     Raises: ValueError if there is no loadable model of that name, it does not fit, or accelerate is missing.
     """
     placed = {} if memory is None else _placement(device or "cpu", memory)
-    load_config(name)  # refuses what must not be built
+    load_config(name)  # rejects configs that must not be built
     with _readable(name):
         tokenizer = cast(PreTrainedTokenizerBase, pretrained(AutoTokenizer, name))
         more = {"dtype": dtype or "auto", "output_loading_info": True, **placed}
@@ -69,18 +70,18 @@ def load_model(
             model = cast(Any, model).to(device)
         except torch.OutOfMemoryError as error:
             raise ValueError(f"{name} does not fit on {device}: {error}; use --device cpu") from error
-    if memory is None:  # else a step would bring in every layer
+    if memory is None:  # otherwise the forward pass would load every layer
         with _readable(name):
             _take_a_step(model, tokenizer)
     return model, tokenizer
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """Read a model's config; nothing is made of it.
+    """Read a model's config without building the model.
 
     Args:
-        name: a local folder, or a hub id.
-    Raises: ValueError if there is none of that name, it cannot be read, or asks for what is not a model's to ask.
+        name: a local folder or a hub id.
+    Raises: ValueError if there is none of that name, it cannot be read, or it requests something unsafe.
     """
     if ("/" in name or name.startswith(".")) and not _is_hub_id(name) and not Path(name).is_dir():
         raise ValueError(f"model folder not found: expected a Hugging Face model at {name}")
@@ -88,70 +89,70 @@ def load_config(name: str) -> PretrainedConfig:
         raise ValueError(f"{name} holds no config.json: expected a folder written by save_pretrained")
     with _readable(name):
         found, _ = cast("tuple[dict[str, Any], Any]", PretrainedConfig.get_config_dict(name))
-        _require_bearable(found)  # lists as long as there are layers are made with the config
+        _require_bounded(found)  # a config creates lists with one entry per layer
         config = cast(PretrainedConfig, pretrained(AutoConfig, name))
         _require_plain_attention(config)
     return config
 
 
 def count_parameters(config: PretrainedConfig) -> int:
-    """Count the parameters of a model of this config, of which none is made."""
+    """Count the parameters of a model with this config, without allocating them."""
     with torch.device("meta"):
         model = from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def from_config(config: PretrainedConfig, **more: Any) -> PreTrainedModel:
-    """Make a model of a config, with random weights.
+    """Create a model from a config, with random weights.
 
     Args:
-        more: what transformers' `from_config` takes, such as `dtype`.
-    Raises: ValueError if the config is none that a model can be made of.
+        more: further arguments of transformers' `from_config`, such as `dtype`.
+    Raises: ValueError if no model can be created from the config.
     """
     with _readable(config.name_or_path or f"of a {type(config).__name__}"):
         return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, trust_remote_code=False, **more))
 
 
 def pretrained(kind: Any, name: str, **more: Any) -> Any:
-    """Call `from_pretrained` of one of transformers' Auto classes, without the code that may lie beside the model.
+    """Call `from_pretrained` of one of transformers' Auto classes, without running code that comes with the model.
 
-    Left open, transformers would ask on standard input whether to run it, and take a piped `y` for consent.
+    By default transformers asks on standard input whether to run it, and takes a piped `y` for consent.
     """
     with _quiet():
         return kind.from_pretrained(name, trust_remote_code=False, **more)
 
 
 def require_vocabulary(model: PreTrainedModel, *contexts: Tensor) -> None:
-    """Raise ValueError if a token, of int64 [...], has no row in the model's embeddings."""
+    """Raise ValueError if a token of the contexts, int64 [...], has no row in the model's embeddings."""
     rows = cast(Any, model.get_input_embeddings()).weight.shape[0]
     largest = max((int(ids.max()) for ids in contexts if len(ids)), default=0)
     if largest >= rows:
         raise ValueError(
-            f"the tokenizer gives token {largest}, expected less than {rows}, the rows of the model's embeddings; use "
-            "the tokenizer that the model was trained with"
+            f"the tokenizer produced token {largest}, expected less than {rows}, the rows of the model's embeddings; "
+            "use the tokenizer that the model was trained with"
         )
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of a model that decodes text; some call their output projection `decoder`."""
+    """Return the part of a model that decodes text; in some models `decoder` is the output projection."""
     found = cast(object, model.get_decoder())
     return cast(PreTrainedModel, found if hasattr(found, "config") else model.base_model)
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Return where a model runs, which for one that accelerate has spread is not where its weights are."""
+    """Return the device a model runs on; under accelerate its weights may be elsewhere."""
     device = getattr(getattr(model, "_hf_hook", None), "execution_device", None)
     return model.device if device is None else torch.device(device)
 
 
 @contextlib.contextmanager
 def _readable(name: str) -> Generator[None]:
-    """Turn whatever a folder makes transformers stumble over into one sentence that names it. Raises: ValueError."""
+    """Turn any error that transformers raises on a model's files into one sentence naming it. Raises: ValueError."""
     try:
         yield
     except SafetensorError as error:
         raise ValueError(f"the weights of {name} are truncated or damaged ({error}); fetch them again") from error
-    except Exception as error:  # of a strange config or tokenizer, any kind of error, from Rust the bare class
+    except Exception as error:  # odd configs and tokenizers raise any kind of error; Rust code raises bare Exception
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         local = "" if Path(name).is_dir() else " (there is no folder of that name)"
         reason = textwrap.shorten(kind + one_line(error), _REASON, placeholder=" ...")
@@ -160,7 +161,7 @@ def _readable(name: str) -> Generator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """Show no progress bar where stderr is no terminal: its redrawn line would fill a log file."""
+    """Hide progress bars unless stderr is a terminal: redrawn lines would fill a log file."""
     shown = logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -171,38 +172,38 @@ def _quiet() -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def _require_bearable(found: dict[str, Any]) -> None:
-    """Refuse counts that would take hours or all memory to build. Raises: ValueError."""
+def _require_bounded(found: dict[str, Any]) -> None:
+    """Reject counts that would take hours or all memory to build. Raises: ValueError."""
     for key, value in found.items():
         if isinstance(value, dict):
-            _require_bearable(cast("dict[str, Any]", value))
+            _require_bounded(cast("dict[str, Any]", value))
         elif _COUNTED.fullmatch(key) and isinstance(value, int) and not 0 <= value <= _MOST_COUNTED:
             raise ValueError(f"its config.json says {key} {value}, expected 0 to {_MOST_COUNTED}")
 
 
 def _require_plain_attention(config: PretrainedConfig) -> None:
-    """Refuse an attention that would have to be fetched or installed. Raises: ValueError."""
+    """Reject an attention implementation that would have to be downloaded or installed. Raises: ValueError."""
     inner = cast("dict[str, object]", config.sub_configs)
     for part in (config, *(getattr(config, key, None) for key in inner)):
         asked = cast(object, getattr(part, "_attn_implementation", None))
         if asked not in _ATTENTIONS:
-            raise ValueError(f"its config.json asks for the attention {asked!r}, expected eager, sdpa or none")
+            raise ValueError(f"its config.json requests attention {asked!r}, expected eager, sdpa or none")
 
 
 @torch.inference_mode()
 def _take_a_step(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Read a line, so that what is wrong with a config shows before anything is made of the model."""
+    """Run one line of text through the model, so that a broken config fails before anything is made from it."""
     ids = cast(Tensor, tokenizer(_PROBE, return_tensors="pt", verbose=False)["input_ids"])
     require_vocabulary(model, ids)
     logits = cast(Tensor, model(ids.to(device_of(model)), use_cache=False).logits)
     if logits.isnan().any():
-        raise ValueError("it predicts no numbers for a line of text; are its weights and its config whole?")
+        raise ValueError("it predicts NaN for a line of text; check that its weights and config are complete")
 
 
 def _placement(device: str, memory: float) -> dict[str, Any]:
     if importlib.util.find_spec("accelerate") is None:
         raise ValueError(
-            "a limit on the model's memory needs the package accelerate, not installed here: in the checkout "
+            "a limit on the model's memory needs the package accelerate, which is not installed: in the checkout "
             "`uv pip install './packages/hashtrain[offload]'`"
         )
     most = f"{int(memory * 1000)}MB"

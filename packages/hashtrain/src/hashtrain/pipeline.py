@@ -1,4 +1,4 @@
-"""One run from text to stored hashers: capture, train layer by layer, calibrate, judge on held-out text, save."""
+"""One run from text to stored hashers: capture, train layer by layer, calibrate, evaluate on held-out text, save."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hashtrain.atomic import write_text
 from hashtrain.board import open_board, require_board
 from hashtrain.config import RECENT, SINK, HasherConfig, ModelShape
 from hashtrain.cost import layer_costs, steps_of
-from hashtrain.distribute import ALONE, Ranks, joined
+from hashtrain.distribute import ALONE, Ranks, init_distributed
 from hashtrain.estimate import estimate
+from hashtrain.evaluate import failing, summarise
 from hashtrain.hasher import Hasher
 from hashtrain.job import LayerJob, LayerResult, make, result, training_of
-from hashtrain.judge import failing, summarise
-from hashtrain.plan import DEMO, Candidate, TrainCommand, base_model
+from hashtrain.plan import DEMO, Recipe, TrainCommand, base_model
 from hashtrain.prepare import Prepared, prepare
 from hashtrain.progress import live, tracking
 from hashtrain.report import card, draw, draw_bits, draw_heads, draw_worst, quality_table, worst_lines
@@ -32,8 +32,8 @@ from hashtrain.stream import train_all
 from hashtrain.workers import default_workers, run_jobs
 from hashtrain.workfolder import begin, end, locked
 
-# As asked for; the first two are stored as found, the others change no bit or are told by hasher.
-_NOT_FACTS = {
+# Requested values: the first two are stored as found; the others change no result or are stored per hasher.
+_NOT_IN_METRICS = {
     "contexts",
     "held_out",
     "workers",
@@ -47,15 +47,15 @@ _NOT_FACTS = {
 
 
 def run(command: TrainCommand, console: Console, capture_only: bool = False) -> dict[str, Any]:
-    """Do what the command says and return its metrics; everything is stored below `command.out`.
+    """Run the command and return its metrics; everything is stored below `command.out`.
 
-    Under torchrun all processes do so together, and the first one stores and returns; the others return nothing.
+    Under torchrun all processes call this together. Rank 0 stores and returns the metrics; the others return {}.
 
     Args:
-        capture_only: stop after the captures, which wait in the working folder for the run that goes on.
+        capture_only: stop after the captures; they stay in the working folder for the run that continues.
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
-    with joined(command.device) as ranks:
+    with init_distributed(command.device) as ranks:
         try:
             return _run(command, console if ranks.first else Console(quiet=True), ranks, capture_only)
         finally:
@@ -65,17 +65,17 @@ def run(command: TrainCommand, console: Console, capture_only: bool = False) -> 
 def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bool) -> dict[str, Any]:
     began = time.monotonic()
     prepared = prepare(command, ranks)
-    shape, train, held = prepared.shape, prepared.train, prepared.held
+    shape, train, validation = prepared.shape, prepared.train, prepared.validation
     console.print(
         f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
         f"{shape.head_dim}; {len(prepared.contexts)} contexts of {command.context} tokens to train on, "
-        f"{len(held.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
+        f"{len(validation.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
     )
     if len(prepared.contexts) < command.contexts:
-        console.print(f"the text has {len(prepared.contexts)} contexts to train on, {command.contexts} asked for")
+        console.print(f"the text has {len(prepared.contexts)} training contexts; {command.contexts} were requested")
     if command.tensorboard:
         require_board()
-    hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.candidates}
+    hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.recipes}
     jobs = _jobs(prepared, hashers)
     if command.dry_run:
         found = estimate(prepared, jobs, _workers(prepared) * ranks.world)
@@ -85,22 +85,22 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         if ranks.first:
             names = {path.name for job in jobs for path in (job.finished, job.unfinished)}
             begin(command.out, as_toml(command), names)
-        ranks.wait()
+        ranks.barrier()
         if not (command.out / ".work" / "run.toml").is_file():
-            raise ValueError(f"{command.out} is not the same folder for all processes: expected one that all can see")
+            raise ValueError(f"{command.out} is not shared: expected a folder that all processes can read and write")
         with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
             work = (command.model_path, prepared.device, prepared.sources, _workers(prepared))
             make_all(*work, advance, ranks, command.backbone_memory)
         if capture_only:
-            return {"captured": len(train.contexts) + len(held.contexts)}
+            return {"captured": len(train.contexts) + len(validation.contexts)}
         if not command.stream:
-            loaded.cache_clear()  # its memory is wanted for training
+            loaded.cache_clear()  # free the model's memory for training
         _make_layers(prepared, jobs, console)
-        ranks.wait()
+        ranks.barrier()
         if not ranks.first:
             return {}
         found = _collect(prepared, hashers, jobs, console)
-        metrics = {**_facts(command, shape, len(prepared.contexts), len(held.contexts)), "hashers": found}
+        metrics = {**_settings(command, shape, len(prepared.contexts), len(validation.contexts)), "hashers": found}
         metrics["seconds"] = round(time.monotonic() - began, 1)
         for name, hasher in hashers.items():
             hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
@@ -123,45 +123,43 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
 
 
 def _workers(prepared: Prepared) -> int:
-    """Count the processes that work side by side on this machine for one of torchrun's."""
+    """Return the number of worker processes that one of torchrun's processes starts on this machine."""
     if prepared.command.workers:
         return prepared.command.workers
     return max(1, default_workers() // prepared.ranks.local_world) if prepared.device == "cpu" else 1
 
 
 def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
-    """List every layer of every hasher, the longest jobs first."""
+    """List every layer of every hasher, longest jobs first."""
     command = prepared.command
     alike = [
-        (c, n)
-        for c in sorted(command.candidates, key=lambda c: not c.trained)
-        for n in range(prepared.shape.num_layers)
+        (c, n) for c in sorted(command.recipes, key=lambda c: not c.trained) for n in range(prepared.shape.num_layers)
     ]
     return [
         LayerJob(
             command=command,
-            candidate=candidate,
-            config=hashers[candidate.name].config,
+            recipe=recipe,
+            config=hashers[recipe.name].config,
             layer=layer,
             data=prepared.train.stored,
-            held=prepared.held.stored,
+            validation=prepared.validation.stored,
             source=json.dumps(prepared.identities, sort_keys=True),
             folder=command.out / ".work" / "layers",
             device=prepared.device,
             ranks=prepared.ranks if command.spread == "data" else ALONE,
-            judge=number % prepared.ranks.world if command.spread == "data" else 0,
+            evaluator=number % prepared.ranks.world if command.spread == "data" else 0,
         )
-        for number, (candidate, layer) in enumerate(alike)
+        for number, (recipe, layer) in enumerate(alike)
     ]
 
 
 def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console) -> None:
-    """Train and judge what is left to do, of this process's share."""
+    """Train and evaluate this process's share of the unfinished layers."""
     command, ranks = prepared.command, prepared.ranks
     together = command.spread == "data" and ranks.world > 1
-    mine, workers = (jobs, 1) if together else (ranks.mine(jobs), _workers(prepared))
+    mine, workers = (jobs, 1) if together else (ranks.shard(jobs), _workers(prepared))
     board = open_board(command.out / "tensorboard") if command.tensorboard else None
-    steps = sum(command.steps * job.candidate.trained for job in mine)
+    steps = sum(command.steps * job.recipe.trained for job in mine)
     if command.stream:
         with tracking(console, steps) as advance:
             report = live(command.out / "metrics.jsonl", advance, board)
@@ -176,14 +174,14 @@ def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console)
 def _collect(
     prepared: Prepared, hashers: dict[str, Hasher], jobs: Sequence[LayerJob], console: Console
 ) -> dict[str, Any]:
-    """Put all layers into their hashers, settle which layers stay dense, and return what was found of each."""
+    """Load all layers into their hashers, decide which stay dense, and return the results of each hasher."""
     by_name: dict[str, list[LayerResult]] = {name: [] for name in hashers}
     for job in jobs:
         found = result(job)
-        by_name[job.candidate.name].append(found)
-        hashers[job.candidate.name].layer(job.layer).load_state_dict(found.tensors)
+        by_name[job.recipe.name].append(found)
+        hashers[job.recipe.name].layer(job.layer).load_state_dict(found.tensors)
         if found.stopped:
-            console.print(f"{job.candidate.name}, layer {job.layer} {found.stopped}", highlight=False)
+            console.print(f"{job.recipe.name}, layer {job.layer} {found.stopped}", highlight=False)
     costs = _costs(prepared, hashers, console)
     for name, hasher in hashers.items():
         first = prepared.command.dense_layers
@@ -197,9 +195,9 @@ def _collect(
 
 
 def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> dict[str, dict[str, Any]]:
-    """Measure what sparse attention costs in each layer, on training contexts, for every hasher made from data."""
+    """Measure the cost of every layer on training contexts, for every hasher made from data."""
     command = prepared.command
-    drawn = {c.name for c in command.candidates if not c.trained and c.variant != "transform"}
+    drawn = {c.name for c in command.recipes if not c.trained and c.variant != "transform"}
     coded = {name: hasher for name, hasher in hashers.items() if hasher.layer(0).has_codes and name not in drawn}
     if not coded:
         return {}
@@ -212,51 +210,51 @@ def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> 
         }
 
 
-def _config(prepared: Prepared, candidate: Candidate) -> HasherConfig:
+def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
     command = prepared.command
-    trained = record_of(command, candidate, len(prepared.contexts), prepared.device) if candidate.trained else {}
+    trained = record_of(command, recipe, len(prepared.contexts), prepared.device) if recipe.trained else {}
     revision = getattr(prepared.model_config, "_commit_hash", None)
-    return config_of(command, candidate, prepared.shape, trained, revision)
+    return config_of(command, recipe, prepared.shape, trained, revision)
 
 
 def config_of(
     command: TrainCommand,
-    candidate: Candidate,
+    recipe: Recipe,
     shape: ModelShape,
     trained: dict[str, Any],
     revision: str | None = None,
 ) -> HasherConfig:
-    """Return the config of a candidate's hasher.
+    """Return the config of a recipe's hasher.
 
     Args:
-        trained: what it was trained with (`record_of`); revision: of the base model, if known.
+        trained: its training settings (`record_of`); revision: of the base model, if known.
     """
     return HasherConfig(
-        variant=candidate.variant,
+        variant=recipe.variant,
         shape=shape,
-        bits=candidate.bits or command.bits,
+        bits=recipe.bits or command.bits,
         planes=command.planes or 0,
-        hidden=width_of(candidate, shape),
-        init=candidate.init,
-        residual=candidate.residual,
-        estimator=candidate.estimator,
-        gamma=candidate.gamma,
+        hidden=width_of(recipe, shape),
+        init=recipe.init,
+        residual=recipe.residual,
+        estimator=recipe.estimator,
+        gamma=recipe.gamma,
         training=trained,
         base_model=base_model(command.model),
         base_revision=revision,
     )
 
 
-def width_of(candidate: Candidate, shape: ModelShape) -> int:
-    """Return the hidden width of a candidate's hash functions: its own, or what its variant needs."""
-    return candidate.hidden or (max(128, 2 * shape.head_dim) if candidate.variant == "paper" else 128)
+def width_of(recipe: Recipe, shape: ModelShape) -> int:
+    """Return the hidden width of a recipe's hash functions: its own, or the variant's default."""
+    return recipe.hidden or (max(128, 2 * shape.head_dim) if recipe.variant == "paper" else 128)
 
 
-def record_of(command: TrainCommand, candidate: Candidate, contexts: int, device: str) -> dict[str, Any]:
-    """Say what a hasher is trained with, to be read beside its weights."""
-    facts = asdict(training_of(command, candidate, device))
-    del facts["chunk"]  # changes no sum
-    return {**facts, "context": command.context, "contexts": contexts}
+def record_of(command: TrainCommand, recipe: Recipe, contexts: int, device: str) -> dict[str, Any]:
+    """Return a hasher's training settings, to be stored with its weights."""
+    settings = asdict(training_of(command, recipe, device))
+    del settings["chunk"]  # does not change the result
+    return {**settings, "context": command.context, "contexts": contexts}
 
 
 def _found(layers: list[LayerResult], dense: Collection[int]) -> dict[str, Any]:
@@ -267,7 +265,7 @@ def _found(layers: list[LayerResult], dense: Collection[int]) -> dict[str, Any]:
     return {**found, "failing": bad, **summarise([layer.quality for layer in layers], dense)}
 
 
-def _facts(command: TrainCommand, shape: ModelShape, contexts: int, held_out: int) -> dict[str, Any]:
+def _settings(command: TrainCommand, shape: ModelShape, contexts: int, held_out: int) -> dict[str, Any]:
     corpus = (
         ", ".join(p.name if p.exists() else str(p) for p in command.text) or "this machine's Python standard library"
     )
@@ -278,9 +276,9 @@ def _facts(command: TrainCommand, shape: ModelShape, contexts: int, held_out: in
         "corpus": corpus,
         "contexts": contexts,
         "held_out": held_out,
-        **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_FACTS},
+        **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_IN_METRICS},
         "dense_layers": command.dense_layers or 0,
         "sink": SINK,
         "recent": RECENT,
-        "learning_rates": {c.name: command.learning_rate or c.learning_rate for c in command.candidates if c.trained},
+        "learning_rates": {c.name: command.learning_rate or c.learning_rate for c in command.recipes if c.trained},
     }

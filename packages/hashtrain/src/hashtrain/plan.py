@@ -1,4 +1,4 @@
-"""What one `hashtrain` run will do: its settings, checked before anything is written."""
+"""The settings of one `hashtrain` run, checked before anything is written."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hashtrain.candidates import ABLATIONS, ALL, CANDIDATES, EXACT, Candidate
 from hashtrain.config import MAX_DIGITS
 from hashtrain.demo import demo_model_path
-from hashtrain.recipe import Recipe
+from hashtrain.overrides import Overrides
+from hashtrain.recipes import ABLATIONS, ALL, EXACT, RECIPES, Recipe
 from hashtrain.usage import UsageError, require_counts, require_seed
 
 __all__ = [
     "ABLATIONS",
     "ALL",
-    "CANDIDATES",
     "DEMO",
     "DIGITS",
     "EXACT",
     "PAPER",
-    "Candidate",
+    "RECIPES",
+    "Recipe",
     "TrainCommand",
     "base_model",
     "model_path",
@@ -29,90 +29,91 @@ __all__ = [
 ]
 
 DEMO = "demo"
-"""What `--model` calls the model that ships inside."""
+"""The `--model` name of the model that ships with hashtrain."""
 
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
 """The paper's schedule, where it differs from the demo's; the optimiser is the same (`hashtrain.trainer`)."""
 DIGITS = 5
-"""The most bits of one dimension: best on the demo model and on SmolLM2, English and Python (docs/log.md)."""
+"""Most bits per dimension: best on the demo model and on SmolLM2, English and Python (docs/log.md)."""
 
 
 def require_device_name(device: str) -> None:
-    """Raise UsageError if --device is no name that `hashtrain.distribute.device_for` knows."""
+    """Raise UsageError if --device is not a name that `hashtrain.distribute.device_for` accepts."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {device}")
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run reads, makes and writes; `Recipe` has the flags that change how its hashers are trained."""
+    """What a run reads, trains and writes; the flags of `Overrides` change how its hashers are trained."""
 
     model: str = DEMO
-    """A folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
+    """Folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
     text: tuple[Path, ...] = ()
-    """What to train on: text files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME (README); without any, this
-    machine's own Python sources."""
+    """Training text: text files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME (README). Default: the Python
+    sources on this machine."""
     held_out_text: tuple[Path, ...] = ()
-    """What to judge on, of the same kinds; without any, a fifth of --text."""
+    """Held-out text, of the same kinds. Default: a fifth of --text."""
     out: Path = Path("runs/demo")
-    """Where the hashers, the figure and the metrics go."""
-    only: tuple[str, ...] = tuple(c.name for c in CANDIDATES)
-    """Which hashers to make; `all` adds the ablations."""
+    """Folder for the hashers, the figures and the metrics."""
+    only: tuple[str, ...] = tuple(c.name for c in RECIPES)
+    """Hashers to train; `all` adds the ablations."""
     bits: int = 128
-    """Code length."""
+    """Code length in bits."""
     planes: int | None = None
-    """Bit planes of the query side, 1 to 8; without it, each hasher's own."""
+    """Bit planes of queries, 1 to 8. Default: each hasher's own."""
     digits: int = DIGITS
-    """The most bits that `transform` gives one dimension of a head as it starts, 1 to 8. A query's planes cannot weigh
-    many more digits than these."""
+    """Most bits that the start of `transform` gives one dimension of a head, 1 to 8. More digits than a query has
+    planes are of little use."""
     fraction: float = 0.02
-    """The budget that is trained and judged: share of each row's visible tokens, those always read included."""
+    """The budget for training and evaluation: a share of each row's visible tokens, sink and recent tokens included."""
     context: int = 4096
-    """Tokens a context."""
+    """Tokens per context."""
     contexts: int = 40
     """Training contexts."""
     held_out: int = 24
-    """Held-out contexts, never trained on."""
+    """Held-out contexts."""
     held_out_rows: int = 64
-    """Rows judged in each held-out context, drawn from its last three quarters."""
+    """Rows evaluated per held-out context, drawn from its last three quarters."""
     steps: int = 800
-    """Optimiser steps a layer and hasher."""
+    """Optimiser steps per layer and hasher."""
     dense_layers: int | None = None
-    """First layers that stay dense when deployed, left out of the means, trained all the same; without it, those whose
-    measured cost is too high, if any."""
+    """Number of first layers that stay dense in deployment; they are trained but left out of the means. Default:
+    layers whose measured cost is too high, if any."""
     rows: int = 64
-    """Query rows a step."""
+    """Query rows per step."""
     learning_rate: float | None = None
-    """The highest learning rate, of every hasher; without it, each hasher's own, tuned on the demo model."""
+    """Peak learning rate of every hasher. Default: each hasher's own, tuned on the demo model."""
     warmup: float = 0.02
-    """Share of the steps with a rising learning rate; after it, cosine to zero."""
+    """Share of the steps during which the learning rate rises; after it, cosine decay to zero."""
     device: str = "auto"
-    """Where to capture and train: cpu, cuda, cuda:N, or auto: CUDA if there is one."""
+    """Device for capture and training: cpu, cuda, cuda:N, or auto (CUDA if available)."""
     spread: Literal["layers", "data"] = "layers"
-    """What torchrun's processes share: the layers (the same bits as one process), or the rows of each step."""
+    """What torchrun's processes share: the layers (same result as one process), or the rows of each step."""
     workers: int = 0
-    """Processes that train, each a layer at a time; 0 is one per core, up to 6, or one on CUDA. The hashers do not
-    depend on it."""
+    """Worker processes, each training one layer at a time; 0: one per core, up to 6, or one on CUDA. Does not change
+    the result."""
     checkpoint_seconds: float = 30.0
-    """Seconds between two checkpoints of a layer: the most work that a kill can cost; 0 is after every step."""
+    """Seconds between checkpoints of a layer, the most work that a kill can lose; 0: a checkpoint after every step."""
     backbone_memory: float | None = None
-    """GB of the model's weights on the device while it runs; its other layers are brought in one at a time (extra
-    `hashtrain[offload]`). Without it the whole model must fit."""
+    """GB of model weights kept on the device; the other layers are loaded one at a time (extra `hashtrain[offload]`).
+    Default: the whole model."""
     stream: bool = False
-    """Train all layers side by side and run the model for every step, in place of storing its queries and keys: next to
-    no disk, the same hashers. For schedules that use each context once."""
+    """Train all layers in parallel and run the model at every step instead of storing its queries and keys: the same
+    hashers with almost no disk. Meant for schedules that use each context once."""
     tensorboard: bool = False
-    """Write losses and judgements for TensorBoard, too, below --out/tensorboard (extra `hashtrain[tensorboard]`)."""
+    """Also write losses and evaluation results for TensorBoard, below --out/tensorboard (extra
+    `hashtrain[tensorboard]`)."""
     config: Path | None = None
-    """A TOML file of these settings, such as the config.toml that a run stores; the command line wins."""
+    """TOML file of these settings, such as the config.toml that a run stores; the command line overrides it."""
     dry_run: bool = False
-    """Say what would be done, the disk and memory it takes, and about how long; write nothing."""
+    """Print the plan, the disk and memory it needs and an estimate of the time; write nothing."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
-class TrainCommand(Recipe, _Run):
+class TrainCommand(Overrides, _Run):
     """Train every layer's hashers, compare them on held-out text, and store them."""
 
     def __post_init__(self) -> None:
@@ -145,33 +146,33 @@ class TrainCommand(Recipe, _Run):
 
     @classmethod
     def for_model(cls, model: str, **settings: Any) -> TrainCommand:
-        """Make a command with the defaults that suit the model: the demo's own, or `PAPER`.
+        """Return a command with the defaults for this model: the demo's own, or `PAPER`.
 
         Source: paper, section 4: 8,192 samples of 8,192 tokens, batch 1, learning rate 1e-3 to 0, 1 % warm-up.
         """
         return cls(model=model, **({} if model == DEMO else PAPER) | settings)
 
     @property
-    def candidates(self) -> list[Candidate]:
-        """The hashers to make, in table order, as the flags of `Recipe` change them."""
+    def recipes(self) -> list[Recipe]:
+        """The recipes to train, in table order, with the flags of `Overrides` applied."""
         return [self.applied(c) for c in ALL if c.name in self.only or "all" in self.only]
 
     @property
     def model_path(self) -> str:
-        """What `from_pretrained` is given."""
+        """The argument of `from_pretrained`."""
         return model_path(self.model)
 
     @property
     def first_row(self) -> int:
-        """Rows before this one are not judged (1,024 of 4,096)."""
+        """Rows before this one are not evaluated (1,024 of 4,096)."""
         return self.context // 4
 
 
 def model_path(name: str) -> str:
-    """Return what `from_pretrained` is given for a --model: the folder of `demo`, any other name as it is."""
+    """Return the argument of `from_pretrained` for a --model: the folder of `demo`, or the name itself."""
     return str(demo_model_path()) if name == DEMO else name
 
 
 def base_model(name: str) -> str:
-    """Name the base model in an artefact: a hub id whole, a local folder without its path."""
+    """Name the base model in an artefact: a full hub id, or a local folder without its path."""
     return "hashtrain demo" if name == DEMO else Path(name).name if Path(name).is_dir() else name

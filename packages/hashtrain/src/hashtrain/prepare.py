@@ -1,4 +1,4 @@
-"""What a run will work on, looked at before anything is written: the model, the texts, the disk they need."""
+"""Check a run's inputs before anything is written: the model, the texts, the disk space."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hashtrain.distribute import ALONE, Ranks, device_for
 from hashtrain.manifest import identity, weights_hash
 from hashtrain.models import require_vocabulary
 from hashtrain.plan import TrainCommand
-from hashtrain.reads import Reads, judged_reads, training_reads
+from hashtrain.reads import Reads, training_reads, validation_reads
 from hashtrain.remainder import MAX_CONTEXTS
 from hashtrain.shares import room_for
 from hashtrain.sources import Source, loaded
@@ -26,39 +26,39 @@ from hashtrain.texts import read_texts, require_apart
 
 @dataclass(frozen=True)
 class Prepared:
-    """A command whose input can be used."""
+    """A command with checked inputs."""
 
     command: TrainCommand
     model_config: Any
     shape: ModelShape
     train: Source
-    held: Source
+    validation: Source
     disk: int
-    """Bytes that captures will still take."""
+    """Bytes that the missing captures will take."""
     device: str
     ranks: Ranks
     contexts: list[Tensor]
-    """To train on: those of `train`, which has no more than the remainder is fitted on if the others are streamed."""
+    """Training contexts. `train` holds all of them, or, with --stream, only those that the remainder is fitted on."""
     identities: list[dict[str, Any]]
-    """Of all contexts to train on, and of those held out: what decides the bits."""
+    """Identities of all training and held-out contexts; they decide the result."""
     reads: Reads
-    """What training reads of all contexts."""
+    """What training reads of each context."""
 
     @property
     def sources(self) -> list[Source]:
-        """Both."""
-        return [self.train, self.held]
+        """The training and the held-out source."""
+        return [self.train, self.validation]
 
 
 def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
-    """Load the model and the texts, and look at what an earlier run has left; nothing is written.
+    """Load the model and the texts, and check what an earlier run has left; nothing is written.
 
-    Raises: ValueError or OSError with one sentence if the command cannot be done.
+    Raises: ValueError or OSError with one sentence if the command cannot be run.
     """
     _check_spread(command, ranks)
     device = str(device_for(command.device, ranks.local))
     if device.startswith("cuda"):
-        require_compiler()  # the kernels are needed after hours of training, too
+        require_compiler()  # the kernels are also needed after hours of training
     model, tokenizer = loaded(command.model_path, device, command.backbone_memory)
     shape = ModelShape.of(model.config)
     _check_model(command, model.config, shape)
@@ -75,15 +75,15 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
         texts["train"] = every[:MAX_CONTEXTS]
     shared = command.spread == "data" and ranks.world > 1
     reads = training_reads(command, shape, len(every), MAX_CONTEXTS, shared)
-    both = {"train": reads, "held": judged_reads(command, shape, len(texts["held"]))}
-    train, held = (
+    both = {"train": reads, "held": validation_reads(command, shape, len(texts["held"]))}
+    train, validation = (
         Source(name, command.out / ".work" / name, ids, of(ids) | both[name].identity(len(ids)), both[name])
         for name, ids in texts.items()
     )
-    disk = sum(source.reads.bytes(source.lacking) for source in (train, held))
+    disk = sum(source.reads.bytes(source.lacking) for source in (train, validation))
     require_disk(command.out, disk, "" if command.stream else ", or --stream")
-    ranks.wait()  # before the first may write what the others look at
-    return Prepared(command, model.config, shape, train, held, disk, device, ranks, every, identities, reads)
+    ranks.barrier()  # rank 0 must not write while others still check
+    return Prepared(command, model.config, shape, train, validation, disk, device, ranks, every, identities, reads)
 
 
 def _check_spread(command: TrainCommand, ranks: Ranks) -> None:
@@ -96,7 +96,7 @@ def _check_spread(command: TrainCommand, ranks: Ranks) -> None:
 
 
 def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
-    """Refuse what this version cannot train, or would train wrongly."""
+    """Reject models that this version cannot train, or would train wrongly."""
     config = config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None)
     if longest and command.context > longest:
@@ -105,14 +105,14 @@ def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise ValueError(f"a model with full attention in every layer is needed, got {', '.join(sorted(kinds))}")
+        raise ValueError(f"expected a model with full attention in every layer, got {', '.join(sorted(kinds))}")
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     if window and not getattr(config, "layer_types", None):
         raise ValueError(
-            f"a model with full attention is needed, got {config.model_type}, whose tokens see {window} others"
+            f"expected a model with full attention, got {config.model_type}, whose tokens see {window} others"
         )
     if getattr(config, "attn_logit_softcapping", None):
-        raise ValueError(f"a model with plain attention logits is needed, got {config.model_type}, which caps them")
+        raise ValueError(f"expected a model with plain attention logits, got {config.model_type}, which caps them")
 
 
 def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Tensor], list[Tensor]]:
@@ -120,13 +120,14 @@ def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[l
     room = room_for(command.context * (command.contexts + command.held_out))
     train = read_texts(list(command.text), most, room, command.seed) if command.text else python_sources()
     if command.held_out_text:
-        held = read_texts(list(command.held_out_text), most, room_for(command.context * command.held_out), command.seed)
+        room = room_for(command.context * command.held_out)
+        validation = read_texts(list(command.held_out_text), most, room, command.seed)
     elif command.text:
-        train, held = split(train)
+        train, validation = split(train)
     else:
-        held = held_out_sources()
-    require_apart(train, held)
+        validation = held_out_sources()
+    require_apart(train, validation)
     return (
         contexts(train, tokenizer, command.context, command.contexts, command.seed),
-        contexts(held, tokenizer, command.context, command.held_out, command.seed),
+        contexts(validation, tokenizer, command.context, command.held_out, command.seed),
     )

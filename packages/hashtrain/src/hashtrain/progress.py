@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, a line per interval elsewhere."""
+"""Progress: a bar on a terminal, periodic lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTERVAL = 30.0  # seconds between lines
 
 @contextlib.contextmanager
 def tracking(console: Console, total: int) -> Iterator[Advance]:
-    """Yield `advance(description, steps)`, to be called as steps of `total` are done."""
+    """Yield `advance(description, steps)`, to be called as the `total` steps are done."""
     if console.is_terminal:
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
@@ -39,10 +39,10 @@ def tracking(console: Console, total: int) -> Iterator[Advance]:
 
 
 def live(path: Path, advance: Advance, board: Callable[[dict[str, Any]], None] | None = None) -> Callable[..., None]:
-    """Return a report for `hashtrain.job.make`: progress goes to `advance`, lines of JSON to the end of `path`.
+    """Return a report function for `hashtrain.job.make`: progress goes to `advance`, JSON lines are appended to `path`.
 
     Args:
-        board: gets each line as well.
+        board: receives each line as well.
     """
 
     def report(description: str, steps: int, line: dict[str, Any] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Which queries a run reads of its captures: known before any is made, so that no others need be stored.
+"""Which queries of its captures a run reads. This is known before capturing, so no others are stored.
 
-A training step reads all keys of a context and the queries of some 64 rows. The rows follow from the seed and the
-schedule (`hashtrain.rows`), so the first contexts, which starts and calibration read, are stored whole, and of every
-other context the keys and the rows of its steps: 4.8 TB in place of 26 for Llama-3-8B in the paper's schedule.
+A training step reads all keys of a context and the queries of about 64 rows. The rows follow from the seed and the
+schedule (`hashtrain.rows`). The first contexts, which starts and calibration read, are stored whole; of every other
+context, only the keys and the rows of its steps: 4.8 TB instead of 26 for Llama-3-8B with the paper's schedule.
 """
 
 # Some methods of torch have no types.
@@ -22,8 +22,8 @@ from torch import Tensor
 from hashtrain.capture import context_bytes
 from hashtrain.captured import EVERYTHING, Kept
 from hashtrain.config import ModelShape
+from hashtrain.evaluate import rows_of_contexts
 from hashtrain.job import training_of
-from hashtrain.judge import rows_of_contexts
 from hashtrain.layers import BY_VARIANT
 from hashtrain.plan import TrainCommand
 from hashtrain.rows import rows_of_steps
@@ -40,22 +40,22 @@ class Reads:
     tokens: int
     contexts: int
     whole: int
-    """The first contexts, of which all is stored."""
+    """Number of first contexts that are stored whole."""
     steps: int
     rows: int
-    """Rows drawn in each step, at most."""
-    facts: dict[str, Any]
-    """What the rows follow from, as JSON: part of the identity of a capture without the other queries."""
+    """Most rows drawn in one step."""
+    settings: dict[str, Any]
+    """Settings that decide the rows, as JSON: part of the identity of a capture that lacks other queries."""
     draw: Callable[[], list[Tensor]]
     """Returns for each layer the rows of each step, int32 [steps, rows]."""
 
     @property
     def all_queries(self) -> bool:
-        """Whether so many rows are read that all are stored, which serves other schedules, too."""
+        """Whether so many rows are read that all are stored; such a capture also serves other schedules."""
         return 2 * self._drawn > self.tokens
 
     def kept(self, context: int) -> Kept:
-        """Say what is stored of a context."""
+        """Return what is stored of a context."""
         if context < self.whole:
             return EVERYTHING
         if self.all_queries:
@@ -63,17 +63,17 @@ class Reads:
         return Kept(tuple(rows[context :: self.contexts].unique() for rows in self._by_layer), values=False)
 
     def at_step(self, step: int) -> Kept:
-        """Say what one step reads."""
+        """Return what one step reads."""
         return Kept(tuple(rows[step].unique() for rows in self._by_layer), values=False)
 
     def identity(self, contexts: int) -> dict[str, Any]:
-        """Return what tells a capture of the first so many contexts from one of everything."""
+        """Return the fields that distinguish a capture of the first `contexts` contexts from a complete one."""
         if contexts <= self.whole:
             return {}
-        return {"whole": self.whole, "queries": "all" if self.all_queries else self.facts}
+        return {"whole": self.whole, "queries": "all" if self.all_queries else self.settings}
 
     def bytes(self, contexts: Sequence[int]) -> int:
-        """Return the bytes that captures of these contexts take, at most: a row drawn twice is stored once."""
+        """Return an upper bound of the bytes that captures of these contexts take: rows drawn twice are stored once."""
         whole = sum(context < self.whole for context in contexts)
         rows = None if self.all_queries else self._drawn
         few = context_bytes(self.shape, self.tokens, _DTYPE, rows, values=False)
@@ -81,7 +81,7 @@ class Reads:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes that a step reads in all layers together, at most."""
+        """Most bytes that a step reads in all layers together."""
         return context_bytes(self.shape, self.tokens, _DTYPE, self.rows, values=False)
 
     @property
@@ -94,26 +94,26 @@ class Reads:
 
 
 def training_reads(command: TrainCommand, shape: ModelShape, contexts: int, whole: int, shared: bool) -> Reads:
-    """Say what the training of all of a command's hashers reads.
+    """Return what training all hashers of a command reads.
 
     Args:
-        contexts: to train on; whole: the first of them, which starts, repairs and calibration read.
+        contexts: number of training contexts; whole: how many of them starts, repairs and calibration read.
         shared: whether processes share the rows of each step.
     """
-    trained = [candidate for candidate in command.candidates if candidate.trained]
+    trained = [recipe for recipe in command.recipes if recipe.trained]
     numbers = ("steps", "rows", "chunk", "max_top", "max_rest", "min_position", "seed")
     schedules: dict[tuple[int, ...], tuple[TrainConfig, set[str]]] = {}
-    for candidate in trained or command.candidates[:1]:
-        config = training_of(command, candidate, "cpu")
+    for recipe in trained or command.recipes[:1]:
+        config = training_of(command, recipe, "cpu")
         _, kinds = schedules.setdefault(tuple(getattr(config, name) for name in numbers), (config, set()))
         if trained:
-            kinds.add(BY_VARIANT[candidate.variant].target_heads)
-    # Heads of the targets, by layer: hashers of one schedule whose targets have as many heads draw the same rows.
+            kinds.add(BY_VARIANT[recipe.variant].target_heads)
+    # Target heads by layer: hashers with the same schedule and the same number of target heads draw the same rows.
     draws = [
         (config, [_heads(shape.at(n), kinds) for n in range(shape.num_layers)]) for config, kinds in schedules.values()
     ]
-    told = [{**{name: getattr(config, name) for name in numbers}, "heads": heads} for config, heads in draws]
-    facts = {**told[0], "shared": shared} if len(told) == 1 else {"draws": told, "shared": shared}
+    drawn = [{**{name: getattr(config, name) for name in numbers}, "heads": heads} for config, heads in draws]
+    settings = {**drawn[0], "shared": shared} if len(drawn) == 1 else {"draws": drawn, "shared": shared}
 
     def draw() -> list[Tensor]:
         return [
@@ -130,19 +130,19 @@ def training_reads(command: TrainCommand, shape: ModelShape, contexts: int, whol
         ]
 
     most = max(sum(len(heads[layer]) for _, heads in draws) for layer in range(shape.num_layers))
-    return Reads(shape, command.context, contexts, whole, command.steps, command.rows * most, facts, draw)
+    return Reads(shape, command.context, contexts, whole, command.steps, command.rows * most, settings, draw)
 
 
 def _heads(shape: ModelShape, kinds: Collection[str]) -> list[int]:
-    """List the numbers of heads that targets of these kinds have in a layer, each once."""
+    """Return the distinct head counts of targets of these kinds in a layer."""
     return sorted({shape.num_kv_heads if kind == "kv" else shape.num_query_heads for kind in kinds})
 
 
-def judged_reads(command: TrainCommand, shape: ModelShape, contexts: int) -> Reads:
-    """Say what judging reads of held-out contexts: the same rows in every layer."""
-    facts = {name: getattr(command, name) for name in ("first_row", "held_out_rows", "seed")}
+def validation_reads(command: TrainCommand, shape: ModelShape, contexts: int) -> Reads:
+    """Return what the evaluation reads of held-out contexts: the same rows in every layer."""
+    settings = {name: getattr(command, name) for name in ("first_row", "held_out_rows", "seed")}
 
     def draw() -> list[Tensor]:
         return [torch.stack([*rows_of_contexts(command, contexts)]).int()] * shape.num_layers
 
-    return Reads(shape, command.context, contexts, 0, contexts, command.held_out_rows, facts, draw)
+    return Reads(shape, command.context, contexts, 0, contexts, command.held_out_rows, settings, draw)

@@ -1,9 +1,9 @@
-"""The remainder: what the tokens that were not selected would have added, as one token (docs/algorithm.md, eq. 15, 16).
+"""The remainder: the contribution of the unselected tokens, added back as one token (docs/algorithm.md, eq. 15, 16).
 
-A selection drops a tenth to a half of the softmax, in some layers three quarters. Were keys normally distributed and
-values linear in them, the value of all that is dropped would be the mean value plus the covariance of values and keys
-times the query: linear attention. A cache can keep both. The weight is predicted from the selected logits and the logit
-of the mean key. Six numbers per query head, fitted here in closed form on captured rows.
+A selection drops a tenth to a half of the softmax, in some layers three quarters. If keys were normally distributed and
+values linear in them, the value of the dropped tokens would be the mean value plus the covariance of values and keys
+times the query, as in linear attention; a cache can maintain both. The weight is predicted from the selected logits and
+the logit of the mean key. Each query head has six coefficients, fitted here in closed form on captured rows.
 """
 
 # Some methods of torch have no types.
@@ -23,12 +23,12 @@ from hashtrain.metrics import best, reading
 from hashtrain.target import always_read, top_count
 
 FRACTIONS = (0.005, 0.01, 0.02, 0.05)
-"""Budgets of the rows that the fit sees: what is fitted holds between them."""
+"""Budgets of the rows used in the fit; it holds between them."""
 MAX_CONTEXTS, _ROWS, _FIRST_ROW = 32, 32, 64
 
 
 class Evidence(NamedTuple):
-    """What sparse attention knows of each row and query head after it has attended: tensors that broadcast."""
+    """Per-row, per-query-head statistics that sparse attention has after attending: tensors that broadcast."""
 
     mean: Tensor
     """Mean logit of the selected tokens."""
@@ -37,19 +37,19 @@ class Evidence(NamedTuple):
     mean_key: Tensor
     """Logit of the mean of all visible keys: scaling q . mean(k)."""
     visible: Tensor
-    """Tokens the row sees."""
+    """Number of visible tokens."""
     selected: Tensor
-    """Tokens it selected."""
+    """Number of selected tokens."""
 
 
 def log_weight(coefficients: Tensor, e: Evidence) -> Tensor:
-    """Estimate the log of the summed exp(logit) of all tokens that a row sees and did not select.
+    """Estimate the log of the summed exp(logit) of a row's visible but unselected tokens.
 
     Args:
         coefficients: the first five of `LayerHasher.remainder`, [..., 5], broadcast against the evidence.
         e: see `Evidence`; every row has selected at least one token.
-    Returns: float32; -inf for rows that selected all they see. An unselected token is never taken to weigh more than
-        the mean selected one.
+    Returns: float32; -inf for rows that selected everything visible. An unselected token never weighs more than the
+        mean selected one.
     Source: docs/algorithm.md, eq. 15.
     """
     selected = e.selected.float()
@@ -58,11 +58,11 @@ def log_weight(coefficients: Tensor, e: Evidence) -> Tensor:
 
 
 def linear_values(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slopes: Tensor) -> Tensor:
-    """Estimate the value of what each row leaves out: mean v + slope cov(v, k) q, over the tokens that the row sees.
+    """Estimate the value of what each row leaves out: mean v + slope cov(v, k) q, over the visible tokens.
 
     Args:
         q: queries of the rows, [B, Hq, R, D]; k: [B, Hkv, T, D]; v: [B, Hkv, T, Dv]; positions: int64 [R].
-        slopes: of each query head, times the factor on the logits: [Hq].
+        slopes: one per query head, multiplied by the attention scaling: [Hq].
     Returns: float32 [B, Hq, R, Dv]. Source: docs/algorithm.md, eq. 16.
     """
     hkv, t = k.shape[1], k.shape[2]
@@ -76,7 +76,7 @@ def linear_values(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slopes: Te
 
 
 def add_remainder(out: Tensor, lse: Tensor, value: Tensor, log_weight: Tensor) -> Tensor:
-    """Add the remainder to softmax attention over a selection, as one more token of that value and weight.
+    """Add the remainder to softmax attention over a selection, as one more token with that value and weight.
 
     Args:
         out: attention over the selection, [..., D]; value: `linear_values`, broadcast against it.
@@ -89,10 +89,10 @@ def add_remainder(out: Tensor, lse: Tensor, value: Tensor, log_weight: Tensor) -
 
 @torch.no_grad()
 def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> None:
-    """Fit `hasher.remainder` on captured queries, keys and values: in each query head first the weight, then the slope.
+    """Fit `hasher.remainder` on captured queries, keys and values: for each query head the weight, then the slope.
 
-    Both are weighted least squares. For the weight a row counts by what its estimate can change: share (1 - share), the
-    slope of the remainder's share in the softmax; for the slope, rows count alike whatever the size of their output.
+    Both are weighted least squares. For the weight, rows count by how much the estimate matters: share (1 - share), the
+    derivative of the remainder's softmax share. For the slope, all rows count alike, whatever the norm of their output.
     """
     samples = list(_samples(hasher, layer, data, seed))
     hasher.remainder[:, :-1] = _fit_weight(samples)
@@ -100,7 +100,7 @@ def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> 
 
 
 class _Rows(NamedTuple):
-    """Some rows of a context at one budget, all [Hkv, G, R] or with a last dimension."""
+    """Rows of a context at one budget, all [Hkv, G, R] or with one more dimension."""
 
     evidence: Evidence
     exact: Tensor
@@ -112,7 +112,7 @@ class _Rows(NamedTuple):
     mean: Tensor
     """Mean value."""
     tilt: Tensor
-    """What a slope of 1 adds to it."""
+    """The term that a slope of 1 adds to it."""
 
 
 def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Iterator[_Rows]:
@@ -143,10 +143,10 @@ def _fit_weight(samples: Sequence[_Rows]) -> Tensor:
         logs.append((exact - (e.visible - e.selected).log()).flatten(0, 1))
         weights.append((share * (1 - share)).flatten(0, 1))
     x, y, w = (torch.cat(found, dim=1).double().cpu() for found in (features, logs, weights))
-    known = y.isfinite()  # not where nothing was left unselected
+    known = y.isfinite()  # false where every visible token was selected
     root = torch.where(known, w, 0.0).sqrt()[..., None]
     y = torch.where(known, y, 0.0)[..., None]
-    # gelsd: the columns may depend on each other, as when every context is short or every count is 1.
+    # gelsd allows dependent columns, as when every context is short or every count is 1.
     return cast(Tensor, torch.linalg.lstsq(x * root, y * root, driver="gelsd").solution)[..., 0]
 
 
@@ -167,13 +167,13 @@ def _fit_slope(hasher: LayerHasher, samples: Sequence[_Rows]) -> Tensor:
 def measure(
     hasher: LayerHasher, q: Tensor, k: Tensor, positions: Tensor, scaling: float, fractions: Sequence[float]
 ) -> Iterator[tuple[Evidence, Tensor, Tensor, Tensor]]:
-    """Select for some rows and look at all of their logits.
+    """Select tokens for the given rows and compute all of their logits.
 
     Args:
         q: queries of the rows, [1, Hq, R, D]; k: all keys, [1, Hkv, T, D]; positions: int64 [R].
         fractions: budgets, of each row's visible tokens (eq. 7).
     Yields: for each fraction the evidence, each [Hkv, G, R] or broadcast to it; the exact `log_weight`; the logits
-        [Hkv, G, R, T], -inf where a row does not see; and which tokens it reads, bool [Hkv, 1, R, T].
+        [Hkv, G, R, T], -inf at invisible tokens; and the tokens read, bool [Hkv, 1, R, T].
     """
     hkv, t = k.shape[1], k.shape[2]
     scores = hasher.scores(q, k)[0]
@@ -193,7 +193,7 @@ def measure(
 def tokens_read(
     hasher: LayerHasher, q: Tensor, k: Tensor, positions: Tensor, fraction: float, scores: Tensor | None = None
 ) -> Tensor:
-    """Say which tokens some rows read: those that are always read and the best of the others, bool [Hkv, R, T].
+    """Return the tokens that the rows read, those always read and the best of the others: bool [Hkv, R, T].
 
     Args:
         q: queries of the rows, [1, Hq, R, D]; k: all keys, [1, Hkv, T, D]; positions: int64 [R].
@@ -210,11 +210,11 @@ def tokens_read(
 
 
 def evidence(logits: Tensor, taken: Tensor, mean_key: Tensor, visible: Tensor) -> Evidence:
-    """Gather what attention over the tokens `taken` knows of each row.
+    """Compute the statistics of attention over the tokens `taken`.
 
     Args:
-        logits: [..., R, T], -inf where a row does not see; taken: bool, broadcast against them.
-        mean_key: logit of the mean key, [..., R]; visible: tokens each row sees, [R].
+        logits: [..., R, T], -inf at invisible tokens; taken: bool, broadcast against them.
+        mean_key: logit of the mean key, [..., R]; visible: number of visible tokens per row, [R].
     """
     read = taken.sum(-1)
     mean = logits.masked_fill(~taken, 0).sum(-1) / read
@@ -222,7 +222,7 @@ def evidence(logits: Tensor, taken: Tensor, mean_key: Tensor, visible: Tensor) -
 
 
 def share_errors(hasher: LayerHasher, e: Evidence, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the remainder's exact share of the softmax and the estimate's error of it, each [Hkv, G, R]."""
+    """Return the remainder's exact share of the softmax and the error of its estimate, each [Hkv, G, R]."""
     coefficients = cast(Tensor, hasher.remainder.unflatten(0, (exact.shape[0], -1)))[:, :, None, :-1]
     share = torch.sigmoid(exact - e.lse)
     return share, torch.sigmoid(log_weight(coefficients, e) - e.lse) - share

@@ -1,4 +1,4 @@
-"""Heads of `transform` that training made worse, or that fail: each gets the functions that measure best."""
+"""Repair heads of `transform` that training made worse, or that fail: each gets the functions that measure best."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from hashtrain.captured import Capture
 from hashtrain.config import HasherConfig
+from hashtrain.evaluate import fails
 from hashtrain.hasher import make_layer
-from hashtrain.judge import fails
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.transform import Transform
 from hashtrain.metrics import hash_quality
 
 OTHER_DIGITS = (4, 6, 8, 3)
-"""Limits of digits whose starts are tried for heads that fail."""
+"""Digit limits of the starts that are tried for failing heads."""
 _CONTEXTS, _ROWS, _AT_ONCE = 4, 256, 32
 
 
@@ -31,16 +31,16 @@ def repair(
     fraction: float,
     keys_trained: dict[str, Tensor] | None = None,
 ) -> dict[int, str]:
-    """Give each KV head of a layer the best of its trained functions and of untrained starts, in place.
+    """Replace each KV head's functions, in place, if the keys-only weights or an untrained start measure better.
 
-    The weights after the steps that trained keys alone and a start of `digits` are compared for every head, starts of
-    `OTHER_DIGITS` for heads that fail (`hashtrain.judge.fails`). What counts on rows of the training contexts: not to
-    fail, then the mean attention mass.
+    Every head is compared with the weights after the keys-only steps and a start of `digits`; failing heads
+    (`hashtrain.evaluate.fails`) also with starts of `OTHER_DIGITS`. Measured on rows of the training contexts, a head
+    that does not fail wins over one that does, then the higher mean attention mass wins.
 
     Args:
         config, seed: what the layer was made from (`hashtrain.hasher.make_layer`).
         keys_trained: `hashtrain.trainer.Training.keys_trained`.
-    Returns: what heads got, by head; the others kept theirs. Variants other than `transform` keep all.
+    Returns: for each replaced head, what it got. Variants other than `transform` keep all heads.
     """
     if not isinstance(hasher, Transform):
         return {}

@@ -1,4 +1,4 @@
-"""What a run shows: the table on the terminal, the figure, and each hasher's card."""
+"""A run's report: the table on the terminal, the figures, and each hasher's card."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # files only: a run must not need a screen
+matplotlib.use("Agg")  # files only: no display needed
 import matplotlib.pyplot as plt
 from rich.table import Table
 
@@ -26,7 +26,7 @@ def quality_table(metrics: Metrics, heads: str) -> Table:
     labels = [f"{n} (dense)" if n < metrics["dense_layers"] else str(n) for n in range(metrics["layers"])]
     cells = {name: [*map(_pair, of["layers"]), _pair(of["mean"])] for name, of in found.items()}
     table = Table(title=f"IoU / attention mass / its 5th percentile, worst head; held out, {HEADS[heads]}")
-    if len(found) > _COLUMNS:  # as many columns do not fit a terminal: the means alone
+    if len(found) > _COLUMNS:  # too many columns for a terminal: show only the means
         for title in ("hasher", "mean of the sparse layers"):
             table.add_column(title)
         for name, line in cells.items():
@@ -47,7 +47,7 @@ def _pair(quality: dict[str, float]) -> str:
 
 
 def _style(number: int) -> dict[str, Any]:
-    """Tell up to forty curves apart: ten colours, solid, dashed, dotted, dash-dotted."""
+    """Distinguish up to forty curves: ten colours, solid, dashed, dotted, dash-dotted."""
     return {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
 
 
@@ -69,28 +69,28 @@ def draw(metrics: Metrics, path: Path) -> None:
 
 
 def worst_lines(metrics: Metrics) -> list[str]:
-    """Say of each hasher how bad its worst rows are, which heads fail, and which layers are to stay dense."""
+    """Summarise for each hasher how bad its worst rows are, which heads fail, and which layers should stay dense."""
     lines: list[str] = []
     for name, result in metrics["hashers"].items():
         layers = result["kv_head"]["layers"]
         low, layer = min((found["low"], number) for number, found in enumerate(layers))
         lost = max(share for found in layers for share in found["lost_by_head"])
-        line = f"{name}: of the worst head (layer {layer}) the 5th percentile of the mass is {low:.2f}; "
-        line += f"at most {100 * lost:.2g} % of a head's rows find under half of it"
+        line = f"{name}: in the worst head (layer {layer}) the 5th percentile of the mass is {low:.2f}; "
+        line += f"at most {100 * lost:.2g} % of a head's rows find less than half of it"
         if failed := result["failing"]:
             line += f"; {len(failed)} heads fail: {', '.join(f'{a}.{b}' for a, b in failed[:8])}" + (
                 " ..." if len(failed) > 8 else ""
             )
         if cost := result.get("cost"):
             dense = ", ".join(map(str, cost["dense"])) or "none"
-            line += f"; every layer sparse moves a step by {cost['all']:.3f} nats, layers to keep dense: {dense}"
+            line += f"; with every layer sparse a step moves by {cost['all']:.3f} nats, layers to keep dense: {dense}"
             line += f", without a remainder: {', '.join(map(str, cost['bare'])) or 'none'}"
         lines.append(line)
     return lines
 
 
 def draw_heads(metrics: Metrics, path: Path) -> None:
-    """Draw a heat map of IoU per layer and KV head for each hasher: what training does to each head."""
+    """Draw a heat map of IoU per layer and KV head for each hasher."""
     _draw_by_head(metrics, path, "iou_by_head", "IoU, held out")
 
 
@@ -128,7 +128,7 @@ def _draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
 
 
 def draw_bits(metrics: Metrics, path: Path) -> None:
-    """Draw how the codes use their bits: the share of ones of each, and the correlation of bits by layer."""
+    """Draw how the codes use their bits: the share of ones of each bit, and the correlation of bits by layer."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4), layout="constrained")
     for number, (name, result) in enumerate(metrics["hashers"].items()):
         layers, style = result["bits"]["layers"], _style(number)
@@ -156,7 +156,7 @@ def _smooth(values: list[float], width: int) -> list[float]:
 
 
 def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
-    """Write a hasher's README: what it is for, how it was made, and how well it selects."""
+    """Write a hasher's README: its purpose, its training, and how well it selects."""
     result, shape = metrics["hashers"][name], config.shape
     rows = "\n".join(
         f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {kv['low']:.2f} | {100 * kv['lost']:.2f} % "
@@ -172,9 +172,9 @@ def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
         f"Variant `{config.variant}`, {config.bits} bits, {planes} query plane(s). Base model: "
         f"{shape.num_layers} layers, "
         f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}.\n"
-        f"Made by hashtrain {metrics['version']}: {metrics['steps']} steps a layer, {metrics['contexts']} contexts of "
-        f"{metrics['context']} tokens ({metrics['corpus']}).\n"
-        f"Judged on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "
+        f"Made by hashtrain {metrics['version']}: {metrics['steps']} steps per layer, {metrics['contexts']} contexts "
+        f"of {metrics['context']} tokens ({metrics['corpus']}).\n"
+        f"Evaluated on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "
         f"{metrics['sink']} and the last {metrics['recent']} are always read.\n"
         f"Layers that stay dense: {', '.join(map(str, config.dense_layers)) or 'none'}."
     )
@@ -192,7 +192,7 @@ license: apache-2.0
 |---|---|---|---|---|---|---|---|---|
 {rows}
 
-"Low" is the 5th percentile of the mass over rows, of the layer's worst head; "lost" the share of rows that find less
+"Low" is the 5th percentile of the mass over rows, in the layer's worst head; "lost" is the share of rows that find less
 than half of the mass of an exact selection. "Left out" is the share of the softmax that the selection misses (per query
 head, mean over rows), which the remainder estimates; its error is the root mean square over rows.
 

@@ -1,6 +1,6 @@
-"""The random numbers of a layer's training: drawn on the host whatever the device, so that all devices draw the same.
+"""The random numbers of a layer's training, drawn on the host so that all devices draw the same.
 
-Which rows a step reads is then known before there is anything to read (`rows_of_steps`).
+So it is known in advance which rows a step reads (`rows_of_steps`).
 """
 
 # Some methods of torch have no types.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def generator_of(seed: int, layer: int) -> torch.Generator:
-    """Return what a layer's training draws from."""
+    """Return the random generator of a layer's training."""
     return torch.Generator("cpu").manual_seed(seed * 1_000_003 + layer)
 
 
@@ -28,22 +28,22 @@ def draw_rows(config: TrainConfig, tokens: int, generator: torch.Generator) -> T
 
 
 def draw_tops(size: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw which tokens of target sets are compared: float32 from 0 to 1, on the host."""
+    """Draw which tokens of the targets are compared: float32 from 0 to 1, on the host."""
     return torch.rand(size, generator=generator, device="cpu")
 
 
 def draw_rest(tokens: int, count: int, generator: torch.Generator) -> Tensor:
-    """Draw tokens that are compared with those of the target sets: int64 [count], on the host."""
+    """Draw the tokens to compare with those of the targets: int64 [count], on the host."""
     return torch.randint(tokens, (count,), generator=generator, device="cpu")
 
 
 def rows_of_steps(config: TrainConfig, layer: int, heads: int, tokens: int, shared: bool = False) -> Tensor:
-    """Foresee the query rows that each step of a layer's training draws.
+    """Compute in advance the query rows that each step of a layer's training will draw.
 
     Args:
-        heads: of the target, which pairs are drawn for between one step's rows and the next one's.
+        heads: number of target heads; pairs are drawn for each between the rows of two steps.
         tokens: of every context.
-        shared: whether processes share the rows of a step: then each draws its pairs from a generator of its own.
+        shared: whether processes share the rows of a step; each then draws its pairs from its own generator.
     Returns: int32 [steps, rows].
     """
     generator, found = generator_of(config.seed, layer), torch.empty(config.steps, config.rows, dtype=torch.int32)
@@ -51,5 +51,5 @@ def rows_of_steps(config: TrainConfig, layer: int, heads: int, tokens: int, shar
         found[step] = draw_rows(config, tokens, generator)
         for start in range(0, 0 if shared else config.rows, config.chunk):
             draw_tops((1, heads, min(config.chunk, config.rows - start), config.max_top), generator)
-            draw_rest(tokens, config.max_rest, generator)  # takes as many random bits whatever the bound
+            draw_rest(tokens, config.max_rest, generator)  # uses the same number of random bits for any bound
     return found

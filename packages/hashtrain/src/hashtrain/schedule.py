@@ -1,7 +1,7 @@
-"""What a training would take, from a model's config alone: no weights, no text, nothing written.
+"""The cost of a training, computed from a model's config alone: no weights, no text, nothing written.
 
-`--dry-run` runs a context and some steps of what is there; this counts bytes and operations of what is not, such as the
-paper's schedule for Llama-3-8B on a GPU of another machine.
+`--dry-run` runs one context and a few steps on this machine. This module counts bytes and operations instead, for
+machines that are not at hand, such as a GPU that runs the paper's schedule for Llama-3-8B.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hashtrain.memory import step_bytes, weight_bytes
 from hashtrain.models import count_parameters
 from hashtrain.pipeline import config_of
 from hashtrain.plan import TrainCommand
-from hashtrain.reads import judged_reads, training_reads
+from hashtrain.reads import training_reads, validation_reads
 from hashtrain.remainder import MAX_CONTEXTS
 
 USED = 0.4
-"""Share of a device's arithmetic and bandwidth that a well-filled call gets."""
+"""Share of a device's peak arithmetic and bandwidth that large operations reach."""
 _LAUNCH = 6e-6  # seconds
-_LAUNCHES = 150  # of a training step of one layer
+_LAUNCHES = 150  # per training step of one layer
 
 
 class Device(NamedTuple):
-    """A GPU: bf16 operations and bytes of memory traffic a second, and bytes of memory, as its maker states them."""
+    """A GPU: bf16 operations per second, bytes of memory traffic per second and bytes of memory, per its data sheet."""
 
     flops: float
     bandwidth: float
@@ -48,30 +48,30 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """Bytes and operations of a whole training, and the least hours that they take on one GPU of each kind."""
+    """Bytes and operations of a whole training, and a lower bound of its hours on one GPU of each kind."""
 
     parameters: int
     model_memory: int
     """Bytes of the weights in bfloat16."""
     disk: int
-    """Bytes of all captures, beside a header a file; a row drawn twice is stored once, which is less."""
+    """Bytes of all captures, without file headers; an upper bound, because rows drawn twice are stored once."""
     streamed_disk: int
     """The same with --stream."""
     step_memory: int
-    """Bytes of the largest layer in training; streamed_memory: of all side by side, beside the model (--stream)."""
+    """Bytes to train the largest layer; streamed_memory: all layers in parallel, without the model (--stream)."""
     streamed_memory: int
     traffic: int
     """Bytes read from the captures by all steps."""
     capture_flops: float
     train_flops: float
     waves: int
-    """In how many parts the captures would have to be made and used, for --disk; with --stream a part is a step."""
+    """Number of parts in which the captures must be made and used to fit --disk; with --stream, a part is a step."""
     hours: dict[str, list[float]] = field(default_factory=dict)
-    """By GPU: to capture, to train."""
+    """By GPU: hours of capture and of training."""
 
     def lines(self, command: TrainCommand) -> list[str]:
-        """Say it."""
-        names = ", ".join(candidate.name for candidate in command.candidates)
+        """Format the schedule as lines of text."""
+        names = ", ".join(recipe.name for recipe in command.recipes)
         said = [
             f"hashers              {names}",
             f"schedule             {command.steps} steps of {command.rows} rows, {command.contexts} contexts of "
@@ -91,28 +91,28 @@ class Schedule:
 
 
 def schedule(command: TrainCommand, model_config: Any, disk: float | None = None) -> Schedule:
-    """Count what a command would take for a model of this Hugging Face config.
+    """Compute the cost of a command for a model with this Hugging Face config.
 
     Args:
-        disk: bytes for captures, which says how many waves they need; None: as much as they take.
-    Raises: ValueError if the model has no heads to hash, or `disk` does not even hold what every wave needs.
+        disk: bytes available for captures, which decide the number of waves; None: no limit.
+    Raises: ValueError if the model has no heads to hash, or `disk` is too small for what every wave needs.
     """
     shape = ModelShape.of(model_config)
     reads = training_reads(command, shape, command.contexts, MAX_CONTEXTS, shared=False)
-    held = judged_reads(command, shape, command.held_out).bytes(range(command.held_out))
+    validation = validation_reads(command, shape, command.held_out).bytes(range(command.held_out))
     first = min(MAX_CONTEXTS, command.contexts)
-    always = held + reads.bytes(range(first))  # starts, calibration and judging read these
-    whole = held + reads.bytes(range(command.contexts))
+    always = validation + reads.bytes(range(first))  # read by starts, calibration and evaluation
+    whole = validation + reads.bytes(range(command.contexts))
     steps: list[tuple[int, int]] = []
     train = 0.0
     traffic = 0
-    for candidate in (c for c in command.candidates if c.trained):
-        training = training_of(command, candidate, "cuda")
+    for recipe in (c for c in command.recipes if c.trained):
+        training = training_of(command, recipe, "cuda")
         for layer in range(shape.num_layers):
-            config = config_of(command, candidate, shape, {}).at(layer)
+            config = config_of(command, recipe, shape, {}).at(layer)
             steps.append((step_bytes(config, training, command.context), weight_bytes(config)))
             sizes = [size for name, size in shapes(config).items() if name != "remainder"]
-            weights = sum(_product(size[1:]) for size in sizes)  # of one head
+            weights = sum(_product(size[1:]) for size in sizes)  # per head
             hashed = training.rows * (1 + training.max_top) + training.max_rest
             heads = config.shape.num_query_heads
             logits = 2.0 * training.rows * command.context * config.shape.head_dim * heads
@@ -149,16 +149,16 @@ def schedule(command: TrainCommand, model_config: Any, disk: float | None = None
     )
 
 
-def _waves(rest: int, always: int, disk: float | None) -> int:
-    """Count the parts of `rest` bytes that fit beside what every part needs."""
+def _waves(other: int, always: int, disk: float | None) -> int:
+    """Return the number of waves for `other` bytes, given the bytes that are always on disk."""
     if disk is None:
         return 1
     if disk <= always:
         raise ValueError(
-            f"--disk must be above the {always / 1e9:.2f} GB that are kept all the time, got {disk / 1e9:.2f} GB; "
-            "use --stream with fewer held-out contexts, or shorter ones"
+            f"--disk must be above the {always / 1e9:.2f} GB that are always stored, got {disk / 1e9:.2f} GB; use "
+            "--stream with fewer or shorter held-out contexts"
         )
-    return max(1, -(-rest // int(disk - always)))
+    return max(1, -(-other // int(disk - always)))
 
 
 def _product(size: tuple[int, ...]) -> int:

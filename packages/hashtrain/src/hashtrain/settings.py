@@ -1,4 +1,4 @@
-"""A command's settings as a file: read from TOML into command-line words, and written beside the result."""
+"""A command's settings as a TOML file: read into command-line arguments, and written with the result."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _SWITCHES = {field.name for field in fields(TrainCommand) if isinstance(field.de
 
 
 def with_config(arguments: list[str]) -> list[str]:
-    """Put the settings of `--config FILE` before the words that follow the command's name, which therefore win.
+    """Insert the settings of `--config FILE` after the command's name, before its arguments, which override them.
 
-    Raises: UsageError if the file is missing, not TOML, or sets what the command does not know.
+    Raises: UsageError if the file is missing, not TOML, or has an unknown setting.
     """
     words = [
         word for given in arguments for word in (given.split("=", 1) if given.startswith("--config=") else [given])
@@ -36,7 +36,7 @@ def with_config(arguments: list[str]) -> list[str]:
     path = Path(words[at + 1])
     try:
         found = tomllib.loads(read_text(path, _MAX_BYTES))
-    except (OSError, ValueError, RecursionError) as error:  # a ValueError of another kind for digits by the thousand
+    except (OSError, ValueError, RecursionError) as error:  # thousands of digits raise another ValueError
         raise UsageError(f"--config {path} is not a TOML file that can be read: {sentence(error)}") from error
     return [words[0], *_words(path, found), *words[1:at], *words[at + 2 :]]
 
@@ -49,11 +49,11 @@ def _words(path: Path, found: dict[str, Any]) -> list[str]:
             raise UsageError(f"--config {path} sets {key}, expected one of {', '.join(sorted(known))}")
         name, switch = key.replace("_", "-"), key.replace("-", "_") in _SWITCHES
         if isinstance(value, bool) != switch or not isinstance(value, str | int | float | list):
-            wanted = "true or false" if switch else "a text, a number or a list"
+            wanted = "true or false" if switch else "a string, a number or a list"
             raise UsageError(f"--config {path} sets {key} to {value!r}, expected {wanted}")
         values = value if isinstance(value, list) else [value]
         if any(str(word).startswith("--") or not isinstance(word, str | int | float) for word in values):
-            raise UsageError(f"--config {path} sets {key} to {value!r}, expected texts that are no flags, or numbers")
+            raise UsageError(f"--config {path} sets {key} to {value!r}, expected numbers or strings that are not flags")
         if switch:
             words.append(f"--{name}" if value else f"--no-{name}")
         elif values:
@@ -62,7 +62,7 @@ def _words(path: Path, found: dict[str, Any]) -> list[str]:
 
 
 def as_toml(command: TrainCommand) -> str:
-    """Return the settings in a form that `--config` reads."""
+    """Return the settings as TOML that `--config` reads."""
     lines = []
     for key, value in asdict(command).items():
         if key in _NOT_STORED or value is None:
@@ -75,8 +75,8 @@ def as_toml(command: TrainCommand) -> str:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Say what the run ran on."""
-    import torch  # here: `--config` is read before `--help` is answered
+    """Return the software versions and the hardware of this run."""
+    import torch  # imported here because `--config` is read before `--help` is answered
     import transformers
 
     return {

@@ -1,4 +1,4 @@
-"""Which files are read, and how far, where a reader's texts are larger than what a run can use."""
+"""Which files of a user's texts are read, and how much of each, if there is more text than a run can use."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 LEAST = 1 << 20
-"""Bytes that are read of every file that is read at all, or the whole of a smaller one."""
+"""Fewest bytes read of a file that is read at all; smaller files are read whole."""
 _LEAST_ROOM = 64 << 20
-_BYTES_PER_TOKEN = 8  # English has about 4.3, Python 3.3; some is lost where documents end
+_BYTES_PER_TOKEN = 8  # English has about 4.3, Python 3.3; some text is lost at the ends of documents
 
 
 def room_for(tokens: int) -> int:
-    """Return the bytes of text that give so many tokens, with some to spare: what is worth reading."""
+    """Return how many bytes of text to read to get this many tokens, with a margin."""
     return max(_LEAST_ROOM, _BYTES_PER_TOKEN * tokens)
 
 
 def shares(files: Sequence[Path], room: int | None, seed: int = 0) -> list[tuple[Path, int | None]]:
-    """Say how much of each file is read.
+    """Decide how much of each file to read.
 
-    If all fit into `room` bytes, or there is no bound, all are read whole, in their order. If not, files are drawn, and
-    each is read from its beginning as far as an even share of the room goes, `LEAST` bytes at least, until the room is
-    used: many small files are read whole, a few large ones in part. Only sizes are looked at.
+    If all files fit into `room` bytes, or there is no limit, all are read whole, in their order. Otherwise files are
+    drawn at random, and each is read from its beginning up to an equal share of the room, at least `LEAST` bytes, until
+    the room is used: many small files are read whole, a few large ones in part. Only file sizes are inspected.
 
     Args:
         seed: draws the files.
-    Returns: (file, bytes to read; None for the whole) of those that are read.
+    Returns: (file, bytes to read; None for the whole file) for each file to read.
     """
     sizes = {file: file.stat().st_size for file in files}
     if room is None or sum(sizes.values()) <= room:

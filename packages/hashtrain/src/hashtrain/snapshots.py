@@ -1,4 +1,4 @@
-"""The weights of a training's best interval, for the day that its loss diverges."""
+"""Keep the weights of a training's best interval, in case its loss diverges."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 DIVERGED = 4.0
-"""An interval whose mean loss is this many times that of the first one has unlearned what it started with."""
+"""A training has diverged if the mean loss of an interval is this many times that of the first interval."""
 _INTERVALS, _SHORTEST = 40, 10
 
 
 class Snapshots:
-    """Keeps the weights of the interval with the lowest mean loss; before the first, those of the start.
+    """Keeps the weights of the interval with the lowest mean loss; before the first, the initial weights.
 
     Args:
-        module: whose weights.
-        steps: of the whole training: an interval is a fortieth of them, at least 10.
+        module: whose weights are kept.
+        steps: of the whole training; an interval is a fortieth of them, at least 10.
     """
 
     def __init__(self, module: nn.Module, steps: int):
@@ -27,7 +27,7 @@ class Snapshots:
         self.tensors: dict[str, Tensor] = copied(module)
 
     def after(self, losses: Sequence[float]) -> str:
-        """Look at the losses so far, at the end of each interval. Returns why to stop, or an empty string."""
+        """Check the losses at the end of each interval. Returns why to stop, or an empty string."""
         if not losses or len(losses) % self.interval:
             return ""
         first, last = self._mean(losses[: self.interval]), self._mean(losses[-self.interval :])
@@ -38,7 +38,7 @@ class Snapshots:
         return ""
 
     def restore(self) -> None:
-        """Put the kept weights back into the module."""
+        """Load the kept weights into the module."""
         self.module.load_state_dict(self.tensors)
 
     def _mean(self, losses: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""The contexts of a run and their captures: which are there, and the making of those that are not."""
+"""The contexts of a run and their captures; captures that are missing are made."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from hashtrain.workers import run_jobs
 
 @dataclass(frozen=True)
 class Source:
-    """Token contexts and where their queries and keys are, or will be."""
+    """Token contexts and the capture of their queries and keys, existing or to be made."""
 
     name: str
     folder: Path
     contexts: Sequence[Tensor]
     identity: dict[str, Any]
-    """`hashtrain.manifest.identity` of what is to be there."""
+    """`hashtrain.manifest.identity` of the expected capture."""
     reads: Reads
-    """What of it."""
+    """What the run reads of it."""
 
     @property
     def stored(self) -> Capture:
-        """The capture, once it is made."""
+        """The capture on disk."""
         return Capture(self.folder, len(self.contexts))
 
     @functools.cached_property
     def lacking(self) -> list[int]:
-        """Numbers of the contexts that an earlier run did not leave whole."""
+        """Numbers of the contexts that are not completely captured yet."""
         return missing(self.stored, self.identity)
 
 
@@ -60,12 +60,12 @@ class _Job:
 def loaded(
     path: str, device: str = "cpu", memory: float | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer once in each process, ready to capture.
+    """Load a model and its tokenizer, once per process, for capturing.
 
     Args:
         memory: see `load_model`.
     """
-    # Many CPUs have no bfloat16 arithmetic and would take ten times as long.
+    # Many CPUs lack bfloat16 arithmetic and would be ten times slower.
     return load_model(path, torch.float32 if device == "cpu" else None, device, memory)
 
 
@@ -78,35 +78,35 @@ def make_all(
     ranks: Ranks = ALONE,
     memory: float | None = None,
 ) -> None:
-    """Capture every context that is not there yet.
+    """Capture every context that is not captured yet.
 
-    On the CPU each is run by one thread, several side by side, so that the bits do not depend on how many processes
-    share them.
+    On the CPU one thread runs each context, several of them in parallel, so the result does not depend on the number of
+    processes.
 
     Args:
-        model: what `load_model` is given; device: where it runs.
-        workers: processes, each with a model of its own; fewer if memory does not hold so many.
+        model: argument of `load_model`; device: where it runs.
+        workers: processes, each with its own copy of the model; fewer if memory is too small.
         ranks: torchrun's processes, which share the contexts.
-        memory: GB of weights that the device may hold; None is no limit.
+        memory: GB of weights that the device may hold; None: no limit.
     """
 
     def job(source: Source, number: int) -> _Job:
         ids, path = source.contexts[number], source.stored.file(number)
         return _Job(model, device, ids, path, source.name, source.reads.kept(number), memory)
 
-    mine = ranks.mine([(source, number) for source in sources for number in source.lacking])
+    mine = ranks.shard([(source, number) for source in sources for number in source.lacking])
     if ranks.first:
         for source in sources:
             begin(source.stored, source.identity)
-    ranks.wait()
+    ranks.barrier()
     if mine:
         jobs = [job(*one) for one in mine]
         run_jobs(_make, jobs, max(1, min(workers, _fitting(model, device, memory))), advance)
-    ranks.wait()
+    ranks.barrier()
     if ranks.first:
         for source in sources:
             finish(source.stored)
-    ranks.wait()
+    ranks.barrier()
 
 
 def _make(job: _Job, report: Callable[[str, int], None]) -> None:
@@ -115,7 +115,7 @@ def _make(job: _Job, report: Callable[[str, int], None]) -> None:
 
 
 def _fitting(model: str, device: str, memory: float | None) -> int:
-    """Count the models that half of the free memory holds; one where the device is not the CPU."""
+    """Return how many copies of the model fit in half of the free memory; 1 unless the device is the CPU."""
     if device != "cpu":
         return 1
     parameters = loaded(model, device, memory)[0].parameters()

@@ -1,8 +1,8 @@
 """Training without captures on disk: the model runs one context, every layer takes one step on it, and it is dropped.
 
-For schedules that use each context once, such as the paper's: storing what is read once costs terabytes and saves
-nothing. Ends with what a training on stored captures ends with, to the bit: whole checkpoints, which
-`hashtrain.job.make` goes on from.
+For schedules that use each context once, such as the paper's: storing what is read once takes terabytes and saves no
+time. The result is bit-identical to training on stored captures: complete checkpoints, which `hashtrain.job.make`
+resumes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hashtrain.workers import one_thread
 
 
 class LiveCapture:
-    """The keys of one context at a time, and the queries of one step's rows; reads like a `Capture` of all of them.
+    """The keys of one context at a time and the queries of one step's rows; reads like a `Capture` of all contexts.
 
-    They stay on the model's device, which trains, too: all layers of Llama-3-8B take 0.55 GB at 8,192 tokens.
+    They stay on the model's device, where training runs: 0.55 GB for all layers of Llama-3-8B at 8,192 tokens.
     """
 
     def __init__(self, model: PreTrainedModel, contexts: Sequence[Tensor], reads: Reads):
@@ -41,50 +41,48 @@ class LiveCapture:
         return len(self.contexts)
 
     def load(self, step: int) -> None:
-        """Run the context of a step, and drop that of the step before."""
+        """Run the context of a step and drop the previous one."""
         self._held, self.current = None, step % len(self)
         kept = self.reads.at_step(step)
         self._held = InMemory(*run_context(self.model, self.contexts[self.current], kept=kept, place=lambda x: x))
 
     def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
-        """Return k and the logits' scaling, as `Capture.keys` does. Raises: LookupError for another context."""
+        """Return k and the attention scaling, like `Capture.keys`. Raises: LookupError for another context."""
         return self._of(context).keys(context, layer)
 
     def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
-        """Return queries as `Capture.queries` does. Raises: LookupError for another context."""
+        """Return queries, like `Capture.queries`. Raises: LookupError for another context."""
         return self._of(context).queries(context, layer, rows)
 
     def _of(self, context: int) -> InMemory:
         if self._held is None or context != self.current:
-            raise LookupError(f"context {context} is not in memory, but {self.current}")
+            raise LookupError(f"expected context {self.current}, which is in memory, got {context}")
         return self._held
 
 
 def train_all(
     model: PreTrainedModel, contexts: Sequence[Tensor], jobs: Sequence[LayerJob], reads: Reads, report: Report
 ) -> None:
-    """Train the layers of `jobs` side by side and leave each one's last state as its checkpoint.
+    """Train the layers of `jobs` in parallel and leave each one's final state as its checkpoint.
 
-    Layers that are finished are left alone, checkpoints are gone on from. One thread, as every capture and every
-    training has, so that the bits are the same.
+    Finished layers are skipped and checkpoints resumed. Everything runs on one thread, like every capture and every
+    training, so the result is bit-identical.
 
     Args:
-        model: on the device that trains. contexts: int64 [T] each, read in turn; reads: what of them.
+        model: on the training device; contexts: int64 [T] each, read in turn; reads: what to read of them.
     """
     live, saved = LiveCapture(model, contexts, reads), time.monotonic()
     every = min((job.command.checkpoint_seconds for job in jobs), default=0.0)
     with one_thread():
-        trainings = [
-            _training(job, live, report) for job in jobs if job.candidate.trained and not job.finished.exists()
-        ]
+        trainings = [_training(job, live, report) for job in jobs if job.recipe.trained and not job.finished.exists()]
         for step in range(min((len(t.losses) for t, _ in trainings), default=0), jobs[0].command.steps if jobs else 0):
-            due = [(training, hear) for training, hear in trainings if training.next_step == step]
+            due = [(training, on_step) for training, on_step in trainings if training.next_step == step]
             if not due:
                 continue
             live.load(step)
-            for training, hear in due:
-                training.run(hear, until=step + 1)
-            if time.monotonic() - saved >= every:  # all together, and not again until as long after they are written
+            for training, on_step in due:
+                training.run(on_step, until=step + 1)
+            if time.monotonic() - saved >= every:  # save all together; the interval starts after they are written
                 for training, _ in trainings:
                     training.save()
                 saved = time.monotonic()
@@ -93,8 +91,8 @@ def train_all(
 
 
 def _training(job: LayerJob, live: LiveCapture, report: Report) -> tuple[Training, Callable[[int, float], None]]:
-    """Return a layer's training where it stands, and what hears of its steps."""
+    """Return a layer's training, resumed if possible, and the callback that reports its steps."""
     hasher = started(job)
-    checkpoint = Checkpoint(job.unfinished, math.inf)  # `train_all` says when
+    checkpoint = Checkpoint(job.unfinished, math.inf)  # `train_all` decides when to save
     training = Training(hasher, job.layer, cast(Capture, live), job.training, checkpoint)
     return training, following(job, training, report)

@@ -1,4 +1,4 @@
-"""The slopes that training uses where the deployed function has none (docs/algorithm.md, eq. 11)."""
+"""Surrogate gradients (docs/algorithm.md, eq. 11): what training uses where the deployed function has no slope."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hashtrain.config import SOFTSIGN_GAMMA
 
 
 def softsign(x: Tensor, gamma: float = SOFTSIGN_GAMMA) -> Tensor:
-    """Return gamma x / (1 + gamma |x|): a smooth sign, in training only."""
+    """Return gamma x / (1 + gamma |x|), a smooth sign used only in training."""
     scaled = gamma * x
     return scaled / (1 + scaled.abs())
 
 
 def signs(x: Tensor) -> Tensor:
-    """Return +-1 as `hashcore.pack` decides it, with the slope 1 / (1 + |x|)^2 going back."""
+    """Return +-1, as `hashcore.pack` decides it; straight-through, with gradient 1 / (1 + |x|)^2."""
     return _StraightThroughSign.apply(x)
 
 
 def quantised(w: Tensor, planes: int) -> tuple[Tensor, Tensor]:
-    """Round weights as eq. 5 does; the slope going back is 1, and 0 where the quantiser clips.
+    """Round weights as in eq. 5; straight-through, with gradient 1, or 0 where the quantiser clips.
 
-    The levels are those of `hashcore.quantise`, which is deployed: training sees its rounding and clipping.
+    The levels are those of the deployed `hashcore.quantise`, so that training sees its rounding and clipping.
 
     Args:
-        w: [..., bits]; what is not finite gives no finite number back.
-    Returns: the rounded weights, [..., bits], and the largest that a row can have, [..., 1].
+        w: [..., bits]; non-finite values give non-finite results.
+    Returns: the rounded weights, [..., bits], and the largest possible absolute weight of each row, [..., 1].
     """
     levels, scale = hashcore.quantise(w.detach(), planes, check=False)  # a check would wait for the device
     bound = scale * (2**planes - 1)
@@ -41,8 +41,8 @@ def quantised(w: Tensor, planes: int) -> tuple[Tensor, Tensor]:
 def digits(z: Tensor, coordinate: Tensor, power: Tensor, limit: Tensor) -> Tensor:
     """Return the binary digits of the levels of coordinates as +-1 (docs/algorithm.md, eq. 19).
 
-    Going back, a coordinate gets the slope of its level, the mean of what its digits say of it, weighted by their
-    powers squared: 1 for a score that weighs digits by their powers; 0 where it clips.
+    In the backward pass a coordinate gets the gradient of its level: the mean over its digits, weighted by their
+    squared powers. That is 1 for a score that weighs digits by their powers, and 0 where the level clips.
 
     Args:
         z: float32 [B, H, T, C]; NaN has level -limit.
@@ -54,7 +54,7 @@ def digits(z: Tensor, coordinate: Tensor, power: Tensor, limit: Tensor) -> Tenso
 
 
 def estimator(name: str, gamma: float = SOFTSIGN_GAMMA) -> Callable[[Tensor], Tensor]:
-    """Return the function that stands for the sign in training. Raises: KeyError for another name."""
+    """Return the surrogate for the sign function by its name. Raises: KeyError for an unknown name."""
     return {"straight-through": signs, "softsign": partial(softsign, gamma=gamma)}[name]
 
 

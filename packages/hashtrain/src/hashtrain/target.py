@@ -1,4 +1,4 @@
-"""What a perfect selector would select: exact attention, its top tokens, and the pairs a ranking loss compares."""
+"""The training target, what a perfect selector would select: exact attention, its top tokens, and pairs to compare."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def top_count(visible: Tensor, fraction: float, min_tokens: int = 1, max_tokens:
 def top_count(
     visible: int | Tensor, fraction: float, min_tokens: int = 1, max_tokens: int | None = None
 ) -> int | Tensor:
-    """Count the tokens a row of `visible` tokens may select: never more than it sees.
+    """Return how many of `visible` tokens a row may select, never more than it sees.
 
     Source: docs/algorithm.md, eq. 7.
     """
-    # Not as_tensor: it would follow a default device that is not the tensor's.
+    # Not as_tensor: it would use the default device, which may not be the tensor's.
     n = visible if isinstance(visible, Tensor) else torch.tensor(visible, device="cpu")
-    # The small number keeps floor(0.07 * 100) at 7: products of decimal fractions land just below whole numbers.
+    # 1e-9 keeps floor(0.07 * 100) at 7: products of decimal fractions may fall just below whole numbers.
     count = (n.double() * fraction + 1e-9).floor().long().clamp(min=min_tokens, max=max_tokens).minimum(n.long())
     return count if isinstance(visible, Tensor) else int(count)
 
 
 def always_read(positions: Tensor, t: int, sink: int = SINK, recent: int = RECENT) -> Tensor:
-    """Say which of `t` tokens each row reads without a search: bool [R, t], its first `sink` and last `recent`.
+    """Return which of `t` tokens each row always reads, its first `sink` and last `recent` ones: bool [R, t].
 
     Args:
         positions: int64 [R]; row r sees tokens 0 ... positions[r].
@@ -48,13 +48,13 @@ def attention(q: Tensor, k: Tensor, positions: Tensor, scaling: float, heads: st
     Args:
         q: queries of those rows, [B, Hq, R, D]; k: keys, [B, Hkv, T, D]; both after RoPE.
         positions: the rows' positions in the sequence, int64 [R].
-        scaling: the model's factor on the logits, usually D^-0.5.
+        scaling: the model's attention scaling, usually D^-0.5.
         heads: `kv` sums over the group (eq. 9), giving [B, Hkv, R, T]; `query` keeps [B, Hq, R, T].
-    Returns: float32; unseen tokens have probability -1, below every seen one.
+    Returns: float32; invisible tokens get -1, below every visible one.
     """
     batch, hq, rows, _ = q.shape
     hkv, t = k.shape[1], k.shape[2]
-    # In place where it can be: fresh memory for every intermediate costs more than the arithmetic on it.
+    # In place where possible: allocating every intermediate costs more than the arithmetic.
     logits = (q.float().reshape(batch, hkv, -1, q.shape[-1]) @ k.float().transpose(-1, -2)).mul_(scaling)
     logits = logits.view(batch, hkv, hq // hkv, rows, t)
     unseen = torch.arange(t, device=positions.device) > positions[:, None]
@@ -64,14 +64,14 @@ def attention(q: Tensor, k: Tensor, positions: Tensor, scaling: float, heads: st
 
 
 class Pairs(NamedTuple):
-    """Sampled comparisons of some rows: each `top` token should outscore each `rest` token where `valid`."""
+    """Sampled comparisons: each `top` token should outscore each `rest` token where `valid`."""
 
     top: Tensor
-    """int64 [B, H, R, A]: tokens of each row's target set."""
+    """int64 [B, H, R, A]: tokens of each row's target."""
     rest: Tensor
-    """int64 [C]: tokens shared by all rows and heads, as in the paper: their keys are hashed once."""
+    """int64 [C]: tokens to compare with, shared by all rows and heads, as in the paper: their keys are hashed once."""
     valid: Tensor
-    """bool [B, H, R, C]: the row sees this token, and it is not in the target set."""
+    """bool [B, H, R, C]: whether the token is visible to the row and not in its target."""
 
 
 def sample_pairs(
@@ -84,17 +84,17 @@ def sample_pairs(
     of: Literal["visible", "length"] = "visible",
     ends: tuple[int, int] = (SINK, RECENT),
 ) -> Pairs:
-    """Draw tokens of each row's target set, and tokens of the whole context, uniformly and with replacement.
+    """Draw tokens of each row's target, and tokens of the whole context, uniformly and with replacement.
 
     Args:
         p: probabilities of `attention`, [B, H, R, T].
-        positions: int64 [R], on the host, as the generator is: what is known there need not be waited for. Row r sees
-            positions[r] + 1 tokens and reads `fraction` of them, those that are always read included: the target set
-            is the best of the others.
-        max_top, max_rest: how many of each to draw: A a row, C for all.
-        of: what `fraction` is of: the tokens that a row sees, or all T, as in the paper; a row that sees no more tokens
-            than that has them all as its target set, and no valid pair.
-        ends: the first and the last tokens that are always read.
+        positions: int64 [R], on the host like the generator, so that nothing waits for the device. Row r sees
+            positions[r] + 1 tokens and reads `fraction` of them, including those always read; the target is the best of
+            the others.
+        max_top, max_rest: how many to draw: A per row, and C for all rows.
+        of: what `fraction` is a share of: the row's visible tokens, or all T, as in the paper. A row that sees no more
+            tokens than that has all of them in its target and no valid pair.
+        ends: numbers of first and last tokens that are always read.
     """
     visible = positions + 1
     wanted = top_count(visible if of == "visible" else torch.full_like(visible, p.shape[-1]), fraction)

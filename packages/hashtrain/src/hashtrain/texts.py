@@ -1,13 +1,12 @@
-"""Texts from files and from the Hub, or a sentence saying why they cannot be trained on.
+"""Read texts from files and from the Hub, or fail with one sentence.
 
     my.txt, folder/                       UTF-8 text
-    my.jsonl, my.parquet                  a text in the field `text`; `content` or `code` also serve
-    hub:emozilla/pg19:train               a data set of the Hub: id, split (train by default), field
-    hub:namespace-Pt/long-llm-data/lm/proof-pile.json     one file of such a set
+    my.jsonl, my.parquet                  the field `text`, else `content` or `code`
+    hub:emozilla/pg19:train               a data set on the Hub: id, split (default train), field
+    hub:namespace-Pt/long-llm-data/lm/proof-pile.json     one file of a data set
     hub:allenai/c4@en:validation:text     one of its configurations
 
-Everything else than plain text goes through `datasets` (the extra of that name), streamed: what is not read is not
-downloaded.
+Everything except plain text is streamed by `datasets` (the extra of that name): only what is read is downloaded.
 """
 
 # `datasets` has no types.
@@ -32,26 +31,26 @@ _DATA_SET = "the data set "
 _PLAIN = {".txt", ".md", ".py"}
 _TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _FIELDS = ("text", "content", "code")
-_ENDS = r"\n\v\f\x1c-\x1e\x85\u2028\u2029"  # with \r those of `str.splitlines`
+_ENDS = r"\n\v\f\x1c-\x1e\x85\u2028\u2029"  # the line ends of `str.splitlines`, without \r
 _LINE = re.compile(rf"[^\r{_ENDS}]+")
 _LINE_END = re.compile(rf"(\r\n?+|[{_ENDS}])(?!\Z)")
 _MOST_BYTES = 1 << 30
-_LONG_LINE, _FEW_LINES = 30, 5  # characters, and lines, below which a likeness may be chance
+_LONG_LINE, _FEW_LINES = 30, 5  # shorter lines, and fewer of them, may be equal by chance
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text with the name a report may print (never an absolute path)."""
+    """A text with a name that a report may print (never an absolute path)."""
 
     name: str
     text: str
     corpus: int = 0
-    """Which of the given paths it is from: contexts are drawn from all of them in turn."""
+    """Index of the path it was read from; contexts are drawn from all paths in turn."""
 
 
 @dataclass(frozen=True)
 class HubText:
-    """A data set of the Hub: `hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]]`."""
+    """A data set on the Hub: `hub:OWNER/NAME[/FILE][@CONFIG][:SPLIT[:FIELD]]`."""
 
     repository: str
     file: str | None
@@ -61,9 +60,9 @@ class HubText:
 
     @classmethod
     def parse(cls, text: str) -> HubText:
-        """Read the form above. Raises: ValueError if it is another."""
-        place, _, rest = text.removeprefix(HUB).partition(":")
-        split, _, field = rest.partition(":")
+        """Parse the form above. Raises: ValueError if the text does not match."""
+        place, _, more = text.removeprefix(HUB).partition(":")
+        split, _, field = more.partition(":")
         place, _, config = place.partition("@")
         parts = place.split("/")
         if len(parts) < 2 or not all(parts):
@@ -72,7 +71,7 @@ class HubText:
         return cls("/".join(parts[:2]), file, config or None, split or "train", field or None)
 
     def rows(self) -> Iterable[dict[str, Any]]:
-        """Stream its rows."""
+        """Stream the rows."""
         if self.file:
             return _stream(
                 _builder(Path(self.file)),
@@ -85,14 +84,14 @@ class HubText:
 
 
 def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> list[Document]:
-    """Read documents from files, folders (every file below them that has a known ending) and Hub ids.
+    """Read documents from files, folders (all files below them with a known suffix) and Hub ids.
 
     Args:
-        at_most: documents of one table or data set, the first ones.
-        room: bytes of text to hold at most, as many of each path (`hashtrain.shares`); None: all there are.
-        seed: draws the files that are read where not all are.
-    Raises: ValueError if a path is missing, holds no text, is binary or not UTF-8; or a table is asked for without the
-        extra `datasets`.
+        at_most: largest number of documents from one table or data set.
+        room: most bytes of text to keep, divided equally among the paths (`hashtrain.shares`); None: no limit.
+        seed: draws the files if not all are read.
+    Raises: ValueError if a path is missing, has no text, is binary or not UTF-8, or is a table and the extra `datasets`
+        is missing.
     """
     documents: list[Document] = []
     own = None if room is None else room // max(1, len(paths))
@@ -103,11 +102,11 @@ def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
             documents += [replace(document, corpus=corpus) for document in found]
             continue
         if not path.exists():
-            hint = f", or {HUB}{path} for the data set of the Hub" if _is_hub_id(path) else ""
+            hint = f", or {HUB}{path} for the data set on the Hub" if _is_hub_id(path) else ""
             raise ValueError(f"text file not found: expected a file or folder at {path}{hint}")
         known = _PLAIN | set(_TABLES)
         require_plain_file(path, "the text")
-        # Whatever else has such a name, a folder, a pipe or a link to nowhere, is no text.
+        # is_file excludes folders, pipes and broken links with such a name.
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
         for file, most in shares(files, own, seed):
             documents += [replace(document, corpus=corpus) for document in _read_file(file, at_most, most)]
@@ -118,21 +117,21 @@ def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
     return documents
 
 
-def require_apart(train: list[Document], held: list[Document]) -> None:
-    """Refuse a training document that equals a held-out one or holds most of its long lines.
+def require_apart(train: list[Document], validation: list[Document]) -> None:
+    """Reject a training document that equals a held-out one or contains most of its long lines.
 
-    Raises: ValueError naming the first such pair: figures on text that was trained on would say nothing.
+    Raises: ValueError naming the first such pair: results on training text would be meaningless.
     """
-    texts = {document.text.strip(): document for document in held}
+    texts = {document.text.strip(): document for document in validation}
     lines: dict[str, set[int]] = {}
-    wanted = [set(long_lines(document.text)) for document in held]
+    wanted = [set(long_lines(document.text)) for document in validation]
     for number, own in enumerate(wanted):
         for line in own if len(own) >= _FEW_LINES else ():
             lines.setdefault(line, set()).add(number)
     for document in train:
         known = {line for line in long_lines(document.text) if line in lines}
         shared = collections.Counter(n for line in known for n in lines[line])
-        copies = [held[number] for number, count in shared.items() if count > len(wanted[number]) / 2]
+        copies = [validation[number] for number, count in shared.items() if count > len(wanted[number]) / 2]
         if same := texts.get(document.text.strip()) or next(iter(copies), None):
             raise ValueError(
                 f"{document.name} holds most of the held-out text {same.name}: expected texts that share no document; "
@@ -141,7 +140,7 @@ def require_apart(train: list[Document], held: list[Document]) -> None:
 
 
 def long_lines(text: str) -> Iterator[str]:
-    """Give the lines long enough to be nobody else's by chance; of a text in one line, its sentences."""
+    """Yield lines too long to be equal by chance; if the text is a single line, its sentences."""
     several = _LINE_END.search(text) is not None
     for piece in (found[0] for found in _LINE.finditer(text)) if several else _sentences(text):
         if len(stripped := piece.strip()) >= _LONG_LINE:
@@ -149,7 +148,7 @@ def long_lines(text: str) -> Iterator[str]:
 
 
 def _sentences(text: str) -> Iterator[str]:
-    """Part a text at each full stop before a space, one piece at a time: the text may be large."""
+    """Split a text at each full stop before a space, lazily, because the text may be large."""
     start = 0
     while start < len(text):
         end = text.find(". ", start)
@@ -166,11 +165,11 @@ def _read_file(file: Path, at_most: int, most: int | None) -> list[Document]:
     if most is None and (size := file.stat().st_size) > _MOST_BYTES:
         raise ValueError(f"{file} has {size} bytes, expected at most {_MOST_BYTES}; cut it into several files")
     with file.open("rb") as opened:
-        content = opened.read(most or _MOST_BYTES)  # no more, should it grow
+        content = opened.read(most or _MOST_BYTES)  # bounded, in case the file grows
     if b"\0" in content:
         raise ValueError(f"{file} is binary: expected UTF-8 text, got a zero byte at {content.index(0)}")
     try:
-        # A part may end within a character, which is then left out.
+        # A part may end within a character, which is then dropped.
         return [Document(file.name, codecs.getincrementaldecoder("utf-8")().decode(content, final=most is None))]
     except UnicodeDecodeError as error:
         raise ValueError(
@@ -190,7 +189,7 @@ def _stream(path: str, shown: str, split: str = "train", **options: Any) -> Iter
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         install = "in the checkout `uv pip install './packages/hashtrain[datasets]'`"
-        raise ValueError(f"reading {shown} needs the package datasets, not installed here: {install}") from error
+        raise ValueError(f"reading {shown} needs the package datasets, which is not installed: {install}") from error
     try:
         return datasets.load_dataset(path, split=split, streaming=True, **options)
     except (OSError, ValueError, DatasetsError) as error:
@@ -207,23 +206,23 @@ def _of_rows(
             text = row.get(field or next((f for f in _FIELDS if f in row), ""))
             if not isinstance(text, str):
                 wanted = field or " or ".join(_FIELDS)
-                raise ValueError(f"expected a text in the field {wanted}, got the fields {', '.join(row)}")
+                raise ValueError(f"expected a string in the field {wanted}, got the fields {', '.join(row)}")
             documents.append(Document(f"{name}, row {number + 1}", text if left is None else text[:left]))
             if left is not None and (left := left - len(text)) <= 0:
                 break
-    except Exception as error:  # each reader below `datasets` raises its own kind
+    except Exception as error:  # every reader of `datasets` raises its own kind
         raise _unreadable(name, error) from error
     return documents
 
 
 def _unreadable(shown: str, error: BaseException) -> ValueError:
-    """Say why a table or a data set cannot be read; for one of the Hub, what does without it."""
+    """Return an error for a table or data set that cannot be read; for the Hub, with an offline alternative."""
     remedy = "; give a local .jsonl or .txt file to --text" if shown.startswith((HUB, _DATA_SET)) else ""
     return ValueError(f"{shown} cannot be read: {_first_line(error)}{remedy}")
 
 
 def _is_hub_id(path: Path) -> bool:
-    """Say whether a path that is nowhere has the form OWNER/NAME of a data set."""
+    """Whether a path that does not exist has the form OWNER/NAME of a data set."""
     return len(path.parts) == 2 and not path.is_absolute() and not path.suffix and not str(path).startswith(".")
 
 

@@ -32,43 +32,43 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How one layer is trained; the same for every layer and, but for the learning rate, every variant."""
+    """Training settings of one layer; the same for every layer and, except the learning rate, every variant."""
 
     fraction: float = 0.02
-    """Share of the tokens that counts as the target set (eq. 7)."""
+    """Share of the tokens in the target (eq. 7)."""
     steps: int = 800
-    """Optimiser steps a layer; each reads one context."""
+    """Optimiser steps per layer; each reads one context."""
     rows: int = 64
-    """Query rows a step."""
+    """Query rows per step."""
     chunk: int = 64
-    """Rows whose attention and pairs are in memory at once (`hashtrain.memory.step_bytes`); the gradients of a step's
-    chunks add up to that of its mean loss."""
+    """Rows whose attention and pairs are in memory at once (`hashtrain.memory.step_bytes`). Gradients are summed over
+    the chunks of a step, so the result is the gradient of its mean loss."""
     precision: str = "fp32"
     """`bf16` computes the hash functions under autocast; weights, scores and moments stay float32."""
     keys_first: float = 0.0
-    """Share of the steps, at their start, in which only the key's functions are trained; the learning rate rises and
-    falls once in either part."""
+    """Share of the steps, at the beginning, that train only the key functions. The learning rate rises and falls once
+    in each of the two phases."""
     max_top: int = 8
-    """Target tokens drawn a row."""
+    """Target tokens drawn per row."""
     max_rest: int = 512
-    """Other tokens drawn a step, shared by its rows."""
+    """Tokens outside the target drawn per step, shared by its rows."""
     min_position: int = 256
-    """Rows before this position are not trained on: their target sets hold a handful of tokens."""
+    """Rows before this position are not trained on: their targets have only a few tokens."""
     loss: str = "ranking"
     """`ranking` (eq. 10), or the paper's ablation (eq. 17): `reconstruction`, or `mse`."""
     learning_rate: float = 1e-3
     warmup: float = 0.02
-    """Share of the steps with a rising learning rate; after it, cosine to zero."""
+    """Share of the steps during which the learning rate rises; after it, cosine decay to zero."""
     beta: float = 1.0
     alpha: float = 3.0
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
     of: Literal["visible", "length"] = "visible"
-    """Share of which tokens: those that a row sees, or, in the paper, all of the context, whatever the row sees."""
+    """What `fraction` is a share of: each row's visible tokens, or, as in the paper, the whole context."""
     sink: int = SINK
     recent: int = RECENT
-    """The first and the last tokens that every row reads: no pair is drawn of them; the paper has none."""
+    """Numbers of first and last tokens that every row reads and that are excluded from pairs; 0 and 0 in the paper."""
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
@@ -91,7 +91,7 @@ class TrainConfig:
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
 
     def learning_rate_at(self, step: int) -> float:
-        """Linear warm-up, then cosine to zero, in each of the two parts."""
+        """Return the learning rate: linear warm-up, then cosine decay to zero, in each of the two phases."""
         first = self.first_steps
         step, steps = (step, first) if step < first else (step - first, self.steps - first)
         rise = max(1, round(self.warmup * steps))
@@ -101,7 +101,7 @@ class TrainConfig:
 
     @property
     def first_steps(self) -> int:
-        """Steps that train keys alone."""
+        """Number of steps that train keys only."""
         return round(self.keys_first * self.steps)
 
 
@@ -113,7 +113,7 @@ def train_layer(
     on_step: Callable[[int, float], None] = lambda step, loss: None,
     checkpoint: Checkpoint | None = None,
 ) -> list[float]:
-    """Train one layer's hash functions in place. See `Training`, which also tells whether it had to stop.
+    """Train one layer's hash functions in place. See `Training`, which also records why it stopped early.
 
     Returns: the loss of every step.
     """
@@ -125,17 +125,17 @@ def train_layer(
 
 
 class Training:
-    """The training of one layer's hash functions, which a kill at any moment does not change.
+    """The training of one layer's hash functions. It can be killed at any time and resumed to the same bits.
 
     Args:
-        hasher: the layer's modules, trained in place; `hasher.target_heads` says which attention they are held against.
+        hasher: the layer's modules, trained in place; `hasher.target_heads` selects the kind of target.
         layer: its index in the model, to read from `data`.
-        checkpoint: where the state is kept now and then; what is there already is gone on from, to the same bits.
-        ranks: processes that share the rows of each step; each of them must do the same trainings in the same order.
+        checkpoint: where the state is saved from time to time; an existing checkpoint is resumed, to the same bits.
+        ranks: processes that share the rows of each step; each must run the same trainings in the same order.
     Attributes:
         losses: the loss of every step so far.
-        keys_trained: the weights after the steps that trained keys alone; empty before, and where there are none.
-        stopped: a sentence if the loss diverged: the hasher then holds the weights of its best interval.
+        keys_trained: the weights after the keys-only steps; empty before, or if there are none.
+        stopped: why training stopped early, if the loss diverged; the hasher then holds its best weights.
     Raises: ValueError if the checkpoint is damaged.
     """
 
@@ -149,7 +149,7 @@ class Training:
         ranks: Ranks = ALONE,
     ):
         if config.rows % ranks.world:
-            raise ValueError(f"{config.rows} rows a step cannot be shared evenly by {ranks.world} processes")
+            raise ValueError(f"rows per step must be a multiple of {ranks.world} processes, got {config.rows}")
         self.hasher: LayerHasher = hasher
         self.layer: int = layer
         self.data: Capture = data
@@ -172,15 +172,15 @@ class Training:
                 self._restore(*found)
             except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(
-                    f"{checkpoint.path} is no checkpoint of this layer's training ({one_line(error)}); delete it and "
-                    "run the same command again"
+                    f"{checkpoint.path} is not a checkpoint of this layer's training ({one_line(error)}); delete it "
+                    "and rerun the command"
                 ) from error
-        ranks.wait()  # before the first of them may write the next checkpoint
+        ranks.barrier()  # rank 0 must not write the next checkpoint while others still read this one
 
     def run(self, on_step: Callable[[int, float], None] = lambda step, loss: None, until: int | None = None) -> None:
-        """Do the steps that are left, or as many as go well, or up to `until`. `on_step` gets (step, loss) after each.
+        """Run the remaining steps, up to `until` or until the loss diverges. Calls `on_step(step, loss)` after each.
 
-        Raises: FloatingPointError if not even the first loss is a finite number.
+        Raises: FloatingPointError if the first loss is already not finite.
         """
         last = self.config.steps if until is None else min(until, self.config.steps)
         while not self.stopped and len(self.losses) < last:
@@ -192,11 +192,11 @@ class Training:
                 self.stopped = self.snapshots.after(self.losses)
             elif step == 0:
                 raise FloatingPointError(
-                    f"layer {self.layer}: expected a finite loss at the first step, got {loss}; look at the model's "
+                    f"layer {self.layer}: expected a finite loss at the first step, got {loss}; check the model's "
                     "queries and keys"
                 )
             else:
-                self.stopped = "its loss or its gradient became infinite or no number"
+                self.stopped = "its loss or its gradient became infinite or NaN"
             if self.stopped:
                 self.snapshots.restore()
                 self.stopped = (
@@ -207,7 +207,7 @@ class Training:
 
     @property
     def next_step(self) -> int | None:
-        """The step to be done next; None if there is none."""
+        """The next step; None if training is finished."""
         return None if self.stopped or len(self.losses) >= self.config.steps else len(self.losses)
 
     def save(self) -> None:
@@ -216,10 +216,10 @@ class Training:
             self.checkpoint.save(*self._state())
 
     def _step(self, step: int, more: bool = False) -> float:
-        """Do one step and return its loss; nothing is changed if that or the gradient is not finite.
+        """Run one step and return its loss; if the loss or the gradient is not finite, return NaN and change nothing.
 
         Args:
-            more: whether the next step follows at once: on CUDA its keys are sent ahead.
+            more: whether another step follows; its keys are then sent to the CUDA device ahead of time.
         """
         config = self.config
         if 0 < step == config.first_steps:
@@ -241,7 +241,7 @@ class Training:
         norm = torch.nn.utils.clip_grad_norm_(self.hasher.parameters(), config.clip)
         if self._ahead and more:
             self._next = step + 1, *self._sent(step + 1, self._ahead)
-        loss, norm = cast("list[float]", torch.stack([loss, norm]).tolist())  # the one wait for the device
+        loss, norm = cast("list[float]", torch.stack([loss, norm]).tolist())  # the only wait for the device
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return math.nan
         self.optimizer.step()
@@ -252,7 +252,7 @@ class Training:
         return ahead.send(k), scaling
 
     def _keys(self, step: int) -> tuple[Tensor, float]:
-        """Return the keys of a step on the device, sent ahead or now, and the logits' scaling."""
+        """Return the keys of a step on the device, and the attention scaling."""
         sent, self._next = self._next, None
         if self._ahead and sent and sent[0] == step:
             return self._ahead.take(sent[1]), sent[2]
@@ -260,31 +260,31 @@ class Training:
         return to_device(k, self.device), scaling
 
     def _gradients(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int) -> Tensor:
-        """Set every parameter's gradient of the mean loss of all rows, of all processes, and return that loss.
+        """Compute the gradients of the mean loss over all rows of all processes, and return that loss.
 
-        The loss stays on the device; it is no number if q or k, in any of the processes, has one that is not finite.
+        The loss stays on the device; it is NaN if q or k is not finite in any process.
         """
         self.optimizer.zero_grad()
         bad = ~(q.isfinite().all() & k.isfinite().all())
         parts = self._pairs(q, k, positions, scaling, step)
         flags = torch.stack([bad.double(), torch.stack([weight for *_, weight in parts]).double().sum()])
-        self.ranks.add(flags)
+        self.ranks.all_reduce(flags)
         loss = torch.zeros((), device=self.device)
         for rows, pairs, weight in parts:
             share = torch.where(weight > 0, weight.double() / flags[1], 0.0).float()
             part = _loss(self.hasher, rows, k, pairs, scaling, self.config) * share
             part.backward()
             loss += part.detach()
-        self.ranks.add(loss, *(p.grad for p in self.hasher.parameters() if p.grad is not None))
+        self.ranks.all_reduce(loss, *(p.grad for p in self.hasher.parameters() if p.grad is not None))
         return loss.masked_fill(flags[0] > 0, math.nan)
 
     def _pairs(
         self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int
     ) -> list[tuple[Tensor, Pairs, Tensor]]:
-        """Draw each chunk's pairs. Returns (the chunk's queries, its pairs, what its mean loss weighs)."""
+        """Draw the pairs of each chunk. Returns (the chunk's queries, its pairs, the weight of its mean loss)."""
         config, generator = self.config, self.generator
         parts: list[tuple[Tensor, Pairs, Tensor]] = []
-        if self.ranks.world > 1:  # the one above draws the same rows everywhere; this one differs
+        if self.ranks.world > 1:  # the generator above draws the same rows on every rank; pairs must differ
             seed = ((config.seed * 1_000_003 + self.layer) * 1_000_003 + step) * self.ranks.world + self.ranks.rank
             generator = torch.Generator("cpu").manual_seed(seed % 2**63)
         with torch.no_grad():
@@ -313,7 +313,7 @@ class Training:
         own = {name: (t.dtype, t.shape) for name, t in self.hasher.state_dict().items()}
         losses, stopped, best = tensors["losses"], state["stopped"], state["best"]
         later = 0 < self.config.first_steps < losses.numel()
-        for part in ("hasher", "best", *(["keys"] if later else [])):  # before anything is changed
+        for part in ("hasher", "best", *(["keys"] if later else [])):  # check everything before changing anything
             if {name: (t.dtype, t.shape) for name, t in _part(tensors, part).items()} != own:
                 raise ValueError(f"its tensors {part} are of another shape")
         if losses.ndim != 1 or not isinstance(stopped, str) or type(best) not in (float, type(None)):
@@ -322,7 +322,7 @@ class Training:
         sizes = {f"{i}.{name}": p.shape for i, p in enumerate(parameters) for name in ("exp_avg", "exp_avg_sq")}
         sizes |= {f"{i}.step": torch.Size() for i in range(len(parameters))}
         found = _part(tensors, "optimizer")
-        numbers = {name.partition(".")[0] for name in found}  # of the parameters that have had a gradient
+        numbers = {name.partition(".")[0] for name in found}  # parameters that have had a gradient
         whole = {f"{number}.{name}" for number in numbers for name in ("step", "exp_avg", "exp_avg_sq")}
         if found.keys() != whole or any(tensor.shape != sizes.get(name) for name, tensor in found.items()):
             raise ValueError("its moments are of another shape")
@@ -360,16 +360,16 @@ def _loss(hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, scaling: floa
 def pair_scores(
     hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, precision: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
-    """Score the sampled tokens only: their keys are hashed, not the whole context's.
+    """Score the sampled tokens; only their keys are hashed, not the whole context's.
 
     Args:
         q: queries of the rows, [B, Hq, R, D]; k: all keys, [B, Hkv, T, D].
         precision: see `TrainConfig`.
-    Returns: scores of `pairs.top` [B, H, R, A] and of `pairs.rest` [B, H, R, C], with a slope
-        (`LayerHasher.estimates_products` says in which units).
+    Returns: differentiable scores of `pairs.top` [B, H, R, A] and of `pairs.rest` [B, H, R, C], in the units given by
+        `LayerHasher.estimates_products`.
     """
     batch, heads, rows, drawn = pairs.top.shape
-    k = k.repeat_interleave(heads // k.shape[1], 1)  # the target's heads share keys within a group
+    k = k.repeat_interleave(heads // k.shape[1], 1)  # target heads of a group share keys
     index = pairs.top.reshape(batch, heads, -1, 1).expand(-1, -1, -1, k.shape[-1])
     with torch.autocast(q.device.type, torch.bfloat16, enabled=precision == "bf16"):
         found = (hasher.soft_queries(q), hasher.soft_keys(k.gather(2, index)), hasher.soft_keys(k[:, :, pairs.rest]))

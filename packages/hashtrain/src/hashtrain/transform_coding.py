@@ -1,7 +1,7 @@
-"""Transform coding of keys for inner products with queries (docs/algorithm.md, eq. 18): how `transform` starts.
+"""Transform coding of keys for inner products with queries (docs/algorithm.md, eq. 18): the start of `transform`.
 
-Keys are rotated into coordinates that do not depend on each other and whose errors count alike, and the bits of a code
-go where they save the most error: the textbook way to spend a fixed number of bits on a vector.
+Keys are mapped to uncorrelated coordinates whose errors count equally, and each bit of the code goes to the coordinate
+where it removes the most error: the textbook way to spend a fixed number of bits on a vector.
 """
 
 from __future__ import annotations
@@ -15,37 +15,36 @@ from torch import Tensor
 
 from hashtrain.config import MAX_DIGITS, SINK
 
-# The best uniform quantisers of a standard normal number with 1 to 8 bits (J. Max, "Quantizing for minimum distortion",
-# IRE Transactions on Information Theory, 1960; a test computes them): the width of a step, and the mean squared error
-# that is left.
+# Optimal uniform quantisers of a standard normal number with 1 to 8 bits (J. Max, "Quantizing for minimum distortion",
+# IRE Transactions on Information Theory, 1960; a test computes them): the step width, and the mean squared error.
 STEPS = (1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.05687, 0.03076)
 DISTORTIONS = (0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.0003043, 0.00008769)
 WIDER = 1.1
-"""Keys have heavier tails than normal numbers: steps wider by this find more (docs/log.md, 2026-11-21)."""
-_SMALLEST = 1e-6  # of the largest eigenvalue: no direction is worth nothing, none divides by zero
+"""Keys have heavier tails than normal numbers: steps wider by this factor find more (docs/log.md, 2026-11-21)."""
+_SMALLEST = 1e-6  # of the largest eigenvalue: smallest allowed one, to avoid division by zero
 
 
 class Start(NamedTuple):
-    """Maps of one layer, for each KV head: z = k key + bias, u = q query; a key's level in z times u adds up to q . k.
+    """Maps of one layer, per KV head: z = k key + bias, u = q query; sum over a key's levels in z times u is q . k.
 
-    Coordinates are in falling order of variance; those that get no digit follow.
+    Coordinates are in descending order of variance; those without a digit come last.
     """
 
     key: Tensor
-    """float32 [Hkv, D, C]: half a step of each quantiser is 1."""
+    """float32 [Hkv, D, C]: scaled so that half a quantiser step is 1."""
     bias: Tensor
     """float32 [Hkv, 1, C]: keys are centred."""
     query: Tensor
     """float32 [Hkv, D, C]: the inverse; 0 where a coordinate has no digit."""
     digits: Tensor
-    """float32 [Hkv, C]: whole numbers from 0 to `MAX_DIGITS`, which add up to the bits of a code."""
+    """float32 [Hkv, C]: integers from 0 to `MAX_DIGITS` that sum to the bits of a code."""
 
 
 class Moments(NamedTuple):
-    """What a start depends on, float64 on the CPU."""
+    """The statistics that determine a start, float64 on the CPU."""
 
     query: Tensor
-    """Second moment of the group's summed queries, [Hkv, D, D]."""
+    """Second moment of the queries, summed over each group: [Hkv, D, D]."""
     key: Tensor
     """Covariance of the keys, [Hkv, D, D]."""
     mean: Tensor
@@ -56,9 +55,9 @@ def moments(captured: Iterator[tuple[Tensor, Tensor]]) -> Moments:
     """Measure queries and keys of some contexts.
 
     Args:
-        captured: for each context queries [1, Hq, T, D] and keys [1, Hkv, T, D].
-    The first tokens of a context are always read: no bit is spent on them. Contexts with infinities or NaN are left
-    out, as training stops at them.
+        captured: queries [1, Hq, T, D] and keys [1, Hkv, T, D] of each context.
+    The first tokens of a context are always read, so no bits are spent on them. Contexts with infinities or NaN are
+    left out, as training stops at them.
     Raises: FloatingPointError if none is left.
     """
     query, key, mean, count = 0.0, 0.0, 0.0, 0
@@ -73,18 +72,18 @@ def moments(captured: Iterator[tuple[Tensor, Tensor]]) -> Moments:
         count += 1
     if not count:
         raise FloatingPointError(
-            "expected a context of finite queries and keys to start from, got none; look at those of the model"
+            "expected a context with finite queries and keys to start from, got none; check the model's outputs"
         )
     query, key, mean = (torch.as_tensor(x) / count for x in (query, key, mean))
     return Moments(query, key - mean[:, :, None] * mean[:, None, :], mean)
 
 
 def start(found: Moments, bits: int, coordinates: int, most: int = MAX_DIGITS) -> Start:
-    """Derive the maps and the digits of each coordinate.
+    """Compute the maps and the digits of each coordinate.
 
     Args:
-        bits: of a code, at most `MAX_DIGITS` for each of the `coordinates`, at most D of which there are.
-        most: digits that one coordinate gets, more only where all have as many and bits are left.
+        bits: of a code, at most `MAX_DIGITS` per coordinate; coordinates: at most D.
+        most: digits per coordinate; exceeded only if all coordinates have as many and bits are left.
     Source: docs/algorithm.md, eq. 18.
     """
     heads = [_head(*parts, bits, coordinates, most) for parts in zip(*found, strict=True)]
@@ -110,17 +109,17 @@ def _roots(moment: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def allocate(variances: Tensor, bits: int, most: int = MAX_DIGITS) -> Tensor:
-    """Hand out bits one by one, each to the coordinate where it removes the most error.
+    """Assign bits one by one, each to the coordinate where it removes the most error.
 
     Args:
-        variances: float64 [C]. bits: at most `MAX_DIGITS` for each of them.
-        most: bits of one coordinate, as long as that is room for all.
-    Returns: float64 [C], whole numbers that add up to `bits`.
-    Raises: ValueError if there are more bits than that.
+        variances: float64 [C]; bits: at most `MAX_DIGITS` per coordinate.
+        most: bits per coordinate; raised if they would not have room for all bits.
+    Returns: float64 [C], integers that sum to `bits`.
+    Raises: ValueError if there are more than `MAX_DIGITS` bits per coordinate.
     """
     if bits > MAX_DIGITS * len(variances):
         raise ValueError(
-            f"{len(variances)} coordinates take at most {MAX_DIGITS * len(variances)} bits, got {bits}; use fewer bits"
+            f"{len(variances)} coordinates hold at most {MAX_DIGITS * len(variances)} bits, got {bits}; use fewer bits"
         )
     most = max(most, math.ceil(bits / len(variances)))
     left = torch.tensor((1.0, *DISTORTIONS), dtype=torch.float64)
@@ -132,6 +131,6 @@ def allocate(variances: Tensor, bits: int, most: int = MAX_DIGITS) -> Tensor:
 
 
 def even(coordinates: int, bits: int) -> Tensor:
-    """Share bits alike: float32 [C], for a hasher that has seen no data."""
-    each, more = divmod(bits, coordinates)
-    return torch.tensor([each + (i < more) for i in range(coordinates)], dtype=torch.float32)
+    """Distribute bits evenly: float32 [C], for a hasher that has seen no data."""
+    quotient, more = divmod(bits, coordinates)
+    return torch.tensor([quotient + (i < more) for i in range(coordinates)], dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""Read files that may come from elsewhere: whatever is in them, one sentence or what they say.
+"""Read files from untrusted sources: return their content, or fail with one sentence.
 
-JSON is taken in its strict form (no NaN, no Infinity, no name twice, no lone surrogate, bounded size and depth), and
-the header of a safetensors file is bounded before it is parsed. Nothing here follows a name out of its folder.
+JSON must be strict (no NaN, no infinity, no duplicate name, no lone surrogate, bounded size and depth), and the header
+of a safetensors file is bounded before it is parsed. No path leads out of its folder.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from safetensors import SafetensorError, safe_open
 MAX_JSON_BYTES = 1 << 26
 MAX_DEPTH = 64
 MAX_HEADER_BYTES = 1 << 22
-"""Of a safetensors file: room for some 40,000 tensors, a parsed header takes many times its bytes."""
+"""Limit on a safetensors header: about 40,000 tensors. A parsed header takes many times its bytes."""
 
 
 def parse_json(text: str, strict: bool = True) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text.
 
     Args:
-        strict: refuse NaN and infinities, too.
-    Raises: ValueError, saying what is wrong, for anything that two readers could take for different things.
+        strict: also reject NaN and infinities.
+    Raises: ValueError with the reason, for anything that two parsers could read differently.
     """
     numbers: dict[str, Any] = {"parse_constant": _no_number, "parse_float": _finite} if strict else {}
     try:
@@ -39,18 +39,18 @@ def parse_json(text: str, strict: bool = True) -> Any:
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
     except UnicodeEncodeError as error:
-        raise ValueError("it holds half of a surrogate pair, which is no character") from error
+        raise ValueError("it holds half of a surrogate pair, which is not a character") from error
     return found
 
 
 def read_json_object(path: Path, remedy: str, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read a JSON object of at most `limit` bytes, in the strict form.
+    """Read a strict JSON object of at most `limit` bytes.
 
-    Raises: ValueError naming the file and the remedy if it holds none; FileNotFoundError if there is no such file.
+    Raises: ValueError naming the file and the remedy if it is anything else; FileNotFoundError if it does not exist.
     """
     try:
         found = parse_json(read_text(path, limit))
-    except ValueError as error:  # those of decoding among them
+    except ValueError as error:  # includes decoding errors
         raise ValueError(f"{path} is corrupt ({error}); {remedy}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is corrupt (expected a JSON object, got {type(found).__name__}); {remedy}")
@@ -58,9 +58,9 @@ def read_json_object(path: Path, remedy: str, limit: int = MAX_JSON_BYTES) -> di
 
 
 def read_text(path: Path, limit: int) -> str:
-    """Read UTF-8 text. Raises: ValueError if it is not, or larger than `limit` bytes, or no plain file."""
-    if not stat.S_ISREG((status := path.stat()).st_mode):  # a pipe would keep us waiting
-        raise ValueError("expected a plain file")
+    """Read UTF-8 text. Raises: ValueError if it is not, is larger than `limit` bytes, or is not a regular file."""
+    if not stat.S_ISREG((status := path.stat()).st_mode):  # reading a pipe could block
+        raise ValueError("expected a regular file")
     if status.st_size > limit:
         raise ValueError(f"expected at most {limit} bytes, got {status.st_size}")
     with path.open("rb") as file:
@@ -68,13 +68,13 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def inside(path: Path) -> Path:
-    """Return the path of a plain file that lies in the folder it is named in.
+    """Return the path of a regular file, after checking that it lies in the folder it is named in.
 
-    A link is followed within the folder, and to the blobs of the Hub's cache if the folder is one of its snapshots.
+    Links are followed within the folder, and to the blobs of the Hub's cache if the folder is one of its snapshots.
 
-    Raises: ValueError if it lies elsewhere, or a link leads back to itself; FileNotFoundError if there is none.
+    Raises: ValueError if it lies elsewhere, or a link is circular; FileNotFoundError if it does not exist.
     """
-    # Not `resolve`, which before Python 3.13 has an error of its own for a link that leads back to itself.
+    # Not `resolve`: before Python 3.13 it raises another error for circular links.
     try:
         folder, target = (Path(os.path.realpath(place, strict=True)) for place in (path.parent, path))
     except FileNotFoundError:
@@ -85,21 +85,21 @@ def inside(path: Path) -> Path:
     if target.parent not in homes:
         raise ValueError(f"{path} is a link to a place outside its folder, expected a file; copy the file itself there")
     if not target.is_file():
-        raise ValueError(f"{path} is no plain file, expected one")
+        raise ValueError(f"{path} is not a regular file, expected one")
     return path
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's words without the line breaks that other libraries put between them."""
+    """Return an error's text on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextlib.contextmanager
 def open_tensors(path: Path, remedy: str) -> Iterator[Any]:
-    """Open a safetensors file as `safe_open` does, once the size of its header is known to be bearable.
+    """Open a safetensors file like `safe_open`, after checking the size of its header.
 
-    Raises: ValueError naming the file and the remedy if it cannot be read, or lacks what the block asks for;
-        FileNotFoundError if there is no such file.
+    Raises: ValueError naming the file and the remedy if it cannot be read, or lacks a tensor that the block reads;
+        FileNotFoundError if it does not exist.
     """
     try:
         with path.open("rb") as file:
@@ -126,7 +126,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"it holds {text}, which is no number of JSON")
+    raise ValueError(f"it holds {text}, which is not a JSON number")
 
 
 def _finite(text: str) -> float:

@@ -1,4 +1,4 @@
-"""Input that cannot be used: one sentence on stderr and exit code 2, for every command line of the project."""
+"""Handle unusable input: one sentence on stderr and exit code 2, for every command line of the project."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pathlib import Path
 from typing import TextIO
 
 LARGEST = (1 << 31) - 1
-"""Of a count that a flag gives: more are not counted anywhere."""
+"""Largest count that a flag accepts."""
 LARGEST_SEED = (1 << 32) - 1
-"""Every library's generators take these; those of torch, multiplied by the number of a layer or a document, no more."""
-PIPE_CLOSED = 128 + 13  # as of a program that SIGPIPE ended
+"""Largest seed: accepted by every library's generators, and by torch's after multiplying by a layer's number."""
+PIPE_CLOSED = 128 + 13  # as if SIGPIPE had ended the program
 
 
 class UsageError(Exception):
-    """A setting that cannot be. Not a ValueError, which the argument parser would wrap in a box of its own."""
+    """An invalid setting. Not a ValueError, which the argument parser would wrap in a box of its own."""
 
 
 def require_folder(out: Path) -> None:
-    """Raise UsageError if a file stands where --out, or a folder above it, is wanted. What is missing can be made."""
+    """Raise UsageError if --out, or a folder above it, is a file. Missing folders are fine."""
     there = next(place for place in (out, *out.absolute().parents) if os.path.lexists(place))
     if not there.is_dir():
         raise UsageError(f"--out must be a folder or a new name, got {out}, where {there} is a file; choose another")
 
 
 def require_counts(command: object, **bounds: int) -> None:
-    """Raise UsageError if a field, or one of its values, is below its bound or larger than any count."""
+    """Raise UsageError if a field, or one of its values, is below its bound or above `LARGEST`."""
     for name, least in bounds.items():
         given: int | tuple[int, ...] | None = getattr(command, name)
         for value in given if isinstance(given, tuple) else (given,):
@@ -41,30 +41,30 @@ def require_counts(command: object, **bounds: int) -> None:
 
 
 def require_seed(seed: int) -> None:
-    """Raise UsageError unless every generator takes this --seed."""
+    """Raise UsageError unless every generator accepts this --seed."""
     if not 0 <= seed <= LARGEST_SEED:
         raise UsageError(f"--seed must be between 0 and {LARGEST_SEED}, got {seed}")
 
 
 def require_plain_file(path: Path, flag: str = "") -> None:
-    """Raise UsageError if a path is a pipe or a device, which may keep a reader waiting, or never end."""
+    """Raise UsageError if a path is a pipe or a device, on which a reader might block or never finish."""
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
-        raise UsageError(f"{flag} {path} is {kind}, expected a plain file; copy what it gives into one".strip())
+        raise UsageError(f"{flag} {path} is {kind}, expected a regular file; copy its output into one".strip())
 
 
 def guarded(program: str, call: Callable[[], int], interrupted: str = "stopped") -> int:
-    """Return what `call` returns; 2 after its one-sentence complaint about the input; 130 if it was interrupted; 141
-    without a word if nobody reads the output any more, as after `| head`."""
-    streams: list[TextIO | None] = [sys.stdout, sys.stderr]  # None where the shell has closed one: `>&-`
+    """Return the result of `call`; 2 with one sentence on stderr if the input cannot be used; 130 if interrupted; 141,
+    silently, if the reader of the output has exited, as after `| head`."""
+    streams: list[TextIO | None] = [sys.stdout, sys.stderr]  # None if the shell has closed one: `>&-`
     if streams[1] is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 kept for as long as the program runs
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 stays open as long as the program runs
     if streams[0] is None:
         return _complain(program, "standard output is closed: expected a terminal, a file or a pipe")
     for stream in streams:
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="replace")  # a terminal of few characters must not end a run midway
+            stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end a run
     try:
         try:
             return call()
@@ -75,26 +75,26 @@ def guarded(program: str, call: Callable[[], int], interrupted: str = "stopped")
             _drop_output()
             return PIPE_CLOSED
         if isinstance(error, RuntimeError) and not _is_lack_of_memory(error):
-            raise  # a fault of ours
+            raise  # a bug
         return _complain(program, sentence(error))
     except KeyboardInterrupt:
         return _complain(program, interrupted, 130)
     except SystemExit as leaving:
-        if isinstance(leaving.__context__, BrokenPipeError):  # rich leaves so
+        if isinstance(leaving.__context__, BrokenPipeError):  # raised by rich
             _drop_output()
             return PIPE_CLOSED
         raise
 
 
 def _complain(program: str, words: str, code: int = 2) -> int:
-    with contextlib.suppress(OSError):  # nobody hears it
+    with contextlib.suppress(OSError):  # stderr may be closed too
         print(f"{program}: {words}", file=sys.stderr, flush=True)
     _drop_output()
     return code
 
 
 def _drop_output() -> None:
-    """Let what can no longer be written vanish, so that Python does not stumble over it as it ends."""
+    """Discard unwritable output, so that Python does not fail on it at exit."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
@@ -105,17 +105,17 @@ def _drop_output() -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """Say what an error says went wrong; of what the system says, no numbers."""
+    """Return an error as one sentence; system errors without their numbers."""
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        return f"{where}{error.strerror}" + ("; free some space and type the same command again" if full else "")
+        return f"{where}{error.strerror}" + ("; free some space and rerun the command" if full else "")
     if isinstance(error, MemoryError | RuntimeError):
         first = next(iter(str(error).splitlines()), "")
-        return f"not enough memory ({first or 'no block of that size'}); ask for less at once"
+        return f"not enough memory ({first or 'allocation failed'}); reduce the request"
     return str(error)
 
 
 def _is_lack_of_memory(error: RuntimeError) -> bool:
-    """Say whether torch, which has no class of its own for it on the CPU, found no memory."""
+    """Whether torch is out of memory; on the CPU it has no exception class for that."""
     return type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)

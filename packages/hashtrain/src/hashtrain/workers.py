@@ -1,7 +1,7 @@
-"""Independent jobs on several processes, one thread each, so that what comes out does not depend on how many there are.
+"""Run independent jobs in several processes, one thread each, so the result does not depend on their number.
 
-Two single-threaded layers side by side take a third less time than one after the other on two threads, and far less
-where the cores are shared with other work: threads of one operation wait for the slowest (docs/log.md).
+Two single-threaded layers in parallel take a third less time than one after the other on two threads, and far less
+where other work shares the cores: threads of one operation wait for the slowest (docs/log.md).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _MOST = 6  # a worker takes 0.6 GB for the demo model
 
 
 def default_workers() -> int:
-    """Return one worker for each core that this process may use, up to _MOST."""
+    """Return the number of cores that this process may use, at most `_MOST`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _MOST)
 
 
 def run_jobs(function: Function, jobs: Sequence[Any], workers: int, report: Report) -> list[Any]:
-    """Do every job and return the results in the order of the jobs.
+    """Run every job and return the results in the order of the jobs.
 
     Args:
-        function: called as `function(job, report)`; importable by its name, like what it takes and returns, because
-            other processes call it. What it reports arrives at `report` in this process.
-        jobs: taken in order, so the longest should come first.
-        workers: processes; 1 works in this one.
-    Raises: what a job raised; ChildProcessError if a worker died. The other workers are stopped.
+        function: called as `function(job, report)`. It, its argument and its result must be importable or picklable,
+            because other processes call it. Its reports are passed to `report` in this process.
+        jobs: started in order, so put the longest first.
+        workers: number of processes; 1 runs the jobs in this one.
+    Raises: the exception of a job; ChildProcessError if a worker died. The other workers are stopped.
     """
     if workers == 1 or len(jobs) == 1:
         with one_thread():
@@ -62,11 +62,11 @@ class _Pool:
         try:
             for _ in range(workers):
                 pipe = self._start(processes)
-                self._give(pipe, busy)
+                self._send(pipe, busy)
             while busy:
                 for pipe in connection.wait(list(busy)):
-                    self._hear(pipe, busy)
-            for process in processes:  # their pipes are closed: they end by themselves, and release what they hold
+                    self._receive(pipe, busy)
+            for process in processes:  # their pipes are closed, so they exit and release their resources
                 process.join(_PATIENCE)
         finally:
             for process in processes:
@@ -80,20 +80,20 @@ class _Pool:
         mine, theirs = context.Pipe()
         process = context.Process(target=_work, args=(self.function, theirs), daemon=True)
         process.start()
-        theirs.close()  # so that a worker's death ends the pipe
+        theirs.close()  # so that a worker's death closes the pipe
         processes.append(process)
         return mine
 
-    def _give(self, pipe: Pipe, busy: dict[Pipe, int]) -> None:
+    def _send(self, pipe: Pipe, busy: dict[Pipe, int]) -> None:
         number = next(self.left, None)
         if number is None:
             busy.pop(pipe, None)
-            pipe.close()  # an idle worker ends with its pipe
+            pipe.close()  # an idle worker exits when its pipe closes
             return
         busy[pipe] = number
         pipe.send(self.jobs[number])
 
-    def _hear(self, pipe: Pipe, busy: dict[Pipe, int]) -> None:
+    def _receive(self, pipe: Pipe, busy: dict[Pipe, int]) -> None:
         try:
             kind, *rest = pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -107,11 +107,11 @@ class _Pool:
             raise rest[0]
         else:
             self.results[busy[pipe]] = rest[0]
-            self._give(pipe, busy)
+            self._send(pipe, busy)
 
 
 def _answer(pipe: Pipe, answer: tuple[str, Any]) -> None:
-    """Send a result or an error; of an error that cannot travel, its words."""
+    """Send a result or an error; an error that cannot be pickled is sent as its text."""
     try:
         pipe.send(answer)
     except OSError:
@@ -121,18 +121,18 @@ def _answer(pipe: Pipe, answer: tuple[str, Any]) -> None:
 
 
 def _context() -> Any:
-    """A fork of this process, which has threads, may hang; one of a small server that has imported torch is quick."""
+    """Return a start method: forking this process, which has threads, may hang; a server with torch loaded is fast."""
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")
-    # Not "hashtrain" alone: it imports nothing until a name of it is used, and then every worker would do so anew.
+    # Preload hashtrain.pipeline too: "hashtrain" imports lazily, so every worker would import it again.
     context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain.pipeline"])
     return context
 
 
 def _work(function: Function, pipe: Pipe) -> None:
-    """Do jobs until the parent closes the pipe, or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the parent says what there is to say
+    """Run jobs until the parent closes the pipe or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C only the parent prints
     keep_freed_memory()
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
@@ -147,7 +147,7 @@ def _work(function: Function, pipe: Pipe) -> None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch use one thread inside the block, as a worker does."""
+    """Limit torch to one thread inside the block, as in a worker."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,11 +1,11 @@
 """A run's working folder, `.work` below its --out: what an interrupted run leaves for the next one.
 
-    .lock                         held by the run that works here
-    .work/run.toml                the settings, for a reader
+    .lock                         held by the running process
+    .work/run.toml                the settings, for human readers
     .work/train, .work/held       captures (`hashtrain.manifest`)
-    .work/layers/NAME-LAYER-KEY   checkpoints and finished layers; the key stands for all that decides their bits
+    .work/layers/NAME-LAYER-KEY   checkpoints and finished layers; the key identifies everything that decides their bits
 
-The folder is removed when the run has stored its hashers.
+The folder is removed once the run has stored its hashers.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hashtrain.atomic import write_text
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Be the only run that works below `out`, which is made if missing.
+    """Lock `out` so that no other run works there; create it if missing.
 
-    Raises: BlockingIOError with one sentence if another run is at work there. A killed run's lock ends with it.
+    Raises: BlockingIOError with one sentence if another run is working there. A killed run releases its lock.
     """
     out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / ".lock")
     try:
-        lock.acquire(timeout=2)  # a killed run's last breath
+        lock.acquire(timeout=2)  # allow a dying process to release it
     except Timeout:
         raise BlockingIOError(
-            f"another run is at work in {out}: expected to be alone there; wait until it ends, or choose another --out"
+            f"another run is working in {out}: expected no other; wait until it ends, or choose another --out"
         ) from None
     try:
         _sweep(out)
@@ -43,11 +43,11 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def begin(out: Path, settings: str, layer_files: set[str]) -> Path:
-    """Make the working folder and return it; remove checkpoints and layers of other settings.
+    """Create the working folder and return it; remove checkpoints and layers of other settings.
 
     Args:
-        settings: the run's settings as text, for a reader.
-        layer_files: the names in `layers/` that belong to this run.
+        settings: the run's settings as text, for human readers.
+        layer_files: names in `layers/` that belong to this run.
     """
     work = out / ".work"
     (work / "layers").mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def begin(out: Path, settings: str, layer_files: set[str]) -> Path:
         if path.name not in layer_files:
             path.unlink()
     before = work / "run.toml"
-    if not before.exists() or before.read_text(encoding="utf-8") != settings:  # nothing to go on from
+    if not before.exists() or before.read_text(encoding="utf-8") != settings:  # nothing to resume
         (out / "metrics.jsonl").unlink(missing_ok=True)
         shutil.rmtree(out / "tensorboard", ignore_errors=True)
     write_text(work / "run.toml", settings)
@@ -63,7 +63,7 @@ def begin(out: Path, settings: str, layer_files: set[str]) -> Path:
 
 
 def end(out: Path) -> None:
-    """Remove the working folder, at once as far as the next run is concerned."""
+    """Remove the working folder; renamed first, so that the next run never sees a part of it."""
     gone = out / ".work-done"
     shutil.rmtree(gone, ignore_errors=True)
     (out / ".work").rename(gone)
@@ -71,7 +71,7 @@ def end(out: Path) -> None:
 
 
 def _sweep(out: Path) -> None:
-    """Remove what kills have left half written or half removed, here, in the hashers' folders and in the captures."""
+    """Remove temporary files that killed runs left here, in the hashers' folders and in the captures."""
     shutil.rmtree(out / ".work-done", ignore_errors=True)
     for folder in (out, *out.glob("*"), *out.glob(".work/*")):
         if folder.is_dir():

@@ -1,8 +1,8 @@
-"""A language model for lm-evaluation-harness whose attention is one of our methods.
+"""A language model for lm-evaluation-harness with one of our methods as its attention.
 
-Nothing of the harness is replaced: `SparseLM` is its own Hugging Face model, with the attention attached around each
-call. Requests of one length run together: no pass is padded, every pass has one row from which on it is sparse, and the
-measured density counts the tokens of requests alone.
+`SparseLM` is the harness's own Hugging Face model, with the method attached around each call. Requests of equal length
+run together, so no pass is padded, every pass has one row from which on it is sparse, and the measured density counts
+only tokens of requests.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from evals.plan import ALWAYS, Always
 
 Key = TypeVar("Key", bound=Hashable)
 TokenRequest = tuple[Any, list[int], list[int]]
-"""What the harness asks for: its own key, the context's tokens, the continuation's."""
+"""A request of the harness: its own key, the context's tokens, the continuation's tokens."""
 
 
 if TYPE_CHECKING:
 
     class _HFLM:
-        """What is used here of the harness's class, in whose place its untyped decorator shows the abstract `LM`."""
+        """The members of the harness's class used here; its untyped decorator hides them behind the abstract `LM`."""
 
         def __init__(self, **settings: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
@@ -44,19 +44,19 @@ else:
 
 
 class SparseLM(_HFLM):
-    """A causal language model that attends by a method.
+    """A causal language model with a method's attention.
 
     Args:
-        model, tokenizer: as loaded; the model is the caller's and is dense again after every call.
+        model, tokenizer: as loaded; the model belongs to the caller and is dense again after every call.
         method: dense attention if it has no selector.
         budget: tokens per row.
-        always: layers that stay dense and tokens that every row reads, whatever the method.
+        always: layers that stay dense, and tokens that every row reads, for any method.
         sparse_rows: "all", or "continuation": the row that predicts the first token of a continuation or an answer,
-            and all after it; rows before it are dense.
-        batch_size: requests of one length at once.
-        truncation_side: what a prompt that is too long to generate from loses, its "middle" or its "left" part.
+            and all rows after it; rows before it are dense.
+        batch_size: requests of equal length in one batch.
+        truncation_side: the part of a prompt dropped if it is too long to generate from, its "middle" or its "left".
     Attributes:
-        selected, visible: tokens that sparse rows attended to, and that they saw, so far, over heads and layers.
+        selected, visible: tokens that sparse rows have attended to, and that were visible, over heads and layers.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SparseLM(_HFLM):
         batch_size: int = 8,
         truncation_side: Truncation = "left",
     ):
-        with _silent(logging.getLogger(HFLM.__module__)):  # it warns that the model is loaded already
+        with _silent(logging.getLogger(HFLM.__module__)):  # suppresses the warning that the model is already loaded
             super().__init__(pretrained=model, tokenizer=cast(Any, tokenizer), backend="causal", batch_size=batch_size)
         self.method: LoadedMethod = method
         self.budget: Budget = budget
@@ -82,7 +82,7 @@ class SparseLM(_HFLM):
 
     @property
     def density(self) -> float:
-        """Measured: tokens attended to / tokens visible, over the sparse rows; 1 for dense attention.
+        """Measured density: tokens attended to / tokens visible, over the sparse rows; 1 for dense attention.
 
         Raises: ValueError if no row was sparse.
         """
@@ -94,7 +94,7 @@ class SparseLM(_HFLM):
 
     @contextlib.contextmanager
     def _attending(self, start: int) -> Iterator[None]:
-        """Attend by the method inside the block, from the row that predicts the continuation on, or in all."""
+        """Attach the method inside the block, from the row that predicts the continuation on, or in all rows."""
         prompt = start if self.sparse_rows == "continuation" else None
         how = self.method, self.budget, self.always, prompt
         with attending(cast(PreTrainedModel, self.model), *how) as attended:
@@ -105,7 +105,7 @@ class SparseLM(_HFLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Score continuations: (sum of the tokens' log-probabilities in nats, whether all were the likeliest)."""
+        """Score continuations: (sum of the tokens' log-probabilities in nats, whether all were the most likely)."""
         passes = [self._pass(len(context), len(continuation)) for _, context, continuation in requests]
         answers: dict[int, tuple[float, bool]] = {}
         for (_, start), members in _alike(passes).items():
@@ -115,8 +115,8 @@ class SparseLM(_HFLM):
         return [answers[i] for i in range(len(requests))]
 
     def _pass(self, context: int, continuation: int) -> tuple[int, int]:
-        """Return the rows of a request's pass, and which of them predicts its first token."""
-        # The last token predicts nothing; what exceeds the model is cut from the left of the context.
+        """Return the number of rows of a request's pass, and the row that predicts its first token."""
+        # The last token predicts nothing; contexts too long for the model are truncated on the left.
         rows = min(context + continuation, self.max_length + 1) - 1
         return rows, rows - continuation
 
@@ -143,8 +143,8 @@ class SparseLM(_HFLM):
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Encode prompts, padded to one length [B, T], and their mask; those beyond the limit lose their middle here,
-        if that is what is asked for, and the harness cuts what is left of the excess from the left."""
+        """Encode prompts, padded to one length [B, T], and their mask. With truncation_side "middle", prompts beyond
+        the limit lose their middle here; the harness truncates any remaining excess on the left."""
         if self.truncation_side == "middle" and left_truncate_len:
             strings = [self._without_middle(text, left_truncate_len) for text in strings]
         return super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)

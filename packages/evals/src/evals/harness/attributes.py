@@ -1,7 +1,7 @@
-"""The worked example of local data: Python classes, one of whose attributes is asked for at the end.
+"""Worked example of local data: Python classes, with a question about one attribute at the end.
 
-`python -m evals.harness.attributes` writes the files of the folder `example` again. The right word stands in the
-class once, behind the same prefix; the wrong ones stand there behind others. The demo model knows what to do.
+`python -m evals.harness.attributes` regenerates the files of the folder `example`. The correct word occurs once in the
+class, after the same prefix; the wrong ones occur there after other prefixes. The demo model can answer these.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FILES = {"shots.jsonl": (1, 10, 3), "short.jsonl": (2, 40, 3), "long.jsonl": (3,
 
 
 def item(draw: random.Random, methods: int) -> dict[str, Any]:
-    """Make one item, with the fields that the tasks of the example read."""
+    """Create one item, with the fields that the tasks of the example read."""
     prefixes, endings = draw.sample(PREFIXES, len(ENDINGS)), draw.sample(ENDINGS, len(ENDINGS))
     pairs = zip(prefixes, endings, strict=True)
     lines = ["class Store:", "    def __init__(self):"]
@@ -45,7 +45,7 @@ def item(draw: random.Random, methods: int) -> dict[str, Any]:
         "question": f"        self.{prefixes[asked]}_",
         "choices": choices,
         "label": choices.index(endings[asked]),
-        "answers": [endings[asked]],  # LongBench's name of the field, and RULER's names
+        "answers": [endings[asked]],  # LongBench's name of the field; the next two are RULER's
         "outputs": [endings[asked]],
         "max_length": 1024,
     }

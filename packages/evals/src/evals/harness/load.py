@@ -1,9 +1,9 @@
-"""The tasks of a command, with their data: shipped with lm-evaluation-harness, or your own YAML.
+"""Load the tasks of a command with their data: shipped with lm-evaluation-harness, or your own YAML.
 
 A local YAML may include a shipped task by its name, and name its data files relative to its own folder:
 
     include: arc_easy
-    task: my_questions           # without it, the file stands for the shipped task wherever that is asked for
+    task: my_questions           # without it, the file replaces the shipped task
     dataset_path: json
     dataset_kwargs: {data_files: {test: questions.jsonl}}
 """
@@ -33,7 +33,7 @@ from evals.benchmarks import BenchmarkCommand
 
 _SHIPPED = Path(lm_eval.tasks.__file__).parent
 _UNUSABLE = (OSError, ImportError, LookupError, ValueError, DatasetsError)
-"""What loading a data set raises: no hub or no file, a missing module, a missing split or resource, a wrong format."""
+"""Errors of loading a data set: no hub or no file, a missing module, a missing split or resource, a wrong format."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class BenchmarkTask:
 
 @contextlib.contextmanager
 def as_guest(seed: int) -> Iterator[None]:
-    """Run other people's code: its prints go to stderr, its warnings nowhere, and its random numbers are the seed's.
+    """Run third-party code: its prints go to stderr, its warnings are ignored, and its random numbers are seeded.
 
-    The generators of `random` and numpy are as they were afterwards.
+    Afterwards the generators of `random` and numpy have their previous state.
     """
     python, array = random.getstate(), np.random.get_state()
     random.seed(seed)
@@ -70,9 +70,9 @@ def as_guest(seed: int) -> Iterator[None]:
 
 
 def load_tasks(command: BenchmarkCommand) -> list[BenchmarkTask]:
-    """Load what `command.tasks` names, groups and tags expanded, in order.
+    """Load the tasks that `command.tasks` names, in order, with groups and tags expanded.
 
-    Raises: ValueError with one sentence if a name is unknown, a YAML or a data set cannot be used.
+    Raises: ValueError with one sentence if a name is unknown, or a YAML or a data set cannot be used.
     """
     with as_guest(command.seed):
         manager = _manager(command)
@@ -84,7 +84,7 @@ def load_tasks(command: BenchmarkCommand) -> list[BenchmarkTask]:
 
 
 def _manager(command: BenchmarkCommand) -> TaskManager:
-    """Index the folders of the default tasks, or all if that leaves a name unknown; then the local YAML."""
+    """Index the folders of the default tasks, or all folders if that leaves a name unknown; then the local YAML."""
     unknown: list[str] = []
     for folders in ([_SHIPPED / folder for folder in command.folders], [_SHIPPED]):
         given = {"include_defaults": False, "metadata": command.metadata}
@@ -100,9 +100,9 @@ def _manager(command: BenchmarkCommand) -> TaskManager:
 
 
 def _add_local(manager: TaskManager, command: BenchmarkCommand) -> list[str]:
-    """Put the local tasks that are asked for into the index, with what they include and their files found.
+    """Add the requested local tasks to the index, with their includes and data files resolved.
 
-    Returns: what they include and nobody knows.
+    Returns: includes that cannot be resolved.
     """
     wanted, unknown = _reachable(manager, command.tasks), []
     for path in sorted(path for folder in command.include_path for path in folder.glob("**/*.yaml")):
@@ -110,7 +110,7 @@ def _add_local(manager: TaskManager, command: BenchmarkCommand) -> list[str]:
         listed = brief.get("include", [])
         names = [listed] if isinstance(listed, str) else listed
         if "group" in brief or "class" in brief or not wanted & {brief.get("task", name) for name in names or [None]}:
-            continue  # as the harness reads it, or not asked for
+            continue  # handled by the harness itself, or not requested
         sources = [_source(manager, path.parent, name) for name in names]
         missing = [name for name, source in zip(names, sources, strict=True) if source is None]
         unknown += [f"`include: {name}` in {path}" for name in missing]
@@ -143,7 +143,7 @@ def _source(manager: TaskManager, folder: Path, name: str) -> Path | None:
 
 
 def _register(manager: TaskManager, path: Path, sources: list[Path]) -> None:
-    """Put one local task into the index."""
+    """Add one local task to the index."""
     own, config = load_yaml(path, recursive=False), {}
     own.pop("include", None)
     for source in sources:
@@ -154,7 +154,7 @@ def _register(manager: TaskManager, path: Path, sources: list[Path]) -> None:
 
 
 def _with_files(config: dict[str, Any], own: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Point a task at its local files, and at nothing else of the task that it includes."""
+    """Point a task at its local files; drop the data settings of the task that it includes."""
     if "dataset_path" in own:
         config |= {name: own.get(name) for name in ("dataset_name", "dataset_kwargs", "custom_dataset")}
 
@@ -176,7 +176,7 @@ def _leaves(manager: TaskManager, name: str) -> list[str]:
     entry = manager.task_index[name]
     members = sorted(entry.tags) if entry.kind.name == "TAG" else (entry.cfg or {}).get("task")
     if not isinstance(members, list) or not all(isinstance(x, str) and x in manager.task_index for x in members):
-        return [name]  # a task, or a group that changes its tasks: loaded whole
+        return [name]  # a task, or a group that changes its tasks, which is loaded as a whole
     return [leaf for member in members for leaf in _leaves(manager, member)]
 
 
@@ -195,7 +195,7 @@ def _load(manager: TaskManager, name: str) -> dict[str, ConfigurableTask]:
 
 
 def _built(name: str, task: ConfigurableTask, command: BenchmarkCommand) -> BenchmarkTask:
-    """Set the number of examples, as the harness does, and identify what will be asked and what is right."""
+    """Set the number of examples, as the harness does, and compute a digest of all prompts and targets."""
     own = task.config.num_fewshot
     if own is None or (own and command.shots is not None):
         task.set_config("num_fewshot", command.shots or 0)

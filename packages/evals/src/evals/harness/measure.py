@@ -1,4 +1,4 @@
-"""Run a task of lm-evaluation-harness by each method, and read off what it found."""
+"""Run a task of lm-evaluation-harness with each method, and collect the results."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from evals.benchmarks import BenchmarkCommand
 from evals.harness.adapter import SparseLM
 from evals.harness.load import BenchmarkTask, as_guest
 from evals.methods import LoadedMethod
-from evals.tasks.setup import Ready, Sample
+from evals.setup import Ready, Sample
 
 Cell = tuple[str, float | None, str]
 """Method, budget and rule."""
 
 _RESAMPLES = 1000
-"""Of the few metrics whose standard error lm-evaluation-harness draws; that of a mean is exact."""
+"""Resamples for the few metrics whose standard error lm-evaluation-harness bootstraps; that of a mean is exact."""
 _NOT_ASKED = -1
-"""What RULER gives for the lengths that an item is not of."""
+"""Value of RULER's metrics for the lengths that an item does not have."""
 
 
 def budget_of(rule: str, amount: float | None) -> Budget:
-    """Build the budget of a cell: a number of tokens, or a share of those visible (eq. 7); dense has none."""
+    """Return the budget of a cell: a number of tokens, or a share of the visible ones (eq. 7); dense has none."""
     if rule == "tokens":
         return Budget(min_tokens=int(amount or 0), max_tokens=int(amount or 0))
     return Budget(amount or 1.0, min_tokens=1)
@@ -39,10 +39,10 @@ def measure(
     methods: dict[str, LoadedMethod],
     step: Callable[[str], None],
 ) -> Sample:
-    """Run one task by every cell.
+    """Run one task for every cell.
 
     Returns: `cells`, in order, with method, budget, rule, density, `results` {metric: [value, standard error or
-        None]}, `values` {metric: one number an item} of those that have them, and `texts`, what was generated.
+        None]}, `values` {metric: one number per item} where available, and `texts`, the generated text.
     """
     found, items = [], None
     for method, amount, rule in cells:
@@ -60,7 +60,7 @@ def measure(
                 truncation_side=command.truncation,
                 **how,
             )
-            document.task.set_fewshot_seed(command.seed)  # the same worked examples whatever was run before
+            document.task.set_fewshot_seed(command.seed)  # the same worked examples, whatever ran before
             tasks: Any = {"tasks": {document.name: document.task}, "groups": {}, "group_map": {}}
             output = cast(Any, evaluate(cast(Any, lm), tasks, limit=command.limit, bootstrap_iters=_RESAMPLES))
         if output is None:
@@ -80,7 +80,7 @@ def measure(
 
 
 def _results(found: dict[str, Any]) -> dict[str, list[float | None]]:
-    """Read `{"acc,none": 0.5, "acc_stderr,none": 0.1}` as `{"acc": [0.5, 0.1]}`."""
+    """Convert `{"acc,none": 0.5, "acc_stderr,none": 0.1}` to `{"acc": [0.5, 0.1]}`."""
     read: dict[str, list[float | None]] = {}
     for key, value in found.items():
         metric, comma, filtered = key.partition(",")
@@ -91,7 +91,7 @@ def _results(found: dict[str, Any]) -> dict[str, list[float | None]]:
 
 
 def _values(items: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Collect each metric's number of each item, in order; metrics of the whole task have none."""
+    """Collect each metric's values, one per item, in order; metrics of the whole task have none."""
     read: dict[str, list[float]] = {}
     for item in sorted(items, key=lambda item: item["doc_id"]):
         for metric in item["metrics"]:
@@ -101,7 +101,7 @@ def _values(items: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def _texts(items: list[dict[str, Any]]) -> list[str]:
-    """Return what was written for each item; the harness lists an item once for every filter of its task."""
+    """Return the text generated for each item; the harness lists an item once for every filter of its task."""
     by_item = {item["doc_id"]: str(item["resps"][0][0]) for item in items}
     return [by_item[number] for number in sorted(by_item)]
 

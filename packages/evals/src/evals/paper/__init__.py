@@ -10,13 +10,13 @@ __all__ = ["ITEMS", "Item", "chosen", "why_not"]
 
 
 def why_not(item: Item, settings: PaperCommand) -> str | None:
-    """Say why --all leaves an item out; None if it does not."""
+    """Return why --all skips an item; None if it does not."""
     if item.hub:
         return "its data come from a hub: run its command, which `evals paper --list` prints"
     if item.twice and settings.other_hashers is None:
         return "it needs --other-hashers"
     if lacking := item.lacking(settings):
-        return f"{settings.hashers} lacks {', '.join(lacking)}: make them with `uv run hashtrain --only all`"
+        return f"{settings.hashers} lacks {', '.join(lacking)}: train them with `uv run hashtrain --only all`"
     return None
 
 

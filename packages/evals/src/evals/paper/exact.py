@@ -1,7 +1,7 @@
 """The paper's tables and figures in its own protocol: `paper-exact`, one selection per query head, every token scored.
 
-A budget is 2 % of the full length and at least 20 tokens in every row, no token is read unasked, and layers 0 and 1 are
-dense. For models of hundreds of millions of parameters and more; `items` has what fits the demo model.
+In every row a budget is 2 % of the full length, at least 20 tokens; no token is always read, and layers 0 and 1 are
+dense. For models of hundreds of millions of parameters or more; `items` has those that suit the demo model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _PPL = ("--rules", "fixed", "--score", "all", *_ROWS)
 _MAGICPIG = ("--dense-layers", "0", "--dense-at", "0", "16", "--rules", "fixed", "--score", "all")
 _ENDS = ("--sink", "4", "--recent", "64")
 _ALONE = ("--methods", "recent", "--budgets", "0.0001")
-"""Selects nothing beyond the ends: a budget below them."""
+"""A budget too small to select anything beyond the sink and recent tokens."""
 _HASHERS = (
     "Hashers: `hashtrain --model MODEL --text TEXT --only lsh linear-exact paper-exact-untrained paper-exact`, whose "
     "schedule is the paper's."
@@ -27,7 +27,7 @@ ITEMS = (
         "iou",
         ("--methods", "oracle", "lsh", "linear-exact", "paper-exact-untrained", "paper-exact", *_ROWS),
         8,
-        (_HASHERS, "Rows are drawn; `--rows-from last` is the paper's, one row of one document."),
+        (_HASHERS, "Rows are drawn at random; `--rows-from last` uses the paper's, one row of one document."),
         stored=("order_iou",),
     ),
     Item(
@@ -44,7 +44,7 @@ ITEMS = (
     ),
     Item(
         "table 2 (exact)",
-        "Perplexity beside Quest over budgets",
+        "Perplexity compared with Quest over budgets",
         "ppl",
         ("--methods", "oracle", "paper-exact", "quest", "--budgets", "0.2", "0.1", "0.05", "0.031", "0.02", *_PPL),
         8,
@@ -52,7 +52,7 @@ ITEMS = (
     ),
     Item(
         "table 3 (MagicPIG)",
-        "MagicPIG with sink and local tokens, with either, with neither",
+        "MagicPIG with sink and local tokens, with only one kind, with neither",
         "ppl",
         (
             *("--methods", "magicpig", "magicpig-sink", "magicpig-local", "magicpig-bare", "--budgets", "0.02"),
@@ -67,7 +67,7 @@ ITEMS = (
         "ppl",
         (*_ALONE, *_MAGICPIG, *_ENDS, "--ends", "beside"),
         8,
-        ("The paper's row reads 68 tokens; --rules fixed adds its least budget of 20.",),
+        ("The paper's row reads 68 tokens; --rules fixed adds its minimum budget of 20.",),
     ),
     Item(
         "table 3 (exact)",
@@ -98,7 +98,7 @@ ITEMS = (
             *("--dense-layers", "2"),
         ),
         8,
-        ("The paper's row reads 68 tokens; --rules fixed adds its least budget of 20.",),
+        ("The paper's row reads 68 tokens; --rules fixed adds its minimum budget of 20.",),
     ),
     Item(
         "table 6 (exact)",
@@ -131,7 +131,7 @@ ITEMS = (
         "ppl",
         ("--methods", "paper-exact", "down-proj-exact", "--budgets", "0.02", *_PPL),
         8,
-        ("Down-projection keeps head_dim / 16 numbers of 16 bits a KV head, and a projection a query head.",),
+        ("Down-projection stores head_dim / 16 numbers of 16 bits per KV head, with one projection per query head.",),
         against=(("paper-exact", 0.02, "down-proj-exact", 0.02),),
     ),
     Item(

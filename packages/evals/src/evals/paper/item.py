@@ -1,4 +1,4 @@
-"""One table or figure of the paper, and the commands of ours that show it."""
+"""One table or figure of the paper, and our commands that reproduce it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evals.methods import RIVAL_NAMES, TUNED, without_hasher
 from evals.study import PaperCommand
 
 _BY_SHAPE = ("codesize", "complexity", "throughput", "kernels")
-"""Tasks that take a model's shape: no model, hashers or documents."""
+"""Tasks that take a model's shape, and no model, hashers or documents."""
 _ON_CPU = ("codesize", "complexity", "kernels")
 """Tasks that run no model."""
 
@@ -22,16 +22,17 @@ class Item:
     """One table or figure.
 
     Attributes:
-        name: as the paper numbers it, with `(PART)` behind it where one figure takes several commands.
+        name: as the paper numbers it, followed by `(PART)` if one figure takes several commands.
         title: what it shows.
-        task: the command's name, None if nothing is to be measured; arguments: its own, beside model, hashers and out.
-        documents: how many by default; 0 for tasks that take a shape alone.
-        differs: what is not as in the paper, and why.
-        paper: the paper's own numbers, where it prints some.
+        task: the command's name, None if there is nothing to measure; arguments: its own, besides model, hashers and
+            out.
+        documents: default number; 0 for tasks that take only a shape.
+        differs: what differs from the paper, and why.
+        paper: the paper's own numbers, if it prints some.
         against: (method, budget, other, its budget): differences to show, paired over documents.
-        twice: run it with --other-hashers, too, and show the difference.
-        program: the words of another program that shows it, where no task of ours measures it.
-        hub: whether its data come from a hub, so that --all leaves it out.
+        twice: also run it with --other-hashers, and show the difference.
+        program: the command of another program that shows it, if no task of ours measures it.
+        hub: whether its data come from a hub, so that --all skips it.
         stored: names of stored results that show it, of ours or of another model, in the folder of --results.
     """
 
@@ -49,14 +50,14 @@ class Item:
     stored: tuple[str, ...] = ()
 
     def commands(self, settings: PaperCommand) -> list[list[str]]:
-        """Write the commands out. Raises: ValueError if there are none, or something for them is not given."""
+        """Return the commands. Raises: ValueError if there are none, or an option they need is missing."""
         if self.task is None:
             shown = " ".join(self.program)
             raise ValueError(f"{self.name} is shown by another program: {shown}; {self.differs[0]}")
         if self.twice and settings.other_hashers is None:
             raise ValueError(
-                f"{self.name} compares two sets of hashers: make one with `uv run hashtrain --text FOLDER --out OTHER` "
-                "and give --other-hashers OTHER"
+                f"{self.name} compares two sets of hashers: train one with `uv run hashtrain --text FOLDER --out "
+                "OTHER` and give --other-hashers OTHER"
             )
         hashers = [settings.hashers, settings.other_hashers] if self.twice else [settings.hashers]
         count = str(settings.documents or self.documents)
@@ -77,29 +78,29 @@ class Item:
         return found
 
     def folders(self, settings: PaperCommand) -> list[Path]:
-        """Say where its runs go."""
+        """Return the folders of its runs."""
         name = self.name.replace(" ", "-").replace("(", "").replace(")", "")
         return [settings.out / name, *([settings.out / f"{name}-other"] if self.twice else [])]
 
     def lines(self, settings: PaperCommand) -> list[str]:
-        """Write its commands for a reader, `OTHER` for what is not given; another program's as they are."""
+        """Format its commands for printing, with `OTHER` for missing options, or the other program's command."""
         if self.task is None:
             return [" ".join(self.program)]
         given = settings.other_hashers or Path("OTHER")
         return [" ".join(("evals", *words)) for words in self.commands(replace(settings, other_hashers=given))]
 
     def kept(self, settings: PaperCommand) -> list[Path]:
-        """List the stored results that show it."""
+        """Return the stored results that show it."""
         files = (settings.results / f"{name}.json" for name in self.stored)
         return [file for file in files if file.is_file()]
 
     @property
     def rivals(self) -> bool:
-        """Whether it measures perplexity of rivals, which --tuned may complete."""
+        """Whether it measures perplexity of rivals, to which --tuned can add tuned ones."""
         return self.task == "ppl" and not set(RIVAL_NAMES).isdisjoint(self.arguments)
 
     def lacking(self, settings: PaperCommand) -> list[str]:
-        """Name the hashers it needs that are not there; tasks that take a shape make their own."""
+        """Return the required hashers that are missing; tasks that take a shape need none."""
         if self.task in _BY_SHAPE:
             return []
         words = list(self.arguments)
@@ -108,11 +109,11 @@ class Item:
         return without_hasher(words[start:end], settings.hashers)
 
     def is_number(self, kind: str, number: int) -> bool:
-        """Say whether it shows this table or figure, or a part of it."""
+        """Whether it shows this table or figure, or a part of it."""
         return self.name.partition(" (")[0] == f"{kind} {number}"
 
     def differences(self, settings: PaperCommand) -> tuple[list[dict[str, Any]], list[Grid]]:
-        """Return the paired differences that it shows, from finished runs: as entries of `compare`, and as tables."""
+        """Return the paired differences from finished runs: as entries of `compare`, and as tables."""
         first, last = self.folders(settings)[0], self.folders(settings)[-1]
         pairs = list(self.against)
         if settings.tuned is not None:
@@ -124,10 +125,10 @@ class Item:
 
 
 def _joined(grids: list[Grid]) -> list[Grid]:
-    """Make one table of those that have one title and header."""
+    """Merge tables with the same title and header."""
     found: dict[tuple[str, ...], Grid] = {}
     for grid in grids:
         key = grid.title, *grid.header
-        held = found.get(key)
-        found[key] = grid if held is None else replace(held, sections=[*held.sections, *grid.sections])
+        earlier = found.get(key)
+        found[key] = grid if earlier is None else replace(earlier, sections=[*earlier.sections, *grid.sections])
     return list(found.values())

@@ -1,4 +1,4 @@
-"""Each table and figure of the paper, as a command of ours, with what differs from the paper and why."""
+"""Each table and figure of the paper as one of our commands, with what differs from the paper and why."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from evals.grid import Grid
 from evals.paper import exact
 from evals.paper.item import Item
 
-_MODEL = "The paper runs 7 to 14 billion parameters; by default this runs the demo model: compare orders."
+_MODEL = "The paper's models have 7 to 14 billion parameters; by default this uses the demo model: compare orders."
 _TEXT = "The paper's texts are PG19, Proof-Pile and CodeParrot; without --text these are held-out Python modules."
 _OURS = ("planes", "transform", "transform+remainder")
 _ALONE = ("planes", "transform-start", "transform")
-_LAYERS = "Every method leaves layers 0 and 1 dense; the paper's MagicPIG leaves layers 0 and 16 dense."
+_LAYERS = "Layers 0 and 1 are dense for every method; the paper's MagicPIG leaves layers 0 and 16 dense."
 
 
 def _numbers(title: str, header: str, *lines: str) -> Grid:
@@ -41,7 +41,7 @@ _FITTING = (
     ),
     Item(
         "table 2",
-        "Perplexity beside Quest over budgets",
+        "Perplexity compared with Quest over budgets",
         "ppl",
         (
             *("--methods", "oracle", "lsh", "paper", *_OURS, "quest", "quest-heads"),
@@ -51,8 +51,8 @@ _FITTING = (
         (
             _MODEL,
             _TEXT,
-            "A budget is of each row's visible tokens; the paper's of the whole context, at least 20 (--rules fixed). "
-            "Quest takes whole pages, at least 3: the density column says how many tokens that were.",
+            "A budget is a share of each row's visible tokens, the paper's of the whole context, at least 20 (--rules "
+            "fixed). Quest takes whole pages, at least 3: the density column shows how many tokens that were.",
         ),
         _numbers(
             "perplexity of LLaMA3-8B",
@@ -69,7 +69,7 @@ _FITTING = (
     ),
     Item(
         "table 3",
-        "Perplexity beside MagicPIG, with and without sink and local tokens",
+        "Perplexity compared with MagicPIG, with and without sink and local tokens",
         "ppl",
         (
             *("--methods", "oracle", *_OURS, "magicpig", "magicpig-bare", "magicpig-10x150"),
@@ -81,8 +81,8 @@ _FITTING = (
             _TEXT,
             _LAYERS,
             "MagicPIG's first 1,024 rows are dense, as in the paper, and count in its density. Where it draws nothing "
-            "the paper reports NaN; here such a row attends to its own token, and `empty` in rows.json says how often.",
-            "MagicPIG takes its own number of tokens: the last tables give ours as many on each context.",
+            "the paper reports NaN; here such a row attends to its own token, and `empty` in rows.json is the share.",
+            "MagicPIG chooses its own number of tokens: the last tables give ours as many on each context.",
             "`magicpig` is the Spotlight paper's setting, 100 tables of 15 bits; `magicpig-10x150` its authors' own.",
         ),
         _numbers(
@@ -104,7 +104,7 @@ _FITTING = (
         6,
         (
             _MODEL,
-            "Continuations of held-out text in place of LongBench's questions, Rouge-L of Unicode words.",
+            "Continuations of held-out text instead of LongBench's questions; Rouge-L of Unicode words.",
             "The budget is 2 % of a context of 1,024, about 20 tokens; the paper's 163 are 2 % of 8,192.",
         ),
         _numbers(
@@ -125,7 +125,7 @@ _FITTING = (
         "ppl",
         ("--methods", "oracle", *_OURS, "--budgets", "0.02", "--rules", "visible"),
         4,
-        (_MODEL, _TEXT, "One model a run: --model and --hashers name it; `evals compare` puts two runs side by side."),
+        (_MODEL, _TEXT, "One model per run, given by --model and --hashers; `evals compare` compares two runs."),
         _numbers(
             "perplexity of Qwen2.5, dense / Spotlight, top 2 %",
             "model|PG19|Math|Code",
@@ -143,7 +143,7 @@ _FITTING = (
         3,
         (
             _MODEL,
-            "The second set of hashers, --other-hashers, was trained on another text; both are judged on the same.",
+            "The second set of hashers, --other-hashers, was trained on another text; both are evaluated on the same.",
         ),
         _numbers(
             "perplexity of LLaMA3-8B, top 2 %",
@@ -176,7 +176,7 @@ _FITTING = (
         4,
         (
             "The paper's few-shot tasks need a hub: `evals fewshot --tokens 20` is its protocol, 20 tokens in every "
-            "row. These are exercises by rule, at 2 % of 512 or 1,024 tokens, 10 or 20 of them, behind a dense prompt.",
+            "row. These are synthetic exercises at 2 % of 512 or 1,024 tokens, 10 or 20 of them, after a dense prompt.",
         ),
         _numbers(
             "accuracy of LLaMA3-8B, 5 shots, dense / Spotlight at 20 tokens",
@@ -231,7 +231,7 @@ _FITTING = (
         (
             _MODEL,
             _TEXT,
-            "Down-projection keeps head_dim / 16 numbers of 16 bits: as many bits as head_dim, so `planes-64` is the "
+            "Down-projection stores head_dim / 16 numbers of 16 bits: as many bits as head_dim, so `planes-64` is the "
             "fair rival where head_dim is 64.",
         ),
         _numbers(
@@ -245,7 +245,7 @@ _FITTING = (
     ),
     Item(
         "code length",
-        "Which length of untrained LSH finds as much as a learned hash",
+        "Length of untrained LSH that finds as much as a learned hash",
         "codelength",
         ("--methods", "paper", "linear", "group-xnor", "planes-64", "planes", "transform", "--rows", "32"),
         3,
@@ -289,8 +289,8 @@ _FITTING = (
         2,
         (
             _MODEL,
-            "The haystack is Python and the needle an assignment, which the demo model reads best; up to 1,024 tokens, "
-            "the paper's up to 8,192.",
+            "The haystack is Python and the needle an assignment, which suits the demo model; up to 1,024 tokens, the "
+            "paper's up to 8,192.",
         ),
         stored=("needle",),
     ),
@@ -314,9 +314,9 @@ _FITTING = (
         0,
         (
             "On the CPU, 4 layers of the attention of Qwen2.5-7B with random weights and caches; the paper runs the "
-            "whole model on 8 A100. `--shape qwen2.5-7b --device cuda` is that, `--methods compiled planes-compiled` "
+            "whole model on 8 A100. `--shape qwen2.5-7b --device cuda` does that, `--methods compiled planes-compiled` "
             "adds torch.compile.",
-            "Times are of the machine as it was; leave it idle.",
+            "Times depend on the machine; leave it idle.",
         ),
         stored=("throughput",),
     ),
@@ -331,7 +331,7 @@ _FITTING = (
     ),
     Item(
         "figure 6 (code size)",
-        "Efficiency: bytes kept per token",
+        "Efficiency: bytes stored per token",
         "codesize",
         (),
         0,
@@ -353,7 +353,7 @@ _FITTING = (
         "needle",
         ("--methods", "transform", "--lengths", "256"),
         1,
-        ("It quotes a prompt; samples/ of this run hold ours.",),
+        ("It quotes a prompt; samples/ of this run contain ours.",),
         stored=("needle",),
     ),
     Item(
@@ -362,7 +362,7 @@ _FITTING = (
         "needle",
         ("--methods", "transform", "--lengths", "256"),
         1,
-        ("It quotes a prompt; samples/ of this run hold ours.",),
+        ("It quotes a prompt; samples/ of this run contain ours.",),
         stored=("needle",),
     ),
     Item(
@@ -389,17 +389,17 @@ _FITTING = (
         "longbench",
         ("--methods", "oracle", "lsh", "quest", "magicpig", *_OURS, "--tokens", "163"),
         0,
-        ("It splits table 4 by LongBench's tasks, whose data come from a hub; samples/ hold every answer.",),
+        ("It splits table 4 by LongBench's tasks, whose data come from a hub; samples/ contain every answer.",),
         hub=True,
     ),
 )
 
 
 def _place(item: Item) -> tuple[int, int]:
-    """Say where an item comes: tables, what is no numbered part of the paper, figures."""
+    """Return the sort key of an item: tables first, then unnumbered parts of the paper, then figures."""
     kind, number, *_ = item.name.split()
     return ("table", "code", "figure").index(kind), int(number) if number.isdigit() else 0
 
 
 ITEMS = tuple(sorted((*_FITTING, *exact.ITEMS), key=_place))
-"""Every table and figure, those of the paper's own protocol behind those that fit the demo model."""
+"""Every table and figure; those in the paper's own protocol follow those that suit the demo model."""

@@ -1,5 +1,5 @@
-"""Rival selectors, written from their papers: each in one file, all of `sparse_decode`'s Selector protocol; and their
-table."""
+"""Rival selectors, reimplemented from their papers: each in one file, following `sparse_decode`'s Selector protocol;
+and their table."""
 
 from typing import TYPE_CHECKING
 

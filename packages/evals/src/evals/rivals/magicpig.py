@@ -1,7 +1,7 @@
-"""MagicPIG (Chen et al. 2024, arXiv 2410.16179): attention over a sample of tokens that hash tables draw.
+"""MagicPIG (Chen et al. 2024, arXiv 2410.16179): attention over a sample of tokens drawn by hash tables.
 
-1. L tables of K sign bits each hash the query, and the keys minus their mean: softmax does not see that shift.
-2. A key is drawn if it shares its bucket with the query in 2 tables or more. A pair at angle t shares one bit with
+1. L tables of K sign bits each hash the query, and the keys minus their mean, a shift that softmax ignores.
+2. A key is drawn if it shares its bucket with the query in at least 2 tables. A pair at angle t shares one bit with
    probability p = 1 - t / pi, a bucket with P = p^K, and is drawn with w = 1 - (1 - P)^L - L P (1 - P)^(L - 1).
 3. Attention is the softmax of logit - log w over the drawn tokens: the self-normalised estimate of importance
    sampling. The first and the last tokens are always attended to, uncorrected.
@@ -22,11 +22,11 @@ from torch import Tensor
 from evals.rivals.seen import listed, ranks, seen_by
 
 _CHUNK = 4096  # keys hashed at once
-_SMALL = 1e-4  # L P below which w is its first term, L (L - 1) / 2 P^2, to 4 digits: the difference would cancel
+_SMALL = 1e-4  # for smaller L P, w is approximated by L (L - 1) / 2 P^2, to 4 digits: the difference would cancel
 
 
 def log_draw_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
-    """Compute log w, the log of the probability that a key at this angle is drawn; float64, the shape of `cosine`."""
+    """Compute log w, the log of the probability that a key with this cosine is drawn: float64, shaped as `cosine`."""
     p = 1 - cosine.double().clamp(-1, 1).acos() / math.pi
     bucket = p**bits
     miss = torch.log1p(-bucket.clamp(max=1 - 1e-12))
@@ -36,20 +36,20 @@ def log_draw_probability(cosine: Tensor, bits: int, tables: int) -> Tensor:
 
 
 class MagicPigSelector(NoCodes):
-    """Selects, per query head, the tokens that the tables draw, and corrects their logits for how they were drawn.
+    """Selects, per query head, the tokens that the tables draw, and corrects their logits for the draw probability.
 
-    Its budget is K and L: of a row's budget it only heeds none and all. Compare it by measured density.
+    K and L decide how many tokens it takes; a row's budget matters only if it is 0 or all. Compare measured densities.
 
     Args:
-        bits: K, at most 31; tables: L, at least 2. The paper on Spotlight Attention runs 15 and 100.
-        sink, local: the first and the last tokens a row sees, always attended to, on top of the sample.
-        prefill: rows that see at most this many tokens attend to all of them; the keys of these first tokens, without
-            sink and local, give the mean (1,024, as in that paper's perplexity protocol). See `after_prompt`.
+        bits: K, at most 31; tables: L, at least 2. The Spotlight Attention paper uses 15 and 100.
+        sink, local: numbers of first and last visible tokens that are always attended to, in addition to the sample.
+        prefill: rows that see at most this many tokens attend to all of them. The keys of these first tokens, without
+            sink and local ones, give the mean (1,024, as in that paper's perplexity protocol). See `after_prompt`.
         seed: draws the hash functions, which the heads of a layer share.
 
     Attributes:
-        sampled: (row, head) pairs that were sampled so far; empty: how many of them drew no token and had no sink or
-            local one either. They attend to their own token, where the rival divides zero by zero.
+        sampled: number of (row, head) pairs sampled so far; empty: how many of them drew no token and had no sink or
+            local one. They attend to their own token, where the original divides zero by zero.
     """
 
     bits: int
@@ -73,20 +73,20 @@ class MagicPigSelector(NoCodes):
         self.sampled = self.empty = 0
 
     def after_prompt(self, tokens: int) -> MagicPigSelector:
-        """Return the selector of rows behind a dense prompt of so many tokens, as its authors run it.
+        """Return the selector for rows after a dense prompt of this many tokens, as in the authors' code.
 
-        All keys of the prompt without sink and local ones give the mean, and every row behind it is sampled. A prompt
-        of no more than sink + local tokens leaves no key for the mean: then keys are not centred. The local tokens stay
-        the last ones that a row sees; the authors' code attends to the last of the prompt and to all behind it.
+        All keys of the prompt except sink and local ones give the mean, and every row after it is sampled. If the
+        prompt has at most sink + local tokens, keys are not centred. Here local tokens are always the last visible
+        ones; in the authors' code they are the last of the prompt and all after it.
         """
         if tokens < 0:
-            raise ValueError(f"a prompt has 0 tokens or more, got {tokens}")
+            raise ValueError(f"tokens must be 0 or more, got {tokens}")
         served = copy.copy(self)
         served.prefill, served.sampled, served.empty = tokens, 0, 0
         return served
 
     def select(self, rows: Rows) -> Tensor:
-        """Choose tokens, int64 [B, Hq, Q, K]; see `Selector`."""
+        """Select tokens, int64 [B, Hq, Q, K]; see `Selector`."""
         seen = seen_by(rows)
         always, whole = self._always(rows, seen)
         drawn = self._drawn(rows, seen) & seen[:, None]
@@ -100,7 +100,7 @@ class MagicPigSelector(NoCodes):
         return listed(tokens & (rows.counts > 0)[:, None, :, None])
 
     def attend(self, rows: Rows, v: Tensor, indices: Tensor) -> Tensor:
-        """Attend to the selected tokens of v [B, Hkv, N, Dv] by corrected logits: [B, Q, Hq, Dv] in q's type."""
+        """Attend to the selected tokens of v [B, Hkv, N, Dv] with corrected logits: [B, Q, Hq, Dv] in q's type."""
         (batch, hq, n_rows, dim), (hkv, n) = rows.q.shape, rows.k.shape[1:3]
         seen = seen_by(rows)
         always, _ = self._always(rows, seen)
@@ -116,7 +116,7 @@ class MagicPigSelector(NoCodes):
         sampled = taken & ~always[:, None]
         logits[sampled] -= log_draw_probability(cosine[sampled], self.bits, self.tables).float()
         logits = logits.masked_fill(~taken, -torch.inf)
-        p = logits.softmax(-1).nan_to_num(0)  # rows that are not sparse take nothing
+        p = logits.softmax(-1).nan_to_num(0)  # rows that are not sparse have no tokens
         if rows.sinks is not None:
             p = p * (logits.logsumexp(-1, keepdim=True) - rows.sinks.float()[:, None, None]).sigmoid()
         values = v.detach().float()
@@ -124,9 +124,9 @@ class MagicPigSelector(NoCodes):
         return out.view(batch, hq, n_rows, -1).transpose(1, 2).to(rows.q.dtype)
 
     def buckets(self, layer: int, x: Tensor) -> Tensor:
-        """Hash vectors [B, H, T, D] of a layer to a bucket in each table, int32 [B, H, T, L]."""
+        """Hash vectors [B, H, T, D] of a layer to one bucket per table, int32 [B, H, T, L]."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer)
-        # Drawn on the CPU: the functions are the same on every device.
+        # Drawn on the CPU, so that the functions are the same on every device.
         planes = torch.randn(x.shape[-1], self.tables * self.bits, generator=generator, device="cpu").to(x.device)
         powers = 2.0 ** torch.arange(self.bits, dtype=torch.float64, device=x.device)
         found = []
@@ -136,7 +136,7 @@ class MagicPigSelector(NoCodes):
         return torch.cat(found, dim=2)
 
     def _always(self, rows: Rows, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Say what is attended to without a draw, bool [B, Q, N], and which rows take all they see, bool [B, Q]."""
+        """Return the tokens that are always attended to, bool [B, Q, N], and the rows that read all, bool [B, Q]."""
         total = seen.sum(-1)
         whole = (rows.counts >= total) | (total <= self.prefill)
         rank = seen.cumsum(-1) - 1
@@ -144,14 +144,14 @@ class MagicPigSelector(NoCodes):
         return seen & (ends | whole[..., None]), whole
 
     def _mean(self, rows: Rows, seen: Tensor) -> Tensor:
-        """Average the keys of the prefill without sink and local ones: float32 [B, Hkv, 1, D]."""
+        """Average the keys of the prefill except sink and local ones: float32 [B, Hkv, 1, D]."""
         rank = ranks(seen)
         inner = ((rank >= self.sink) & (rank < self.prefill - self.local))[:, None, :, None]
         keys = rows.k.detach().float().masked_fill(~inner, 0)
         return keys.sum(2, keepdim=True) / inner.sum(2, keepdim=True).clamp(min=1)
 
     def _drawn(self, rows: Rows, seen: Tensor) -> Tensor:
-        """Say which keys share 2 buckets or more with each query: bool [B, Hq, Q, N]."""
+        """Return which keys share at least 2 buckets with each query: bool [B, Hq, Q, N]."""
         queries = self.buckets(rows.layer, rows.q).cpu()
         keys = self.buckets(rows.layer, rows.k.detach().float() - self._mean(rows, seen)).cpu()
         (batch, hq, n_rows, _), n = queries.shape, keys.shape[2]

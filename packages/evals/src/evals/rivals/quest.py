@@ -1,8 +1,8 @@
-"""Quest (Tang et al. 2024, arXiv 2406.10774): pages of keys, ranked by an upper bound of their logits.
+"""Quest (Tang et al. 2024, arXiv 2406.10774): pages of keys, ranked by an upper bound on their logits.
 
-1. A page is 16 successive tokens; it keeps, per dimension, the least and the greatest of its keys.
-2. score(page) = sum_d max(q_d least_d, q_d greatest_d), which no logit of the page exceeds.
-3. A row attends to whole pages: the one in progress, which holds its own token, and the best others.
+1. A page is 16 consecutive tokens; it stores the minimum and the maximum of its keys in each dimension.
+2. score(page) = sum_d max(q_d min_d, q_d max_d), an upper bound on the page's logits.
+3. A row attends to whole pages: the current one, which contains its own token, and the best others.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from evals.rivals.seen import listed, ranks, seen_by
 class QuestSelector(NoCodes):
     """Selects pages of tokens.
 
-    A row of a budget of k tokens attends to max(3, k // page) pages, the page in progress among them, or to all it has.
-    That is not k tokens: compare by measured density. Rows whose budget is all they see attend to all of it.
+    A row with a budget of k tokens attends to max(3, k // page) pages, including the current one, or to all there are.
+    That is not k tokens: compare by measured density. Rows whose budget covers all visible tokens attend to all.
 
     Args:
         per_query_head: one set per query head, as published; else one per KV head by the group's summed scores.
-        page: tokens of a page.
+        page: tokens per page.
         dense_rows: rows that see at most this many tokens attend to all of them (the first 128 of a text, as in its
             perplexity protocol). See `after_prompt`.
-        min_pages: the fewest pages of a sparse row.
+        min_pages: smallest number of pages of a sparse row.
     """
 
     per_query_head: bool
@@ -43,15 +43,15 @@ class QuestSelector(NoCodes):
         self.per_query_head, self.page, self.dense_rows, self.min_pages = per_query_head, page, dense_rows, min_pages
 
     def after_prompt(self, tokens: int) -> QuestSelector:
-        """Return the selector of rows behind a dense prompt: each takes its pages, however short the prompt was."""
+        """Return the selector for rows after a dense prompt: all are sparse, however short the prompt is."""
         return QuestSelector(self.per_query_head, self.page, 0, self.min_pages)
 
     def select(self, rows: Rows) -> Tensor:
-        """Choose whole pages, int64 [B, Hq or Hkv, Q, K]; see `Selector`."""
+        """Select whole pages, int64 [B, Hq or Hkv, Q, K]; see `Selector`."""
         seen = seen_by(rows)
         total = seen.sum(-1)  # [B, Q]
         pages = ranks(seen).clamp(min=0) // self.page  # [B, N]
-        current = (total - 1).clamp(min=0) // self.page  # the page in progress
+        current = (total - 1).clamp(min=0) // self.page
         wanted = (rows.counts // self.page).clamp(min=self.min_pages).minimum(current + 1)
         wanted = torch.where((rows.counts >= total) | (total <= self.dense_rows), current + 1, wanted)
         wanted = wanted.masked_fill(rows.counts == 0, 0)
@@ -60,14 +60,14 @@ class QuestSelector(NoCodes):
         at = current[:, None, :, None]
         scores = scores.masked_fill(numbers == at, torch.inf).masked_fill(numbers > at, -torch.inf)
         chosen = best_floats(scores, wanted[:, None].expand(scores.shape[:-1]))
-        # A further page takes the unused slots.
+        # Unused slots are scattered to one extra page.
         mask = torch.zeros(*scores.shape[:-1], scores.shape[-1] + 1, dtype=torch.bool, device=scores.device)
         mask.scatter_(-1, chosen.masked_fill(chosen < 0, scores.shape[-1]), True)
         tokens = mask.gather(-1, pages[:, None, None].expand(*mask.shape[:-1], -1))
         return listed(tokens & seen[:, None])
 
     def _scores(self, rows: Rows, ever: Tensor, pages: Tensor) -> Tensor:
-        """Bound the logits of each page: float32 [B, Hq or Hkv, Q, pages]."""
+        """Return an upper bound on the logits of each page: float32 [B, Hq or Hkv, Q, pages]."""
         (batch, hq, n_rows, dim), hkv = rows.q.shape, rows.k.shape[1]
         k = rows.k.detach().float()
         to = pages[:, None, :, None].expand_as(k)
@@ -75,7 +75,7 @@ class QuestSelector(NoCodes):
         for way, none in (("amax", -torch.inf), ("amin", torch.inf)):
             start = k.new_full((batch, hkv, count, dim), none)
             found = start.scatter_reduce(2, to, k.masked_fill(~ever[:, None, :, None], none), way)
-            bounds.append(found.masked_fill(found.isinf(), 0).transpose(-1, -2))  # pages that hold padding only
+            bounds.append(found.masked_fill(found.isinf(), 0).transpose(-1, -2))  # pages of padding only
         q = rows.q.detach().float().reshape(batch, hkv, -1, dim)
         scores = (q.clamp(min=0) @ bounds[0] + q.clamp(max=0) @ bounds[1]).view(batch, hq, n_rows, -1)
         return scores if self.per_query_head else scores.unflatten(1, (hkv, hq // hkv)).sum(2)

@@ -1,4 +1,4 @@
-"""Which tokens rows see, as the rivals need it: by rank, so that left padding moves no page and no window."""
+"""Visible tokens by rank, so that left padding does not shift the rivals' pages and windows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def seen_by(rows: Rows) -> Tensor:
-    """Return which tokens each row sees, bool [B, Q, N]."""
+    """Return the tokens visible to each row, bool [B, Q, N]."""
     batch, _, n_rows, _ = rows.q.shape
     if rows.visible is None:
         return torch.ones(batch, n_rows, rows.k.shape[2], dtype=torch.bool, device=rows.q.device)
@@ -17,10 +17,10 @@ def seen_by(rows: Rows) -> Tensor:
 
 
 def ranks(seen: Tensor) -> Tensor:
-    """Number the tokens that any row sees from 0, int64 [B, N]; padding in front of them is -1."""
+    """Number the tokens that any row sees from 0, int64 [B, N]; padding before them is -1."""
     return seen.any(1).cumsum(-1) - 1
 
 
 def listed(wanted: Tensor) -> Tensor:
-    """List the tokens of a bool mask [B, H, Q, N]: int64 [B, H, Q, K], ascending, then -1."""
+    """Convert a bool mask [B, H, Q, N] to token indices: int64 [B, H, Q, K], ascending, then -1."""
     return hashcore.topk(wanted.to(torch.int32), wanted.sum(-1))[1]

@@ -1,4 +1,4 @@
-"""The table of rivals: one entry says all that the rest of `evals` knows of each. How to add one: CONTRIBUTING.md."""
+"""The table of rivals: one entry per rival, with everything the other modules need. To add one, see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ Parameters = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Rival:
-    """One rival: what it is called, how it is made, what it keeps, what is tuned.
+    """One rival: its name, how to build it, what it stores, and what is tuned.
 
-    Its selector has `after_prompt` if it differs behind a dense prompt (`evals.methods.PromptAware`), and counts
-    `sampled` and `empty` if it draws its tokens (`evals.methods.Sampling`).
+    Its selector has `after_prompt` if it behaves differently after a dense prompt (`evals.methods.PromptAware`), and
+    counts `sampled` and `empty` if it draws its tokens (`evals.methods.Sampling`).
     """
 
     name: str
     summary: str
-    """Its line of `evals list`."""
+    """Its line in `evals list`."""
     build: Callable[..., Selector]
-    """Makes its selector from its parameters, given as keywords."""
+    """Returns its selector, given its parameters as keywords."""
     published: tuple[Parameters, ...]
-    """Its parameters as published, all of them in each; the method of that name has the first."""
+    """Published sets of all its parameters; the method of this name uses the first."""
     kept_bits: Callable[[Parameters, int], int]
-    """Bits that it keeps per token and KV head, from its parameters and head_dim."""
+    """Returns the bits that it stores per token and KV head, from its parameters and head_dim."""
     grid: Mapping[str, str | tuple[int, ...]]
-    """The values of each parameter that `evals tune` tries, or which of its settings lists them."""
+    """For each parameter, the values that `evals tune` tries, or the name of the command's setting that lists them."""
     query_heads: Callable[..., Selector] | None = None
-    """Makes the form of one set per query head, where `build` makes one per KV head and `iou` shall measure both."""
+    """Returns the form with one set per query head, if `build` gives one per KV head and `iou` should measure both."""
     code_bits: Callable[[Parameters], int] | None = None
-    """Bits of its codes per token and KV head, if what it keeps are codes."""
+    """Returns the bits of its codes per token and KV head, if it stores codes."""
     variant: str = ""
-    """What kind of selector it is, if several entries share one; otherwise its name."""
-    facts: tuple[str, ...] = ()
-    """Attributes of its selector, beside its parameters, that its selections depend on: a part of its identity."""
+    """The kind of selector, if several entries share it; otherwise its name."""
+    identity_settings: tuple[str, ...] = ()
+    """Attributes of its selector, besides its parameters, that affect its selections; part of its identity."""
     stored_as: str = ""
-    """Identity of its published form in runs stored before this table was; otherwise it is made of the parameters."""
+    """Identity of its published form, as in runs that are older than this table; by default made of the parameters."""
 
     def require(self, parameters: Parameters) -> None:
         """Raise ValueError unless these are its parameters."""
         if parameters.keys() != self.published[0].keys():
             expected, got = ", ".join(self.published[0]), ", ".join(parameters) or "none"
-            raise ValueError(f"{self.name} takes the parameters {expected}, got {got}; give these, each once")
+            raise ValueError(f"{self.name} takes the parameters {expected}, got {got}; give each of these once")
 
 
 def _quest_bits(parameters: Parameters, head_dim: int) -> int:
-    """A least and a greatest key of 16 bits a number for each page."""
+    """Return the bits for a minimum and a maximum key per page, 16 bits per number."""
     return 2 * 16 * head_dim // parameters["page"]
 
 
 def _bucket_bits(parameters: Parameters, head_dim: int = 0) -> int:
-    """A bucket of K bits in each of L tables; the tables' own pointers are not counted."""
+    """Return the bits for a bucket of K bits in each of L tables, without the tables' pointers."""
     return parameters["bits"] * parameters["tables"]
 
 
@@ -84,17 +84,17 @@ def _magicpig(name: str, summary: str, published: tuple[Parameters, ...], sink: 
         {"bits": "bits", "tables": "tables"},
         code_bits=_bucket_bits,
         variant="magicpig",
-        facts=("sink", "local", "prefill", "seed"),
+        identity_settings=("sink", "local", "prefill", "seed"),
         stored_as="magicpig-{bits}x{tables}".format(**published[0]),
     )
 
 
 _PAGES: tuple[Parameters, ...] = ({"page": 16},)
-"""As Quest's paper runs it."""
+"""Quest's published page size."""
 _SPOTLIGHT: Parameters = {"bits": 15, "tables": 100}
-"""MagicPIG as the paper on Spotlight Attention runs it."""
+"""MagicPIG's parameters in the Spotlight Attention paper."""
 _AUTHORS: Parameters = {"bits": 10, "tables": 150}
-"""MagicPIG by its authors' default."""
+"""MagicPIG's default parameters in its authors' code."""
 RIVALS = {
     rival.name: rival
     for rival in (
@@ -120,7 +120,7 @@ RIVALS = {
         _magicpig(
             "magicpig",
             "samples by 100 hash tables of 15 bits, as in the Spotlight paper, 4 sink and 64 local tokens; "
-            "heeds no budget",
+            "ignores the budget",
             (_SPOTLIGHT, _AUTHORS),
         ),
         _magicpig("magicpig-sink", "magicpig with its sink and no local tokens", (_SPOTLIGHT, _AUTHORS), 4, 0),
@@ -133,7 +133,7 @@ RIVALS = {
         ),
     )
 }
-"""Those written from other papers, in the order of `evals list`."""
+"""All rivals, in the order of `evals list`."""
 
 
 def rival_named(name: str) -> Rival:

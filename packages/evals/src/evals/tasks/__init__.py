@@ -1,1 +1,1 @@
-"""One task, one module, each with `run(command, console)`, which returns the result that it stored."""
+"""One module per task, each with `run(command, console)`, which returns the stored result."""

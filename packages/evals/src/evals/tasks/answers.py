@@ -1,4 +1,4 @@
-"""Exercises with a known answer: how each method reads it after a dense prefill."""
+"""Exercises with a known answer: score each method's reading of it after a dense prefill."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from evals.commands import SyntheticCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE, LoadedMethod
 from evals.plan import Always
+from evals.setup import Ready
 from evals.synthetic import Exercise
-from evals.tasks.setup import Ready
 
 
 class Cell(NamedTuple):
-    """One way to attend."""
+    """A method at a budget."""
 
     method: str
     budget: float | None
 
 
 def cells_of(command: SyntheticCommand, ready: Ready) -> list[Cell]:
-    """List dense attention, then every method at every budget."""
+    """Return dense attention, then every method at every budget."""
     sparse = [Cell(m.name, budget) for budget in command.budgets for m in ready.methods if m.selector]
     return [Cell(DENSE, None), *sparse]
 
 
 def methods_of(ready: Ready) -> dict[str, LoadedMethod]:
-    """Return every method by name, dense attention among them whether it was named or not."""
+    """Return every method by name, always including dense attention."""
     dense = LoadedMethod(DENSE, DENSE, None, DENSE, None, None)
     return {DENSE: dense, **{method.name: method for method in ready.methods}}
 
 
 def as_document(name: str, exercises: Sequence[Exercise]) -> TokenDocument:
-    """Name some exercises, so that a stored sample of others is noticed."""
+    """Combine exercises into a named document, so that a stored sample of other exercises is noticed."""
     return TokenDocument(name, torch.cat([part for x in exercises for part in (x.prompt, x.answer)]))
 
 
 class Answer(NamedTuple):
-    """How an answer was read."""
+    """Scores of an answer."""
 
     log_prob: float
     """Mean log-probability of its tokens, nats."""
     tokens: float
-    """Share of its tokens that were the likeliest."""
+    """Share of its tokens that were the most likely."""
     exact: float
-    """1 if all were: then a greedy decoder writes the answer; else 0."""
+    """1 if all were, so that greedy decoding produces the answer; else 0."""
     density: float
     """Tokens attended to / visible."""
 
@@ -60,22 +60,22 @@ class Answer(NamedTuple):
 def read_answer(
     model: PreTrainedModel, exercise: Exercise, method: LoadedMethod, budget: float | None, always: Always
 ) -> Answer:
-    """Score an answer in one pass: rows before the prompt's last are dense, from it on they are the method's."""
+    """Score an answer in one pass: rows before the prompt's last one are dense, all later rows use the method."""
     ids, count = torch.cat([exercise.prompt, exercise.answer]), len(exercise.answer)
     with attending(model, method, Budget(budget or 1.0), always, len(exercise.prompt) - 1) as attended:
         logits = model(ids[None, :-1].to(model.device), use_cache=False, logits_to_keep=count).logits[0]
     log_probs = logits.float().log_softmax(-1).cpu()
     right = log_probs.argmax(-1) == exercise.answer
-    told = log_probs.gather(-1, exercise.answer[:, None]).mean().item()
-    return Answer(told, right.double().mean().item(), float(right.all()), attended.density)
+    mean = log_probs.gather(-1, exercise.answer[:, None]).mean().item()
+    return Answer(mean, right.double().mean().item(), float(right.all()), attended.density)
 
 
 @torch.inference_mode()
 def continue_greedily(
     model: PreTrainedModel, ids: Tensor, count: int, method: LoadedMethod, budget: float | None, always: Always
 ) -> tuple[Tensor, float]:
-    """Generate `count` tokens after ids [T]; every one of them is the method's, the first, too: the prompt is dense but
-    for its last row. Returns: the tokens [count] and the density of these rows.
+    """Generate `count` tokens after ids [T]. The prompt is dense except its last row, so that every token, even the
+    first, comes from the method. Returns: the tokens [count] and the density of these rows.
     """
     with attending(model, method, Budget(budget or 1.0), always, len(ids) - 1) as attended:
         prompt = ids[None].to(model.device)
@@ -86,5 +86,5 @@ def continue_greedily(
 
 
 def to_text(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> str:
-    """Decode tokens, special ones left out."""
+    """Decode tokens to text, without special tokens."""
     return str(tokenizer.decode(ids, skip_special_tokens=True))

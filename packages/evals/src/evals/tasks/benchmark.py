@@ -15,8 +15,8 @@ from evals.methods import DENSE
 from evals.metrics import Estimate, bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
+from evals.setup import Ready, Sample, each_document, finish, load, rows_of
 from evals.tasks.answers import methods_of
-from evals.tasks.setup import Ready, Sample, each_document, finish, load, rows_of
 
 if TYPE_CHECKING:
     from evals.harness.load import BenchmarkTask
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 NAMES = {LongbenchCommand: "longbench", RulerBenchmarkCommand: "ruler", FewshotCommand: "fewshot"}
 PHASES = {"all": "everywhere", "continuation": "decode"}
 _NORMAL = 1.959964  # two-sided 95 %
-_FEW = 500  # items; a mean over more is as good as normal, and its resamples would need much memory
+_FEW = 500  # items; means over more are nearly normal, and resampling them would need much memory
 
 
 def run(command: BenchmarkCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
     if find_spec("lm_eval") is None:
         raise ValueError(
-            "this task runs through lm-evaluation-harness, which is not installed: in the checkout "
+            "this task needs lm-evaluation-harness, which is not installed: in the checkout "
             "`uv pip install './packages/evals[lm-eval]'` or `uv sync --group lm-eval`"
         )
     from evals.harness.load import load_tasks
@@ -62,14 +62,14 @@ def run(command: BenchmarkCommand, console: Console) -> Result:
 
 
 def cells_of(command: BenchmarkCommand, ready: Ready) -> list[Cell]:
-    """List dense attention, then every method at every budget."""
+    """Return dense attention, then every method at every budget."""
     rule, amounts = ("tokens", command.tokens) if command.tokens else ("visible", command.budgets)
     sparse = [(m.name, float(amount), rule) for amount in amounts for m in ready.methods if m.selector]
     return [(DENSE, None, DENSE), *sparse]
 
 
 def _rows(command: BenchmarkCommand, ready: Ready, samples: list[Sample]) -> Iterator[Row]:
-    """One row for each task, cell and metric, with the harness's own value and standard error."""
+    """Yield one row for each task, cell and metric, with the harness's own value and standard error."""
     for sample in samples:
         row = rows_of(command, ready, PHASES[command.rows], sample["items"])
         for cell in sample["cells"]:
@@ -84,7 +84,7 @@ def _rows(command: BenchmarkCommand, ready: Ready, samples: list[Sample]) -> Ite
 
 
 def _means(command: BenchmarkCommand, ready: Ready, samples: list[Sample]) -> Iterator[Row]:
-    """Plain means over tasks of the metrics that all of them have."""
+    """Yield plain means over tasks, for metrics that all tasks have."""
     if len(samples) < 2:
         return
     row = rows_of(command, ready, PHASES[command.rows], sum(sample["items"] for sample in samples))

@@ -1,4 +1,4 @@
-"""How long an untrained LSH must be to find as much as a learned hash: the paper's "5x shorter"."""
+"""The length of untrained LSH that equals a learned hash: the paper's "5x shorter"."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from evals.methods import LoadedMethod, load_methods, without_hasher
 from evals.metrics import Estimate, bootstrap, resampled_means
 from evals.result import Result, Row
 from evals.runner import finite
+from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 from evals.tasks.iou import Cell, heads_measured, measure
-from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 
 
 def run(command: CodelengthCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
@@ -65,28 +65,28 @@ def run(command: CodelengthCommand, console: Console) -> Result:
 
 
 def further(
-    folders: Sequence[Path], names: Sequence[str], held: Sequence[LoadedMethod], model_config: Any
+    folders: Sequence[Path], names: Sequence[str], loaded: Sequence[LoadedMethod], model_config: Any
 ) -> list[LoadedMethod]:
     """Load hashers of other code lengths, named after their length: `planes at 64`.
 
-    Raises: ValueError if a folder has none of the names, or one of a name and length that is there already.
+    Raises: ValueError if a folder has none of the names, or repeats a name and length.
     """
-    taken = {(method.name, length_of(method)) for method in held}
+    taken = {(method.name, length_of(method)) for method in loaded}
     found: list[LoadedMethod] = []
     for folder in folders:
         lacking = without_hasher(names, folder)
         present = [name for name in names if name not in lacking]
         if not present:
             raise ValueError(
-                f"no hasher of {', '.join(names)} in {folder}: make them with `uv run hashtrain --bits N --only "
+                f"no hasher of {', '.join(names)} in {folder}: train them with `uv run hashtrain --bits N --only "
                 f"{' '.join(names)} --out {folder}`"
             )
         for method in load_methods(present, folder, model_config):
             bits = length_of(method)
             if (method.name, bits) in taken:
                 raise ValueError(
-                    f"each hasher must have a length of its own, got {method.name} of {bits} bits in {folder} again; "
-                    "leave that folder out of --more-hashers"
+                    f"each hasher must have its own length, got {method.name} of {bits} bits in {folder} again; leave "
+                    "that folder out of --more-hashers"
                 )
             taken.add((method.name, bits))
             found.append(replace(method, name=f"{method.name}{AT}{bits}"))
@@ -94,24 +94,24 @@ def further(
 
 
 def length_of(method: LoadedMethod) -> int:
-    """Return the bits of a code of one hash function, of which `paper` has one a query head."""
+    """Return the code bits of one hash function; `paper` has one per query head."""
     if not isinstance(method.selector, HashSelector) or not isinstance(method.selector.hasher, Hasher):
         raise TypeError(f"{method.name} makes no codes")
     return method.selector.hasher.config.bits
 
 
 def untrained(ready: Ready, bits: int, seed: int) -> LoadedMethod:
-    """Make LSH of a code length for the model."""
+    """Create LSH with this code length for the model."""
     hasher = Hasher(HasherConfig("lsh", ready.shape, bits=bits), seed)
     selectors = HashSelector(hasher), HashSelector(QueryHeadHasher(hasher))
     return LoadedMethod(f"lsh-{bits}", "lsh", bits, f"lsh-{bits}-{seed}", *selectors)
 
 
 def equal_length(bits: np.ndarray, iou: np.ndarray, target: float) -> float:
-    """Return the bits at which a curve reaches a target, straight in log bits; its ends where it lies beyond them.
+    """Return the bits at which a curve reaches a target, by linear interpolation in log bits, clamped to its ends.
 
     Args:
-        bits, iou: [lengths], both ascending; a dip of the curve counts as level.
+        bits, iou: [lengths], both ascending; dips of the curve are levelled.
     """
     return float(2 ** np.interp(target, np.maximum.accumulate(iou), np.log2(bits)))
 

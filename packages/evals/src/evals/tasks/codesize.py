@@ -1,4 +1,4 @@
-"""Bytes that each method keeps per token and KV head."""
+"""Bytes that each method stores per token and KV head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evals.tasks.formula import formula_row, store_formula
 
 
 def run(command: CodesizeCommand, console: Console) -> Result:
-    """Count what the command says and store it below `command.out`. Raises: ValueError if there is no such shape."""
+    """Compute the sizes and store them below `command.out`. Raises: ValueError if there is no such shape."""
     shape = shape_of(load_config(command.shape))
     rows = []
     for method, size in kept_bytes(shape, command.bits).items():

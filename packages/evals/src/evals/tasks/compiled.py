@@ -1,4 +1,4 @@
-"""Decode steps under torch.compile over a static cache, as `generate(cache_implementation="static")` runs them."""
+"""Decode steps under torch.compile over a static cache, like those of `generate(cache_implementation="static")`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BACKEND = "inductor"  # the default of Hugging Face
 
 
 def require_compiler(methods: tuple[str, ...], device: str) -> None:
-    """Raise ValueError if a method is to be compiled and what torch.compile needs for the device is not there."""
+    """Raise ValueError if a method needs torch.compile and its compiler for the device is missing."""
     named = [name for name in methods if name in COMPILED]
     if not named or BACKEND != "inductor":
         return
@@ -38,15 +38,15 @@ def require_compiler(methods: tuple[str, ...], device: str) -> None:
 
 
 class CompiledSteps:
-    """A model of its own, whose weights are another's, with a static cache and a compiled call.
+    """A copy of a model that shares its weights, with a static cache and a compiled call.
 
-    The call must be one graph: a part that falls back to plain steps is an error, not a slower time.
+    The call must compile to one graph: a graph break is an error, not a slower time.
 
     Args:
-        model: the model whose weights to use; it stays as it is.
+        model: the model whose weights to share; it is not changed.
         filled: a cache of n tokens to copy.
-        room: tokens beside them: the most that are decoded before `rewind`.
-        selector: what makes steps sparse; None is dense attention, Hugging Face's "sdpa".
+        room: further tokens: the most that can be decoded before `rewind`.
+        selector: makes steps sparse; None is dense attention, Hugging Face's "sdpa".
 
     Attributes:
         cache: the static cache; attachment: None if dense.
@@ -78,12 +78,12 @@ class CompiledSteps:
         return self._call(token, past_key_values=self.cache, use_cache=True).logits
 
     def rewind(self) -> None:
-        """Forget the decoded tokens; they lie beyond the length, where nothing attends to them."""
+        """Drop the decoded tokens: they stay beyond the cache's length, where nothing attends to them."""
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(self._n)  # pyright: ignore[reportAttributeAccessIssue]
 
     def memory(self) -> tuple[int, int]:
-        """Return bytes of keys and values, with the static cache's room, and of codes."""
+        """Return the bytes of keys and values, including the static cache's room, and of codes."""
         if self.attachment is not None:
             return self.attachment.memory(self.cache)
         return sum(_nbytes(layer.keys) + _nbytes(layer.values) for layer in layers_of(self.cache)), 0
@@ -94,13 +94,13 @@ def static_copy(model: PreTrainedModel, filled: DynamicCache, length: int) -> St
     cache = StaticCache(config=model.config, max_cache_len=length)
     for source, target in zip(layers_of(filled), layers_of(cache), strict=True):
         if source.keys is None or source.values is None:
-            raise ValueError("a filled cache is expected, got an empty layer")
+            raise ValueError("expected a filled cache, got an empty layer")
         target.update(source.keys, source.values)
     return cache
 
 
 def layers_of(cache: Cache) -> list[CacheLayerMixin]:
-    """Return a cache's layers by the type of those with keys and values: every layer of our models attends."""
+    """Return a cache's layers, typed as layers with keys and values: every layer of our models has attention."""
     return cast(list[CacheLayerMixin], cache.layers)
 
 

@@ -14,7 +14,7 @@ from evals.tasks.formula import formula_row, store_formula
 
 
 def run(command: ComplexityCommand, console: Console) -> Result:
-    """Count what the command says and store it below `command.out`. Raises: ValueError if there is no such shape."""
+    """Compute the costs and store them below `command.out`. Raises: ValueError if there is no such shape."""
     shape = shape_of(load_config(command.shape))
     rows: list[Row] = []
 

@@ -1,7 +1,7 @@
-"""Where queries and keys lie in their space, and how evenly hashes divide it (the paper's figure 2).
+"""Directions of queries and keys, and how evenly hashes divide them (the paper's figure 2).
 
-Angles are between random pairs: small ones among queries and among keys say that each lie in a cone. A hash of even
-bits has an entropy of 1 bit each; one whose planes miss the cones has less, and many keys share a code.
+Angles are between random pairs: small angles among queries and among keys mean that each kind lies in a cone. Evenly
+used bits have an entropy of 1; planes that miss the cones give less, and many keys share a code.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from evals.methods import DENSE, LoadedMethod
 from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 
 ANGLES = ("angle_qq", "angle_kk", "angle_qk")
 SPREAD = ("pc1_q", "pc1_k", "pc2_q", "pc2_k")
 CODES = ("bit_entropy", "distinct_codes")
-_POINTS = 200  # of each kind in the picture
+_POINTS = 200  # of each kind in the figure
 _PAIRS = 4096
 
 
 def run(command: ConesCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
@@ -67,10 +67,10 @@ def run(command: ConesCommand, console: Console) -> Result:
 
 @torch.inference_mode()
 def measure(model: PreTrainedModel, ids: Tensor, methods: list[LoadedMethod], seed: int) -> dict[str, Any]:
-    """Look at the queries and keys of one context, ids int64 [T].
+    """Measure the queries and keys of one context, ids int64 [T].
 
     Returns: `layers`: for dense attention and each hasher, a dictionary of numbers per layer, means over heads; and
-        `points`: queries and keys of the middle layer's first KV head, on their first two principal components.
+        `points`: queries and keys of the middle layer's first KV head, projected on two principal components.
     """
     layers: dict[str, list[dict[str, float]]] = {name: [] for name in (DENSE, *(m.name for m in methods))}
     seen: list[dict[str, list[list[float]]]] = []
@@ -90,17 +90,17 @@ def measure(model: PreTrainedModel, ids: Tensor, methods: list[LoadedMethod], se
 
 
 def geometry(q: Tensor, k: Tensor, generator: torch.Generator) -> dict[str, float]:
-    """Measure mean angles of random pairs in degrees, and the share of the first and second principal component.
+    """Measure mean angles of random pairs in degrees, and the shares of the first and second principal component.
 
     Args:
         q: [Hq, T, D]; k: [Hkv, T, D]. A query head is paired with its KV head. Components are those of the second
-            moment, without centring: a cone is one direction that all vectors share.
+            moment, without centring, because a cone is a direction that all vectors share.
     """
     owner = torch.arange(q.shape[0]) * k.shape[0] // q.shape[0]
     found: dict[str, Tensor] = {}
     for name, a, b in (("qq", q, q), ("kk", k, k), ("qk", q, k[owner])):
         i, j = (torch.randint(a.shape[1], (_PAIRS,), generator=generator) for _ in range(2))
-        kept = i != j  # a vector lies at 0 degrees to itself
+        kept = i != j  # the angle between a vector and itself is 0
         cosine = torch.nn.functional.cosine_similarity(a[:, i[kept]], b[:, j[kept]], dim=-1)
         found[f"angle_{name}"] = cosine.clamp(-1, 1).acos().mean().double() * (180 / math.pi)
     for name, x in (("q", q), ("k", k)):

@@ -1,4 +1,4 @@
-"""Greedy continuations of held-out text against those of dense attention, prefill dense."""
+"""Compare greedy continuations of held-out text with those of dense attention, after a dense prefill."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from evals.methods import DENSE
 from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
+from evals.setup import Ready, Sample, each_document, finish, prepare, require_cells, rows_of
 from evals.tasks.answers import Cell, continue_greedily, methods_of, to_text
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, require_cells, rows_of
 from evals.text import common_prefix, edit_similarity, rouge_l
 
 METRICS = ("rouge_l", "edit_similarity", "prefix")
 
 
 def run(command: FidelityCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """

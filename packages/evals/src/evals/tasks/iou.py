@@ -1,7 +1,7 @@
 """Overlap of selections with the largest exact attention: IoU, recall and mass (eq. 12), by layer and head.
 
-Queries and keys are taken from a dense forward pass and used on the fly; every method selects through the same
-selector that decoding uses.
+Queries and keys come from a dense forward pass and are used on the fly; methods select with the same selectors as in
+decoding.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from evals.metrics import Estimate, bootstrap
 from evals.plan import Always, IouCommand, MethodsCommand
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 
 PHASE = "rows"
 METRICS = (*Quality._fields, "low", "lost")
-"""`low` is the 5th percentile of the rows' mass, `lost` the share of rows that find less than half of the oracle's."""
+"""`low`: the 5th percentile of the rows' mass; `lost`: the share of rows that find less than half of the oracle's."""
 HEADS = ("kv_head", "query_head")
 
 
 class Cell(NamedTuple):
-    """One selection to compare with the target."""
+    """A selection to compare with the target."""
 
     method: str
     budget: float
@@ -43,7 +43,7 @@ class Cell(NamedTuple):
 
 
 def run(command: IouCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
@@ -74,12 +74,12 @@ def run(command: IouCommand, console: Console) -> Result:
 
 
 def heads_measured(command: MethodsCommand) -> tuple[str, ...]:
-    """Name the kinds of heads that are measured: both, or the one of --heads."""
+    """Return the kinds of heads to measure: both, or the one of --heads."""
     return HEADS if command.heads is None else (f"{command.heads}_head",)
 
 
 def positions_of(command: IouCommand, number: int) -> Tensor:
-    """Return the rows to measure in a context, int64 [R]: drawn by its number, or the last one."""
+    """Return the rows to measure in a context, int64 [R]: drawn with its number as seed, or the last one."""
     if command.rows_from == "last":
         return torch.tensor([command.context - 1])
     return drawn_rows(command, command.rows, number)
@@ -137,7 +137,7 @@ def measure(
 
 
 def _by_layer(layers: list[tuple[Quality, Tensor]]) -> dict[str, Any]:
-    """[layer][head] figures of the rows; the density is the same in every layer but for ties and padding: its mean."""
+    """Return the rows' metrics as [layer][head]; the density, equal in all layers but for ties, is averaged."""
     means = {m: [getattr(q, m)[0].double().mean(-1) for q, _ in layers] for m in Quality._fields}
     mass = [found.mass[0].double() for found, _ in layers]  # [heads, rows]
     low, lost = [m.quantile(0.05, -1) for m in mass], [(m < 0.5).double().mean(-1) for m in mass]
@@ -146,7 +146,7 @@ def _by_layer(layers: list[tuple[Quality, Tensor]]) -> dict[str, Any]:
 
 
 def _rows(command: IouCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
-    """Turn samples into rows: the mean over sparse layers and heads, the mean of each layer, and each head."""
+    """Convert samples to rows: the mean over sparse layers and heads, the mean of each layer, and each head."""
     row = rows_of(command, ready, PHASE, len(samples))
     for i, cell in enumerate(cells):
         density = sum(sample["cells"][i]["density"] for sample in samples) / len(samples)

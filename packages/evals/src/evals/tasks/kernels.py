@@ -1,4 +1,4 @@
-"""Latency of each step of a sparse decode step of one layer, and its share of what memory allows."""
+"""Latency of each part of a sparse decode step in one layer, and the share of the memory roofline reached."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from evals.speed import STEPS, KernelsCommand
 from evals.tasks.clocked import bandwidth_of, open_run, store_times, timed_row
 from evals.timing import Turn, in_turns, quantiles
 
-_BEYOND_CACHE = 1 << 27  # bytes of distinct data that the copies of a step's input add up to, at least
+_BEYOND_CACHE = 1 << 27  # bytes: smallest total size of the copies of a step's input
 _MOST_COPIES = 16
 
 
 @torch.inference_mode()
 def run(command: KernelsCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is measured, if the input cannot be used.
     """
@@ -53,17 +53,17 @@ def run(command: KernelsCommand, console: Console) -> Result:
 
 
 def bounds_of(shape: ModelShape, n: int, command: KernelsCommand) -> dict[str, int]:
-    """Count the bytes that each timed step cannot but move (`evals.costs`).
+    """Return the bytes that each timed step must at least read and write (`evals.costs`).
 
-    `score` and `select` hand scores to each other, here of 4 bytes; `search` keeps them on the chip.
+    `score` and `select` exchange scores through memory, 4 bytes each; `search` keeps them on the chip.
     """
     k = top_count(n, command.budget)
     costs = sparse_step(shape, n, k, command.bits, command.planes, command.hidden)
     codes, indices = n * shape.num_kv_heads * command.bits // 8, 8 * k * shape.num_kv_heads
     scores = 4 * n * shape.num_kv_heads
-    element = 1 if command.dtype == "bfloat16" else 2  # the formulae count 2 bytes
+    element = 1 if command.dtype == "bfloat16" else 2  # the formulas assume 2 bytes
     return {
-        "hash": 2 * costs["hash"].bytes,  # the functions' weights are float32 on the CPU
+        "hash": 2 * costs["hash"].bytes,  # on the CPU the functions' weights are float32
         "score": codes + scores,
         "select": scores + indices,
         "search": codes + indices,
@@ -73,7 +73,7 @@ def bounds_of(shape: ModelShape, n: int, command: KernelsCommand) -> dict[str, i
 
 
 def steps_of(shape: ModelShape, n: int, command: KernelsCommand) -> dict[str, Callable[[int], object]]:
-    """Make the steps on random data; step i works on another copy than step i - 1, so that no cache holds it."""
+    """Create the steps on random data; consecutive steps use different copies, so that no data is in a CPU cache."""
     generator = torch.Generator().manual_seed(command.seed)
     hq, hkv, d, words = shape.num_query_heads, shape.num_kv_heads, shape.head_dim, command.bits // 32
     config = HasherConfig("planes", shape, bits=command.bits, planes=command.planes, hidden=command.hidden)
@@ -116,4 +116,4 @@ def steps_of(shape: ModelShape, n: int, command: KernelsCommand) -> dict[str, Ca
 
 
 def _nothing() -> None:
-    """Prepare or finish nothing."""
+    """Do nothing before or after a turn."""

@@ -1,4 +1,4 @@
-"""One value in a haystack, by length and depth: what each method writes, and how likely it finds the answer."""
+"""One value in a haystack, by length and depth: the text each method generates, and the likelihood of the answer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from evals.methods import DENSE
 from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
+from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.synthetic import Exercise, exercise
 from evals.tasks.answers import Cell, as_document, cells_of, continue_greedily, methods_of, read_answer, to_text
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.text import holds, rouge_l, word_recall
 
 METRICS = ("rouge_l", "recall", "substring", "log_prob")
-_BEYOND = 4  # tokens generated beyond the answer's own number
+_BEYOND = 4  # tokens generated in addition to the answer's length
 
 
 def run(command: NeedleCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
@@ -49,12 +49,12 @@ def run(command: NeedleCommand, console: Console) -> Result:
         for cell in cells:
             how = methods[cell.method], cell.budget, command.always
             for x in made[number]:
-                told = read_answer(ready.model, x, *how)
+                answer = read_answer(ready.model, x, *how)
                 written, density = continue_greedily(ready.model, x.prompt, len(x.answer) + _BEYOND, *how)
                 text = to_text(ready.tokenizer, written)
-                line = text.splitlines()[0] if text.strip() else ""  # the answer ends with its line
+                line = text.splitlines()[0] if text.strip() else ""  # the answer is a single line
                 scores = {"rouge_l": rouge_l(x.text, line), "recall": word_recall(x.text, line)}
-                scores |= {"substring": holds(x.text, line), "log_prob": told.log_prob, "density": density}
+                scores |= {"substring": holds(x.text, line), "log_prob": answer.log_prob, "density": density}
                 where = {"length": x.length, "depth": x.depth, "written": text}
                 found.append({**cell._asdict(), **where, **scores})
             step(cell.method)
@@ -75,7 +75,7 @@ def run(command: NeedleCommand, console: Console) -> Result:
 
 
 def where_of(length: int, depth: float) -> str:
-    """Name a place in a haystack."""
+    """Name a position in a haystack."""
     return f"{length} tokens, depth {100 * depth:g} %"
 
 

@@ -1,4 +1,4 @@
-"""Relative error of each layer's attention output, when every layer is given what dense attention gives it."""
+"""Relative error of each layer's attention output, with the inputs of dense attention in every layer."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from evals.metrics import bootstrap
 from evals.plan import Always
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
 
 METRIC = "error"
 
 
 class Cell(NamedTuple):
-    """One way to attend."""
+    """A method at a budget."""
 
     method: str
     budget: float
 
 
 def run(command: OutputErrorCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
@@ -88,7 +88,7 @@ def measure(
 
 
 class _Probe(NoCodes):
-    """Attends densely, and on the way measures what each method would have given."""
+    """Attends densely, and also measures what each method would have returned."""
 
     def __init__(self, positions: Tensor, methods: list[LoadedMethod], budgets: tuple[float, ...], always: Always):
         self.positions, self.methods, self.budgets, self.always = positions, methods, budgets, always
@@ -97,7 +97,7 @@ class _Probe(NoCodes):
         self.counts: dict[Cell, Tensor] = {
             cell: torch.zeros(2, dtype=torch.int64, device=positions.device) for cell in cells
         }
-        """Tokens selected, and tokens visible: on the device until the end."""
+        """Numbers of selected and of visible tokens, on the device until the end."""
 
     def read(self, cell: Cell) -> dict[str, Any]:
         """Return the errors by layer, and the density."""
@@ -113,7 +113,7 @@ class _Probe(NoCodes):
         dense = F.scaled_dot_product_attention(
             rows.q, rows.k, v, rows.visible, scale=rows.scaling, enable_gqa=True
         ).transpose(1, 2)
-        assert rows.visible is not None  # a whole context, with its causal mask
+        assert rows.visible is not None  # one pass over the whole context, with its causal mask
         total = rows.visible[0, 0].sum(-1)
         at = torch.isin(total - 1, self.positions).nonzero()[:, 0]
         if len(at):
@@ -146,12 +146,12 @@ class _Probe(NoCodes):
 
 
 def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total: Tensor, share: float) -> Tensor:
-    """Attend as an attachment would: [1, R, Hq, Dv]."""
+    """Attend like an attachment: [1, R, Hq, Dv]."""
     if isinstance(method.selector, AttendingSelector):
         return method.selector.attend(rows, v, indices)
     coefficients = method.selector.remainder(rows.layer) if method.remainder else None  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     left_out = None
-    if coefficients is not None:  # a layer that a remainder makes worse has none
+    if coefficients is not None:  # None for layers whose remainder was dropped
         coefficients = coefficients.to(rows.q.device)  # a hasher stays where it was loaded
         mean_keys = rows.k.double().cumsum(2)[:, :, total - 1].div(total[None, None, :, None]).float()
         values = linear_values(rows.q, rows.k, v, total - 1, coefficients[:, -1] * rows.scaling)
@@ -161,7 +161,7 @@ def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total:
 
 
 def _rows(command: OutputErrorCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
-    """The mean over sparse layers, and each layer."""
+    """Yield the mean over sparse layers, and each layer."""
     row = rows_of(command, ready, "rows", len(samples))
     for i, cell in enumerate(cells):
         values = np.array([sample["cells"][i][METRIC] for sample in samples])  # [documents, layers]

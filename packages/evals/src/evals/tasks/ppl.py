@@ -1,8 +1,8 @@
-"""Perplexity and divergence from dense attention, in one forward pass a method by the evaluation rule "rows from n on
-are sparse": n = 0 is sparse everywhere, n = the prompt's length is decoding token by token after a dense prefill.
+"""Perplexity and divergence from dense attention, in one forward pass per method, with rows sparse from row n on: n = 0
+is sparse everywhere, n = the prompt's length is token-by-token decoding after a dense prefill.
 
 A document is one context. Its dense logits are computed once, in the model's own type, compared with each method's, and
-dropped; log-probabilities, in float32, are made of some rows at a time.
+dropped; float32 log-probabilities are computed for a few rows at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
 from evals.plan import Always, Phase, PplCommand
 from evals.result import Result, Row
 from evals.runner import finite
-from evals.tasks.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of
+from evals.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of
 from evals.tuned import Tuned, read_tuned, with_tuned
 
 PAPER_MIN_TOKENS = 20
@@ -52,17 +52,17 @@ class Cell(NamedTuple):
 
 
 def cells_of(command: PplCommand, names: list[str]) -> list[Cell]:
-    """Return every forward pass of a command; what is matched comes before what matches it."""
-    asked = [Cell(name, rule, budget) for budget in command.budgets for rule in command.rules for name in names]
+    """Return every forward pass of a command; a method to match comes before those that match it."""
+    own = [Cell(name, rule, budget) for budget in command.budgets for rule in command.rules for name in names]
     ours = [name for name in names if name in OURS]
-    return asked + [Cell(n, AS + rival, b) for b in command.budgets for rival in command.match for n in ours]
+    return own + [Cell(n, AS + rival, b) for b in command.budgets for rival in command.match for n in ours]
 
 
 def budget_of(rule: str, fraction: float, beside: int = 0, length: int = 1) -> Budget:
-    """Build the budget of a rule (eq. 7).
+    """Return the budget of a rule (eq. 7).
 
     Args:
-        beside: tokens that come on top of the `fixed` rule's budget, of contexts of so many tokens (`length`).
+        beside: tokens added to the budget of the `fixed` rule, for contexts of `length` tokens.
     """
     if rule == "fixed":
         share = min(1.0, fraction + beside / length)
@@ -71,7 +71,7 @@ def budget_of(rule: str, fraction: float, beside: int = 0, length: int = 1) -> B
 
 
 def run(command: PplCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
@@ -97,7 +97,7 @@ def run(command: PplCommand, console: Console) -> Result:
 
 
 def with_choice(command: PplCommand, ready: Ready, tuned: Tuned) -> Ready:
-    """Add the rivals that were tuned. Raises: ValueError if a context to judge on is one that they were tuned on."""
+    """Add the tuned rivals. Raises: ValueError if they were tuned on a context of this run."""
     if seen := [document.name for document in ready.documents if document.digest in tuned.documents]:
         raise ValueError(f"{seen[0]} is a context that the rivals were tuned on; tune them on another text")
     methods = with_tuned(ready.methods, tuned)
@@ -120,10 +120,10 @@ def measure(
     """Score the last tokens of one context by each cell and by dense attention.
 
     Args:
-        ids: int64 [T]; scored: how many of its last tokens are scored; None for T // 2 ... T - 1.
+        ids: int64 [T]; scored: number of last tokens to score; None for T // 2 ... T - 1.
         phase: which rows are sparse; see `prompt_of`.
     Returns: `scored`, `dense` {nll, seconds} and `cells`, in order, with nll and kl (nats per token), density, seconds;
-        from those that sample `empty`, too: the share of its sampled rows and heads that drew nothing.
+        for methods that sample also `empty`, the share of sampled rows and heads that drew nothing.
     """
     scored = len(ids) - len(ids) // 2 if scored is None else scored
     targets = ids[-scored:].to(model.device)
@@ -152,7 +152,7 @@ def _density_of(rival: str, budget: float, found: list[dict[str, Any]]) -> float
 
 
 def prompt_of(phase: Phase, length: int, scored: int) -> int | None:
-    """Count the tokens of the dense prompt: those before the row that predicts the first scored token, or None."""
+    """Return the length of the dense prompt, up to the row that predicts the first scored token, or None."""
     return None if phase == "everywhere" else length - scored - 1
 
 
@@ -166,14 +166,14 @@ def sparse_logits(
     prompt: int | None,
     cache: Cache | None = None,
 ) -> tuple[Tensor, Attended]:
-    """Return `scored_logits` with every row sparse, or those behind a dense prompt, and what these rows attended to."""
+    """Return `scored_logits` with every row sparse, or those after a dense prompt, and what these rows attended to."""
     with attending(model, method, budget, always, prompt) as attended:
         found = scored_logits(model, ids, scored, cache)
     return found, attended
 
 
 def prefilled(model: PreTrainedModel, prompt: Tensor) -> Cache:
-    """Return a cache of the keys and values of a prompt, int64 [T], made by dense attention."""
+    """Prefill a prompt, int64 [T], with dense attention, and return the cache."""
     cache = DynamicCache(config=model.config)
     model(prompt[None].to(model.device), past_key_values=cache, logits_to_keep=1)
     return cache
@@ -183,7 +183,7 @@ def scored_logits(model: PreTrainedModel, ids: Tensor, scored: int, cache: Cache
     """Return the logits [scored, V], in the model's type, of the rows that predict the last `scored` tokens.
 
     Args:
-        cache: of the tokens before the first of these rows, which are then not run again; it is left as it was.
+        cache: of the tokens before the first of these rows, which are then not recomputed; it is left unchanged.
     """
     rows = scored + 1
     if cache is None:
@@ -194,7 +194,7 @@ def scored_logits(model: PreTrainedModel, ids: Tensor, scored: int, cache: Cache
 
 
 def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:
-    """Turn samples into rows: each method's own numbers, then the paired differences."""
+    """Convert samples to rows: each method's own numbers, then the paired differences."""
     build = rows_of(command, ready, command.phase, len(samples))
     dense = [sample["dense"]["nll"] for sample in samples]
     of = {cell: [sample["cells"][i] for sample in samples] for i, cell in enumerate(cells)}
@@ -212,7 +212,7 @@ def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sa
         names = ("nll", "perplexity_per_document", "kl", "seconds", "nll_excess")
         columns = list(zip(nll, torch.tensor(nll).double().exp().tolist(), kl, seconds, excess, strict=True))
         found = dict(zip(names, bootstrap(columns, seed), strict=True))
-        # Every context has as many scored tokens, so the interval of the mean loss is the token-weighted one.
+        # All contexts have the same number of scored tokens, so the interval of the mean loss is token-weighted.
         for name, estimate in found.items():
             if name != "nll_excess":
                 yield row(cell, name, estimate)
@@ -236,7 +236,7 @@ def _exp(estimate: Estimate) -> Estimate:
 
 
 def _pairs(cells: list[Cell]) -> Iterator[tuple[Cell, Cell]]:
-    """Pair each of our methods, or the last one without them, with every other one, at the same rule and budget."""
+    """Pair each of our methods, or the last one if there are none, with every other, at the same rule and budget."""
     names = {cell.method for cell in cells}
     ours = names & set(OURS) or {cell.method for cell in cells[-1:]}
     for cell in cells:
@@ -247,7 +247,7 @@ def _pairs(cells: list[Cell]) -> Iterator[tuple[Cell, Cell]]:
 
 
 def _comparable(cell: Cell, other: Cell, cells: list[Cell]) -> bool:
-    """Say whether two cells are of one rule and budget, or the second is what the first one matches."""
+    """Whether two cells have the same rule and budget, or the first one matches the second."""
     if cell.rival == other.method:
         return other == next(c for c in cells if c.method == other.method and c.budget == cell.budget)
     return other[1:] == cell[1:]

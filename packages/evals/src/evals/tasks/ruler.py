@@ -1,4 +1,4 @@
-"""Exercises made by rule (`evals.synthetic`), by kind and length."""
+"""Synthetic exercises (`evals.synthetic`), by kind and length."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from evals.documents import TokenDocument
 from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
+from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.synthetic import Exercise, exercise
 from evals.tasks.answers import Answer, Cell, as_document, cells_of, methods_of, read_answer
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
 
 METRICS = ("exact", "tokens", "log_prob")
 
 
 def run(command: RulerCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """

@@ -1,4 +1,4 @@
-"""The smallest budget that meets a target on one's own text and model, by bisection over a grid of budgets."""
+"""Find the smallest budget that meets a target on the user's text and model, by bisection over a grid of budgets."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from evals.methods import LoadedMethod
 from evals.metrics import Estimate, bootstrap
 from evals.result import Result, Row
 from evals.runner import RunFolder, environment_of, finite
+from evals.setup import Ready, Sample, drawn_rows, prepare, rows_of, store
 from evals.study import SuggestCommand
 from evals.tasks import iou, ppl
-from evals.tasks.setup import Ready, Sample, drawn_rows, prepare, rows_of, store
 
 GRID = (*(round(0.0025 * 2 ** (i / 4), 5) for i in range(35)), 1.0)
-"""Budgets from a quarter of a percent, each 19 % above the one before."""
+"""Budgets from a quarter of a percent, each 19 % above the previous one."""
 
 
 def run(command: SuggestCommand, console: Console) -> Result:
-    """Find the budget and store what was measured on the way below `command.out`.
+    """Find the budget and store the measurements below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
@@ -47,8 +47,8 @@ def run(command: SuggestCommand, console: Console) -> Result:
         sample, _ = folder.sample(index, everything, check, compute)
         (probed[budget],) = bootstrap([[value] for value in sample["values"]], command.seed)
         found, good = probed[budget], satisfied(probed[budget], command)
-        said = "meets" if good else "misses"
-        console.print(f"budget {100 * budget:.3g} %: {command.metric} {found.mean:.4g}, {said} the target")
+        verdict = "meets" if good else "misses"
+        console.print(f"budget {100 * budget:.3g} %: {command.metric} {found.mean:.4g}, {verdict} the target")
         return good
 
     chosen = GRID[smallest(meets, len(GRID))]
@@ -61,7 +61,7 @@ def run(command: SuggestCommand, console: Console) -> Result:
 
 
 def smallest(meets: Callable[[int], bool], count: int) -> int:
-    """Return the first index that meets, taking it that every later one does; the last, untried, if no other does."""
+    """Return the first index that meets the target, by bisection; the last one, untried, if no other does."""
     low, high = 0, count - 1
     while low < high:
         middle = (low + high) // 2
@@ -70,12 +70,12 @@ def smallest(meets: Callable[[int], bool], count: int) -> int:
         else:
             low = middle + 1
     if high == count - 1:
-        meets(high)  # so that what it gives is measured, too
+        meets(high)  # measure it too
     return high
 
 
 def satisfied(found: Estimate, command: SuggestCommand) -> bool:
-    """Say whether the whole 95 % interval is on the right side of the target; without an interval, the mean."""
+    """Whether the whole 95 % interval meets the target; without an interval, the mean."""
     if command.mass is not None:
         return (found.mean if found.low is None else found.low) >= command.mass
     assert command.kl is not None
@@ -87,7 +87,7 @@ def _numbers(ready: Ready) -> range:
 
 
 def _value(command: SuggestCommand, ready: Ready, method: LoadedMethod, budget: float, number: int) -> float:
-    """Measure one document: its KL from dense, or the mass its selections hold of the best ones'."""
+    """Measure one document: its KL from dense, or the attention mass of its selections relative to the oracle's."""
     ids = ready.documents[number].ids
     if command.metric == "kl":
         cells, methods, dense = [ppl.Cell(method.name, "visible", budget)], {method.name: method}, command.always

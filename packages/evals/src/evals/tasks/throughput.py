@@ -1,7 +1,7 @@
-"""Decode steps of a whole model, dense and sparse, random weights over synthetic caches.
+"""Decode steps of a whole model, dense and sparse, with random weights over synthetic caches.
 
-Methods take turns. Those on a dynamic cache share one, which a turn leaves as it found it; each compiled one has a
-static cache of its own. All caches stand at once, so the peaks of two methods differ by what their steps take.
+Methods take turns. Those with a dynamic cache share one, which each turn restores; each compiled one has its own static
+cache. All caches exist at the same time, so the peaks of two methods differ by what their steps need.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from evals.timing import Turn, in_turns, quantiles, read_peak, reset_peak
 
 @torch.inference_mode()
 def run(command: ThroughputCommand, console: Console) -> Result:
-    """Measure what the command says and store it below `command.out`.
+    """Run the task and store its results below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is measured, if the input cannot be used.
     """
@@ -41,12 +41,12 @@ def run(command: ThroughputCommand, console: Console) -> Result:
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
     require_compiler(command.methods, command.device)
-    reset_peak(command.device)  # refuses before anything is written where it cannot be read
+    reset_peak(command.device)  # fails early, before anything is written, if peaks cannot be read
     settings = open_run(command, "throughput")
     torch.manual_seed(command.seed)
     made = from_config(config, dtype=getattr(torch, command.dtype))
     model: PreTrainedModel = cast(Any, made.eval()).to(command.device)
-    with attach(model, RecentSelector(), dense_layers=command.dense_layers):  # refuses models without attention
+    with attach(model, RecentSelector(), dense_layers=command.dense_layers):  # rejects models without attention
         pass
     hasher = Hasher(
         HasherConfig("planes", shape, bits=command.bits, planes=command.planes, hidden=command.hidden), command.seed
@@ -66,13 +66,13 @@ def run(command: ThroughputCommand, console: Console) -> Result:
 def step_bytes(
     model: PreTrainedModel, shape: ModelShape, method: str, n: int, batch: int, command: ThroughputCommand
 ) -> int:
-    """Count the bytes that a decode step cannot but read: every weight once, and each sequence's attention."""
+    """Return the bytes that a decode step must at least read: every weight once, and each sequence's attention."""
     weights = sum(p.nbytes for p in model.parameters())
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert head is not None
-    if head.weight is not embeddings.weight:  # of which a step reads one row a sequence
+    if head.weight is not embeddings.weight:  # a step reads only one row of the embeddings per sequence
         weights -= sum(p.nbytes for p in embeddings.parameters())
-    element = 1 if command.dtype == "bfloat16" else 2  # the formulae count 2 bytes
+    element = 1 if command.dtype == "bfloat16" else 2  # the formulas assume 2 bytes
     total = weights
     for layer in range(shape.num_layers):
         own, budget = shape.at(layer), Budget(command.budget)
@@ -89,7 +89,7 @@ def step_bytes(
 def fill(
     cache: DynamicCache, shape: ModelShape, n: int, batch: int, dtype: torch.dtype, seed: int, device: str
 ) -> None:
-    """Put n random keys and values into every layer of a cache, on a device: a layer stays where it is filled."""
+    """Fill every layer of a cache with n random keys and values, on the device where it will stay."""
     generator = torch.Generator().manual_seed(seed)
     for layer in range(shape.num_layers):
         own = shape.at(layer)
@@ -109,7 +109,7 @@ def _measure(
 ) -> list[Row]:
     selectors: dict[str, Selector | None] = {"planes": HashSelector(hasher), "recent": RecentSelector()}
     shape, dtype, budget = hasher.config.shape, getattr(torch, command.dtype), Budget(command.budget)
-    cache = DynamicCache(config=model.config)  # the methods share it: a turn takes its tokens off again
+    cache = DynamicCache(config=model.config)  # shared by the methods: each turn removes its tokens
     fill(cache, shape, n, batch, dtype, command.seed, command.device)
     token = torch.zeros(batch, 1, dtype=torch.int64, device=command.device)
     memory: dict[str, tuple[int, int]] = {}
@@ -119,7 +119,7 @@ def _measure(
 
     def turn(method: str) -> Turn:
         stack = contextlib.ExitStack()
-        held: list[Attachment | None] = [None]
+        attached: list[Attachment | None] = [None]
         own = compiled.get(method)
 
         def prepare() -> None:
@@ -131,7 +131,7 @@ def _measure(
             model.set_attn_implementation("eager" if method == "eager" else "sdpa")
             if (selector := selectors.get(method)) is not None:
                 sparse = attach(model, selector, budget, dense_layers=command.dense_layers)
-                held[0] = stack.enter_context(sparse)
+                attached[0] = stack.enter_context(sparse)
 
         def step(i: int) -> object:
             if own is not None:
@@ -140,7 +140,7 @@ def _measure(
 
         def finish() -> None:
             peaks[method] = max(peaks.get(method, 0), read_peak(command.device))
-            attachment = held[0] if own is None else own.attachment
+            attachment = attached[0] if own is None else own.attachment
             if attachment is not None:
                 counts = attachment.counts().values()
                 density[method] = sum(a for a, _ in counts) / sum(b for _, b in counts)
@@ -165,14 +165,14 @@ def _measure(
     for method, found in times.items():
         named = quantiles(found, command.seed)
         p50 = named["p50_ms"].mean / 1e3
-        facts = {
+        totals = {
             "tokens_per_s": batch / p50,
             "share_of_bandwidth": sizes[method] / speed / p50,
             "kv_bytes": memory[method][0],
             "code_bytes": memory[method][1],
             "peak_bytes": peaks[method],
         }
-        named |= {name: Estimate(float(value), None, None) for name, value in facts.items()}
+        named |= {name: Estimate(float(value), None, None) for name, value in totals.items()}
         is_dense = method in DENSE_ENDTOEND
         at = {"where": f"{n} tokens x {batch}", "budget": None if is_dense else command.budget}
         at |= {"density": density.get(method, 1.0), "dense_layers": command.dense_layers}
@@ -187,8 +187,8 @@ def _compiled(
     selectors: dict[str, Selector | None],
     token: torch.Tensor,
 ) -> dict[str, CompiledSteps]:
-    """Compile what is to be compiled, before anything is timed."""
-    torch._dynamo.reset()  # its limit of graphs is for one shape of ours
+    """Compile the compiled methods' steps before anything is timed."""
+    torch._dynamo.reset()  # its limit on graphs should apply to one of our shapes at a time
     found: dict[str, CompiledSteps] = {}
     for method in (name for name in command.methods if name in COMPILED):
         selector = selectors.get(method.removesuffix("-compiled"))
@@ -206,4 +206,4 @@ def _nbytes_of(layer: CacheLayerMixin) -> int:
 
 
 def _nothing() -> None:
-    """Wait for nothing: the CPU has done what it was asked."""
+    """Wait for nothing: the CPU runs synchronously."""

@@ -1,9 +1,10 @@
-"""Rivals tuned as ours are: a grid of their parameters on text that nothing is judged on, by mean KL from dense.
+"""Grid-search the rivals' parameters on text that is not used for evaluation, by mean KL from dense.
 
-1. Every setting of the grid is measured on every context, the published ones among them.
-2. Of those that take no more tokens than the limit (by default the measured density of the published setting that takes
-   most), the one with the least mean KL is chosen.
-3. The choice goes to tuned.json with the contexts' digests, so that no one judges it on them; the grid to the report.
+1. Every setting of the grid, and every published one, is measured on every context.
+2. Among the settings that take at most as many tokens as the limit (by default the largest measured density of a
+   published setting), the one with the smallest mean KL is chosen.
+3. The choice goes to tuned.json with digests of the contexts, which are excluded from evaluation; the grid goes to the
+   report.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from evals.metrics import Estimate, bootstrap
 from evals.result import Result, Row, write_json
 from evals.rivals import rival_named
 from evals.runner import finite
+from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.study import TuneCommand
 from evals.tasks import ppl
-from evals.tasks.setup import Ready, Sample, each_document, finish, prepare, rows_of
 from evals.tuned import FILE
 
 
 class Setting(NamedTuple):
-    """One point of the grid."""
+    """A point of the grid."""
 
     name: str
     parameters: Mapping[str, int]
 
     @property
     def label(self) -> str:
-        """As tables print it."""
+        """The name used in tables."""
         return f"{self.name}, " + ", ".join(f"{k} {v}" for k, v in self.parameters.items())
 
     @property
     def published(self) -> bool:
-        """Whether a paper has it."""
+        """Whether it is a published setting."""
         return self.parameters in rival_named(self.name).published
 
 
 def run(command: TuneCommand, console: Console) -> Result:
-    """Measure what the command says and store it, and the choice, below `command.out`.
+    """Run the task and store its results, and the choice, below `command.out`.
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
@@ -57,9 +58,7 @@ def run(command: TuneCommand, console: Console) -> Result:
         return load_documents(command.text, tokenizer, command.context, count, seed, python_sources)
 
     settings = grid(command)
-    methods = {
-        setting.label: load_rival(*setting, setting.label) for setting in settings
-    }  # refuses what cannot be used
+    methods = {setting.label: load_rival(*setting, setting.label) for setting in settings}  # rejects invalid parameters
     ready = prepare(command, "tune", console, make)
     ready = replace(ready, methods=list(methods.values()))
     cells = [ppl.Cell(label, "visible", command.budgets[0]) for label in methods]
@@ -97,7 +96,7 @@ def run(command: TuneCommand, console: Console) -> Result:
 
 
 def grid(command: TuneCommand) -> list[Setting]:
-    """List every setting to measure: the command's grid, and the published ones of each rival."""
+    """Return every setting to measure: the command's grid, and the published ones of each rival."""
     found: list[Setting] = []
     for name in command.methods:
         rival = rival_named(name)
@@ -115,11 +114,11 @@ def choose(
     density: Mapping[str, float],
     limit: float | None,
 ) -> Setting:
-    """Return a rival's setting of the least mean KL that takes at most `limit` of the tokens it sees.
+    """Return a rival's setting with the smallest mean KL among those with a density of at most `limit`.
 
     Args:
-        kl: of each document, by label; density: by label.
-        limit: None is the largest density of a published setting.
+        kl: per document, by label; density: by label.
+        limit: None: the largest density of a published setting.
     Raises: ValueError if every setting takes more.
     """
     own = [setting for setting in settings if setting.name == name]
@@ -148,6 +147,6 @@ def _rows(
         at = {"budget": command.budgets[0], "rule": "visible", "density": density[label], "where": setting.name}
         yield row(label, "kl", *bootstrap([[value] for value in kl[label]], command.seed), **at)
         kept = rival_named(setting.name).kept_bits(setting.parameters, head_dim)
-        facts = {"kept_bits": kept, "published": setting.published}
-        for name, value in {**facts, "chosen": chosen[setting.name] == setting}.items():
+        own = {"kept_bits": kept, "published": setting.published, "chosen": chosen[setting.name] == setting}
+        for name, value in own.items():
             yield row(label, name, Estimate(float(value), None, None), **at)

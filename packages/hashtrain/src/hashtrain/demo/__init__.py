@@ -1,8 +1,8 @@
-"""The demo model inside the wheel: a small Llama-architecture code model, so that everything runs offline."""
+"""The demo model in the wheel: a small Llama-architecture code model, so that everything runs offline."""
 
 from pathlib import Path
 
 
 def demo_model_path() -> Path:
-    """Return the folder of the embedded demo model, for `AutoModelForCausalLM.from_pretrained`."""
+    """Return the folder of the demo model, for `AutoModelForCausalLM.from_pretrained`."""
     return Path(__file__).parent / "model"

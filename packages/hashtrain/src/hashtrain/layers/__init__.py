@@ -1,4 +1,4 @@
-"""One layer's hash functions, a class per variant (docs/algorithm.md, Variants)."""
+"""One layer's hash functions, one class per variant (docs/algorithm.md, Variants)."""
 
 from hashtrain.config import HasherConfig
 from hashtrain.layers.base import REMAINDER_TERMS, LayerHasher, rotation
@@ -22,5 +22,5 @@ __all__ = ["BY_VARIANT", "REMAINDER_TERMS", "LayerHasher", "rotation", "shapes"]
 
 
 def shapes(config: HasherConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of one layer, without making any: what a file must hold to be loaded."""
+    """Return the shape of each tensor of one layer, without creating any; used to check a file before loading it."""
     return BY_VARIANT[config.variant].shapes(config)

@@ -1,4 +1,4 @@
-"""What every variant's layer is: its calls, and how it is drawn."""
+"""The base class of all variants: one layer's hash functions."""
 
 # Some methods of torch have no types.
 # pyright: reportUnknownMemberType=false
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from hashtrain.captured import Capture
 
 REMAINDER_TERMS = 6
-"""Five coefficients of eq. 15, and the slope of eq. 16."""
+"""Five coefficients for eq. 15 and the slope for eq. 16."""
 
 Draw = torch.Generator | None
-"""Where a start comes from; None leaves memory as it is, for tensors about to be loaded."""
+"""Generator for initial values; None leaves tensors uninitialised, to be loaded into."""
 
 
 def rotation(head_dim: int, bits: int, generator: Draw) -> Tensor:
-    """Draw a random rotation in SO(head_dim), independent ones side by side when bits > head_dim.
+    """Draw a random rotation in SO(head_dim); if bits > head_dim, several independent ones side by side.
 
     Returns: float32 [head_dim, bits]. Source: docs/algorithm.md, Variants; paper, appendix (angular LSH).
     """
@@ -47,18 +47,18 @@ def rotation(head_dim: int, bits: int, generator: Draw) -> Tensor:
 class LayerHasher(nn.Module):
     """Base of the variants.
 
-    Per KV head is what is deployed: one code per key and KV head, one selection per KV head. Per query head is the
-    paper's quality protocol, kept for its tables.
+    Deployment hashes per KV head: one code per key and KV head, one selection per KV head. Hashing per query head is
+    the paper's quality protocol, kept for its tables.
     """
 
     target_heads = "kv"
-    """Which attention the training target sums: `kv` (over the group, as deployed) or `query` (each head alone)."""
+    """Kind of target: `kv` sums attention over the group, as deployed; `query` treats each head separately."""
     estimator = "straight-through"
-    """What stands for the sign in training, if the config does not say (`hashtrain.surrogate`)."""
+    """Default surrogate for the sign in training (`hashtrain.surrogate`); the config can override it."""
     estimates_products = False
     """Whether training scores estimate q . k, summed over the group; else they are in units of +-bits."""
     has_codes = True
-    """Whether keys become bits, which is what decoding needs; an ablation may score something else."""
+    """Whether keys are hashed to bits, as decoding requires; an ablation may score something else."""
     remainder: Tensor
     """Coefficients of eq. 15 and the slope of eq. 16, float32 [Hq, 6]; zeros until they are fitted."""
 
@@ -79,24 +79,24 @@ class LayerHasher(nn.Module):
         return bool(self.remainder.any())
 
     def start(self, data: Capture, layer: int, most_digits: int = MAX_DIGITS) -> None:
-        """Set what depends on captured queries and keys, before training; most variants depend on none.
+        """Initialise from captured queries and keys, before training. Most variants do not need this.
 
         Args:
             data: the training capture; layer: the layer's index in the model.
-            most_digits: that `transform` gives one dimension of a head.
+            most_digits: most bits that `transform` gives one dimension of a head.
         Raises: FloatingPointError if no context has finite queries and keys.
         """
 
     def query_parameters(self) -> list[nn.Parameter]:
-        """Return what only queries are hashed with, of variants that can train keys alone; of others nothing."""
+        """Return the query functions' parameters, if the variant can train keys only; otherwise nothing."""
         return []
 
     @torch.no_grad()
     def take_head(self, other: LayerHasher, head: int) -> None:
-        """Copy the functions of one KV head, and of the query heads that share it, from another layer of this kind."""
+        """Copy one KV head's functions, including those of its query heads, from another layer of the same class."""
         mine = self.state_dict()
         for name, theirs in other.state_dict().items():
-            width = len(theirs) // self.hkv  # tensors are by KV head or by query head
+            width = len(theirs) // self.hkv  # rows per KV head
             mine[name][head * width : (head + 1) * width] = theirs[head * width : (head + 1) * width]
         self.load_state_dict(mine)
 
@@ -106,7 +106,7 @@ class LayerHasher(nn.Module):
 
     @classmethod
     def shapes(cls, config: HasherConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor, without making any: what a file must hold to be loaded."""
+        """Return the shape of each tensor, without creating any; used to check a file before loading it."""
         return {"remainder": (config.shape.num_query_heads, REMAINDER_TERMS)}
 
     @property
@@ -117,7 +117,7 @@ class LayerHasher(nn.Module):
     def scores(self, q: Tensor, k: Tensor, per_query_head: bool = False) -> Tensor:
         """Score queries [B, Hq, R, D] against all keys [B, Hkv, T, D]: [B, Hkv, R, T], or [B, Hq, R, T].
 
-        int32, eq. 4; an ablation without codes gives float32. Higher is better.
+        int32 (eq. 4), or float32 for an ablation without codes. Higher is better.
         """
         planes, weights = self.encode_queries(q, per_query_head)
         return hashcore.score(planes, self.encode_keys(k, per_query_head)[:, :, None], weights=weights)
@@ -131,24 +131,24 @@ class LayerHasher(nn.Module):
         raise NotImplementedError
 
     def soft_queries(self, q: Tensor) -> Tensor:
-        """Hash queries [B, Hq, R, D] with a slope: [B, H, R, bits], H the target's heads."""
+        """Hash queries [B, Hq, R, D] differentiably: [B, H, R, bits], for H target heads."""
         raise NotImplementedError
 
     def soft_keys(self, k: Tensor) -> Tensor:
-        """Hash keys [B, H, T, D], already those of the target's heads, with a slope: [B, H, T, bits].
+        """Hash keys [B, H, T, D], one per target head, differentiably: [B, H, T, bits].
 
-        The inner product of soft queries and soft keys is the deployed score but for a factor of each row.
+        The inner product of soft queries and soft keys is the deployed score up to a factor per row.
         """
         raise NotImplementedError
 
 
 def normal(size: tuple[int, ...], generator: Draw) -> Tensor:
-    """Draw standard normal numbers."""
+    """Draw standard normal numbers: float32 of this size."""
     return torch.empty(size) if generator is None else torch.randn(size, generator=generator)
 
 
 def uniform(size: tuple[int, ...], fan_in: int, generator: Draw) -> Tensor:
-    """torch's own start for linear layers: uniform within 1 / sqrt(fan_in)."""
+    """Draw torch's default initialisation of linear layers: uniform within 1 / sqrt(fan_in)."""
     if generator is None:
         return torch.empty(size)
     return (torch.rand(size, generator=generator) * 2 - 1) / math.sqrt(fan_in)

@@ -1,4 +1,4 @@
-"""The paper's ablation: vectors projected down, and compared by inner product instead of bits."""
+"""The paper's ablation: vectors are projected down and compared by inner products instead of bits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from hashtrain.config import HasherConfig
 from hashtrain.layers.base import Draw, LayerHasher, rotation
 
-COMPRESSION = 16  # the paper's: 8 numbers of bfloat16 for a head of 128, the bytes of 128 bits
+COMPRESSION = 16  # as in the paper: 8 bfloat16 numbers for a head of 128, the same bytes as 128 bits
 
-_NO_CODES = "down-proj keeps numbers instead of bits: it can be judged, but not decode; use another variant"
+_NO_CODES = "down-proj keeps numbers instead of bits: it can be evaluated, but not decode; use another variant"
 
 
 class DownProjection(LayerHasher):
@@ -56,5 +56,5 @@ class DownProjection(LayerHasher):
 
 
 def down_size(config: HasherConfig) -> int:
-    """Return how many numbers a key becomes."""
+    """Return the number of values per key."""
     return max(1, config.shape.head_dim // COMPRESSION)

@@ -1,4 +1,4 @@
-"""A linear map beside a small MLP, a set of weights per head: what our variants hash with."""
+"""A linear map plus a small MLP, with separate weights per head: the hash functions of our variants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Sizes = dict[str, tuple[int, ...]]
 
 
 class SkipMlp(nn.Module):
-    """x R + SiLU(x W1 + b1) W2 + b2 for x [B, heads, T, d]; starts close to x R.
+    """x R + SiLU(x W1 + b1) W2 + b2 for x [B, heads, T, d]; close to x R at the start.
 
     Args:
         start: R, float32 [heads, d, out].
@@ -32,7 +32,7 @@ class SkipMlp(nn.Module):
 
     @staticmethod
     def shapes(prefix: str, heads: int, d: int, hidden: int, out: int) -> Sizes:
-        """Return the shape of each tensor, by its name below `prefix`."""
+        """Return the shape of each tensor by its name below `prefix`."""
         w1, w2 = (heads, d, hidden), (heads, hidden, out)
         sizes = {"r": (heads, d, out), "w1": w1, "b1": (heads, 1, hidden), "w2": w2, "b2": (heads, 1, out)}
         return {f"{prefix}.{name}": size for name, size in sizes.items()}

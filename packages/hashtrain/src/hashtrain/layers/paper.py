@@ -1,4 +1,4 @@
-"""The paper's hash function: a code per query head."""
+"""The paper's hash function: one code per query head."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hashtrain.layers.base import Draw, LayerHasher, normal, rotation, uniform
 
 
 class Paper(LayerHasher):
-    """The paper's MLP, one per query head and shared by its queries and keys.
+    """The paper's MLP, one per query head, shared by its queries and keys.
 
-    `W2 SiLU(W1 x + b1)` is the paper's formula. With `residual` it is what the authors' published hashers are:
-    `h = SiLU(W1 x + b1) + x`, `W2 h + b2 + h`, each residual where the sizes agree.
+    `W2 SiLU(W1 x + b1)` is the paper's formula. With `residual` it matches the authors' published hashers:
+    `h = SiLU(W1 x + b1) + x`, `W2 h + b2 + h`, each residual only where the sizes agree.
     """
 
     target_heads = "query"
@@ -57,7 +57,7 @@ class Paper(LayerHasher):
 
     @torch.no_grad()
     def _start_as_rotation(self, generator: torch.Generator) -> None:
-        # SiLU(x) - SiLU(-x) = x: with W1 = [I, -I] and W2 = [R; -R] the MLP is exactly x R before it is trained.
+        # SiLU(x) - SiLU(-x) = x, so with W1 = [I, -I] and W2 = [R; -R] the untrained MLP is exactly x R.
         d, eye = self.d, torch.eye(self.d)
         r = torch.stack([rotation(d, self.bits, generator) for _ in range(self.hkv)]).repeat_interleave(self.group, 0)
         self.b1.zero_()
@@ -80,7 +80,7 @@ class Paper(LayerHasher):
         return hashcore.pack(self.values(x))
 
     def _concatenated(self, codes: Tensor) -> Tensor:
-        """[B, Hq, T, W] -> [B, Hkv, T, G W]: XNOR of the concatenation is the sum over the group (eq. 2)."""
+        """[B, Hq, T, W] -> [B, Hkv, T, G W]: XNOR of concatenated codes sums over the group (eq. 2)."""
         return self.by_group(codes).transpose(2, 3).flatten(-2)
 
     def encode_keys(self, k: Tensor, per_query_head: bool = False) -> Tensor:

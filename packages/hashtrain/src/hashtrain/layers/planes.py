@@ -1,4 +1,4 @@
-"""Small MLPs beside a rotation: one per KV head for keys, one per query head for queries."""
+"""A rotation plus a small MLP: one per KV head for keys, one per query head for queries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hashtrain.surrogate import quantised
 
 
 class Planes(LayerHasher):
-    """Bits of a rotation plus a small MLP per KV head; queries of a group summed, then quantised to bit planes."""
+    """Signs of a rotation plus a small MLP per KV head; a group's queries are summed, then quantised to bit planes."""
 
     def __init__(self, config: HasherConfig, generator: Draw):
         super().__init__(config)
@@ -51,7 +51,7 @@ class Planes(LayerHasher):
 
 
 class GroupXnor(Planes):
-    """The functions of `planes`, with one bit a query head as in the paper: the group's codes are summed by eq. 3."""
+    """The functions of `planes` with one bit per query head, as in the paper; the group's codes are summed (eq. 3)."""
 
     def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
         codes = hashcore.pack(self.query(q))  # [B, Hq, T, W]
@@ -64,5 +64,5 @@ class GroupXnor(Planes):
 
 
 def _start(rotations: Tensor, config: HasherConfig, generator: Draw) -> Tensor:
-    """Return what the linear part starts as: the rotations, or torch's own random start."""
+    """Return the initial linear part: the rotations, or torch's default initialisation."""
     return rotations if config.init == "rotation" else uniform(tuple(rotations.shape), config.shape.head_dim, generator)

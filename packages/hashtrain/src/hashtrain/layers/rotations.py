@@ -1,4 +1,4 @@
-"""Signs of one matrix per KV head, shared by its queries: a random rotation, or that rotation trained."""
+"""Signs of one matrix per KV head, shared by its queries: a random rotation, or a trained one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Lsh(LayerHasher):
 
 
 class Linear(Lsh):
-    """The rotation as a start, trained: what a linear hash function can do (the paper's "LSH, after")."""
+    """A trained matrix, started as a rotation: the best linear hash function (the paper's "LSH, after")."""
 
     estimator = "softsign"  # as in the paper
 

@@ -1,4 +1,4 @@
-"""Keys as levels of a few coordinates, whose binary digits are the code; started by transform coding, then trained."""
+"""Keys as levels of a few coordinates, whose binary digits form the code; started by transform coding, then trained."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from hashtrain.captured import Capture
 
 CONTEXTS = 16
-"""Contexts that a start is measured on."""
+"""Number of contexts that a start is computed from."""
 
 
 class Layout(NamedTuple):
-    """Which digit each bit of a code is; a tensor per KV head."""
+    """The digit that each bit of a code stands for, per KV head."""
 
     coordinate: Tensor
     """int64 [Hkv, bits]."""
     power: Tensor
-    """float32 [Hkv, bits]: 1, 2, 4, ...; the greatest come first."""
+    """float32 [Hkv, bits]: 1, 2, 4, ..., in descending order."""
     limit: Tensor
     """float32 [Hkv, C]: levels are odd integers from -limit to limit."""
 
 
 class Transform(LayerHasher):
-    """Binary digits of a key's coordinates, more where keys differ more; a query weighs each digit by its power.
+    """Binary digits of a key's coordinates, more where keys vary more; a query weighs each digit by its power.
 
     Source: docs/algorithm.md, eq. 18, 19.
     """
 
     estimates_products = True
     digits: Tensor
-    """Binary digits of each coordinate, float32 [Hkv, C]: whole numbers that add up to `bits`. To change them, load."""
+    """Binary digits of each coordinate, float32 [Hkv, C]: integers that sum to `bits`. Set only by loading a state."""
     coordinate: Tensor
     power: Tensor
     limit: Tensor
@@ -71,7 +71,7 @@ class Transform(LayerHasher):
     def start(self, data: Capture, layer: int, most_digits: int = MAX_DIGITS) -> None:
         contexts = (data.read(context, layer)[:2] for context in range(min(len(data), CONTEXTS)))
         device = self.digits.device
-        with torch.device("cpu"):  # the sums come from the device; small matrices and a loop of bits would wait for it
+        with torch.device("cpu"):  # the sums run on the device; small matrices and the loop over bits are faster here
             found = transform_coding.moments((q.to(device), k.to(device)) for q, k in contexts)
             key, bias, query, shared = transform_coding.start(found, self.bits, self.digits.shape[1], most_digits)
         self.digits.copy_(shared)
@@ -84,26 +84,26 @@ class Transform(LayerHasher):
         return list(self.query.parameters())
 
     def _lay_out(self) -> None:
-        """Derive from `digits` which digit each bit is. Raises: ValueError if they are not what digits can be."""
+        """Derive from `digits` which digit each bit stands for. Raises: ValueError if they are invalid."""
         whole = self.digits == self.digits.round().clamp(0, MAX_DIGITS)  # NaN is not equal to itself
         if not (whole.all() and (self.digits.sum(-1) == self.bits).all()):
             raise ValueError(
-                f"the digits of a head must be whole numbers from 0 to {MAX_DIGITS} that add up to {self.bits}, got "
-                f"sums of {self.digits.sum(-1).tolist()}"
+                f"the digits of a head must be integers from 0 to {MAX_DIGITS} that sum to {self.bits}, got sums of "
+                f"{self.digits.sum(-1).tolist()}"
             )
 
         powers = torch.arange(MAX_DIGITS - 1, -1, -1, device=self.digits.device)
-        at = (self.digits[:, None, :] > powers[:, None]).nonzero()  # by head, falling power, coordinate
+        at = (self.digits[:, None, :] > powers[:, None]).nonzero()  # by head, descending power, coordinate
         self.coordinate = at[:, 2].view(self.hkv, -1).clone()
         self.power = (1 << powers)[at[:, 1]].view(self.hkv, -1).float()
         self.limit = ((1 << self.digits.long()) - 1).float()
 
     def layout(self) -> Layout:
-        """Return which digit each bit is."""
+        """Return which digit each bit stands for."""
         return Layout(self.coordinate, self.power, self.limit)
 
     def query_weight(self, q: Tensor, per_query_head: bool = False) -> Tensor:
-        """Weigh each bit of a code: [B, Hq, T, D] -> [B, Hkv, T, bits], or [B, Hq, T, bits] per query head."""
+        """Return the weight of each bit: [B, Hq, T, D] -> [B, Hkv, T, bits], or [B, Hq, T, bits] per query head."""
         found, laid = self.query(q), self.layout()
         found = found if per_query_head else self.by_group(found).sum(2)
         repeats = found.shape[1] // self.hkv
@@ -121,7 +121,7 @@ class Transform(LayerHasher):
         return quantised(self.query_weight(q), self.planes)[0]
 
     def soft_keys(self, k: Tensor) -> Tensor:
-        with torch.autocast(k.device.type, enabled=False):  # keys are centred after the product: bfloat16 would lose it
+        with torch.autocast(k.device.type, enabled=False):  # keys are centred after the product: too fine for bfloat16
             z, laid = self.key(k), self.layout()
         return digits(z, _spread(laid.coordinate, z), laid.power[:, None], laid.limit[:, None])
 
@@ -131,5 +131,5 @@ def _coordinates(config: HasherConfig) -> int:
 
 
 def _spread(coordinate: Tensor, x: Tensor) -> Tensor:
-    """Repeat [H, bits] for every batch row and token of x [B, H, T, C], as an index of its last dimension."""
+    """Expand [H, bits] over the batch rows and tokens of x [B, H, T, C], to index its last dimension."""
     return coordinate[None, :, None].expand(x.shape[0], -1, x.shape[2], -1)

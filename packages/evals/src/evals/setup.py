@@ -1,4 +1,4 @@
-"""What every task begins and ends with: model, methods and documents in; rows, report and figure out."""
+"""Shared setup of the tasks: load model, methods and documents; store rows, report and figure."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ Sample = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ready:
-    """Everything a task needs; nothing has been written so far."""
+    """Everything a task needs; nothing has been written yet."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     shape: ModelShape
     methods: list[LoadedMethod]
     documents: Sequence[Any]
-    """`TokenDocument`s, or what else a task measures on, with a name and a digest."""
+    """`TokenDocument`s, or other objects with a name and a digest that a task measures."""
     settings: dict[str, Any]
 
 
 def load(command: MethodsCommand, task: str) -> Ready:
-    """Load and check the model and the methods that a command names; documents are for the caller to add.
+    """Load and check the model and the methods of a command; the caller adds the documents.
 
     Raises: ValueError or OSError with one sentence.
     """
@@ -53,14 +53,14 @@ def load(command: MethodsCommand, task: str) -> Ready:
     dtype = None if command.dtype == "auto" else getattr(torch, command.dtype)
     require_dtype(device, dtype)
     model, tokenizer = load_model(command.model_path, dtype, str(device))
-    require_dtype(device, model.dtype)  # what `auto` found
+    require_dtype(device, model.dtype)  # what `auto` selected
     shape = ModelShape.of(model.config)
     if command.dense_layers >= shape.num_layers:
         raise ValueError(f"--dense-layers must leave one of {shape.num_layers} layers, got {command.dense_layers}")
     if beyond := [layer for layer in command.dense_at if layer >= shape.num_layers]:
         raise ValueError(f"--dense-at takes layers 0 to {shape.num_layers - 1}, got {beyond[0]}")
     if not command.always.sparse(shape.num_layers):
-        raise ValueError("--dense-layers and --dense-at must leave a layer, got all of them; name fewer")
+        raise ValueError("--dense-layers and --dense-at must leave one sparse layer, got all of them; name fewer")
     methods = load_methods(command.methods, command.hashers, model.config)
     if command.own_heads:
         methods = [method.for_heads(command.heads) for method in methods]
@@ -71,15 +71,13 @@ def load(command: MethodsCommand, task: str) -> Ready:
 
 
 def require_dtype(device: torch.device, dtype: torch.dtype | None) -> None:
-    """Raise ValueError for a type in which selections cannot be attended to on a device; None is not known yet."""
+    """Raise ValueError for a type that sparse attention does not support on this device; None is not yet known."""
     if device.type == "cuda" and dtype == torch.float32:
-        raise ValueError(
-            "attention over a selection on CUDA takes 16 bits a number, got float32; give --dtype bfloat16"
-        )
+        raise ValueError("attention over a selection on CUDA takes 16-bit types, got float32; give --dtype bfloat16")
 
 
 def identities_of(methods: Sequence[LoadedMethod], command: MethodsCommand) -> dict[str, str]:
-    """Return what guards a resumed run of a command against selections of other methods, by name."""
+    """Return the methods' identities by name, which protect a resumed run against changed methods."""
     return {method.name: method.identity_in(command.dense_prompt) for method in methods}
 
 
@@ -89,10 +87,10 @@ def prepare(
     console: Console,
     make: Callable[[PreTrainedTokenizerBase], list[TokenDocument]] | None = None,
 ) -> Ready:
-    """Load and check what the command names.
+    """Load and check the inputs of a command.
 
     Args:
-        make: makes the documents; without it they are the contexts of the command's texts.
+        make: creates the documents; by default they are the contexts of the command's texts.
     Raises: ValueError or OSError with one sentence.
     """
     ready = load(command, task)
@@ -108,17 +106,17 @@ def prepare(
         raise TypeError(f"{type(command).__name__} names no text: expected a function that makes its documents")
     require_vocabulary(ready.model, *(document.ids for document in documents if isinstance(document, TokenDocument)))
     if len(documents) < command.documents:
-        console.print(f"{len(documents)} contexts of {length} tokens found, {command.documents} asked for")
+        console.print(f"{len(documents)} contexts of {length} tokens found; {command.documents} were requested")
     return replace(ready, documents=documents)
 
 
 def rows_of(command: MethodsCommand, ready: Ready, phase: str, n: int) -> Callable[..., Row]:
-    """Return what builds a row: `row(method, metric, estimate, budget=, rule=, density=, ...)`.
+    """Return a function that builds a row: `row(method, metric, estimate, budget=, rule=, density=, ...)`.
 
-    Dense attention has no budget, all its tokens, and the rule `dense`; further keywords are columns of `Row`.
+    Dense attention gets no budget, density 1 and the rule `dense`; further keywords are columns of `Row`.
 
     Args:
-        phase: see `Row`; n: documents.
+        phase: see `Row`; n: number of documents.
     """
     methods = {method.name: method for method in ready.methods}
     shared = {"task": ready.settings["task"], "dense_layers": command.dense_layers}
@@ -126,16 +124,16 @@ def rows_of(command: MethodsCommand, ready: Ready, phase: str, n: int) -> Callab
 
     def row(method: str, metric: str, estimate: Estimate, **more: Any) -> Row:
         found = methods.get(method)
-        facts = {"variant": found.variant if found else method, "bits": found.bits if found else None}
-        selector = found.selector if found else None  # MagicPIG brings sink and local tokens of its own
+        columns = {"variant": found.variant if found else method, "bits": found.bits if found else None}
+        selector = found.selector if found else None  # MagicPIG has its own sink and local tokens
         if found is not None and found.heads is not None:
             more = {"heads": found.heads, **more}
         own = {"sink": getattr(selector, "sink", command.sink), "recent": getattr(selector, "local", command.recent)}
-        facts |= dict.fromkeys(own, 0) if method == DENSE else own
+        columns |= dict.fromkeys(own, 0) if method == DENSE else own
         if method == DENSE:
             more |= {"budget": None, "rule": DENSE, "density": 1.0}
         value = {"value": estimate.mean, "low": estimate.low, "high": estimate.high}
-        return Row(method=method, metric=metric, **shared, **facts, **value, **more)
+        return Row(method=method, metric=metric, **shared, **columns, **value, **more)
 
     return row
 
@@ -152,7 +150,7 @@ def each_document(
 
     Args:
         steps: how often `compute` calls its third argument, each time with what it is about to do.
-        check: raises if a stored sample lacks something.
+        check: raises if a stored sample is incomplete.
     """
     folder, samples = RunFolder(command.out, ready.settings, str(ready.model.device)), []
     with tracking(console, steps * len(ready.documents)) as advance:
@@ -166,19 +164,19 @@ def each_document(
 
             sample, computed = folder.sample(number, document, check, now)
             if not computed:
-                advance(f"{document.name}: stored before", steps)
+                advance(f"{document.name}: already stored", steps)
             samples.append(sample)
     return samples
 
 
 def drawn_rows(command: TaskCommand, rows: int, number: int) -> Tensor:
-    """Draw the query rows that all methods are measured on in document `number`, beyond its first quarter: [rows]."""
+    """Draw the query rows to measure in document `number`, beyond its first quarter, for all methods: [rows]."""
     generator = torch.Generator().manual_seed(command.seed * 1_000_003 + number)
     return torch.randint(command.context // 4, command.context, (rows,), generator=generator)
 
 
 def require_cells(sample: Sample, cells: Sequence[Any], which: str = "methods or budgets") -> None:
-    """Refuse a stored sample of other cells, named tuples, than those of the run. Raises: ValueError."""
+    """Check that a stored sample has the cells, named tuples, of this run. Raises: ValueError."""
     if len(sample["cells"]) != len(cells) or any(
         found[name] != value
         for found, cell in zip(sample["cells"], cells, strict=True)
@@ -193,12 +191,12 @@ def finish(command: MethodsCommand, ready: Ready, rows: list[Row], console: Cons
 
 
 def store(out: Path, result: Result, console: Console) -> Result:
-    """Write what a finished run leaves beside its settings and samples, and show the tables."""
+    """Write the output of a finished run to its folder, and show the tables."""
     tables = grids(result)
     write_text(out / "report.md", "\n\n".join(map(to_markdown, tables)) + "\n")
     draw(result, out / "figure.png")
     write_parquet(out / "rows.parquet", result.rows)
-    write_text(out / "rows.json", rows_to_text(result.rows))  # last: it says that the run is finished
+    write_text(out / "rows.json", rows_to_text(result.rows))  # last, because it marks the run as finished
     for grid in tables:
         console.print(to_rich(grid))
     return result

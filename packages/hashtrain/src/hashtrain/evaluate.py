@@ -1,4 +1,4 @@
-"""Judge a hasher on held-out rows, per KV head as deployed and per query head as in the paper."""
+"""Evaluate a hasher on held-out rows, per KV head as deployed and per query head as in the paper."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from hashtrain.plan import TrainCommand
 from hashtrain.remainder import measure, share_errors
 
 LEAST_LOW, MOST_LOST = 0.6, 0.001
-"""A head fails if the 5th percentile of its rows' mass is below the first, or if more of its rows than the second find
-less than half of the mass that the oracle finds."""
+"""A head fails if the 5th percentile of its rows' mass is below the first, or if the share of its rows that find less
+than half of the oracle's mass is above the second."""
 
 
-def judge_layer(command: TrainCommand, hasher: LayerHasher, layer: int, held: Capture) -> dict[str, dict[str, Any]]:
-    """Quality of one layer and of its heads on held-out rows: means, and how bad the worst rows are.
+def evaluate_layer(
+    command: TrainCommand, hasher: LayerHasher, layer: int, validation: Capture
+) -> dict[str, dict[str, Any]]:
+    """Measure one layer and its heads on held-out rows: means, and how bad the worst rows are.
 
-    `remainder` is the share of the softmax that a selection leaves out, and the root mean square error of its estimate;
-    `bits` is `bit_statistics` of the first context's keys.
+    `remainder` holds the softmax share that a selection leaves out and the root mean square error of its estimate;
+    `bits` holds `bit_statistics` of the first context's keys.
     """
     device = hasher.remainder.device
     samples: dict[str, list[list[Tensor]]] = {"kv_head": [], "query_head": []}
     shares, errors = [], []
-    for context, rows in enumerate(rows_of_contexts(command, len(held))):
-        k, scaling = held.keys(context, layer)
-        q, k, rows = (x.to(device) for x in (held.queries(context, layer, rows), k, rows))
+    for context, rows in enumerate(rows_of_contexts(command, len(validation))):
+        k, scaling = validation.keys(context, layer)
+        q, k, rows = (x.to(device) for x in (validation.queries(context, layer, rows), k, rows))
         for heads, rows_of in samples.items():
             found = hash_quality(hasher, q, k, rows, command.fraction, scaling, heads == "query_head")
             rows_of.append([m[0].double().cpu() for m in found])  # per head and row
@@ -40,20 +42,20 @@ def judge_layer(command: TrainCommand, hasher: LayerHasher, layer: int, held: Ca
         shares.append(share.double())
         errors.append(error.double())
     error = torch.stack(errors).square().mean().sqrt().item()
-    bits = bit_statistics(hasher, held.keys(0, layer)[0]) if hasher.has_codes else {}
+    bits = bit_statistics(hasher, validation.keys(0, layer)[0]) if hasher.has_codes else {}
     remainder = {"share": torch.stack(shares).mean().item(), "error": error}
     return {"remainder": remainder, "bits": bits, **{heads: _summary(rows_of) for heads, rows_of in samples.items()}}
 
 
 def rows_of_contexts(command: TrainCommand, contexts: int) -> Iterator[Tensor]:
-    """Draw the rows that are judged in each held-out context, the same for every hasher and layer: int64 [rows]."""
+    """Draw the rows to evaluate in each held-out context, the same for every hasher and layer: int64 [rows]."""
     generator, last = torch.Generator("cpu").manual_seed(command.seed), command.context
     for _ in range(contexts):
         yield torch.randint(command.first_row, last, (command.held_out_rows,), generator=generator, device="cpu")
 
 
 def summarise(layers: Sequence[dict[str, dict[str, Any]]], dense: Collection[int]) -> dict[str, Any]:
-    """Put the figures of `judge_layer` side by side, with their means over the layers that will be sparse."""
+    """Collect the results of `evaluate_layer` for all layers, with means over the layers that will be sparse."""
     by_heads = {heads: [layer[heads] for layer in layers] for heads in ("kv_head", "query_head", "remainder", "bits")}
     sparse = [number for number in range(len(layers)) if number not in dense]
     return {
@@ -62,10 +64,10 @@ def summarise(layers: Sequence[dict[str, dict[str, Any]]], dense: Collection[int
 
 
 def bit_statistics(hasher: LayerHasher, k: Tensor) -> dict[str, Any]:
-    """Say how well the codes of keys [1, Hkv, T, D] use their bits.
+    """Measure how well the codes of keys [1, Hkv, T, D] use their bits.
 
-    Returns: `ones`, each bit's share of ones, sorted, of all heads; `balance`, the mean of `2 min(ones, 1 - ones)`, 1
-        at best; `correlation`, the mean absolute correlation of two bits of a head, 0 at best.
+    Returns: `ones`, the share of ones of every bit of every head, sorted; `balance`, the mean of `2 min(ones, 1 -
+        ones)`, at best 1; `correlation`, the mean absolute correlation between two bits of a head, at best 0.
     """
     codes = hashcore.unpack(hasher.encode_keys(k.to(hasher.remainder.device)))[0].float()  # [H, T, bits]
     ones = codes.mean(1)
@@ -81,15 +83,15 @@ def bit_statistics(hasher: LayerHasher, k: Tensor) -> dict[str, Any]:
 
 
 def fails(mass: Tensor) -> bool:
-    """Say whether a head whose rows found this mass [R], as shares of the oracle's, loses too much in its worst."""
+    """Whether a head loses too much in its worst rows, given its rows' mass [R] as shares of the oracle's."""
     return bool(mass.quantile(0.05) < LEAST_LOW or (mass < 0.5).double().mean() > MOST_LOST)
 
 
 def failing(layers: Sequence[dict[str, Any]], dense: Collection[int] = ()) -> list[tuple[int, int]]:
-    """Name the heads, as (layer, head), whose worst rows lose too much; layers that stay dense lose nothing.
+    """List the (layer, head) pairs whose worst rows lose too much, without layers that stay dense.
 
     Args:
-        layers: `judge_layer`'s figures of one kind of head, by layer.
+        layers: the results of `evaluate_layer` for one kind of head, by layer.
     """
     return [
         (number, head)
@@ -101,8 +103,8 @@ def failing(layers: Sequence[dict[str, Any]], dense: Collection[int] = ()) -> li
 
 
 def _summary(contexts_of: list[list[Tensor]]) -> dict[str, Any]:
-    """Means over contexts and rows, and by head. `low` is the 5th percentile of the rows' mass, of the worst head;
-    `lost` the share of rows that find less than half of the oracle's mass, of all heads."""
+    """Average over contexts and rows, and by head. `low` is the 5th percentile of the rows' mass in the worst head;
+    `lost` is the share of rows, over all heads, that find less than half of the oracle's mass."""
     iou, recall, mass = (torch.cat([c[i] for c in contexts_of], dim=1) for i in range(3))  # [H, rows]
     low, lost = mass.quantile(0.05, dim=1), (mass < 0.5).double().mean(1)
     return {

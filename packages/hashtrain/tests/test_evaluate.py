@@ -1,13 +1,13 @@
-"""How codes use their bits, against codes made by hand."""
+"""Statistics of the bits of codes, for codes constructed by hand."""
 
 import hashcore
 import pytest
 import torch
-from hashtrain.judge import bit_statistics
+from hashtrain.evaluate import bit_statistics
 
 
 class Given:
-    """A hasher whose codes are these bits [1, H, T, bits]."""
+    """A hasher with these bits as its codes, [1, H, T, bits]."""
 
     remainder = torch.zeros(1)
 
