@@ -221,16 +221,19 @@ def test_glance_takes_each_methods_own_figures_best_first(tool, tmp_path):
 
 
 @pytest.mark.usefixtures("serving")
-def test_the_first_lines_say_of_both_models_how_many_texts_they_rest_on(tool, tmp_path):
+def test_the_first_lines_name_the_number_of_texts_of_both_models(tool, tmp_path):
     for name in ("sparse_attention", "sparse_model_decode", "llama_cpp", "ppl_decode"):
         (tmp_path / f"{name}.json").write_text((tool.RESULTS / f"{name}.json").read_text())
+    with pytest.raises(ValueError, match="got 2 texts of 8,192 tokens and 5 texts of 8,192 tokens"):
+        tool.render("<!-- results:headline -->\n<!-- end -->\n", tmp_path)
+    python = tmp_path / "second_python.json"
+    python.write_text(python.read_text().replace('"documents": 5', '"documents": 2'))
     lines = tool.render("<!-- results:headline -->\n<!-- end -->\n", tmp_path).splitlines()
     demo = json.loads((tmp_path / "ppl_decode.json").read_text())["config"]
     (worse,) = [line for line in lines if "How much worse" in line]
-    assert "of SmolLM2-135M-Instruct by +12.5 % on English (2 texts of 8,192 tokens)" in worse
-    assert "by +6.2 % on Python (5 texts of 8,192 tokens)" in worse
+    assert "of SmolLM2-135M-Instruct by +12.5 % on English and +6.2 % on Python (2 texts of 8,192 tokens each)" in worse
     assert f"({demo['documents']} texts of {demo['context']:,} tokens)" in worse
-    assert "alone change them by +200.0 %, +100.0 % and" in worse
+    assert "by +200.0 %, +100.0 % and" in worse
 
 
 def test_a_model_has_its_name_in_place_of_its_folder(table):
