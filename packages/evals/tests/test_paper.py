@@ -9,6 +9,7 @@ from evals import cli, paper
 from evals.result import read_result
 from evals.study import PaperCommand
 from evals_output import last_line
+from hashtrain import ModelShape
 from hashtrain.recipes import ABLATIONS, EXACT
 from hashtrain.usage import UsageError
 
@@ -98,6 +99,23 @@ def test_all_leaves_out_what_it_has_no_hashers_for(tmp_path, capsys):
         (tmp_path / candidate.name / "config.json").touch()
     exact = {i.name for i in paper.ITEMS if "exact" in i.name}
     assert {i.name for i in paper.chosen(both) if "exact" in i.name} == exact
+
+
+def test_parts_with_layers_that_the_model_lacks_are_left_out(tmp_path, monkeypatch, capsys):
+    for name in ("lsh", "paper", "planes", "transform"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    table = PaperCommand(table=3, hashers=tmp_path)
+    assert [item.name for item in paper.chosen(table)] == ["table 3"]
+    monkeypatch.setattr(paper, "shape_of", lambda _: ModelShape(17, 2, 1, 32))
+    assert [item.name for item in paper.chosen(table)][:2] == ["table 3", "table 3 (MagicPIG)"]
+    monkeypatch.undo()
+    monkeypatch.setattr(cli, "_run", lambda *_: pytest.fail("a run: it is enough to see what is left out"))
+    with pytest.raises(pytest.fail.Exception):
+        cli.main(["paper", "--table", "3", "--hashers", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert "table 3 (MagicPIG) is skipped: layer 16 is dense in it, and the model has 6 layers" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_the_list_names_every_table_and_figure_with_its_command_and_what_is_stored(tmp_path, capsys):

@@ -167,8 +167,10 @@ def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
     items = chosen(command)
     if not items:
         return _paper_list(command, console)
+    numbers = {item.number for item in items}
     for item in ITEMS:
-        if command.all and item.task and (reason := why_not(item, command)):
+        named = item.task and (command.all or item.number in numbers) and item not in items
+        if named and (reason := why_not(item, command)):
             console.print(f"{item.name} is skipped: {reason}", highlight=False)
     commands = [item.commands(command) for item in items]
     sections, differences = [], {}

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from evals.paper.item import Item
 from evals.paper.items import ITEMS
+from evals.shapes import load_config, shape_of
 from evals.study import PaperCommand
 
 __all__ = ["ITEMS", "Item", "chosen", "why_not"]
 
 
 def why_not(item: Item, settings: PaperCommand) -> str | None:
-    """Return why --all skips an item; None if it does not."""
+    """Return why an item cannot run with these settings; None if it can.
+
+    Raises: ValueError or OSError if the item names layers of a model whose config cannot be read.
+    """
     if item.hub:
         return "its data come from a hub: run its command, which `evals paper --list` prints"
     if item.twice and settings.other_hashers is None:
         return "it needs --other-hashers"
     if lacking := item.lacking(settings):
         return f"{settings.hashers} lacks {', '.join(lacking)}: train them with `uv run hashtrain --only all`"
+    if item.dense_at:
+        layers = shape_of(load_config(settings.model)).num_layers
+        if max(item.dense_at) >= layers:
+            return f"layer {max(item.dense_at)} is dense in it, and the model has {layers} layers: give another --model"
     return None
 
 
@@ -30,5 +38,6 @@ def chosen(settings: PaperCommand) -> list[Item]:
             if not found:
                 last = len({item.name.partition(" (")[0] for item in ITEMS if item.name.startswith(kind)})
                 raise ValueError(f"--{kind} takes 1 to {last}, got {number}")
-            return found
+            # Parts that cannot run are left out; if none can, the first says why.
+            return [item for item in found if why_not(item, settings) is None] or found
     return []

@@ -103,14 +103,28 @@ class Item:
         """Return the required hashers that are missing; tasks that take a shape need none."""
         if self.task in _BY_SHAPE:
             return []
+        return without_hasher(self._values("--methods"), settings.hashers)
+
+    @property
+    def dense_at(self) -> list[int]:
+        """The layers that its command leaves dense by index."""
+        return [int(layer) for layer in self._values("--dense-at")]
+
+    def _values(self, option: str) -> list[str]:
+        """Return the values of an option of its command; none if it is not given."""
         words = list(self.arguments)
-        start = words.index("--methods") + 1 if "--methods" in words else len(words)
+        start = words.index(option) + 1 if option in words else len(words)
         end = next((i for i in range(start, len(words)) if words[i].startswith("--")), len(words))
-        return without_hasher(words[start:end], settings.hashers)
+        return words[start:end]
+
+    @property
+    def number(self) -> str:
+        """Its table or figure, without the part."""
+        return self.name.partition(" (")[0]
 
     def is_number(self, kind: str, number: int) -> bool:
         """Whether it shows this table or figure, or a part of it."""
-        return self.name.partition(" (")[0] == f"{kind} {number}"
+        return self.number == f"{kind} {number}"
 
     def differences(self, settings: PaperCommand) -> tuple[list[dict[str, Any]], list[Grid]]:
         """Return the paired differences from finished runs: as entries of `compare`, and as tables."""
