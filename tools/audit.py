@@ -25,7 +25,13 @@ DATA = re.compile(
 )
 """Lists of hashes, a tokenizer's vocabulary, and binary files."""
 _METHODS = "dense|down-proj|group-xnor|linear|lsh|magicpig|oracle|paper|planes|quest|recent|transform"
-DIGESTS = rf"_identit|\"sha256\": \"|\"({_METHODS})[\w +-]*\": \"|\.cu[^\"]*\": \"|FROM_OTHERS = |INTRINSICS = |detect-secrets"
+DIGESTS = "|".join(
+    (
+        rf"_identit|\"sha256\": \"|\"({_METHODS})[\w +-]*\": \"|\.cu[^\"]*\": \"",
+        "(FROM_OTHERS|INTRINSICS) = ",
+        "detect-secrets",
+    )
+)
 """Lines with digests of models or hashers in stored results, with a salt, or with the name of a tool."""
 PLUGINS = (
     *("ArtifactoryDetector", "AWSKeyDetector", "AzureStorageKeyDetector", "BasicAuthDetector", "CloudantDetector"),
