@@ -56,6 +56,7 @@ def build(made, tmp_path, example):
     return command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_whole_and_a_second_one_computes_nothing(build, name, monkeypatch):
     command, metrics = build(name), RUNS[name][2]

@@ -202,7 +202,7 @@ def expected(task, name):
     attend = collections.Counter({"magicpig.attend": 3} if rival else {})
     block = select + attend + collections.Counter({} if dense else BLOCK if rival else {**BLOCK, **SPAN})
     block += collections.Counter({"blocks._require_causal": 1} if name.endswith("+remainder") else {})
-    totals = {} if dense else {"tally.totals": SPARSE}
+    totals = {} if dense else {"budget.totals": SPARSE}
     calls = STEPS if task is continuation and rival else 1  # its steps are such blocks too
     whole = {"output_error.attend": LAYERS, "output_error.read": 2, **dict.fromkeys(BLOCK, LAYERS)}
     each, times, more = {
@@ -232,7 +232,7 @@ def test_timed_steps_wait_for_nothing(loaded, tmp_path):
     with a_fake_run(loaded, ["planes"]) as (model, _, methods, seen), pretended:
         hasher = methods["planes"].selector.hasher
         throughput._measure(command, model, hasher, 64, 2, dict.fromkeys(named, 1), 1.0)
-    assert seen == {"tally.totals": SPARSE * (len(named) - 1)}
+    assert seen == {"budget.totals": SPARSE * (len(named) - 1)}
 
 
 def test_a_wait_has_the_name_of_who_asked(monkeypatch):

@@ -336,6 +336,7 @@ def test_bounds_beyond_int32_are_clamped_too(rng, far):
     assert_same(indices, expected[1])
 
 
+@pytest.mark.slow
 def test_more_than_the_kernels_can_count_is_refused():
     def launched(*_):
         pytest.fail("nothing may be launched")

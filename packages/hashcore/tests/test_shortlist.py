@@ -100,6 +100,7 @@ def test_a_shortlist_equals_the_reference(case, device):
     assert_as_reference(case, device)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(searches(of_query=(2, 9), of_keys=(2, 1)), orders())
 def test_rows_over_shared_keys_equal_the_reference(case, device):

@@ -62,6 +62,7 @@ def test_no_process_goes_on_before_all_are_connected(tmp_path):
     assert min(entered) > max(connected)
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_layers_make_the_bits_of_one_process(arguments, alone, tmp_path):
     assert run_two([*arguments, "--out", str(tmp_path / "run")]) == [0, 0]
     assert stored(tmp_path / "run") == alone
@@ -81,6 +82,7 @@ def test_rows_that_cannot_be_shared_evenly_are_one_sentence(arguments, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="finds torchrun's processes in /proc")
 def test_torchrun_restarts_a_killed_rank_which_goes_on_to_the_same_bits(arguments, alone, tmp_path):
     out = tmp_path / "run"

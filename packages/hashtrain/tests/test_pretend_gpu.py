@@ -140,6 +140,7 @@ def test_a_streamed_context_stays_on_the_device(there):
         assert found["q.1"].shape == (1, 4, 2, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("only", "more"), [(BY_VARIANT, ()), (("planes", "transform"), ("--stream",)), (("paper",), ("--dry-run",))]
 )

@@ -90,6 +90,7 @@ def test_damaged_rows_are_one_sentence(rows, model, tmp_path):
         few.queries(0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", [("planes",), ("lsh", "paper", "planes", "transform"), ("paper", "paper-exact")])
 def test_hashers_are_the_same_bits_and_the_disk_is_as_predicted(only, folder, tmp_path, monkeypatch, capsys, one_whole):
     words = ["--contexts", "4", "--steps", "6", "--rows", "32", "--only", *only]

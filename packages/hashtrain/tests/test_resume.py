@@ -52,6 +52,7 @@ def checkpoint_since(moment, out):
     return False
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_change_no_bit(arguments, uninterrupted, tmp_path):
     wanted, seconds = uninterrupted
     out, moments, hit = tmp_path / "run", random.Random(0), []

@@ -88,6 +88,7 @@ for text in ("large/0.txt", "large"):
 """
 
 
+@pytest.mark.slow
 def test_twenty_gigabytes_and_a_line_of_200_mb_are_read_in_bounded_memory(tmp_path):
     """One file with a single line, and a folder of a hundred links to it: 20 GB if everything is read."""
     large = tmp_path / "large"

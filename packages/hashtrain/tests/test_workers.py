@@ -42,6 +42,7 @@ def test_a_killed_worker_is_one_sentence():
         run_jobs(die, [1, 2], 2, print)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_the_process_that_started_them(how):
     code = "from hashtrain.workers import run_jobs; from worker_jobs import linger\nif __name__ == '__main__':\n"

@@ -60,6 +60,7 @@ def test_changed_backbones_are_dense_at_a_full_budget_and_keep_the_laws(change, 
     assert auditor.steps == 4 * 5
 
 
+@pytest.mark.slow
 def test_the_break_even_is_measured_on_quantised_weights(monkeypatch):
     monkeypatch.setattr("sparse_decode.break_even.LENGTHS", (256,))
     with attach(quantised(tiny_model()), SignHasher(), Budget(dense_below="measured")) as attachment:

@@ -27,7 +27,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True)
 def _our_kernel_at_any_length(monkeypatch):
-    monkeypatch.setattr(interface, "own_from", lambda _: 0)
+    monkeypatch.setattr(interface, "OWN_FROM", dict.fromkeys(dense_step.OWN_FROM, 0))
 
 
 def case(shape, dtype=torch.float32, seed=0):
@@ -230,16 +230,13 @@ def test_torch_attends_for_longer_where_the_processor_multiplies_matrices(able, 
         monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)  # an older torch
     else:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: able, raising=False)
-    dense_step.own_from.cache_clear()
-    kinds = torch.float32, torch.bfloat16, torch.float16
-    assert tuple(map(dense_step.own_from, kinds)) == expected
-    dense_step.own_from.cache_clear()
+    assert tuple(dense_step.own_from()[kind] for kind in (torch.float32, torch.bfloat16, torch.float16)) == expected
 
 
 def test_a_short_step_goes_the_models_own_way(monkeypatch):
     model, ids = tiny_model(), prompts((40,))[0]
     expected = model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    monkeypatch.setattr(interface, "own_from", lambda _: 256)
+    monkeypatch.setattr(interface, "OWN_FROM", dict.fromkeys(dense_step.OWN_FROM, 256))
     monkeypatch.setattr(dense_step, "attend_all", lambda *_, **__: pytest.fail("too short for our kernel"))
     with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=2):
         found = model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)

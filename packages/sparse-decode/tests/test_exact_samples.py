@@ -30,6 +30,7 @@ RUNS, ALARM = 400, 4.5
 seeds; the seed is fixed."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [False, True])
 def test_samples_have_the_dense_distribution(stops):
     """Of whole texts of four tokens, of which two or three are drafted; a criterion may stop them."""

@@ -36,6 +36,7 @@ def benchmark(monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config])
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama_cpp_gets_the_same_model(benchmark, config, tied, tmp_path):
@@ -67,6 +68,7 @@ def test_a_model_of_another_family_is_refused(benchmark, tmp_path):
     assert not (tmp_path / "model.gguf").exists()
 
 
+@pytest.mark.slow
 def test_steps_are_timed_and_taken_back(benchmark, tmp_path, capsys):
     """One short length, all three beside one another."""
     module = benchmark("llama_cpp")

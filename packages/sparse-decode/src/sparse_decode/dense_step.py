@@ -6,7 +6,6 @@ do rows without visible tokens, for which implementations differ.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,19 +23,22 @@ MOST_ROWS = 16
 """A call with a non-empty cache and at most this many query rows is a decode step; more are part of a prompt."""
 
 
-@cache
-def own_from(dtype: torch.dtype) -> int:
-    """Return the context length from which our kernel is used; below, torch's attention is faster.
+def own_from() -> dict[torch.dtype, int]:
+    """Return the number of tokens from which our kernel attends, by type; below it, torch's own takes less time.
 
-    On CPUs with matrix instructions for 16-bit numbers (AMX, or AVX-512 for float16), torch is faster up to longer
-    contexts. Measured on an Intel Xeon with AMX and an AMD EPYC without (docs/log.md).
+    Where the CPU multiplies matrices of 16-bit numbers itself (AMX, or AVX-512 for float16), torch is faster for
+    longer. Measured on an Intel Xeon with AMX and an AMD EPYC without (docs/log.md).
     """
     able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    if dtype == torch.bfloat16 and able.get("amx_bf16"):
-        return 8192
-    if dtype == torch.float16 and able.get("avx512_fp16"):
-        return 32768
-    return 256
+    return {
+        torch.float32: 256,
+        torch.bfloat16: 8192 if able.get("amx_bf16") else 256,
+        torch.float16: 32768 if able.get("avx512_fp16") else 256,
+    }
+
+
+OWN_FROM = own_from()
+"""The same, of this machine: a table, because compiled graphs cannot contain a cached function."""
 
 
 def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:

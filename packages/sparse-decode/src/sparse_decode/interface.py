@@ -22,7 +22,7 @@ from sparse_decode import flash
 from sparse_decode.attend import require
 from sparse_decode.blocks import AttentionArgs
 from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
-from sparse_decode.dense_step import QUIET, attend_by_torch, own_from
+from sparse_decode.dense_step import OWN_FROM, QUIET, attend_by_torch
 from sparse_decode.dense_step import attend_step as attend_dense_step
 from sparse_decode.growing import GrowingLayer
 from sparse_decode.modes import autocasts, no_autocast
@@ -370,7 +370,7 @@ def attend_densely(
     """
     name = module.config._attn_implementation
     alone = mask is None and query.shape[2] == 1
-    if key.shape[2] < own_from(key.dtype):
+    if key.shape[2] < OWN_FROM.get(key.dtype, 256):
         if alone and name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
             return attend_by_torch(query, key, value, dropout, scaling), None
     elif name != FLASH_NAME:
