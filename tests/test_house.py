@@ -33,8 +33,12 @@ def test_imports_for_types_alone_do_not_count(house):
     assert list(house.imports(ast.parse(text))) == ["a.b", "e.f.g"]
 
 
-def test_the_figure_shows_these_imports(house, monkeypatch):
-    found = house.graph()
-    assert house.drawn_from(house.OUT) == house.digest(found), "run `uv run tools/draw_house.py`"
+def test_the_figure_shows_these_imports(house, load, monkeypatch):
+    found, stored = house.graph(), load("tools", "stored_figure")
+    assert stored.drawn_from(house.OUT) == house.digest(found), "run `uv run tools/draw_house.py`"
     found["hashcore"]["ops"].add("hashtrain.hasher")
     assert house.digest(found) != house.digest(house.graph())
+    monkeypatch.setattr("sys.argv", ["tools/draw_house.py", "--check"])
+    stored.run("", house.OUT, lambda: house.digest(house.graph()), lambda: pytest.fail("drawn"))
+    with pytest.raises(SystemExit, match=r"house.png is stale.*run `uv run tools/draw_house.py`"):
+        stored.run("", house.OUT, lambda: house.digest(found), lambda: pytest.fail("drawn"))

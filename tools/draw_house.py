@@ -8,19 +8,16 @@ and all others only from levels above or their own. An arrow is an import of ano
 that have it. Imports inside functions count; those for type checkers do not.
 """
 
-import argparse
 import ast
 import hashlib
 import io
 import json
 import pathlib
-import sys
 from collections.abc import Iterator
 
 import matplotlib.pyplot as plt
-from hashtrain.atomic import replace
 from matplotlib.axes import Axes
-from PIL import Image
+from stored_figure import run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "figures" / "house.png"
@@ -104,12 +101,6 @@ def digest(found: Graph) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def drawn_from(figure: pathlib.Path) -> str | None:
-    """Return the digest stored in a figure."""
-    with Image.open(figure) as image:
-        return image.info.get("Description")
-
-
 def _column(axes: Axes, package: str, x: float, modules: dict[str, set[str]]) -> None:
     """Draw a package's modules below its name, level by level."""
     files = sources(package)
@@ -160,20 +151,5 @@ def draw() -> bytes:
     return buffer.getvalue()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the figure is stale")
-    if parser.parse_args().check:
-        if not OUT.is_file() or drawn_from(OUT) != digest(graph()):
-            sys.exit(f"{OUT.name} was drawn from other imports; run `uv run tools/draw_house.py`")
-        return
-    image = draw()
-
-    def write(temporary: pathlib.Path) -> None:
-        temporary.write_bytes(image)
-
-    replace(OUT, write)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, OUT, lambda: digest(graph()), draw)

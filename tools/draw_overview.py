@@ -6,21 +6,18 @@
 The figure stores a digest of its data, because pixels differ between versions of fonts and libraries.
 """
 
-import argparse
 import hashlib
 import io
 import json
 import pathlib
-import sys
 
 import matplotlib.pyplot as plt
 from evals.figures import COLOURS
 from evals.frontier import Point, points, require_comparable
 from evals.result import Result, read_json, rows_from_json, stated
-from hashtrain.atomic import replace
 from matplotlib.axes import Axes
-from PIL import Image
 from readme_tables.headline import FRONTIER_RUNS
+from stored_figure import run
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -51,12 +48,6 @@ def digest(results: pathlib.Path = RESULTS) -> str:
     for name in INPUTS:
         sha.update((results / name).read_bytes())
     return sha.hexdigest()[:16]
-
-
-def drawn_from(figure: pathlib.Path) -> str | None:
-    """Return the digest stored in a figure."""
-    with Image.open(figure) as image:
-        return image.info.get("Description")
 
 
 def _load(path: pathlib.Path) -> Result:
@@ -114,20 +105,5 @@ def draw(results: pathlib.Path = RESULTS) -> bytes:
     return buffer.getvalue()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if the figure is stale")
-    if parser.parse_args().check:
-        if not OUT.is_file() or drawn_from(OUT) != digest():
-            sys.exit(f"{OUT.name} was drawn from other results; run `uv run tools/draw_overview.py`")
-        return
-    image = draw()
-
-    def write(temporary: pathlib.Path) -> None:
-        temporary.write_bytes(image)
-
-    replace(OUT, write)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, OUT, digest, draw)
