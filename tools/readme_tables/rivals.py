@@ -34,13 +34,10 @@ def differences(results: pathlib.Path) -> Iterator[tuple[str, dict[str, Estimate
 def rivals(results: pathlib.Path) -> str:
     """Return the table of differences, one line per comparison."""
     lines = [[label, *(_cell(values[name]) for name in METRICS)] for label, values in differences(results)]
-    config, quest = (load(results / f"{name}.json").config for name in ("magicpig", "quest"))
-    sparse = f"from layer {config['dense_layers']} on"
-    if quest["dense_layers"] != config["dense_layers"]:
-        sparse += f" (from layer {quest['dense_layers']} on beside Quest)"
+    config = load(results / "magicpig.json").config
     title = (
         f"Mean difference over {config['documents']} held-out contexts of {config['context']:,} tokens, model "
-        f"`{config['model']}`, every row sparse {sparse} [95 % paired bootstrap interval]; below zero is better for "
+        f"`{config['model']}`, every row sparse from layer {config['dense_layers']} on [95 % paired bootstrap interval]; below zero is better for "
         "ours"
     )
     return to_markdown(Grid(title, HEADER, [lines]))
