@@ -143,3 +143,36 @@ def test_pair_scores_are_those_of_all_keys_at_the_sampled_places(variant):
     top, rest = pair_scores(layer, q, k, pairs)
     torch.testing.assert_close(top, every.gather(-1, pairs.top), atol=1e-3, rtol=1e-4)
     torch.testing.assert_close(rest, every[..., pairs.rest], atol=1e-3, rtol=1e-4)
+
+
+@given(
+    rows=st.integers(1, 3),
+    tops=st.integers(1, 20),
+    rests=st.integers(1, 40),
+    spread=st.sampled_from([0.0, 1.0, 30.0, 400.0, 5000.0]),
+    beta=st.sampled_from([0.125, 1.0, 2.0]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_the_kernel_of_the_loss_equals_autograd_in_float64(rows, tops, rests, spread, beta, seed):
+    generator = torch.Generator().manual_seed(seed)
+    top = torch.randn(2, rows, tops, generator=generator) * spread + spread
+    rest = torch.randn(2, rows, rests, generator=generator) * spread
+    valid = torch.rand(2, rows, rests, generator=generator) < 0.8
+    found, exact = (
+        [x.to(dtype, copy=True).requires_grad_() for x in (top, rest)] for dtype in (torch.float32, torch.float64)
+    )
+    losses = [ranking_loss(*scores, valid, beta) for scores in (found, exact)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
+    for ours, expected in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.grad.double(), expected.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_scores_that_are_not_finite_give_a_loss_that_is_not(bad):
+    scores = torch.zeros(1, 8), torch.zeros(1, 16)
+    for x in scores:
+        broken = [y.clone() for y in scores]
+        next(y for y in broken if y.shape == x.shape)[0, 0] = bad
+        assert not math.isfinite(ranking_loss(*broken, torch.ones(1, 16, dtype=torch.bool)).item())
