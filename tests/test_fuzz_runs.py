@@ -10,7 +10,7 @@ from evals.parquet import read_parquet, write_parquet
 from evals.result import Result, Row, read_result, rows_to_text
 from evals.runner import RunFolder
 from fuzz_damage import LAW, altered, damaged, found
-from hashtrain.settings import with_config
+from hashtrain.settings.toml import with_config
 from hashtrain.usage import UsageError
 from hypothesis import given
 from hypothesis import strategies as st

@@ -23,7 +23,7 @@ import hashcore
 import torch
 from hashcore.cuda import launch, tensors
 from hashtrain import HasherConfig, ModelShape
-from hashtrain.hasher import make_layer
+from hashtrain.artefact.hasher import make_layer
 from hashtrain.layers.transform import Transform
 from sparse_decode import encode_cuda, gather, moments
 

@@ -16,10 +16,10 @@ import torch
 from evals.methods import NAMES, load_methods
 from evals.plan import IouCommand, PplCommand
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.capture import capture
+from hashtrain.data.capture import capture
 from hashtrain.demo import demo_model_path
-from hashtrain.plan import ALL
-from hashtrain.remainder import calibrate
+from hashtrain.evaluation.remainder import calibrate
+from hashtrain.settings.recipes import ALL
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 CONTEXT = 128

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hashcore.cuda import tensors
 from hashtrain import HasherConfig, ModelShape
-from hashtrain.hasher import make_layer
+from hashtrain.artefact.hasher import make_layer
 from sparse_decode import encode_cuda, gather, moments
 
 TABLES = encode_cuda._keys, encode_cuda._queries, gather._calls, moments._calls, tensors._searches

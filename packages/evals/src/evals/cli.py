@@ -138,7 +138,7 @@ def _compare(command: CompareCommand, console: Console) -> dict[str, Any]:
 
 
 def _frontier(command: FrontierCommand, console: Console) -> dict[str, Any]:
-    from hashtrain.atomic import write_text
+    from hashtrain.files.atomic import write_text
 
     from evals.frontier import draw, grid, points, require_comparable
     from evals.grid import to_markdown, to_rich

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hashtrain.plan import DEMO
+from hashtrain.demo import DEMO
 from hashtrain.usage import UsageError
 
 from evals.methods import CODED_NAMES, DEFAULT_NAMES

@@ -9,8 +9,8 @@ from typing import get_args, get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from hashtrain.atomic import replace
-from hashtrain.untrusted import one_line
+from hashtrain.files.atomic import replace
+from hashtrain.files.untrusted import one_line
 
 from evals.result import Row, checked
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 from hashtrain.config import RECENT, SINK
-from hashtrain.plan import DEMO, model_path, require_device_name
-from hashtrain.usage import UsageError, require_counts, require_seed
+from hashtrain.demo import DEMO, model_path
+from hashtrain.usage import UsageError, require_counts, require_device_name, require_seed
 
 from evals.methods import (
     DEFAULT_NAMES,

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hashtrain.atomic import write_text
 from hashtrain.config import ModelShape
-from hashtrain.distribute import device_for
+from hashtrain.files.atomic import write_text
+from hashtrain.machine.distribute import device_for
 from hashtrain.models import load_model, require_vocabulary
-from hashtrain.progress import tracking
+from hashtrain.reporting.progress import tracking
 from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from hashtrain.capture import capturing
-from hashtrain.metrics import Quality, quality, reading
-from hashtrain.target import always_read, attention, top_count
+from hashtrain.data.capture import capturing
+from hashtrain.evaluation.metrics import Quality, quality, reading
+from hashtrain.training.target import always_read, attention, top_count
 from rich.console import Console
 from sparse_decode import AttendingSelector, Rows
 from torch import Tensor

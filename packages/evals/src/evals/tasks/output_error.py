@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from hashtrain.remainder import linear_values
-from hashtrain.target import top_count
+from hashtrain.evaluation.remainder import linear_values
+from hashtrain.training.target import top_count
 from rich.console import Console
 from sparse_decode import AttendingSelector, Budget, Rows, attach, attend
 from sparse_decode.attend import LeftOut
