@@ -113,9 +113,7 @@ TARGETS = {
         suffix="/__init__.py",
     ),
     "plan": Target("hashcore.cpu.plan", (PLAN, SEARCH, PREPARED), ("search", "filled", "_common"), SLOW),
-    "ops": Target(
-        "hashcore.ops", (TOPK, REFUSALS, SEARCH, INTO, PREPARED), ("topk", "search", "_plain_search", "_search"), SLOW
-    ),
+    "host": Target("hashcore.host", (TOPK, REFUSALS, SEARCH, INTO, PREPARED), ("topk", "search", "plain_search"), SLOW),
     "validation": Target(
         "hashcore.validation",
         (TOPK, REFUSALS, SEARCH, INTO, PREPARED),

@@ -43,7 +43,7 @@ def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> 
 
 @kept
 def score(query: Layout, keys: Layout, weights: tuple[int, ...] | None, most: int) -> Plan:
-    """Check and plan ops.score on `most` threads."""
+    """Check and plan host.score on `most` threads."""
     return plan.score(*comparison(query, keys, weights), None, most)
 
 
@@ -57,7 +57,7 @@ def search(
     most: int,
     shortlist: int = 0,
 ) -> Plan:
-    """Check and plan ops.search for rows that all have the same k, lengths, starts, sink and recent.
+    """Check and plan host.search for rows that all have the same k, lengths, starts, sink and recent.
 
     query and keys are Layouts, or equal plain tuples, which are faster to create.
     """
@@ -70,5 +70,5 @@ def search(
 
 @kept
 def ragged_search(compared: Comparison, width: int, best: bool, most: int, shortlist: int = 0) -> Plan:
-    """Plan ops.search for checked arguments whose rows differ; `plan.filled` then sets the bounds of the rows."""
+    """Plan host.search for checked arguments whose rows differ; `plan.filled` then sets the bounds of the rows."""
     return plan.search(*compared, width, best, None, None, most, shortlist)

@@ -1,6 +1,6 @@
 """hashcore's operations on torch tensors in device memory: prepares launches from shapes and strides.
 
-hashcore.ops has checked the arguments. The host never reads device memory, except where a docstring says so. `run`
+torch_ops has checked the arguments. The host never reads device memory, except where a docstring says so. `run`
 executes launches, by default on the device; tests pass the host simulator and tensors in CPU memory.
 """
 
