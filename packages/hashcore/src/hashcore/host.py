@@ -246,7 +246,7 @@ def search(
         compared = cpu.prepared.comparison(*layouts, weights)
         validation.score_bits(compared.weights, q.shape[-1])
         wanted = validation.row_bounds((*compared.lead, against.shape[-2]), *rows, sink, recent)
-        plan = cpu.plan.filled(cpu.prepared.ragged_search(compared, wanted.width, best, most, times), wanted)
+        plan = cpu.launch_plan.filled(cpu.prepared.ragged_search(compared, wanted.width, best, most, times), wanted)
         if table is not None:
             plan = cpu.pages.paged(plan, c, table, wanted, compared.lead)
     else:
