@@ -63,9 +63,8 @@ def sources(module, name):
         body = body + block.body  # where a package tells its lazy names (hashtrain.lazy)
     made = [node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name]
     calls = [value for value in made if isinstance(value, ast.Call)]  # name = wrapper(module.name)
-    names = {name} | {
-        ast.unparse(part.value) for call in calls for part in call.args if isinstance(part, ast.Attribute)
-    }
+    through = [part for call in calls for part in call.args if isinstance(part, ast.Attribute)]
+    names = {name} | {ast.unparse(part.value) for part in through}
     for node in body:
         if isinstance(node, ast.ImportFrom) and node.module != module:
             for alias in node.names:

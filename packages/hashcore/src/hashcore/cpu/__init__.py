@@ -38,10 +38,8 @@ from hashcore.cpu import launch_plan, layout, pages, prepared, score_kernels, se
 from hashcore.cpu.launch_plan import Plan
 from hashcore.validation import Comparison, Selection
 
-__all__ = [
-    *("launch_plan", "layout", "pages", "prepared", "threads"),
-    *("run_score", "run_search", "score", "search", "topk"),
-]
+__all__ = ["launch_plan", "layout", "pages", "prepared", "threads"]
+__all__ += ["run_score", "run_search", "score", "search", "topk"]
 
 
 def score(
