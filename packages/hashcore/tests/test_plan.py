@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 from hashcore import cpu, reference
+from hashcore.arrays import Layout
 from hashcore.cpu import launch_plan, threads
-from hashcore.validation import Layout, selection
+from hashcore.validation import selection
 
 
 def planned(n, width, rows=1, words=4, step=None, **given):

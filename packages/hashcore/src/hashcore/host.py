@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import bits, quantiser, validation
+from hashcore import arrays, bits, quantiser, validation
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +41,8 @@ def pack(x: Array, *, out: Array | None = None) -> Array:
     Raises: ValueError if D is not a positive multiple of 32, or out does not fit.
     Source: docs/algorithm.md, eq. 1.
     """
-    infinity = None if (integers := validation.bfloat16_bits(x)) is None else bits.BFLOAT16_INFINITY
-    (array, target), restore = validation.host_arrays({"out": out}, x=x if integers is None else integers)
+    infinity = None if (integers := arrays.bfloat16_bits(x)) is None else bits.BFLOAT16_INFINITY
+    (array, target), restore = arrays.host_arrays({"out": out}, x=x if integers is None else integers)
     validation.real("x", array, "[..., D]")
     validation.bits("x", array)
     if out is None:
@@ -60,7 +60,7 @@ def unpack(codes: Array) -> Array:
     Returns: bool [..., 32 W].
     Source: docs/algorithm.md, eq. 1.
     """
-    (array,), restore = validation.host_arrays(codes=codes)
+    (array,), restore = arrays.host_arrays(codes=codes)
     validation.codes("codes", array, "[..., W]")
     return restore(bits.unpack(array))
 
@@ -77,7 +77,7 @@ def quantise(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, A
     Raises: ValueError if w is checked and not finite, D is 0, or P is out of range.
     Source: docs/algorithm.md, eq. 5.
     """
-    (array,), restore = validation.host_arrays(w=w)
+    (array,), restore = arrays.host_arrays(w=w)
     validation.real("w", array, "[..., D]")
     validation.not_empty("w", array.shape)
     levels, scale = quantiser.quantise(array, validation.plane_count(planes), check)
@@ -97,7 +97,7 @@ def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tup
     Raises: ValueError if w is checked and not finite, its last dimension does not fill words, or P is out of range.
     Source: docs/algorithm.md, eq. 5.
     """
-    (array,), restore = validation.host_arrays(w=w)
+    (array,), restore = arrays.host_arrays(w=w)
     validation.real("w", array, "[..., D]")
     validation.bits("w", array)
     count = validation.plane_count(planes)
@@ -114,7 +114,7 @@ def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
     Raises: ValueError if the group is empty.
     Source: docs/algorithm.md, eq. 3.
     """
-    (array,), restore = validation.host_arrays(codes=codes)
+    (array,), restore = arrays.host_arrays(codes=codes)
     validation.codes("codes", array, "[..., G, W]")
     validation.group(array.shape)
     merged, weights = quantiser.group_planes(array)
@@ -137,7 +137,7 @@ def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, ou
     Raises: ValueError if words, weights or leading dimensions do not fit each other, or out does not fit the result.
     Source: docs/algorithm.md, eq. 2; with weights eq. 4.
     """
-    (q, c, target), restore = validation.host_arrays({"out": out}, query=query, keys=keys)
+    (q, c, target), restore = arrays.host_arrays({"out": out}, query=query, keys=keys)
 
     cpu = backend()
     q, c = cpu.layout.aligned(q), cpu.layout.readable(c)
@@ -178,7 +178,7 @@ def topk(
     """
     values, indices = validation.pair(out)
     optional = {"k": k, "lengths": lengths, "starts": starts, "out[0]": values, "out[1]": indices}
-    (array, k, lengths, starts, values, indices), restore = validation.host_arrays(optional, scores=scores)
+    (array, k, lengths, starts, values, indices), restore = arrays.host_arrays(optional, scores=scores)
     validation.integer_scores(array)
     wanted = validation.selection(array.shape, k, lengths, starts, sink, recent)
     if out is not None:
@@ -227,7 +227,7 @@ def search(
     """Search arrays in any layout, rows that differ, and pages: see `hashcore.search`."""
     values, indices = validation.pair(out)
     optional = {"k": k, "lengths": lengths, "starts": starts, "blocks": blocks, "out[0]": values, "out[1]": indices}
-    given, restore = validation.host_arrays(optional, query=query, keys=keys)
+    given, restore = arrays.host_arrays(optional, query=query, keys=keys)
     q, c, k, lengths, starts, table, values, indices = given
     rows = k, lengths, starts
     best, weights = validation.order(order), validation.integers("weights", weights)
@@ -242,7 +242,7 @@ def search(
         validation.pages(table, times)
         against = cpu.pages.laid(c, table)
     layouts, most = (cpu.layout.of(q), against), cpu.threads.most()
-    if table is not None or any(validation.is_array(x) for x in rows):
+    if table is not None or any(arrays.is_array(x) for x in rows):
         compared = cpu.prepared.comparison(*layouts, weights)
         validation.score_bits(compared.weights, q.shape[-1])
         wanted = validation.row_bounds((*compared.lead, against.shape[-2]), *rows, sink, recent)

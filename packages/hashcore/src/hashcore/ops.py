@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import host, validation
+from hashcore import arrays, host, validation
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ def _any_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
     @functools.wraps(function)
     def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
-        if not validation.for_torch((*arguments, *options.values())):
+        if not arrays.for_torch((*arguments, *options.values())):
             return function(*arguments, **options)
 
         from hashcore import torch_ops  # imported late, because it defines torch operators

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hashcore import host
-from hashcore.cuda import tensors
+from hashcore.cuda import operands, tensors
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -214,7 +214,7 @@ class Cuda:
         scores: torch.Tensor,
         indices: torch.Tensor,
     ) -> None:
-        bounds = tensors.Bounds(
+        bounds = operands.Bounds(
             length if lengths is None else lengths, start if starts is None else starts, sink, recent
         )
         values = scores if scores.dtype == torch.int32 else torch.empty_like(scores, dtype=torch.int32)
@@ -226,7 +226,7 @@ class Cuda:
     def search(*inputs: Any) -> None:
         query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, shortlist = inputs[:13]
         first, scores, indices, *workspace = inputs[13:]
-        bounds = tensors.Bounds(
+        bounds = operands.Bounds(
             length if lengths is None else lengths, start if starts is None else starts, sink, recent
         )
         how = {"shortlist": shortlist, "first": first}

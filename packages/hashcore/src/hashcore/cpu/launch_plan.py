@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hashcore.arrays import Layout
 from hashcore.cpu import layout, threads
-from hashcore.validation import Layout, RowBounds, Selection
+from hashcore.validation import RowBounds, Selection
 
 CHUNK = 1024  # keys per task: 16 KiB of 128-bit keys, which stay in L1 while all rows of a block are scored
 BLOCK = 32  # maximal number of rows of a block

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hashcore import validation
+from hashcore.arrays import Layout
 from hashcore.cpu import launch_plan, layout
 from hashcore.cpu.launch_plan import Plan
-from hashcore.validation import Layout, RowBounds
+from hashcore.validation import RowBounds
 
 
 def laid(pool: NDArray[Any], blocks: Any) -> Layout:

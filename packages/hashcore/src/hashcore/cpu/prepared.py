@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 from hashcore import validation
+from hashcore.arrays import Layout
 from hashcore.cpu import launch_plan
 from hashcore.cpu.launch_plan import Plan
-from hashcore.validation import Comparison, Layout
+from hashcore.validation import Comparison
 
 PLANS, ROWS = 256, 1024  # number of cached plans of each kind, and maximal number of rows of a cached plan: 48 KiB
 
