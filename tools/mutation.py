@@ -123,7 +123,7 @@ TARGETS = {
     "cache": Target("sparse_decode.cache", CACHE, warm=MODELS),
 }
 _SEARCH, _COLLECT, _SELECT = (f"hashcore/cpu/{name}_kernels.py" for name in ("search", "collect", "select"))
-_CPU = "hashcore/cpu/__init__.py"
+_CPU, _HOST = "hashcore/cpu/__init__.py", "hashcore/host.py"
 _BUFFER, _CACHE = "sparse_decode/buffer.py", "sparse_decode/cache.py"
 _SEEN = "seen |= state[r + same, FROM] < high and state[r + same, TO] > low"
 _SHRINK = "steps, quota = _threshold(kept[:count], np.uint64(48), np.uint64(base), np.int64(top - base), k, histogram)"
@@ -133,7 +133,10 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (_SELECT, "histogram[: 4 * bins] = 0", "4 -> 5"): "it clears unused bins",
     (_SELECT, "whole = len(s) // 4 * 4", "4 -> 5"): "tokens outside blocks of four are counted one at a time",
     **dict.fromkeys(
-        [(_COLLECT, _SEEN, change) for change in ("< -> <=", "> -> >=", "and -> or")],
+        [
+            *((_COLLECT, _SEEN, change) for change in ("< -> <=", "> -> >=", "and -> or")),
+            (_COLLECT, "if seen and not pairs:", "and -> or"),
+        ],
         "it only computes more scores than are used",
     ),
     (_SELECT, "mask &= mask - np.uint64(1)", "1 -> 2"): "the first four bits are cleared by then, bit 0 with them",
@@ -168,6 +171,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "rows = -1, made.shape[-1]",
         "1 -> 2",
     ): "numpy takes -2 as it takes -1",
+    (_HOST, "q = cpu.layout.aligned(q)", "removed"): "x86-64 reads unaligned words, too",
     (_BUFFER, "self._own = True", "removed"): "it is read only where rows exist, and they set it",
     (_BUFFER, "self._own = True", "True -> False"): "the same",
     (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "splitting _CHUNK keys gives one part",

@@ -13,10 +13,10 @@ import pathlib
 from typing import Literal, NamedTuple
 
 import torch
+from evals.base_commands import Always
 from evals.documents import load_documents
 from evals.methods import load_methods
 from evals.metrics import mean_kl, token_losses
-from evals.plan import Always
 from evals.tasks.ppl import budget_of, scored_logits, sparse_logits
 from hashtrain.files.atomic import write_text
 from hashtrain.models import load_model

@@ -13,8 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 
 import pytest
 import torch
+from evals.base_commands import IouCommand, PplCommand
 from evals.methods import NAMES, load_methods
-from evals.plan import IouCommand, PplCommand
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.data.capture import capture
 from hashtrain.demo import demo_model_path

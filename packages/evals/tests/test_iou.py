@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from evals.base_commands import Always
 from evals.compare import compare
 from evals.documents import load_documents
 from evals.methods import SELECTION_NAMES
-from evals.plan import Always
 from evals.tasks import iou
 from evals.tasks.iou import HEADS, METRICS, Cell, _estimates, measure
 from hashtrain.data.capture import capturing

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from evals.base_commands import Always
 from evals.commands import CodelengthCommand, ConesCommand, FidelityCommand, OutputErrorCommand
-from evals.plan import Always
 from evals.study import SuggestCommand, TuneCommand
 from evals.tasks import codelength, cones, fidelity, iou, output_error, ppl, suggest
 from evals.tasks.ppl import Cell, budget_of, measure

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hashtrain.usage import UsageError, require_device_name, require_seed
 
-from evals.plan import Methods, at_least, each_once, each_positive
+from evals.base_commands import Methods, at_least, each_once, each_positive
 from evals.result import versions
 from evals.shapes import PLANES, SMALL
 

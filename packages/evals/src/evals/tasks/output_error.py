@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from evals.base_commands import Always
 from evals.commands import OutputErrorCommand
 from evals.documents import TokenDocument
 from evals.methods import LoadedMethod
 from evals.metrics import bootstrap
-from evals.plan import Always
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of

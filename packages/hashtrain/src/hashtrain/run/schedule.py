@@ -6,6 +6,7 @@ machines that are not at hand, such as a GPU that runs the paper's schedule for 
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -112,7 +113,7 @@ def schedule(command: TrainCommand, model_config: Any, disk: float | None = None
             config = config_of(command, recipe, shape, {}).at(layer)
             steps.append((step_bytes(config, training, command.context), weight_bytes(config)))
             sizes = [size for name, size in shapes(config).items() if name != "remainder"]
-            weights = sum(_product(size[1:]) for size in sizes)  # per head
+            weights = sum(math.prod(size[1:]) for size in sizes)  # per head
             hashed = training.rows * (1 + training.max_top) + training.max_rest
             heads = config.shape.num_query_heads
             logits = 2.0 * training.rows * command.context * config.shape.head_dim * heads
@@ -159,13 +160,6 @@ def _waves(other: int, always: int, disk: float | None) -> int:
             "--stream with fewer or shorter held-out contexts"
         )
     return max(1, -(-other // int(disk - always)))
-
-
-def _product(size: tuple[int, ...]) -> int:
-    product = 1
-    for n in size:
-        product *= n
-    return product
 
 
 def as_json(found: Schedule) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hashtrain.config import HasherConfig
 from hashtrain.layers import BY_VARIANT, shapes
 from hashtrain.training.train_config import TrainConfig
@@ -43,11 +45,4 @@ def step_bytes(config: HasherConfig, training: TrainConfig, context: int) -> int
 
 def weight_bytes(config: HasherConfig) -> int:
     """Return the bytes of a layer's parameters, gradients, two moments and a copy, float32."""
-    return 5 * _FLOAT * sum(_count(size) for size in shapes(config.at(0)).values())
-
-
-def _count(size: tuple[int, ...]) -> int:
-    product = 1
-    for n in size:
-        product *= n
-    return product
+    return 5 * _FLOAT * sum(math.prod(size) for size in shapes(config.at(0)).values())
