@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass, replace
 
 import pytest
-from evals import study
+from evals import base_commands, study
 from evals.base_commands import PplCommand
 from evals.costs import kept_bytes
 from evals.methods import RIVAL_NAMES, load_methods, load_rival
