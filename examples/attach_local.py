@@ -14,9 +14,9 @@ import pathlib
 from typing import Any
 
 import torch
-from hashtrain.corpus import held_out_sources
+from hashtrain.data.corpus import held_out_sources
+from hashtrain.demo import DEMO, model_path
 from hashtrain.models import load_model
-from hashtrain.plan import DEMO, model_path
 from hashtrain.usage import guarded
 from sparse_decode import Attachment, Budget, attach
 from sparse_decode.streaming import TimedStreamer, load_selector, read_text, warm_up

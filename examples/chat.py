@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hashtrain.demo import DEMO, model_path
 from hashtrain.models import load_model, text_decoder
-from hashtrain.plan import DEMO, model_path
 from hashtrain.usage import guarded
 from rich.console import Console
 from sparse_decode import Attachment, Budget, attach

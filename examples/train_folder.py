@@ -13,13 +13,14 @@ import tempfile
 
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig, train_layer
-from hashtrain.capture import Capture, capture
-from hashtrain.corpus import contexts, read_texts, split
+from hashtrain.data.capture import Capture, capture
+from hashtrain.data.corpus import contexts, read_texts, split
+from hashtrain.demo import DEMO, base_model, model_path
+from hashtrain.evaluation.metrics import hash_quality
+from hashtrain.evaluation.remainder import calibrate
 from hashtrain.layers import LayerHasher
-from hashtrain.metrics import hash_quality
 from hashtrain.models import load_model
-from hashtrain.plan import DEMO, TrainCommand, base_model, model_path
-from hashtrain.remainder import calibrate
+from hashtrain.settings.train_command import TrainCommand
 from hashtrain.usage import guarded
 
 FRACTION = 0.02  # of the visible tokens: the budget for training and evaluation

@@ -145,7 +145,7 @@ def test_there_are_enough_command_lines():
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_bad_command_line_is_one_sentence(program, places, capsys, monkeypatch):
-    for module in ("hashtrain.pipeline", "sparse_decode.streaming", "evals.tasks.ppl"):
+    for module in ("hashtrain.run.pipeline", "sparse_decode.streaming", "evals.tasks.ppl"):
         importlib.import_module(module)  # whose time is not a sentence's
     monkeypatch.chdir(places["folder"])
     wrong = []

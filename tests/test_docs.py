@@ -140,7 +140,7 @@ def test_equations_are_numbered_from_1_without_a_gap(public_names):
 def test_what_pages_and_examples_import_from_modules_is_in_the_reference(public_names):
     found = public_names.imported("hashtrain")
     assert ("hashtrain.demo", "demo_model_path") in found  # a page
-    assert ("hashtrain.metrics", "best") in found  # the notebook
+    assert ("hashtrain.evaluation.metrics", "best") in found  # the notebook
     assert not {name for module, name in found if module == "hashtrain"}
     assert ("hashcore.hostsim", "check_slack") in public_names.imported("hashcore")  # one of several
 

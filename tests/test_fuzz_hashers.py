@@ -9,7 +9,7 @@ import pytest
 import torch
 from fuzz_damage import LAW, SHAPE, altered, damaged, found
 from hashtrain import Hasher, HasherConfig
-from hashtrain.convert import convert
+from hashtrain.artefact.convert import convert
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig

@@ -6,11 +6,10 @@ from dataclasses import astuple
 import pytest
 from evals.compare import compare
 from evals.page import section_of
-from evals.parquet import read_parquet, write_parquet
 from evals.result import Result, Row, read_result, rows_to_text
 from evals.runner import RunFolder
 from fuzz_damage import LAW, altered, damaged, found
-from hashtrain.settings import with_config
+from hashtrain.settings.toml import with_config
 from hashtrain.usage import UsageError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,17 +69,6 @@ def test_a_stored_sample_that_lies_is_refused_or_meant(folder, run, data):
         found(lambda: held.sample(0, Document(), lambda sample: sample["cells"], dict), "0000.json")
     finally:
         path.write_text(json.dumps(whole))
-
-
-@LAW
-@given(st.data())
-def test_a_damaged_table_is_refused_or_harmless(folder, data):
-    rows = [ROW] * 3
-    write_parquet(folder / "rows.parquet", rows)
-    path = folder / "damaged.parquet"
-    path.write_bytes(data.draw(damaged((folder / "rows.parquet").read_bytes())))
-    read = found(lambda: read_parquet(path), path.name)
-    assert read is None or read == rows
 
 
 def test_a_figure_that_links_to_another_place_is_not_shown(folder, run, tmp_path):

@@ -10,11 +10,12 @@ import torch
 from fuzz_damage import LAW, SHAPE, altered, damaged, found, hostile, little_memory
 from hashcore import BitIndex
 from hashtrain import HasherConfig
-from hashtrain.capture import Capture
-from hashtrain.checkpoint import load_stored, save_stored
-from hashtrain.hasher import make_layer
-from hashtrain.manifest import begin, finish, missing
-from hashtrain.trainer import TrainConfig, Training
+from hashtrain.artefact.hasher import make_layer
+from hashtrain.data.capture import Capture
+from hashtrain.data.manifest import begin, finish, missing
+from hashtrain.training.checkpoint import load_stored, save_stored
+from hashtrain.training.train_config import TrainConfig
+from hashtrain.training.trainer import Training
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file

@@ -12,7 +12,8 @@ import sys
 import pytest
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
-from hashtrain.plan import ABLATIONS, EXACT, PAPER, RECIPES
+from hashtrain.settings.recipes import ABLATIONS, EXACT, RECIPES
+from hashtrain.settings.train_command import PAPER
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -28,7 +28,7 @@ import hashcore
 import numpy as np
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.atomic import write_text
+from hashtrain.files.atomic import write_text
 from sparse_decode.encode import CpuEncoder
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

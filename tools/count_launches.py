@@ -11,7 +11,7 @@ import pathlib
 import sys
 
 import update_readme
-from hashtrain.atomic import write_text
+from hashtrain.files.atomic import write_text
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "packages" / "sparse-decode" / "tests"))

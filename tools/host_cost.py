@@ -21,9 +21,9 @@ from unittest import mock
 
 import hashcore
 import torch
-from hashcore.cuda import launch, tensors
+from hashcore.cuda import launch, operands, tensors
 from hashtrain import HasherConfig, ModelShape
-from hashtrain.hasher import make_layer
+from hashtrain.artefact.hasher import make_layer
 from hashtrain.layers.transform import Transform
 from sparse_decode import encode_cuda, gather, moments
 
@@ -56,7 +56,7 @@ def calls() -> dict[str, Callable[[], object]]:
     out = (torch.zeros(1, KV_HEADS, KEPT, dtype=torch.int32), torch.zeros(1, KV_HEADS, KEPT, dtype=torch.int64))
     cache = torch.zeros(1, KV_HEADS, TOKENS, DIM, dtype=torch.bfloat16)
     plane_weights = tuple(1 << p for p in range(layer.planes))
-    bounds, chosen = tensors.Bounds(TOKENS, 0, 1, 4), out[1][:, :, None]
+    bounds, chosen = operands.Bounds(TOKENS, 0, 1, 4), out[1][:, :, None]
 
     def encode() -> None:
         encode_cuda.hash_keys(k, key_weights, digits, new_code)

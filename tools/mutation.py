@@ -80,30 +80,25 @@ MODELS = ("torch", "transformers.cache_utils", "hashtrain", "hashcore.cpu")
 TARGETS = {
     "reference": Target("hashcore.reference", (TOPK,), ("eligible", "topk"), SLOW),
     "topk kernel": Target(
-        "hashcore.cpu.kernels",
-        (TOPK,),
-        ("topk_tasks", "_threshold", "_count", "_walk", "_compact"),
+        "hashcore.cpu.select_kernels",
+        (TOPK, SEARCH),
+        (
+            *("topk_tasks", "_threshold", "_count", "_walk", "_compact"),
+            *("_append", "_take", "_shrink", "_write", "_sort"),
+        ),
         SLOW,
         compiles=True,
     ),
     "search kernel": Target(
-        "hashcore.cpu.kernels",
+        "hashcore.cpu.search_kernels",
         (SEARCH,),
-        (
-            "search_tasks",
-            "merge_tasks",
-            "_collect",
-            "_same",
-            "_misled",
-            "_append",
-            "_take",
-            "_shrink",
-            "_write",
-            "_sort",
-        ),
+        ("search_tasks", "merge_tasks", "_misled"),
         SLOW,
         compiles=True,
         count=24,  # each takes ten seconds to compile
+    ),
+    "collect kernel": Target(
+        "hashcore.cpu.collect_kernels", (SEARCH,), ("_collect", "_same"), SLOW, compiles=True, count=12
     ),
     "cpu": Target(
         "hashcore.cpu",
@@ -112,10 +107,8 @@ TARGETS = {
         SLOW,
         suffix="/__init__.py",
     ),
-    "plan": Target("hashcore.cpu.plan", (PLAN, SEARCH, PREPARED), ("search", "filled", "_common"), SLOW),
-    "ops": Target(
-        "hashcore.ops", (TOPK, REFUSALS, SEARCH, INTO, PREPARED), ("topk", "search", "_plain_search", "_search"), SLOW
-    ),
+    "plan": Target("hashcore.cpu.launch_plan", (PLAN, SEARCH, PREPARED), ("search", "filled", "_common"), SLOW),
+    "host": Target("hashcore.host", (TOPK, REFUSALS, SEARCH, INTO, PREPARED), ("topk", "search", "plain_search"), SLOW),
     "validation": Target(
         "hashcore.validation",
         (TOPK, REFUSALS, SEARCH, INTO, PREPARED),
@@ -129,30 +122,36 @@ TARGETS = {
     "buffer": Target("sparse_decode.buffer", (BUFFER, *CACHE), warm=MODELS),
     "cache": Target("sparse_decode.cache", CACHE, warm=MODELS),
 }
-_KERNELS = "hashcore/cpu/kernels.py"
-_CPU = "hashcore/cpu/__init__.py"
+_SEARCH, _COLLECT, _SELECT = (f"hashcore/cpu/{name}_kernels.py" for name in ("search", "collect", "select"))
+_CPU, _HOST = "hashcore/cpu/__init__.py", "hashcore/host.py"
 _BUFFER, _CACHE = "sparse_decode/buffer.py", "sparse_decode/cache.py"
 _SEEN = "seen |= state[r + same, FROM] < high and state[r + same, TO] > low"
 _SHRINK = "steps, quota = _threshold(kept[:count], np.uint64(48), np.uint64(base), np.int64(top - base), k, histogram)"
 _SORT = "_sort(kept[:count], wanted, max(floor - 1, 0), top, histogram, scores, indices)"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    (_KERNELS, "histogram[:256] = 0", "256 -> 257"): "it clears one unused bin more",
-    (_KERNELS, "histogram[: 4 * bins] = 0", "4 -> 5"): "it clears unused bins",
-    (_KERNELS, "whole = len(s) // 4 * 4", "4 -> 5"): "tokens outside blocks of four are counted one at a time",
+    (_SELECT, "histogram[:256] = 0", "256 -> 257"): "it clears one unused bin more",
+    (_SELECT, "histogram[: 4 * bins] = 0", "4 -> 5"): "it clears unused bins",
+    (_SELECT, "whole = len(s) // 4 * 4", "4 -> 5"): "tokens outside blocks of four are counted one at a time",
     **dict.fromkeys(
-        [(_KERNELS, _SEEN, change) for change in ("< -> <=", "> -> >=", "and -> or")],
+        [
+            *((_COLLECT, _SEEN, change) for change in ("< -> <=", "> -> >=", "and -> or")),
+            (_COLLECT, "if seen and not pairs:", "and -> or"),
+        ],
         "it only computes more scores than are used",
     ),
-    (_KERNELS, "mask &= mask - np.uint64(1)", "1 -> 2"): "the first four bits are cleared by then, bit 0 with them",
-    (_KERNELS, "stay_a_function()", "removed"): "it affects compilation, not results",
-    (_KERNELS, _SHRINK, "- -> +"): "the bins above the top are empty",
-    (_KERNELS, _SORT, "1 -> 2"): "a bin below the floor is empty",
-    (_KERNELS, "if count + size + MORE > kept.shape[1]:", "> -> >="): "results do not depend on when it shrinks",
-    (_KERNELS, "return 0", "return None"): "only the return value of topk_tasks is used",
-    (_KERNELS, "return 0", "0 -> 1"): "the same",
-    (_KERNELS, "if count > wanted:", "> -> >="): "selecting `wanted` of `wanted` entries keeps them all",
+    (_SELECT, "mask &= mask - np.uint64(1)", "1 -> 2"): "the first four bits are cleared by then, bit 0 with them",
+    **dict.fromkeys(
+        [(kernels, "stay_a_function()", "removed") for kernels in (_SEARCH, _COLLECT, _SELECT)],
+        "it affects compilation, not results",
+    ),
+    (_SELECT, _SHRINK, "- -> +"): "the bins above the top are empty",
+    (_SELECT, _SORT, "1 -> 2"): "a bin below the floor is empty",
+    (_COLLECT, "if count + size + MORE > len(kept):", "> -> >="): "results do not depend on when it shrinks",
+    (_SELECT, "return 0", "return None"): "only the return value of topk_tasks is used",
+    (_SELECT, "return 0", "0 -> 1"): "the same",
+    (_SELECT, "if count > wanted:", "> -> >="): "selecting `wanted` of `wanted` entries keeps them all",
     (
-        _KERNELS,
+        _SELECT,
         "_count(kept, np.uint64(48), np.uint64(base), top - base + 1, histogram)",
         "1 -> 2",
     ): "the bin above the top is empty",
@@ -163,7 +162,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "the result does not depend on the threads",
     (
         _CPU,
-        "threads.run(kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))",
+        "threads.run(search_kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))",
         "1 -> 2",
     ): "the result does not depend on the threads",
     (_CPU, "row = scores.reshape(count, -1)[wide, low[wide] : high[wide]]", "1 -> 2"): "numpy takes -2 as it takes -1",
@@ -172,6 +171,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "rows = -1, made.shape[-1]",
         "1 -> 2",
     ): "numpy takes -2 as it takes -1",
+    (_HOST, "q = cpu.layout.aligned(q)", "removed"): "x86-64 reads unaligned words, too",
     (_BUFFER, "self._own = True", "removed"): "it is read only where rows exist, and they set it",
     (_BUFFER, "self._own = True", "True -> False"): "the same",
     (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "splitting _CHUNK keys gives one part",

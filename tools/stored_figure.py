@@ -5,7 +5,7 @@ import pathlib
 import sys
 from collections.abc import Callable
 
-from hashtrain.atomic import replace
+from hashtrain.files.atomic import replace
 from PIL import Image
 
 

@@ -15,19 +15,20 @@ from dataclasses import replace
 from typing import cast
 
 import torch
-from hashtrain.atomic import write_text
-from hashtrain.capture import run_context
-from hashtrain.captured import Capture, InMemory
+from hashtrain.artefact.hasher import Hasher
 from hashtrain.cli import parse
 from hashtrain.config import ModelShape
-from hashtrain.corpus import contexts
-from hashtrain.hasher import Hasher
-from hashtrain.job import training_of
+from hashtrain.data.capture import run_context
+from hashtrain.data.captured import Capture, InMemory
+from hashtrain.data.corpus import contexts
+from hashtrain.data.texts import read_texts
+from hashtrain.files.atomic import write_text
 from hashtrain.models import load_model
-from hashtrain.pipeline import config_of, record_of
-from hashtrain.plan import Recipe, TrainCommand
-from hashtrain.texts import read_texts
-from hashtrain.trainer import Training
+from hashtrain.run.job import training_of
+from hashtrain.run.pipeline import config_of, record_of
+from hashtrain.settings.recipes import Recipe
+from hashtrain.settings.train_command import TrainCommand
+from hashtrain.training.trainer import Training
 
 
 class Several:

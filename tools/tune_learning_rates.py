@@ -4,7 +4,7 @@
     uv run tools/tune_learning_rates.py linear group-xnor   # only these; other rows of the table are kept
 
 Every hasher gets the same layers, steps and contexts; they are evaluated on validation contexts from the training text,
-never on the held-out modules. Writes docs/results/learning_rates.json; copy the best ones to hashtrain/recipes.py.
+never on the held-out modules. Writes docs/results/learning_rates.json; copy the best ones to settings/recipes.py.
 """
 
 import json
@@ -15,14 +15,15 @@ from pathlib import Path
 
 import torch
 from hashtrain import HasherConfig, ModelShape, TrainConfig, train_layer
-from hashtrain.atomic import write_text
-from hashtrain.capture import Capture, capture
-from hashtrain.corpus import contexts, python_sources
+from hashtrain.data.capture import Capture, capture
+from hashtrain.data.corpus import contexts, python_sources
+from hashtrain.evaluation.metrics import hash_quality
+from hashtrain.files.atomic import write_text
 from hashtrain.layers import BY_VARIANT
-from hashtrain.metrics import hash_quality
+from hashtrain.machine.workers import Report, default_workers, run_jobs
 from hashtrain.models import load_model
-from hashtrain.plan import ALL, Recipe, TrainCommand
-from hashtrain.workers import Report, default_workers, run_jobs
+from hashtrain.settings.recipes import ALL, Recipe
+from hashtrain.settings.train_command import TrainCommand
 from rich.progress import Progress
 
 RATES = (3e-4, 1e-3, 3e-3, 6e-3, 1e-2, 2e-2, 4e-2, 8e-2)

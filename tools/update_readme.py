@@ -25,7 +25,7 @@ import pathlib
 import re
 import sys
 
-from hashtrain.atomic import write_text
+from hashtrain.files.atomic import write_text
 from readme_tables import BLOCKS
 from readme_tables.stored import RESULTS, store
 

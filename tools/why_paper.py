@@ -13,12 +13,12 @@ import pathlib
 from typing import Literal, NamedTuple
 
 import torch
+from evals.base_commands import Always
 from evals.documents import load_documents
 from evals.methods import load_methods
 from evals.metrics import mean_kl, token_losses
-from evals.plan import Always
 from evals.tasks.ppl import budget_of, scored_logits, sparse_logits
-from hashtrain.atomic import write_text
+from hashtrain.files.atomic import write_text
 from hashtrain.models import load_model
 
 CONTEXT, DENSE_LAYERS = 4096, 2

@@ -12,9 +12,9 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 import torch
-from hashtrain.atomic import write_text
-from hashtrain.corpus import HELD_OUT, HELD_OUT_TABLES, held_out_sources
+from hashtrain.data.corpus import HELD_OUT, HELD_OUT_TABLES, held_out_sources
 from hashtrain.demo import demo_model_path
+from hashtrain.files.atomic import write_text
 from hashtrain.models import load_model
 from rich.progress import track
 from tokens import INSTALLED

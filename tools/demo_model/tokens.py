@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from hashtrain.corpus import python_sources
+from hashtrain.data.corpus import python_sources
 from hashtrain.demo import demo_model_path
 from hashtrain.models import pretrained
 from rich.progress import track

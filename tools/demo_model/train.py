@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hashtrain.corpus import held_out_sources
+from hashtrain.data.corpus import held_out_sources
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
 from transformers import AutoModelForCausalLM

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from evals.result import Result, read_json, read_result, rows_from_json, rows_to_text, stated
-from hashtrain.atomic import write_text
+from hashtrain.files.atomic import write_text
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
 _KEPT: dict[str, tuple[str, ...]] = {

@@ -13,13 +13,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 
 import pytest
 import torch
+from evals.base_commands import IouCommand, PplCommand
 from evals.methods import NAMES, load_methods
-from evals.plan import IouCommand, PplCommand
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.capture import capture
+from hashtrain.data.capture import capture
 from hashtrain.demo import demo_model_path
-from hashtrain.plan import ALL
-from hashtrain.remainder import calibrate
+from hashtrain.evaluation.remainder import calibrate
+from hashtrain.settings.recipes import ALL
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 CONTEXT = 128

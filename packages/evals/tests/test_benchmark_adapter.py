@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 if os.environ.get("CI") != "true":
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: `uv sync --group lm-eval`")
 
+from evals.base_commands import Always
 from evals.harness.adapter import SparseLM
 from evals.harness.measure import budget_of
-from evals.plan import Always
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 

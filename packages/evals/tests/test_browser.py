@@ -8,9 +8,9 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+from evals.base_commands import PplCommand
 from evals.grid import Grid
 from evals.page import Section, section_of, write_page
-from evals.plan import PplCommand
 from evals.tasks import ppl
 from rich.console import Console
 

@@ -5,7 +5,7 @@ from typing import get_type_hints
 
 import pytest
 from evals import cli
-from evals.plan import Budgets, Methods
+from evals.base_commands import Budgets, Methods
 from evals.tasks import ppl
 from evals_output import last_line
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -6,6 +6,7 @@ import hashcore
 import pytest
 import torch
 from evals import cli, setup
+from evals.base_commands import IouCommand, PplCommand
 from evals.commands import (
     CodelengthCommand,
     ConesCommand,
@@ -15,7 +16,6 @@ from evals.commands import (
     RulerCommand,
 )
 from evals.compare import compare
-from evals.plan import IouCommand, PplCommand
 from evals.study import SuggestCommand
 from evals.tasks import codelength, cones, fidelity, iou, needle, output_error, ppl, ruler, suggest
 from hashtrain.usage import UsageError

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from evals import metrics
-from evals.plan import Always
+from evals.base_commands import Always
 from evals.speed import ThroughputCommand
 from evals.synthetic import Exercise
 from evals.tasks import answers, cones, iou, output_error, ppl, throughput

@@ -5,8 +5,8 @@ import json
 
 import pytest
 from evals import cli
+from evals.base_commands import PplCommand
 from evals.frontier import points
-from evals.plan import PplCommand
 from evals.result import Result, read_result, rows_from_json
 from evals.tasks import ppl
 from rich.console import Console

@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from evals.base_commands import Always
 from evals.compare import compare
 from evals.documents import load_documents
 from evals.methods import SELECTION_NAMES
-from evals.plan import Always
 from evals.tasks import iou
 from evals.tasks.iou import HEADS, METRICS, Cell, _estimates, measure
-from hashtrain.capture import capturing
-from hashtrain.metrics import Quality, hash_quality
+from hashtrain.data.capture import capturing
+from hashtrain.evaluation.metrics import Quality, hash_quality
 from rich.console import Console
 from transformers import AutoTokenizer
 

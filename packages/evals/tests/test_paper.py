@@ -10,7 +10,7 @@ from evals.result import read_result
 from evals.study import PaperCommand
 from evals_output import last_line
 from hashtrain import ModelShape
-from hashtrain.recipes import ABLATIONS, EXACT
+from hashtrain.settings.recipes import ABLATIONS, EXACT
 from hashtrain.usage import UsageError
 
 

@@ -4,7 +4,7 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from evals.parquet import read_parquet, write_parquet
+from evals.parquet import write_parquet
 from evals.result import Row, rows_from_json, rows_to_text
 from evals.tasks import ppl
 
@@ -12,10 +12,14 @@ ROW = Row("ppl", "lsh", "lsh", 64, 0.1, "visible", 0.1, 1, 0, 0, "everywhere", "
 SPARE = Row("ppl", DENSE := "dense", DENSE, None, None, DENSE, 1.0, 1, 0, 0, "rows", "kl", 1e-300, None, None, 1, 0, "")
 
 
+def read(path):
+    return [Row(**line) for line in pq.read_table(path, page_checksum_verification=True).to_pylist()]
+
+
 def test_rows_come_back_as_they_were(tmp_path):
     rows = [ROW, SPARE]
     write_parquet(tmp_path / "rows.parquet", rows)
-    assert read_parquet(tmp_path / "rows.parquet") == rows == rows_from_json(json.loads(rows_to_text(rows)))
+    assert read(tmp_path / "rows.parquet") == rows == rows_from_json(json.loads(rows_to_text(rows)))
 
 
 @pytest.mark.parametrize("rows", [[], [SPARE]], ids=["none", "only nulls in some columns"])
@@ -35,10 +39,10 @@ def test_a_run_writes_both_and_restores_a_lost_one(ppl_command):
     command = ppl_command(methods=("lsh",), documents=2)
     found = ppl.run(command, Console(quiet=True))
     path = command.out / "rows.parquet"
-    assert read_parquet(path) == found.rows == rows_from_json(json.loads((command.out / "rows.json").read_text()))
+    assert read(path) == found.rows == rows_from_json(json.loads((command.out / "rows.json").read_text()))
     path.unlink()
     assert ppl.run(command, Console(quiet=True)) == found
-    assert read_parquet(path) == found.rows
+    assert read(path) == found.rows
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
@@ -52,11 +56,5 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(pq, "write_table", fail)
     with pytest.raises(OSError, match="disk full"):
         write_parquet(path, [SPARE])
-    assert read_parquet(path) == [ROW]
+    assert read(path) == [ROW]
     assert [file.name for file in tmp_path.iterdir()] == ["rows.parquet"]
-
-
-def test_an_invalid_file_is_named(tmp_path):
-    (tmp_path / "rows.parquet").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"rows\.parquet holds no rows"):
-        read_parquet(tmp_path / "rows.parquet")

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from evals.base_commands import Always
 from evals.methods import DEFAULT_NAMES, NAMES, REMAINDER, SPARSE_NAMES, load_methods
-from evals.plan import Always
 from evals.rivals import MagicPigSelector, QuestSelector
 from evals.tasks.ppl import Cell, measure, prompt_of, scored_logits, sparse_logits
 from hashtrain import Hasher

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from evals.base_commands import Always
 from evals.commands import CodelengthCommand, ConesCommand, FidelityCommand, OutputErrorCommand
-from evals.plan import Always
 from evals.study import SuggestCommand, TuneCommand
 from evals.tasks import codelength, cones, fidelity, iou, output_error, ppl, suggest
 from evals.tasks.ppl import Cell, budget_of, measure
-from hashtrain.capture import replacing
-from hashtrain.recipes import EXACT
-from hashtrain.target import top_count
+from hashtrain.data.capture import replacing
+from hashtrain.settings.recipes import EXACT
+from hashtrain.training.target import top_count
 from hashtrain.usage import UsageError
 from rich.console import Console
 

@@ -7,8 +7,8 @@ import torch
 from evals import cli
 from evals_output import last_line
 from hashtrain import Hasher, ModelShape
+from hashtrain.artefact.convert import convert
 from hashtrain.cli import main as hashtrain
-from hashtrain.convert import convert
 from transformers import LlamaConfig
 
 

@@ -5,10 +5,10 @@ import sys
 from dataclasses import dataclass, replace
 
 import pytest
-from evals import plan, study
+from evals import base_commands, study
+from evals.base_commands import PplCommand
 from evals.costs import kept_bytes
 from evals.methods import RIVAL_NAMES, load_methods, load_rival
-from evals.plan import PplCommand
 from evals.rivals import RIVALS, MagicPigSelector, QuestSelector, Rival
 from evals.study import TuneCommand
 from evals.tasks import tune
@@ -76,7 +76,7 @@ def mine(monkeypatch):
     )
     monkeypatch.setitem(RIVALS, "mine", entry)
     methods = derived(monkeypatch)
-    for module in (plan, study):
+    for module in (base_commands, study):
         for name in {"NAMES", "RIVAL_NAMES", "SPARSE_NAMES", "SELECTION_NAMES"} & vars(module).keys():
             monkeypatch.setattr(module, name, getattr(methods, name))
     return methods

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from evals import cli
+from evals.base_commands import IouCommand, PplCommand
 from evals.compare import compare
 from evals.documents import load_documents
 from evals.grid import Grid, to_markdown
 from evals.metrics import Estimate
 from evals.page import Section, section_of, to_html, write_page
-from evals.plan import IouCommand, PplCommand
 from evals.result import read_result
 from evals.study import SuggestCommand
 from evals.tasks import iou, ppl, suggest

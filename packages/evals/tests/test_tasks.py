@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from evals.base_commands import Always, MethodsCommand
 from evals.commands import (
     CodelengthCommand,
     ConesCommand,
@@ -15,7 +16,6 @@ from evals.commands import (
     RulerCommand,
 )
 from evals.methods import DENSE, load_methods
-from evals.plan import Always, MethodsCommand
 from evals.setup import identities_of
 from evals.synthetic import Exercise
 from evals.tasks import codelength, cones, fidelity, needle, output_error, ruler

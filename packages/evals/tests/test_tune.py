@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from evals.base_commands import PplCommand
 from evals.methods import load_methods, load_rival
-from evals.plan import PplCommand
 from evals.result import read_result
 from evals.rivals import RIVALS, QuestSelector
 from evals.study import TuneCommand

@@ -67,7 +67,7 @@ def check(case: Case) -> None:
 def measure_search(case: Case) -> dict[str, float]:
     """Time scoring alone, scoring with selection, and both including the computation of planes."""
     from hashcore import torch_ops
-    from hashcore.cuda import launch, tensors
+    from hashcore.cuda import launch, operands, tensors
     from hashcore.cuda.timing import graph_time
 
     planes, weights = hashcore.planes(case.w, PLANES)
@@ -78,7 +78,7 @@ def measure_search(case: Case) -> dict[str, float]:
     alone = case.workspace.clone()  # its histograms are never cleared
 
     def score(keys: torch.Tensor) -> None:
-        tensors.search(planes, keys, case.k, weights, tensors.Bounds(), *case.out, alone, first_only)
+        tensors.search(planes, keys, case.k, weights, operands.Bounds(), *case.out, alone, first_only)
 
     def search(keys: torch.Tensor, planes: torch.Tensor = planes) -> None:
         options: dict[str, Any] = {"order": "index", "out": case.out, "workspace": case.workspace}

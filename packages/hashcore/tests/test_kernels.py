@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
 kept = pytest.importorskip("hashcore.cuda.kept", reason="the launches are described on torch tensors")
 layout = pytest.importorskip("hashcore.cuda.layout", reason="the launches are described on torch tensors")
+operands = pytest.importorskip("hashcore.cuda.operands", reason="the launches are described on torch tensors")
 tensors = pytest.importorskip("hashcore.cuda.tensors", reason="the launches are described on torch tensors")
 simulated = pytest.importorskip("simulated", reason="g++ is needed")
 inside, empty, assert_same, tensor_or = simulated.inside, simulated.empty, simulated.assert_same, simulated.tensor_or
@@ -147,7 +148,7 @@ def run_search(case, device, scratch=None):
     width = int(np.max(case["k"]))
     values = empty(len(case["query"]), width)
     indices = empty(len(case["query"]), width, dtype=np.int64 if case["wide"] else np.int32)
-    bounds = tensors.Bounds(tensor_or(case["lengths"]), tensor_or(case["starts"]), case["sink"], case["recent"])
+    bounds = operands.Bounds(tensor_or(case["lengths"]), tensor_or(case["starts"]), case["sink"], case["recent"])
     tensors.search(
         inside(case["query"]),
         inside(case["keys"]),
@@ -263,10 +264,10 @@ def test_rows_that_share_bounds_need_no_copies(rng, kinds):
     rows = np.array([[400], [90]]), np.array([[40], [7]]), np.array([[9], [2]])
     lengths, counts, starts = map(inside, (x.astype(kind) for x, kind in zip(rows, (*kinds, kinds[1]), strict=True)))
     values, indices = empty(2, 3, 40), empty(2, 3, 40)
-    found = tensors._per_row(tensors._integers(lengths), (2, 3))
+    found = operands.per_row(operands.integers(lengths), (2, 3))
     assert (found[0].data_ptr(), found[1]) == (lengths.data_ptr(), 3)
     device = simulated.Device()
-    bounds = tensors.Bounds(lengths, starts)
+    bounds = operands.Bounds(lengths, starts)
     tensors.search(inside(query), inside(keys), counts, (1, 2), bounds, values, indices, None, device)
     scores = reference.score(query, keys, (1, 2))
     lengths, counts, starts = (np.repeat(x[:, 0], 3) for x in rows)
@@ -324,7 +325,7 @@ def test_bounds_beyond_int32_are_clamped_too(rng, far):
     }
     width = 300
     values, indices = empty(4, width), empty(4, width)
-    bounds = tensors.Bounds(tensor_or(rows["lengths"]), tensor_or(rows["starts"]), 1, 1)
+    bounds = operands.Bounds(tensor_or(rows["lengths"]), tensor_or(rows["starts"]), 1, 1)
     tensors.search(
         *(inside(query), inside(keys), tensor_or(rows["k"]), (1, 2, 4), bounds, values, indices),
         run=simulated.Device(),
@@ -346,17 +347,17 @@ def test_more_than_the_kernels_can_count_is_refused():
     out = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     words = "on CUDA a row may have at most 536870912 positions, got 536870913; split the keys"
     for call in (
-        lambda: tensors.search(one, keys, 1, (1,), tensors.Bounds(), *out, run=launched),
+        lambda: tensors.search(one, keys, 1, (1,), operands.Bounds(), *out, run=launched),
         lambda: tensors.score(one, keys, (1,), scores, launched),
         lambda: tensors.score(one, keys, None, scores[:, None], launched),
-        lambda: tensors.topk(scores, 1, tensors.Bounds(), *out, run=launched),
+        lambda: tensors.topk(scores, 1, operands.Bounds(), *out, run=launched),
     ):
         with pytest.raises(ValueError, match=words):
             call()
     many = [x.expand(2**31, *x.shape[1:]) for x in (one, one, out[0], out[1])]
     words = "on CUDA a call may have fewer than 2147483648 rows, got 2147483648; split the queries"
     with pytest.raises(ValueError, match=words):
-        tensors.search(many[0], one, 1, (1,), tensors.Bounds(), *many[2:], run=launched)
+        tensors.search(many[0], one, 1, (1,), operands.Bounds(), *many[2:], run=launched)
     wide, levels = torch.zeros(1, 32).expand(2**31, 32), torch.zeros(1, 1, dtype=torch.int16).expand(2**31, 32)
     for call in (
         lambda: tensors.group_planes(many[0][:, None, 0, :1], many[2][:, :, None], launched),
@@ -384,7 +385,7 @@ def test_topk_equals_the_reference(rows, n, spread, dtype, device, seed):
     lengths, starts = rng.integers(0, n + 1, rows).astype(np.int32), rng.integers(0, n // 3 + 1, rows).astype(np.int32)
     width = max(1, int(k.max()))
     values, indices = empty(rows, width), empty(rows, width, dtype=np.int64)
-    bounds = tensors.Bounds(torch.from_numpy(lengths), torch.from_numpy(starts), 2, 1)
+    bounds = operands.Bounds(torch.from_numpy(lengths), torch.from_numpy(starts), 2, 1)
     tensors.topk(inside(scores), torch.from_numpy(k), bounds, values, indices, device)
     expected = simulated.window_topk(scores.astype(np.int32), k, lengths, starts, 2, 1, width)
     assert_same(values, expected[0])
@@ -411,7 +412,7 @@ def test_leading_dimensions_broadcast(rng, query, keys):
     tensors.score(inside(q), inside(k), None, pairs, simulated.Device())
     assert_same(pairs, reference.score(q, k))
     values, indices = empty(*lead, 5), empty(*lead, 5)
-    tensors.search(inside(q), inside(k), 5, (1, 2), tensors.Bounds(), values, indices, None, simulated.Device())
+    tensors.search(inside(q), inside(k), 5, (1, 2), operands.Bounds(), values, indices, None, simulated.Device())
     best, at = simulated.window_topk(expected.reshape(-1, 33), 5)
     assert_same(values, best.reshape(*lead, 5))
     assert_same(indices, at.reshape(*lead, 5))
@@ -422,7 +423,7 @@ def test_each_query_of_a_search_without_weights_is_a_row(rng, queries):
     query, keys = random_codes(rng, 2, queries, 4), random_codes(rng, 2, 300, 4)
     values, indices = empty(2, queries, 7), empty(2, queries, 7)
     device = simulated.Device()
-    tensors.search(inside(query), inside(keys), 7, None, tensors.Bounds(), values, indices, None, device)
+    tensors.search(inside(query), inside(keys), 7, None, operands.Bounds(), values, indices, None, device)
     best, at = simulated.window_topk(reference.score(query, keys).reshape(2 * queries, 300), 7)
     assert_same(values, best.reshape(2, queries, 7))
     assert_same(indices, at.reshape(2, queries, 7))
@@ -439,7 +440,7 @@ def test_queries_over_shared_keys_equal_the_reference(case, queries, n, device, 
     counts = (lengths // rng.integers(2, 9)).astype(np.int32)
     width = max(1, int(counts.max()))
     values, indices = empty(2, queries, width), empty(2, queries, width, dtype=np.int64)
-    bounds = tensors.Bounds(torch.from_numpy(lengths), 0, 1, 2)
+    bounds = operands.Bounds(torch.from_numpy(lengths), 0, 1, 2)
     tensors.search(
         inside(query), inside(keys), torch.from_numpy(counts), weights, bounds, values, indices, None, device
     )
@@ -456,7 +457,7 @@ def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
     query, keys = random_codes(rng, 2, 11, 4), random_codes(rng, 2, 300, 4)
     values, indices = empty(2, 11, 7), empty(2, 11, 7)
     device = simulated.Device()
-    tensors.search(inside(query), inside(keys), 7, None, tensors.Bounds(), values, indices, None, device)
+    tensors.search(inside(query), inside(keys), 7, None, operands.Bounds(), values, indices, None, device)
     best, at = simulated.window_topk(reference.score(query, keys).reshape(22, 300), 7)
     assert_same(values, best.reshape(2, 11, 7))
     assert_same(indices, at.reshape(2, 11, 7))
@@ -491,7 +492,7 @@ def test_strides_and_offsets_do_not_change_the_result(rng):
         expected = reference.score(query[: len(view)], view.contiguous().numpy(), (1, 2))
         assert_same(out, expected)
         values, indices = empty(len(view), 5), empty(len(view), 5)
-        tensors.search(asked, view, 5, (1, 2), tensors.Bounds(), values, indices, None, simulated.Device())
+        tensors.search(asked, view, 5, (1, 2), operands.Bounds(), values, indices, None, simulated.Device())
         for ours, theirs in zip((values, indices), simulated.window_topk(expected, 5), strict=True):
             assert_same(ours, theirs)
         pairs = empty(len(view), 2, view.shape[1])
@@ -503,14 +504,14 @@ def test_keys_with_gaps_are_read_where_they_lie(rng):
     """A cache of [B, T, H, W] has its tokens apart: copying it would cost more than the search."""
     cache = torch.from_numpy(random_codes(rng, 2, 64, 3, 4))
     view = cache.transpose(1, 2)
-    assert tensors._rows(view, apart=True).data_ptr() == cache.data_ptr()
-    assert tensors._rows(view).data_ptr() != cache.data_ptr()
+    assert operands._rows(view, apart=True).data_ptr() == cache.data_ptr()
+    assert operands._rows(view).data_ptr() != cache.data_ptr()
 
 
 def test_a_cache_that_is_filled_in_part_is_not_copied(rng):
     cache = torch.from_numpy(random_codes(rng, 2, 3, 64, 4))
     view = cache[:, :, :40]
-    assert tensors._rows(view).data_ptr() == cache.data_ptr()
+    assert operands._rows(view).data_ptr() == cache.data_ptr()
 
 
 def test_scores_beyond_16_bits_are_refused():

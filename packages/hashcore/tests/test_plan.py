@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 from hashcore import cpu, reference
-from hashcore.cpu import plan, threads
-from hashcore.validation import Layout, selection
+from hashcore.arrays import Layout
+from hashcore.cpu import launch_plan, threads
+from hashcore.validation import selection
 
 
 def planned(n, width, rows=1, words=4, step=None, **given):
     query = Layout(np.dtype(np.int32), (rows, 3, words), (12 * words, 4 * words, 4))
     keys = Layout(np.dtype(np.int32), (n, words), (step or 4 * words, 4))
-    return plan.search(query, keys, (1, 2, 4), (rows,), width, True, None, **given)
+    return launch_plan.search(query, keys, (1, 2, 4), (rows,), width, True, None, **given)
 
 
 @pytest.mark.parametrize(
@@ -19,12 +20,13 @@ def planned(n, width, rows=1, words=4, step=None, **given):
 )
 def test_one_row_is_parted_into_no_more_than_n_by_8_k(n, width, workers, parts):
     made = planned(n, width, workers=workers)
-    assert (made.parts, made.header[plan.PARTS], made.header[plan.ROWS], made.tasks) == (parts, parts, 1, parts)
+    told = made.header[[launch_plan.PARTS, launch_plan.ROWS]].tolist()
+    assert (made.parts, *told, made.tasks) == (parts, parts, 1, parts)
 
 
 @pytest.mark.parametrize(("n", "kept"), [(5000, 20), (15, 15)])
 def test_a_row_has_room_for_two_k_and_a_chunk(n, kept):
-    assert planned(n, 10).header[plan.ROOMY] == kept + plan.CHUNK + plan.STASH + plan.MORE
+    assert planned(n, 10).header[launch_plan.ROOMY] == kept + launch_plan.CHUNK + launch_plan.STASH + launch_plan.MORE
 
 
 def test_there_are_as_many_threads_as_the_work_pays_for_and_the_user_allows():
@@ -36,11 +38,11 @@ def test_there_are_as_many_threads_as_the_work_pays_for_and_the_user_allows():
 
 @pytest.mark.parametrize(("n", "step", "told"), [(1, 400, 16), (2, 400, 400), (3, 16, 16)])
 def test_the_step_between_keys_is_theirs_or_of_one_key_its_size(n, step, told):
-    assert planned(n, 1, step=step).header[plan.STEP] == told
+    assert planned(n, 1, step=step).header[launch_plan.STEP] == told
 
 
 def test_the_highest_score_is_that_of_a_key_that_matches_everywhere():
-    assert planned(9, 1).header[plan.TOP] == 7 * 128
+    assert planned(9, 1).header[launch_plan.TOP] == 7 * 128
 
 
 def test_codes_of_any_strides_are_searched(rng):

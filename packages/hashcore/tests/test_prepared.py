@@ -8,7 +8,7 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import cpu, ops, reference
-from hashcore.cpu import layout, plan, prepared
+from hashcore.cpu import launch_plan, layout, prepared
 from hashcore_samples import random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,7 +109,7 @@ def test_threads_share_a_plan(rng):
 
 def test_threads_may_make_room_at_once(monkeypatch):
     monkeypatch.setattr(prepared, "PLANS", 2)
-    get = prepared.kept(lambda number: plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1, True))
+    get = prepared.kept(lambda number: launch_plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1, True))
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -125,9 +125,9 @@ def test_threads_may_make_room_at_once(monkeypatch):
 def test_the_latest_plans_are_kept_and_each_is_the_one_asked_for(numbers, most):
     made = []
 
-    def make(number: int) -> plan.Plan:
+    def make(number: int) -> launch_plan.Plan:
         made.append(number)
-        return plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1, True)
+        return launch_plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1, True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepared, "PLANS", most)
@@ -146,9 +146,9 @@ def test_a_plan_of_many_rows_is_not_kept():
     made = []
 
     @prepared.kept
-    def make(rows: int) -> plan.Plan:
+    def make(rows: int) -> launch_plan.Plan:
         made.append(rows)
-        return plan.Plan(np.zeros(1, np.int64), np.zeros((rows, 6), np.int64), (), 0, 1, True)
+        return launch_plan.Plan(np.zeros(1, np.int64), np.zeros((rows, 6), np.int64), (), 0, 1, True)
 
     for rows in (prepared.ROWS, prepared.ROWS + 1, prepared.ROWS, prepared.ROWS + 1):
         make(rows)
@@ -177,9 +177,9 @@ def test_scores_of_all_sizes_are_exact(rng, weights):
 
 def test_a_plan_does_not_depend_on_where_the_arrays_lie(rng):
     made = [
-        plan.search(layout.of(x), layout.of(x), (1,), (3,), 2, True, (2, 0, 3), 1)
+        launch_plan.search(layout.of(x), layout.of(x), (1,), (3,), 2, True, (2, 0, 3), 1)
         for x in (random_codes(rng, 3, 3, 4) for _ in range(2))
     ]
     assert made[0].rows.tolist() == made[1].rows.tolist()
     assert made[0].header.tolist() == made[1].header.tolist()
-    assert cpu.plan is plan
+    assert cpu.launch_plan is launch_plan

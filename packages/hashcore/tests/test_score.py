@@ -4,7 +4,7 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import cpu, reference
-from hashcore.cpu import kernels, layout, plan
+from hashcore.cpu import launch_plan, layout
 from hashcore_samples import assert_same, random_codes, unaligned
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,8 +97,8 @@ def test_expanded_arrays_score_without_being_copied(rng):
     assert_same(hashcore.score(query, expanded, (1, 2)), reference.score(query, expanded, (1, 2)))
     assert layout.aligned(query) is query
     assert layout.readable(expanded) is expanded
-    rows = plan.score(layout.of(query), layout.of(expanded), (1, 2), (7,)).rows
-    assert rows[:, [plan.QUERY, plan.KEYS]].tolist() == [[0, 0]] * 7
+    rows = launch_plan.score(layout.of(query), layout.of(expanded), (1, 2), (7,)).rows
+    assert rows[:, [launch_plan.QUERY, launch_plan.KEYS]].tolist() == [[0, 0]] * 7
 
 
 BUFFER = np.random.default_rng(3).integers(-(2**31), 2**31, (2, 3, 50, 6), np.int64).astype(np.int32)
@@ -132,7 +132,7 @@ def test_no_queries_or_no_keys_give_no_scores(shape):
 
 @pytest.mark.parametrize("words", WORDS)
 def test_serial_equals_parallel(rng, words):
-    lead, n = (2, 21), 2 * kernels.CHUNK + 33  # several blocks and chunks, the last ones ragged
+    lead, n = (2, 21), 2 * launch_plan.CHUNK + 33  # several blocks and chunks, the last ones ragged
     query, keys = random_codes(rng, *lead, 4, words), random_codes(rng, 2, 1, n, words)
     serial = cpu.score(query, keys, (1, 2, 4, 8), lead, workers=1)
     assert_same(cpu.score(query, keys, (1, 2, 4, 8), lead, workers=3), serial)

@@ -6,7 +6,7 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import cpu, reference, validation
-from hashcore.cpu import kernels
+from hashcore.cpu import launch_plan
 from hashcore_samples import random_codes, unaligned
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -220,12 +220,12 @@ def test_the_first_key_of_all_is_found_in_parts(best):
     assert_pairs(parted, serial)
 
 
-@pytest.mark.parametrize("room", [1, 3 * (2 * 60 + kernels.CHUNK)])
+@pytest.mark.parametrize("room", [1, 3 * (2 * 60 + launch_plan.CHUNK)])
 def test_blocks_of_any_size_search_alike(rng, monkeypatch, room):
     query, keys, lead = random_codes(rng, 40, 1, 4), random_codes(rng, 3000, 4), (40,)
     wanted = validation.selection((40, 3000), 60, None, None, 0, 0)
     usual = cpu.search(query, keys, (1,), lead, wanted, True)
-    monkeypatch.setattr(cpu.plan, "ROOM", room)
+    monkeypatch.setattr(cpu.launch_plan, "ROOM", room)
     assert_pairs(cpu.search(query, keys, (1,), lead, wanted, True), usual)
 
 

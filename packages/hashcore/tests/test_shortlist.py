@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
 kept = pytest.importorskip("hashcore.cuda.kept", reason="the launches are described on torch tensors")
 layout = pytest.importorskip("hashcore.cuda.layout", reason="the launches are described on torch tensors")
+operands = pytest.importorskip("hashcore.cuda.operands", reason="the launches are described on torch tensors")
 tensors = pytest.importorskip("hashcore.cuda.tensors", reason="the launches are described on torch tensors")
 simulated = pytest.importorskip("simulated", reason="g++ is needed")
 
@@ -39,7 +40,7 @@ def run(case, device, scratch=None):
     values = simulated.empty(*rows, width)
     indices = simulated.empty(*rows, width, dtype=np.int64 if case.get("wide") else np.int32)
     options = case.get("ranges", {})
-    bounds = tensors.Bounds(
+    bounds = operands.Bounds(
         *(simulated.tensor_or(options.get(name)) for name in ("lengths", "starts")),
         *(options.get(name, 0) for name in ("sink", "recent")),
     )
@@ -192,7 +193,7 @@ def test_each_query_of_a_search_without_weights_is_a_row(rng, queries):
         values, indices = simulated.empty(2, queries, 7), simulated.empty(2, queries, 7)
         codes = simulated.inside(query), simulated.inside(keys)
         how = {"run": simulated.Device(), "shortlist": 3, "first": first_words(keys, first)}
-        tensors.search(*codes, 7, None, tensors.Bounds(), values, indices, **how)
+        tensors.search(*codes, 7, None, operands.Bounds(), values, indices, **how)
         expected = reference.search(query, keys, 7, order="index", shortlist=3)
         for ours, theirs in zip((values, indices), expected, strict=True):
             simulated.assert_same(ours, theirs)
@@ -224,7 +225,7 @@ def test_strides_and_offsets_do_not_change_the_result(rng):
         for first in (None, view[..., 0], view[..., 0].contiguous()):
             values, indices = simulated.empty(3, 20), simulated.empty(3, 20)
             how = {"run": simulated.Device(), "shortlist": 4, "first": first}
-            tensors.search(torch.from_numpy(query), view, 20, (1, 2), tensors.Bounds(), values, indices, **how)
+            tensors.search(torch.from_numpy(query), view, 20, (1, 2), operands.Bounds(), values, indices, **how)
             expected = reference.search(query, view.contiguous().numpy(), 20, (1, 2), order="index", shortlist=4)
             for ours, theirs in zip((values, indices), expected, strict=True):
                 simulated.assert_same(ours, theirs)
@@ -237,6 +238,6 @@ def test_first_words_of_other_keys_harm_no_memory(rng):
     codes = simulated.inside(case["query"]), simulated.inside(case["keys"])
     for wrong in (case["keys"][..., 1], case["keys"][..., 0] ^ -1, np.zeros((1, 3000), np.int32)):
         how = {"run": simulated.Device(), "shortlist": 2, "first": simulated.inside(wrong, 4)}
-        tensors.search(*codes, 60, (1, 2, 4), tensors.Bounds(), values, indices, **how)
+        tensors.search(*codes, 60, (1, 2, 4), operands.Bounds(), values, indices, **how)
         assert ((indices >= 0) & (indices < 3000)).all()
         assert (indices.diff(dim=-1) > 0).all()

@@ -1,16 +1,18 @@
 """How kernels are compiled and run: no result depends on the threads, and the cache never serves old code."""
 
-import hashlib
+import ast
 import pathlib
 
 import hashcore
 import numpy as np
 import pytest
 from hashcore import cpu, reference, validation
-from hashcore.cpu import intrinsics, kernels, plan, threads
+from hashcore.cpu import score_kernels, search_kernels, select_kernels, threads
 from hashcore_samples import random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+NOT_COMPILED = {"layout.py", "threads.py"}
 
 
 @settings(deadline=None, max_examples=20)
@@ -106,7 +108,33 @@ def test_a_thread_is_used_for_each_grain_of_work_that_the_setting_allows(work, s
     assert count == most or count * threads.GRAIN <= max(work, threads.GRAIN) < (count + 1) * threads.GRAIN
 
 
-def test_a_change_of_what_kernels_take_from_other_files_changes_the_file_that_the_compiler_cache_looks_at():
-    text = "".join(pathlib.Path(module.__file__).read_text(encoding="utf-8") for module in (intrinsics, plan))
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    assert digest == kernels.FROM_OTHERS, f"cpu/intrinsics.py or plan.py has changed: FROM_OTHERS is now {digest}"
+def _local_files(path):
+    """Return a file of hashcore.cpu and those that it imports from there, directly or through others."""
+    found, left = set(), {path}
+    while left:
+        found |= left
+        trees = [ast.parse(file.read_text(encoding="utf-8")) for file in left]
+        froms = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        names = {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+        names |= {str(node.module) for node in froms}
+        left = {path.with_name(name.removeprefix("hashcore.cpu.") + ".py") for name in names} - found
+        left = {file for file in left if file.is_file() and file.name not in NOT_COMPILED}
+    return found
+
+
+@pytest.mark.parametrize("kernels", [score_kernels, select_kernels, search_kernels], ids=lambda module: module.__name__)
+def test_the_compilers_cache_looks_at_every_file_that_a_kernel_is_made_of(kernels, monkeypatch):
+    """numba's key holds what a function closes over: the digest of these files."""
+    assert set(kernels.SOURCES) == _local_files(pathlib.Path(kernels.__file__))
+    before, read = threads.digest(kernels.SOURCES), pathlib.Path.read_bytes
+    tasks = {value for name, value in vars(kernels).items() if name.endswith("_tasks") and name != "_tasks"}
+    own = [task for task in tasks if task.__module__ == kernels.__name__]
+    assert own
+    assert all(before in [cell.cell_contents for cell in task.__closure__] for task in own)
+    for file in kernels.SOURCES:
+        with monkeypatch.context() as patch:
+            patch.setattr(pathlib.Path, "read_bytes", lambda self, file=file: read(self) + b"#" * (self == file))
+            assert threads.digest(kernels.SOURCES) != before
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.Path, "read_bytes", lambda self: (_ for _ in ()).throw(NotADirectoryError()))
+        assert threads.digest(kernels.SOURCES) == ""

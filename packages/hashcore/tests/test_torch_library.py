@@ -150,7 +150,7 @@ def on_device(monkeypatch):
         setattr(operators, name, call)
     monkeypatch.setattr(torch_ops, "OPERATORS", operators)
     monkeypatch.setattr("hashcore.cuda.launch.run", device)
-    monkeypatch.setattr("hashcore.validation.for_torch", lambda arguments: any(map(has_tensor, arguments)))
+    monkeypatch.setattr("hashcore.arrays.for_torch", lambda arguments: any(map(has_tensor, arguments)))
     return device
 
 

@@ -5,7 +5,7 @@ import pytest
 from hashcore_samples import random_codes
 
 pytest.importorskip("torch", reason="the launches are described on torch tensors")
-from hashcore.cuda import layout, tensors, traffic
+from hashcore.cuda import layout, operands, tensors, traffic
 
 torch = pytest.importorskip("torch")
 simulated = pytest.importorskip("simulated", reason="g++ is needed")
@@ -35,7 +35,7 @@ def test_the_kernels_list_as_many_candidates_as_predicted(monkeypatch, weights):
     query, keys = (torch.from_numpy(random_codes(rng, 1, rows, 4)) for rows in (len(weights), n))
     scratch = tensors.workspace(1, n, 4, weights, torch.device("cpu"), k)
     out = torch.zeros(1, k, dtype=torch.int32), torch.zeros(1, k, dtype=torch.int32)
-    tensors.search(query, keys, k, weights, tensors.Bounds(), *out, scratch, simulated.Device())
+    tensors.search(query, keys, k, weights, operands.Bounds(), *out, scratch, simulated.Device())
     space = layout.SearchSpace.plan(1, 1, n, k, 2)
     listed = int(scratch[space.counts : space.counts + space.splits * layout.WARPS].sum())
     assert k <= listed
@@ -66,7 +66,7 @@ def test_the_kernels_list_as_many_of_a_shortlist_as_predicted(monkeypatch):
     out = torch.zeros(1, k, dtype=torch.int32), torch.zeros(1, k, dtype=torch.int32)
     codes = torch.from_numpy(query), torch.from_numpy(keys)
     device = simulated.Device()
-    tensors.search(*codes, k, PLANES[5], tensors.Bounds(), *out, scratch, device, shortlist=times)
+    tensors.search(*codes, k, PLANES[5], operands.Bounds(), *out, scratch, device, shortlist=times)
     space = layout.SearchSpace.plan(1, 1, n, k, 2)
     candidates = int(scratch[space.counts : space.counts + space.splits * layout.WARPS].sum())
     first, floor, on_list = scratch[space.short : space.short + layout.SHORT_ROW].tolist()

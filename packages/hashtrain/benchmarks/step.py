@@ -20,14 +20,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from hashtrain import HasherConfig, ModelShape, TrainConfig, trainer
-from hashtrain.allocator import keep_freed_memory
-from hashtrain.atomic import write_text
-from hashtrain.capture import capture
+from hashtrain import HasherConfig, ModelShape, TrainConfig
+from hashtrain.data.capture import capture
 from hashtrain.demo import demo_model_path
+from hashtrain.files.atomic import write_text
 from hashtrain.layers import BY_VARIANT
+from hashtrain.machine.allocator import keep_freed_memory
 from hashtrain.models import load_config
-from hashtrain.plan import RECIPES
+from hashtrain.settings.recipes import RECIPES
+from hashtrain.training import trainer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 

@@ -9,7 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
-from hashtrain.capture import capture
+from hashtrain.data.capture import capture
 from hashtrain_runs import model_and_text
 from transformers import LlamaConfig, LlamaForCausalLM
 

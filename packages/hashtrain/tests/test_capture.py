@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from hashtrain.capture import capture, capturing
+from hashtrain.data.capture import capture, capturing
 from hashtrain.models import text_decoder
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hashtrain import Hasher, ModelShape
 from hashtrain.cli import _best, _parse, main, next_command
-from hashtrain.plan import PAPER, TrainCommand
-from hashtrain.prepare import _check_model
+from hashtrain.run.prepare import _check_model
+from hashtrain.settings.train_command import PAPER, TrainCommand
 from hashtrain.usage import UsageError
 from hashtrain_runs import command
 from transformers import Gemma2Config, MistralConfig

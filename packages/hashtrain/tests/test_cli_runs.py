@@ -5,10 +5,12 @@ import json
 
 import pytest
 import torch
-from hashtrain import Hasher, remainder, repair, sources, stream
-from hashtrain import prepare as prepare_module
+from hashtrain import Hasher
 from hashtrain.cli import main
+from hashtrain.evaluation import remainder
 from hashtrain.layers import transform
+from hashtrain.run import prepare as prepare_module
+from hashtrain.run import repair, sources, stream
 from hashtrain_runs import command
 
 
@@ -151,5 +153,5 @@ def test_capture_alone_is_gone_on_from_by_train(folder, tmp_path, monkeypatch):
     words = command(folder, tmp_path / "run", "--only", "lsh")
     assert main(["capture", *words]) == 0
     assert len(list((tmp_path / "run" / ".work").glob("*/*.safetensors"))) == 3
-    monkeypatch.delattr("hashtrain.sources.capture_one")
+    monkeypatch.delattr("hashtrain.run.sources.capture_one")
     assert main(["train", *words]) == 0

@@ -7,8 +7,8 @@ import zipfile
 import pytest
 import torch
 from hashtrain import Hasher, ModelShape
+from hashtrain.artefact.convert import convert
 from hashtrain.cli import main
-from hashtrain.convert import convert
 from hashtrain.demo import demo_model_path
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hashtrain import corpus
-from hashtrain.corpus import (
+from hashtrain.data import corpus
+from hashtrain.data.corpus import (
     HELD_OUT,
     HELD_OUT_TABLES,
     Document,
@@ -19,7 +19,7 @@ from hashtrain.corpus import (
     split,
     token_ids,
 )
-from hashtrain.texts import HubText, long_lines, require_apart
+from hashtrain.data.texts import HubText, long_lines, require_apart
 from hashtrain.usage import UsageError
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.cost import DENSE_ABOVE, Steps, layer_costs
+from hashtrain.evaluation.cost import DENSE_ABOVE, Steps, layer_costs
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TOLERANCE = 1e-4

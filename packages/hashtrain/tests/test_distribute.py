@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hashtrain.cli import main
-from hashtrain.distribute import ALONE, Ranks, device_for
+from hashtrain.machine.distribute import ALONE, Ranks, device_for
 from hashtrain_runs import model_and_text, stored
 from worker_jobs import join_late, rank
 
@@ -37,7 +37,7 @@ def alone(arguments, tmp_path_factory):
 def two_processes(job, *rest):
     """Run two gloo ranks, forked from a process that has imported everything. Returns: their exit codes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain", "hashtrain.pipeline"])
+    context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain", "hashtrain.run.pipeline"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

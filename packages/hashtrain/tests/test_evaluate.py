@@ -3,7 +3,7 @@
 import hashcore
 import pytest
 import torch
-from hashtrain.evaluate import bit_statistics
+from hashtrain.evaluation.evaluate import bit_statistics
 
 
 class Given:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hashtrain import distribute
+from hashtrain.artefact.hasher import make_layer
 from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.evaluate import bit_statistics
-from hashtrain.hasher import make_layer
+from hashtrain.evaluation.evaluate import bit_statistics
+from hashtrain.machine import distribute
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 

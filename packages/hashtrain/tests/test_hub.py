@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain import hasher as hasher_module
+from hashtrain.artefact import hasher as hasher_module
 from huggingface_hub import HfApi, errors, hub_mixin, snapshot_download
 
 SHAPE = ModelShape(2, 4, 2, 32)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.layers import BY_VARIANT
-from hashtrain.loss import ranking_loss, reconstruction_loss
-from hashtrain.surrogate import quantised, signs, softsign
-from hashtrain.target import always_read, attention, sample_pairs, top_count
-from hashtrain.trainer import pair_scores
+from hashtrain.layers.surrogate import quantised, signs, softsign
+from hashtrain.training.loss import ranking_loss, reconstruction_loss
+from hashtrain.training.target import always_read, attention, sample_pairs, top_count
+from hashtrain.training.trainer import pair_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

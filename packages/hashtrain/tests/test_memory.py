@@ -6,8 +6,8 @@ import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape, TrainConfig
 from hashtrain.layers import BY_VARIANT
-from hashtrain.memory import step_bytes
-from hashtrain.trainer import Training
+from hashtrain.training.memory import step_bytes
+from hashtrain.training.trainer import Training
 from hashtrain_runs import Whole
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

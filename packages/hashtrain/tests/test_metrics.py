@@ -3,9 +3,9 @@
 import pytest
 import torch
 from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.evaluation.metrics import hash_quality, quality
 from hashtrain.layers import BY_VARIANT
-from hashtrain.metrics import hash_quality, quality
-from hashtrain.target import attention, top_count
+from hashtrain.training.target import attention, top_count
 
 
 def test_quality_of_a_hand_computed_selection():

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig
-from hashtrain.checkpoint import Checkpoint
+from hashtrain.artefact.hasher import make_layer
 from hashtrain.cli import main, parse
-from hashtrain.hasher import make_layer
-from hashtrain.loss import squared_error
-from hashtrain.plan import TrainCommand
-from hashtrain.recipes import ABLATIONS, ALL, EXACT
-from hashtrain.target import attention, sample_pairs
-from hashtrain.trainer import Training, _loss
+from hashtrain.settings.recipes import ABLATIONS, ALL, EXACT
+from hashtrain.settings.train_command import TrainCommand
+from hashtrain.training.checkpoint import Checkpoint
+from hashtrain.training.loss import squared_error
+from hashtrain.training.target import attention, sample_pairs
+from hashtrain.training.trainer import Training, _loss
 from hashtrain.usage import UsageError
 from hashtrain_runs import Whole, command
 

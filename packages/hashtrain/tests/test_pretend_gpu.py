@@ -8,16 +8,18 @@ import json
 
 import pytest
 import torch
-from hashtrain import Hasher, pipeline, prepare
-from hashtrain.capture import run_context
-from hashtrain.captured import Kept
+from hashtrain import Hasher
+from hashtrain.artefact.hasher import make_layer
 from hashtrain.cli import main
 from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.hasher import make_layer
+from hashtrain.data.capture import run_context
+from hashtrain.data.captured import Kept
+from hashtrain.evaluation.remainder import calibrate
 from hashtrain.layers import BY_VARIANT
-from hashtrain.remainder import calibrate
-from hashtrain.trainer import TrainConfig, Training
-from hashtrain.transfer import Ahead
+from hashtrain.machine.transfer import Ahead
+from hashtrain.run import pipeline, prepare
+from hashtrain.training.train_config import TrainConfig
+from hashtrain.training.trainer import Training
 from hashtrain_runs import command
 from pretend_gpu import CUDA, PROPERTIES, MixedDevices, Pretended, pretend_gpu
 

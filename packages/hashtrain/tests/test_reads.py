@@ -5,19 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hashtrain import ModelShape, TrainConfig, capture, remainder, repair
-from hashtrain import prepare as prepare_module
-from hashtrain.capture import capture_one, context_bytes
-from hashtrain.captured import EVERYTHING, Capture, Kept
+from hashtrain import ModelShape, TrainConfig
+from hashtrain.artefact.hasher import make_layer
 from hashtrain.cli import main
 from hashtrain.config import HasherConfig
-from hashtrain.distribute import Ranks
-from hashtrain.hasher import make_layer
+from hashtrain.data import capture
+from hashtrain.data.capture import capture_one, context_bytes
+from hashtrain.data.captured import EVERYTHING, Capture, Kept
+from hashtrain.evaluation import remainder
 from hashtrain.layers import transform
-from hashtrain.plan import TrainCommand
-from hashtrain.reads import Reads, training_reads, validation_reads
-from hashtrain.rows import rows_of_steps
-from hashtrain.trainer import Training
+from hashtrain.machine.distribute import Ranks
+from hashtrain.run import prepare as prepare_module
+from hashtrain.run import repair
+from hashtrain.run.reads import Reads, training_reads, validation_reads
+from hashtrain.settings.train_command import TrainCommand
+from hashtrain.training.rows import rows_of_steps
+from hashtrain.training.trainer import Training
 from hashtrain_runs import command, stored
 
 LLAMA_3_8B = ModelShape(32, 32, 8, 128)

@@ -6,9 +6,17 @@ import pytest
 import torch
 from hashtrain import Hasher
 from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.evaluation.remainder import (
+    Evidence,
+    add_remainder,
+    calibrate,
+    linear_values,
+    log_weight,
+    measure,
+    share_errors,
+)
 from hashtrain.layers import BY_VARIANT
-from hashtrain.remainder import Evidence, add_remainder, calibrate, linear_values, log_weight, measure, share_errors
-from hashtrain.target import top_count
+from hashtrain.training.target import top_count
 from hashtrain_runs import Whole
 
 SHAPE = ModelShape(2, 4, 2, 32)

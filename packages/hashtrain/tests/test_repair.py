@@ -3,10 +3,10 @@
 import sys
 
 import torch
+from hashtrain.artefact.hasher import make_layer
 from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.evaluate import fails
-from hashtrain.hasher import make_layer
-from hashtrain.repair import repair
+from hashtrain.evaluation.evaluate import fails
+from hashtrain.run.repair import repair
 from hashtrain_runs import Whole
 
 SHAPE = ModelShape(1, 4, 2, 16)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hashtrain import Hasher
 from hashtrain.cli import main
-from hashtrain.workfolder import locked
+from hashtrain.run.workfolder import locked
 from hashtrain_runs import model_and_text, stored
 from worker_jobs import command_line
 
@@ -37,7 +37,7 @@ def uninterrupted(arguments, tmp_path_factory):
 def started(arguments, out):
     """Run the command in a separate process, forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain", "hashtrain.pipeline"])
+    context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain", "hashtrain.run.pipeline"])
     process = context.Process(target=command_line, args=([*arguments, "--out", str(out)],))
     process.start()
     return process
@@ -78,11 +78,11 @@ def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, unin
     def fail(*args):
         raise OSError("disk full")
 
-    monkeypatch.setattr("hashtrain.pipeline.draw", fail)
+    monkeypatch.setattr("hashtrain.run.pipeline.draw", fail)
     assert main([*arguments, "--out", str(out)]) == 2
     monkeypatch.undo()
-    monkeypatch.setattr("hashtrain.sources.capture_one", fail)
-    monkeypatch.setattr("hashtrain.job.evaluate_layer", fail)
+    monkeypatch.setattr("hashtrain.run.sources.capture_one", fail)
+    monkeypatch.setattr("hashtrain.run.job.evaluate_layer", fail)
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == uninterrupted[0]
 
@@ -90,7 +90,7 @@ def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, unin
 def test_files_of_other_settings_are_not_reused(arguments, uninterrupted, tmp_path, monkeypatch):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("hashtrain.pipeline.draw", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr("hashtrain.run.pipeline.draw", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
         assert main([*arguments, "--out", str(out), "--seed", "1"]) == 2
         assert list((out / ".work" / "layers").iterdir())
     assert main([*arguments, "--out", str(out)]) == 0

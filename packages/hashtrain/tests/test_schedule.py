@@ -4,9 +4,9 @@ import json
 
 import pytest
 from hashtrain.cli import main, parse
-from hashtrain.plan import TrainCommand
-from hashtrain.recipes import EXACT
-from hashtrain.schedule import DEVICES, schedule
+from hashtrain.run.schedule import DEVICES, schedule
+from hashtrain.settings.recipes import EXACT
+from hashtrain.settings.train_command import TrainCommand
 from hashtrain_runs import SMALL, command
 from transformers import LlamaConfig
 

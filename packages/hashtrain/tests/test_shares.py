@@ -6,11 +6,11 @@ import sys
 import time
 
 import pytest
-from hashtrain.corpus import contexts, in_turn, read_texts
+from hashtrain.data.corpus import contexts, in_turn, read_texts
+from hashtrain.data.manifest import _whole, checksum
+from hashtrain.data.shares import LEAST, room_for, shares
+from hashtrain.data.texts import Document
 from hashtrain.demo import demo_model_path
-from hashtrain.manifest import _whole, checksum
-from hashtrain.shares import LEAST, room_for, shares
-from hashtrain.texts import Document
 from transformers import AutoTokenizer
 
 MIB = 1 << 20
@@ -75,9 +75,9 @@ CHILD = """
 import resource, sys, time
 from pathlib import Path
 from transformers import AutoTokenizer
-from hashtrain.corpus import contexts, read_texts
+from hashtrain.data.corpus import contexts, read_texts
 from hashtrain.demo import demo_model_path
-from hashtrain.shares import room_for
+from hashtrain.data.shares import room_for
 tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
 contexts(read_texts([Path(sys.argv[1]) / "warm.txt"]), tokenizer, 256, 1)
 for text in ("large/0.txt", "large"):
@@ -114,7 +114,7 @@ def test_a_file_that_was_not_touched_is_not_read_again(tmp_path, monkeypatch):
     path = tmp_path / "00000.safetensors"
     path.write_bytes(b"some bytes")
     recorded = {path.name: checksum(path)}
-    monkeypatch.setattr("hashtrain.manifest.checksum", lambda path: pytest.fail("it was read"))
+    monkeypatch.setattr("hashtrain.data.manifest.checksum", lambda path: pytest.fail("it was read"))
     assert _whole(path, recorded)
     assert not _whole(tmp_path / "00001.safetensors", recorded)
     monkeypatch.undo()

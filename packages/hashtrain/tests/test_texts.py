@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from hashtrain.corpus import read_texts
-from hashtrain.texts import HubText
+from hashtrain.data.corpus import read_texts
+from hashtrain.data.texts import HubText
 
 pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
 import pyarrow as pa

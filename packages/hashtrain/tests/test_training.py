@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape, TrainConfig, train_layer
-from hashtrain.checkpoint import Checkpoint
+from hashtrain.evaluation.metrics import hash_quality
 from hashtrain.layers import BY_VARIANT
-from hashtrain.loss import ranking_loss
-from hashtrain.metrics import hash_quality
-from hashtrain.trainer import Training, _loss, pair_scores
+from hashtrain.training.checkpoint import Checkpoint
+from hashtrain.training.loss import ranking_loss
+from hashtrain.training.trainer import Training, _loss, pair_scores
 from hashtrain_runs import Whole
 
 SHAPE = ModelShape(2, 4, 2, 32)

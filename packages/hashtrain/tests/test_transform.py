@@ -8,11 +8,11 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.config import SINK
+from hashtrain.evaluation.remainder import MAX_CONTEXTS
 from hashtrain.layers import BY_VARIANT
+from hashtrain.layers.surrogate import digits
 from hashtrain.layers.transform import CONTEXTS
-from hashtrain.remainder import MAX_CONTEXTS
-from hashtrain.surrogate import digits
-from hashtrain.transform_coding import DISTORTIONS, MAX_DIGITS, STEPS, allocate, even, moments, start
+from hashtrain.layers.transform_coding import DISTORTIONS, MAX_DIGITS, STEPS, allocate, even, moments, start
 from hashtrain_runs import Whole
 from hypothesis import given
 from hypothesis import strategies as st

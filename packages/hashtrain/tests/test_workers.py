@@ -10,9 +10,9 @@ import time
 
 import pytest
 import torch
-from hashtrain import allocator
-from hashtrain.allocator import keep_freed_memory
-from hashtrain.workers import default_workers, run_jobs
+from hashtrain.machine import allocator
+from hashtrain.machine.allocator import keep_freed_memory
+from hashtrain.machine.workers import default_workers, run_jobs
 from worker_jobs import break_stubbornly, die, fail, knows_the_pipeline, square
 
 
@@ -45,7 +45,8 @@ def test_a_killed_worker_is_one_sentence():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_the_process_that_started_them(how):
-    code = "from hashtrain.workers import run_jobs; from worker_jobs import linger\nif __name__ == '__main__':\n"
+    code = "from hashtrain.machine.workers import run_jobs; from worker_jobs import linger\n"
+    code += "if __name__ == '__main__':\n"
     code += "    run_jobs(linger, [1, 2], 2, lambda pid: print(pid, flush=True))"
     here = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
     pids = set()

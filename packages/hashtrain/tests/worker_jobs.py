@@ -25,7 +25,7 @@ def die(job, report):
 
 
 def knows_the_pipeline(job, report):
-    return "hashtrain.pipeline" in sys.modules
+    return "hashtrain.run.pipeline" in sys.modules
 
 
 def linger(job, report):
@@ -55,7 +55,7 @@ def rank(number, world, port, arguments):
 
 def join_late(number, world, port, folder):
     """Join as process `number` of `world`, the last one half a second late, and record when it joined and continued."""
-    from hashtrain import distribute
+    from hashtrain.machine import distribute
 
     def connect(*args, own=distribute.dist.init_process_group, **how):
         own(*args, **how)

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 from hashtrain import Hasher
-from hashtrain.atomic import write_text
-from hashtrain.corpus import token_ids
+from hashtrain.data.corpus import token_ids
+from hashtrain.files.atomic import write_text
 from hashtrain.models import load_model
 from sparse_decode import Attachment, Budget, attach
 from torch import Tensor

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from hashtrain.atomic import write_text
+from hashtrain.files.atomic import write_text
 
 
 def machine() -> dict[str, Any]:

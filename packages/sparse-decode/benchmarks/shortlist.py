@@ -22,8 +22,8 @@ import hashcore
 import numpy as np
 import torch
 from hashtrain import Hasher
-from hashtrain.capture import capturing
-from hashtrain.corpus import contexts, held_out_sources
+from hashtrain.data.capture import capturing
+from hashtrain.data.corpus import contexts, held_out_sources
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
 from results import machine, store

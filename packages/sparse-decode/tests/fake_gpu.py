@@ -13,7 +13,7 @@ from unittest import mock
 
 import hashcore
 import torch
-from hashcore.cuda import tensors
+from hashcore.cuda import operands, tensors
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.layers import LayerHasher
 from sparse_decode import Budget, attach
@@ -261,7 +261,7 @@ def search_launches(planes: int = 6) -> int:
     out = torch.zeros(1, 80, dtype=torch.int32, device="cpu"), torch.zeros(1, 80, dtype=torch.int64, device="cpu")
     seen: list[object] = []
     weights = hashcore.planes(torch.zeros(1, 128, device="cpu"), planes)[1]
-    tensors.search(query, keys, 80, weights, tensors.Bounds(4096), *out, run=lambda found, _: seen.extend(found))
+    tensors.search(query, keys, 80, weights, operands.Bounds(4096), *out, run=lambda found, _: seen.extend(found))
     return len(seen)
 
 
@@ -271,5 +271,5 @@ def topk_launches() -> int:
     scores, counts = (torch.zeros(1, *size, dtype=torch.int32, device="cpu") for size in ((4096,), ()))
     out = torch.zeros(1, 80, dtype=torch.int32, device="cpu"), torch.zeros(1, 80, dtype=torch.int64, device="cpu")
     seen: list[object] = []
-    tensors.topk(scores, counts, tensors.Bounds(4094), *out, run=lambda found, _: seen.extend(found))
+    tensors.topk(scores, counts, operands.Bounds(4094), *out, run=lambda found, _: seen.extend(found))
     return 1 + len(seen)

@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 import torch
-from hashtrain.remainder import Evidence, add_remainder, log_weight
+from hashtrain.evaluation.remainder import Evidence, add_remainder, log_weight
 from sparse_decode import Budget, attend, attend_reference, compiled, intrinsics
 from sparse_decode.attend import LeftOut, attention_weights
 from sparse_decode.attend_kernels import _exp

@@ -4,7 +4,7 @@ import hashcore
 import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape
-from hashtrain.hasher import make_layer
+from hashtrain.artefact.hasher import make_layer
 from sparse_decode import encode_cuda
 from sparse_decode_simulated import device, inside
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 import torch
-from hashcore.cuda import tensors
+from hashcore.cuda import operands, tensors
 from hashtrain import HasherConfig, ModelShape
-from hashtrain.hasher import make_layer
+from hashtrain.artefact.hasher import make_layer
 from sparse_decode import encode_cuda, gather, moments
 
 TABLES = encode_cuda._keys, encode_cuda._queries, gather._calls, moments._calls, tensors._searches
@@ -70,7 +70,7 @@ def search(n=300, k=20, room=0, wide=False, bounds=(300, 0, 1, 4), planes=3):
     scores = torch.zeros(2, 3, width, dtype=torch.int32)
     indices = torch.zeros(2, 3, width, dtype=torch.int64 if wide else torch.int32)
     weights = tuple(1 << p for p in range(planes))
-    return tensors.search, (query, keys, k, weights, tensors.Bounds(*bounds), scores, indices), {}
+    return tensors.search, (query, keys, k, weights, operands.Bounds(*bounds), scores, indices), {}
 
 
 ROWS, WIDE = (torch.full((2, 1), 7, dtype=kind) for kind in (torch.int32, torch.int64))

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hashtrain.remainder import Evidence, add_remainder, linear_values, log_weight
+from hashtrain.evaluation.remainder import Evidence, add_remainder, linear_values, log_weight
 from sparse_decode import Budget, attach, attend
 from sparse_decode.remainder import RunningMoments
 from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from sparse_decode import AttendingSelector, Budget, attach
 from transformers import PreTrainedModel
 
+from evals.base_commands import Always
 from evals.methods import LoadedMethod, Sampling
-from evals.plan import Always
 
 
 @dataclass

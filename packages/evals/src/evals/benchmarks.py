@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import tyro
 from hashtrain.usage import UsageError
 
-from evals.plan import Methods, MethodsCommand, at_least, each_once, each_positive
+from evals.base_commands import Methods, MethodsCommand, at_least, each_once, each_positive
 
 SparseRows = Literal["all", "continuation"]
 Truncation = Literal["middle", "left"]

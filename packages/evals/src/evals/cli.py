@@ -14,6 +14,7 @@ import tyro
 from hashtrain.usage import guarded, require_folder
 from rich.console import Console
 
+from evals.base_commands import IouCommand, ListCommand, PplCommand
 from evals.benchmarks import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 from evals.commands import (
     CodelengthCommand,
@@ -26,7 +27,6 @@ from evals.commands import (
     RulerCommand,
 )
 from evals.methods import METHODS
-from evals.plan import IouCommand, ListCommand, PplCommand
 from evals.speed import KernelsCommand, ThroughputCommand
 from evals.study import CompareCommand, FrontierCommand, PaperCommand, ReportCommand, SuggestCommand, TuneCommand
 
@@ -138,7 +138,7 @@ def _compare(command: CompareCommand, console: Console) -> dict[str, Any]:
 
 
 def _frontier(command: FrontierCommand, console: Console) -> dict[str, Any]:
-    from hashtrain.atomic import write_text
+    from hashtrain.files.atomic import write_text
 
     from evals.frontier import draw, grid, points, require_comparable
     from evals.grid import to_markdown, to_rich

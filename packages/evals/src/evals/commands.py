@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hashtrain.plan import DEMO
+from hashtrain.demo import DEMO
 from hashtrain.usage import UsageError
 
+from evals.base_commands import Methods, MethodsCommand, TaskCommand, at_least, each_once, each_positive
 from evals.methods import CODED_NAMES, DEFAULT_NAMES
-from evals.plan import Methods, MethodsCommand, TaskCommand, at_least, each_once, each_positive
 from evals.result import versions
 from evals.shapes import PLANES
 from evals.synthetic import KINDS

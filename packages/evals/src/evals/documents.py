@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hashtrain.corpus import Document, contexts, held_out_sources, read_texts
-from hashtrain.shares import room_for
+from hashtrain.data.corpus import Document, contexts, held_out_sources, read_texts
+from hashtrain.data.shares import room_for
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 

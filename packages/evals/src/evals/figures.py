@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hashtrain.atomic import replace
+from hashtrain.files.atomic import replace
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator

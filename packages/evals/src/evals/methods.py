@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import hashtrain
 import sparse_decode
-from hashtrain.recipes import ABLATIONS, EXACT, RECIPES
+from hashtrain.settings.recipes import ABLATIONS, EXACT, RECIPES
 
 from evals.rivals import RIVALS, rival_named
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from hashtrain.atomic import write_text
-from hashtrain.untrusted import inside
+from hashtrain.files.atomic import write_text
+from hashtrain.files.untrusted import inside
 
 from evals.grid import Grid, to_markdown
 from evals.report import grids

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_type_hints
 
-from hashtrain.untrusted import one_line, read_json_object
+from hashtrain.files.untrusted import one_line, read_json_object
 
 from evals.machine import PACKAGES
 
@@ -108,7 +108,7 @@ def versions() -> str:
 
 def write_json(path: Path, data: Any) -> None:
     """Replace a file by JSON, atomically."""
-    from hashtrain.atomic import write_text  # imported here: it loads torch, which `--help` does not need
+    from hashtrain.files.atomic import write_text  # imported here: it loads torch, which `--help` does not need
 
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hashtrain.atomic import write_text
 from hashtrain.config import ModelShape
-from hashtrain.distribute import device_for
+from hashtrain.files.atomic import write_text
+from hashtrain.machine.distribute import device_for
 from hashtrain.models import load_model, require_vocabulary
-from hashtrain.progress import tracking
+from hashtrain.reporting.progress import tracking
 from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from evals.base_commands import MethodsCommand, TaskCommand
 from evals.documents import Measured, TokenDocument, load_documents
 from evals.figures import draw
 from evals.grid import to_markdown, to_rich
 from evals.methods import DENSE, LoadedMethod, load_methods
 from evals.metrics import Estimate
 from evals.parquet import write_parquet
-from evals.plan import MethodsCommand, TaskCommand
 from evals.report import grids
 from evals.result import Result, Row, rows_to_text, versions
 from evals.runner import RunFolder, environment_of, model_identity

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hashtrain.config import HasherConfig, ModelShape
-from hashtrain.plan import DEMO, model_path
+from hashtrain.demo import DEMO, model_path
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

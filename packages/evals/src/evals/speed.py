@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hashtrain.plan import require_device_name
-from hashtrain.usage import UsageError, require_seed
+from hashtrain.usage import UsageError, require_device_name, require_seed
 
-from evals.plan import Methods, at_least, each_once, each_positive
+from evals.base_commands import Methods, at_least, each_once, each_positive
 from evals.result import versions
 from evals.shapes import PLANES, SMALL
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from hashtrain.plan import DEMO, require_device_name
-from hashtrain.usage import UsageError
+from hashtrain.demo import DEMO
+from hashtrain.usage import UsageError, require_device_name
 
+from evals.base_commands import Dtype, Methods, Phase, TaskCommand, at_least, each_positive
 from evals.methods import REMAINDER, RIVAL_NAMES, SELECTION_NAMES, SPARSE_NAMES
-from evals.plan import Dtype, Methods, Phase, TaskCommand, at_least, each_positive
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hashcore import ops
-from hashcore.cuda import tensors
+from hashcore import host
+from hashcore.cuda import operands, tensors
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -84,27 +84,27 @@ RESULTS: dict[str, Callable[..., Outputs]] = {
 
 
 class Cpu:
-    """Writers for CPU tensors: the public functions, which use numba for plain tensors."""
+    """Writers for CPU tensors: the functions of `hashcore.host`, which use numba."""
 
     @staticmethod
     def pack(x: torch.Tensor, codes: torch.Tensor) -> None:
-        ops.pack(x, out=codes)
+        host.pack(x, out=codes)
 
     @staticmethod
     def quantise(w: torch.Tensor, planes: int, check: bool, levels: torch.Tensor, scales: torch.Tensor) -> None:
-        _copy(ops.quantise(w, planes, check=check), (levels, scales))
+        _copy(host.quantise(w, planes, check=check), (levels, scales))
 
     @staticmethod
     def planes(w: torch.Tensor, planes: int, check: bool, codes: torch.Tensor) -> None:
-        codes.copy_(ops.planes(w, planes, check=check)[0])
+        codes.copy_(host.planes(w, planes, check=check)[0])
 
     @staticmethod
     def group_planes(codes: torch.Tensor, planes: torch.Tensor) -> None:
-        planes.copy_(ops.group_planes(codes)[0])
+        planes.copy_(host.group_planes(codes)[0])
 
     @staticmethod
     def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, scores: torch.Tensor) -> None:
-        ops.score(query, keys, weights, out=scores)
+        host.score(query, keys, weights, out=scores)
 
     @staticmethod
     def topk(
@@ -121,7 +121,7 @@ class Cpu:
         indices: torch.Tensor,
     ) -> None:
         options = _range(lengths, starts, length, start, sink, recent)
-        _copy(ops.topk(x, count if k is None else k, **options), (scores, indices))
+        _copy(host.topk(x, count if k is None else k, **options), (scores, indices))
 
     @staticmethod
     def search(*inputs: Any) -> None:  # in the order of search_out's schema; `first` and `workspace` are for CUDA
@@ -136,7 +136,8 @@ def _search(
 ) -> Outputs:  # fmt: skip
     options = _range(lengths, starts, length, start, sink, recent)
     order = "best" if best else "index"
-    return ops.search(query, keys, k, weights, order=order, shortlist=shortlist or None, **options)
+    how: dict[str, Any] = {"order": order, "shortlist": shortlist or None, "blocks": None, "out": None}
+    return host.search(query, keys, k, weights, **how, **options)
 
 
 def _found_on_cpu(query: Any, keys: Any, count: int, k: Any, weights: Any, *options: Any) -> Outputs:
@@ -150,7 +151,7 @@ def _found_on_cpu(query: Any, keys: Any, count: int, k: Any, weights: Any, *opti
 
 
 # Operators whose CPU implementation allocates its own results instead of writing to given outputs.
-MADE_ON_CPU: dict[str, Callable[..., Any]] = {"score": ops.score, "search": _found_on_cpu}
+MADE_ON_CPU: dict[str, Callable[..., Any]] = {"score": host.score, "search": _found_on_cpu}
 
 
 def _range(lengths: Any, starts: Any, length: int, start: int, sink: int, recent: int) -> dict[str, Any]:
@@ -213,7 +214,7 @@ class Cuda:
         scores: torch.Tensor,
         indices: torch.Tensor,
     ) -> None:
-        bounds = tensors.Bounds(
+        bounds = operands.Bounds(
             length if lengths is None else lengths, start if starts is None else starts, sink, recent
         )
         values = scores if scores.dtype == torch.int32 else torch.empty_like(scores, dtype=torch.int32)
@@ -225,7 +226,7 @@ class Cuda:
     def search(*inputs: Any) -> None:
         query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, shortlist = inputs[:13]
         first, scores, indices, *workspace = inputs[13:]
-        bounds = tensors.Bounds(
+        bounds = operands.Bounds(
             length if lengths is None else lengths, start if starts is None else starts, sink, recent
         )
         how = {"shortlist": shortlist, "first": first}

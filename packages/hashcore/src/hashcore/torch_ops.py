@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hashcore import quantiser, torch_library, validation
+from hashcore import arrays, quantiser, torch_library, validation
 
 OPERATORS = torch.ops.hashcore
 DEVICES = ("cpu", "cuda", "meta")
@@ -159,9 +159,9 @@ def search(
             f"{keys.device}; gather them first"
         )
     values, indices = validation.pair(out)
-    arrays = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts, "workspace": workspace}
-    arrays["first"] = first
-    _check_devices(**arrays, **{"out[0]": values, "out[1]": indices})
+    passed = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts, "workspace": workspace}
+    passed["first"] = first
+    _check_devices(**passed, **{"out[0]": values, "out[1]": indices})
     checked, rows = _comparison(query, keys, weights)
     validation.score_bits(checked or (1,), query.shape[-1])
     wanted = _wanted((*rows, keys.shape[-2]), k, lengths, starts, sink, recent, indices)
@@ -259,10 +259,10 @@ def _comparison(
     return validation.plane_weights(weights, query.shape[-2], query.shape[-1]), rows
 
 
-def _check_devices(**arrays: Any) -> None:
-    passed = {name: x for name, x in arrays.items() if validation.is_array(x)}
+def _check_devices(**named: Any) -> None:
+    passed = {name: x for name, x in named.items() if arrays.is_array(x)}
     if not all(isinstance(x, Tensor) for x in passed.values()):
-        raise validation.mixed_kinds(passed)
+        raise arrays.mixed_kinds(passed)
     devices = {name: x.device for name, x in passed.items()}
     if len(set(devices.values())) > 1:
         got = ", ".join(f"{name} on {device}" for name, device in devices.items())
@@ -284,9 +284,9 @@ def _check_row_tensor(name: str, value: Tensor, rows: Sequence[int]) -> None:
 
 def _stand_in(name: str, x: Any) -> StandIn:
     if not isinstance(x, Tensor):
-        raise validation.mixed_kinds({name: x})
+        raise arrays.mixed_kinds({name: x})
     if x.layout != torch.strided:
-        raise validation.not_strided(x)
+        raise arrays.not_strided(x)
     itemsize = x.element_size()
     return StandIn(_dtype(x), (*x.shape,), tuple(step * itemsize for step in x.stride()), itemsize)
 

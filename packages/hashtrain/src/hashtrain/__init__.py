@@ -6,20 +6,22 @@ from typing import TYPE_CHECKING
 from hashtrain.lazy import export
 
 if TYPE_CHECKING:
+    from hashtrain.artefact.hasher import Hasher
     from hashtrain.config import HasherConfig, ModelShape
-    from hashtrain.hasher import Hasher
-    from hashtrain.loss import ranking_loss
-    from hashtrain.target import top_count
-    from hashtrain.trainer import TrainConfig, train_layer
+    from hashtrain.training.loss import ranking_loss
+    from hashtrain.training.target import top_count
+    from hashtrain.training.train_config import TrainConfig
+    from hashtrain.training.trainer import train_layer
 
 export(
     __name__,
     {
         "config": ("HasherConfig", "ModelShape"),
-        "hasher": ("Hasher",),
-        "loss": ("ranking_loss",),
-        "target": ("top_count",),
-        "trainer": ("TrainConfig", "train_layer"),
+        "artefact.hasher": ("Hasher",),
+        "training.loss": ("ranking_loss",),
+        "training.target": ("top_count",),
+        "training.train_config": ("TrainConfig",),
+        "training.trainer": ("train_layer",),
     },
 )
 __version__ = version("hashtrain")

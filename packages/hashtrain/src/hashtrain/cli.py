@@ -12,7 +12,9 @@ from typing import Annotated, Any, Union, cast
 import tyro
 from rich.console import Console
 
-from hashtrain.plan import DEMO, PAPER, RECIPES, TrainCommand, base_model, model_path
+from hashtrain.demo import DEMO, base_model, model_path
+from hashtrain.settings.recipes import RECIPES
+from hashtrain.settings.train_command import PAPER, TrainCommand
 from hashtrain.usage import UsageError, guarded, require_folder
 
 
@@ -88,7 +90,7 @@ lists the flags."""
 
 
 def _run(arguments: list[str]) -> int:
-    from hashtrain.settings import with_config
+    from hashtrain.settings.toml import with_config
 
     command = parse(with_config(_named(arguments)))
     if isinstance(command, TrainCommand | ConvertCommand):
@@ -144,7 +146,7 @@ def _console() -> Console:
 
 
 def _capture(command: CaptureCommand) -> int:
-    from hashtrain.pipeline import run
+    from hashtrain.run.pipeline import run
 
     print(json.dumps({"out": str(command.out), **run(command, _console(), capture_only=True)}), flush=True)
     return 0
@@ -152,7 +154,7 @@ def _capture(command: CaptureCommand) -> int:
 
 def _plan(command: PlanCommand) -> int:
     from hashtrain.models import load_config
-    from hashtrain.schedule import as_json, schedule
+    from hashtrain.run.schedule import as_json, schedule
 
     found = schedule(command, load_config(command.model_path), None if command.disk is None else 1e9 * command.disk)
     _console().print("\n".join(found.lines(command)), highlight=False, soft_wrap=True)
@@ -161,7 +163,7 @@ def _plan(command: PlanCommand) -> int:
 
 
 def _convert(command: ConvertCommand) -> int:
-    from hashtrain.convert import convert
+    from hashtrain.artefact.convert import convert
     from hashtrain.models import load_config
 
     made = command.out / "paper"  # the layout of `hashtrain`, which `evals --hashers` expects
@@ -173,7 +175,7 @@ def _convert(command: ConvertCommand) -> int:
 
 
 def _push(command: PushCommand) -> int:
-    from hashtrain.hasher import Hasher
+    from hashtrain.artefact.hasher import Hasher
 
     address = Hasher.from_pretrained(command.folder).push_to_hub(command.repo_id, private=command.private)
     print(json.dumps({"published": str(address)}), flush=True)
@@ -181,7 +183,7 @@ def _push(command: PushCommand) -> int:
 
 
 def _train(command: TrainCommand) -> int:
-    from hashtrain.pipeline import run
+    from hashtrain.run.pipeline import run
 
     console = _console()
     metrics = run(command, console)
@@ -230,7 +232,7 @@ def next_command(command: TrainCommand) -> str:
 
 
 def _inspect(command: InspectCommand) -> int:
-    from hashtrain.hasher import Hasher
+    from hashtrain.artefact.hasher import Hasher
 
     hasher = Hasher.from_pretrained(command.folder)
     print(json.dumps({**asdict(hasher.config), "parameters": sum(t.numel() for t in hasher.state_dict().values())}))

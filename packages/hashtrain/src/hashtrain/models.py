@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hashtrain.untrusted import one_line
+from hashtrain.files.untrusted import one_line
 
 _ATTENTIONS = (None, "eager", "sdpa")
 """Allowed attention implementations. Any other name is a package or a kernel on the Hub, and so code."""

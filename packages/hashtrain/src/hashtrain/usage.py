@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable
@@ -44,6 +45,12 @@ def require_seed(seed: int) -> None:
     """Raise UsageError unless every generator accepts this --seed."""
     if not 0 <= seed <= LARGEST_SEED:
         raise UsageError(f"--seed must be between 0 and {LARGEST_SEED}, got {seed}")
+
+
+def require_device_name(device: str) -> None:
+    """Raise UsageError if --device is not a name that `hashtrain.machine.distribute.device_for` accepts."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise UsageError(f"--device must be auto, cpu, cuda or cuda:N, got {device}")
 
 
 def require_plain_file(path: Path, flag: str = "") -> None:

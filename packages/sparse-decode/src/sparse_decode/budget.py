@@ -8,8 +8,8 @@ from threading import Lock
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
+from hashtrain import top_count
 from hashtrain.config import RECENT, SINK
-from hashtrain.target import top_count
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Budget:
             raise ValueError(f'a budget with dense_below="{self.dense_below}" counts only once attached; give a number')
         if visible < self.dense_below:
             return visible
-        count = max(self.min_tokens, math.floor(visible * self.fraction + 1e-9))  # as hashtrain.target.top_count
+        count = max(self.min_tokens, math.floor(visible * self.fraction + 1e-9))  # as hashtrain.top_count
         count = count if self.max_tokens is None else min(count, self.max_tokens)
         return min(visible, max(count, self.sink + self.recent))
 

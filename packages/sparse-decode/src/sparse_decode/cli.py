@@ -10,7 +10,7 @@ from typing import Any
 
 import tyro
 from hashtrain.config import RECENT, SINK
-from hashtrain.plan import DEMO, model_path
+from hashtrain.demo import DEMO, model_path
 from hashtrain.usage import UsageError, guarded, require_counts
 from rich.console import Console
 from rich.table import Table

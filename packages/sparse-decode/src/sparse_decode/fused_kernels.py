@@ -12,7 +12,6 @@ numba's cache checks this file only, so `kernel` includes a digest of all files 
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +19,9 @@ from typing import Any
 
 import numba
 import numpy as np
-from hashcore.cpu import kernels, plan
+from hashcore.cpu import launch_plan, search_kernels
 from hashcore.cpu.intrinsics import stay_a_function
-from hashcore.cpu.threads import compiled
+from hashcore.cpu.threads import compiled, digest
 
 from sparse_decode import attend_kernels, encode, moment_kernels
 from sparse_decode.attend_kernels import _attend_task, _widen
@@ -48,8 +47,8 @@ AT = {name: at for at, name in enumerate(FORM)}
 ) = range(len(FORM))  # fmt: skip
 NOT_FINITE = 1
 """Returned by a task if a query's weights are not finite."""
-_COLUMNS = len(plan.COLUMNS)
-_ROOM = plan.CHUNK + plan.STASH + plan.MORE
+_COLUMNS = len(launch_plan.COLUMNS)
+_ROOM = launch_plan.CHUNK + launch_plan.STASH + launch_plan.MORE
 
 search_tasks: Any = None  # the compiled function, set by `kernel`
 
@@ -58,11 +57,10 @@ search_tasks: Any = None  # the compiled function, set by `kernel`
 def kernel() -> Callable[..., int]:
     """Return the kernel, to be run by `hashcore.cpu.threads.run`."""
     global search_tasks
-    search_tasks = compiled(kernels.search_tasks)
-    files = [Path(str(x.__file__)) for x in (kernels, plan, encode, attend_kernels, moment_kernels)]
-    files.append(files[0].with_name("intrinsics.py"))
-    files.append(Path(str(importlib.import_module("sparse_decode.intrinsics").__file__)))
-    return _tasks_of(hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest())
+    search_tasks = compiled(search_kernels.search_tasks)
+    others = encode, attend_kernels, moment_kernels, importlib.import_module("sparse_decode.intrinsics")
+    files = (*search_kernels.SOURCES, *(Path(str(module.__file__)) for module in others))
+    return _tasks_of(digest(files))
 
 
 @numba.njit
@@ -110,18 +108,18 @@ def _search(form, planes, codes, n, count, scores, indices):  # pragma: no cover
     """
     stay_a_function()
     words, levels = form[BITS] // 32, form[PLANES]
-    header = np.zeros(plan.FIRST_WEIGHT + levels, np.int64)
-    header[plan.N], header[plan.WORDS], header[plan.PLANES] = n, words, levels
-    header[plan.PLANE_STEP], header[plan.WORD_STEP] = 4 * words, 4
-    header[plan.STEP] = 4 * form[CODE_TOKEN]
-    header[plan.WIDTH], header[plan.ROWS], header[plan.PARTS] = count, 1, 1
-    header[plan.ROOMY], header[plan.SHORTLIST] = min(2 * count, n) + _ROOM, form[SHORTLIST]
+    header = np.zeros(launch_plan.FIRST_WEIGHT + levels, np.int64)
+    header[launch_plan.N], header[launch_plan.WORDS], header[launch_plan.PLANES] = n, words, levels
+    header[launch_plan.PLANE_STEP], header[launch_plan.WORD_STEP] = 4 * words, 4
+    header[launch_plan.STEP] = 4 * form[CODE_TOKEN]
+    header[launch_plan.WIDTH], header[launch_plan.ROWS], header[launch_plan.PARTS] = count, 1, 1
+    header[launch_plan.ROOMY], header[launch_plan.SHORTLIST] = min(2 * count, n) + _ROOM, form[SHORTLIST]
     for p in range(levels):
-        header[plan.FIRST_WEIGHT + p] = 1 << p
-        header[plan.TOP] += (1 << p) * 32 * words
+        header[launch_plan.FIRST_WEIGHT + p] = 1 << p
+        header[launch_plan.TOP] += (1 << p) * 32 * words
     rows = np.zeros((1, _COLUMNS), np.int64)
-    rows[0, plan.K], rows[0, plan.LOW] = count, min(form[SINK], n)
-    rows[0, plan.HIGH] = max(n - form[RECENT], rows[0, plan.LOW])
+    rows[0, launch_plan.K], rows[0, launch_plan.LOW] = count, min(form[SINK], n)
+    rows[0, launch_plan.HIGH] = max(n - form[RECENT], rows[0, launch_plan.LOW])
     search_tasks(
         0, 1, header, rows, np.empty(0, np.int64), planes.ctypes.data, codes, scores.ctypes.data, indices.ctypes.data
     )

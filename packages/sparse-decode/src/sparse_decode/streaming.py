@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 from hashtrain import Hasher
-from hashtrain.corpus import token_ids
+from hashtrain.data.corpus import token_ids
 from hashtrain.models import load_model, require_vocabulary, text_decoder
 from hashtrain.usage import UsageError, require_plain_file
 from torch import Tensor

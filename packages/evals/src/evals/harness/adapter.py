@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evals.attending import attending
+from evals.base_commands import ALWAYS, Always
 from evals.benchmarks import SparseRows, Truncation
 from evals.methods import LoadedMethod
-from evals.plan import ALWAYS, Always
 
 Key = TypeVar("Key", bound=Hashable)
 TokenRequest = tuple[Any, list[int], list[int]]

@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from hashtrain.atomic import write_text
+from hashtrain.files.atomic import write_text
 
 FOLDER = Path(__file__).parent / "example"
 PREFIXES = (

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from evals import rivals
-
 if TYPE_CHECKING:
     from sparse_decode import Selector
 
@@ -63,15 +61,19 @@ def _bucket_bits(parameters: Parameters, head_dim: int = 0) -> int:
 
 
 def _quest(**parameters: Any) -> Selector:
-    return rivals.QuestSelector(**parameters)
+    from evals.rivals.quest import QuestSelector
+
+    return QuestSelector(**parameters)
 
 
 def _quest_heads(**parameters: Any) -> Selector:
-    return rivals.QuestSelector(per_query_head=True, **parameters)
+    return _quest(per_query_head=True, **parameters)
 
 
 def _sampling(**parameters: Any) -> Selector:
-    return rivals.MagicPigSelector(**parameters)
+    from evals.rivals.magicpig import MagicPigSelector
+
+    return MagicPigSelector(**parameters)
 
 
 def _magicpig(name: str, summary: str, published: tuple[Parameters, ...], sink: int = 4, local: int = 64) -> Rival:

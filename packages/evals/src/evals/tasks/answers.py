@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evals.attending import attending
+from evals.base_commands import Always
 from evals.commands import SyntheticCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE, LoadedMethod
-from evals.plan import Always
 from evals.setup import Ready
 from evals.synthetic import Exercise
 

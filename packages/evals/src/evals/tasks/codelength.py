@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from hashtrain import Hasher, HasherConfig
-from hashtrain.metrics import Quality
+from hashtrain.evaluation.metrics import Quality
 from rich.console import Console
 from sparse_decode import HashSelector, QueryHeadHasher
 

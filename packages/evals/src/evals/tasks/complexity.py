@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hashtrain.target import top_count
+from hashtrain.training.target import top_count
 from rich.console import Console
 
 from evals.commands import ComplexityCommand

@@ -14,8 +14,8 @@ from typing import Any
 import hashcore
 import numpy as np
 import torch
-from hashtrain.atomic import replace
-from hashtrain.capture import capturing
+from hashtrain.data.capture import capturing
+from hashtrain.files.atomic import replace
 from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor

@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from hashtrain.capture import capturing
-from hashtrain.metrics import Quality, quality, reading
-from hashtrain.target import always_read, attention, top_count
+from hashtrain.data.capture import capturing
+from hashtrain.evaluation.metrics import Quality, quality, reading
+from hashtrain.training.target import always_read, attention, top_count
 from rich.console import Console
 from sparse_decode import AttendingSelector, Rows
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from evals.base_commands import Always, IouCommand, MethodsCommand
 from evals.documents import TokenDocument
 from evals.methods import LoadedMethod
 from evals.metrics import Estimate, bootstrap
-from evals.plan import Always, IouCommand, MethodsCommand
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of

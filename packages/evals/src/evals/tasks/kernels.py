@@ -7,7 +7,7 @@ from collections.abc import Callable
 import hashcore
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.target import top_count
+from hashtrain.training.target import top_count
 from rich.console import Console
 from sparse_decode import attend
 from torch.nn import functional as F

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from hashtrain.atomic import replace
+from hashtrain.files.atomic import replace
 from matplotlib.figure import Figure
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase

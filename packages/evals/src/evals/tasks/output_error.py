@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from hashtrain.remainder import linear_values
-from hashtrain.target import top_count
+from hashtrain.evaluation.remainder import linear_values
+from hashtrain.training.target import top_count
 from rich.console import Console
 from sparse_decode import AttendingSelector, Budget, Rows, attach, attend
 from sparse_decode.attend import LeftOut
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from evals.base_commands import Always
 from evals.commands import OutputErrorCommand
 from evals.documents import TokenDocument
 from evals.methods import LoadedMethod
 from evals.metrics import bootstrap
-from evals.plan import Always
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of

@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from evals.attending import Attended, attending
+from evals.base_commands import Always, Phase, PplCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE, OURS, LoadedMethod, Sampling
 from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
-from evals.plan import Always, Phase, PplCommand
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.distribute import device_for
+from hashtrain.machine.distribute import device_for
 from hashtrain.models import from_config
 from rich.console import Console
 from sparse_decode import Attachment, Budget, HashSelector, RecentSelector, Selector, attach

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from hashtrain.corpus import python_sources
+from hashtrain.data.corpus import python_sources
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 

@@ -34,11 +34,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.cpu import kernels, layout, pages, plan, prepared, threads
-from hashcore.cpu.plan import Plan
+from hashcore.cpu import launch_plan, layout, pages, prepared, score_kernels, search_kernels, select_kernels, threads
+from hashcore.cpu.launch_plan import Plan
 from hashcore.validation import Comparison, Selection
 
-__all__ = ["layout", "pages", "plan", "prepared", "run_score", "run_search", "score", "search", "threads", "topk"]
+__all__ = ["launch_plan", "layout", "pages", "prepared", "threads"]
+__all__ += ["run_score", "run_search", "score", "search", "topk"]
 
 
 def score(
@@ -50,7 +51,7 @@ def score(
 ) -> NDArray[np.int32]:
     """Score planes [..., P, W] against keys [..., N, W], whose leading dimensions broadcast to lead: int32 [..., N]."""
     query, keys = layout.aligned(query), layout.readable(keys)
-    made = plan.score(layout.of(query), layout.of(keys), weights, lead, workers, threads.most())
+    made = launch_plan.score(layout.of(query), layout.of(keys), weights, lead, workers, threads.most())
     return run_score(made, *layout.addresses(query, keys))
 
 
@@ -66,9 +67,9 @@ def run_score(made: Plan, query: int, keys: int, out: NDArray[np.int32] | None =
             out[...] = run_score(made, query, keys)
             return out
         rows = rows.copy()
-        rows[:, plan.OUT] = layout.offsets(out.shape[:-1], out.strides[:-1], out.shape[:-1])
+        rows[:, launch_plan.OUT] = layout.offsets(out.shape[:-1], out.strides[:-1], out.shape[:-1])
     arguments = made.header, rows, query, keys, layout.address(out)
-    threads.run(kernels.score_tasks, made.tasks, made.workers, arguments)
+    threads.run(score_kernels.score_tasks, made.tasks, made.workers, arguments)
     return out
 
 
@@ -92,7 +93,7 @@ def topk(
     count = len(addresses)
     workers = workers or threads.count(4 * scores.size)
     arguments = (addresses, k, low, high, values.reshape(count, width), indices.reshape(count, width))
-    threads.run(kernels.topk_tasks, count, workers, arguments)
+    threads.run(select_kernels.topk_tasks, count, workers, arguments)
     return values, indices
 
 
@@ -109,8 +110,8 @@ def search(
     """Find the best keys [..., N, W] of each row of lead by planes [..., P, W]: scores and indices [..., K]."""
     query, keys = layout.aligned(query), layout.readable(keys)
     compared = Comparison(layout.of(query), layout.of(keys), weights, lead)
-    made = plan.search(*compared, wanted.width, best, None, workers, threads.most(), shortlist)
-    return run_search(plan.filled(made, wanted), *layout.addresses(query, keys))
+    made = launch_plan.search(*compared, wanted.width, best, None, workers, threads.most(), shortlist)
+    return run_search(launch_plan.filled(made, wanted), *layout.addresses(query, keys))
 
 
 def run_search(
@@ -137,7 +138,7 @@ def run_search(
 def _search_whole(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
     """Run the search kernel into contiguous [rows, K], or [parts, rows, K] if the plan has several parts."""
     arguments = made.header, made.rows, made.table, query, keys, layout.address(scores), layout.address(indices)
-    threads.run(kernels.search_tasks, made.tasks, made.workers, arguments)
+    threads.run(search_kernels.search_tasks, made.tasks, made.workers, arguments)
 
 
 def _search_parts(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
@@ -145,21 +146,21 @@ def _search_parts(made: Plan, query: int, keys: int, scores: NDArray[np.int32], 
     shape = made.parts, *scores.shape
     found = np.empty(shape, np.int32), np.empty(shape, np.int64)
     _search_whole(made, query, keys, *found)
-    top, best = made.header[[plan.TOP, plan.BEST]].tolist()
-    k = np.ascontiguousarray(made.rows[:, plan.K])
-    threads.run(kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))
+    top, best = made.header[[launch_plan.TOP, launch_plan.BEST]].tolist()
+    k = np.ascontiguousarray(made.rows[:, launch_plan.K])
+    threads.run(search_kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))
 
 
 def _search_again(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
     """Search rows again in one part if all parts together kept too few keys of a shortlist."""
-    if not made.header[plan.SHORTLIST]:
+    if not made.header[launch_plan.SHORTLIST]:
         return
-    k, low, high = (made.rows[:, column] for column in (plan.K, plan.LOW, plan.HIGH))
+    k, low, high = (made.rows[:, column] for column in (launch_plan.K, launch_plan.LOW, launch_plan.HIGH))
     (poor,) = np.nonzero((indices >= 0).sum(1) < np.minimum(k, high - low))
     if len(poor):
         header = made.header.copy()
-        header[plan.PARTS] = 1
+        header[launch_plan.PARTS] = 1
         found = np.empty((len(poor), scores.shape[1]), np.int32), np.empty((len(poor), scores.shape[1]), np.int64)
-        tasks = -(-len(poor) // int(header[plan.ROWS]))
+        tasks = -(-len(poor) // int(header[launch_plan.ROWS]))
         _search_whole(made._replace(header=header, rows=made.rows[poor], tasks=tasks), query, keys, *found)
         scores[poor], indices[poor] = found

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.validation import Layout
+from hashcore.arrays import Layout
 
 HEAD = object.__basicsize__  # bytes of a Python object's header, after which numpy stores the data pointer
 

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hashcore import validation
-from hashcore.cpu import layout, plan
-from hashcore.cpu.plan import Plan
-from hashcore.validation import Layout, RowBounds
+from hashcore.arrays import Layout
+from hashcore.cpu import launch_plan, layout
+from hashcore.cpu.launch_plan import Plan
+from hashcore.validation import RowBounds
 
 
 def laid(pool: NDArray[Any], blocks: Any) -> Layout:
@@ -53,7 +54,7 @@ def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any], wanted: RowBound
     table = blocks.reshape(math.prod(shape), width).astype(np.int64)
     _check(table, numbers, wanted, pool.shape[-3], size)
     header, rows = made.header.copy(), made.rows.copy()
-    header[plan.PAGE], rows[:, plan.TABLE] = size, numbers * width
+    header[launch_plan.PAGE], rows[:, launch_plan.TABLE] = size, numbers * width
     table *= pool.strides[-3]
     return made._replace(header=header, rows=rows, table=table.ravel())
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 from hashcore import validation
-from hashcore.cpu import plan
-from hashcore.cpu.plan import Plan
-from hashcore.validation import Comparison, Layout
+from hashcore.arrays import Layout
+from hashcore.cpu import launch_plan
+from hashcore.cpu.launch_plan import Plan
+from hashcore.validation import Comparison
 
 PLANS, ROWS = 256, 1024  # number of cached plans of each kind, and maximal number of rows of a cached plan: 48 KiB
 
@@ -43,8 +44,8 @@ def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> 
 
 @kept
 def score(query: Layout, keys: Layout, weights: tuple[int, ...] | None, most: int) -> Plan:
-    """Check and plan ops.score on `most` threads."""
-    return plan.score(*comparison(query, keys, weights), None, most)
+    """Check and plan host.score on `most` threads."""
+    return launch_plan.score(*comparison(query, keys, weights), None, most)
 
 
 @kept
@@ -57,7 +58,7 @@ def search(
     most: int,
     shortlist: int = 0,
 ) -> Plan:
-    """Check and plan ops.search for rows that all have the same k, lengths, starts, sink and recent.
+    """Check and plan host.search for rows that all have the same k, lengths, starts, sink and recent.
 
     query and keys are Layouts, or equal plain tuples, which are faster to create.
     """
@@ -65,10 +66,10 @@ def search(
     compared = comparison(query, keys, weights)
     validation.score_bits(compared.weights, compared.query.shape[-1])
     bounds = validation.bounds(keys.shape[-2], *rows)
-    return plan.search(*compared, bounds[0], best, bounds, None, most, shortlist)
+    return launch_plan.search(*compared, bounds[0], best, bounds, None, most, shortlist)
 
 
 @kept
 def ragged_search(compared: Comparison, width: int, best: bool, most: int, shortlist: int = 0) -> Plan:
-    """Plan ops.search for checked arguments whose rows differ; `plan.filled` then sets the bounds of the rows."""
-    return plan.search(*compared, width, best, None, None, most, shortlist)
+    """Plan host.search for checked arguments whose rows differ; `launch_plan.filled` sets the bounds of the rows."""
+    return launch_plan.search(*compared, width, best, None, None, most, shortlist)

@@ -10,10 +10,12 @@ kernel. Pieces never share outputs, so the result does not depend on the split.
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 
 import functools
+import hashlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -61,6 +63,18 @@ def run(kernel: Callable[..., Any], tasks: int, threads: int, arguments: tuple[A
 def _helpers(process: int) -> ThreadPoolExecutor:
     """Return the threads of a process; a fork does not copy those of the parent."""
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 1), most()), "hashcore")
+
+
+def digest(files: Iterable[Path]) -> str:
+    """Return a digest of source files, "" if one cannot be read.
+
+    A kernel that closes over the digest of the files that it is made of is compiled again when one of them changes:
+    numba's cache looks at the file of the kernel itself, and at what the kernel closes over.
+    """
+    try:
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    except OSError:  # no sources, as in a zip file: numba then has no cache either
+        return ""
 
 
 @functools.cache

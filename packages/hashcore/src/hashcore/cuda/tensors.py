@@ -1,6 +1,6 @@
 """hashcore's operations on torch tensors in device memory: prepares launches from shapes and strides.
 
-hashcore.ops has checked the arguments. The host never reads device memory, except where a docstring says so. `run`
+torch_ops has checked the arguments. The host never reads device memory, except where a docstring says so. `run`
 executes launches, by default on the device; tests pass the host simulator and tensors in CPU memory.
 """
 
@@ -13,9 +13,9 @@ import torch
 from hashcore.cuda import kept, kernels, launch, layout
 from hashcore.cuda.kernels import Launch, Output
 from hashcore.cuda.layout import SearchSpace, Selection, Window, Workspace
+from hashcore.cuda.operands import Bounds, Operands, set_selection, supported
 
 Run = Callable[[Iterable[Launch], torch.device], None]
-Bound = int | torch.Tensor | None
 
 PACKED = {
     torch.float32: "f32",
@@ -82,45 +82,17 @@ def score(
     layout.require_positions(n)
     if weights is None:
         lead = out.shape[:-2]
-        at = _operands(query, keys, lead)
+        at = supported(query, keys, lead)
         batch, queries = math.prod(lead), query.shape[-2]
         pairs = kernels.score_pairs(
             at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr(), batch, queries, n, words, at.map
         )
         return _run(run, [pairs], out.device)
     lead = out.shape[:-1]
-    at = _operands(query, keys, lead)
+    at = supported(query, keys, lead)
     rows = math.prod(lead)
     scores = kernels.score_all(at.query.data_ptr(), at.keys.data_ptr(), out.data_ptr(), rows, n, words, weights, at.map)
     return _run(run, [scores], out.device)
-
-
-class Bounds(NamedTuple):
-    """The eligible positions of a row: [start + sink, length - recent)."""
-
-    lengths: Bound = None
-    starts: Bound = None
-    sink: int = 0
-    recent: int = 0
-
-    def window(self, window: Window, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
-        """Set the kernels' argument, and return the tensors that it points to."""
-        lengths, window.lengths_per, window.length, first = _bound(self.lengths, lead, n, n)
-        starts, window.starts_per, window.start, second = _bound(self.starts, lead, n, 0)
-        window.lengths, window.starts = lengths, starts
-        window.wide = _is_wide(first) | _is_wide(second) << 1
-        window.sink, window.recent, window.n = min(self.sink, n), min(self.recent, n), n
-        return first, second
-
-
-def _bound(bound: Bound, lead: Sequence[int], n: int, default: int) -> tuple[int | None, int, int, torch.Tensor | None]:
-    """Return address, rows per entry, the value for all rows, and the tensor at the address."""
-    if bound is None:
-        return None, 1, default, None
-    if isinstance(bound, int):
-        return None, 1, bound, None
-    values, per = _per_row(_integers(bound), lead)
-    return values.data_ptr(), per, default, values
 
 
 def workspace(
@@ -254,7 +226,7 @@ class _Prepared:
         else:
             self.rows = None
         call = self.call
-        return bounds.window(call.window, self.lead, self.n), _selection(call.selection, k, self.lead, self.width)
+        return bounds.window(call.window, self.lead, self.n), set_selection(call.selection, k, self.lead, self.width)
 
 
 _searches: kept.Table[_Prepared] = kept.Table()
@@ -308,8 +280,8 @@ def slots(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None
 class _Placed(NamedTuple):
     """Operands for planes and for first words, and whether none of them is a copy."""
 
-    at: "_Operands"
-    first: "_Operands"
+    at: Operands
+    first: Operands
     direct: bool
 
 
@@ -326,12 +298,12 @@ def _placed(
     """
     if weights is None:
         query, keys, first = query.unsqueeze(-2), keys.unsqueeze(-3), None if first is None else first.unsqueeze(-2)
-    at = _operands(query, keys, lead)
+    at = supported(query, keys, lead)
     direct = at.query is query and at.keys is keys
     if first is None:
         return _Placed(at, at, direct)
     words = first.unsqueeze(-1)  # codes of one word
-    own = _operands(query, words, lead)
+    own = supported(query, words, lead)
     return _Placed(at, own, direct and own.keys is words)
 
 
@@ -357,7 +329,7 @@ def topk(
     scratch = torch.empty(plan.words, dtype=torch.int32, device=device)
     scratch[: plan.zeros].zero_()
     window, selection = Window(), Selection()
-    held = bounds.window(window, lead, n), _selection(selection, k, lead, values.shape[-1])
+    held = bounds.window(window, lead, n), set_selection(selection, k, lead, values.shape[-1])
     output = Output(values.data_ptr(), indices.data_ptr(), 8 * indices.element_size())
     _run(
         run, kernels.topk(aligned.data_ptr(), stride, rows, window, selection, output, scratch.data_ptr(), plan), device
@@ -367,69 +339,6 @@ def topk(
 
 def _run(run: Run | None, launches: Iterable[Launch], device: torch.device) -> None:
     (launch.run if run is None else run)(launches, device)
-
-
-class _Operands(NamedTuple):
-    query: torch.Tensor
-    keys: torch.Tensor
-    map: layout.RowMap
-
-
-def _operands(query: torch.Tensor, keys: torch.Tensor, lead: Sequence[int]) -> _Operands:
-    """Return the operands in a layout that the kernels support, copied only if necessary."""
-    layout.require_rows(math.prod(lead))
-    query, keys = _rows(query), _rows(keys, apart=True)
-    for attempt in range(3):
-        query_lead, keys_lead = query.expand(*lead, *query.shape[-2:]), keys.expand(*lead, *keys.shape[-2:])
-        found = layout.collapse(lead, query_lead.stride()[:-2], keys_lead.stride()[:-2], keys_lead.stride(-2))
-        if found is not None:
-            return _Operands(query, keys, found)
-        if attempt == 0:
-            query = query_lead.contiguous()  # small; keys are copied only if that does not help
-        else:
-            keys = keys_lead.contiguous()
-    raise AssertionError("contiguous operands collapse to one dimension")
-
-
-def _rows(codes: torch.Tensor, apart: bool = False) -> torch.Tensor:
-    """Return codes aligned for the kernels' loads; apart: rows may have gaps. Copied only if necessary."""
-    rows, words = codes.shape[-2:]
-    unit = math.gcd(words, 4)
-    dense = (codes.stride(-1) == 1 or words == 1) and (apart or codes.stride(-2) == words or rows == 1)
-    steps = zip(codes.stride()[:-1], codes.shape[:-1], strict=True)
-    aligned = codes.data_ptr() % (4 * unit) == 0 and not any(step % unit for step, size in steps if size > 1)
-    return codes if dense and aligned else codes.clone(memory_format=torch.contiguous_format)
-
-
-def _selection(selection: Selection, k: int | torch.Tensor, lead: Sequence[int], width: int) -> torch.Tensor | None:
-    """Set the kernels' argument, and return the tensor that it points to."""
-    selection.width = width
-    if isinstance(k, int):
-        selection.k, selection.k_per, selection.count, selection.wide = None, 1, k, 0
-        return None
-    counts, per = _per_row(_integers(k), lead)
-    selection.k, selection.k_per, selection.count, selection.wide = counts.data_ptr(), per, 0, _is_wide(counts)
-    return counts
-
-
-def _per_row(values: torch.Tensor, lead: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """Return contiguous values that broadcast to the rows, and the number of consecutive rows that share a value."""
-    shape = (*(1,) * (len(lead) - values.ndim), *values.shape)
-    own = max((d + 1 for d, size in enumerate(shape) if size > 1), default=0)
-    if shape[:own] == tuple(lead[:own]) and values.is_contiguous():
-        return values, math.prod(lead[own:])
-    return values.expand(lead).contiguous(), 1
-
-
-def _integers(values: torch.Tensor) -> torch.Tensor:
-    """Return integers as int32 or int64; the kernels clamp them."""
-    if values.dtype in (torch.int32, torch.int64):
-        return values
-    return values.to(torch.int32 if values.element_size() < 4 else torch.int64)
-
-
-def _is_wide(values: torch.Tensor | None) -> int:
-    return int(values is not None and values.dtype == torch.int64)
 
 
 def _sm_count(device: torch.device) -> int:

@@ -31,7 +31,6 @@ FLAGS = [
     *("-fvisibility=hidden", "-fno-gnu-unique", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE"),
     *("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-fno-sanitize=vptr"),
 ]
-ORDERS = {"ascending": 0, "descending": 1}
 POISON = 0xA5
 
 

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import validation
+from hashcore import arrays, validation
 
 ENCODERS = ("rotation", "sign")
 METRICS = ("dot", "cosine")
@@ -115,7 +115,7 @@ def rows_of(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 def mean(value: Any, dim: int) -> NDArray[np.float32]:
     """Return a mean as finite float32 [dim]."""
-    (array,), _ = validation.host_arrays(mean=value)
+    (array,), _ = arrays.host_arrays(mean=value)
     validation.real("mean", array, "[D]")
     if array.shape != (dim,):
         raise ValueError(f"mean must have shape [{dim}], got {list(array.shape)}; average the vectors over their rows")
@@ -156,7 +156,7 @@ def unknown(number: int) -> NoReturn:
 
 def _id_array(ids: Any) -> NDArray[Any]:
     if type(ids).__module__.partition(".")[0] == "torch":
-        (ids,), _ = validation.host_arrays(ids=ids)
+        (ids,), _ = arrays.host_arrays(ids=ids)
     array = np.atleast_1d(np.asarray(ids))
     if array.size == 0 and array.dtype.kind == "f":  # an empty list
         array = array.astype(np.int64)

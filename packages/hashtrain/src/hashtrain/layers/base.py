@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hashtrain.config import MAX_DIGITS, HasherConfig
-from hashtrain.surrogate import estimator
+from hashtrain.layers.surrogate import estimator
 
 if TYPE_CHECKING:
-    from hashtrain.captured import Capture
+    from hashtrain.data.captured import Capture
 
 REMAINDER_TERMS = 6
 """Five coefficients for eq. 15 and the slope for eq. 16."""
@@ -54,7 +54,7 @@ class LayerHasher(nn.Module):
     target_heads = "kv"
     """Kind of target: `kv` sums attention over the group, as deployed; `query` treats each head separately."""
     estimator = "straight-through"
-    """Default surrogate for the sign in training (`hashtrain.surrogate`); the config can override it."""
+    """Default surrogate for the sign in training (`hashtrain.layers.surrogate`); the config can override it."""
     estimates_products = False
     """Whether training scores estimate q . k, summed over the group; else they are in units of +-bits."""
     has_codes = True
@@ -75,7 +75,7 @@ class LayerHasher(nn.Module):
 
     @property
     def calibrated(self) -> bool:
-        """Whether `remainder` has been fitted (`hashtrain.remainder.calibrate`)."""
+        """Whether `remainder` has been fitted (`hashtrain.evaluation.remainder.calibrate`)."""
         return bool(self.remainder.any())
 
     def start(self, data: Capture, layer: int, most_digits: int = MAX_DIGITS) -> None:

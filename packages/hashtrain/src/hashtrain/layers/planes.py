@@ -9,7 +9,7 @@ from torch import Tensor
 from hashtrain.config import HasherConfig
 from hashtrain.layers.base import Draw, LayerHasher, rotation, uniform
 from hashtrain.layers.mlp import SkipMlp
-from hashtrain.surrogate import quantised
+from hashtrain.layers.surrogate import quantised
 
 
 class Planes(LayerHasher):

@@ -8,14 +8,14 @@ import hashcore
 import torch
 from torch import Tensor, nn
 
-from hashtrain import transform_coding
 from hashtrain.config import MAX_DIGITS, HasherConfig
+from hashtrain.layers import transform_coding
 from hashtrain.layers.base import Draw, LayerHasher, rotation
 from hashtrain.layers.mlp import SkipMlp
-from hashtrain.surrogate import digits, quantised
+from hashtrain.layers.surrogate import digits, quantised
 
 if TYPE_CHECKING:
-    from hashtrain.captured import Capture
+    from hashtrain.data.captured import Capture
 
 CONTEXTS = 16
 """Number of contexts that a start is computed from."""

@@ -1,0 +1,131 @@
+"""Launch plans of the kernels: all arguments except data pointers.
+
+Creating a plan takes as long as scoring a hundred thousand keys, so cpu.prepared caches plans. A plan is two int64
+arrays, so that a call passes few objects: `header` has the values that all rows share, followed by the weights; `rows`
+has the values of each row, with byte offsets from the data pointers.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hashcore.arrays import Layout
+from hashcore.cpu import layout, threads
+from hashcore.validation import RowBounds, Selection
+
+CHUNK = 1024  # keys per task: 16 KiB of 128-bit keys, which stay in L1 while all rows of a block are scored
+BLOCK = 32  # maximal number of rows of a block
+MORE = 4  # unconditional writes per 64 scores: rarely more reach a good floor
+ROOM = 1 << 20  # maximal number of entries that all rows of a block keep: 8 MiB
+STASH = 256  # keys of a shortlist that are collected and scored together
+
+HEADER = N, WORDS, PLANES, PLANE_STEP, WORD_STEP, STEP, TOP, WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST, PAGE = range(
+    14
+)
+COLUMNS = QUERY, KEYS, OUT, K, LOW, HIGH, TABLE = range(7)
+FIRST_WEIGHT = len(HEADER)
+NO_TABLE = np.empty(0, np.int64)
+
+
+class Plan(NamedTuple):
+    """The arguments of a kernel call without addresses.
+
+    Attributes:
+        header: int64 [FIRST_WEIGHT + P].
+        rows: int64 [R, COLUMNS].
+        shape: of the result.
+        tasks, workers: arguments of threads.run.
+        readable: whether the words of each key are contiguous, as the kernels require.
+        parts: number of parts of the keys; a search selects from each part separately.
+        table: for keys in pages, the byte offset of each block of each row, int64, flat.
+    """
+
+    header: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    shape: tuple[int, ...]
+    tasks: int
+    workers: int
+    readable: bool
+    parts: int = 1
+    table: NDArray[np.int64] = NO_TABLE
+
+
+def score(
+    query: Layout,
+    keys: Layout,
+    weights: tuple[int, ...],
+    lead: tuple[int, ...],
+    workers: int | None = None,
+    most: int = 1,
+) -> Plan:
+    """Plan the scores [*lead, N] of planes [..., P, W] against keys [..., N, W]; lead: their broadcast leading shape.
+
+    workers: number of threads; None: as many as the work justifies, at most `most`.
+    """
+    header, rows = _common(query, keys, weights, lead)
+    count, n = len(rows), keys.shape[-2]
+    rows[:, OUT] = np.arange(count) * (4 * n)
+    tasks = -(-count // BLOCK) * -(-n // CHUNK)
+    workers = workers or threads.count(count * n * math.prod(query.shape[-2:]), most)
+    return Plan(header, rows, (*lead, n), tasks, workers, _readable(keys))
+
+
+def search(
+    query: Layout,
+    keys: Layout,
+    weights: tuple[int, ...],
+    lead: tuple[int, ...],
+    width: int,
+    best: bool,
+    bounds: tuple[int, int, int] | None = None,
+    workers: int | None = None,
+    most: int = 1,
+    shortlist: int = 0,
+) -> Plan:
+    """Plan a search for up to `width` keys per row; lead: the shape of the rows.
+
+    Args:
+        bounds: k, low and high if they are the same for all rows (validation.Selection); None: see `filled`.
+        shortlist: about this many times k keys are scored in full; 0: all.
+    """
+    header, rows = _common(query, keys, weights, lead)
+    if bounds is not None:
+        rows[:, [K, LOW, HIGH]] = bounds
+    count, n = len(rows), keys.shape[-2]
+    workers = workers or threads.count(count * n * math.prod(query.shape[-2:]), most)
+    room = min(2 * width, n) + CHUNK + STASH + MORE  # entries that a row keeps
+    block = max(1, min(BLOCK, -(-count // workers), ROOM // room))
+    blocks = -(-count // block)
+    # Each part selects its own best k, so parts shorter than 8 k would do mostly redundant work.
+    parts = max(1, min(workers // max(blocks, 1), n // max(8 * width, 1)))
+    header[[WIDTH, BEST, ROOMY, ROWS, PARTS, SHORTLIST]] = width, best, room, block, parts, shortlist
+    return Plan(header, rows, (*lead, width), blocks * parts, workers, _readable(keys), parts)
+
+
+def filled(plan: Plan, wanted: Selection | RowBounds) -> Plan:
+    """Return a search plan with k, low and high of each row."""
+    rows = plan.rows.copy()
+    rows[:, K], rows[:, LOW], rows[:, HIGH] = wanted[:3]
+    return plan._replace(rows=rows)
+
+
+def _readable(keys: Layout) -> bool:
+    return keys.strides[-1] == 4 or keys.shape[-1] == 1
+
+
+def _common(
+    query: Layout, keys: Layout, weights: tuple[int, ...], lead: tuple[int, ...]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    n, words = keys.shape[-2:]
+    header = np.zeros(FIRST_WEIGHT + len(weights), np.int64)
+    header[[N, WORDS, PLANES]] = n, words, len(weights)
+    header[[PLANE_STEP, WORD_STEP]] = query.strides[-2:]
+    header[STEP] = keys.strides[-2] if n > 1 else 4 * words
+    header[TOP] = sum(weights) * 32 * words
+    header[FIRST_WEIGHT:] = weights
+    rows = np.zeros((math.prod(lead), len(COLUMNS)), np.int64)
+    for column, codes in ((QUERY, query), (KEYS, keys)):
+        rows[:, column] = layout.offsets(codes.shape[:-2], codes.strides[:-2], lead)
+    return header, rows

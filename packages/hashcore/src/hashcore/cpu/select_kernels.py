@@ -1,0 +1,242 @@
+"""Kernels that select the best scores (eq. 6); hashcore.host has checked their arguments. See cpu/__init__.py."""
+
+# numba is untyped, and its decorators change what a function takes.
+# pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from hashcore.cpu import intrinsics, launch_plan, threads
+from hashcore.cpu.intrinsics import LANES, at_least, lowest_bit, memory, popcount, stay_a_function
+from hashcore.cpu.launch_plan import MORE
+
+LEVEL = 1 << 12  # wider score ranges are counted in two levels, the first with bins of 256 scores
+LAST, INDEX = np.uint64(1 << 63), np.uint64((1 << 48) - 1)
+SOURCES = tuple(Path(file) for file in (__file__, intrinsics.__file__, launch_plan.__file__))
+"""The files that these kernels are made of."""
+
+
+@numba.njit
+def _append(s, floor, base, kept, count):
+    """Append the scores that reach the floor, with indices counted from base; return the new number of entries."""
+    stay_a_function()
+    threshold = s.dtype.type(floor)
+    whole = len(s) // LANES * LANES
+    for group in range(0, whole, LANES):
+        mask = at_least(s, group, threshold)
+        if mask:
+            count = _take(mask, s, group, base + group, kept, count)
+    for i in range(whole, len(s)):
+        if s[i] >= threshold:
+            kept[count] = _entry(s[i], base + i)
+            count += 1
+    return count
+
+
+@numba.njit
+def _take(mask, s, first, base, kept, count):
+    """Append the masked elements of s[first : first + LANES], with indices counted from base.
+
+    MORE entries are written unconditionally, because a mispredicted branch takes longer.
+    """
+    end, place = count + np.int64(popcount(mask)), count
+    for _ in range(MORE):
+        i = np.int64(lowest_bit(mask | LAST))
+        kept[place] = _entry(s[first + i], base + i)
+        mask &= mask - np.uint64(1)
+        place += 1
+    while mask:
+        i = np.int64(lowest_bit(mask))
+        kept[place] = _entry(s[first + i], base + i)
+        mask &= mask - np.uint64(1)
+        place += 1
+    return end
+
+
+@numba.njit
+def _entry(score, index):
+    """Pack a score above its index, which has 48 bits."""
+    return np.uint64(score) << np.uint64(48) | np.uint64(index)
+
+
+@numba.njit
+def _shrink(kept, count, k, floor, top, histogram):
+    """Keep the best k of `count` entries, in order; return their lowest score.
+
+    The scores are in floor..top, or one below the floor if kept by an earlier shrink.
+    """
+    stay_a_function()
+    base = max(floor - 1, 0)
+    steps, quota = _threshold(kept[:count], np.uint64(48), np.uint64(base), np.uint64(top - base), k, histogram)
+    threshold = np.uint64(base) + steps
+    taken = 0
+    for i in range(count):
+        entry = kept[i]
+        score = entry >> np.uint64(48)
+        equal = (score == threshold) & (quota > 0)
+        kept[taken] = entry
+        taken += (score > threshold) | equal
+        quota -= equal
+    return np.int64(threshold)
+
+
+@numba.njit
+def _threshold(s, drop, smallest, span, quota, histogram):
+    """Find the quota-th best score s >> drop, all in smallest + [0, span]; return its distance from smallest, and how
+    many scores equal to it are within the quota."""
+    stay_a_function()
+    if span < np.uint64(LEVEL):
+        _count(s, drop, smallest, np.int64(span) + 1, histogram)
+        return _walk(histogram, span, quota)
+    shift, found = np.uint64(0), np.uint64(0)
+    while span >> shift >= np.uint64(LEVEL):
+        shift += np.uint64(8)
+    while True:  # the score in question is smallest + found + [0, span]
+        histogram[: (span >> shift) + np.uint64(1)] = 0
+        for i in range(len(s)):
+            distance = (np.uint64(s[i]) >> drop) - smallest - found
+            if distance <= span:
+                histogram[distance >> shift] += 1
+        bin, quota = _walk(histogram, span >> shift, quota)
+        found += bin << shift
+        if shift == 0:
+            return found, quota
+        span = (np.uint64(1) << shift) - np.uint64(1)
+        shift -= np.uint64(8)
+
+
+@numba.njit
+def _count(s, drop, smallest, bins, histogram):
+    """Count scores in four histograms in turn: consecutive equal scores would otherwise stall on store forwarding."""
+    histogram[: 4 * bins] = 0
+    a, b, c, d = histogram[:bins], histogram[bins:], histogram[2 * bins :], histogram[3 * bins :]
+    whole = len(s) // 4 * 4
+    for i in range(0, whole, 4):
+        a[(np.uint64(s[i]) >> drop) - smallest] += 1
+        b[(np.uint64(s[i + 1]) >> drop) - smallest] += 1
+        c[(np.uint64(s[i + 2]) >> drop) - smallest] += 1
+        d[(np.uint64(s[i + 3]) >> drop) - smallest] += 1
+    for i in range(whole, len(s)):
+        a[(np.uint64(s[i]) >> drop) - smallest] += 1
+    for i in range(bins):
+        a[i] += b[i] + c[i] + d[i]
+
+
+@numba.njit
+def _walk(histogram, step, quota):
+    """Walk down from bin `step` until `quota` scores are covered; return the bin and the quota left in it."""
+    while histogram[step] < quota:
+        quota -= histogram[step]
+        step -= np.uint64(1)
+    return step, quota
+
+
+@numba.njit
+def _compact(s, threshold, quota, indices, base):
+    """Write in order the indices, counted from base, of scores above the threshold and of the first `quota` ties."""
+    stay_a_function()
+    taken = 0
+    whole = len(s) // LANES * LANES
+    for group in range(0, whole, LANES):
+        mask = at_least(s, group, threshold)
+        while mask:
+            i = group + np.int64(lowest_bit(mask))
+            mask &= mask - np.uint64(1)
+            equal = s[i] == threshold
+            if equal and quota == 0:
+                continue
+            quota -= equal
+            indices[taken] = base + i
+            taken += 1
+    for i in range(whole, len(s)):
+        equal = s[i] == threshold
+        if s[i] > threshold or (equal and quota > 0):
+            quota -= equal
+            indices[taken] = base + i
+            taken += 1
+
+
+@numba.njit
+def _write(kept, count, wanted, floor, best, top, histogram, scores, indices):
+    """Write the best `wanted` of `count` entries, in their order or best first, and fill the remaining slots."""
+    stay_a_function()
+    if best and wanted > 0:
+        _sort(kept[:count], wanted, max(floor - 1, 0), top, histogram, scores, indices)
+    else:
+        if count > wanted:
+            _shrink(kept, count, wanted, floor, top, histogram)
+        for i in range(wanted):
+            scores[i], indices[i] = kept[i] >> np.uint64(48), kept[i] & INDEX
+    scores[wanted:] = 0
+    indices[wanted:] = -1
+
+
+@numba.njit
+def _sort(kept, wanted, base, top, histogram, scores, indices):
+    """Write the best entries, with scores in base..top, highest score first and ties in their order.
+
+    Every entry is written, because a mispredicted branch takes longer. Unwanted entries go to the last slot, which is
+    rewritten at the end.
+    """
+    if top - base < LEVEL:
+        _count(kept, np.uint64(48), np.uint64(base), top - base + 1, histogram)
+    else:
+        histogram[: top - base + 1] = 0
+        for i in range(len(kept)):
+            histogram[(kept[i] >> np.uint64(48)) - np.uint64(base)] += 1
+    place, end, last = np.int64(0), wanted - 1, np.uint64(0)
+    for step in range(top - base, -1, -1):  # counts to start positions
+        histogram[step], place = place, place + histogram[step]
+    for i in range(len(kept)):
+        step = (kept[i] >> np.uint64(48)) - np.uint64(base)
+        place = np.int64(histogram[step])
+        histogram[step] += 1
+        last = kept[i] if place == end else last
+        place = min(place, end)
+        scores[place], indices[place] = kept[i] >> np.uint64(48), kept[i] & INDEX
+    scores[end], indices[end] = last >> np.uint64(48), last & INDEX
+
+
+def _tasks(digest: str) -> Callable[..., int]:
+    def topk_tasks(
+        first: int,
+        last: int,
+        scores: NDArray[np.int64],
+        k: NDArray[np.int64],
+        low: NDArray[np.int64],
+        high: NDArray[np.int64],
+        values: NDArray[Any],
+        indices: NDArray[np.int64],
+    ) -> int:
+        """Select from rows [first, last), whose addresses are in `scores`."""
+        assert digest  # makes it part of the key of numba's cache
+        histogram = np.empty(4 * LEVEL, np.int32)
+        for row in range(first, last):
+            if low[row] == high[row]:
+                continue
+            s = memory(scores[row] + low[row] * values.itemsize, high[row] - low[row], values)
+            smallest = largest = s[0]  # (1)
+            for i in range(len(s)):
+                smallest = min(smallest, s[i])
+                largest = max(largest, s[i])
+            # Differences are taken modulo 2^64: right for every integer type, signed or not.
+            span = np.uint64(largest) - np.uint64(smallest)
+            wanted = min(k[row], len(s))
+            if wanted == 0:
+                continue
+            step, quota = _threshold(s, np.uint64(0), np.uint64(smallest), span, wanted, histogram)  # (2), (3)
+            _compact(s, s.dtype.type(np.uint64(smallest) + step), quota, indices[row], low[row])
+            for i in range(wanted):
+                values[row, i] = s[indices[row, i] - low[row]]
+        return 0
+
+    return topk_tasks
+
+
+topk_tasks = _tasks(threads.digest(SOURCES))

@@ -1,0 +1,103 @@
+"""What a launch reads: operands, counts and bounds of rows, in a layout that the kernels support."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hashcore.cuda import layout
+from hashcore.cuda.layout import Selection, Window
+
+Bound = int | torch.Tensor | None
+
+
+class Bounds(NamedTuple):
+    """The eligible positions of a row: [start + sink, length - recent)."""
+
+    lengths: Bound = None
+    starts: Bound = None
+    sink: int = 0
+    recent: int = 0
+
+    def window(self, window: Window, lead: Sequence[int], n: int) -> tuple[torch.Tensor | None, ...]:
+        """Set the kernels' argument, and return the tensors that it points to."""
+        lengths, window.lengths_per, window.length, first = _bound(self.lengths, lead, n, n)
+        starts, window.starts_per, window.start, second = _bound(self.starts, lead, n, 0)
+        window.lengths, window.starts = lengths, starts
+        window.wide = _is_wide(first) | _is_wide(second) << 1
+        window.sink, window.recent, window.n = min(self.sink, n), min(self.recent, n), n
+        return first, second
+
+
+def _bound(bound: Bound, lead: Sequence[int], n: int, default: int) -> tuple[int | None, int, int, torch.Tensor | None]:
+    """Return address, rows per entry, the value for all rows, and the tensor at the address."""
+    if bound is None:
+        return None, 1, default, None
+    if isinstance(bound, int):
+        return None, 1, bound, None
+    values, per = per_row(integers(bound), lead)
+    return values.data_ptr(), per, default, values
+
+
+class Operands(NamedTuple):
+    query: torch.Tensor
+    keys: torch.Tensor
+    map: layout.RowMap
+
+
+def supported(query: torch.Tensor, keys: torch.Tensor, lead: Sequence[int]) -> Operands:
+    """Return the operands in a layout that the kernels support, copied only if necessary."""
+    layout.require_rows(math.prod(lead))
+    query, keys = _rows(query), _rows(keys, apart=True)
+    for attempt in range(3):
+        query_lead, keys_lead = query.expand(*lead, *query.shape[-2:]), keys.expand(*lead, *keys.shape[-2:])
+        found = layout.collapse(lead, query_lead.stride()[:-2], keys_lead.stride()[:-2], keys_lead.stride(-2))
+        if found is not None:
+            return Operands(query, keys, found)
+        if attempt == 0:
+            query = query_lead.contiguous()  # small; keys are copied only if that does not help
+        else:
+            keys = keys_lead.contiguous()
+    raise AssertionError("contiguous operands collapse to one dimension")
+
+
+def _rows(codes: torch.Tensor, apart: bool = False) -> torch.Tensor:
+    """Return codes aligned for the kernels' loads; apart: rows may have gaps. Copied only if necessary."""
+    rows, words = codes.shape[-2:]
+    unit = math.gcd(words, 4)
+    dense = (codes.stride(-1) == 1 or words == 1) and (apart or codes.stride(-2) == words or rows == 1)
+    steps = zip(codes.stride()[:-1], codes.shape[:-1], strict=True)
+    aligned = codes.data_ptr() % (4 * unit) == 0 and not any(step % unit for step, size in steps if size > 1)
+    return codes if dense and aligned else codes.clone(memory_format=torch.contiguous_format)
+
+
+def set_selection(selection: Selection, k: int | torch.Tensor, lead: Sequence[int], width: int) -> torch.Tensor | None:
+    """Set the kernels' argument, and return the tensor that it points to."""
+    selection.width = width
+    if isinstance(k, int):
+        selection.k, selection.k_per, selection.count, selection.wide = None, 1, k, 0
+        return None
+    counts, per = per_row(integers(k), lead)
+    selection.k, selection.k_per, selection.count, selection.wide = counts.data_ptr(), per, 0, _is_wide(counts)
+    return counts
+
+
+def per_row(values: torch.Tensor, lead: Sequence[int]) -> tuple[torch.Tensor, int]:
+    """Return contiguous values that broadcast to the rows, and the number of consecutive rows that share a value."""
+    shape = (*(1,) * (len(lead) - values.ndim), *values.shape)
+    own = max((d + 1 for d, size in enumerate(shape) if size > 1), default=0)
+    if shape[:own] == tuple(lead[:own]) and values.is_contiguous():
+        return values, math.prod(lead[own:])
+    return values.expand(lead).contiguous(), 1
+
+
+def integers(values: torch.Tensor) -> torch.Tensor:
+    """Return integers as int32 or int64; the kernels clamp them."""
+    if values.dtype in (torch.int32, torch.int64):
+        return values
+    return values.to(torch.int32 if values.element_size() < 4 else torch.int64)
+
+
+def _is_wide(values: torch.Tensor | None) -> int:
+    return int(values is not None and values.dtype == torch.int64)

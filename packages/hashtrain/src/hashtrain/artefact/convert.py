@@ -1,0 +1,126 @@
+"""Convert the hashers that the paper's authors published to this project's format.
+
+A published file is a list of tensors, four per layer, starting with layer 0: P0 [1, Hq, D, D], b0 [1, Hq, 1, D], P1,
+b1, for `h = SiLU(x P0 + b0) + x` and `h P1 + b1 + h`. The file is a zip with a pickle. Before torch reads it:
+
+1. the sizes stated in the zip must be at most those of this model, and its files uncompressed;
+2. the pickle's opcodes are listed, not run: it may name torch's tensors and storages and nothing else;
+3. its files are read with their checksums and put into a new zip in memory, so torch reads exactly what was checked.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hashtrain.artefact.hasher import Hasher
+from hashtrain.config import HasherConfig, ModelShape
+
+_PER_LAYER = 4
+_MAX_ENTRIES = 1 << 16
+_MAX_PICKLE_BYTES = 1 << 20
+_NAMES = re.compile(r"torch \w+Storage|torch\._utils _rebuild_(tensor_v2|parameter)|collections OrderedDict", re.ASCII)
+_CALLS = {"INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4", "BUILD"}
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def convert(path: str | Path, model_config: Any, out: str | Path, base_model: str = "") -> Hasher:
+    """Convert a published `.pth` list to a hasher of variant `paper` with residuals, and store it in the folder `out`.
+
+    Args:
+        path: the file; model_config: the Hugging Face config of the model it was trained for.
+        base_model: the model's name, for the hasher's config.
+    Returns: the hasher.
+    Raises: ValueError with one sentence, before anything is written, if the file is damaged, truncated, or holds
+        anything but the tensors of this model's layers.
+    """
+    path, shape = Path(path), ModelShape.of(model_config)
+    config = HasherConfig(
+        "paper", shape, bits=shape.head_dim, hidden=shape.head_dim, init="random", residual=True, base_model=base_model
+    )
+    tensors = _read(path, shape)
+    state: dict[str, Tensor] = Hasher(config, seed=0).state_dict()
+    for layer in range(shape.num_layers):
+        for place, name in enumerate(("w1", "b1", "w2", "b2")):
+            key = f"layers.{layer}.{name}"
+            state[key] = _checked(tensors[_PER_LAYER * layer + place], tuple(state[key].shape), path, layer, place)
+    hasher = Hasher(config, seed=None)
+    hasher.load_state_dict(state)
+    hasher.save_pretrained(out, _card(config, path.name))
+    return hasher.eval().requires_grad_(False)
+
+
+def _read(path: Path, shape: ModelShape) -> list[Any]:
+    if not path.is_file():
+        raise ValueError(f"no file {path}: expected the published .pth file")
+    d, wanted = shape.head_dim, _PER_LAYER * shape.num_layers
+    largest = 2 * 4 * shape.num_layers * shape.num_query_heads * (2 * d * d + 2 * d) + (1 << 20)
+    try:
+        archive = _checked_archive(path, largest)
+        found = torch.load(archive, map_location="cpu", weights_only=True)
+    except Exception as error:  # on damaged bytes, the zip reader and the unpickler raise all kinds of errors
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ValueError(
+            f"{path} is truncated, damaged or holds more than tensors ({reason}); download it again"
+        ) from error
+    if not isinstance(found, list | tuple):
+        raise ValueError(f"{path} must hold a list of tensors, got {type(found).__name__}")
+    if len(found) != wanted:
+        raise ValueError(
+            f"{path} holds {len(found)} tensors, {len(found) / _PER_LAYER:g} layers; expected {wanted}, "
+            f"{shape.num_layers} layers" + ("; the published file is truncated" if len(found) < wanted else "")
+        )
+    return list(found)
+
+
+def _checked_archive(path: Path, largest: int) -> io.BytesIO:
+    """Copy the zip's files, checked, into a new zip in memory. Raises: any exception if the file is not usable."""
+    copied = io.BytesIO()
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(copied, "w") as copy:
+        entries = archive.infolist()
+        content = sum(entry.file_size for entry in entries)
+        if content > largest or len(entries) > _MAX_ENTRIES:
+            raise ValueError(f"it holds {content} bytes in {len(entries)} files, expected at most {largest} bytes")
+        if any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries):
+            raise ValueError("expected uncompressed files, got compressed ones")
+        if len({entry.filename for entry in entries}) != len(entries):
+            raise ValueError("two of its files have the same name")
+        pickles = [entry for entry in entries if entry.filename.endswith("data.pkl")]
+        if len(pickles) != 1 or pickles[0].file_size > _MAX_PICKLE_BYTES:
+            raise ValueError(f"expected one file data.pkl of at most {_MAX_PICKLE_BYTES} bytes, got {len(pickles)}")
+        _require_tensors_only(archive.read(pickles[0]))
+        for entry in entries:
+            copy.writestr(entry.filename, archive.read(entry))
+    copied.seek(0)
+    return copied
+
+
+def _require_tensors_only(pickle: bytes) -> None:
+    """List the opcodes of a pickle without running them. Raises: ValueError if one calls more than tensors need."""
+    for opcode, argument, _ in pickletools.genops(pickle):
+        if opcode.name in _CALLS or (opcode.name == "GLOBAL" and not _NAMES.fullmatch(str(argument))):
+            raise ValueError(f"it calls {argument or opcode.name}, expected only tensors")
+
+
+def _checked(tensor: Any, size: tuple[int, ...], path: Path, layer: int, place: int) -> Tensor:
+    plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    if not plain or tensor.dtype not in _DTYPES or tuple(tensor.shape) != (1, *size):
+        got = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"{path}, tensor {place} of layer {layer}: expected floats of {(1, *size)}, got {got}")
+    if not tensor.isfinite().all():
+        raise ValueError(f"{path}, tensor {place} of layer {layer} is not finite; download the file again")
+    return tensor.detach()[0].float()
+
+
+def _card(config: HasherConfig, source: str) -> str:
+    return (
+        f"# Hasher `paper`, converted from `{source}`\n\nBase model: {config.base_model or 'unnamed'}. "
+        f"{config.bits} bits per query head, with residuals. Its remainder is not fitted.\n"
+    )

@@ -1,0 +1,239 @@
+"""The hasher of a whole model: one set of hash functions per layer, and its file format.
+
+On disk a hasher is a folder: `config.json` (its config, and which weight file is current), one safetensors file named
+after its content, and a README. `config.json` is replaced last, so a kill at any moment leaves either the old hasher or
+the new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import torch
+from huggingface_hub import (
+    ModelHubMixin,
+    snapshot_download,  # pyright: ignore[reportUnknownVariableType] of its tqdm_class
+)
+from torch import Tensor, nn
+
+from hashtrain.config import HasherConfig, ModelShape
+from hashtrain.files.atomic import save_tensors, write_text
+from hashtrain.files.untrusted import inside, open_tensors, read_json_object
+from hashtrain.layers import BY_VARIANT, LayerHasher, shapes
+
+_MAX_CONFIG_BYTES = 1 << 20
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_FILES = ["config.json", "README.md", "hasher-*.safetensors"]
+_WEIGHTS = re.compile(r"hasher-[0-9a-f]{12}\.safetensors", re.ASCII)
+_REMEDY = "retrain the hasher"
+
+
+def make_layer(config: HasherConfig, layer: int, seed: int | None = 0) -> LayerHasher:
+    """Create one layer's hash functions, as `Hasher` does: in host memory, unless `seed` is None."""
+    if seed is None:
+        return BY_VARIANT[config.variant](config.at(layer), None)
+    with torch.device("cpu"):  # whatever the default device: the same numbers everywhere
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
+        return BY_VARIANT[config.variant](config.at(layer), generator)
+
+
+class Hasher(nn.Module, ModelHubMixin):
+    """Turns queries and keys of every layer into bit codes.
+
+    `push_to_hub(repo_id)` comes from huggingface_hub's mixin. We override `save_pretrained` and `from_pretrained`: they
+    keep an existing hasher intact until the new one is complete, and check a file before they read it.
+
+    Args:
+        config: variant, size and base model.
+        seed: draws the rotations and the MLPs' start; the same seed gives the same hasher. None leaves the tensors
+            uninitialised, to be loaded into.
+    """
+
+    def __init__(self, config: HasherConfig, seed: int | None = 0):
+        super().__init__()
+        self.config = config
+        self.card: str = ""
+        """Text of the README, as last read or written."""
+        self.layers: nn.ModuleList = nn.ModuleList(
+            make_layer(config, layer, seed) for layer in range(config.shape.num_layers)
+        )
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers that stay dense when a model decodes with this hasher."""
+        return self.config.dense_layers
+
+    def layer(self, index: int) -> LayerHasher:
+        """Return one layer's hash functions."""
+        return cast(LayerHasher, self.layers[index])
+
+    @torch.no_grad()
+    def encode_keys(self, layer: int, keys: Tensor) -> Tensor:
+        """Hash keys [B, Hkv, T, D] of one layer to int32 codes [B, Hkv, T, W] (eq. 1)."""
+        return self.layer(layer).encode_keys(keys)
+
+    @torch.no_grad()
+    def encode_queries(self, layer: int, queries: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Hash queries [B, Hq, T, D] of one layer to planes [B, Hkv, T, P, W] and the planes' weights (eq. 3, 5)."""
+        return self.layer(layer).encode_queries(queries)
+
+    def remainder(self, layer: int) -> Tensor | None:
+        """Return a layer's coefficients of eq. 15 and slope of eq. 16, float32 [Hq, 6]; None if they are not fitted."""
+        found = self.layer(layer)
+        return found.remainder if found.calibrated else None
+
+    def require_match(self, model_config: Any) -> None:
+        """Check that this hasher was made for a model of this shape.
+
+        Raises: ValueError naming the first difference (layers, heads, head_dim, RoPE).
+        """
+        mine, theirs = self.config.shape, ModelShape.of(model_config)
+        for name, text in (
+            ("num_layers", "layers"),
+            ("num_query_heads", "query heads"),
+            ("num_kv_heads", "KV heads"),
+            ("head_dim", "head_dim"),
+            ("rope", "RoPE parameters"),
+            ("per_layer", "heads and head_dim by layer"),
+        ):
+            if (want := getattr(mine, name)) != (got := getattr(theirs, name)):
+                raise ValueError(
+                    f"this hasher belongs to another model ({self.config.base_model or 'unnamed'}): "
+                    f"expected {text} {want}, got {got}; train one for this model with `hashtrain --model`"
+                )
+
+    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride] push_to_hub passes these
+        self, folder: str | Path, card: str = "", *, config: Any = None, model_card_kwargs: Any = None
+    ) -> None:
+        """Write the hasher as a folder; an existing one stays intact until the new one is complete.
+
+        Args:
+            folder: created if missing.
+            card: text of the README; default: `self.card`.
+            config, model_card_kwargs: passed by huggingface_hub's mixin and ignored.
+        """
+        folder = Path(folder)
+        self.card = card = card or self.card
+        tensors = {name: t.detach().cpu().contiguous() for name, t in self.state_dict().items()}
+        weights = _weights_name(tensors)
+        save_tensors(tensors, folder / weights, metadata={"format": "pt"})
+        write_text(folder / "config.json", json.dumps({**asdict(self.config), "weights": weights}, indent=2) + "\n")
+        if card:  # written after the hasher that it describes
+            write_text(folder / "README.md", card)
+        for stale in folder.glob("hasher-*.safetensors"):
+            if stale.name != weights:
+                stale.unlink()
+
+    @classmethod
+    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls,
+        folder: str | Path,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+    ) -> Hasher:
+        """Read a hasher that `save_pretrained` wrote.
+
+        Args:
+            folder: a folder, or a hub id (`owner/name`) if no such folder exists.
+            revision, cache_dir, force_download, local_files_only, token: download options, as for every hub model.
+        Raises: ValueError with one sentence if the folder is missing, malformed, truncated or of another format.
+        """
+        if Path(folder).is_dir() or not _HUB_ID.fullmatch(str(folder)):
+            folder = Path(folder)
+        else:
+            folder = _download(
+                str(folder),
+                revision=revision,
+                cache_dir=cache_dir,
+                force_download=force_download,
+                local_files_only=local_files_only,
+                token=token,
+            )
+        config, weights = _read_config(folder)
+        path = folder / weights
+        try:
+            with open_tensors(inside(path), _REMEDY) as file:
+                _check_header(path, file, config)  # before any allocation, in case the config is wrong
+                tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+        except FileNotFoundError as error:
+            raise ValueError(f"{path} is missing; {_REMEDY}") from error
+        if weights != _weights_name(tensors):
+            raise ValueError(f"{path} is damaged: its content does not match its name; {_REMEDY}")
+        if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise ValueError(f"{path} holds non-finite numbers in {broken[0]}; {_REMEDY}")
+        hasher = cls(config, seed=None)
+        try:
+            hasher.load_state_dict(tensors)
+        except ValueError as error:
+            raise ValueError(f"{path} holds invalid values: {error}; {_REMEDY}") from error
+        hasher.card = _read_card(folder / "README.md")
+        return hasher.eval().requires_grad_(False)
+
+
+def _download(name: str, **settings: Any) -> Path:
+    """Download a hasher's files from the hub, and no other file of the repository."""
+    try:
+        return Path(cast(str, snapshot_download(name, allow_patterns=_FILES, **settings)))
+    except (OSError, ValueError) as error:  # includes HfHubHTTPError and its offline counterpart
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no hasher at {name}: no folder of that name, and none on the hub ({reason})") from error
+
+
+def _read_card(path: Path) -> str:
+    """Return the card's text, or "" if it is missing or too large; a card is only informative."""
+    if not path.is_file() or path.stat().st_size > _MAX_CONFIG_BYTES:
+        return ""
+    return inside(path).read_text(encoding="utf-8", errors="replace")
+
+
+def _check_header(path: Path, file: Any, config: HasherConfig) -> None:
+    """Raise ValueError unless the open file's header has exactly the tensors that the config describes."""
+
+    def refuse(reason: str) -> NoReturn:
+        raise ValueError(f"{path} does not match config.json: {reason}; {_REMEDY}")
+
+    names, layers = set(file.keys()), config.shape.num_layers
+    if layers > len(names):  # before listing that many shapes
+        refuse(f"expected tensors of {layers} layers, got {len(names)} tensors")
+    wanted = {
+        f"layers.{index}.{name}": size for index in range(layers) for name, size in shapes(config.at(index)).items()
+    }
+    if len(names) != len(wanted):
+        refuse(f"expected {len(wanted)} tensors, got {len(names)}")
+    for name, size in wanted.items():
+        part = file.get_slice(name) if name in names else None
+        found = None if part is None else (part.get_dtype(), *part.get_shape())
+        if found != ("F32", *size):
+            refuse(f"tensor {name} expected {('F32', *size)}, got {found}")
+
+
+def _weights_name(tensors: dict[str, Tensor]) -> str:
+    """Name a weight file after its content, so that config.json can switch to a new one in a single write."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        sha.update(name.encode())
+        sha.update(tensors[name].numpy().tobytes())
+    return f"hasher-{sha.hexdigest()[:12]}.safetensors"
+
+
+def _read_config(folder: Path) -> tuple[HasherConfig, str]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"no hasher at {folder}: expected a config.json there; train one with `uv run hashtrain`")
+    data = read_json_object(inside(path), _REMEDY, _MAX_CONFIG_BYTES)
+    weights = data.pop("weights", None)
+    if not isinstance(weights, str) or not _WEIGHTS.fullmatch(weights):
+        raise ValueError(f"{path} names no weight file in its own folder, got {weights!r}; {_REMEDY}")
+    try:
+        return HasherConfig.from_dict(data), weights
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,217 @@
+"""Capture: run a causal LM over token contexts and store each layer's queries and keys, after RoPE, and values.
+
+Each context is one safetensors file, written atomically: a killed run leaves only complete files, which the next one
+keeps (`hashtrain.data.manifest`). Reading is lazy: training a layer maps only that layer's bytes.
+"""
+
+# Configs of transformers, and some methods of torch, have no types.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers.integrations import sdpa_attention
+
+from hashtrain.config import ModelShape
+from hashtrain.data.captured import EVERYTHING, Capture, Kept
+from hashtrain.data.manifest import begin, checksum, finish, identity, missing
+from hashtrain.files.atomic import save_tensors, write_text
+from hashtrain.machine.transfer import finish as wait_for
+from hashtrain.machine.transfer import to_device, to_host
+from hashtrain.models import device_of, text_decoder
+
+__all__ = [
+    "Capture",
+    "capture",
+    "capture_bytes",
+    "capture_one",
+    "capturing",
+    "context_bytes",
+    "replacing",
+    "require_disk",
+    "run_context",
+]
+
+Sink = Callable[[int, Tensor, Tensor, Tensor, float], None]
+# Our name for each attention implementation. Hugging Face looks for "sdpa" and "flash" in names: avoid them.
+_NAMES = {"sdpa": "hashtrain_capture", "eager": "hashtrain_capture_eager"}
+_sink: ContextVar[Sink | None] = ContextVar("hashtrain_sink", default=None)
+Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+_instead: ContextVar[Attention | None] = ContextVar("hashtrain_instead", default=None)
+
+
+def _capturing_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    sink, instead = _sink.get(), _instead.get()
+    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    if sink is not None:
+        sink(module.layer_idx, query.detach(), key.detach(), value.detach(), scaling)
+    if instead is not None:
+        return instead(module.layer_idx, query, key, value, scaling), None
+    forward = cast("Callable[..., Any]", sdpa_attention.sdpa_attention_forward)
+    if module.config._attn_implementation == _NAMES["eager"]:  # supports soft-capping and learned sinks, unlike SDPA
+        forward = sys.modules[type(module).__module__].eager_attention_forward
+    return forward(module, query, key, value, attention_mask, **kwargs)
+
+
+@contextlib.contextmanager
+def capturing(model: PreTrainedModel, sink: Sink) -> Generator[None]:
+    """Call `sink(layer, q, k, v, scaling)` for every attention layer of every forward pass inside the block.
+
+    q is [B, Hq, T, D] and k is [B, Hkv, T, D], after RoPE and any query or key norm, as attention multiplies them.
+    v is [B, Hkv, T, Dv].
+    A model with "eager" attention still computes its outputs that way; any other uses SDPA.
+    """
+    token = _sink.set(sink)
+    try:
+        with _our_attention(model):
+            yield
+    finally:
+        _sink.reset(token)
+
+
+@contextlib.contextmanager
+def replacing(model: PreTrainedModel, attend: Attention) -> Generator[None]:
+    """Let `attend(layer, q, k, v, scaling)` compute the output [B, T, Hq, Dv] of every attention layer in the block.
+
+    q, k and v are the inputs of attention, including cached tokens. There is no mask: `attend` must apply its own.
+    """
+    token = _instead.set(attend)
+    try:
+        with _our_attention(model):
+            yield
+    finally:
+        _instead.reset(token)
+
+
+@contextlib.contextmanager
+def _our_attention(model: PreTrainedModel) -> Generator[None]:
+    for dense in _NAMES:
+        mask: Callable[..., Any] = getattr(masking_utils, f"{dense}_mask")
+        AttentionInterface.register(_NAMES[dense], _capturing_attention)
+        AttentionMaskInterface.register(_NAMES[dense], mask)
+    config = cast(Any, text_decoder(model).config)
+    before: str = config._attn_implementation or "sdpa"
+    _set_attention(model, _NAMES["eager" if before == "eager" else "sdpa"])
+    try:
+        yield
+    finally:
+        _set_attention(model, before)
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention of the text decoder only; a vision tower keeps its own."""
+    config, decoder = cast(Any, model.config), cast(Any, text_decoder(model).config)
+    mine: list[str] = [key for key in config.sub_configs if getattr(config, key) is decoder]
+    model.set_attn_implementation({mine[0]: name} if mine else name)
+
+
+def capture(
+    model: PreTrainedModel,
+    contexts: Sequence[Tensor],
+    folder: Path,
+    on_context: Callable[[], None] = lambda: None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Capture:
+    """Run the model over token contexts (int64 [T] each) and store q, k and v of every layer below `folder` as `dtype`.
+
+    Files of an interrupted capture of the same model and contexts are kept; other captures there are replaced.
+
+    Raises: OSError, before anything is written, if the disk is too small.
+    """
+    stored = Capture(folder, len(contexts))
+    what = identity(model, contexts, dtype)
+    lacking = missing(stored, what)
+    require_disk(folder, capture_bytes(model, [contexts[number] for number in lacking], dtype))
+    begin(stored, what)
+    for number in range(len(contexts)):
+        if number in lacking:
+            capture_one(model, contexts[number], stored.file(number), dtype)
+        on_context()
+    finish(stored)
+    return stored
+
+
+def capture_one(
+    model: PreTrainedModel, ids: Tensor, path: Path, dtype: torch.dtype = torch.bfloat16, kept: Kept = EVERYTHING
+) -> None:
+    """Store q, k and v of one context, int64 [T], as far as `kept` says, and its size and checksum beside it."""
+    tensors, scalings = run_context(model, ids, dtype, kept)
+    save_tensors(tensors, path, metadata=scalings)
+    write_text(path.with_suffix(".json"), json.dumps(checksum(path)))
+
+
+def run_context(
+    model: PreTrainedModel,
+    ids: Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    kept: Kept = EVERYTHING,
+    place: Callable[[Tensor], Tensor] = to_host,
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Run one context; return its tensors and scalings by their names in the file.
+
+    Args:
+        kept: what to keep; place: moves a tensor off the model's device. The host waits once, at the end.
+    """
+    device, tensors, scalings = device_of(model), dict[str, Tensor](), dict[str, str]()
+    rows: tuple[Tensor, ...] | None = None
+    if kept.rows is not None:  # one copy to the device for all layers
+        rows = cast("tuple[Tensor, ...]", to_device(torch.cat(kept.rows), device).split([*map(len, kept.rows)]))
+
+    def sink(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
+        found = {"q": q if rows is None else q[:, :, rows[layer]], "k": k, **({"v": v} if kept.values else {})}
+        tensors.update({f"{name}.{layer}": place(x.to(dtype).contiguous()) for name, x in found.items()})
+        scalings[f"scaling.{layer}"] = repr(scaling)
+
+    with torch.inference_mode(), capturing(model, sink):
+        model(ids[None].to(device), use_cache=False, logits_to_keep=1)
+    wait_for(device)
+    return tensors | {f"rows.{layer}": at for layer, at in enumerate(kept.rows or ())}, scalings
+
+
+def capture_bytes(model: PreTrainedModel, contexts: Sequence[Tensor], dtype: torch.dtype = torch.bfloat16) -> int:
+    """Return the bytes that `capture` will write."""
+    shape = ModelShape.of(model.config)
+    return sum(context_bytes(shape, len(ids), dtype) for ids in contexts)
+
+
+def context_bytes(
+    shape: ModelShape, tokens: int, dtype: torch.dtype, rows: int | None = None, values: bool = True
+) -> int:
+    """Return the bytes of one context's tensors in all layers.
+
+    Args:
+        rows: how many rows' queries are kept, with their int32 positions; None for all. values: whether values are.
+    """
+    total = 0
+    for at in (shape.at(layer) for layer in range(shape.num_layers)):
+        heads = (1 + values) * tokens * at.num_kv_heads + (tokens if rows is None else rows) * at.num_query_heads
+        total += heads * at.head_dim * dtype.itemsize + 4 * (rows or 0)
+    return total
+
+
+def require_disk(folder: Path, needed: int, remedy: str = "") -> None:
+    """Raise OSError if the file system of `folder` has less than 1.1 times `needed` bytes free.
+
+    Args:
+        remedy: ends the error message with what else would help.
+    """
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed * 1.1:
+        raise OSError(
+            f"not enough free disk at {folder}: expected {needed * 1.1 / 1e9:.2f} GB, got {free / 1e9:.2f} GB; "
+            f"free some space, or use fewer or shorter contexts{remedy}"
+        )

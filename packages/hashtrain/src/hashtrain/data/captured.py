@@ -1,0 +1,160 @@
+"""Captured q, k and v, read layer by layer: of several contexts on disk, or of one in memory."""
+
+# Some methods of torch have no types.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hashtrain.files.untrusted import open_tensors
+from hashtrain.machine.transfer import to_device
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of one context in addition to its keys."""
+
+    rows: tuple[Tensor, ...] | None = None
+    """For each layer, the rows whose queries are kept, int32 [R], ascending; None for all rows."""
+    values: bool = True
+
+
+EVERYTHING = Kept()
+_REMEDY = "delete it and capture again"
+
+
+class Capture:
+    """Stored queries, keys and values of contexts; `read(context, layer)` returns (q, k, scaling) of one layer."""
+
+    def __init__(self, folder: Path, count: int):
+        self.folder: Path = folder
+        self.count: int = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def file(self, context: int) -> Path:
+        """Return the path of one context's file."""
+        return self.folder / f"{context:05d}.safetensors"
+
+    def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
+        """Read q [1, Hq, T, D], k [1, Hkv, T, D] in the stored dtype, and the attention scaling.
+
+        Raises: ValueError naming the file if it is malformed; FileNotFoundError if it is missing.
+        """
+        return self.queries(context, layer), *self.keys(context, layer)
+
+    def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
+        """Read k [1, Hkv, T, D] and the attention scaling. Raises: as `read`."""
+        path = self.file(context)
+        with open_tensors(path, _REMEDY) as file:
+            scaling = cast("dict[str, str]", file.metadata() or {})[f"scaling.{layer}"]
+            k = cast(Tensor, file.get_tensor(f"k.{layer}"))
+        if k.ndim != 4 or k.shape[0] != 1 or not k.is_floating_point() or not k.numel():
+            raise ValueError(
+                f"{path} lacks keys [1, Hkv, T, D] of layer {layer}, got {k.dtype} {tuple(k.shape)}; {_REMEDY}"
+            )
+        return k, _scaling(path, scaling)
+
+    def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
+        """Read q [1, Hq, T, D], or only the queries of `rows`, int64 [R]: [1, Hq, R, D].
+
+        Raises: as `read`, and ValueError if one of these rows is not stored.
+        """
+        path = self.file(context)
+        with open_tensors(path, _REMEDY) as file:
+            q, k = cast(Tensor, file.get_tensor(f"q.{layer}")), file.get_slice(f"k.{layer}")
+            at = cast(Tensor, file.get_tensor(f"rows.{layer}")) if f"rows.{layer}" in file.keys() else None  # noqa: SIM118
+            _, hkv, t, d, *_ = (*k.get_shape(), 0, 0, 0, 0)
+            same_type = file.get_slice(f"q.{layer}").get_dtype() == k.get_dtype()
+        expected = t if at is None else _count(path, at, t)
+        alike = q.ndim == 4 and (q.shape[0], *q.shape[2:]) == (1, expected, d) and same_type
+        if not alike or not q.is_floating_point() or q.shape[1] % max(1, hkv):
+            raise ValueError(
+                f"{path} lacks queries [1, Hq, T, D] of layer {layer} that match its keys, got {q.dtype} "
+                f"{tuple(q.shape)}; {_REMEDY}"
+            )
+        return chosen(q, at, rows, t, f"{path}, layer {layer}; {_REMEDY}")
+
+    def values(self, context: int, layer: int) -> Tensor:
+        """Read v [1, Hkv, T, Dv] in the stored dtype. Raises: as `read`."""
+        path = self.file(context)
+        with open_tensors(path, _REMEDY) as file:
+            v, k = file.get_tensor(f"v.{layer}"), file.get_slice(f"k.{layer}").get_shape()
+        if v.ndim != 4 or list(v.shape[:3]) != k[:3] or not v.is_floating_point():
+            raise ValueError(
+                f"{path} lacks values [1, Hkv, T, Dv] of layer {layer}, got {v.dtype} {tuple(v.shape)}; {_REMEDY}"
+            )
+        return v
+
+
+class InMemory:
+    """The result of `run_context`, readable like a `Capture`; every context number gives the same one."""
+
+    def __init__(self, tensors: dict[str, Tensor], scalings: dict[str, str]):
+        self.tensors: dict[str, Tensor] = tensors
+        self.scalings: dict[str, str] = scalings
+
+    def __len__(self) -> int:
+        return 1
+
+    def read(self, context: int, layer: int) -> tuple[Tensor, Tensor, float]:
+        """Return q, k and the attention scaling, like `Capture.read`."""
+        return self.queries(context, layer), *self.keys(context, layer)
+
+    def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
+        """Return k and the attention scaling, like `Capture.keys`."""
+        return self.tensors[f"k.{layer}"], float(self.scalings[f"scaling.{layer}"])
+
+    def queries(self, context: int, layer: int, rows: Tensor | None = None) -> Tensor:
+        """Return queries, like `Capture.queries`. Raises: ValueError if one of these rows was not kept."""
+        tokens = self.tensors[f"k.{layer}"].shape[2]
+        return chosen(self.tensors[f"q.{layer}"], self.tensors.get(f"rows.{layer}"), rows, tokens, f"layer {layer}")
+
+    def values(self, context: int, layer: int) -> Tensor:
+        """Return v, like `Capture.values`."""
+        return self.tensors[f"v.{layer}"]
+
+
+def chosen(q: Tensor, at: Tensor | None, rows: Tensor | None, tokens: int, where: str) -> Tensor:
+    """Return the kept queries of some rows, [1, Hq, R, D].
+
+    Args:
+        q: [1, Hq, S, D], the queries of rows `at`, int [S], ascending, on the host; None for all `tokens`.
+        rows: int64 [R], on the host; None for all.
+        where: the file or layer that an error names.
+    Raises: ValueError if one of the rows was not kept.
+    """
+    if at is None:
+        return q if rows is None else q[:, :, to_device(rows, q.device)]
+    rows = torch.arange(tokens) if rows is None else rows
+    places = torch.searchsorted(at, rows.to(at.dtype)).clamp(max=max(0, len(at) - 1))
+    lost = rows[at[places] != rows] if len(at) else rows
+    if len(lost):
+        raise ValueError(f"the queries of {len(at)} rows were kept, but not of row {int(lost[0])}: {where}")
+    return q[:, :, to_device(places, q.device)]
+
+
+def _count(path: Path, at: Tensor, tokens: int) -> int:
+    """Count the rows whose queries a file holds. Raises: ValueError if they are not rows of such a context."""
+    whole = at.ndim == 1 and at.dtype == torch.int32
+    if not whole or (at.numel() and (at[0] < 0 or at[-1] >= tokens or not (at[1:] > at[:-1]).all())):
+        raise ValueError(f"{path} holds queries of rows that are not ascending and below {tokens}; {_REMEDY}")
+    return len(at)
+
+
+def _scaling(path: Path, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{path} must hold a finite number as the attention scaling, got {text!r}; {_REMEDY}")
+    return value

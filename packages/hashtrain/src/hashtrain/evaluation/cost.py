@@ -1,0 +1,141 @@
+"""The cost of sparse attention in each layer: how far a decode step's probabilities move if only that layer is sparse.
+
+Rows of a context stand in for decode steps after a dense prompt. Each sees the context up to its own position and no
+other row, so one short forward pass over one cache computes many steps, for any set of sparse layers.
+"""
+
+# Models of transformers have no types.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from hashtrain.artefact.hasher import Hasher
+from hashtrain.data.capture import replacing
+from hashtrain.evaluation.remainder import add_remainder, evidence, linear_values, log_weight, tokens_read
+from hashtrain.models import device_of
+
+DENSE_ABOVE, MOST_DENSE = 0.02, 0.1
+"""A layer stays dense if its cost, in nats of KL, is above the first; at most this share of all layers does, the
+costliest first."""
+BARE_ABOVE = 0.001
+"""A remainder is dropped if that lowers the layer's cost by more than this, in nats of KL."""
+CONTEXTS, ROWS = 2, 16
+"""Number of training contexts that costs are measured on, and of steps in each."""
+
+
+class Steps:
+    """Decode steps at given positions of one context, each after a dense prompt.
+
+    Args:
+        model: a causal LM whose layers all have full attention.
+        ids: the context, int64 [T]; positions: int64 [R], the tokens of it to decode.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: PreTrainedModel, ids: Tensor, positions: Tensor):
+        self.model: Any = model
+        device = device_of(model)
+        self.ids: Tensor = ids.to(device)
+        self.positions: Tensor = positions.to(device)
+        self._cache = DynamicCache(config=model.config)
+        self.model(self.ids[None], past_key_values=self._cache, logits_to_keep=1)
+        self._context = len(ids)
+        self.dense: Tensor = self.log_probs(None, ())
+
+    @torch.inference_mode()
+    def log_probs(self, hasher: Hasher | None, layers: Collection[int], fraction: float = 0.02) -> Tensor:
+        """Return the steps' log-probabilities [R, V] if these layers are sparse, as in deployment."""
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+            used = hasher if layer in layers else None
+            return self._attend(used, layer, q, k, v, scaling, fraction)
+
+        with replacing(self.model, attend):
+            logits = self.model(
+                self.ids[None, self.positions], position_ids=self.positions[None], past_key_values=self._cache
+            ).logits
+        self._cache.crop(-len(self.positions))
+        return logits[0].float().log_softmax(-1)
+
+    def cost(self, hasher: Hasher, layers: Collection[int], fraction: float = 0.02) -> Tensor:
+        """Return the KL divergence from dense of each step, in nats: float32 [R]."""
+        sparse = self.log_probs(hasher, layers, fraction)
+        return (self.dense.exp() * (self.dense - sparse)).sum(-1)
+
+    def _attend(
+        self, hasher: Hasher | None, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, fraction: float
+    ) -> Tensor:
+        """Attend from q [1, Hq, R, D] to the preceding context and each row's own key: [1, R, Hq, Dv]."""
+        t, hkv, at = self._context, k.shape[1], self.positions
+        keys, values = k[0, :, :t].float(), v[0, :, :t].float()
+        own_keys, own_values = k[0, :, t:].float(), v[0, :, t:].float()
+        grouped = cast(Tensor, q[0].float().unflatten(0, (hkv, -1)))  # [Hkv, G, R, D]
+        logits = grouped @ keys[:, None].mT
+        own = torch.arange(len(at), device=q.device)
+        logits[:, :, own, at] = (grouped * own_keys[:, None]).sum(-1)
+        logits = logits.mul_(scaling).masked_fill_(torch.arange(t, device=q.device) > at[:, None], -torch.inf)
+        taken = None if hasher is None else tokens_read(hasher.layer(layer), q, k[:, :, :t], at, fraction)
+        shown = logits if taken is None else logits.masked_fill(~taken[:, None], -torch.inf)
+        p = shown.softmax(-1)
+        out = p @ values[:, None] + p[:, :, own, at][..., None] * (own_values - values[:, at])[:, None]
+        rest = None if hasher is None else hasher.remainder(layer)
+        if rest is not None and taken is not None:
+            mean_key = (grouped * (keys.cumsum(1)[:, at] / (at + 1)[:, None])[:, None]).sum(-1) * scaling
+            known = evidence(logits, taken[:, None], mean_key, at + 1)
+            rest = rest.to(q.device)
+            weight = log_weight(cast(Tensor, rest.unflatten(0, (hkv, -1)))[:, :, None, :-1], known)
+            value = linear_values(q, k[:, :, :t], v[:, :, :t], at, rest[:, -1] * scaling)[0]
+            out = add_remainder(out, known.lse, cast(Tensor, value.unflatten(0, (hkv, -1))), weight)
+        return out.flatten(0, 1).transpose(0, 1)[None].to(q.dtype)
+
+
+def steps_of(model: PreTrainedModel, contexts: Sequence[Tensor], seed: int) -> list[Steps]:
+    """Draw steps from the last three quarters of the first `CONTEXTS` contexts, int64 [T] each."""
+    draw, found = torch.Generator().manual_seed(seed), []
+    for ids in contexts[:CONTEXTS]:
+        found.append(Steps(model, ids, torch.randint(len(ids) // 4, len(ids), (ROWS,), generator=draw)))
+    return found
+
+
+def layer_costs(
+    steps: Sequence[Steps], hasher: Hasher, fraction: float, advance: Callable[[str, int], None]
+) -> dict[str, Any]:
+    """Measure the cost of each layer alone and of all together; drop remainders that make a layer worse.
+
+    Values that attention avoids may be the largest of all, as in the first layer of SmolLM2. A mean value then
+    represents the unselected tokens badly, however well its weight is estimated.
+
+    Returns: `layers`, the mean KL of each in nats; `all`, that of every layer sparse; `dense`, those to keep dense;
+        `bare`, those whose remainder was dropped.
+    """
+
+    def mean(layers: Collection[int]) -> float:
+        return torch.cat([at.cost(hasher, layers, fraction) for at in steps]).mean().item()
+
+    count = hasher.config.shape.num_layers
+    costs: list[float] = []
+    bare: list[int] = []
+    for layer in range(count):
+        cost, fitted = mean((layer,)), hasher.remainder(layer)
+        if fitted is not None:
+            kept = fitted.clone()
+            fitted.zero_()
+            if (without := mean((layer,))) < cost - BARE_ABOVE:
+                cost = without
+                bare.append(layer)
+            else:
+                fitted.copy_(kept)
+        costs.append(cost)
+        advance(f"cost of layer {layer}", 1)
+    whole = mean(range(count))
+    costliest = sorted(range(count), key=lambda n: -costs[n])[: int(MOST_DENSE * count)]
+    costs = [round(cost, 4) for cost in costs]  # the order of summation changes the last digits
+    dense = sorted(n for n in costliest if costs[n] > DENSE_ABOVE)
+    return {"layers": costs, "all": round(whole, 4), "dense": dense, "bare": bare}

@@ -1,0 +1,128 @@
+"""Evaluate a hasher on held-out rows, per KV head as deployed and per query head as in the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import hashcore
+import torch
+from torch import Tensor
+
+from hashtrain.data.captured import Capture
+from hashtrain.evaluation.metrics import hash_quality
+from hashtrain.evaluation.remainder import measure, share_errors
+from hashtrain.layers import LayerHasher
+from hashtrain.settings.train_command import TrainCommand
+
+LEAST_LOW, MOST_LOST = 0.6, 0.001
+"""A head fails if the 5th percentile of its rows' mass is below the first, or if the share of its rows that find less
+than half of the oracle's mass is above the second."""
+
+
+def evaluate_layer(
+    command: TrainCommand, hasher: LayerHasher, layer: int, validation: Capture
+) -> dict[str, dict[str, Any]]:
+    """Measure one layer and its heads on held-out rows: means, and how bad the worst rows are.
+
+    `remainder` holds the softmax share that a selection leaves out and the root mean square error of its estimate;
+    `bits` holds `bit_statistics` of the first context's keys.
+    """
+    device = hasher.remainder.device
+    samples: dict[str, list[list[Tensor]]] = {"kv_head": [], "query_head": []}
+    shares, errors = [], []
+    for context, rows in enumerate(rows_of_contexts(command, len(validation))):
+        k, scaling = validation.keys(context, layer)
+        q, k, rows = (x.to(device) for x in (validation.queries(context, layer, rows), k, rows))
+        for heads, rows_of in samples.items():
+            found = hash_quality(hasher, q, k, rows, command.fraction, scaling, heads == "query_head")
+            rows_of.append([m[0].double().cpu() for m in found])  # per head and row
+        evidence, exact, *_ = next(measure(hasher, q, k, rows, scaling, [command.fraction]))
+        share, error = share_errors(hasher, evidence, exact)
+        shares.append(share.double())
+        errors.append(error.double())
+    error = torch.stack(errors).square().mean().sqrt().item()
+    bits = bit_statistics(hasher, validation.keys(0, layer)[0]) if hasher.has_codes else {}
+    remainder = {"share": torch.stack(shares).mean().item(), "error": error}
+    return {"remainder": remainder, "bits": bits, **{heads: _summary(rows_of) for heads, rows_of in samples.items()}}
+
+
+def rows_of_contexts(command: TrainCommand, contexts: int) -> Iterator[Tensor]:
+    """Draw the rows to evaluate in each held-out context, the same for every hasher and layer: int64 [rows]."""
+    generator, last = torch.Generator("cpu").manual_seed(command.seed), command.context
+    for _ in range(contexts):
+        yield torch.randint(command.first_row, last, (command.held_out_rows,), generator=generator, device="cpu")
+
+
+def summarise(layers: Sequence[dict[str, dict[str, Any]]], dense: Collection[int]) -> dict[str, Any]:
+    """Collect the results of `evaluate_layer` for all layers, with means over the layers that will be sparse."""
+    by_heads = {heads: [layer[heads] for layer in layers] for heads in ("kv_head", "query_head", "remainder", "bits")}
+    sparse = [number for number in range(len(layers)) if number not in dense]
+    return {
+        heads: {"layers": found, "mean": _mean(found[number] for number in sparse)} for heads, found in by_heads.items()
+    }
+
+
+def bit_statistics(hasher: LayerHasher, k: Tensor) -> dict[str, Any]:
+    """Measure how well the codes of keys [1, Hkv, T, D] use their bits.
+
+    Returns: `ones`, the share of ones of every bit of every head, sorted; `balance`, the mean of `2 min(ones, 1 -
+        ones)`, at best 1; `correlation`, the mean absolute correlation between two bits of a head, at best 0.
+    """
+    codes = hashcore.unpack(hasher.encode_keys(k.to(hasher.remainder.device)))[0].float()  # [H, T, bits]
+    ones = codes.mean(1)
+    centred = codes - ones[:, None]
+    spread = centred.square().mean(1).sqrt().clamp(min=1e-6)
+    correlation = (centred.mT @ centred / codes.shape[1] / (spread[:, :, None] * spread[:, None])).abs()
+    others = ~torch.eye(codes.shape[2], dtype=torch.bool, device=codes.device)
+    return {
+        "balance": (2 * torch.minimum(ones, 1 - ones)).mean().item(),
+        "correlation": correlation[:, others].mean().item(),
+        "ones": [round(share, 4) for share in ones.flatten().sort().values.tolist()],
+    }
+
+
+def fails(mass: Tensor) -> bool:
+    """Whether a head loses too much in its worst rows, given its rows' mass [R] as shares of the oracle's."""
+    return bool(mass.quantile(0.05) < LEAST_LOW or (mass < 0.5).double().mean() > MOST_LOST)
+
+
+def failing(layers: Sequence[dict[str, Any]], dense: Collection[int] = ()) -> list[tuple[int, int]]:
+    """List the (layer, head) pairs whose worst rows lose too much, without layers that stay dense.
+
+    Args:
+        layers: the results of `evaluate_layer` for one kind of head, by layer.
+    """
+    return [
+        (number, head)
+        for number, layer in enumerate(layers)
+        if number not in dense
+        for head, (low, lost) in enumerate(zip(layer["low_by_head"], layer["lost_by_head"], strict=True))
+        if low < LEAST_LOW or lost > MOST_LOST
+    ]
+
+
+def _summary(contexts_of: list[list[Tensor]]) -> dict[str, Any]:
+    """Average over contexts and rows, and by head. `low` is the 5th percentile of the rows' mass in the worst head;
+    `lost` is the share of rows, over all heads, that find less than half of the oracle's mass."""
+    iou, recall, mass = (torch.cat([c[i] for c in contexts_of], dim=1) for i in range(3))  # [H, rows]
+    low, lost = mass.quantile(0.05, dim=1), (mass < 0.5).double().mean(1)
+    return {
+        "iou": iou.mean().item(),
+        "recall": recall.mean().item(),
+        "mass": mass.mean().item(),
+        "low": low.min().item(),
+        "lost": lost.mean().item(),
+        "iou_by_head": iou.mean(1).tolist(),
+        "mass_by_head": mass.mean(1).tolist(),
+        "low_by_head": low.tolist(),
+        "lost_by_head": lost.tolist(),
+    }
+
+
+def _mean(layers: Iterable[dict[str, Any]]) -> dict[str, float]:
+    found = [layer for layer in layers if layer]
+    if not found:
+        return {}
+    names = [name for name, value in found[0].items() if isinstance(value, float)]
+    return {name: sum(layer[name] for layer in found) / len(found) for name in names}

@@ -1,0 +1,234 @@
+"""The remainder: the contribution of the unselected tokens, added back as one token (docs/algorithm.md, eq. 15, 16).
+
+A selection drops a tenth to a half of the softmax, in some layers three quarters. If keys were normally distributed and
+values linear in them, the value of the dropped tokens would be the mean value plus the covariance of values and keys
+times the query, as in linear attention; a cache can maintain both. The weight is predicted from the selected logits and
+the logit of the mean key. Each query head has six coefficients, fitted here in closed form on captured rows.
+"""
+
+# Some methods of torch have no types.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from hashtrain.data.captured import Capture
+from hashtrain.evaluation.metrics import best, reading
+from hashtrain.layers import LayerHasher
+from hashtrain.training.target import always_read, top_count
+
+FRACTIONS = (0.005, 0.01, 0.02, 0.05)
+"""Budgets of the rows used in the fit; it holds between them."""
+MAX_CONTEXTS, _ROWS, _FIRST_ROW = 32, 32, 64
+
+
+class Evidence(NamedTuple):
+    """Per-row, per-query-head statistics that sparse attention has after attending: tensors that broadcast."""
+
+    mean: Tensor
+    """Mean logit of the selected tokens."""
+    lse: Tensor
+    """log sum exp of their logits."""
+    mean_key: Tensor
+    """Logit of the mean of all visible keys: scaling q . mean(k)."""
+    visible: Tensor
+    """Number of visible tokens."""
+    selected: Tensor
+    """Number of selected tokens."""
+
+
+def log_weight(coefficients: Tensor, e: Evidence) -> Tensor:
+    """Estimate the log of the summed exp(logit) of a row's visible but unselected tokens.
+
+    Args:
+        coefficients: the first five of `LayerHasher.remainder`, [..., 5], broadcast against the evidence.
+        e: see `Evidence`; every row has selected at least one token.
+    Returns: float32; -inf for rows that selected everything visible. An unselected token never weighs more than the
+        mean selected one.
+    Source: docs/algorithm.md, eq. 15.
+    """
+    selected = e.selected.float()
+    typical = (_features(e) * coefficients).sum(-1)
+    return torch.minimum(typical, e.lse - selected.log()) + (e.visible - e.selected).float().log()
+
+
+def linear_values(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slopes: Tensor) -> Tensor:
+    """Estimate the value of what each row leaves out: mean v + slope cov(v, k) q, over the visible tokens.
+
+    Args:
+        q: queries of the rows, [B, Hq, R, D]; k: [B, Hkv, T, D]; v: [B, Hkv, T, Dv]; positions: int64 [R].
+        slopes: one per query head, multiplied by the attention scaling: [Hq].
+    Returns: float32 [B, Hq, R, Dv]. Source: docs/algorithm.md, eq. 16.
+    """
+    hkv, t = k.shape[1], k.shape[2]
+    steep = cast(Tensor, (q.float() * slopes[:, None, None]).unflatten(1, (hkv, -1)))  # [B, Hkv, G, R, D]
+    visible = (positions + 1)[:, None].float()
+    mean_k, mean_v = (x.double().cumsum(2)[:, :, positions].div(visible).float()[:, :, None] for x in (k, v))
+    unseen = torch.arange(t, device=positions.device) > positions[:, None]
+    products = (steep @ k.float()[:, :, None].mT).masked_fill_(unseen, 0)
+    tilt = products @ v.float()[:, :, None] / visible - (steep * mean_k).sum(-1, keepdim=True) * mean_v
+    return (mean_v + tilt).flatten(1, 2)
+
+
+def add_remainder(out: Tensor, lse: Tensor, value: Tensor, log_weight: Tensor) -> Tensor:
+    """Add the remainder to softmax attention over a selection, as one more token with that value and weight.
+
+    Args:
+        out: attention over the selection, [..., D]; value: `linear_values`, broadcast against it.
+        lse: log sum exp of the selected logits, [...]; log_weight: `log_weight`, [...].
+    Returns: float32 [..., D].
+    Source: docs/algorithm.md, eq. 16.
+    """
+    return torch.lerp(out.float(), value.float(), torch.sigmoid(log_weight - lse)[..., None])
+
+
+@torch.no_grad()
+def calibrate(hasher: LayerHasher, layer: int, data: Capture, seed: int = 0) -> None:
+    """Fit `hasher.remainder` on captured queries, keys and values: for each query head the weight, then the slope.
+
+    Both are weighted least squares. For the weight, rows count by how much the estimate matters: share (1 - share), the
+    derivative of the remainder's softmax share. For the slope, all rows count alike, whatever the norm of their output.
+    """
+    samples = list(_samples(hasher, layer, data, seed))
+    hasher.remainder[:, :-1] = _fit_weight(samples)
+    hasher.remainder[:, -1] = _fit_slope(hasher, samples)
+
+
+class _Rows(NamedTuple):
+    """Rows of a context at one budget, all [Hkv, G, R] or with one more dimension."""
+
+    evidence: Evidence
+    exact: Tensor
+    """The exact `log_weight`."""
+    selected: Tensor
+    """Attention to the selection alone, [..., Dv]."""
+    dense: Tensor
+    """Attention to all tokens."""
+    mean: Tensor
+    """Mean value."""
+    tilt: Tensor
+    """The term that a slope of 1 adds to it."""
+
+
+def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Iterator[_Rows]:
+    generator, device = torch.Generator().manual_seed(seed * 1_000_003 + layer), hasher.remainder.device
+    for context in range(min(len(data), MAX_CONTEXTS)):
+        k, scaling = data.keys(context, layer)
+        rows = torch.randint(min(_FIRST_ROW, k.shape[2] - 1), k.shape[2], (_ROWS,), generator=generator, device="cpu")
+        found = (data.queries(context, layer, rows), k, data.values(context, layer), rows)
+        q, k, v, rows = (x.to(device) for x in found)
+        flat, steep = (
+            hasher.by_group(linear_values(q, k, v, rows, torch.full((hasher.hq,), slope, device=device)))[0]
+            for slope in (0.0, scaling)
+        )
+        values = v[0, :, None].float()
+        for e, exact, logits, taken in measure(hasher, q, k, rows, scaling, FRACTIONS):
+            selected = logits.masked_fill(~taken, -torch.inf).softmax(-1) @ values
+            yield _Rows(e, exact, selected, logits.softmax(-1) @ values, flat, steep - flat)
+
+
+def _fit_weight(samples: Sequence[_Rows]) -> Tensor:
+    """Return the five coefficients of each query head, float64 [Hq, 5]."""
+    features: list[Tensor] = []
+    logs: list[Tensor] = []
+    weights: list[Tensor] = []
+    for e, exact, *_ in samples:
+        share = torch.sigmoid(exact - e.lse)
+        features.append(_features(e).flatten(0, 1))
+        logs.append((exact - (e.visible - e.selected).log()).flatten(0, 1))
+        weights.append((share * (1 - share)).flatten(0, 1))
+    x, y, w = (torch.cat(found, dim=1).double().cpu() for found in (features, logs, weights))
+    known = y.isfinite()  # false where every visible token was selected
+    root = torch.where(known, w, 0.0).sqrt()[..., None]
+    y = torch.where(known, y, 0.0)[..., None]
+    # gelsd allows dependent columns, as when every context is short or every count is 1.
+    return cast(Tensor, torch.linalg.lstsq(x * root, y * root, driver="gelsd").solution)[..., 0]
+
+
+def _fit_slope(hasher: LayerHasher, samples: Sequence[_Rows]) -> Tensor:
+    """Return the slope of each query head that brings attention closest to dense, float64 [Hq]."""
+    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (hasher.hkv, hasher.group)))[:, :, None, :-1]
+    product = square = torch.zeros(hasher.hkv, hasher.group, dtype=torch.float64, device=hasher.remainder.device)
+    for e, _, selected, dense, mean, tilt in samples:
+        share = torch.sigmoid(log_weight(coefficients, e) - e.lse)[..., None]
+        missing = dense - torch.lerp(selected, mean, share)
+        size = dense.square().sum(-1, keepdim=True).clamp(min=1e-12)
+        product = product + (missing * share * tilt / size).double().sum((-1, -2))
+        square = square + ((share * tilt).square() / size).double().sum((-1, -2))
+    return (product / square.clamp(min=1e-12)).flatten()
+
+
+@torch.no_grad()
+def measure(
+    hasher: LayerHasher, q: Tensor, k: Tensor, positions: Tensor, scaling: float, fractions: Sequence[float]
+) -> Iterator[tuple[Evidence, Tensor, Tensor, Tensor]]:
+    """Select tokens for the given rows and compute all of their logits.
+
+    Args:
+        q: queries of the rows, [1, Hq, R, D]; k: all keys, [1, Hkv, T, D]; positions: int64 [R].
+        fractions: budgets, of each row's visible tokens (eq. 7).
+    Yields: for each fraction the evidence, each [Hkv, G, R] or broadcast to it; the exact `log_weight`; the logits
+        [Hkv, G, R, T], -inf at invisible tokens; and the tokens read, bool [Hkv, 1, R, T].
+    """
+    hkv, t = k.shape[1], k.shape[2]
+    scores = hasher.scores(q, k)[0]
+    unseen = torch.arange(t, device=positions.device) > positions[:, None]
+    grouped = cast(Tensor, q[0].float().unflatten(0, (hkv, -1)))  # [Hkv, G, R, D]
+    keys = k[0].float()
+    logits = (grouped @ keys[:, None].mT * scaling).masked_fill(unseen, -torch.inf)
+    visible = positions + 1
+    mean_keys = keys.cumsum(1)[:, positions] / visible[:, None]
+    mean_key = (grouped * mean_keys[:, None]).sum(-1) * scaling
+    for fraction in fractions:
+        taken = tokens_read(hasher, q, k, positions, fraction, scores)[:, None]
+        exact = logits.masked_fill(taken, -torch.inf).logsumexp(-1)
+        yield evidence(logits, taken, mean_key, visible), exact, logits, taken
+
+
+def tokens_read(
+    hasher: LayerHasher, q: Tensor, k: Tensor, positions: Tensor, fraction: float, scores: Tensor | None = None
+) -> Tensor:
+    """Return the tokens that the rows read, those always read and the best of the others: bool [Hkv, R, T].
+
+    Args:
+        q: queries of the rows, [1, Hq, R, D]; k: all keys, [1, Hkv, T, D]; positions: int64 [R].
+        fraction: the budget, of each row's visible tokens (eq. 7).
+        scores: `hasher.scores(q, k)[0]`, if known.
+    """
+    t = k.shape[2]
+    scores = hasher.scores(q, k)[0] if scores is None else scores
+    always = always_read(positions, t)
+    searched = (top_count(positions + 1, fraction) - always.sum(-1)).clamp(min=0)
+    unseen = torch.arange(t, device=positions.device) > positions[:, None]
+    chosen = best(scores, unseen | always, searched)
+    return reading(chosen, always)
+
+
+def evidence(logits: Tensor, taken: Tensor, mean_key: Tensor, visible: Tensor) -> Evidence:
+    """Compute the statistics of attention over the tokens `taken`.
+
+    Args:
+        logits: [..., R, T], -inf at invisible tokens; taken: bool, broadcast against them.
+        mean_key: logit of the mean key, [..., R]; visible: number of visible tokens per row, [R].
+    """
+    read = taken.sum(-1)
+    mean = logits.masked_fill(~taken, 0).sum(-1) / read
+    return Evidence(mean, logits.masked_fill(~taken, -torch.inf).logsumexp(-1), mean_key, visible, read)
+
+
+def share_errors(hasher: LayerHasher, e: Evidence, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the remainder's exact share of the softmax and the error of its estimate, each [Hkv, G, R]."""
+    coefficients = cast(Tensor, hasher.remainder.unflatten(0, (exact.shape[0], -1)))[:, :, None, :-1]
+    share = torch.sigmoid(exact - e.lse)
+    return share, torch.sigmoid(log_weight(coefficients, e) - e.lse) - share
+
+
+def _features(e: Evidence) -> Tensor:
+    """[..., 5]: one, mean selected logit, logit of the mean key, log visible, log selected."""
+    columns = (torch.ones_like(e.mean), e.mean, e.mean_key, e.visible.float().log(), e.selected.float().log())
+    return torch.stack(cast("tuple[Tensor, ...]", torch.broadcast_tensors(*columns)), -1)

@@ -1,0 +1,1 @@
+"""Files: atomic writes, and strict readers of files from untrusted sources."""

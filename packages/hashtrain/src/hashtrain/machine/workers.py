@@ -1,0 +1,156 @@
+"""Run independent jobs in several processes, one thread each, so the result does not depend on their number.
+
+Two single-threaded layers in parallel take a third less time than one after the other on two threads, and far less
+where other work shares the cores: threads of one operation wait for the slowest (docs/log.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, get_all_start_methods, get_context
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from hashtrain.machine.allocator import keep_freed_memory
+
+Report = Callable[..., None]
+Function = Callable[[Any, Report], Any]
+Pipe = Any  # Connection, or PipeConnection on Windows
+_PATIENCE = 10.0  # seconds
+_MOST = 6  # a worker takes 0.6 GB for the demo model
+
+
+def default_workers() -> int:
+    """Return the number of cores that this process may use, at most `_MOST`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _MOST)
+
+
+def run_jobs(function: Function, jobs: Sequence[Any], workers: int, report: Report) -> list[Any]:
+    """Run every job and return the results in the order of the jobs.
+
+    Args:
+        function: called as `function(job, report)`. It, its argument and its result must be importable or picklable,
+            because other processes call it. Its reports are passed to `report` in this process.
+        jobs: started in order, so put the longest first.
+        workers: number of processes; 1 runs the jobs in this one.
+    Raises: the exception of a job; ChildProcessError if a worker died. The other workers are stopped.
+    """
+    if workers == 1 or len(jobs) == 1:
+        with one_thread():
+            return [function(job, report) for job in jobs]
+    return _Pool(function, jobs, report).run(min(workers, len(jobs)))
+
+
+@dataclass
+class _Pool:
+    function: Function
+    jobs: Sequence[Any]
+    report: Report
+
+    def run(self, workers: int) -> list[Any]:
+        self.results: list[Any] = [None] * len(self.jobs)
+        self.left = iter(range(len(self.jobs)))
+        processes: list[BaseProcess] = []
+        busy: dict[Pipe, int] = {}
+        try:
+            for _ in range(workers):
+                pipe = self._start(processes)
+                self._send(pipe, busy)
+            while busy:
+                for pipe in connection.wait(list(busy)):
+                    self._receive(pipe, busy)
+            for process in processes:  # their pipes are closed, so they exit and release their resources
+                process.join(_PATIENCE)
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.join()
+        return self.results
+
+    def _start(self, processes: list[BaseProcess]) -> Pipe:
+        context = _context()
+        mine, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(self.function, theirs), daemon=True)
+        process.start()
+        theirs.close()  # so that a worker's death closes the pipe
+        processes.append(process)
+        return mine
+
+    def _send(self, pipe: Pipe, busy: dict[Pipe, int]) -> None:
+        number = next(self.left, None)
+        if number is None:
+            busy.pop(pipe, None)
+            pipe.close()  # an idle worker exits when its pipe closes
+            return
+        busy[pipe] = number
+        pipe.send(self.jobs[number])
+
+    def _receive(self, pipe: Pipe, busy: dict[Pipe, int]) -> None:
+        try:
+            kind, *rest = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise ChildProcessError(
+                f"a worker was killed in job {busy[pipe] + 1} of {len(self.jobs)}, perhaps for lack of memory; "
+                "run again with fewer --workers"
+            ) from None
+        if kind == "report":
+            self.report(*rest)
+        elif kind == "failed":
+            raise rest[0]
+        else:
+            self.results[busy[pipe]] = rest[0]
+            self._send(pipe, busy)
+
+
+def _answer(pipe: Pipe, answer: tuple[str, Any]) -> None:
+    """Send a result or an error; an error that cannot be pickled is sent as its text."""
+    try:
+        pipe.send(answer)
+    except OSError:
+        raise
+    except Exception:
+        pipe.send(("failed", RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}")))
+
+
+def _context() -> Any:
+    """Return a start method: forking this process, which has threads, may hang; a server with torch loaded is fast."""
+    if "forkserver" not in get_all_start_methods():
+        return get_context("spawn")
+    context = get_context("forkserver")
+    # Preload hashtrain.run.pipeline too: "hashtrain" imports lazily, so every worker would import it again.
+    context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain.run.pipeline"])
+    return context
+
+
+def _work(function: Function, pipe: Pipe) -> None:
+    """Run jobs until the parent closes the pipe or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C only the parent prints
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            job = pipe.recv()
+            try:
+                answer = ("done", function(job, lambda *message: pipe.send(("report", *message))))
+            except Exception as error:
+                answer = ("failed", error)
+            _answer(pipe, answer)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Limit torch to one thread inside the block, as in a worker."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,201 @@
+"""A run's report: the table on the terminal, the figures, and each hasher's card."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # files only: no display needed
+import matplotlib.pyplot as plt
+from rich.table import Table
+
+from hashtrain.config import HasherConfig
+from hashtrain.files.atomic import replace
+
+Metrics = dict[str, Any]
+_COLUMNS = 6
+HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
+
+
+def quality_table(metrics: Metrics, heads: str) -> Table:
+    """Lay out IoU and attention mass per layer and hasher, with the mean over the sparse layers."""
+    found = {name: metrics["hashers"][name][heads] for name in metrics["hashers"]}
+    labels = [f"{n} (dense)" if n < metrics["dense_layers"] else str(n) for n in range(metrics["layers"])]
+    cells = {name: [*map(_pair, of["layers"]), _pair(of["mean"])] for name, of in found.items()}
+    table = Table(title=f"IoU / attention mass / its 5th percentile, worst head; held out, {HEADS[heads]}")
+    if len(found) > _COLUMNS:  # too many columns for a terminal: show only the means
+        for title in ("hasher", "mean of the sparse layers"):
+            table.add_column(title)
+        for name, line in cells.items():
+            table.add_row(name, line[-1])
+        return table
+    table.add_column("layer", justify="right")
+    for name in found:
+        table.add_column(name, justify="right")
+    for layer, label in enumerate(labels):
+        table.add_row(label, *(line[layer] for line in cells.values()))
+    table.add_section()
+    table.add_row("mean", *(line[-1] for line in cells.values()))
+    return table
+
+
+def _pair(quality: dict[str, float]) -> str:
+    return f"{quality['iou']:.3f} / {quality['mass']:.3f} / {quality['low']:.2f}"
+
+
+def _style(number: int) -> dict[str, Any]:
+    """Distinguish up to forty curves: ten colours, solid, dashed, dotted, dash-dotted."""
+    return {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
+
+
+def draw(metrics: Metrics, path: Path) -> None:
+    """Draw training curves (left) and per-layer IoU (right) to a PNG."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4), layout="constrained")
+    for number, (name, result) in enumerate(metrics["hashers"].items()):
+        layers, style = range(metrics["layers"]), _style(number)
+        right.plot(layers, [q["iou"] for q in result["kv_head"]["layers"]], marker="o", label=name, **style)
+        if curves := result["losses"]:
+            mean = [sum(column) / len(column) for column in zip(*curves, strict=True)]
+            left.plot(_smooth(mean, 20), **style)
+    left.set(xlabel="step", ylabel="loss, mean of layers", yscale="log", title="Training")
+    right.set(xlabel="layer", ylabel="IoU per KV head, held out", ylim=(0, 1), title=f"Top {metrics['fraction']:.1%}")
+    right.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(loc="outside right center")
+    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+    plt.close(figure)
+
+
+def worst_lines(metrics: Metrics) -> list[str]:
+    """Summarise for each hasher how bad its worst rows are, which heads fail, and which layers should stay dense."""
+    lines: list[str] = []
+    for name, result in metrics["hashers"].items():
+        layers = result["kv_head"]["layers"]
+        low, layer = min((found["low"], number) for number, found in enumerate(layers))
+        lost = max(share for found in layers for share in found["lost_by_head"])
+        line = f"{name}: in the worst head (layer {layer}) the 5th percentile of the mass is {low:.2f}; "
+        line += f"at most {100 * lost:.2g} % of a head's rows find less than half of it"
+        if failed := result["failing"]:
+            line += f"; {len(failed)} heads fail: {', '.join(f'{a}.{b}' for a, b in failed[:8])}" + (
+                " ..." if len(failed) > 8 else ""
+            )
+        if cost := result.get("cost"):
+            dense = ", ".join(map(str, cost["dense"])) or "none"
+            line += f"; with every layer sparse a step moves by {cost['all']:.3f} nats, layers to keep dense: {dense}"
+            line += f", without a remainder: {', '.join(map(str, cost['bare'])) or 'none'}"
+        lines.append(line)
+    return lines
+
+
+def draw_heads(metrics: Metrics, path: Path) -> None:
+    """Draw a heat map of IoU per layer and KV head for each hasher."""
+    _draw_by_head(metrics, path, "iou_by_head", "IoU, held out")
+
+
+def draw_worst(metrics: Metrics, path: Path) -> None:
+    """Draw a heat map of the worst rows' mass per layer and KV head for each hasher."""
+    _draw_by_head(metrics, path, "low_by_head", "5th percentile of the rows' mass, held out")
+
+
+def _draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
+    names = list(metrics["hashers"])
+    across = min(len(names), 5)
+    down = math.ceil(len(names) / across)
+    size = (1.5 + 2.2 * across, down * (1.2 + 0.35 * metrics["layers"]) + 0.3)
+    figure, axes = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    shown = None
+    for axis, name in zip(axes.flat, names, strict=False):
+        by_layer = [layer[what] for layer in metrics["hashers"][name]["kv_head"]["layers"]]
+        heads = max(map(len, by_layer))  # layers may differ in heads
+        shown = axis.imshow(
+            [row + [math.nan] * (heads - len(row)) for row in by_layer], vmin=0, vmax=1, cmap="viridis", aspect="auto"
+        )
+        axis.set(title=name, xlabel="KV head", xticks=range(heads))
+        for row, found in enumerate(by_layer):
+            for head, iou in enumerate(found):
+                color = "black" if iou > 0.6 else "white"
+                axis.text(head, row, f"{iou:.2f}", ha="center", va="center", fontsize=8, color=color)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("layer")
+    assert shown is not None  # there is no figure of no hashers
+    figure.colorbar(shown, ax=axes.ravel().tolist(), label=label)
+    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+    plt.close(figure)
+
+
+def draw_bits(metrics: Metrics, path: Path) -> None:
+    """Draw how the codes use their bits: the share of ones of each bit, and the correlation of bits by layer."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4), layout="constrained")
+    for number, (name, result) in enumerate(metrics["hashers"].items()):
+        layers, style = result["bits"]["layers"], _style(number)
+        if not any(layers):
+            continue
+        ones = sorted(share for layer in layers[metrics["dense_layers"] :] for share in layer["ones"])
+        left.plot([(i + 0.5) / len(ones) for i in range(len(ones))], ones, **style)
+        correlation = [layer["correlation"] for layer in layers]
+        right.plot(range(metrics["layers"]), correlation, marker="o", label=name, **style)
+    left.axhline(0.5, color="0.7", linewidth=1, zorder=0)
+    left.set(
+        xlabel="bits of the sparse layers, in order", ylabel="share of ones", ylim=(0, 1), title="Balance (0.5 is best)"
+    )
+    right.set(xlabel="layer", ylabel="mean |correlation| of two bits", title="Redundancy (0 is best)")
+    right.set_ylim(bottom=0)
+    right.xaxis.get_major_locator().set_params(integer=True)
+    if right.lines:
+        figure.legend(loc="outside right center")
+    replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
+    plt.close(figure)
+
+
+def _smooth(values: list[float], width: int) -> list[float]:
+    return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - width + 1) : i + 1])]
+
+
+def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
+    """Write a hasher's README: its purpose, its training, and how well it selects."""
+    result, shape = metrics["hashers"][name], config.shape
+    rows = "\n".join(
+        f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {kv['low']:.2f} | {100 * kv['lost']:.2f} % "
+        f"| {q['iou']:.3f} | {q['mass']:.3f} "
+        f"| {rest['share']:.3f} | {rest['error']:.3f} |"
+        for layer, (kv, q, rest) in enumerate(
+            zip(*(result[part]["layers"] for part in ("kv_head", "query_head", "remainder")), strict=True)
+        )
+    )
+    planes = config.planes if config.variant in ("planes", "transform") else 1
+    budget = f"{metrics['fraction']:.1%} of the visible tokens"
+    made = (
+        f"Variant `{config.variant}`, {config.bits} bits, {planes} query plane(s). Base model: "
+        f"{shape.num_layers} layers, "
+        f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}.\n"
+        f"Made by hashtrain {metrics['version']}: {metrics['steps']} steps per layer, {metrics['contexts']} contexts "
+        f"of {metrics['context']} tokens ({metrics['corpus']}).\n"
+        f"Evaluated on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "
+        f"{metrics['sink']} and the last {metrics['recent']} are always read.\n"
+        f"Layers that stay dense: {', '.join(map(str, config.dense_layers)) or 'none'}."
+    )
+    base = f"base_model: {config.base_model}\n" if "/" in config.base_model else ""
+    return f"""---
+library_name: hashtrain
+license: apache-2.0
+{base}tags: [sparse-attention, kv-cache, hashing]
+---
+# Hasher `{name}` for `{config.base_model}`
+
+{made}
+
+| layer | IoU, KV head | mass, KV head | low | lost | IoU, query head | mass, query head | left out | its error |
+|---|---|---|---|---|---|---|---|---|
+{rows}
+
+"Low" is the 5th percentile of the mass over rows, in the layer's worst head; "lost" is the share of rows that find less
+than half of the mass of an exact selection. "Left out" is the share of the softmax that the selection misses (per query
+head, mean over rows), which the remainder estimates; its error is the root mean square over rows.
+
+    from hashtrain import Hasher
+    hasher = Hasher.from_pretrained("this/folder")
+"""

@@ -1,0 +1,122 @@
+"""Estimate a run's cost: disk and memory by arithmetic, time by running a sample of each kind of work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from hashtrain.artefact.hasher import make_layer
+from hashtrain.data.capture import context_bytes, run_context
+from hashtrain.data.captured import Capture, InMemory
+from hashtrain.evaluation.evaluate import evaluate_layer
+from hashtrain.evaluation.remainder import MAX_CONTEXTS, calibrate
+from hashtrain.layers.transform import CONTEXTS
+from hashtrain.machine.workers import one_thread
+from hashtrain.run.job import LayerJob
+from hashtrain.run.prepare import Prepared
+from hashtrain.run.sources import loaded
+from hashtrain.training.memory import step_bytes, weight_bytes
+from hashtrain.training.trainer import Training
+
+_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes and seconds of a whole run."""
+
+    disk: int
+    step_memory: int
+    """Bytes on the device to train the largest layer, or with --stream all layers."""
+    model_memory: int
+    """Bytes of the model while it captures queries and keys."""
+    capture_seconds: float
+    train_seconds: float
+    traffic: int = 0
+    """Bytes that all training steps read from the disk or its cache."""
+    streamed: bool = False
+
+    def lines(self) -> list[str]:
+        """Format the estimate as lines of text."""
+        return [
+            f"disk while it runs   {self.disk / 1e9:.2f} GB",
+            *([] if self.streamed else [f"read to train        {self.traffic / 1e9:.2f} GB"]),
+            f"memory to capture    {self.model_memory / 1e9:.2f} GB a process for the weights alone",
+            f"memory to train      {self.step_memory / 1e9:.2f} GB "
+            + ("for all layers, beside the model" if self.streamed else "a layer"),
+            f"time to capture      {clock(self.capture_seconds)}",
+            f"time to train        {clock(self.train_seconds)}",
+        ]
+
+
+def estimate(prepared: Prepared, jobs: Sequence[LayerJob], workers: int) -> Estimate:
+    """Run one context, a few steps of each hasher and one evaluation, and extrapolate. Nothing is written.
+
+    Args:
+        jobs: every layer of every hasher; workers: processes working in parallel, over all machines.
+    """
+    command = prepared.command
+    model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
+    with one_thread():
+        began = time.perf_counter()
+        tensors, scalings = run_context(model, prepared.train.contexts[0])
+        once = time.perf_counter() - began
+        sample = cast(Capture, InMemory(tensors, scalings))
+        seconds = {job.recipe.name: _layer_seconds(prepared, job, sample) for job in jobs if job.layer == 0}
+    lacking = sum(len(source.lacking) for source in prepared.sources)
+    trained = [job for job in jobs if job.recipe.trained] or list(jobs)
+    sizes = [(job.config.at(job.layer), job.training) for job in trained]
+    steps = [(step_bytes(config, training, command.context), weight_bytes(config)) for config, training in sizes]
+    return Estimate(
+        disk=prepared.disk,
+        step_memory=_together(steps) + prepared.reads.step_bytes if command.stream else max(step for step, _ in steps),
+        model_memory=int(1e9 * (command.backbone_memory or 0))
+        or sum(p.numel() * p.element_size() for p in model.parameters()),
+        capture_seconds=once * (lacking / workers + command.steps * command.stream),
+        # Streaming trains in one process per rank, whatever --workers is.
+        train_seconds=sum(seconds[job.recipe.name] for job in jobs)
+        / (prepared.ranks.world if command.stream else workers),
+        traffic=0 if command.stream else _traffic(prepared),
+        streamed=command.stream,
+    )
+
+
+def _traffic(prepared: Prepared) -> int:
+    command = prepared.command
+    step = context_bytes(prepared.shape, command.context, torch.bfloat16, command.rows, values=False)
+    return step * command.steps * sum(recipe.trained for recipe in command.recipes)
+
+
+def _together(steps: list[tuple[int, int]]) -> int:
+    """Bytes of layers that train in parallel: the weights and moments of all, and the largest step's other needs."""
+    return sum(weights for _, weights in steps) + max(step - weights for step, weights in steps)
+
+
+def _layer_seconds(prepared: Prepared, job: LayerJob, sample: Capture) -> float:
+    hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
+    began = time.perf_counter()
+    hasher.start(sample, job.layer, job.command.digits)
+    total = (time.perf_counter() - began) * min(CONTEXTS, len(prepared.train.contexts))
+    if job.recipe.trained:
+        times: list[float] = []
+        training = Training(hasher, job.layer, sample, job.training)
+        training.run(lambda step, loss: times.append(time.perf_counter()), until=_STEPS)
+        if len(times) > 1:  # the first step also warms up
+            total += (times[-1] - times[0]) / (len(times) - 1) * job.command.steps
+    with torch.device(job.device):
+        began = time.perf_counter()
+        calibrate(hasher, job.layer, sample, job.command.seed)
+        total += (time.perf_counter() - began) * min(MAX_CONTEXTS, len(prepared.train.contexts))
+        began = time.perf_counter()
+        evaluate_layer(job.command, hasher, job.layer, sample)
+    return total + (time.perf_counter() - began) * len(prepared.validation.contexts)
+
+
+def clock(seconds: float) -> str:
+    """Format a duration in a suitable unit."""
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{hours:.1f} h" if hours >= 1 else f"{minutes:.1f} min" if minutes >= 1 else f"{seconds:.0f} s"

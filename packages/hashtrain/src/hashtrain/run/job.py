@@ -1,0 +1,215 @@
+"""What a worker does: train one layer of one hasher and evaluate it on held-out text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import hashtrain
+from hashtrain.artefact.hasher import make_layer
+from hashtrain.config import HasherConfig
+from hashtrain.data.captured import Capture
+from hashtrain.evaluation.evaluate import evaluate_layer
+from hashtrain.evaluation.remainder import calibrate
+from hashtrain.layers import LayerHasher
+from hashtrain.machine.distribute import ALONE, Ranks
+from hashtrain.run.repair import repair
+from hashtrain.settings.recipes import Recipe
+from hashtrain.settings.train_command import TrainCommand
+from hashtrain.training.checkpoint import Checkpoint, load_stored, save_stored
+from hashtrain.training.train_config import TrainConfig
+from hashtrain.training.trainer import Training
+
+
+class Report(Protocol):
+    """Receives a status text, the steps done since the last report, and sometimes a line for metrics.jsonl."""
+
+    def __call__(self, what: str, steps: int, line: dict[str, Any] | None = None, /) -> None: ...
+
+
+@dataclass(frozen=True)
+class LayerJob:
+    """One layer to train, and its inputs."""
+
+    command: TrainCommand
+    recipe: Recipe
+    config: HasherConfig
+    layer: int
+    data: Capture
+    validation: Capture
+    source: str
+    """Identity of the captured data as JSON; part of `key`, because it decides the result."""
+    folder: Path
+    """Where checkpoints and finished layers go."""
+    device: str = "cpu"
+    ranks: Ranks = ALONE
+    """Processes that share the rows of each step; all of them process all jobs in the same order."""
+    evaluator: int = 0
+    """The rank that evaluates the layer and stores it."""
+
+    @property
+    def training(self) -> TrainConfig:
+        """The schedule, with the recipe's learning rate."""
+        return training_of(self.command, self.recipe, self.device)
+
+    @property
+    def key(self) -> str:
+        """A digest of everything that decides the bits of this layer."""
+        evaluated = {name: getattr(self.command, name) for name in ("fraction", "context", "held_out_rows", "seed")}
+        facts = {
+            "candidate": asdict(self.recipe),
+            "config": asdict(self.config),
+            "training": asdict(self.training),
+            "judged": evaluated,
+            "digits": self.command.digits,
+            "layer": self.layer,
+            "device": torch.device(self.device).type,
+            "sharing": self.ranks.world,
+            "source": self.source,
+            "versions": [hashtrain.__version__, torch.__version__],
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def finished(self) -> Path:
+        """Path of the finished layer."""
+        return self.folder / f"{self.recipe.name}-{self.layer}-{self.key}.safetensors"
+
+    @property
+    def unfinished(self) -> Path:
+        """Path of its checkpoint."""
+        return self.finished.with_suffix(".checkpoint")
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """The layer's tensors, the loss of every step, why training stopped early ("" if not), and the evaluation."""
+
+    tensors: dict[str, Tensor]
+    losses: list[float]
+    stopped: str
+    quality: dict[str, dict[str, Any]]
+
+
+def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
+    """Return the training schedule of a recipe, with its learning rate."""
+    return TrainConfig(
+        fraction=command.fraction,
+        of=recipe.target,
+        sink=recipe.ends[0],
+        recent=recipe.ends[1],
+        steps=command.steps,
+        loss=recipe.loss,
+        beta=recipe.beta,
+        alpha=recipe.alpha,
+        max_top=recipe.max_top,
+        max_rest=recipe.max_rest,
+        keys_first=recipe.keys_first,
+        learning_rate=command.learning_rate or recipe.learning_rate,
+        warmup=command.warmup,
+        rows=command.rows,
+        precision="bf16" if device.startswith("cuda") else "fp32",
+        min_position=command.context // 16 if recipe.first_trained is None else recipe.first_trained,
+        seed=command.seed,
+    )
+
+
+def started(job: LayerJob) -> LayerHasher:
+    """Create the layer's hash functions as before the first step, identical in all processes."""
+    hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
+    if job.ranks.first and not job.unfinished.exists():  # a checkpoint already contains the start
+        hasher.start(job.data, job.layer, job.command.digits)
+    if job.ranks.world > 1:  # machines may round differently, so all use rank 0's start
+        tensors = {name: tensor * job.ranks.first for name, tensor in hasher.state_dict().items()}
+        job.ranks.all_reduce(*tensors.values())
+        hasher.load_state_dict(tensors)
+    return hasher
+
+
+def make(job: LayerJob, report: Report) -> None:
+    """Train, calibrate and evaluate one layer, and store it at `job.finished`; do nothing if that exists.
+
+    Raises: OSError if it cannot be written; FloatingPointError if its loss was never finite.
+    """
+    name = f"{job.recipe.name}, layer {job.layer}"
+    if job.finished.exists():
+        report(f"kept {name}", 1 + job.command.steps * job.recipe.trained)
+        return
+    hasher = started(job)
+    checkpoint = Checkpoint(job.unfinished, job.command.checkpoint_seconds)
+    losses, stopped, keys = _train(job, hasher, checkpoint, report) if job.recipe.trained else ([], "", {})
+    if job.ranks.rank != job.evaluator:
+        return
+    with torch.device(job.device):
+        command = job.command
+        mended = repair(hasher, job.layer, job.data, job.config, command.seed, command.digits, command.fraction, keys)
+        if mended:
+            said = ", ".join(f"head {head}: {what}" for head, what in sorted(mended.items()))
+            report(f"{name}: {said}", 0, {"hasher": job.recipe.name, "layer": job.layer, "repaired": mended})
+        calibrate(hasher, job.layer, job.data, job.command.seed)
+        quality = evaluate_layer(job.command, hasher, job.layer, job.validation)
+    _store(job, hasher, losses, stopped, quality)
+    checkpoint.remove()
+    found = {heads: quality[heads]["iou"] for heads in ("kv_head", "query_head")}
+    report(f"evaluated {name}", 1, {"hasher": job.recipe.name, "layer": job.layer, "iou": found})
+
+
+def _store(job: LayerJob, hasher: LayerHasher, losses: list[float], stopped: str, quality: dict[str, Any]) -> None:
+    tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}
+    tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+    save_stored(job.finished, tensors, {"stopped": stopped, "quality": quality})
+
+
+def result(job: LayerJob) -> LayerResult:
+    """Read what `make` stored. Raises: ValueError if it is missing or damaged."""
+    stored = load_stored(job.finished)
+    if stored is None:
+        raise ValueError(f"{job.finished} is missing: expected a finished layer; rerun the command to train it")
+    tensors, state = stored
+    try:
+        losses = tensors.pop("losses").tolist()
+        plain = {name.removeprefix("hasher."): tensor for name, tensor in tensors.items()}
+        return LayerResult(plain, losses, state["stopped"], state["quality"])
+    except KeyError as error:
+        raise ValueError(f"{job.finished} lacks {error}; delete it and rerun the command") from error
+
+
+def _train(
+    job: LayerJob, hasher: LayerHasher, checkpoint: Checkpoint, report: Report
+) -> tuple[list[float], str, dict[str, Tensor]]:
+    """Train. Returns: the losses, why training stopped early, and the weights after the keys-only steps."""
+    name = f"{job.recipe.name}, layer {job.layer}"
+    training = Training(hasher, job.layer, job.data, job.training, checkpoint, job.ranks)
+    training.run(following(job, training, report))
+    if training.stopped:
+        skipped = job.command.steps - len(training.losses)
+        report(
+            f"{name} {training.stopped}",
+            skipped,
+            {"hasher": job.recipe.name, "layer": job.layer, "stopped": training.stopped},
+        )
+    return training.losses, training.stopped, training.keys_trained
+
+
+def following(job: LayerJob, training: Training, report: Report) -> Callable[[int, float], None]:
+    """Report a resumed training; return a callback that reports every step and, at intervals, the mean loss."""
+    name = f"{job.recipe.name}, layer {job.layer}"
+    if training.losses:
+        report(f"resumed {name}", len(training.losses))
+    interval = training.snapshots.interval
+
+    def on_step(step: int, loss: float) -> None:
+        line = None
+        if (step + 1) % interval == 0:
+            mean = sum(training.losses[-interval:]) / interval
+            line = {"hasher": job.recipe.name, "layer": job.layer, "step": step + 1, "loss": mean}
+        report(f"train {name}, loss {loss:.3f}", 1, line)
+
+    return on_step

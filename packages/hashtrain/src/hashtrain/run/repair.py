@@ -1,0 +1,85 @@
+"""Repair heads of `transform` that training made worse, or that fail: each gets the functions that measure best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hashtrain.artefact.hasher import make_layer
+from hashtrain.config import HasherConfig
+from hashtrain.data.captured import Capture
+from hashtrain.evaluation.evaluate import fails
+from hashtrain.evaluation.metrics import hash_quality
+from hashtrain.layers import LayerHasher
+from hashtrain.layers.transform import Transform
+
+OTHER_DIGITS = (4, 6, 8, 3)
+"""Digit limits of the starts that are tried for failing heads."""
+_CONTEXTS, _ROWS, _AT_ONCE = 4, 256, 32
+
+
+@torch.no_grad()
+def repair(
+    hasher: LayerHasher,
+    layer: int,
+    data: Capture,
+    config: HasherConfig,
+    seed: int,
+    digits: int,
+    fraction: float,
+    keys_trained: dict[str, Tensor] | None = None,
+) -> dict[int, str]:
+    """Replace each KV head's functions, in place, if the keys-only weights or an untrained start measure better.
+
+    Every head is compared with the weights after the keys-only steps and a start of `digits`; failing heads
+    (`hashtrain.evaluation.evaluate.fails`) also with starts of `OTHER_DIGITS`. Measured on rows of the training
+    contexts, a head that does not fail wins over one that does, then the higher mean attention mass wins.
+
+    Args:
+        config, seed: what the layer was made from (`hashtrain.artefact.hasher.make_layer`).
+        keys_trained: `hashtrain.training.trainer.Training.keys_trained`.
+    Returns: for each replaced head, what it got. Variants other than `transform` keep all heads.
+    """
+    if not isinstance(hasher, Transform):
+        return {}
+    device = hasher.remainder.device
+    best = _mass(hasher, layer, data, fraction)
+    taken: dict[int, str] = {}
+    makers: list[tuple[str, bool, Callable[[LayerHasher], object]]] = [
+        (f"start of {most} digits", most == digits, lambda other, most=most: other.start(data, layer, most))
+        for most in (digits, *(n for n in OTHER_DIGITS if n != digits))
+    ]
+    if keys_trained:
+        makers.insert(0, ("keys alone trained", True, lambda other: other.load_state_dict(keys_trained)))
+    for name, for_all, make in makers:
+        wanted = [head for head in range(hasher.hkv) if for_all or fails(best[head])]
+        if not wanted:
+            continue
+        other = make_layer(config, layer, seed).to(device)
+        make(other)
+        found = _mass(other, layer, data, fraction)
+        for head in wanted:
+            if _rank(found[head]) > _rank(best[head]):
+                hasher.take_head(other, head)
+                best[head], taken[head] = found[head], name
+    return taken
+
+
+def _rank(mass: Tensor) -> tuple[bool, float]:
+    return not fails(mass), mass.mean().item()
+
+
+def _mass(hasher: LayerHasher, layer: int, data: Capture, fraction: float) -> list[Tensor]:
+    """Return the mass that rows of some training contexts find, by KV head."""
+    draw, rows_of = torch.Generator().manual_seed(layer), []
+    for context in range(min(len(data), _CONTEXTS)):
+        k, scaling = data.keys(context, layer)
+        rows = torch.randint(k.shape[2] // 4, k.shape[2], (_ROWS,), generator=draw, device="cpu")
+        q = data.queries(context, layer, rows)
+        q, k, rows = (x.to(hasher.remainder.device) for x in (q, k, rows))
+        for some, part in zip(q.split(_AT_ONCE, 2), rows.split(_AT_ONCE), strict=True):
+            found = hash_quality(hasher, some.contiguous(), k, part, fraction, scaling)
+            rows_of.append(found.mass[0].double().cpu())
+    return list(torch.cat(rows_of, dim=1))

@@ -1,0 +1,125 @@
+"""The contexts of a run and their captures; captures that are missing are made."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hashtrain.data.capture import capture_one
+from hashtrain.data.captured import Capture, Kept
+from hashtrain.data.manifest import begin, finish, missing
+from hashtrain.machine.distribute import ALONE, Ranks
+from hashtrain.machine.workers import run_jobs
+from hashtrain.models import load_model
+from hashtrain.run.reads import Reads
+
+
+@dataclass(frozen=True)
+class Source:
+    """Token contexts and the capture of their queries and keys, existing or to be made."""
+
+    name: str
+    folder: Path
+    contexts: Sequence[Tensor]
+    identity: dict[str, Any]
+    """`hashtrain.data.manifest.identity` of the expected capture."""
+    reads: Reads
+    """What the run reads of it."""
+
+    @property
+    def stored(self) -> Capture:
+        """The capture on disk."""
+        return Capture(self.folder, len(self.contexts))
+
+    @functools.cached_property
+    def lacking(self) -> list[int]:
+        """Numbers of the contexts that are not completely captured yet."""
+        return missing(self.stored, self.identity)
+
+
+@dataclass(frozen=True)
+class _Job:
+    model: str
+    device: str
+    ids: Tensor
+    path: Path
+    name: str
+    kept: Kept
+    memory: float | None = None
+
+
+@functools.lru_cache(maxsize=1)
+def loaded(
+    path: str, device: str = "cpu", memory: float | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model and its tokenizer, once per process, for capturing.
+
+    Args:
+        memory: see `load_model`.
+    """
+    # Many CPUs lack bfloat16 arithmetic and would be ten times slower.
+    return load_model(path, torch.float32 if device == "cpu" else None, device, memory)
+
+
+def make_all(
+    model: str,
+    device: str,
+    sources: Sequence[Source],
+    workers: int,
+    advance: Callable[[str, int], None],
+    ranks: Ranks = ALONE,
+    memory: float | None = None,
+) -> None:
+    """Capture every context that is not captured yet.
+
+    On the CPU one thread runs each context, several of them in parallel, so the result does not depend on the number of
+    processes.
+
+    Args:
+        model: argument of `load_model`; device: where it runs.
+        workers: processes, each with its own copy of the model; fewer if memory is too small.
+        ranks: torchrun's processes, which share the contexts.
+        memory: GB of weights that the device may hold; None: no limit.
+    """
+
+    def job(source: Source, number: int) -> _Job:
+        ids, path = source.contexts[number], source.stored.file(number)
+        return _Job(model, device, ids, path, source.name, source.reads.kept(number), memory)
+
+    mine = ranks.shard([(source, number) for source in sources for number in source.lacking])
+    if ranks.first:
+        for source in sources:
+            begin(source.stored, source.identity)
+    ranks.barrier()
+    if mine:
+        jobs = [job(*one) for one in mine]
+        run_jobs(_make, jobs, max(1, min(workers, _fitting(model, device, memory))), advance)
+    ranks.barrier()
+    if ranks.first:
+        for source in sources:
+            finish(source.stored)
+    ranks.barrier()
+
+
+def _make(job: _Job, report: Callable[[str, int], None]) -> None:
+    capture_one(loaded(job.model, job.device, job.memory)[0], job.ids, job.path, kept=job.kept)
+    report(f"capture {job.name} q and k", 1)
+
+
+def _fitting(model: str, device: str, memory: float | None) -> int:
+    """Return how many copies of the model fit in half of the free memory; 1 unless the device is the CPU."""
+    if device != "cpu":
+        return 1
+    parameters = loaded(model, device, memory)[0].parameters()
+    size = int(memory * 1e9) if memory else sum(p.numel() * p.element_size() for p in parameters)
+    if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return 1
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * size)

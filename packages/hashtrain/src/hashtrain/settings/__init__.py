@@ -1,0 +1,1 @@
+"""The settings of a run: recipes of hashers, flags that override them, TOML files."""

@@ -1,0 +1,90 @@
+"""A command's settings as a TOML file: read into command-line arguments, and written with the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tomllib
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import hashtrain
+from hashtrain.files.untrusted import read_text
+from hashtrain.settings.train_command import TrainCommand
+from hashtrain.usage import UsageError, sentence
+
+_NOT_STORED = {"config", "dry_run"}
+_MAX_BYTES = 1 << 20
+_SWITCHES = {field.name for field in fields(TrainCommand) if isinstance(field.default, bool)}
+
+
+def with_config(arguments: list[str]) -> list[str]:
+    """Insert the settings of `--config FILE` after the command's name, before its arguments, which override them.
+
+    Raises: UsageError if the file is missing, not TOML, or has an unknown setting.
+    """
+    words = [
+        word for given in arguments for word in (given.split("=", 1) if given.startswith("--config=") else [given])
+    ]
+    if "--config" not in words:
+        return arguments
+    at = words.index("--config")
+    if at + 1 == len(words):
+        raise UsageError("--config needs a TOML file")
+    path = Path(words[at + 1])
+    try:
+        found = tomllib.loads(read_text(path, _MAX_BYTES))
+    except (OSError, ValueError, RecursionError) as error:  # thousands of digits raise another ValueError
+        raise UsageError(f"--config {path} is not a TOML file that can be read: {sentence(error)}") from error
+    return [words[0], *_words(path, found), *words[1:at], *words[at + 2 :]]
+
+
+def _words(path: Path, found: dict[str, Any]) -> list[str]:
+    known = {f.name for f in fields(TrainCommand)} - _NOT_STORED
+    words = []
+    for key, value in found.items():
+        if key.replace("-", "_") not in known:
+            raise UsageError(f"--config {path} sets {key}, expected one of {', '.join(sorted(known))}")
+        name, switch = key.replace("_", "-"), key.replace("-", "_") in _SWITCHES
+        if isinstance(value, bool) != switch or not isinstance(value, str | int | float | list):
+            wanted = "true or false" if switch else "a string, a number or a list"
+            raise UsageError(f"--config {path} sets {key} to {value!r}, expected {wanted}")
+        values = value if isinstance(value, list) else [value]
+        if any(str(word).startswith("--") or not isinstance(word, str | int | float) for word in values):
+            raise UsageError(f"--config {path} sets {key} to {value!r}, expected numbers or strings that are not flags")
+        if switch:
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif values:
+            words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def as_toml(command: TrainCommand) -> str:
+    """Return the settings as TOML that `--config` reads."""
+    lines = []
+    for key, value in asdict(command).items():
+        if key in _NOT_STORED or value is None:
+            continue
+        plain = (
+            [str(v) for v in value] if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+        )
+        lines.append(f"{key} = {json.dumps(plain, ensure_ascii=False)}\n")
+    return "".join(lines)
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Return the software versions and the hardware of this run."""
+    import torch  # imported here because `--config` is read before `--help` is answered
+    import transformers
+
+    return {
+        "hashtrain": hashtrain.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+    }

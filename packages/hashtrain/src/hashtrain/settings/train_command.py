@@ -1,0 +1,142 @@
+"""The settings of one `hashtrain` run, checked before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hashtrain.config import MAX_DIGITS
+from hashtrain.demo import DEMO, model_path
+from hashtrain.settings.overrides import Overrides
+from hashtrain.settings.recipes import ALL, RECIPES, Recipe
+from hashtrain.usage import UsageError, require_counts, require_device_name, require_seed
+
+PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
+"""The paper's schedule, where it differs from the demo's; the optimiser is the same (`hashtrain.training.trainer`)."""
+DIGITS = 5
+"""Most bits per dimension: best on the demo model and on SmolLM2, English and Python (docs/log.md)."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run reads, trains and writes; the flags of `Overrides` change how its hashers are trained."""
+
+    model: str = DEMO
+    """Folder or hub id of a Hugging Face causal LM; `demo` is the model that ships with hashtrain."""
+    text: tuple[Path, ...] = ()
+    """Training text: text files, .jsonl, .parquet, folders of them, or hub:OWNER/NAME (README). Default: the Python
+    sources on this machine."""
+    held_out_text: tuple[Path, ...] = ()
+    """Held-out text, of the same kinds. Default: a fifth of --text."""
+    out: Path = Path("runs/demo")
+    """Folder for the hashers, the figures and the metrics."""
+    only: tuple[str, ...] = tuple(c.name for c in RECIPES)
+    """Hashers to train; `all` adds the ablations."""
+    bits: int = 128
+    """Code length in bits."""
+    planes: int | None = None
+    """Bit planes of queries, 1 to 8. Default: each hasher's own."""
+    digits: int = DIGITS
+    """Most bits that the start of `transform` gives one dimension of a head, 1 to 8. More digits than a query has
+    planes are of little use."""
+    fraction: float = 0.02
+    """The budget for training and evaluation: a share of each row's visible tokens, sink and recent tokens included."""
+    context: int = 4096
+    """Tokens per context."""
+    contexts: int = 40
+    """Training contexts."""
+    held_out: int = 24
+    """Held-out contexts."""
+    held_out_rows: int = 64
+    """Rows evaluated per held-out context, drawn from its last three quarters."""
+    steps: int = 800
+    """Optimiser steps per layer and hasher."""
+    dense_layers: int | None = None
+    """Number of first layers that stay dense in deployment; they are trained but left out of the means. Default:
+    layers whose measured cost is too high, if any."""
+    rows: int = 64
+    """Query rows per step."""
+    learning_rate: float | None = None
+    """Peak learning rate of every hasher. Default: each hasher's own, tuned on the demo model."""
+    warmup: float = 0.02
+    """Share of the steps during which the learning rate rises; after it, cosine decay to zero."""
+    device: str = "auto"
+    """Device for capture and training: cpu, cuda, cuda:N, or auto (CUDA if available)."""
+    spread: Literal["layers", "data"] = "layers"
+    """What torchrun's processes share: the layers (same result as one process), or the rows of each step."""
+    workers: int = 0
+    """Worker processes, each training one layer at a time; 0: one per core, up to 6, or one on CUDA. Does not change
+    the result."""
+    checkpoint_seconds: float = 30.0
+    """Seconds between checkpoints of a layer, the most work that a kill can lose; 0: a checkpoint after every step."""
+    backbone_memory: float | None = None
+    """GB of model weights kept on the device; the other layers are loaded one at a time (extra `hashtrain[offload]`).
+    Default: the whole model."""
+    stream: bool = False
+    """Train all layers in parallel and run the model at every step instead of storing its queries and keys: the same
+    hashers with almost no disk. Meant for schedules that use each context once."""
+    tensorboard: bool = False
+    """Also write losses and evaluation results for TensorBoard, below --out/tensorboard (extra
+    `hashtrain[tensorboard]`)."""
+    config: Path | None = None
+    """TOML file of these settings, such as the config.toml that a run stores; the command line overrides it."""
+    dry_run: bool = False
+    """Print the plan, the disk and memory it needs and an estimate of the time; write nothing."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TrainCommand(Overrides, _Run):
+    """Train every layer's hashers, compare them on held-out text, and store them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_counts(self, contexts=1, held_out=1, held_out_rows=1, steps=1, rows=1, context=512)
+        require_counts(self, workers=0, dense_layers=0)
+        require_seed(self.seed)
+        require_device_name(self.device)
+        if self.learning_rate is not None and not 0 < self.learning_rate < float("inf"):
+            raise UsageError(f"--learning-rate must be above 0, got {self.learning_rate}")
+        if self.backbone_memory is not None and not 0 < self.backbone_memory <= 1e6:
+            raise UsageError(f"--backbone-memory must be above 0 and at most 1000000, got {self.backbone_memory}")
+        if not 0 <= self.warmup <= 1:
+            raise UsageError(f"--warmup must be between 0 and 1, got {self.warmup}")
+        if not 0 <= self.checkpoint_seconds < float("inf"):
+            raise UsageError(f"--checkpoint-seconds must be 0 or more, got {self.checkpoint_seconds}")
+        if not 32 <= self.bits <= 4096 or self.bits % 32:
+            raise UsageError(f"--bits must be a multiple of 32 between 32 and 4096, got {self.bits}")
+        if self.planes is not None and not 1 <= self.planes <= 8:
+            raise UsageError(f"--planes must be between 1 and 8, got {self.planes}")
+        if not 1 <= self.digits <= MAX_DIGITS:
+            raise UsageError(f"--digits must be between 1 and {MAX_DIGITS}, got {self.digits}")
+        if not self.only:
+            raise UsageError(f"--only needs one of {', '.join(c.name for c in ALL)}, or all")
+        if not 0 < self.fraction <= 1:
+            raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}")
+        known = ["all", *(c.name for c in ALL)]
+        if unknown := [name for name in self.only if name not in known]:
+            raise UsageError(f"--only takes {', '.join(known)}, got {', '.join(unknown)}")
+
+    @classmethod
+    def for_model(cls, model: str, **settings: Any) -> TrainCommand:
+        """Return a command with the defaults for this model: the demo's own, or `PAPER`.
+
+        Source: paper, section 4: 8,192 samples of 8,192 tokens, batch 1, learning rate 1e-3 to 0, 1 % warm-up.
+        """
+        return cls(model=model, **({} if model == DEMO else PAPER) | settings)
+
+    @property
+    def recipes(self) -> list[Recipe]:
+        """The recipes to train, in table order, with the flags of `Overrides` applied."""
+        return [self.applied(c) for c in ALL if c.name in self.only or "all" in self.only]
+
+    @property
+    def model_path(self) -> str:
+        """The argument of `from_pretrained`."""
+        return model_path(self.model)
+
+    @property
+    def first_row(self) -> int:
+        """Rows before this one are not evaluated (1,024 of 4,096)."""
+        return self.context // 4

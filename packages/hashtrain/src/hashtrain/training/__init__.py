@@ -1,0 +1,1 @@
+"""Training of one layer: target, pairs, loss, optimiser, checkpoints, memory."""

@@ -1,0 +1,88 @@
+"""Checkpoints of a training: one safetensors file with the state as JSON in its header, replaced atomically."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hashtrain.files.atomic import save_tensors
+from hashtrain.files.untrusted import open_tensors, parse_json
+
+_STATE, _DIGEST = "state", "sha256"
+
+
+class Checkpoint:
+    """A checkpoint file that is written at most once per interval.
+
+    Args:
+        path: the file; its folder is created if missing.
+        seconds: shortest time between writes, and so the most work that a kill can lose; 0 writes after every step.
+    """
+
+    def __init__(self, path: Path, seconds: float = 30.0):
+        self.path: Path = path
+        self.seconds: float = seconds
+        self._last = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Whether the interval since the last write, or since the start, is over."""
+        return time.monotonic() - self._last >= self.seconds
+
+    def save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Replace the file. Raises: OSError if it cannot be written; the old one is kept."""
+        save_stored(self.path, tensors, state)
+        self._last = time.monotonic()
+
+    def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Read the last checkpoint; None if there is none. Raises: ValueError if the file is damaged."""
+        return load_stored(self.path)
+
+    def remove(self) -> None:
+        """Delete the file."""
+        self.path.unlink(missing_ok=True)
+
+
+def save_stored(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Replace `path` by tensors and a JSON state. Raises: OSError if it cannot be written."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(state)
+    save_tensors(plain, path, metadata={_STATE: text, _DIGEST: _digest(plain, text)})
+
+
+def load_stored(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Read the tensors and the state that `save_stored` wrote; None if there is no such file.
+
+    Raises: ValueError with one sentence if any bit of the file has changed; a kill cannot cause that.
+    """
+    remedy = "delete it and rerun the command"
+    try:
+        with open_tensors(path, remedy) as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+    except FileNotFoundError:
+        return None
+    try:
+        text = metadata[_STATE]
+        if metadata[_DIGEST] != _digest(tensors, text):
+            raise ValueError("its checksum does not match")
+        state = parse_json(text, strict=False)
+        if not isinstance(state, dict):
+            raise ValueError(f"expected a JSON object as its state, got {type(state).__name__}")
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); {remedy}") from error
+    return tensors, state
+
+
+def _digest(tensors: dict[str, Tensor], state: str) -> str:
+    sha = hashlib.sha256(state.encode())
+    for name, tensor in sorted(tensors.items()):
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return sha.hexdigest()

@@ -1,0 +1,109 @@
+"""The training target, what a perfect selector would select: exact attention, its top tokens, and pairs to compare."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from hashtrain.config import RECENT, SINK
+from hashtrain.machine.transfer import to_device
+from hashtrain.training.rows import draw_rest, draw_tops
+
+
+@overload
+def top_count(visible: int, fraction: float, min_tokens: int = 1, max_tokens: int | None = None) -> int: ...
+@overload
+def top_count(visible: Tensor, fraction: float, min_tokens: int = 1, max_tokens: int | None = None) -> Tensor: ...
+
+
+def top_count(
+    visible: int | Tensor, fraction: float, min_tokens: int = 1, max_tokens: int | None = None
+) -> int | Tensor:
+    """Return how many of `visible` tokens a row may select, never more than it sees.
+
+    Source: docs/algorithm.md, eq. 7.
+    """
+    # Not as_tensor: it would use the default device, which may not be the tensor's.
+    n = visible if isinstance(visible, Tensor) else torch.tensor(visible, device="cpu")
+    # 1e-9 keeps floor(0.07 * 100) at 7: products of decimal fractions may fall just below whole numbers.
+    count = (n.double() * fraction + 1e-9).floor().long().clamp(min=min_tokens, max=max_tokens).minimum(n.long())
+    return count if isinstance(visible, Tensor) else int(count)
+
+
+def always_read(positions: Tensor, t: int, sink: int = SINK, recent: int = RECENT) -> Tensor:
+    """Return which of `t` tokens each row always reads, its first `sink` and last `recent` ones: bool [R, t].
+
+    Args:
+        positions: int64 [R]; row r sees tokens 0 ... positions[r].
+    """
+    tokens, last = torch.arange(t, device=positions.device), positions[:, None]
+    return ((tokens < sink) | (tokens > last - recent)) & (tokens <= last)
+
+
+def attention(q: Tensor, k: Tensor, positions: Tensor, scaling: float, heads: str = "kv") -> Tensor:
+    """Compute exact causal attention probabilities of some rows.
+
+    Args:
+        q: queries of those rows, [B, Hq, R, D]; k: keys, [B, Hkv, T, D]; both after RoPE.
+        positions: the rows' positions in the sequence, int64 [R].
+        scaling: the model's attention scaling, usually D^-0.5.
+        heads: `kv` sums over the group (eq. 9), giving [B, Hkv, R, T]; `query` keeps [B, Hq, R, T].
+    Returns: float32; invisible tokens get -1, below every visible one.
+    """
+    batch, hq, rows, _ = q.shape
+    hkv, t = k.shape[1], k.shape[2]
+    # In place where possible: allocating every intermediate costs more than the arithmetic.
+    logits = (q.float().reshape(batch, hkv, -1, q.shape[-1]) @ k.float().transpose(-1, -2)).mul_(scaling)
+    logits = logits.view(batch, hkv, hq // hkv, rows, t)
+    unseen = torch.arange(t, device=positions.device) > positions[:, None]
+    p = logits.masked_fill_(unseen, -torch.inf).softmax(-1)
+    p = p.sum(2) if heads == "kv" else p.flatten(1, 2)
+    return p.masked_fill_(unseen, -1.0)
+
+
+class Pairs(NamedTuple):
+    """Sampled comparisons: each `top` token should outscore each `rest` token where `valid`."""
+
+    top: Tensor
+    """int64 [B, H, R, A]: tokens of each row's target."""
+    rest: Tensor
+    """int64 [C]: tokens to compare with, shared by all rows and heads, as in the paper: their keys are hashed once."""
+    valid: Tensor
+    """bool [B, H, R, C]: whether the token is visible to the row and not in its target."""
+
+
+def sample_pairs(
+    p: Tensor,
+    positions: Tensor,
+    fraction: float,
+    max_top: int,
+    max_rest: int,
+    generator: torch.Generator,
+    of: Literal["visible", "length"] = "visible",
+    ends: tuple[int, int] = (SINK, RECENT),
+) -> Pairs:
+    """Draw tokens of each row's target, and tokens of the whole context, uniformly and with replacement.
+
+    Args:
+        p: probabilities of `attention`, [B, H, R, T].
+        positions: int64 [R], on the host like the generator, so that nothing waits for the device. Row r sees
+            positions[r] + 1 tokens and reads `fraction` of them, including those always read; the target is the best of
+            the others.
+        max_top, max_rest: how many to draw: A per row, and C for all rows.
+        of: what `fraction` is a share of: the row's visible tokens, or all T, as in the paper. A row that sees no more
+            tokens than that has all of them in its target and no valid pair.
+        ends: numbers of first and last tokens that are always read.
+    """
+    visible = positions + 1
+    wanted = top_count(visible if of == "visible" else torch.full_like(visible, p.shape[-1]), fraction)
+    counts = (wanted.minimum(visible) - visible.clamp(max=sum(ends))).clamp(min=1)
+    draws = (draw_tops((*p.shape[:-1], max_top), generator) * counts[:, None]).long()
+    rest = draw_rest(int(visible.max()), max_rest, generator)
+    at, last, draws, rest = (to_device(x, p.device) for x in (positions, counts - 1, draws, rest))
+    p = p.masked_fill(always_read(at, p.shape[-1], *ends), -1.0)
+    best = p.topk(int(counts.max()), dim=-1)
+    threshold = best.values.gather(-1, last[None, None, :, None].expand(*p.shape[:-1], 1))
+    found = p[..., rest]
+    return Pairs(best.indices.gather(-1, draws), rest, (found < threshold) & (found >= 0))

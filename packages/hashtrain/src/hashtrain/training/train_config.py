@@ -1,0 +1,85 @@
+"""The settings of one layer's training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from hashtrain.config import RECENT, SINK
+from hashtrain.training.loss import LOSSES
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Training settings of one layer; the same for every layer and, except the learning rate, every variant."""
+
+    fraction: float = 0.02
+    """Share of the tokens in the target (eq. 7)."""
+    steps: int = 800
+    """Optimiser steps per layer; each reads one context."""
+    rows: int = 64
+    """Query rows per step."""
+    chunk: int = 64
+    """Rows whose attention and pairs are in memory at once (`hashtrain.training.memory.step_bytes`). Gradients are
+    summed over the chunks of a step, so the result is the gradient of its mean loss."""
+    precision: str = "fp32"
+    """`bf16` computes the hash functions under autocast; weights, scores and moments stay float32."""
+    keys_first: float = 0.0
+    """Share of the steps, at the beginning, that train only the key functions. The learning rate rises and falls once
+    in each of the two phases."""
+    max_top: int = 8
+    """Target tokens drawn per row."""
+    max_rest: int = 512
+    """Tokens outside the target drawn per step, shared by its rows."""
+    min_position: int = 256
+    """Rows before this position are not trained on: their targets have only a few tokens."""
+    loss: str = "ranking"
+    """`ranking` (eq. 10), or the paper's ablation (eq. 17): `reconstruction`, or `mse`."""
+    learning_rate: float = 1e-3
+    warmup: float = 0.02
+    """Share of the steps during which the learning rate rises; after it, cosine decay to zero."""
+    beta: float = 1.0
+    alpha: float = 3.0
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    of: Literal["visible", "length"] = "visible"
+    """What `fraction` is a share of: each row's visible tokens, or, as in the paper, the whole context."""
+    sink: int = SINK
+    recent: int = RECENT
+    """Numbers of first and last tokens that every row reads and that are excluded from pairs; 0 and 0 in the paper."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"fraction must be above 0 and at most 1, got {self.fraction}")
+        for name in ("steps", "rows", "chunk", "max_top", "max_rest"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.keys_first <= 1:
+            raise ValueError(f"keys_first must be a share from 0 to 1, got {self.keys_first}")
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.of not in ("visible", "length"):
+            raise ValueError(f"of must be visible or length, got {self.of!r}")
+        for name in ("sink", "recent", "min_position"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision must be fp32 or bf16, got {self.precision!r}")
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}")
+
+    def learning_rate_at(self, step: int) -> float:
+        """Return the learning rate: linear warm-up, then cosine decay to zero, in each of the two phases."""
+        first = self.first_steps
+        step, steps = (step, first) if step < first else (step - first, self.steps - first)
+        rise = max(1, round(self.warmup * steps))
+        if step < rise:
+            return self.learning_rate * (step + 1) / rise
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+    @property
+    def first_steps(self) -> int:
+        """Number of steps that train keys only."""
+        return round(self.keys_first * self.steps)

@@ -1,0 +1,302 @@
+"""Train one layer's hash functions on captured queries and keys (docs/algorithm.md, eq. 9 to 11, 17)."""
+
+# Some methods of torch have no types.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hashtrain.data.captured import Capture
+from hashtrain.files.untrusted import one_line
+from hashtrain.layers import LayerHasher
+from hashtrain.machine.distribute import ALONE, Ranks
+from hashtrain.machine.transfer import Ahead, to_device
+from hashtrain.training.checkpoint import Checkpoint
+from hashtrain.training.loss import ranking_loss, reconstruction_loss, squared_error
+from hashtrain.training.rows import draw_rows, generator_of
+from hashtrain.training.snapshots import Snapshots, copied
+from hashtrain.training.target import Pairs, attention, sample_pairs
+from hashtrain.training.train_config import TrainConfig
+
+_log = logging.getLogger(__name__)
+
+
+def train_layer(
+    hasher: LayerHasher,
+    layer: int,
+    data: Capture,
+    config: TrainConfig,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+    checkpoint: Checkpoint | None = None,
+) -> list[float]:
+    """Train one layer's hash functions in place. See `Training`, which also records why it stopped early.
+
+    Returns: the loss of every step.
+    """
+    training = Training(hasher, layer, data, config, checkpoint)
+    training.run(on_step)
+    if training.stopped:
+        _log.warning("layer %d %s", layer, training.stopped)
+    return training.losses
+
+
+class Training:
+    """The training of one layer's hash functions. It can be killed at any time and resumed to the same bits.
+
+    Args:
+        hasher: the layer's modules, trained in place; `hasher.target_heads` selects the kind of target.
+        layer: its index in the model, to read from `data`.
+        checkpoint: where the state is saved from time to time; an existing checkpoint is resumed, to the same bits.
+        ranks: processes that share the rows of each step; each must run the same trainings in the same order.
+    Attributes:
+        losses: the loss of every step so far.
+        keys_trained: the weights after the keys-only steps; empty before, or if there are none.
+        stopped: why training stopped early, if the loss diverged; the hasher then holds its best weights.
+    Raises: ValueError if the checkpoint is damaged.
+    """
+
+    def __init__(
+        self,
+        hasher: LayerHasher,
+        layer: int,
+        data: Capture,
+        config: TrainConfig,
+        checkpoint: Checkpoint | None = None,
+        ranks: Ranks = ALONE,
+    ):
+        if config.rows % ranks.world:
+            raise ValueError(f"rows per step must be a multiple of {ranks.world} processes, got {config.rows}")
+        self.hasher: LayerHasher = hasher
+        self.layer: int = layer
+        self.data: Capture = data
+        self.config: TrainConfig = config
+        self.checkpoint: Checkpoint | None = checkpoint
+        self.ranks: Ranks = ranks
+        self.device: torch.device = next(hasher.parameters()).device
+        self.generator: torch.Generator = generator_of(config.seed, layer)
+        self._ahead: Ahead | None = Ahead(self.device) if self.device.type == "cuda" else None
+        self._next: tuple[int, Tensor, float] | None = None
+        self.optimizer: torch.optim.AdamW = torch.optim.AdamW(
+            hasher.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=config.weight_decay
+        )
+        self.snapshots: Snapshots = Snapshots(hasher, config.steps)
+        self.losses: list[float] = []
+        self.keys_trained: dict[str, Tensor] = {}
+        self.stopped: str = ""
+        if checkpoint and (found := checkpoint.load()):
+            try:
+                self._restore(*found)
+            except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"{checkpoint.path} is not a checkpoint of this layer's training ({one_line(error)}); delete it "
+                    "and rerun the command"
+                ) from error
+        ranks.barrier()  # rank 0 must not write the next checkpoint while others still read this one
+
+    def run(self, on_step: Callable[[int, float], None] = lambda step, loss: None, until: int | None = None) -> None:
+        """Run the remaining steps, up to `until` or until the loss diverges. Calls `on_step(step, loss)` after each.
+
+        Raises: FloatingPointError if the first loss is already not finite.
+        """
+        last = self.config.steps if until is None else min(until, self.config.steps)
+        while not self.stopped and len(self.losses) < last:
+            step = len(self.losses)
+            loss = self._step(step, step + 1 < last)
+            if math.isfinite(loss):
+                self.losses.append(loss)
+                on_step(step, loss)
+                self.stopped = self.snapshots.after(self.losses)
+            elif step == 0:
+                raise FloatingPointError(
+                    f"layer {self.layer}: expected a finite loss at the first step, got {loss}; check the model's "
+                    "queries and keys"
+                )
+            else:
+                self.stopped = "its loss or its gradient became infinite or NaN"
+            if self.stopped:
+                self.snapshots.restore()
+                self.stopped = (
+                    f"stopped at step {step} of {self.config.steps}: {self.stopped}; its best weights are kept"
+                )
+            if self.ranks.first and self.checkpoint and (self.checkpoint.due or self.stopped):
+                self.checkpoint.save(*self._state())
+
+    @property
+    def next_step(self) -> int | None:
+        """The next step; None if training is finished."""
+        return None if self.stopped or len(self.losses) >= self.config.steps else len(self.losses)
+
+    def save(self) -> None:
+        """Write the checkpoint now."""
+        if self.ranks.first and self.checkpoint:
+            self.checkpoint.save(*self._state())
+
+    def _step(self, step: int, more: bool = False) -> float:
+        """Run one step and return its loss; if the loss or the gradient is not finite, return NaN and change nothing.
+
+        Args:
+            more: whether another step follows; its keys are then sent to the CUDA device ahead of time.
+        """
+        config = self.config
+        if 0 < step == config.first_steps:
+            self.keys_trained = copied(self.hasher)
+        for parameter in self.hasher.query_parameters():
+            parameter.requires_grad_(step >= config.first_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.learning_rate_at(step)
+        k, scaling = self._keys(step)
+        if k.shape[2] <= config.min_position:
+            raise ValueError(
+                f"contexts must be longer than min_position = {config.min_position}, got {k.shape[2]} tokens; capture "
+                "longer ones, or lower min_position"
+            )
+        positions = draw_rows(config, k.shape[2], self.generator)[self.ranks.rank :: self.ranks.world]
+        q = to_device(self.data.queries(step % len(self.data), self.layer, positions), self.device)
+        with torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext():
+            loss = self._gradients(q, k, positions, scaling, step)
+        norm = torch.nn.utils.clip_grad_norm_(self.hasher.parameters(), config.clip)
+        if self._ahead and more:
+            self._next = step + 1, *self._sent(step + 1, self._ahead)
+        loss, norm = cast("list[float]", torch.stack([loss, norm]).tolist())  # the only wait for the device
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return math.nan
+        self.optimizer.step()
+        return loss
+
+    def _sent(self, step: int, ahead: Ahead) -> tuple[Tensor, float]:
+        k, scaling = self.data.keys(step % len(self.data), self.layer)
+        return ahead.send(k), scaling
+
+    def _keys(self, step: int) -> tuple[Tensor, float]:
+        """Return the keys of a step on the device, and the attention scaling."""
+        sent, self._next = self._next, None
+        if self._ahead and sent and sent[0] == step:
+            return self._ahead.take(sent[1]), sent[2]
+        k, scaling = self.data.keys(step % len(self.data), self.layer)
+        return to_device(k, self.device), scaling
+
+    def _gradients(self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int) -> Tensor:
+        """Compute the gradients of the mean loss over all rows of all processes, and return that loss.
+
+        The loss stays on the device; it is NaN if q or k is not finite in any process.
+        """
+        self.optimizer.zero_grad()
+        bad = ~(q.isfinite().all() & k.isfinite().all())
+        parts = self._pairs(q, k, positions, scaling, step)
+        flags = torch.stack([bad.double(), torch.stack([weight for *_, weight in parts]).double().sum()])
+        self.ranks.all_reduce(flags)
+        loss = torch.zeros((), device=self.device)
+        for rows, pairs, weight in parts:
+            share = torch.where(weight > 0, weight.double() / flags[1], 0.0).float()
+            part = _loss(self.hasher, rows, k, pairs, scaling, self.config) * share
+            part.backward()
+            loss += part.detach()
+        self.ranks.all_reduce(loss, *(p.grad for p in self.hasher.parameters() if p.grad is not None))
+        return loss.masked_fill(flags[0] > 0, math.nan)
+
+    def _pairs(
+        self, q: Tensor, k: Tensor, positions: Tensor, scaling: float, step: int
+    ) -> list[tuple[Tensor, Pairs, Tensor]]:
+        """Draw the pairs of each chunk. Returns (the chunk's queries, its pairs, the weight of its mean loss)."""
+        config, generator = self.config, self.generator
+        parts: list[tuple[Tensor, Pairs, Tensor]] = []
+        if self.ranks.world > 1:  # the generator above draws the same rows on every rank; pairs must differ
+            seed = ((config.seed * 1_000_003 + self.layer) * 1_000_003 + step) * self.ranks.world + self.ranks.rank
+            generator = torch.Generator("cpu").manual_seed(seed % 2**63)
+        with torch.no_grad():
+            for start in range(0, len(positions), config.chunk):
+                rows = q[:, :, start : start + config.chunk].contiguous()
+                at = positions[start : start + config.chunk]
+                p = attention(rows, k, to_device(at, k.device), scaling, self.hasher.target_heads)
+                drawn = config.max_top, config.max_rest, generator
+                pairs = sample_pairs(p, at, config.fraction, *drawn, config.of, (config.sink, config.recent))
+                valid = pairs.valid if config.loss == "ranking" else torch.ones(len(at), device=p.device)
+                parts.append((rows, pairs, valid.sum()))
+        return parts
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors = {f"hasher.{name}": tensor for name, tensor in self.hasher.state_dict().items()}
+        tensors |= {f"best.{name}": tensor for name, tensor in self.snapshots.tensors.items()}
+        tensors |= {f"keys.{name}": tensor for name, tensor in self.keys_trained.items()}
+        for number, moments in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in moments.items()}
+        tensors["generator"] = self.generator.get_state()
+        tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
+        best = self.snapshots.mean if math.isfinite(self.snapshots.mean) else None
+        return tensors, {"best": best, "stopped": self.stopped}
+
+    def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        own = {name: (t.dtype, t.shape) for name, t in self.hasher.state_dict().items()}
+        losses, stopped, best = tensors["losses"], state["stopped"], state["best"]
+        later = 0 < self.config.first_steps < losses.numel()
+        for part in ("hasher", "best", *(["keys"] if later else [])):  # check everything before changing anything
+            if {name: (t.dtype, t.shape) for name, t in _part(tensors, part).items()} != own:
+                raise ValueError(f"its tensors {part} are of another shape")
+        if losses.ndim != 1 or not isinstance(stopped, str) or type(best) not in (float, type(None)):
+            raise ValueError("its losses or its state are of another shape")
+        parameters = list(self.hasher.parameters())
+        sizes = {f"{i}.{name}": p.shape for i, p in enumerate(parameters) for name in ("exp_avg", "exp_avg_sq")}
+        sizes |= {f"{i}.step": torch.Size() for i in range(len(parameters))}
+        found = _part(tensors, "optimizer")
+        numbers = {name.partition(".")[0] for name in found}  # parameters that have had a gradient
+        whole = {f"{number}.{name}" for number in numbers for name in ("step", "exp_avg", "exp_avg_sq")}
+        if found.keys() != whole or any(tensor.shape != sizes.get(name) for name, tensor in found.items()):
+            raise ValueError("its moments are of another shape")
+        self.generator.set_state(tensors["generator"])
+        self.hasher.load_state_dict(_part(tensors, "hasher"))
+        self.snapshots.tensors = _part(tensors, "best")
+        self.keys_trained = _part(tensors, "keys")
+        self.snapshots.mean = math.inf if best is None else best
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in found.items():
+            number, _, what = name.partition(".")
+            moments.setdefault(int(number), {})[what] = tensor
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        self.losses, self.stopped = losses.tolist(), stopped
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{prefix}."): t for name, t in tensors.items() if name.startswith(f"{prefix}.")}
+
+
+def _loss(hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, scaling: float, config: TrainConfig) -> Tensor:
+    top, rest = pair_scores(hasher, q, k, pairs, config.precision)
+    if config.loss == "ranking":
+        slope = config.beta * (scaling if hasher.estimates_products else 1.0)
+        return ranking_loss(top, rest, pairs.valid, slope, config.alpha)
+    heads, valid = top.shape[1], torch.cat([torch.ones_like(top, dtype=torch.bool), pairs.valid], -1)
+    exact = (hasher.by_group(q.float()).sum(2) if heads == hasher.hkv else q.float()) @ k.float().repeat_interleave(
+        heads // hasher.hkv, 1
+    ).mT
+    at = torch.cat([pairs.top, pairs.rest.expand(*pairs.valid.shape)], -1)
+    rebuilt = squared_error if config.loss == "mse" else reconstruction_loss
+    return rebuilt(torch.cat([top, rest], -1), exact.gather(-1, at), valid)
+
+
+def pair_scores(
+    hasher: LayerHasher, q: Tensor, k: Tensor, pairs: Pairs, precision: str = "fp32"
+) -> tuple[Tensor, Tensor]:
+    """Score the sampled tokens; only their keys are hashed, not the whole context's.
+
+    Args:
+        q: queries of the rows, [B, Hq, R, D]; k: all keys, [B, Hkv, T, D].
+        precision: see `TrainConfig`.
+    Returns: differentiable scores of `pairs.top` [B, H, R, A] and of `pairs.rest` [B, H, R, C], in the units given by
+        `LayerHasher.estimates_products`.
+    """
+    batch, heads, rows, drawn = pairs.top.shape
+    k = k.repeat_interleave(heads // k.shape[1], 1)  # target heads of a group share keys
+    index = pairs.top.reshape(batch, heads, -1, 1).expand(-1, -1, -1, k.shape[-1])
+    with torch.autocast(q.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        found = (hasher.soft_queries(q), hasher.soft_keys(k.gather(2, index)), hasher.soft_keys(k[:, :, pairs.rest]))
+    queries, top, rest = (x.float() for x in found)  # bfloat16 cannot count 257 bits
+    top = top.view(batch, heads, rows, drawn, -1)
+    return (top @ queries[..., None]).squeeze(-1), queries @ rest.transpose(-1, -2)
