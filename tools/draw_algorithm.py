@@ -18,13 +18,13 @@ from evals.documents import load_documents
 from evals.figures import COLOURS
 from hashcore.reference import shortlisted
 from hashtrain import Hasher
-from hashtrain.atomic import replace
-from hashtrain.capture import capture
+from hashtrain.data.capture import capture
 from hashtrain.demo import demo_model_path
+from hashtrain.evaluation.remainder import add_remainder, linear_values, log_weight, measure
+from hashtrain.files.atomic import replace
 from hashtrain.layers.transform import Transform
 from hashtrain.models import load_model
-from hashtrain.remainder import add_remainder, linear_values, log_weight, measure
-from hashtrain.target import top_count
+from hashtrain.training.target import top_count
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hashtrain.pair_loss import PairLoss
+from hashtrain.training.pair_loss import PairLoss
 
 LOSSES = ("ranking", "reconstruction", "mse")
 """Names of the losses; `mse` is `squared_error`."""
