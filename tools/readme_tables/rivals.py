@@ -37,8 +37,8 @@ def rivals(results: pathlib.Path) -> str:
     config = load(results / "magicpig.json").config
     title = (
         f"Mean difference over {config['documents']} held-out contexts of {config['context']:,} tokens, model "
-        f"`{config['model']}`, every row sparse from layer {config['dense_layers']} on [95 % paired bootstrap interval]; below zero is better for "
-        "ours"
+        f"`{config['model']}`, every row sparse from layer {config['dense_layers']} on [95 % paired bootstrap "
+        "interval]; below zero is better for ours"
     )
     return to_markdown(Grid(title, HEADER, [lines]))
 
