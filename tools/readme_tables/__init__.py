@@ -38,6 +38,8 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "order-links": paper.sentences,
     "order-long": paper.longer,
     "why-paper": paper.why,
+    "exact-quest": quality.of_run("exact_quest", report.ppl_grid),
+    "exact-protocol": paper.protocol,
     "second-cones": paper.plain("cones"),
     "second-output-error": paper.plain("output_error"),
     "second-fidelity": paper.plain("fidelity"),

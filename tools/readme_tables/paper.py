@@ -50,6 +50,32 @@ _FOUND = ("iou", "mass")
 _COSTS = (("perplexity_ratio", ".4f"), ("kl", ".5f"))
 
 
+PROTOCOL = {
+    "oracle": ("exact_quest", "oracle"),
+    "paper-exact": ("exact_down_proj", "paper-exact"),
+    "down-proj-exact: 4 numbers in place of 128 bits": ("exact_down_proj", "down-proj-exact"),
+    "paper-exact, and 4 first and 64 last tokens": ("exact_ends", "paper-exact"),
+    "4 first and 64 last tokens alone": ("exact_no_retrieval", "recent"),
+}
+"""Rows of the table of the paper's tables 3 and 11 on the demo model: the stored run and its method."""
+
+
+def protocol(results: pathlib.Path) -> str:
+    """Return perplexity and KL in the paper's protocol on the demo model: with and without sink and local tokens."""
+    lines = []
+    for label, (name, method) in PROTOCOL.items():
+        found = load(results / f"{name}.json")
+        at = {"method": method, "against": None, "budget": min(found.config["budgets"])}
+        ratio, kl = (found.one(metric=metric, **at) for metric in ("perplexity_ratio", "kl"))
+        lines.append([label, f"{100 * (ratio.value - 1):+.1f} %", f"{kl.value:.4f}", f"{100 * ratio.density:.2f} %"])
+    config = load(results / "exact_down_proj.json").config
+    title = (
+        f"{config['documents']} held-out contexts of {config['context']:,} tokens, model `{config['model']}`, all "
+        f"tokens scored, the first {config['dense_layers']} layers dense, 2 % of the full length"
+    )
+    return to_markdown(Grid(title, ["every row reads", "perplexity", "KL, nats", "density"], [lines]))
+
+
 def longer(results: pathlib.Path) -> str:
     """Return the overlap of one layer's hashers after 800 and after 3,200 training steps."""
     few, many = load(results / "order_iou.json"), load(results / "order_long.json")

@@ -49,6 +49,7 @@ ITEMS = (
         ("--methods", "oracle", "paper-exact", "quest", "--budgets", "0.2", "0.1", "0.05", "0.031", "0.02", *_PPL),
         8,
         (_HASHERS, "Quest's `--heads query` is its published form; its first 128 rows are dense, as in the paper."),
+        stored=("exact_quest",),
     ),
     Item(
         "table 3 (MagicPIG)",
@@ -88,6 +89,7 @@ ITEMS = (
         ),
         8,
         (_HASHERS,),
+        stored=("exact_ends",),
     ),
     Item(
         "table 3 (exact, no retrieval)",
@@ -99,6 +101,7 @@ ITEMS = (
         ),
         8,
         ("The paper's row reads 68 tokens; --rules fixed adds its minimum budget of 20.",),
+        stored=("exact_no_retrieval",),
     ),
     Item(
         "table 6 (exact)",
@@ -133,6 +136,7 @@ ITEMS = (
         8,
         ("Down-projection stores head_dim / 16 numbers of 16 bits per KV head, with one projection per query head.",),
         against=(("paper-exact", 0.02, "down-proj-exact", 0.02),),
+        stored=("exact_down_proj",),
     ),
     Item(
         "figure 4 (exact)",
