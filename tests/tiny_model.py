@@ -1,7 +1,10 @@
 """A tiny model in a folder, every command that reads one, and what a refusal looks like."""
 
 import importlib
+import os
 import pathlib
+import signal
+import sys
 import time
 
 import pytest
@@ -80,3 +83,18 @@ def refused(main, words, capsys):
     last = said.err.strip().splitlines()[-1]
     assert last, words
     return last
+
+
+def as_process(program, words, said):
+    """Run a command as a process of its own, with the signals of one started from a terminal.
+
+    Args: said: file that gets its standard error.
+    """
+    os.setpgrp()  # Ctrl-C reaches a program and all that it has started
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream, path in ((1, os.devnull), (2, said)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), stream)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    code = {"hashtrain": hashtrain, "evals": evals}[program](words)
+    sys.stderr.flush()
+    raise SystemExit(code)
