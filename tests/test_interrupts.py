@@ -15,7 +15,7 @@ TRAIN = (
     "--context 512 --contexts 2 --held-out 1 --held-out-rows 4 --steps 40 --dense-layers 0 --bits 32 "
     "--only planes --checkpoint-seconds 0.05"
 )
-PPL = "--context 256 --documents 4 --methods recent oracle --budgets 0.1 0.2 0.3 --rules visible"
+PPL = "--context 256 --documents 4 --methods recent oracle --budgets 0.1 --rules visible"
 
 
 @pytest.fixture(scope="module")
