@@ -1,6 +1,7 @@
 """Whatever is typed: exit code 2 and a sentence, and nobody waits for it; output that nobody reads is no error."""
 
 import importlib
+import io
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ import time
 
 import pytest
 from evals.cli import main as evals
+from hashtrain import usage
 from hashtrain.cli import main as hashtrain
 from sparse_decode.cli import main as sparse_decode
 
@@ -250,6 +252,18 @@ def test_what_the_system_says_has_no_numbers_and_a_fault_of_ours_its_traceback()
 def test_an_interruption_is_130():
     heard = "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job hears none
     assert guarded(f"{heard}; os.kill(os.getpid(), signal.SIGINT)") == (130, "it: stopped\n")
+
+
+def test_an_interruption_before_a_command_has_begun_is_130_too(monkeypatch, capsys):
+    def interrupt(self, **how):
+        raise KeyboardInterrupt
+
+    class Early(io.TextIOWrapper):
+        reconfigure = interrupt
+
+    monkeypatch.setattr(sys, "stdout", Early(io.BytesIO()))
+    assert usage.guarded("it", lambda: 0) == 130
+    assert capsys.readouterr().err == "it: stopped\n"
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(tmp_path, capsys):

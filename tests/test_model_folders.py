@@ -1,27 +1,23 @@
 """What lies in a model's folder is data: no code of it runs, and one that is broken is one sentence, exit code 2."""
 
 import ast
-import importlib
 import io
 import json
+import os
 import pathlib
 import shutil
-import time
+import socket
 
 import pytest
 import torch
-from evals.cli import main as evals
+from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.cli import main as hashtrain
-from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model, require_vocabulary
-from sparse_decode.cli import main as sparse_decode
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tiny_model import commands, make_model, refused
+from transformers import AutoConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LOADER = "packages/hashtrain/src/hashtrain/models.py"
-SECONDS = 10
-SIZES = {"vocab_size": 4096, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
 
 CHANGES = {  # what one of these is in config.json breaks the model
     "num_hidden_layers": [-1, 0, 3, 1000000, 10**30, 2.5, "2", None, [], True],
@@ -53,11 +49,7 @@ FILES = {  # what a whole file is replaced by
 @pytest.fixture(scope="module")
 def model(folder):
     """A tiny model, a prompt, a text."""
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS)).save_pretrained(folder / "model")
-    AutoTokenizer.from_pretrained(demo_model_path()).save_pretrained(folder / "model")
-    (folder / "text.txt").write_text("def name(x): return x\n" * 200)
-    return folder / "model"
+    return make_model(folder)
 
 
 @pytest.fixture
@@ -71,62 +63,7 @@ def configured(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-SHORT = ["--context", "128", "--documents", "1", "--budgets", "0.1"]
-QUICK = ["--contexts", "64", "--repeats", "1", "--steps", "1", "--warmup", "1", "--methods", "sdpa"]
-
-
-def commands(folder, text):
-    """Every command that reads a model, on this one."""
-    name, out = str(folder), str(folder.parent / "out")
-    lsh = ["--hasher", "lsh", "--max-new-tokens", "1", "--max-prompt-tokens", "9", "--dense-layers", "0"]
-    ours = ["--context", "512", "--out", out, "--text", str(text)]
-    return {
-        "sparse-decode": (sparse_decode, ["--prompt-file", str(text), "--model", name, *lsh]),
-        "hashtrain": (hashtrain, ["--model", name, *ours, "--only", "lsh"]),
-        "convert": (hashtrain, ["convert", str(text), "--model", name, "--out", out]),
-        "evals ppl": (
-            evals,
-            ["ppl", "--model", name, "--methods", "recent", "--out", out, "--text", str(text), *SHORT],
-        ),
-        "hashtrain plan": (hashtrain, ["plan", "--model", name]),
-        "evals throughput": (
-            evals,
-            ["throughput", "--shape", name, *QUICK, "--out", out],
-        ),
-        "evals codesize": (evals, ["codesize", "--shape", name, "--out", out]),
-        "chat": (example("chat"), ["--model", name, "--hasher", "lsh"]),
-        "attach_local": (example("attach_local"), ["--model", name, "--hasher", "lsh", "--prompt-file", str(text)]),
-        "train_folder": (example("train_folder"), [str(text), "--model", name, "--out", out]),
-    }
-
-
-def example(name):
-    def main(words):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.syspath_prepend(ROOT / "examples")
-            return importlib.import_module(name).main(words)
-
-    return main
-
-
 COMMANDS = list(commands(pathlib.Path("m"), pathlib.Path("t")))
-
-
-def refused(main, words, capsys):
-    """Run a command that must end with a sentence; return it."""
-    capsys.readouterr()
-    began = time.monotonic()
-    try:
-        code = main(words)
-    except SystemExit as leaving:
-        code = leaving.code
-    took, said = time.monotonic() - began, capsys.readouterr()
-    assert code == 2, (words, code, said)
-    assert took < SECONDS, (words, took)
-    assert "Traceback" not in said.err + said.out
-    last = said.err.strip().splitlines()[-1]
-    assert last, words
-    return last
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -207,14 +144,108 @@ def mutated(folder, changes, file):
         (folder / file[0]).write_bytes(file[1])
 
 
+@pytest.mark.parametrize(
+    "program", ["sparse-decode", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hashtrain", "evals ppl"))]
+)
 @pytest.mark.parametrize(("name", "changes", "file"), MUTANTS, ids=[name for name, *_ in MUTANTS])
-def test_a_broken_folder_is_one_sentence(name, changes, file, copy, model, capsys):
+def test_a_broken_folder_is_one_sentence(name, changes, file, program, copy, model, capsys):
     mutated(copy, changes, file)
-    main, words = commands(copy, model.parent / "text.txt")["sparse-decode"]
-    if name in HARMLESS:
+    main, words = commands(copy, model.parent / "text.txt")[program]
+    if (name, program) == ("dtype=5", "evals ppl"):
+        return  # it has an option for that
+    if name not in HARMLESS:
+        assert refused(main, words, capsys).startswith(f"{program.split()[0]}: ")
+    elif program == "sparse-decode":
         assert main(words) == 0
-    else:
-        assert refused(main, words, capsys).startswith("sparse-decode: ")
+
+
+SPECIAL = {
+    "pipe": os.mkfifo,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "folder": pathlib.Path.mkdir,
+    "dangling": lambda path: path.symlink_to("none"),
+    "circle": lambda path: path.symlink_to(path.name),
+    "socket": lambda path: socket.socket(socket.AF_UNIX).bind(path.name),
+}
+"""What may lie where a file is expected. A reader would wait for the first, and never finish the second."""
+QUICK_KINDS = {"pipe", "endless"}
+READ = [
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/one.jinja",
+]
+
+
+def of_kinds(*programs):
+    """Every kind with every program; slow are the kinds that nobody waits for, with other programs than the first."""
+    for program in programs:
+        for kind in SPECIAL:
+            quick = kind in QUICK_KINDS or program == programs[0]
+            yield pytest.param(kind, program, marks=() if quick else pytest.mark.slow)
+
+
+def replaced(path, kind, monkeypatch):
+    """Put something special where a file of a folder is."""
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    monkeypatch.chdir(path.parent)  # a socket's address must be short
+    SPECIAL[kind](path)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # the socket, which nobody closes
+@pytest.mark.parametrize(("kind", "program"), list(of_kinds("sparse-decode", "hashtrain", "evals ppl")))
+def test_a_file_of_a_model_that_is_no_file_is_one_sentence(kind, program, copy, model, capsys, monkeypatch):
+    for name in READ:
+        shutil.rmtree(copy)
+        shutil.copytree(model, copy)
+        replaced(copy / name, kind, monkeypatch)
+        main, words = commands(copy, model.parent / "text.txt")[program]
+        said = refused(main, words, capsys)
+        assert name.split("/")[0] in said, (name, said)
+        assert not (copy.parent / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../text.txt", "below/model.safetensors", 5])
+def test_an_index_of_weights_that_leads_elsewhere_is_one_sentence(name, copy, model, capsys):
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    main, words = commands(copy, model.parent / "text.txt")["sparse-decode"]
+    assert f"names the file {name!r}, expected a file of weights in its folder" in refused(main, words, capsys)
+
+
+def test_a_tokenizer_too_large_to_be_read_is_one_sentence(copy, model, capsys):
+    os.truncate(copy / "tokenizer.json", (1 << 28) + 1)
+    main, words = commands(copy, model.parent / "text.txt")["sparse-decode"]
+    assert "tokenizer.json has 268435457 bytes, expected at most 268435456" in refused(main, words, capsys)
+
+
+def hasher_commands(model, hashers, text):
+    """Every command that reads a hasher, on the one called `lsh` in this folder."""
+    given = commands(model, text)
+    main, words = given["sparse-decode"]
+    words = [str(hashers / "lsh") if word == "lsh" else word for word in words]
+    evals, ppl = given["evals ppl"]
+    ppl = ["lsh" if word == "recent" else word for word in ppl] + ["--hashers", str(hashers)]
+    return {"sparse-decode": (main, words), "evals ppl": (evals, ppl), "inspect": (hashtrain, ["inspect", *words[5:6]])}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize(("kind", "program"), list(of_kinds("sparse-decode", "evals ppl", "inspect")))
+def test_a_file_of_a_hasher_that_is_no_file_is_one_sentence(kind, program, model, tmp_path, capsys, monkeypatch):
+    hasher = Hasher(HasherConfig("lsh", ModelShape.of(AutoConfig.from_pretrained(model))))
+    for weights in (False, True):
+        shutil.rmtree(tmp_path / "hashers", ignore_errors=True)
+        hasher.save_pretrained(tmp_path / "hashers" / "lsh")
+        (stored,) = (tmp_path / "hashers" / "lsh").glob("*.safetensors")
+        path = stored if weights else stored.parent / "config.json"
+        replaced(path, kind, monkeypatch)
+        main, words = hasher_commands(model, tmp_path / "hashers", model.parent / "text.txt")[program]
+        assert "hasher" in refused(main, words, capsys)
 
 
 @pytest.mark.parametrize("name", ["hashtrain plan", "evals throughput", "evals codesize"])

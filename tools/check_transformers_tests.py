@@ -22,6 +22,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -160,6 +161,18 @@ def require_tests(tree: Path, families: list[str]) -> None:
         )
 
 
+def require_version(tree: Path) -> None:
+    """Raise SystemExit with one sentence unless the checkout is of the installed version."""
+    file, installed = tree / "src" / "transformers" / "__init__.py", importlib.metadata.version("transformers")
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    found = re.search(r"^__version__ = \"(.+)\"$", text, re.M)
+    if (got := found[1] if found else "no version") != installed:
+        raise SystemExit(
+            f"expected a checkout of transformers {installed}, which is installed, got {got} in {tree}; check out its "
+            f"tag v{installed}, or give --other-version"
+        )
+
+
 def main(arguments: list[str]) -> int:
     """Compare dense and attached runs of each family; return 1 if a test passes dense and fails attached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,6 +182,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     tree = options.tree.resolve()
     require_tests(tree, options.families)
+    if not options.other_version:
+        require_version(tree)
     broken = 0
     for family in options.families:
         found = {rule: outcomes(tree, family, rule, options.other_version) for rule in RULES}

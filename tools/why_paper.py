@@ -16,8 +16,7 @@ import torch
 from evals.base_commands import Always
 from evals.documents import load_documents
 from evals.methods import load_methods
-from evals.metrics import mean_kl, token_losses
-from evals.tasks.ppl import budget_of, scored_logits, sparse_logits
+from evals.tasks.ppl import budget_of, scored_rows, sparse_rows
 from hashtrain.files.atomic import write_text
 from hashtrain.models import load_model
 
@@ -60,15 +59,15 @@ def main() -> None:
     lines = []
     for number, document in enumerate(load_documents((given.text,), tokenizer, CONTEXT, given.documents, 0)):
         ids, scored = document.ids, CONTEXT // 2
-        reference = scored_logits(model, ids, scored)
-        dense = token_losses(reference, ids[-scored:]).mean().item()
+        reference = scored_rows(model, ids, scored)
+        dense = reference.mean_loss(ids[-scored:])
         for label, s in SUSPECTS.items():
             for name, method in methods.items():
                 how = budget_of(s.rule, 0.02), Always(DENSE_LAYERS, s.sink, s.recent), s.first_dense
-                found, attended = sparse_logits(model, ids, scored, method.for_heads(s.heads), *how)
-                excess = token_losses(found, ids[-scored:]).mean().item() - dense
-                line = {"document": number, "suspect": label, "method": name, "excess": round(excess, 4)}
-                lines.append({**line, "kl": round(mean_kl(reference, found), 4), "density": round(attended.density, 5)})
+                found, attended = sparse_rows(model, ids, scored, method.for_heads(s.heads), *how)
+                loss, kl = reference.compare(found, ids[-scored:])
+                line = {"document": number, "suspect": label, "method": name, "excess": round(loss - dense, 4)}
+                lines.append({**line, "kl": round(kl, 4), "density": round(attended.density, 5)})
                 print(json.dumps(lines[-1]), flush=True)
     header = {"context": CONTEXT, "dense_layers": DENSE_LAYERS, "documents": given.documents}
     body = ",\n".join(json.dumps(line) for line in lines)

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Callable
 
 from evals import paper
-from evals.grid import Grid, to_markdown
+from evals.grid import Grid, percent, to_markdown
 from evals.report import grids
 from evals.result import Result
 
@@ -67,7 +67,7 @@ def protocol(results: pathlib.Path) -> str:
         found = load(results / f"{name}.json")
         at = {"method": method, "against": None, "budget": min(found.config["budgets"])}
         ratio, kl = (found.one(metric=metric, **at) for metric in ("perplexity_ratio", "kl"))
-        lines.append([label, f"{100 * (ratio.value - 1):+.1f} %", f"{kl.value:.4f}", f"{100 * ratio.density:.2f} %"])
+        lines.append([label, f"{100 * (ratio.value - 1):+.1f} %", f"{kl.value:.4f}", percent(ratio.density or 0)])
     config = load(results / "exact_down_proj.json").config
     title = (
         f"{config['documents']} held-out contexts of {config['context']:,} tokens, model `{config['model']}`, all "

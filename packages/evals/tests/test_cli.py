@@ -1,11 +1,13 @@
 """Whole commands: their last line, and one sentence and exit code 2 for unusable input."""
 
+import importlib
+import re
 import shutil
 from typing import get_type_hints
 
 import pytest
 from evals import cli
-from evals.base_commands import Budgets, Methods
+from evals.base_commands import Budgets, Methods, TaskCommand
 from evals.tasks import ppl
 from evals_output import last_line
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -98,6 +100,31 @@ def test_a_stopped_run_says_how_to_go_on(typed, capsys, monkeypatch):
     monkeypatch.setattr(ppl, "measure", stop)
     assert cli.main(typed()) == 130
     assert "rerun the command" in capsys.readouterr().err
+
+
+OF_TEXT = [name for name, (kind, _) in cli.TASKS.items() if issubclass(kind, TaskCommand)]
+
+
+@pytest.mark.parametrize("name", OF_TEXT)
+def test_contexts_that_the_text_does_not_hold_are_said_to_be_fewer(name, typed, capsys, monkeypatch):
+    module = importlib.import_module(f"evals.tasks.{cli.TASKS[name][1]}")
+    whole = module.prepare
+
+    def prepared(*arguments):
+        found = whole(*arguments)
+        assert len(found.documents) < 500
+        raise KeyboardInterrupt  # what comes later takes long
+
+    monkeypatch.setattr(module, "prepare", prepared)
+    words = typed(
+        name, documents="500", methods={"tune": "quest", "cones": "lsh", "codelength": "lsh"}.get(name, "recent")
+    )
+    if name in ("suggest", "tune", "cones", "codelength"):
+        at = words.index("--budgets")
+        del words[at : at + 2]
+    words += {"suggest": ["--kl", "1"], "tune": ["--budget", "0.1"]}.get(name, [])
+    assert cli.main(words) == 130
+    assert re.search(r"\d contexts of 128 tokens found; 500 were requested", capsys.readouterr().err)
 
 
 SETTINGS = {

@@ -191,6 +191,7 @@ SELECTION = {
 }
 """Waits of a selector, each time it is asked about a block of rows."""
 HASH = {**SPAN, "torch_ops._wanted": 1}
+LOGITS = {"row_logits.mean_loss": 1, "row_logits.compare": 1, "metrics.mean_kl": 1}
 BLOCK = {"plan.attend": 1, "interface._sparse": 1}
 """Waits of a layer for each block of rows, where more than one token of a sequence is new."""
 
@@ -206,7 +207,7 @@ def expected(task, name):
     calls = STEPS if task is continuation and rival else 1  # its steps are such blocks too
     whole = {"output_error.attend": LAYERS, "output_error.read": 2, **dict.fromkeys(BLOCK, LAYERS)}
     each, times, more = {
-        perplexity: (block, SPARSE, {"ppl.measure": 2, "metrics.mean_kl": 1, **totals}),
+        perplexity: (block, SPARSE, {**LOGITS, **totals}),
         overlap: (select, LAYERS, {"metrics.quality": LAYERS, "iou._by_layer": 6}),
         errors: (select + attend, LAYERS, whole),
         picture: ({}, 0, {"cones.geometry": LAYERS, "cones.picture": 2 * LAYERS, "cones.occupancy": 3 * LAYERS}),

@@ -8,7 +8,7 @@ import torch
 from evals.base_commands import Always
 from evals.methods import DEFAULT_NAMES, NAMES, REMAINDER, SPARSE_NAMES, load_methods
 from evals.rivals import MagicPigSelector, QuestSelector
-from evals.tasks.ppl import Cell, measure, prompt_of, scored_logits, sparse_logits
+from evals.tasks.ppl import Cell, measure, prompt_of, scored_rows, sparse_rows
 from hashtrain import Hasher
 from sparse_decode import Budget, attach
 from sparse_decode.select import RecentSelector
@@ -25,15 +25,19 @@ def score(loaded, *cells, dense_layers=1):
     return measure(loaded.model, loaded.ids, list(cells), loaded.methods, Always(dense_layers, 0, 0))
 
 
+def logits(rows):
+    """Compute the logits of all rows at once."""
+    return rows.at(slice(None))
+
+
 def test_logits_of_a_context_keep_the_type_of_the_model(loaded):
     model = copy.deepcopy(loaded.model).bfloat16()
     with torch.no_grad():
-        assert scored_logits(model, loaded.ids, 64).dtype == torch.bfloat16  # half of what 128K tokens would take
+        assert logits(scored_rows(model, loaded.ids, 64)).dtype == torch.bfloat16  # half of what 128K tokens would take
 
 
 def test_dense_loss_is_that_of_the_second_half(loaded):
-    logits = loaded.model(loaded.ids[None]).logits[0]
-    expected = F.cross_entropy(logits[63:127], loaded.ids[64:])
+    expected = F.cross_entropy(loaded.model(loaded.ids[None]).logits[0, 63:127], loaded.ids[64:])
     found = score(loaded)
     assert found["scored"] == 64
     assert found["dense"]["nll"] == pytest.approx(expected.item(), rel=1e-5)
@@ -45,8 +49,7 @@ def test_the_last_tokens_alone_can_be_scored(loaded, phase):
         loaded.model, loaded.ids, [Cell("lsh", "visible", 1.0)], loaded.methods, FIRST_DENSE, phase=phase, scored=10
     )
     with torch.no_grad():
-        logits = loaded.model(loaded.ids[None]).logits[0, -11:-1]
-    expected = F.cross_entropy(logits, loaded.ids[-10:])
+        expected = F.cross_entropy(loaded.model(loaded.ids[None]).logits[0, -11:-1], loaded.ids[-10:])
     assert found["scored"] == 10
     for nll in (found["dense"]["nll"], found["cells"][0]["nll"]):
         assert nll == pytest.approx(expected.item(), rel=1e-5)
@@ -99,11 +102,11 @@ def test_counts_of_any_sampling_selector_cover_this_block_only(loaded):
     how = method, Budget(0.1, min_tokens=1, sink=0, recent=0), FIRST_DENSE, None
     counts = []
     for _ in range(2):
-        _, attended = sparse_logits(loaded.model, loaded.ids, 64, *how)
+        _, attended = sparse_rows(loaded.model, loaded.ids, 64, *how)
         counts.append(drawing.sampled)
         assert attended.empty == 1 / 4
     assert counts[0] == counts[1] > 0
-    _, attended = sparse_logits(loaded.model, loaded.ids, 64, loaded.methods["recent"], *how[1:])
+    _, attended = sparse_rows(loaded.model, loaded.ids, 64, loaded.methods["recent"], *how[1:])
     assert attended.empty is None
 
 
@@ -127,10 +130,10 @@ def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded,
         for i in range(prompt, len(ids) - 1):
             steps.append(loaded.model(ids[None, i : i + 1], past_key_values=cache).logits[0, -1].log_softmax(-1))
     with torch.inference_mode():
-        found, attended = sparse_logits(loaded.model, ids, scored, method, TENTH, FIRST_DENSE, prompt)
-        everywhere, _ = sparse_logits(loaded.model, ids, scored, method, TENTH, FIRST_DENSE, None)
+        found, attended = sparse_rows(loaded.model, ids, scored, method, TENTH, FIRST_DENSE, prompt)
+        everywhere, _ = sparse_rows(loaded.model, ids, scored, method, TENTH, FIRST_DENSE, None)
     assert len(steps) == scored
-    found, everywhere = found.log_softmax(-1), everywhere.log_softmax(-1)
+    found, everywhere = logits(found).log_softmax(-1), logits(everywhere).log_softmax(-1)
     torch.testing.assert_close(found, torch.stack(steps), atol=1e-4, rtol=0)
     assert (everywhere - found).abs().max() > 1e-2
     assert attended.density < 0.25
@@ -154,8 +157,8 @@ def test_everywhere_a_rival_uses_its_own_selector(loaded):
     method = replace(loaded.methods["magicpig"], selector=MagicPigSelector(3, 3, sink=1, local=2, prefill=32))
     with torch.inference_mode():
         with attach(loaded.model, method.selector, TENTH, dense_layers=1, sparse_rows=0):
-            logits = loaded.model(loaded.ids[None]).logits[0, 63:-1]
-        found, _ = sparse_logits(
+            whole = loaded.model(loaded.ids[None]).logits[0, 63:-1]
+        found, _ = sparse_rows(
             loaded.model,
             loaded.ids,
             64,
@@ -164,7 +167,7 @@ def test_everywhere_a_rival_uses_its_own_selector(loaded):
             FIRST_DENSE,
             prompt_of("everywhere", 128, 64),
         )
-    assert torch.equal(found, logits)
+        assert torch.equal(logits(found), whole)
 
 
 def test_of_a_context_with_a_dense_prompt_the_scored_rows_are_sparse_and_counted(loaded):

@@ -13,7 +13,7 @@ from evals.tasks import ppl
 from hashtrain import models
 from hashtrain.usage import UsageError
 from rich.console import Console
-from transformers import LlamaForCausalLM
+from transformers import LlamaModel
 
 QUIET = Console(quiet=True)
 PHASES = ("everywhere", "decode")
@@ -21,15 +21,15 @@ PHASES = ("everywhere", "decode")
 
 @pytest.fixture
 def forwards(monkeypatch):
-    """Counts the model's forward passes: [count]."""
-    count, original = [0], LlamaForCausalLM.forward
+    """Counts forward passes of the model's layers: [count]."""
+    count, original = [0], LlamaModel.forward
 
     def counted(self, *arguments, **keywords):
         count[0] += 1
         return original(self, *arguments, **keywords)
 
     monkeypatch.setattr(models, "_take_a_step", lambda *given: None)  # which loading does
-    monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
+    monkeypatch.setattr(LlamaModel, "forward", counted)
     return count
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -129,6 +130,19 @@ def test_a_dry_run_says_what_it_would_take_and_writes_nothing(folder, tmp_path, 
     assert found["train_seconds"] > 0
     assert found["capture_seconds"] > 0
     assert not (tmp_path / "run").exists()
+
+
+def test_contexts_that_the_text_does_not_hold_are_said_to_be_fewer(folder, tmp_path, capsys):
+    many = ["--contexts", "500", "--held-out", "99", "--only", "lsh", "--dry-run"]
+    assert main(command(folder, tmp_path / "run", *many)) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    train, held = (int(re.search(f"the {name} has (\\d+)", said)[1]) for name in ("text", "held-out text"))
+    assert f"the text has {train} training contexts; 500 were requested" in said
+    assert f"the held-out text has {held} contexts; 99 were requested" in said
+    assert f"{train} contexts of 512 tokens to train on, {held} held out" in said
+    assert 0 < held < train < 500
+    assert main(command(folder, tmp_path / "few", "--dry-run")) == 0
+    assert "requested" not in capsys.readouterr().err
 
 
 def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():

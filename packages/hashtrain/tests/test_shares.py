@@ -4,12 +4,13 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import pytest
 from hashtrain.data.corpus import contexts, in_turn, read_texts
 from hashtrain.data.manifest import _whole, checksum
 from hashtrain.data.shares import LEAST, room_for, shares
-from hashtrain.data.texts import Document
+from hashtrain.data.texts import Document, require_apart
 from hashtrain.demo import demo_model_path
 from transformers import AutoTokenizer
 
@@ -69,6 +70,21 @@ def test_corpora_give_contexts_in_turn():
     alone = [Document("long", long), Document("other", long)]
     again = [Document("long", long, 7), Document("other", long, 7)]  # one corpus: unchanged order
     assert all((a == b).all() for a, b in zip(*(contexts(d, tokenizer, 128, 8) for d in (alone, again)), strict=True))
+
+
+@pytest.mark.parametrize("unit", ["word ", "x"])
+def test_of_a_long_line_no_more_is_read_than_there_is_room_for(unit, tmp_path):
+    """The same with 200 MB, and 20 GB, is below."""
+    (tmp_path / "line.txt").write_text(unit * (16 * MIB // len(unit)))
+    tracemalloc.start()
+    began = time.monotonic()
+    (found,) = read_texts([tmp_path / "line.txt"], room=MIB)
+    require_apart([found], [Document("held out", "another text\n" * 9)])
+    most, seconds = tracemalloc.get_traced_memory()[1], time.monotonic() - began
+    tracemalloc.stop()
+    assert len(found.text) == MIB
+    assert most < 5 * MIB
+    assert seconds < 5
 
 
 CHILD = """

@@ -68,6 +68,17 @@ def test_a_step_does_nothing_in_host_memory(variant, kind):
     assert found.on_host == found.copies == []
 
 
+def test_a_step_of_eager_attention_with_padding_does_not_wait():
+    """Its rows that see nothing get the mean of all values, which the host need not look for."""
+    config = config_of("llama")
+    config._attn_implementation = "eager"
+    hasher = Hasher(HasherConfig("planes", ModelShape.of(config)), 0)
+    with fake_gpu() as mode:
+        found = steps(config, HashSelector(faked(hasher, mode)), TENTH, "padded")
+    assert "mean" in found.launching
+    assert found.on_host == found.copies == []
+
+
 def test_the_harness_sees_host_memory():
     with fake_gpu(), Operators() as seen:
         torch.ones(3).add_(1)

@@ -97,6 +97,21 @@ def test_no_more_is_held_than_was_said(batch):
         assert 0 < most_held(hash_and_step) <= said.keys_values + said.beyond
 
 
+@pytest.mark.parametrize(("batch", "tokens"), [(16, 96), pytest.param(64, 512, marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_a_prefill_takes_no_more_beyond_a_dense_one_than_was_said(batch, tokens):
+    model = tiny_model(max_position_embeddings=tokens)
+    ids = torch.arange(batch * tokens).view(batch, tokens) % VOCABULARY
+
+    def prefill():
+        model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+
+    dense = most_held(prefill)
+    with attach(model, calibrated(model), Budget()) as attachment:
+        taken, said = most_held(prefill), attachment.forecast(batch, tokens)
+    assert 0 < taken - dense <= said.beyond
+
+
 @torch.no_grad()
 def test_hashing_a_prompt_takes_no_more_than_was_said():
     model = tiny_model(max_position_embeddings=TOKENS)

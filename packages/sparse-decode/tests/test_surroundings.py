@@ -269,29 +269,61 @@ def test_a_row_that_sees_nothing_is_as_in_dense_attention(implementation, rule, 
         torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_step_that_sees_nothing(implementation, monkeypatch):
-    """As in dense attention where the host can look; zeros, as torch's own attention gives, where it would wait."""
-    model, (ids, _) = tiny_model(implementation=implementation), prompts((24,))
-    seen = []
+def blind_step(model, static=False, **how):
+    """Decode one token whose mask hides everything: what the model returns."""
+    ids, _ = prompts((24,))
+    cache = StaticCache(config=model.config, max_cache_len=26) if static else DynamicCache(config=model.config)
+    model(ids[:, :23], past_key_values=cache)
+    kind = "sdpa" if model.config._attn_implementation in ("sdpa", NAMES["sdpa"]) else "eager"
+    return model(ids[:, 23:], past_key_values=cache, attention_mask=masked(1, 26 if static else 24, [0], kind), **how)
 
-    def run():
-        cache = DynamicCache(config=model.config)
-        model(ids[:, :23], past_key_values=cache)
-        mask = masked(1, 24, [0], implementation)
-        return model(ids[:, 23:], past_key_values=cache, attention_mask=mask).logits
 
-    def keep(_, args):
-        seen.append(args[0])
-
-    dense = run()
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("family", "implementation"), [("llama", "sdpa"), ("llama", "eager"), ("gpt_oss", "eager")])
+def test_a_step_that_sees_nothing_is_as_in_dense_attention(family, implementation, static, monkeypatch):
+    """Where the host can look, and where it would have to wait for the device; with sinks it attends to those."""
+    changes = {"layer_types": ["full_attention"] * 4} if family == "gpt_oss" else {}
+    model = tiny_model(family, implementation=implementation, **changes)
+    dense = blind_step(model, static).logits
     with attach(model, SignHasher(), WHOLE, dense_layers=0):
-        torch.testing.assert_close(run(), dense, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(blind_step(model, static).logits, dense, atol=1e-4, rtol=1e-4)
         for module in (blocks, plan, interface):
             monkeypatch.setattr(module, "readable", lambda x: False)
-        model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(keep)
-        run()
-    assert not seen[-1].any()
+        torch.testing.assert_close(blind_step(model, static).logits, dense, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_that_sees_nothing_is_as_in_dense_attention():
+    from hashtrain import Hasher, HasherConfig, ModelShape
+
+    model, (ids, _) = tiny_model(implementation="eager"), prompts((24,))
+    cache = StaticCache(config=model.config, max_cache_len=26)
+    dense = blind_step(model, static=True).logits
+    with attach(model, Hasher(HasherConfig("planes", ModelShape.of(model.config))), WHOLE, dense_layers=0):
+        model(ids[:, :22], past_key_values=cache)
+        model(ids[:, 22:23], past_key_values=cache)
+        step = torch.compile(model, backend="eager", fullgraph=True)
+        found = step(ids[:, 23:], past_key_values=cache, attention_mask=masked(1, 26, [0], "eager")).logits
+    torch.testing.assert_close(found, dense, atol=1e-4, rtol=1e-4)
+
+
+def test_a_step_that_sees_nothing_has_the_weights_of_eager_attention(monkeypatch):
+    model = tiny_model(implementation="eager")
+    dense = blind_step(model, output_attentions=True).attentions
+    with attach(model, SignHasher(), WHOLE, dense_layers=0):
+        for module in (blocks, plan, interface):
+            monkeypatch.setattr(module, "readable", lambda x: False)
+        for found, expected in zip(blind_step(model, output_attentions=True).attentions, dense, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_a_step_that_sees_nothing_stops_where_its_values_are_in_host_memory(monkeypatch):
+    model = tiny_model(implementation="eager")
+    with attach(model, SignHasher(), WHOLE, dense_layers=0, kv="host"):
+        for module in (blocks, plan, interface):
+            monkeypatch.setattr(module, "readable", lambda x: False)
+        with pytest.raises(RuntimeError, match="a row of the mask sees no token"):
+            blind_step(model)
 
 
 @pytest.mark.parametrize("rule", ["decode", 0])

@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from hashtrain.files.model_folder import require_plain_files
 from hashtrain.files.untrusted import one_line
 
 _ATTENTIONS = (None, "eager", "sdpa")
@@ -87,6 +88,8 @@ def load_config(name: str) -> PretrainedConfig:
         raise ValueError(f"model folder not found: expected a Hugging Face model at {name}")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         raise ValueError(f"{name} holds no config.json: expected a folder written by save_pretrained")
+    if Path(name).is_dir():
+        require_plain_files(Path(name))
     with _readable(name):
         found, _ = cast("tuple[dict[str, Any], Any]", PretrainedConfig.get_config_dict(name))
         _require_bounded(found)  # a config creates lists with one entry per layer

@@ -64,6 +64,14 @@ def require_plain_file(path: Path, flag: str = "") -> None:
 def guarded(program: str, call: Callable[[], int], interrupted: str = "stopped") -> int:
     """Return the result of `call`; 2 with one sentence on stderr if the input cannot be used; 130 if interrupted; 141,
     silently, if the reader of the output has exited, as after `| head`."""
+    try:
+        return _guarded(program, call)
+    except KeyboardInterrupt:
+        return _complain(program, interrupted, 130)
+
+
+def _guarded(program: str, call: Callable[[], int]) -> int:
+    """Do the same, but pass interruptions on."""
     streams: list[TextIO | None] = [sys.stdout, sys.stderr]  # None if the shell has closed one: `>&-`
     if streams[1] is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 stays open as long as the program runs
@@ -84,8 +92,6 @@ def guarded(program: str, call: Callable[[], int], interrupted: str = "stopped")
         if isinstance(error, RuntimeError) and not _is_lack_of_memory(error):
             raise  # a bug
         return _complain(program, sentence(error))
-    except KeyboardInterrupt:
-        return _complain(program, interrupted, 130)
     except SystemExit as leaving:
         if isinstance(leaving.__context__, BrokenPipeError):  # raised by rich
             _drop_output()

@@ -58,7 +58,7 @@ class RowRule:
         """Return which rows are sparse, bool like `visible` [B, Q], the number of visible tokens of each row."""
         if self.start is None:
             # A row without visible tokens is left to dense attention. A step on CUDA gives it zeros, as torch's
-            # attention does: the mean of all values, which eager attention returns, would read the whole cache.
+            # attention does; the attention function then gives it what eager attention would.
             return (visible > 0) & self.may_be_sparse(n_queries, n)
         # Only visible tokens count, so a padded sequence turns sparse at the same position as without padding.
         return visible > self.start

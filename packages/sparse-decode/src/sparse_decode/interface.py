@@ -40,6 +40,10 @@ FLASH_NAME = "sparse_decode_fa"
 """Name of our attention with dense calls through flash-attn."""
 
 KEYWORD = "sparse_decode"
+_SEES_NOTHING = (
+    "a row of the mask sees no token, for which eager attention reads all values, here in host memory; load the model "
+    'with attn_implementation="sdpa"'
+)
 
 
 class AttentionName(str):
@@ -189,7 +193,7 @@ def attention(
         sums = moments.tensors if plan.remainder is not None and isinstance(moments, StaticMoments) else []
         x = AttentionArgs(query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length)
         if plan.traces(x):
-            return plan.attend(x)[0], None
+            return _as_eager(plan.attend(x)[0], value, attention_mask, sinks), None
         rest = (sinks, plan.tally.tensor, sums, plan.number, factor, softcap)
         return attend_step(query, key, value, codes, attention_mask, length, *rest), None
     with no_autocast(query.device):
@@ -261,13 +265,46 @@ def _sparse(
         plan.count_dense(x)
         return dense()
     out, sparse = plan.attend(x)
-    if sparse is None or sparse.all():
+    if sparse is None:
+        return _as_eager(out, value, mask, sinks, weights, host is not None), weights
+    if sparse.all():
         return out, weights
     all_read, all_weights = dense()
     out = torch.where(sparse[..., None, None], out, all_read)
     if weights is not None and all_weights is not None:
         weights = torch.where(sparse[:, None, :, None], weights, all_weights)
     return out, weights
+
+
+def _as_eager(
+    out: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    weights: Tensor | None = None,
+    on_host: bool = False,
+) -> Tensor:
+    """Give a step's rows that see nothing what eager attention gives them, without a wait: the mean of all values.
+
+    Its mask adds the most negative number of the dtype to each logit, so that all become equal. Torch's own attention,
+    whose mask is bool, gives zeros, as ours does; so does eager attention with sinks.
+
+    Args:
+        out: [B, 1, Hq, Dv]; value: [B, Hkv, N, Dv], of a static cache the whole buffer; mask: [B or 1, 1, 1, N].
+        weights: attention weights [B, Hq, 1, N], changed in place.
+        on_host: whether the values are in host memory, where the mean would take a copy of them all: such a row stops
+            the device by an assertion.
+    """
+    if mask is None or mask.dtype == torch.bool or sinks is not None:
+        return out
+    sees = (mask == 0).any(-1)  # [B or 1, 1, 1]
+    if on_host:
+        torch._assert_async(sees.all(), _SEES_NOTHING)  # pyright: ignore[reportPrivateImportUsage]
+        return out
+    if weights is not None:
+        weights.copy_(torch.where(sees[..., None], weights, 1 / value.shape[2]))
+    mean = value.mean(2, dtype=torch.float32).repeat_interleave(out.shape[2] // value.shape[1], 1)
+    return torch.where(sees[..., None], out, mean[:, None].to(out.dtype))
 
 
 def _weights_wanted(module: Any, plan: LayerPlan, kwargs: dict[str, Any]) -> bool:

@@ -194,7 +194,7 @@ class LayerPlan:
             out = _dense(x)
         else:
             out, _ = self.attend(x, counted)
-        if mask is None or mask.dtype == torch.bool:
+        if mask is None or mask.dtype == torch.bool or sinks is not None:  # such a row attends to the sink alone
             return out
         return _blind(out, room, self.blocks.seen(x)[0] > 0)
 

@@ -1,8 +1,8 @@
 """Perplexity and divergence from dense attention, in one forward pass per method, with rows sparse from row n on: n = 0
 is sparse everywhere, n = the prompt's length is token-by-token decoding after a dense prefill.
 
-A document is one context. Its dense logits are computed once, in the model's own type, compared with each method's, and
-dropped; float32 log-probabilities are computed for a few rows at a time.
+A document is one context. Its last hidden states are kept, dense and of one method at a time; logits are computed for
+a few rows at a time, in the model's own type, and float32 log-probabilities for fewer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from evals.attending import Attended, attending
 from evals.base_commands import Always, Phase, PplCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE, OURS, LoadedMethod, Sampling
-from evals.metrics import Estimate, bootstrap, mean_kl, perplexity, token_losses
+from evals.metrics import Estimate, bootstrap, perplexity
 from evals.result import Result, Row
+from evals.row_logits import RowLogits, row_logits
 from evals.runner import finite
 from evals.setup import Ready, Sample, each_document, finish, identities_of, prepare, require_cells, rows_of
 from evals.tuned import Tuned, read_tuned, with_tuned
@@ -129,16 +130,16 @@ def measure(
     targets = ids[-scored:].to(model.device)
     began, prompt = time.monotonic(), prompt_of(phase, len(ids), scored)
     cache = None if prompt is None else prefilled(model, ids[:prompt])  # dense for every cell
-    reference = scored_logits(model, ids, scored, cache)
-    dense = {"nll": token_losses(reference, targets).mean().item(), "seconds": round(time.monotonic() - began, 2)}
+    reference = scored_rows(model, ids, scored, cache)
+    dense = {"nll": reference.mean_loss(targets), "seconds": round(time.monotonic() - began, 2)}
     step(DENSE)
     found = []
     for cell in cells:
         began = time.monotonic()
         fraction = _density_of(cell.rival, cell.budget, found) if cell.rival else cell.budget
         budget = budget_of(cell.rule, fraction, always.beside * (always.sink + always.recent), len(ids))
-        other, attended = sparse_logits(model, ids, scored, methods[cell.method], budget, always, prompt, cache)
-        nll, kl = token_losses(other, targets).mean().item(), mean_kl(reference, other)
+        other, attended = sparse_rows(model, ids, scored, methods[cell.method], budget, always, prompt, cache)
+        nll, kl = reference.compare(other, targets)
         measured = {"nll": nll, "kl": kl, "density": attended.density, "seconds": round(time.monotonic() - began, 2)}
         empty = {} if attended.empty is None else {"empty": attended.empty}
         found.append({**cell._asdict(), **measured, **empty})
@@ -156,7 +157,7 @@ def prompt_of(phase: Phase, length: int, scored: int) -> int | None:
     return None if phase == "everywhere" else length - scored - 1
 
 
-def sparse_logits(
+def sparse_rows(
     model: PreTrainedModel,
     ids: Tensor,
     scored: int,
@@ -165,10 +166,10 @@ def sparse_logits(
     always: Always,
     prompt: int | None,
     cache: Cache | None = None,
-) -> tuple[Tensor, Attended]:
-    """Return `scored_logits` with every row sparse, or those after a dense prompt, and what these rows attended to."""
+) -> tuple[RowLogits, Attended]:
+    """Return `scored_rows` with every row sparse, or those after a dense prompt, and what these rows attended to."""
     with attending(model, method, budget, always, prompt) as attended:
-        found = scored_logits(model, ids, scored, cache)
+        found = scored_rows(model, ids, scored, cache)
     return found, attended
 
 
@@ -179,16 +180,16 @@ def prefilled(model: PreTrainedModel, prompt: Tensor) -> Cache:
     return cache
 
 
-def scored_logits(model: PreTrainedModel, ids: Tensor, scored: int, cache: Cache | None = None) -> Tensor:
-    """Return the logits [scored, V], in the model's type, of the rows that predict the last `scored` tokens.
+def scored_rows(model: PreTrainedModel, ids: Tensor, scored: int, cache: Cache | None = None) -> RowLogits:
+    """Return the logits of the rows that predict the last `scored` tokens, to be computed a piece at a time.
 
     Args:
         cache: of the tokens before the first of these rows, which are then not recomputed; it is left unchanged.
     """
     rows = scored + 1
     if cache is None:
-        return model(ids[None].to(model.device), use_cache=False, logits_to_keep=rows).logits[0, :-1]
-    found = model(ids[None, -rows:].to(model.device), past_key_values=cache).logits[0, :-1]
+        return row_logits(model, ids[None].to(model.device), slice(-rows, -1), use_cache=False)
+    found = row_logits(model, ids[None, -rows:].to(model.device), slice(-rows, -1), past_key_values=cache)
     cache.crop(-rows)
     return found
 

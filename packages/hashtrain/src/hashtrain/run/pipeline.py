@@ -75,6 +75,8 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
     )
     if len(prepared.contexts) < command.contexts:
         console.print(f"the text has {len(prepared.contexts)} training contexts; {command.contexts} were requested")
+    if (held := len(validation.contexts)) < command.held_out:
+        console.print(f"the held-out text has {held} contexts; {command.held_out} were requested")
     if command.tensorboard:
         require_board()
     hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.recipes}

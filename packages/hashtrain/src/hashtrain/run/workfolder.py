@@ -37,7 +37,11 @@ def locked(out: Path) -> Iterator[None]:
         ) from None
     try:
         _sweep(out)
-        yield
+        try:
+            yield
+        except BaseException:
+            _sweep(out)  # what workers were writing when they were terminated
+            raise
     finally:
         lock.release()
 
