@@ -71,6 +71,7 @@ class Target:
 
 
 TOPK, SEARCH = "packages/hashcore/tests/test_topk.py", "packages/hashcore/tests/test_search.py"
+PAGES = "packages/hashcore/tests/test_pages.py"
 REFUSALS, INTO = "packages/hashcore/tests/test_arguments.py", "packages/hashcore/tests/test_out.py"
 PLAN = "packages/hashcore/tests/test_plan.py"
 PREPARED, BUFFER = "packages/hashcore/tests/test_prepared.py", "packages/sparse-decode/tests/test_buffer.py"
@@ -108,7 +109,9 @@ TARGETS = {
         suffix="/__init__.py",
     ),
     "plan": Target("hashcore.cpu.launch_plan", (PLAN, SEARCH, PREPARED), ("search", "filled", "_common"), SLOW),
-    "host": Target("hashcore.host", (TOPK, REFUSALS, SEARCH, INTO, PREPARED), ("topk", "search", "plain_search"), SLOW),
+    "host": Target(
+        "hashcore.host", (TOPK, REFUSALS, SEARCH, INTO, PREPARED, PAGES), ("topk", "search", "plain_search"), SLOW
+    ),
     "validation": Target(
         "hashcore.validation",
         (TOPK, REFUSALS, SEARCH, INTO, PREPARED),
