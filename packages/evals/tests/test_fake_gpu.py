@@ -191,7 +191,7 @@ SELECTION = {
 }
 """Waits of a selector, each time it is asked about a block of rows."""
 HASH = {**SPAN, "torch_ops._wanted": 1}
-BLOCK = {"plan.attend": 1, "interface._sparse": 1}
+BLOCK = {"plan._attend_block": 1, "interface._sparse": 1}
 """Waits of a layer for each block of rows, where more than one token of a sequence is new."""
 
 

@@ -162,10 +162,10 @@ def test_a_mask_is_looked_at_once_a_step_even_if_its_numbers_change():
     plans = [LayerPlan(layer, RecentSelector(), TENTH, RowRule(None, 1), sights=sights) for layer in (0, 1)]
     x = inputs(mask)
     with torch.inference_mode():
-        found = [plan.blocks.see(x, mask)[0] for plan in plans]
+        found = [plan.blocks.see(x, mask) for plan in plans]
         assert found[0] is found[1]
         mask[:, :, :, :5] = False
-        later = [plan.blocks.see(x, mask)[0] for plan in plans]
+        later = [plan.blocks.see(x, mask) for plan in plans]
     assert later[0] is later[1]
     assert (found[0].visible[:, 0].tolist(), later[0].visible[:, 0].tolist()) == ([20, 20], [15, 15])
 

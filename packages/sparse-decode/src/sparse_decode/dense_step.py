@@ -54,6 +54,28 @@ def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, s
     return out.reshape(out.shape[0], 1, -1, value.shape[3])
 
 
+def attend_visible(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
+    """Attend to the tokens that are `seen`, bool [B or 1, 1, R, N], with torch's attention: [B, R, Hq, Dv].
+
+    Args: as in `attend_step`; seen: None if every row sees every token.
+    """
+    out = F.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous()
+
+
+def with_means(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
+    """Set rows of out [B, R, Hq, Dv] without visible tokens to the mean of all values, as eager attention does.
+
+    Its mask adds the most negative number of the dtype to each logit, so that all logits become equal.
+
+    Args: value: all values [B, Hkv, N, Dv]; sees: whether a row sees any token, bool [B, R].
+    """
+    if sees.all():
+        return out
+    mean = value.float().mean(2).repeat_interleave(out.shape[2] // value.shape[1], 1).to(out.dtype)
+    return torch.where(sees[..., None, None], out, mean[:, None])
+
+
 def attend_step(
     module: Any,
     query: Tensor,

@@ -190,7 +190,7 @@ def attention(
         x = AttentionArgs(query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length)
         if plan.traces(x):
             return plan.attend(x)[0], None
-        rest = (sinks, plan.tally.tensor, sums, plan.number, factor, softcap)
+        rest = (sinks, sums, plan.number, factor, softcap)
         return attend_step(query, key, value, codes, attention_mask, length, *rest), None
     with no_autocast(query.device):
         return _sparse(module, call, query, key, value, attention_mask, length, whole, factor, kwargs, dense)
@@ -284,7 +284,7 @@ def _weights_wanted(module: Any, plan: LayerPlan, kwargs: dict[str, Any]) -> boo
             "attention weights have no column for the remainder; attach with remainder=False, or do not set "
             "output_attentions"
         )
-    if plan.weighs_itself:
+    if plan.own is not None:
         raise ValueError(
             f"{type(plan.selector).__name__} has its own attention, which returns no weights; do not set "
             "output_attentions"
@@ -332,7 +332,7 @@ def require_serves(
                 f"layer {plan.layer} needs codes of {key.shape[1]} KV heads or {query.shape[1]} query heads, got "
                 f"{codes}; the head counts in the model's config are wrong"
             )
-    if not plan.weighs_itself and plan.backend == "gather" and not autocasts(query.device):
+    if plan.own is None and plan.backend == "gather" and not autocasts(query.device):
         group = 1 if getattr(plan.selector, "per_query_head", False) else query.shape[1] // key.shape[1]
         require(query.device, query.dtype, (key.shape[3], value.shape[3]), group)
     if mask is not None and query.shape[2] > 1:
