@@ -118,16 +118,21 @@ class Block:
     first: int = 0
     sight: Seen | None = None
 
-    @property
-    def ends(self) -> tuple[int, int] | Tensor:
-        """A decode step's sink and recent tokens: their numbers, or indices, int64 [B, E], -1 in unused slots."""
-        return (self.rows.sink, self.rows.recent) if self.sight is None else self.sight.ends
+    def complete(self, indices: Tensor, exact: bool) -> tuple[Tensor, tuple[int, int] | Tensor]:
+        """Add sink and recent tokens to a selection [B, H, R, K].
 
-    def complete(self, indices: Tensor) -> Tensor:
-        """Add sink and recent tokens to a selection [B, H, R, K]."""
+        In a step of an `exact` selector, which always fills its budget, the attention kernel reads them itself. They
+        are then the second result, the `ends` of `attend`.
+        """
+        rows, sight, n = self.rows, self.sight, self.rows.k.shape[2]
+        if not rows.sink + rows.recent:
+            return indices, (0, 0)
+        if exact and self.reads is None:
+            return indices, (rows.sink, rows.recent) if sight is None else sight.ends
+        return self._merged(indices) if sight is None else merge(indices, sight.ends[:, None], n), (0, 0)
+
+    def _merged(self, indices: Tensor) -> Tensor:
         rows, n = self.rows, self.rows.k.shape[2]
-        if self.sight is not None:
-            return merge(indices, self.sight.ends[:, None], n)
         if (span := visible_span(rows.visible, n)) is not None:
             starts, ends = span
             if self.reads is not None:

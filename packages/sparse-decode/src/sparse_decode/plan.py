@@ -32,7 +32,7 @@ class LayerPlan:
         own: the selector, if it computes attention itself.
         tally: numbers of tokens selected and visible.
         blocks: splits calls into blocks of rows.
-        remainder: coefficients [Hq, 5] of the remainder's weight (eq. 15); None: no remainder is added.
+        remainder: `LayerHasher.remainder`, float32 [Hq, 6]; None: no remainder is added.
         encoder: hashes the layer's keys.
         number: the number by which a compiled graph refers to this plan.
     """
@@ -56,21 +56,19 @@ class LayerPlan:
         self._exact = bool(getattr(selector, "fills_counts", False))
         self.own: AttendingSelector | None = selector if isinstance(selector, AttendingSelector) else None
         ends = (0, 0) if self.own else (budget.sink, budget.recent)  # sink and recent tokens
-        self._any_ends = sum(ends) > 0
         self.blocks: Blocks = Blocks(layer, budget, rule, *ends, sights or Sights())
-        self.remainder: Tensor | None = None if remainder is None else remainder[:, :-1].float().contiguous()
-        self._slopes: Tensor | None = None if remainder is None else remainder[:, -1].float().clone()
+        self.remainder: Tensor | None = None if remainder is None else remainder.float().clone()
         self._placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
         self.tally: Tally = Tally(device)
         self.number: int = register(self)
         self._start = 1 if rule.start is None else rule.start
         self._sparse_from = max(self._start + 1, cast(int, budget.dense_below))  # shortest context of a sparse step
-        hashing = [selector] if isinstance(selector, HashSelector) else []
-        in_place = [partial(do, layer) for own in hashing for do in (own.write_codes, own.traceable)]
-        self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *in_place)
         self._fused: FusedStep | None = None
-        if backend == "gather" and isinstance(selector, HashSelector):
-            self._fused = FusedStep(layer, selector, budget)
+        in_place: tuple[Any, ...] = ()
+        if isinstance(selector, HashSelector):
+            in_place = partial(selector.write_codes, layer), partial(selector.traceable, layer)
+            self._fused = FusedStep(layer, selector, budget) if backend == "gather" else None
+        self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *in_place)
 
     def all_dense(self, n: int) -> bool:
         """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""
@@ -170,20 +168,11 @@ class LayerPlan:
         return with_means(out, room_v, self.blocks.seen(x)[0] > 0)
 
     def _attend_block(self, x: AttentionArgs, block: Block, moments: Moments) -> Tensor:
-        """Select tokens, count them, and attend to them, with the remainder if there is one: [B, R, Hq, Dv].
-
-        In a decode step, if the selector always fills its budget, sink and recent tokens are not added to the indices:
-        the attention kernel reads them itself.
-        """
+        """Select tokens, count them, and attend to them, with the remainder if there is one: [B, R, Hq, Dv]."""
         rows, n = block.rows, block.rows.k.shape[2]
         if block.reads is not None and not block.reads.any():
             return x.q.new_zeros(len(x.q), rows.q.shape[2], x.q.shape[1], x.v.shape[3])
-        indices, ends = self.selector.select(rows), (0, 0)
-        if self._any_ends:
-            if self._exact and block.reads is None:
-                ends = block.ends
-            else:
-                indices = block.complete(indices)
+        indices, ends = block.complete(self.selector.select(rows), self._exact)
         block.count(self.tally, indices, self._exact)
         if x.weights is not None:
             found = attention_weights(rows.q, rows.k, include(indices, n, ends), x.scaling, x.softcap, x.sinks)
@@ -203,12 +192,12 @@ class LayerPlan:
         return attend(rows.q, x.k, x.v, indices, x.scaling, values=self.budget.values, **how)
 
     def _coefficients(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
-        """Return the remainder's coefficients, and its slopes times `scaling`; copied to the device once."""
-        assert self.remainder is not None
-        assert self._slopes is not None
+        """Return the remainder's coefficients [Hq, 5], and slopes [Hq] times `scaling`; copied to the device once."""
         if (known := self._placed.get((device, scaling))) is None:
+            assert self.remainder is not None
             with ordinary_tensors():  # they outlive torch modes of this call
-                known = self.remainder.to(device), (self._slopes * scaling).to(device)
+                placed = self.remainder.to(device)
+                known = placed[:, :-1].contiguous(), placed[:, -1] * scaling
             self._placed[device, scaling] = known
         return known
 
