@@ -14,10 +14,13 @@ from fake_gpu import (
     ROWS,
     TENTH,
     Operators,
+    answered,
     beyond_dense,
+    cache_of,
     config_of,
     fake_gpu,
     faked,
+    mask_of,
     model_of,
     steps,
     told,
@@ -56,6 +59,36 @@ def test_a_step_does_not_wait(family, kind):
     assert found.copies == (2 if kind == "host" else 0)
 
 
+EAGER = ("gemma2", "gpt_oss")
+"""Families with eager attention, whose masks hold numbers."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", slow_but(("llama", "gpt_oss"), FAMILIES))
+def test_an_attached_prompt_waits_only_to_look_at_masks_of_numbers(family, kind):
+    """Once in each layer, and once more for the sums of a static cache; the steps after it wait for nothing."""
+    config = config_of(family)
+    hasher = Hasher(HasherConfig("transform", ModelShape.of(config)), 0)
+    with fake_gpu() as mode:
+        model, cache, mask = model_of(config), cache_of(config, kind), mask_of(kind)
+        selector = HashSelector(faked(hasher, mode))
+
+        def call(tokens, end):
+            ids = torch.zeros(ROWS, tokens, dtype=torch.long, device="cuda")
+            seen = None if mask is None else mask[:, :end]
+            model(ids, attention_mask=seen, past_key_values=cache)
+
+        how = {"kv": "host"} if kind == "host" else {}
+        with torch.inference_mode(), attach(model, selector, TENTH, **how):
+            with told(PROMPT), answered() as asking:
+                call(PROMPT, PROMPT)
+            with told(PROMPT + 1):
+                call(1, PROMPT + 1)
+            call(1, PROMPT + 2)
+    looks = config.num_hidden_layers * (2 if kind == "static" else 1) if family in EAGER else 0
+    assert asking == ["visible_rows"] * looks
+
+
 @pytest.mark.parametrize("variant", ["planes", "transform"])
 @pytest.mark.parametrize("kind", ["plain", "padded", "static", "beam"])
 def test_a_step_does_nothing_in_host_memory(variant, kind):
@@ -82,10 +115,15 @@ def test_the_harness_sees_sizes_that_depend_on_numbers():
         beyond_dense("llama", "planes", kind="padded")
 
 
-@pytest.mark.parametrize(("variant", "remainder"), [("planes", False), ("transform", True)])
-def test_a_compiled_step_of_a_gpu_is_one_graph_on_it(variant, remainder):
+COMPILED = ("llama", "planes", False), *((family, "transform", True) for family in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "remainder"), slow_but((COMPILED[0], COMPILED[1], COMPILED[-1]), COMPILED)
+)
+def test_a_compiled_step_of_a_gpu_is_one_graph_on_it(family, variant, remainder):
     """torch.compile takes it whole, waits for nothing, and finds operators alone, none of them in host memory."""
-    config, nodes = config_of("llama"), []
+    config, nodes = config_of(family), []
     hasher = Hasher(HasherConfig(variant, ModelShape.of(config)), 0)
 
     def backend(graph, given):
