@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from hashtrain import Hasher, pipeline, prepare
+from hashtrain import Hasher, distribute, pipeline
 from hashtrain.capture import run_context
 from hashtrain.captured import Kept
 from hashtrain.cli import main
@@ -146,7 +146,7 @@ def test_a_streamed_context_stays_on_the_device(there):
 )
 def test_a_whole_run_ends_well_there(only, more, folder, tmp_path, monkeypatch, capsys):
     """Capture, training of every variant, calibration, evaluation, costs, and hashers that load."""
-    monkeypatch.setattr(prepare, "require_compiler", lambda: None)
+    monkeypatch.setattr(distribute, "require_compiler", lambda: None)
     for figure in ("draw", "draw_heads", "draw_worst", "draw_bits"):  # slower than everything else
         monkeypatch.setattr(pipeline, figure, lambda *_: None)
     with pretend_gpu() as device:

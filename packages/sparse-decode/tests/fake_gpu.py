@@ -67,10 +67,15 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
         return torch.full((), data, **how) if type(data) is int else tensor(data, **how)
 
     calibrated = mock.patch.object(LayerHasher, "calibrated", property(lambda layer: True))  # it reads numbers
-    grouped = mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: True)  # it asks the device what it is
+    grouped = mock.patch.object(moe, "_can_use_grouped_mm", _can)  # it asks the device what it is
     empty = mock.patch.object(cache_utils.torch, "tensor", without_numbers)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, calibrated, grouped, empty:
+    compiler = mock.patch("sparse_decode.model.require_compiler")  # no kernel is compiled
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, calibrated, grouped, empty, compiler:
         yield mode
+
+
+def _can(*_: object) -> bool:
+    return True  # a mock cannot be compiled
 
 
 @contextlib.contextmanager

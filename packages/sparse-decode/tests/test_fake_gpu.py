@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import sys
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from fake_gpu import (
     steps,
     told,
 )
+from hashcore.cuda.program import require_compiler
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach, moments
 from sparse_decode.blocks import AttentionArgs, RowRule
@@ -37,6 +39,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from transformers import StaticCache
 
 STORED = json.loads((pathlib.Path(__file__).parents[3] / "docs" / "results" / "gpu_step.json").read_text("utf-8"))
+SHAPE = ModelShape.of(config_of("llama"))
 OURS = {
     "hashcore.score",
     "hashcore.topk",
@@ -99,6 +102,16 @@ def test_a_step_does_nothing_in_host_memory(variant, kind):
         found = steps(config, HashSelector(faked(hasher, mode)), TENTH, kind)
     assert "gather" in found.launching
     assert found.on_host == found.copies == []
+
+
+@pytest.mark.parametrize("selector", [RecentSelector(), HashSelector(Hasher(HasherConfig("lsh", SHAPE), 0))])
+def test_a_missing_compiler_is_said_when_a_model_of_a_gpu_is_attached(selector, monkeypatch):
+    with fake_gpu():
+        model = model_of(config_of("llama"))
+        monkeypatch.setattr("sparse_decode.model.require_compiler", require_compiler)
+        monkeypatch.setitem(sys.modules, "cuda.core", None)
+        with pytest.raises(ValueError, match="needs cuda-core to compile its CUDA kernels, and it is not installed"):
+            attach(model, selector, TENTH)
 
 
 def test_the_harness_sees_host_memory():
