@@ -36,7 +36,9 @@ def line(program, model, out, workers=1):
 def started(program, words, said):
     """Start a command in a process forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tiny_model", "transformers.models.llama", "hashtrain.pipeline", "evals.tasks.ppl"])
+    context.set_forkserver_preload(
+        ["tiny_model", "transformers.models.llama", "hashtrain.run.pipeline", "evals.tasks.ppl"]
+    )
     process = context.Process(target=as_process, args=(program, words, str(said)))
     process.start()
     return process

@@ -1,6 +1,7 @@
 """--device and --dtype: every task runs with them, and rivals create tensors on their inputs' device."""
 
 import json
+import sys
 
 import hashcore
 import pytest
@@ -103,14 +104,23 @@ def test_a_run_that_states_no_type_is_one_in_float32(ppl_command, tmp_path):
 
 
 @pytest.mark.parametrize("task", ["ppl", "iou", "needle", "throughput"])
-def test_a_device_that_is_not_there(made, tmp_path, capsys, monkeypatch, task):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+@pytest.mark.parametrize(
+    ("count", "sentence"),
+    [
+        (0, "--device cuda:1 does not exist: expected one of 0 CUDA devices; use --device cpu\n"),
+        (2, "hashcore needs cuda-core to compile its CUDA kernels, and it is not installed"),
+    ],
+)
+def test_a_device_that_cannot_be_used(made, tmp_path, capsys, monkeypatch, task, count, sentence):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
     words = ["--device", "cuda:1", "--out", str(tmp_path / "run")]
     if task != "throughput":
         words += ["--model", str(made.model), "--hashers", str(made.hashers)]
     assert cli.main([task, *words]) == 2
     error = capsys.readouterr().err
-    assert error == "evals: --device cuda:1 does not exist: expected one of 0 CUDA devices; use --device cpu\n"
+    assert error.startswith(f"evals: {sentence}")
+    assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 

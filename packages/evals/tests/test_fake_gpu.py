@@ -6,6 +6,7 @@ Tensors are where the code puts them: those created without a device are in host
 
 import collections
 import contextlib
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -15,20 +16,23 @@ import pytest
 import torch
 from evals import metrics
 from evals.base_commands import Always
-from evals.speed import ThroughputCommand
+from evals.speed import COMPILED, ThroughputCommand
 from evals.synthetic import Exercise
-from evals.tasks import answers, cones, iou, output_error, ppl, throughput
-from fake_gpu import fake_gpu, faked_with, model_of
+from evals.tasks import answers, compiled, cones, iou, output_error, ppl, throughput
+from fake_gpu import fake_gpu, faked, faked_with, model_of, told
 from hashtrain import Hasher
+from hashtrain.demo import demo_model_path
+from hashtrain.layers import LayerHasher
+from sparse_decode import Budget
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import generation
+from transformers import AutoTokenizer, generation
 
 LAYERS, SPARSE = 3, 2
 """Layers of the model, and how many of them are sparse."""
 FOUND = 4
 """The number of entries that any mask selects, and the value of any integer read from the device."""
-ROOTS = ("/src/hashcore/", "/src/hashtrain/", "/src/sparse_decode/", "/src/evals/", "/transformers/")
+ROOTS = ("/src/hashcore/", "/src/hashtrain/", "/src/sparse_decode/", "/src/evals/", "/transformers/", "/lm_eval/")
 ALWAYS = Always(dense_layers=1, dense_at=(), sink=1, recent=4)
 """The tokens that a row reads without a search."""
 
@@ -159,9 +163,37 @@ def answer(model, ids, methods, _):
 
 def continuation(model, ids, methods, _):
     (method,) = methods.values()
-    left = iter([True] * STEPS + [False])  # transformers asks for it at each token
-    with mock.patch.object(generation.GenerationMixin, "_has_unfinished_sequences", side_effect=left):
+    with some_steps():
         answers.continue_greedily(model, ids[:100], STEPS, method, 0.1, ALWAYS)
+
+
+def some_steps():
+    """End a generation after some tokens: transformers asks for it at each of them."""
+    left = iter([True] * STEPS + [False])
+    return mock.patch.object(generation.GenerationMixin, "_has_unfinished_sequences", side_effect=left)
+
+
+def ask_harness(kind, request, model, methods, rows):
+    """Have lm-evaluation-harness send a request to the model with one method."""
+    if os.environ.get("CI") != "true":
+        pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: `uv sync --group lm-eval`")
+    from evals.harness.adapter import SparseLM
+    from lm_eval.api.instance import Instance
+
+    (method,) = methods.values()
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    lm = SparseLM(model, tokenizer, method, Budget(0.1), always=ALWAYS, sparse_rows=rows)
+    getattr(lm, kind)([Instance(kind, {}, request, 0)], disable_tqdm=True)
+
+
+def score_of_harness(model, ids, methods, rows):
+    ask_harness("loglikelihood", ("value = 1\n" * 16, "print"), model, methods, rows)
+
+
+def text_of_harness(model, ids, methods, rows):
+    given = {"until": ["\n\n\n"], "max_gen_toks": STEPS, "do_sample": False}
+    with some_steps():
+        ask_harness("generate_until", ("import os\n" * 8, given), model, methods, rows)
 
 
 ROWS = torch.tensor([40, 70, 127])
@@ -175,9 +207,11 @@ CASES = [
     *((errors, name, None) for name in EVERY if name != "quest-heads"),
     *((picture, name, None) for name in ("planes", "transform")),
     *((call, name, None) for call in (answer, continuation) for name in ("dense", "planes+remainder", "magicpig")),
+    *((score_of_harness, name, rows) for name in ("planes", "quest", "lsh") for rows in ("all", "continuation")),
+    *((text_of_harness, name, rows) for name in ("planes", "lsh") for rows in ("all", "continuation")),
 ]
 """Tasks share these loops: `codelength` has `overlap`'s, `tune` and `suggest` have `perplexity`'s, `fidelity` has
-`continuation`'s, `ruler` has `answer`'s and `needle` both."""
+`continuation`'s, `ruler` has `answer`'s and `needle` both, tasks of lm-evaluation-harness have those of the harness."""
 
 SPAN = {"positions.visible_span": 1}
 PAGES = {"quest._scores": 1, "oracle.best_floats": 3, "torch_ops._wanted": 1}
@@ -192,7 +226,7 @@ SELECTION = {
 """Waits of a selector, each time it is asked about a block of rows."""
 HASH = {**SPAN, "torch_ops._wanted": 1}
 LOGITS = {"row_logits.mean_loss": 1, "row_logits.compare": 1, "metrics.mean_kl": 1}
-BLOCK = {"plan.attend": 1, "interface._sparse": 1}
+BLOCK = {"plan._attend_block": 1, "interface._sparse": 1}
 """Waits of a layer for each block of rows, where more than one token of a sequence is new."""
 
 
@@ -213,6 +247,8 @@ def expected(task, name):
         picture: ({}, 0, {"cones.geometry": LAYERS, "cones.picture": 2 * LAYERS, "cones.occupancy": 3 * LAYERS}),
         answer: (block, SPARSE, {"answers.read_answer": 1, **totals}),
         continuation: (block, SPARSE * calls, {"answers.continue_greedily": 1, **totals}),
+        score_of_harness: (block, SPARSE, {"huggingface._loglikelihood_tokens": 2, **totals}),
+        text_of_harness: (block, SPARSE, {"adapter._model_generate": 1, "huggingface.generate_until": 1, **totals}),
     }[task]
     return collections.Counter(more) + collections.Counter({where: times * n for where, n in each.items()})
 
@@ -224,16 +260,37 @@ def test_a_context_waits_where_results_are_read(loaded, task, name, more):
     assert {where: n for where, n in seen.items() if not where.startswith("transformers")} == expected(task, name)
 
 
+@contextlib.contextmanager
+def a_fake_measurement(tmp_path, *methods):
+    """Make a command that times steps, where torch says that the device has done its work."""
+    sizes = {"contexts": (64,), "repeats": 1, "steps": 2, "warmup": 1, "bandwidth": 1.0, "dense_layers": 1}
+    asked = ("synchronize", "reset_peak_memory_stats", "max_memory_allocated")
+    with mock.patch.multiple(torch.cuda, **{name: lambda *_: 0 for name in asked}):
+        yield ThroughputCommand(device="cuda", methods=methods, budget=0.1, out=tmp_path, **sizes)
+
+
 def test_timed_steps_wait_for_nothing(loaded, tmp_path):
     named = ("sdpa", "planes", "recent")
-    sizes = {"contexts": (64,), "repeats": 1, "steps": 2, "warmup": 1, "bandwidth": 1.0, "dense_layers": 1}
-    command = ThroughputCommand(device="cuda", methods=named, budget=0.1, out=tmp_path, **sizes)
-    asked = ("synchronize", "reset_peak_memory_stats", "max_memory_allocated")
-    pretended = mock.patch.multiple(torch.cuda, **{name: lambda *_: 0 for name in asked})
-    with a_fake_run(loaded, ["planes"]) as (model, _, methods, seen), pretended:
+    with a_fake_run(loaded, ["planes"]) as (model, _, methods, seen), a_fake_measurement(tmp_path, *named) as command:
         hasher = methods["planes"].selector.hasher
         throughput._measure(command, model, hasher, 64, 2, dict.fromkeys(named, 1), 1.0)
     assert seen == {"budget.totals": SPARSE * (len(named) - 1)}
+
+
+def test_timed_compiled_steps_wait_for_nothing(loaded, tmp_path, monkeypatch):
+    """A wait in a step would break its graph, which is an error, or raise; only the counts are read, after all steps.
+
+    The harness that invents numbers is no mode in which torch compiles, so that here all other reads raise.
+    """
+    read = []
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(FakeTensor, "tolist", lambda x: read.append(asker()) or [1] * len(x))
+    hasher = loaded.methods["planes"].selector.hasher
+    with fake_gpu() as mode, told(64), a_fake_measurement(tmp_path, *COMPILED) as command, torch.no_grad():
+        monkeypatch.setattr(LayerHasher, "calibrated", False)  # as drawn: nothing is summed for a remainder
+        model = model_of(loaded.model.config)
+        throughput._measure(command, model, faked(hasher, mode), 64, 2, dict.fromkeys(COMPILED, 1), 1.0)
+    assert read == ["budget.totals"] * SPARSE
 
 
 def test_a_wait_has_the_name_of_who_asked(monkeypatch):

@@ -101,5 +101,5 @@ def test_what_is_read_in_16_bytes_lies_at_16_bytes(source, array):
 
 def test_a_missing_compiler_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.core", None)
-    with pytest.raises(RuntimeError, match=r"it is not installed.*pip install"):
+    with pytest.raises(ValueError, match=r"it is not installed.*pip install"):
         program.require_compiler()

@@ -96,6 +96,21 @@ def test_a_program_compiles_whole_and_returns_the_same():
         assert torch.equal(ours, eager)
 
 
+def test_no_function_waits_for_a_gpu():
+    """Fake tensors on a GPU hold no numbers: reading one raises. So does a tensor in host memory among them."""
+    fake = importlib.import_module("torch._subclasses.fake_tensor")  # `import torch` alone does not bring it
+    with fake.FakeTensorMode(), torch.device("cuda"):
+        w, x, counts = torch.empty(2, 3, 128), torch.empty(5, 64), torch.ones(2, 3, dtype=torch.int64)
+        keys = torch.empty(2, 3, 300, 4, dtype=torch.int32)
+        out = torch.empty(2, 3, 9, dtype=torch.int32), torch.empty(2, 3, 9, dtype=torch.int64)
+        found = [*decode_step(w, keys, x, counts)]
+        found += hashcore.search(keys[..., :3, :], keys, counts, (1, 2, 4), starts=counts, shortlist=6, out=out)
+        found += hashcore.topk(keys[..., 0], counts, out=out)
+        assert {tensor.device.type for tensor in found if isinstance(tensor, torch.Tensor)} == {"cuda"}
+        with pytest.raises(fake.DataDependentOutputException):  # it returns as many columns as the largest count
+            hashcore.topk(keys[..., 0], counts)
+
+
 def test_a_cache_that_fills_up_compiles_twice_at_most():
     def step(planes, keys):
         return hashcore.search(planes, keys, 5, (1, 2), order="index")

@@ -7,6 +7,7 @@ not seen here: the kernels have their host simulator, the arithmetic its tests o
 import contextlib
 import copy
 import functools
+import sys
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
 from unittest import mock
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    Cache,
     DynamicCache,
     Gemma2Config,
     GptOssConfig,
@@ -65,10 +67,15 @@ def fake_gpu() -> Iterator[FakeTensorMode]:
         return torch.full((), data, **how) if type(data) is int else tensor(data, **how)
 
     calibrated = mock.patch.object(LayerHasher, "calibrated", property(lambda layer: True))  # it reads numbers
-    grouped = mock.patch.object(moe, "_can_use_grouped_mm", return_value=True)  # it asks the device what it is
+    grouped = mock.patch.object(moe, "_can_use_grouped_mm", _can)  # it asks the device what it is
     empty = mock.patch.object(cache_utils.torch, "tensor", without_numbers)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, calibrated, grouped, empty:
+    compiler = mock.patch("sparse_decode.model.require_compiler")  # no kernel is compiled
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, calibrated, grouped, empty, compiler:
         yield mode
+
+
+def _can(*_: object) -> bool:
+    return True  # a mock cannot be compiled
 
 
 @contextlib.contextmanager
@@ -78,6 +85,19 @@ def told(tokens: int) -> Iterator[None]:
     nothing = mock.patch.object(StaticMoments, "_running", side_effect=RunningMoments)
     with length, nothing:
         yield
+
+
+@contextlib.contextmanager
+def answered() -> Iterator[list[str]]:
+    """Answer yes whenever the host asks the device something; list the functions that ask."""
+    asking: list[str] = []
+
+    def answer(_: torch.Tensor) -> bool:
+        asking.append(sys._getframe(1).f_code.co_name)
+        return True
+
+    with mock.patch.object(FakeTensor, "__bool__", answer, create=True):
+        yield asking
 
 
 def faked(hasher: Hasher, mode: FakeTensorMode) -> Hasher:
@@ -172,6 +192,16 @@ def model_of(config: PreTrainedConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
+def cache_of(config: PreTrainedConfig, kind: str) -> Cache:
+    """Make an empty cache."""
+    return StaticCache(config=config, max_cache_len=ROOM) if kind == "static" else DynamicCache(config=config)
+
+
+def mask_of(kind: str) -> torch.Tensor | None:
+    """Make a mask of all tokens, as a tokeniser returns it for a batch with padding."""
+    return torch.ones(ROWS, ROOM, dtype=torch.long, device="cuda") if kind in ("padded", "static") else None
+
+
 def steps(
     config: PreTrainedConfig,
     selector: HashSelector | None,
@@ -188,10 +218,9 @@ def steps(
     remainder needs.
     """
     model = model_of(config)
-    cache = StaticCache(config=config, max_cache_len=ROOM) if kind == "static" else DynamicCache(config=config)
+    cache, mask = cache_of(config, kind), mask_of(kind)
     if kind == "host":
         how["kv"] = "host"
-    mask = torch.ones(ROWS, ROOM, dtype=torch.long, device="cuda") if kind in ("padded", "static") else None
     beams = torch.zeros(ROWS, dtype=torch.long, device="cuda")
 
     def step(tokens: int, end: int) -> None:

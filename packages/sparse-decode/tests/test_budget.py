@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget
+from sparse_decode.budget import Tally
 
 FRACTIONS = st.sampled_from(["0.005", "0.01", "0.02", "0.07", "0.1", "0.29", "0.57", "1"])
 
@@ -106,3 +107,16 @@ def test_a_budget_that_is_to_be_measured_counts_only_once_attached():
 def test_max_tokens_below_min_tokens_is_refused():
     with pytest.raises(ValueError, match="max_tokens must be"):
         Budget(min_tokens=20, max_tokens=10)
+
+
+def test_counts_of_many_steps_are_added_up_in_between():
+    tally, seen = Tally(None), torch.tensor([3, 7])
+    for step in range(1, 601):
+        tally.add_step(seen, 4)
+        assert len(tally._later) == step % 256  # memory does not grow with the number of steps
+    tally.add(1, 2)
+    tally.add_rows(torch.tensor([[5, 6]]), torch.tensor([[8, 9]]), torch.tensor([[True, False]]))
+    assert tally.totals() == tally.totals() == (600 * 12 + 1 + 5, 600 * 28 + 2 + 8)
+    tally.add_step(seen, 4)
+    tally.reset()
+    assert tally.totals() == (0, 0)

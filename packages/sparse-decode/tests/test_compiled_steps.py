@@ -4,7 +4,10 @@ import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach
-from sparse_decode.select import HashSelector
+from sparse_decode.blocks import RowRule
+from sparse_decode.opaque import attend_step
+from sparse_decode.plan import LayerPlan
+from sparse_decode.select import HashSelector, RecentSelector
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 OURS = {
@@ -64,3 +67,12 @@ def test_a_compiled_step_is_operators_alone(variant, remainder):
     ours = {name for name in graphs[0] if name.startswith(("sparse_decode.", "hashcore."))}
     assert ours == OURS | ({"sparse_decode.add_in_place"} if remainder else set())
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("dense_below", "read"), [(0, 10), (100, 50)])
+def test_the_opaque_operator_counts_a_step_without_a_mask(dense_below, read):
+    plan = LayerPlan(0, RecentSelector(), Budget(0.2, dense_below=dense_below), RowRule(None, 1))
+    q, k, v = (torch.randn(2, heads, n, 16) for heads, n in ((4, 1), (2, 50), (2, 50)))
+    for _ in range(3):
+        attend_step(q, k, v, None, None, None, None, [], plan.number, 0.25, None)
+    assert plan.tally.totals() == (3 * 2 * 4 * read, 3 * 2 * 4 * 50)

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import sys
 from unittest import mock
 
 import pytest
@@ -14,14 +15,18 @@ from fake_gpu import (
     ROWS,
     TENTH,
     Operators,
+    answered,
     beyond_dense,
+    cache_of,
     config_of,
     fake_gpu,
     faked,
+    mask_of,
     model_of,
     steps,
     told,
 )
+from hashcore.cuda.program import require_compiler
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, attach, moments
 from sparse_decode.blocks import AttentionArgs, RowRule
@@ -34,6 +39,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from transformers import StaticCache
 
 STORED = json.loads((pathlib.Path(__file__).parents[3] / "docs" / "results" / "gpu_step.json").read_text("utf-8"))
+SHAPE = ModelShape.of(config_of("llama"))
 OURS = {
     "hashcore.score",
     "hashcore.topk",
@@ -54,6 +60,36 @@ def test_a_step_does_not_wait(family, kind):
     assert found.launches <= launches
     # The new key and value go to host memory; the host does not wait for them.
     assert found.copies == (2 if kind == "host" else 0)
+
+
+EAGER = ("gemma2", "gpt_oss")
+"""Families with eager attention, whose masks hold numbers."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", slow_but(("llama", "gpt_oss"), FAMILIES))
+def test_an_attached_prompt_waits_only_to_look_at_masks_of_numbers(family, kind):
+    """Once in each layer, and once more for the sums of a static cache; the steps after it wait for nothing."""
+    config = config_of(family)
+    hasher = Hasher(HasherConfig("transform", ModelShape.of(config)), 0)
+    with fake_gpu() as mode:
+        model, cache, mask = model_of(config), cache_of(config, kind), mask_of(kind)
+        selector = HashSelector(faked(hasher, mode))
+
+        def call(tokens, end):
+            ids = torch.zeros(ROWS, tokens, dtype=torch.long, device="cuda")
+            seen = None if mask is None else mask[:, :end]
+            model(ids, attention_mask=seen, past_key_values=cache)
+
+        how = {"kv": "host"} if kind == "host" else {}
+        with torch.inference_mode(), attach(model, selector, TENTH, **how):
+            with told(PROMPT), answered() as asking:
+                call(PROMPT, PROMPT)
+            with told(PROMPT + 1):
+                call(1, PROMPT + 1)
+            call(1, PROMPT + 2)
+    looks = config.num_hidden_layers * (2 if kind == "static" else 1) if family in EAGER else 0
+    assert asking == ["visible_rows"] * looks
 
 
 @pytest.mark.parametrize("variant", ["planes", "transform"])
@@ -79,6 +115,16 @@ def test_a_step_of_eager_attention_with_padding_does_not_wait():
     assert found.on_host == found.copies == []
 
 
+@pytest.mark.parametrize("selector", [RecentSelector(), HashSelector(Hasher(HasherConfig("lsh", SHAPE), 0))])
+def test_a_missing_compiler_is_said_when_a_model_of_a_gpu_is_attached(selector, monkeypatch):
+    with fake_gpu():
+        model = model_of(config_of("llama"))
+        monkeypatch.setattr("sparse_decode.model.require_compiler", require_compiler)
+        monkeypatch.setitem(sys.modules, "cuda.core", None)
+        with pytest.raises(ValueError, match="needs cuda-core to compile its CUDA kernels, and it is not installed"):
+            attach(model, selector, TENTH)
+
+
 def test_the_harness_sees_host_memory():
     with fake_gpu(), Operators() as seen:
         torch.ones(3).add_(1)
@@ -93,10 +139,15 @@ def test_the_harness_sees_sizes_that_depend_on_numbers():
         beyond_dense("llama", "planes", kind="padded")
 
 
-@pytest.mark.parametrize(("variant", "remainder"), [("planes", False), ("transform", True)])
-def test_a_compiled_step_of_a_gpu_is_one_graph_on_it(variant, remainder):
+COMPILED = ("llama", "planes", False), *((family, "transform", True) for family in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "remainder"), slow_but((COMPILED[0], COMPILED[1], COMPILED[-1]), COMPILED)
+)
+def test_a_compiled_step_of_a_gpu_is_one_graph_on_it(family, variant, remainder):
     """torch.compile takes it whole, waits for nothing, and finds operators alone, none of them in host memory."""
-    config, nodes = config_of("llama"), []
+    config, nodes = config_of(family), []
     hasher = Hasher(HasherConfig(variant, ModelShape.of(config)), 0)
 
     def backend(graph, given):
@@ -173,10 +224,10 @@ def test_a_mask_is_looked_at_once_a_step_even_if_its_numbers_change():
     plans = [LayerPlan(layer, RecentSelector(), TENTH, RowRule(None, 1), sights=sights) for layer in (0, 1)]
     x = inputs(mask)
     with torch.inference_mode():
-        found = [plan.blocks.see(x, mask)[0] for plan in plans]
+        found = [plan.blocks.see(x, mask) for plan in plans]
         assert found[0] is found[1]
         mask[:, :, :, :5] = False
-        later = [plan.blocks.see(x, mask)[0] for plan in plans]
+        later = [plan.blocks.see(x, mask) for plan in plans]
     assert later[0] is later[1]
     assert (found[0].visible[:, 0].tolist(), later[0].visible[:, 0].tolist()) == ([20, 20], [15, 15])
 
@@ -212,5 +263,5 @@ def test_a_step_with_holes_in_its_mask_reads_what_is_seen():
     block = plan.blocks.step(x)
     assert block.sight.ends.tolist() == [[1, 19], [0, 19]]
     assert block.rows.counts.tolist() == [[1], [8]]
-    found = block.complete(plan.selector.select(block.rows))
+    found, _ = block.complete(plan.selector.select(block.rows), exact=False)
     assert [sorted(set(row.tolist()) - {-1}) for row in found[:, 0, 0]] == [[1, 3, 19], [*range(9), 19]]

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from hashtrain.evaluation.remainder import Evidence, add_remainder, linear_values, log_weight
-from sparse_decode import Budget, attach, attend
+from sparse_decode import Budget, attach, attend, plan
 from sparse_decode.remainder import RunningMoments
 from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
 
@@ -129,60 +129,39 @@ def test_another_mask_or_batch_is_noticed(cache):
 
 
 @pytest.mark.parametrize("budget", [0.1, 0.5])
-def test_attention_with_the_remainder_is_that_of_its_equations(budget):
+def test_attention_with_the_remainder_is_that_of_its_equations(budget, monkeypatch):
     model, hasher = tiny_model(), Calibrated()
     ids, mask = prompts()
-    seen = {}
+    calls = []
 
-    def look(module, args, kwargs):
-        seen[module.layer_idx] = kwargs["sparse_decode"]
-        return args, kwargs
+    def record(*given, **how):
+        calls.append((*given, attend(*given, **how)))
+        return calls[-1][-1]
 
+    monkeypatch.setattr(plan, "attend", record)
     with attach(model, hasher, Budget(budget), sparse_rows=0, dense_layers=3) as attachment:
         assert attachment.remainder
-        handle = model.model.layers[3].self_attn.register_forward_pre_hook(look, with_kwargs=True)
-        inside = {}
-        original = seen_attend(attachment, inside)
         model(ids, attention_mask=mask, use_cache=False)
-        handle.remove()
-        attachment._plans[3]._attend = original
-    x, q, indices, whole = (inside[name] for name in ("x", "q", "indices", "out"))
-    out, stats = attend(q, x.k, x.v, indices, x.scaling, lse=True)
+    ((q, k, v, indices, scaling, whole),) = calls
+    out, stats = attend(q, k, v, indices, scaling, lse=True)
     for b, row in ((0, 39), (1, 39), (1, 20), (2, 39)):
         tokens = torch.arange(40)[mask[b].bool() & (torch.arange(40) <= row)]
         for head in range(4):
-            keys, values = x.k[b, head // 2, tokens], x.v[b, head // 2, tokens]
+            keys, values = k[b, head // 2, tokens], v[b, head // 2, tokens]
             chosen = indices[b, head // 2, row]
             chosen = chosen[chosen >= 0]
-            logits = x.k[b, head // 2, chosen] @ q[b, head, row] * x.scaling
+            logits = k[b, head // 2, chosen] @ q[b, head, row] * scaling
             torch.testing.assert_close(stats[0, b, row, head], logits.mean(), atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(stats[1, b, row, head], logits.logsumexp(0), atol=1e-4, rtol=1e-4)
-            mean_key = keys.mean(0) @ q[b, head, row] * x.scaling
+            mean_key = keys.mean(0) @ q[b, head, row] * scaling
             sizes = torch.tensor(len(tokens)), torch.tensor(len(chosen))
             e = Evidence(logits.mean(), logits.logsumexp(0), mean_key, *sizes)
             weight = log_weight(hasher.coefficients[head, :-1], e)
-            slope = hasher.coefficients[head, -1:] * x.scaling
+            slope = hasher.coefficients[head, -1:] * scaling
             last = torch.tensor([len(tokens) - 1])
             value = linear_values(*(y[None, None] for y in (q[b, head, row, None], keys, values)), last, slope)[0, 0, 0]
             expected = add_remainder(out[b, row, head], e.lse, value, weight)
             torch.testing.assert_close(whole[b, row, head], expected, atol=1e-4, rtol=1e-4)
-
-
-def seen_attend(attachment, inside):
-    """Record what one layer's plan was given, and what it made of it."""
-    plan = attachment._plans[3]
-    attend_of_plan, work = plan._attend, plan._attend_block
-
-    def record(x, rows, indices, left_out, ends):
-        inside.update(x=x, q=rows.q, indices=indices)
-        return attend_of_plan(x, rows, indices, left_out, ends)
-
-    def whole(*arguments):
-        inside["out"] = work(*arguments)
-        return inside["out"]
-
-    plan._attend, plan._attend_block = record, whole
-    return attend_of_plan
 
 
 def test_the_remainder_changes_attention_and_can_be_left_out():

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from sparse_decode import Budget, HashSelector, OracleSelector, RecentSelector, attach, attend_reference, blocks
-from sparse_decode.plan import LayerPlan
 from sparse_decode_doubles import (
     FAMILIES,
     TOLERANCE,
@@ -108,11 +107,9 @@ def test_memory_of_a_long_pass_is_bounded(monkeypatch):
     """No more scores at once than the limit, whatever the context."""
     model, (ids, _) = tiny_model(max_position_embeddings=2048), prompts((1500,))
     seen = []
-    work = LayerPlan._attend_block
+    select = HashSelector.select
     monkeypatch.setattr(blocks, "_CHUNK_SCORES", 4 * 1500 * 64)
-    monkeypatch.setattr(
-        LayerPlan, "_attend_block", lambda plan, x, b, *rest: (seen.append(b.rows.q.shape), work(plan, x, b, *rest))[1]
-    )
+    monkeypatch.setattr(HashSelector, "select", lambda own, rows: (seen.append(rows.q.shape), select(own, rows))[1])
     with attach(model, SignHasher(), Budget(0.01), dense_layers=3, sparse_rows=1400):
         model(ids)
     assert {shape[2] for shape in seen} <= {64, 1500 % 64}

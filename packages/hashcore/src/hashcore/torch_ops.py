@@ -314,14 +314,14 @@ def _check_outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the memory ranges of two tensors, from first to last element, overlap."""
+    """Whether the memory ranges of two tensors, from first to last element, overlap; meta and fake ones have none."""
     spans = [
         (
             x.data_ptr(),
             x.data_ptr() + x.element_size() * (1 + sum(s * (n - 1) for s, n in zip(x.stride(), x.shape, strict=True))),
         )
         for x in (a, b)
-        if x.numel() and not x.is_meta
+        if x.numel() and x.untyped_storage().device.type != "meta"
     ]
     return len(spans) == 2 and spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 from weakref import WeakSet
 
 import torch
+from hashcore.cuda.program import require_compiler
 from hashtrain import ModelShape
 from hashtrain.models import text_decoder
 from torch import Tensor
@@ -179,6 +180,8 @@ class Attachment:
             shape = ModelShape.of(text_decoder(model).config)
             if backend == "gather" and not isinstance(chosen, AttendingSelector):
                 require_kernels(model, modules, shape, getattr(chosen, "per_query_head", False))
+            elif chosen.needs_codes and model.device.type == "cuda":
+                require_compiler()
             if on_host:
                 require_own_keys(model)
             rank, size = head_shard(next(iter(modules.values())).module, shape.at(min(modules)))

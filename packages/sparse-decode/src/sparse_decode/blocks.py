@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from sparse_decode.budget import Budget, Tally
-from sparse_decode.modes import ordinary_tensors
+from sparse_decode.modes import in_graph, ordinary_tensors
 from sparse_decode.offload import HostLayer
 from sparse_decode.positions import (
-    Counted,
     Seen,
     Sights,
     count_visible,
     first_visible,
+    last_row,
     last_visible,
     merge,
     readable,
@@ -99,187 +99,141 @@ class AttentionArgs:
 
 
 @dataclass(frozen=True)
-class Step:
-    """The one row of each sequence in a decode step.
+class Block:
+    """Consecutive query rows of a call; in a decode step, the one row of each sequence.
 
     Attributes:
         rows: the input of the selector.
-        reads: without a mask, the number of tokens that every row reads.
-        sight: with a mask, what each row sees, on the device.
-        counted: pending counts of this step, which the tally adds up later; None if it is updated at once.
+        visible: number of tokens that each row sees, int64 [B, R]; None in a decode step without a mask: all.
+        sparse: which rows are sparse, bool [B, R]; None if all are.
+        reads: number of tokens that each row reads, int64 [B, R], 0: computed elsewhere; None in a decode step.
+        first: position of the first row in the call.
+        sight: in a decode step with a mask, what each row sees, on the device.
     """
 
     rows: Rows
-    reads: int = 0
+    visible: Tensor | None = None
+    sparse: Tensor | None = None
+    reads: Tensor | None = None
+    first: int = 0
     sight: Seen | None = None
-    counted: Counted | None = None
 
-    @property
-    def ends(self) -> tuple[int, int] | Tensor:
-        """The sink and recent tokens: their numbers, or their indices, int64 [B, E], -1 in unused slots."""
-        return (self.rows.sink, self.rows.recent) if self.sight is None else self.sight.ends
+    def complete(self, indices: Tensor, exact: bool) -> tuple[Tensor, tuple[int, int] | Tensor]:
+        """Add sink and recent tokens to a selection [B, H, R, K].
 
-    def complete(self, indices: Tensor) -> Tensor:
-        """Add sink and recent tokens to a selection [B, H, 1, K]."""
-        rows, n = self.rows, self.rows.k.shape[2]
-        if self.sight is not None:
-            return merge(indices, self.sight.ends[:, None], n)
-        return with_ends(indices, 0, n, rows.sink, rows.recent)
-
-    def count(self, tally: Tally, indices: Tensor, exact: bool) -> None:
-        """Add the tokens read to the tally; if the selector is `exact`, their number is that of the budget."""
-        (batch, hq), n, sight = self.rows.q.shape[:2], self.rows.k.shape[2], self.sight
-        if sight is None:
-            found = batch * hq * self.reads if exact else int(_per_row(indices, hq).sum())
-            tally.add(found, batch * hq * n)
-        elif not exact:
-            tally.add_rows(_per_row(indices, hq), sight.visible * hq, sight.sparse)
-        elif self.counted is None:
-            tally.tensor.add_(sight.totals, alpha=hq)
-        else:
-            tally.add_link(self.counted, hq)
-
-    def stand_in(
-        self, x: AttentionArgs, slopes: Tensor, moments: Moments, indices: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return mean keys and values of all visible tokens (eq. 16), by one kernel if only one token is new.
-
-        The third result is the number of these tokens, int64 [B, 1]; None for all.
+        In a step of an `exact` selector, which always fills its budget, the attention kernel reads them itself. They
+        are then the second result, the `ends` of `attend`.
         """
-        sight, n = self.sight, x.k.shape[2]
-        if (found := moments.step(x.q, slopes, x.k, x.v, sight, x.length)) is None:
-            seen = None if sight is None else sight.tokens
-            found = moments.rows(x.q, slopes, x.k, x.v, seen, n - 1, n)[:2]
-        return *found, None if sight is None else sight.visible
+        rows, sight, n = self.rows, self.sight, self.rows.k.shape[2]
+        if not rows.sink + rows.recent:
+            return indices, (0, 0)
+        if exact and self.reads is None:
+            return indices, (rows.sink, rows.recent) if sight is None else sight.ends
+        return self._merged(indices) if sight is None else merge(indices, sight.ends[:, None], n), (0, 0)
 
-
-@dataclass(frozen=True)
-class SomeRows:
-    """Rows first..last-1 of a call that is not a decode step. The host may read the counts.
-
-    Attributes:
-        rows: the input of the selector.
-        visible, counts: numbers of tokens that each row sees, and reads (0: computed elsewhere), int64 [B, R].
-        sparse: which rows are sparse, bool [B, R].
-    """
-
-    rows: Rows
-    first: int
-    last: int
-    visible: Tensor
-    counts: Tensor
-    sparse: Tensor
-
-    def complete(self, indices: Tensor) -> Tensor:
-        """Add sink and recent tokens to a selection [B, H, R, K]."""
+    def _merged(self, indices: Tensor) -> Tensor:
         rows, n = self.rows, self.rows.k.shape[2]
         if (span := visible_span(rows.visible, n)) is not None:
             starts, ends = span
-            starts = torch.where(self.counts > 0, starts, ends)  # rows that are computed elsewhere read nothing
+            if self.reads is not None:
+                starts = torch.where(self.reads > 0, starts, ends)  # rows that are computed elsewhere read nothing
             return with_ends(indices, starts, ends, rows.sink, rows.recent)
         for size, listed in ((rows.sink, first_visible), (rows.recent, last_visible)):
             if size:
-                indices = merge(indices, listed(rows.visible, self.counts.clamp(max=size), n), n)
+                indices = merge(indices, listed(rows.visible, cast(Tensor, self.reads).clamp(max=size), n), n)
         return indices
 
     def count(self, tally: Tally, indices: Tensor, exact: bool) -> None:
-        """Add the tokens read to the tally."""
-        hq = self.rows.q.shape[1]
-        tally.add_rows(_per_row(indices, hq), self.visible * hq, self.sparse)
+        """Add the tokens read to the tally; in a step of an `exact` selector, their number is that of the budget."""
+        rows, (batch, hq), n = self.rows, self.rows.q.shape[:2], self.rows.k.shape[2]
+        if exact and self.sight is not None:
+            return tally.add_step(self.sight.totals, hq)
+        if exact and rows.uniform_count is not None:
+            read = min(n, rows.uniform_count + rows.sink + rows.recent)
+            return tally.add(batch * hq * read, batch * hq * n)
+        found = (indices >= 0).sum((1, 3)) * (hq // indices.shape[1])  # once for each query head that shares them
+        visible = torch.full_like(found, n) if self.visible is None else self.visible
+        return tally.add_rows(found, visible * hq, self.sparse)
 
-    def stand_in(
-        self, x: AttentionArgs, slopes: Tensor, moments: Moments, indices: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean keys and values of all visible tokens (eq. 16), and their numbers, int64 [B, R].
+    def stand_in(self, x: AttentionArgs, slopes: Tensor, moments: Moments) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return mean keys and values of all visible tokens (eq. 16), by one kernel if only one token is new.
 
+        The third result is the number of these tokens, int64 [B, R]; None for all.
         Raises: ValueError if the mask of a row is not causal apart from padding.
         """
-        past = x.k.shape[2] - x.q.shape[2]
-        *found, tokens = moments.rows(self.rows.q, slopes, x.k, x.v, _unpadded(x), past + self.first, past + self.last)
-        if x.mask is not None:
-            _require_causal(tokens, self.visible, (indices >= 0).any(-1).any(1))
-        return found[0], found[1], self.visible
+        if self.reads is None and (found := moments.step(x.q, slopes, x.k, x.v, self.sight, x.length)) is not None:
+            return *found, self.visible
+        (batch, _, n, _), q = x.k.shape, self.rows.q
+        first = n - x.q.shape[2] + self.first
+        seen = last_row(x.mask, batch, n) if self.sight is None else self.sight.tokens
+        *means, summed = moments.rows(q, slopes, x.k, x.v, seen, first, first + q.shape[2])
+        if x.mask is not None and self.reads is not None:
+            _require_causal(summed, cast(Tensor, self.visible), self.reads > 0)
+        return means[0], means[1], self.visible
 
 
+@dataclass
 class Blocks:
     """Splits the calls of one sparse layer into blocks.
 
-    Args:
+    Attributes:
         layer, budget, rule: the layer, its budget, and which of its rows are sparse.
         sink, recent: numbers of first and last tokens that each row always reads.
         sights: what rows see according to masks; shared by all layers.
     """
 
-    def __init__(self, layer: int, budget: Budget, rule: RowRule, sink: int, recent: int, sights: Sights):
-        self.layer: int = layer
-        self.budget: Budget = budget
-        self.rule: RowRule = rule
-        self.sink: int = sink
-        self.recent: int = recent
-        self.any_ends: bool = sink + recent > 0
-        self._sights = sights
-        self._numbers: Tensor | None = None  # 0, 1, 2, ... on the device: counts are views of it
+    layer: int
+    budget: Budget
+    rule: RowRule
+    sink: int
+    recent: int
+    sights: Sights
+    _numbers: Tensor | None = None  # 0, 1, 2, ... on the device: counts are views of it
 
-    def step(self, x: AttentionArgs) -> Step:
+    def step(self, x: AttentionArgs) -> Block:
         """Return the one block of a decode step, with few tensor operations and without waiting for the device.
 
         Each operation counts: after the other layers have filled the CPU's caches, it takes ten times its usual time.
         """
         n, ends = x.k.shape[2], self.sink + self.recent
         if x.mask is None:
-            reads = self.budget.count_row(n)
-            count = max(0, reads - ends)
-            rows = self._rows(x, 0, 1, self._number(count, x.q), None, uniform_count=count)
-            return Step(rows, reads)
-        sight, counted = self.see(x, x.mask)
+            count = max(0, self.budget.count_row(n) - ends)
+            return Block(self._rows(x, 0, 1, self._number(count, x.q), None, uniform_count=count))
+        sight = self.see(x, x.mask)
         most = max(0, max(self.budget.most(n), min(n, self.rule.start or 0)) - ends)
         seen = sight.tokens[:, None, None]
         rows = self._rows(x, 0, 1, sight.chosen, seen, most=most, among=sight.candidates)
-        return Step(rows, 0, sight, counted)
+        return Block(rows, sight.visible, sight.sparse, sight=sight)
 
     def seen(self, x: AttentionArgs) -> tuple[Tensor, Tensor]:
         """Return the number of tokens that each row sees, int64 [B, Q], and which rows are sparse, bool [B, Q]."""
-        n_queries, n = x.q.shape[2], x.k.shape[2]
-        visible = count_visible(
-            x.mask, x.q.shape[0], n_queries, n, x.q.device, rows_at_once(x.q.shape[0], x.q.shape[1], n)
-        )
+        (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
+        visible = count_visible(x.mask, batch, n_queries, n, x.q.device, rows_at_once(batch, hq, n))
         return visible, self.rule.rows(visible, n_queries, n)
 
-    def others(self, x: AttentionArgs, visible: Tensor, sparse: Tensor) -> Iterator[SomeRows]:
+    def others(self, x: AttentionArgs, visible: Tensor, sparse: Tensor) -> Iterator[Block]:
         """Split the rows of a call that is not a decode step; `visible` and `sparse` come from `seen`."""
-        n_queries, most = x.q.shape[2], rows_at_once(x.q.shape[0], x.q.shape[1], x.k.shape[2])
-        counts = torch.where(sparse, self._counts(visible), visible if x.all_rows else 0)
-        chosen = (counts - self.sink - self.recent).clamp(min=0)
+        (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
+        reads = self._reads(visible, sparse, x.all_rows)
+        chosen, most = (reads - self.sink - self.recent).clamp(min=0), rows_at_once(batch, hq, n)
         for first in range(0, n_queries, most):
             last = min(first + most, n_queries)
             at = slice(first, last)
             rows = self._rows(x, first, last, chosen[:, at], x.seen(first, last))
-            yield SomeRows(rows, first, last, visible[:, at], counts[:, at], sparse[:, at])
+            yield Block(rows, visible[:, at], sparse[:, at], reads[:, at], first)
 
-    def _counts(self, visible: Tensor) -> Tensor:
-        """Count the tokens that each row reads, [B, Q]."""
-        return self.budget.count(visible, visible[:, -1:])
+    def _reads(self, visible: Tensor, sparse: Tensor, every: bool) -> Tensor:
+        """Count the tokens that each row reads, [B, Q]; rows that are not sparse read all they see if `every`, or 0."""
+        return torch.where(sparse, self.budget.count(visible, visible[:, -1:]), visible if every else 0)
 
     def _rows(self, x: AttentionArgs, first: int, last: int, chosen: Tensor, seen: Tensor | None, **known: Any) -> Rows:
         """Return the input of the selector for query rows first..last-1, which select `chosen` [B, R] tokens."""
         n_queries, n = x.q.shape[2], x.k.shape[2]
-        # Without a mask, these rows see no token from `end` on.
-        end = n if x.mask is not None else n - n_queries + last
-        return Rows(
-            self.layer,
-            x.q[:, :, first:last],
-            x.k[:, :, :end],
-            None if x.codes is None else x.codes[:, :, :end],
-            None if seen is None else seen[..., :end],
-            chosen,
-            x.scaling,
-            x.softcap,
-            x.sinks,
-            sink=self.sink,
-            recent=self.recent,
-            shortlist=self.budget.shortlist,
-            **known,
-        )
+        end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see no token from there on
+        q, k, codes = x.q[:, :, first:last], x.k[:, :, :end], None if x.codes is None else x.codes[:, :, :end]
+        visible = None if seen is None else seen[..., :end]
+        known |= {"sink": self.sink, "recent": self.recent, "shortlist": self.budget.shortlist}
+        return Rows(self.layer, q, k, codes, visible, chosen, x.scaling, x.softcap, x.sinks, **known)
 
     def _number(self, count: int, q: Tensor) -> Tensor:
         """Return `count` for each sequence, int64 [B, 1], without a copy to the device."""
@@ -289,41 +243,27 @@ class Blocks:
                 numbers = self._numbers = torch.arange(2 * count + 1024, device=q.device)
         return numbers[count].expand(q.shape[0], 1)
 
-    def see(self, x: AttentionArgs, mask: Tensor) -> tuple[Seen, Counted | None]:
+    def see(self, x: AttentionArgs, mask: Tensor) -> Seen:
         """Return what the rows of a decode step see; computed once for all layers, except in a graph."""
         batch, n = x.q.shape[0], x.k.shape[2]
 
         def count(visible: Tensor) -> tuple[Tensor, Tensor]:
             sparse = self.rule.rows(visible, 1, n)
             # If the host cannot read `sparse`, rows that are not sparse read all visible tokens here.
-            others = visible if x.all_rows or not readable(visible) else 0
-            return torch.where(sparse, self._counts(visible), others), sparse
+            return self._reads(visible, sparse, x.all_rows or not readable(visible)), sparse
 
         def find() -> Seen:
-            shown = x.seen(0, 1)
-            assert shown is not None
-            return see(shown.expand(batch, -1, -1, -1), count, self.sink, self.recent)
+            shown = visible_rows(mask, 0, 1, 1, n, mask.device)
+            return see(cast(Tensor, shown).expand(batch, -1, -1, -1), count, self.sink, self.recent)
 
-        if x.all_rows or _in_graph(x.q.device):
-            return find(), None
-        return self._sights.of(mask, self.layer, (self.budget, self.rule), (batch, n), find)
+        if x.all_rows or in_graph(x.q.device):
+            return find()
+        return self.sights.of(mask, self.layer, (self.budget, self.rule, batch, n), find)
 
 
 def rows_at_once(batch: int, query_heads: int, n: int) -> int:
     """Return the number of query rows per block, for `n` tokens."""
     return max(1, _CHUNK_SCORES // max(1, batch * query_heads * n))
-
-
-def _per_row(indices: Tensor, hq: int) -> Tensor:
-    """Count the tokens of a selection [B, H, R, K], once for each query head that shares it: [B, R]."""
-    return (indices >= 0).sum((1, 3)) * (hq // indices.shape[1])
-
-
-def _unpadded(x: AttentionArgs) -> Tensor | None:
-    """Return which tokens the last row sees, bool [B, N]: all except padding, if the mask is causal."""
-    if x.mask is None or (seen := x.seen(x.q.shape[2] - 1, x.q.shape[2])) is None:
-        return None
-    return seen[:, 0, 0].expand(x.q.shape[0], x.k.shape[2])
 
 
 def _require_causal(summed: Tensor, visible: Tensor, used: Tensor) -> None:
@@ -333,10 +273,3 @@ def _require_causal(summed: Tensor, visible: Tensor, used: Tensor) -> None:
             "the remainder needs a causal mask, optionally with padding, got one that hides other tokens; "
             "attach with remainder=False"
         )
-
-
-def _in_graph(device: torch.device) -> bool:
-    """Whether a graph is being compiled or captured."""
-    if torch.compiler.is_compiling() or device.type != "cuda" or not torch.cuda.is_initialized():
-        return torch.compiler.is_compiling()
-    return torch.cuda.is_current_stream_capturing()

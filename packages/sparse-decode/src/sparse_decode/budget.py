@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import torch
 from hashtrain import top_count
 from hashtrain.config import RECENT, SINK
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from sparse_decode.positions import Counted  # imports numba, which `sparse_serve.settings` must not
+from sparse_decode.modes import in_graph
+
+_STEPS = 256  # a tally adds up the counts of so many steps at once
 
 
 @dataclass(frozen=True)
@@ -115,28 +116,28 @@ class Tally:
     Counts known to the host are Python integers. Counts on a device are added up there; the host waits for them only
     in `totals`.
 
-    Args:
-        tensor: int64 [2], zeros, on the layer's device, for the counts on the device.
+    Attributes:
+        tensor: the counts on the device, int64 [2]: selected and visible.
     """
 
-    def __init__(self, tensor: Tensor):
-        self.tensor: Tensor = tensor
+    def __init__(self, device: torch.device | None):
+        self.tensor: Tensor = torch.zeros(2, dtype=torch.int64, device=device)
         self._lock = Lock()
-        self._chain: Counted | None = None
+        self._later: list[Tensor] = []  # counts of steps for each query head, not yet in `tensor`
         self._heads = 0
         self._selected = self._visible = 0
 
     def totals(self) -> tuple[int, int]:
         """Return tokens selected and visible so far."""
         with self._lock:
-            self._add_chain()
+            self._add_up()
         selected, visible = cast(list[int], self.tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
         return selected + self._selected, visible + self._visible
 
     def reset(self) -> None:
         """Reset the counts to zero."""
         with self._lock:
-            self._chain = None
+            self._later.clear()
             self.tensor.zero_()
             self._selected = self._visible = 0
 
@@ -146,27 +147,30 @@ class Tally:
             self._selected += selected
             self._visible += visible
 
-    def add_rows(self, selected: Tensor, visible: Tensor, sparse: Tensor) -> None:
-        """Add the selected and visible tokens of sparse rows, integers [B, Q], summed over query heads."""
-        self.tensor.add_(torch.stack([(x * sparse).sum() for x in (selected, visible)]).to(self.tensor.device))
+    def add_rows(self, selected: Tensor, visible: Tensor, sparse: Tensor | None) -> None:
+        """Add the selected and visible tokens of sparse rows (None: all), int64 [B, Q], summed over query heads."""
+        counts = torch.stack([(x if sparse is None else x * sparse).sum() for x in (selected, visible)])
+        self.tensor.add_(counts.to(self.tensor.device))
 
-    def add_link(self, counted: Counted, heads: int) -> None:
-        """Add the counts of a step, for `heads` query heads, without launching anything.
+    def add_step(self, counts: Tensor, heads: int) -> None:
+        """Add what a step selected and saw for each query head, int64 [2]; many steps are added up at once.
 
-        All layers share a chain of cumulative counts (`Sights`). For consecutive steps, the tally stores only the
-        first and the last link; their difference is the count.
+        So a step launches nothing for this, except in a graph.
         """
+        if in_graph(counts.device):
+            self.tensor.add_(counts, alpha=heads)
+            return
         with self._lock:
-            chain, self._heads = self._chain, heads
-            if chain is not None and chain.after is not counted.before:
-                self._add_chain()
-                chain = None
-            self._chain = counted if chain is None else chain._replace(after=counted.after)
+            self._later.append(counts)
+            self._heads = heads
+            if len(self._later) == _STEPS:
+                self._add_up()
 
-    def _add_chain(self) -> None:
-        if self._chain is not None:
-            self.tensor.add_((self._chain.after - self._chain.before).to(self.tensor.device), alpha=self._heads)
-            self._chain = None
+    def _add_up(self) -> None:
+        if self._later:
+            device = self.tensor.device
+            self.tensor.add_(torch.stack([x.to(device) for x in self._later]).sum(0), alpha=self._heads)
+            self._later.clear()
 
 
 def _is_number(value: object) -> bool:

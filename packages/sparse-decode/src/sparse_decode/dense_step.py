@@ -16,6 +16,7 @@ from transformers.utils.output_capturing import _active_collector
 from sparse_decode.attend import KINDS
 from sparse_decode.dense import attend_all
 from sparse_decode.modes import autocasts
+from sparse_decode.positions import readable
 
 QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
 """Keyword arguments that attention functions get and ignore."""
@@ -52,6 +53,28 @@ def attend_by_torch(query: Tensor, key: Tensor, value: Tensor, dropout: float, s
         shared = False
     out = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=shared)
     return out.reshape(out.shape[0], 1, -1, value.shape[3])
+
+
+def attend_visible(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scaling: float) -> Tensor:
+    """Attend to the tokens that are `seen`, bool [B or 1, 1, R, N], with torch's attention: [B, R, Hq, Dv].
+
+    Args: as in `attend_step`; seen: None if every row sees every token.
+    """
+    out = F.scaled_dot_product_attention(query, key, value, seen, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous()
+
+
+def with_means(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
+    """Set rows of out [B, R, Hq, Dv] without visible tokens to the mean of all values, as eager attention does.
+
+    Its mask adds the most negative number of the dtype to each logit, so that all logits become equal.
+
+    Args: value: all values [B, Hkv, N, Dv]; sees: whether a row sees any token, bool [B or 1, R].
+    """
+    if readable(sees) and sees.all():
+        return out
+    mean = value.mean(2, dtype=torch.float32).repeat_interleave(out.shape[2] // value.shape[1], 1)
+    return torch.where(sees[..., None, None], out, mean[:, None].to(out.dtype))
 
 
 def attend_step(

@@ -183,7 +183,7 @@ def _weigh(x, coordinate, power, out):  # pragma: no cover - compiled
 
 @numba.njit
 def _digits(x, coordinate, power, limit, out):  # pragma: no cover - compiled
-    """Write the binary digits of a key's levels (eq. 19) as 1 and -1, with the operations of `hashtrain.layers.surrogate`."""
+    """Write the binary digits of a key's levels (eq. 19) as 1 and -1, as `hashtrain.layers.surrogate` does."""
     for j in range(len(out)):
         i = coordinate[j]
         level = -limit[i]

@@ -94,7 +94,7 @@ class FusedStep:
 
     def attend(
         self,
-        held: CodedDynamicLayer,
+        held: object,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -106,11 +106,13 @@ class FusedStep:
         """Select and attend: q [B, Hq, 1, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] on the CPU -> [B, 1, Hq, Dv].
 
         Args:
-            held: the cache layer that stores k.
+            held: the cache layer that stores k and v; only a dynamic one on the CPU is supported.
             left_out: coefficients of the remainder, float32 [Hq, 5], and slopes, float32 [Hq], times the factor on the
                 logits; None for no remainder.
         Returns: None if the call is not supported here; the cache is then unchanged.
         """
+        if not isinstance(held, CodedDynamicLayer) or held.on_host or held.keys is not k or held.values is not v:
+            return None
         batch, hkv, n = k.shape[:3]
         codes, pending = held.room_for_code()
         form, reads, moments = self._formed(q, k, v, codes, left_out), self.budget.count_row(n), held.moments

@@ -22,7 +22,7 @@ from sparse_decode import flash
 from sparse_decode.attend import require
 from sparse_decode.blocks import AttentionArgs
 from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
-from sparse_decode.dense_step import OWN_FROM, QUIET, attend_by_torch
+from sparse_decode.dense_step import OWN_FROM, QUIET, attend_by_torch, with_means
 from sparse_decode.dense_step import attend_step as attend_dense_step
 from sparse_decode.growing import GrowingLayer
 from sparse_decode.modes import autocasts, no_autocast
@@ -194,7 +194,7 @@ def attention(
         x = AttentionArgs(query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length)
         if plan.traces(x):
             return _as_eager(plan.attend(x)[0], value, attention_mask, sinks), None
-        rest = (sinks, plan.tally.tensor, sums, plan.number, factor, softcap)
+        rest = (sinks, sums, plan.number, factor, softcap)
         return attend_step(query, key, value, codes, attention_mask, length, *rest), None
     with no_autocast(query.device):
         return _sparse(module, call, query, key, value, attention_mask, length, whole, factor, kwargs, dense)
@@ -284,10 +284,9 @@ def _as_eager(
     weights: Tensor | None = None,
     on_host: bool = False,
 ) -> Tensor:
-    """Give a step's rows that see nothing what eager attention gives them, without a wait: the mean of all values.
+    """Give a step's rows that see nothing what eager attention gives them, without a wait (`with_means`).
 
-    Its mask adds the most negative number of the dtype to each logit, so that all become equal. Torch's own attention,
-    whose mask is bool, gives zeros, as ours does; so does eager attention with sinks.
+    Torch's own attention, whose mask is bool, gives zeros, as ours does; so does eager attention with sinks.
 
     Args:
         out: [B, 1, Hq, Dv]; value: [B, Hkv, N, Dv], of a static cache the whole buffer; mask: [B or 1, 1, 1, N].
@@ -303,8 +302,7 @@ def _as_eager(
         return out
     if weights is not None:
         weights.copy_(torch.where(sees[..., None], weights, 1 / value.shape[2]))
-    mean = value.mean(2, dtype=torch.float32).repeat_interleave(out.shape[2] // value.shape[1], 1)
-    return torch.where(sees[..., None], out, mean[:, None].to(out.dtype))
+    return with_means(out, value, sees[:, 0])
 
 
 def _weights_wanted(module: Any, plan: LayerPlan, kwargs: dict[str, Any]) -> bool:
@@ -321,7 +319,7 @@ def _weights_wanted(module: Any, plan: LayerPlan, kwargs: dict[str, Any]) -> boo
             "attention weights have no column for the remainder; attach with remainder=False, or do not set "
             "output_attentions"
         )
-    if plan.weighs_itself:
+    if plan.own is not None:
         raise ValueError(
             f"{type(plan.selector).__name__} has its own attention, which returns no weights; do not set "
             "output_attentions"
@@ -369,7 +367,7 @@ def require_serves(
                 f"layer {plan.layer} needs codes of {key.shape[1]} KV heads or {query.shape[1]} query heads, got "
                 f"{codes}; the head counts in the model's config are wrong"
             )
-    if not plan.weighs_itself and plan.backend == "gather" and not autocasts(query.device):
+    if plan.own is None and plan.backend == "gather" and not autocasts(query.device):
         group = 1 if getattr(plan.selector, "per_query_head", False) else query.shape[1] // key.shape[1]
         require(query.device, query.dtype, (key.shape[3], value.shape[3]), group)
     if mask is not None and query.shape[2] > 1:

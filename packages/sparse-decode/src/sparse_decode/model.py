@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from hashcore.cuda.program import require_compiler
 from hashtrain import ModelShape
 from hashtrain.config import compresses_keys
 from hashtrain.models import text_decoder
@@ -155,7 +156,7 @@ def dense_modules(model: PreTrainedModel, sparse: Collection[int]) -> list[Atten
 def require_kernels(
     model: PreTrainedModel, modules: dict[int, Attention], shape: ModelShape, per_query_head: bool
 ) -> None:
-    """Raise ValueError if the kernels do not support the model's device, dtype or heads, before a prefill is run.
+    """Raise ValueError if the kernels do not support the model's device, dtype or heads, or cannot be compiled.
 
     Args:
         per_query_head: whether every query head has its own selection.
@@ -167,6 +168,8 @@ def require_kernels(
         # Weights may be quantised, so that keys may have another dtype; the first call checks that.
         dtype = model.dtype if model.dtype in (torch.float32, torch.float64) else torch.bfloat16
         heads = shape.at(layer)
+        if device.type == "cuda":
+            require_compiler()
         require(device, dtype, (heads.head_dim,), 1 if per_query_head else heads.group)
 
 

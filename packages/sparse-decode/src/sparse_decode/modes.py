@@ -13,6 +13,13 @@ def ordinary_tensors() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
+def in_graph(device: torch.device) -> bool:
+    """Whether a graph is being compiled, or captured on this device."""
+    if torch.compiler.is_compiling() or device.type != "cuda" or not torch.cuda.is_initialized():
+        return torch.compiler.is_compiling()
+    return torch.cuda.is_current_stream_capturing()
+
+
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Disable autocast, so that a key has the same code inside and outside of autocast."""
     return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()

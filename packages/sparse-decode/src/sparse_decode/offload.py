@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparse_decode.cache import CodedDynamicLayer
+from sparse_decode.positions import include, readable
 
 
 class HostLayer(CodedDynamicLayer):
@@ -48,7 +49,8 @@ class HostLayer(CodedDynamicLayer):
         self.crossed += k.nbytes + v.nbytes
         return k.to(device, non_blocking=True), v.to(device, non_blocking=True)
 
-    def cross(self, rows: int) -> None:
-        """Add the bytes of `rows` selected keys and values to `crossed`."""
+    def cross(self, indices: Tensor, ends: tuple[int, int] | Tensor) -> None:
+        """Add the bytes of selected keys and values to `crossed`; indices and ends as in `sparse_decode.attend`."""
         k, v = cast(Tensor, self.keys), cast(Tensor, self.values)
+        rows = int((include(indices, k.shape[2], ends) >= 0).sum()) if readable(indices) else indices.numel()
         self.crossed += rows * (k.shape[3] + v.shape[3]) * k.element_size()

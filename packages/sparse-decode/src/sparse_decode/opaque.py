@@ -23,20 +23,7 @@ class Writer(Protocol):
 class Step(Protocol):
     """What `attend_step` calls."""
 
-    def run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        codes: Tensor | None,
-        mask: Tensor | None,
-        length: Tensor | None,
-        sinks: Tensor | None,
-        tally: Tensor,
-        sums: list[Tensor],
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor: ...
+    def run(self, *given: Any) -> Tensor: ...
 
 
 _numbers = itertools.count(1)
@@ -61,7 +48,7 @@ def _(codes: Tensor, keys: Tensor, at: Tensor, writer: int) -> None:
     pass
 
 
-@torch.library.custom_op("sparse_decode::attend_step", mutates_args=("tally", "sums"))
+@torch.library.custom_op("sparse_decode::attend_step", mutates_args=("sums",))
 def attend_step(
     q: Tensor,
     k: Tensor,
@@ -70,7 +57,6 @@ def attend_step(
     mask: Tensor | None,
     length: Tensor | None,
     sinks: Tensor | None,
-    tally: Tensor,
     sums: list[Tensor],
     step: int,
     scaling: float,
@@ -78,9 +64,9 @@ def attend_step(
 ) -> Tensor:
     """Run `LayerPlan.run` of the plan registered as `step`: [B, Q, Hq, Dv].
 
-    Updates `tally`, and `sums`: the tensors of a `StaticMoments`, or an empty list.
+    Updates `sums`: the tensors of a `StaticMoments`, or an empty list.
     """
-    return _registered[step].run(q, k, v, codes, mask, length, sinks, tally, sums, scaling, softcap)
+    return _registered[step].run(q, k, v, codes, mask, length, sinks, sums, scaling, softcap)
 
 
 @attend_step.register_fake
@@ -92,7 +78,6 @@ def _(
     mask: Tensor | None,
     length: Tensor | None,
     sinks: Tensor | None,
-    tally: Tensor,
     sums: list[Tensor],
     step: int,
     scaling: float,

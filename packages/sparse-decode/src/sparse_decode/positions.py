@@ -48,6 +48,19 @@ def visible_rows(
     return seen
 
 
+def last_row(mask: Tensor | None, batch: int, n: int) -> Tensor | None:
+    """Return which of `n` tokens the last row sees, bool [batch, n]: all except padding, if the mask is causal.
+
+    Args: mask: as in `visible_rows`.
+    Returns: None if the row sees every token.
+    """
+    if mask is None:
+        return None
+    rows = mask.shape[2]
+    seen = visible_rows(mask, rows - 1, rows, rows, n, mask.device)
+    return None if seen is None else seen[:, 0, 0].expand(batch, n)
+
+
 class Seen(NamedTuple):
     """What the one row of each sequence in a decode step sees, according to a mask. No shape depends on data."""
 
@@ -91,28 +104,14 @@ def see(shown: Tensor, count: Callable[[Tensor], tuple[Tensor, Tensor]], sink: i
     return Seen(tokens, visible, sparse, chosen, between[:, None, None], ends, totals)
 
 
-class Counted(NamedTuple):
-    """Cumulative counts of tokens read and visible, int64 [2], before and after a step; never changed in place."""
-
-    before: Tensor
-    after: Tensor
-
-
 class Sights:
-    """What the rows of the current step see: computed by its first sparse layer, shared by layers with the same mask.
-
-    It also keeps cumulative counts over steps. A layer gets its own count from the first and the last of its
-    consecutive steps, without launching anything in between.
-    """
+    """What the rows of the current step see: computed by the first sparse layer, shared by those with the same mask."""
 
     def __init__(self) -> None:
         self._step: _Step | None = None
-        self._counted: dict[Hashable, Tensor] = {}
 
-    def of(
-        self, mask: Tensor, layer: int, rule: Hashable, size: tuple[int, int], find: Callable[[], Seen]
-    ) -> tuple[Seen, Counted]:
-        """Return the result of `find`, or that of an earlier layer with the same mask, rule and size.
+    def of(self, mask: Tensor, layer: int, key: Hashable, find: Callable[[], Seen]) -> Seen:
+        """Return the result of `find`, or that of an earlier layer with the same mask and key.
 
         A later step may reuse the mask tensor with new values. It is recognised by its layer: a new step starts at an
         earlier layer, or at the same one.
@@ -121,13 +120,8 @@ class Sights:
         if step is None or step.mask is not mask or layer <= step.layer:
             step = self._step = _Step(mask)  # one assignment: other threads have their own steps
         step.layer = layer
-        if (known := step.found.get((rule, size))) is None:
-            seen = find()
-            before = self._counted.get(rule)
-            if before is None or before.device != seen.totals.device:
-                before = torch.zeros_like(seen.totals)
-            known = step.found[rule, size] = seen, Counted(before, before + seen.totals)
-            self._counted[rule] = known[1].after
+        if (known := step.found.get(key)) is None:
+            known = step.found[key] = find()
         return known
 
 
@@ -135,7 +129,7 @@ class _Step:
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
         self.layer = -1
-        self.found: dict[Hashable, tuple[Seen, Counted]] = {}
+        self.found: dict[Hashable, Seen] = {}
 
 
 def visible_span(visible: Tensor | None, n: int) -> tuple[Tensor | int, Tensor | int] | None:

@@ -106,7 +106,7 @@ class Program:
 
 
 def require_compiler() -> None:
-    """Raise RuntimeError if the kernels cannot be compiled because cuda-core is not installed."""
+    """Raise ValueError if the kernels cannot be compiled because cuda-core is not installed."""
     _cuda_core("cuda.core")
 
 
@@ -115,7 +115,7 @@ def _cuda_core(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise RuntimeError(
+        raise ValueError(
             f"hashcore needs cuda-core to compile its CUDA kernels, and it is not installed ({error}); "
             'pip install "cuda-core>=1.0,<2" "cuda-bindings>=13.0,<14", or use the CPU'
         ) from error

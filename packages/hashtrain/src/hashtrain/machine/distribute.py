@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from hashcore.cuda.program import require_compiler
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -119,7 +120,8 @@ def device_for(asked: str, local: int) -> torch.device:
     Args:
         asked: `auto` (CUDA if available), `cpu`, `cuda` (one device per process of a machine) or `cuda:N`.
         local: number of the process on its machine.
-    Raises: ValueError if there is no such device.
+    Raises: ValueError if there is no such device, or if our kernels, which are also needed after hours of training,
+        cannot be compiled for it.
     """
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
@@ -130,4 +132,5 @@ def device_for(asked: str, local: int) -> torch.device:
     number = int(index) if index else local % max(1, count)
     if number >= count:
         raise ValueError(f"--device {asked} does not exist: expected one of {count} CUDA devices; use --device cpu")
+    require_compiler()
     return torch.device("cuda", number)

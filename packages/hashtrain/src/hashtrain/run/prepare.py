@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hashcore.cuda.program import require_compiler
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -57,8 +56,6 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     """
     _check_spread(command, ranks)
     device = str(device_for(command.device, ranks.local))
-    if device.startswith("cuda"):
-        require_compiler()  # the kernels are also needed after hours of training
     model, tokenizer = loaded(command.model_path, device, command.backbone_memory)
     shape = ModelShape.of(model.config)
     _check_model(command, model.config, shape)
