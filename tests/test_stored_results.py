@@ -163,3 +163,9 @@ def test_the_second_models_figures_are_of_its_own_hashers_and_say_the_same(name)
     for other in ("transform", "lsh", "recent"):
         pair = {"method": "transform+remainder", "against": other, "metric": "kl", "rule": rule, "budget": budget}
         assert found.one(**pair).high < 0
+
+
+def test_the_host_takes_at_most_15_microseconds_for_a_layers_calls_on_a_gpu():
+    found = read("host_cost")
+    assert found["together"] == pytest.approx(found["encode"] + found["search"] + found["attend"], abs=0.2)
+    assert found["together"] <= 15

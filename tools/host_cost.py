@@ -3,15 +3,18 @@
 
 The remainder's sums, which not every attachment has, are listed separately.
 
-    uv run tools/host_cost.py            # prints microseconds, the minimum of many rounds
+    uv run tools/host_cost.py                                     # prints microseconds, the minimum of many rounds
+    uv run tools/host_cost.py --out docs/results/host_cost.json   # for the table of docs/gpu.md
 
 This needs no GPU: launches go to a stub that reports success, and the tensors are in host memory. Measured are Python,
 torch's allocations and the packing of arguments: everything before a launch. The real driver's call, about a
 microsecond per launch, and torch's dispatcher come on top.
 """
 
+import argparse
 import itertools
 import json
+import pathlib
 import sys
 import time
 from collections.abc import Callable
@@ -21,9 +24,11 @@ from unittest import mock
 
 import hashcore
 import torch
+from evals.machine import processor
 from hashcore.cuda import launch, operands, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
+from hashtrain.files.atomic import write_text
 from hashtrain.layers.transform import Transform
 from sparse_decode import encode_cuda, gather, moments
 
@@ -106,11 +111,17 @@ def measured() -> dict[str, float]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file to write")
+    given = parser.parse_args()
     found = measured()
     for name, microseconds in found.items():
         print(f"{name:8} {microseconds:6.1f} us")
     together = round(sum(found.values()) - found[APART], 1)
-    print(json.dumps({**found, "together": together, "hashcore": hashcore.__version__}))
+    text = json.dumps({**found, "together": together, "processor": processor(), "hashcore": hashcore.__version__})
+    if given.out is not None:
+        write_text(given.out, text + "\n")
+    print(text)
     return 0
 
 

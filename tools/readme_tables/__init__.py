@@ -55,6 +55,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "hashcore-cpu-search": searching.cpu_search,
     "hashcore-cpu-score": searching.cpu_score,
     "gpu-step": gpu.step,
+    "gpu-host": gpu.host,
     "gpu-model": gpu.model,
     "gpu-shortlist": gpu.shortlist,
     "serving": serving.serving,

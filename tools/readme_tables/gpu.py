@@ -56,6 +56,15 @@ def step(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, header, [lines]))
 
 
+def host(results: pathlib.Path) -> str:
+    """Return the table of the host's time for the calls of a layer's step."""
+    found = stored(results / "host_cost.json")
+    calls = ("encode", "search", "attend", "together", "sums")
+    title = f"Microseconds of the host for the calls of a layer's step, {found['processor']}, driver replaced by a stub"
+    header = ["encode", "search", "attend", "together", "the remainder's sums"]
+    return to_markdown(Grid(title, header, [[[f"{found[name]:.1f}" for name in calls]]]))
+
+
 def layer_bytes(tokens: int, shortlist: int = 0) -> tuple[float, float]:
     """Return the bytes that a dense and a sparse layer of a step read and write: 16-bit keys and values."""
     dense = tokens * KV_HEADS * 2 * DIM * 2

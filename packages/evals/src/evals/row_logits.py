@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from hashtrain.models import device_of, text_decoder
+from hashtrain.models import text_decoder
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
@@ -47,7 +47,7 @@ class RowLogits:
     def at(self, rows: slice) -> Tensor:
         """Compute the logits of some rows, [r, V], in the model's type."""
         states = self._states[rows]
-        ids = torch.zeros(1, len(states), dtype=torch.long, device=device_of(self._model))
+        ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
         with _returning(text_decoder(self._model), self._kind(last_hidden_state=states[None])):
             return self._model(ids, use_cache=False).logits[0]
 

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hashtrain.training.pair_loss import PairLoss
-
 LOSSES = ("ranking", "reconstruction", "mse")
 """Names of the losses; `mse` is `squared_error`."""
 
@@ -23,6 +21,8 @@ def ranking_loss(top: Tensor, rest: Tensor, valid: Tensor, beta: float = 1.0, al
     Source: docs/algorithm.md, eq. 10; paper, section 3.3.
     """
     if top.device.type == rest.device.type == "cpu" and top.dtype == rest.dtype == torch.float32:
+        from hashtrain.training.pair_loss import PairLoss  # brings numba, which the commands' --help need not wait for
+
         return PairLoss.apply(top, rest, valid, beta, alpha)
     losses = F.softplus(alpha - beta * (top[..., :, None] - rest[..., None, :]))
     weight = valid[..., None, :].to(losses.dtype)
