@@ -37,14 +37,25 @@ def _any_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
     return call
 
 
-pack = _any_device(host.pack)
-unpack = _any_device(host.unpack)
-quantise = _any_device(host.quantise)
-planes = _any_device(host.planes)
-group_planes = _any_device(host.group_planes)
-score = _any_device(host.score)
-topk = _any_device(host.topk)
-_search = _any_device(host.search)
+# A checker knows the names by their definitions; an assigned function has no declared type.
+if TYPE_CHECKING:
+    from hashcore.host import group_planes as group_planes
+    from hashcore.host import pack as pack
+    from hashcore.host import planes as planes
+    from hashcore.host import quantise as quantise
+    from hashcore.host import score as score
+    from hashcore.host import search as _search
+    from hashcore.host import topk as topk
+    from hashcore.host import unpack as unpack
+else:
+    pack = _any_device(host.pack)
+    unpack = _any_device(host.unpack)
+    quantise = _any_device(host.quantise)
+    planes = _any_device(host.planes)
+    group_planes = _any_device(host.group_planes)
+    score = _any_device(host.score)
+    topk = _any_device(host.topk)
+    _search = _any_device(host.search)
 
 
 def search(

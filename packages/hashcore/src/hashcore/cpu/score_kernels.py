@@ -158,4 +158,4 @@ def _tasks(digest: str) -> Callable[..., int]:
     return score_tasks
 
 
-score_tasks = _tasks(threads.digest(SOURCES))
+score_tasks: Callable[..., int] = _tasks(threads.digest(SOURCES))

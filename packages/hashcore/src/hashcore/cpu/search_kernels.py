@@ -192,4 +192,6 @@ def _tasks(digest: str) -> tuple[Callable[..., int], Callable[..., int]]:
     return search_tasks, merge_tasks
 
 
+search_tasks: Callable[..., int]
+merge_tasks: Callable[..., int]
 search_tasks, merge_tasks = _tasks(threads.digest(SOURCES))

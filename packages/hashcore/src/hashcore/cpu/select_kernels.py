@@ -239,4 +239,4 @@ def _tasks(digest: str) -> Callable[..., int]:
     return topk_tasks
 
 
-topk_tasks = _tasks(threads.digest(SOURCES))
+topk_tasks: Callable[..., int] = _tasks(threads.digest(SOURCES))

@@ -21,9 +21,9 @@ def ranking_loss(top: Tensor, rest: Tensor, valid: Tensor, beta: float = 1.0, al
     Source: docs/algorithm.md, eq. 10; paper, section 3.3.
     """
     if top.device.type == rest.device.type == "cpu" and top.dtype == rest.dtype == torch.float32:
-        from hashtrain.training.pair_loss import PairLoss  # brings numba, which the commands' --help need not wait for
+        from hashtrain.training.pair_loss import pair_loss  # brings numba, which the commands' --help need not wait for
 
-        return PairLoss.apply(top, rest, valid, beta, alpha)
+        return pair_loss(top, rest, valid, beta, alpha)
     losses = F.softplus(alpha - beta * (top[..., :, None] - rest[..., None, :]))
     weight = valid[..., None, :].to(losses.dtype)
     return (losses * weight).sum() / (weight.sum() * top.shape[-1]).clamp(min=1)

@@ -23,9 +23,15 @@ exponentials of numbers below _FAR."""
 Doubles = NDArray[np.float64]
 
 
-class PairLoss(torch.autograd.Function):
-    """The loss and its gradient, from float32 scores, in float64. Source: docs/algorithm.md, eq. 10."""
+def pair_loss(top: Tensor, rest: Tensor, valid: Tensor, beta: float, alpha: float) -> Tensor:
+    """Compute the ranking loss of float32 scores on the CPU, with its gradient, in float64.
 
+    Args: as for `loss.ranking_loss`. Returns: float32 scalar. Source: docs/algorithm.md, eq. 10.
+    """
+    return _PairLoss.apply(top, rest, valid, beta, alpha)
+
+
+class _PairLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, top: Tensor, rest: Tensor, valid: Tensor, beta: float, alpha: float) -> Tensor:
         any_score = top[..., :1].double()
