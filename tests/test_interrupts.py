@@ -126,7 +126,7 @@ def test_an_interrupted_run_leaves_nothing_broken_and_is_finished_by_the_same_co
     assert "Traceback" not in said
     require_whole(out, finished=False)
     assert contents(out) != uninterrupted[program], "the run was over before it was interrupted"
-    process = started(program, line(program, model, out), tmp_path / "again")
+    process = started(program, words, tmp_path / "again")
     process.join(120)
     assert process.exitcode == 0, (tmp_path / "again").read_text()
     assert contents(out) == uninterrupted[program]

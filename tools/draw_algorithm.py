@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 FIGURES = Path(__file__).resolve().parent.parent / "docs" / "figures"
-CONTEXT, LAYER, FRACTION, TIMES = 4096, 4, 0.02, 5
+CONTEXT, LAYER, FRACTION, TIMES = 4096, 4, 0.02, 6
 OURS = "#009e73"
 
 

@@ -73,7 +73,7 @@ def protocol(results: pathlib.Path) -> str:
         f"{config['documents']} held-out contexts of {config['context']:,} tokens, model `{config['model']}`, all "
         f"tokens scored, the first {config['dense_layers']} layers dense, 2 % of the full length"
     )
-    return to_markdown(Grid(title, ["every row reads", "perplexity", "KL, nats", "density"], [lines]))
+    return to_markdown(Grid(title, ["method", "perplexity", "KL, nats", "density"], [lines]))
 
 
 def longer(results: pathlib.Path) -> str:

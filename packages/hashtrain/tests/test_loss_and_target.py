@@ -29,6 +29,12 @@ def test_invalid_pairs_do_not_count():
     assert ranking_loss(top, rest, torch.tensor([False, False])).item() == 0
 
 
+def test_heads_that_share_what_is_valid_each_count():
+    top, rest, valid = torch.zeros(3, 2), torch.ones(3, 4), torch.tensor([True, True, False, True])
+    losses = [ranking_loss(top.to(dtype), rest.to(dtype), valid) for dtype in (torch.float32, torch.float64)]
+    assert losses[0].item() == pytest.approx(losses[1].item()) == pytest.approx(math.log1p(math.exp(4)))
+
+
 def test_loss_is_the_mean_over_rows_of_unequal_size():
     top, rest = torch.tensor([[4.0, 6.0], [1.0, 2.0]]), torch.tensor([[0.0, 1.0], [3.0, -1.0]])
     valid = torch.tensor([[True, True], [False, True]])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from sparse_decode import Budget, OracleSelector, RecentSelector, attach, remainder
+from sparse_decode import Budget, OracleSelector, RecentSelector, attach, offload, remainder
 from sparse_decode.blocks import Blocks
 from sparse_decode.cache import QUANTISED
 from sparse_decode.offload import HostLayer
@@ -306,6 +306,20 @@ def test_only_selected_rows_cross_over():
             assert layer.crossed - before == 2 * ((40 + step) // 10) * row
         selected, _ = attachment.counts()[3]
         assert layer.crossed == 2 * 40 * row + selected // 2 * row  # counted per query head, two of which share a row
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_rows_that_are_always_read_cross_over_too(read, monkeypatch):
+    """Also where the host cannot read the selection: then it counts its slots."""
+    model, (ids, _) = tiny_model(), prompts((40,))
+    with attach(model, SignHasher(), Budget(0.2, sink=1, recent=4), kv="host"):
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache)
+        layer = cache.layers[3]
+        before = layer.crossed
+        monkeypatch.setattr(offload, "readable", lambda x: read)
+        model(ids[:, :1], past_key_values=cache)
+    assert layer.crossed - before == 2 * (41 // 5) * 2 * 16 * 4
 
 
 def test_the_host_holds_everything_that_the_device_would():

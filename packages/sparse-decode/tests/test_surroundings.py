@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from sparse_decode import Budget, QueryHeadHasher, attach, blocks, interface, plan
+from sparse_decode import Budget, QueryHeadHasher, attach, blocks, dense_step, interface, plan
 from sparse_decode.interface import FLASH_NAME, NAMES, register
 from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, slow_but, tiny_model
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
@@ -287,9 +287,26 @@ def test_a_step_that_sees_nothing_is_as_in_dense_attention(family, implementatio
     dense = blind_step(model, static).logits
     with attach(model, SignHasher(), WHOLE, dense_layers=0):
         torch.testing.assert_close(blind_step(model, static).logits, dense, atol=1e-4, rtol=1e-4)
-        for module in (blocks, plan, interface):
+        for module in (blocks, plan, interface, dense_step):
             monkeypatch.setattr(module, "readable", lambda x: False)
         torch.testing.assert_close(blind_step(model, static).logits, dense, atol=1e-4, rtol=1e-4)
+
+
+def test_in_a_batch_only_the_row_that_sees_nothing_gets_the_mean(monkeypatch):
+    model, (one, _) = tiny_model(implementation="eager"), prompts((24,))
+    ids, mask = torch.cat([one, one.flip(1)]), masked(1, 24, [0], "eager").repeat(2, 1, 1, 1)
+    mask[1] = 0  # sees all
+
+    def step():
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :23], past_key_values=cache)
+        return model(ids[:, 23:], past_key_values=cache, attention_mask=mask).logits
+
+    dense = step()
+    with attach(model, SignHasher(), WHOLE, dense_layers=0):
+        for module in (blocks, plan, interface, dense_step):
+            monkeypatch.setattr(module, "readable", lambda x: False)
+        torch.testing.assert_close(step(), dense, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -311,7 +328,7 @@ def test_a_step_that_sees_nothing_has_the_weights_of_eager_attention(monkeypatch
     model = tiny_model(implementation="eager")
     dense = blind_step(model, output_attentions=True).attentions
     with attach(model, SignHasher(), WHOLE, dense_layers=0):
-        for module in (blocks, plan, interface):
+        for module in (blocks, plan, interface, dense_step):
             monkeypatch.setattr(module, "readable", lambda x: False)
         for found, expected in zip(blind_step(model, output_attentions=True).attentions, dense, strict=True):
             torch.testing.assert_close(found, expected)
@@ -320,7 +337,7 @@ def test_a_step_that_sees_nothing_has_the_weights_of_eager_attention(monkeypatch
 def test_a_step_that_sees_nothing_stops_where_its_values_are_in_host_memory(monkeypatch):
     model = tiny_model(implementation="eager")
     with attach(model, SignHasher(), WHOLE, dense_layers=0, kv="host"):
-        for module in (blocks, plan, interface):
+        for module in (blocks, plan, interface, dense_step):
             monkeypatch.setattr(module, "readable", lambda x: False)
         with pytest.raises(RuntimeError, match="a row of the mask sees no token"):
             blind_step(model)

@@ -8,7 +8,7 @@ integer, with a mask it stays on the device.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -188,7 +188,9 @@ class Blocks:
     sink: int
     recent: int
     sights: Sights
-    _numbers: Tensor | None = None  # 0, 1, 2, ... on the device: counts are views of it
+    _numbers: Tensor | None = field(
+        default=None, init=False, compare=False
+    )  # 0, 1, 2, ... on the device: counts are views of it
 
     def step(self, x: AttentionArgs) -> Block:
         """Return the one block of a decode step, with few tensor operations and without waiting for the device.

@@ -71,8 +71,25 @@ def with_means(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
 
     Args: value: all values [B, Hkv, N, Dv]; sees: whether a row sees any token, bool [B or 1, R].
     """
+    if out.device.type == "cpu" and torch.compiler.is_compiling():
+        return _with_means(out, value, sees)
     if readable(sees) and sees.all():
         return out
+    return _replaced(out, value, sees)
+
+
+@torch.library.custom_op("sparse_decode::with_means", mutates_args=())
+def _with_means(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
+    """`with_means` in a graph of the CPU, where the values need not be read for nothing."""
+    return out.clone() if sees.all() else _replaced(out, value, sees)
+
+
+@_with_means.register_fake
+def _(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
+    return torch.empty_like(out)
+
+
+def _replaced(out: Tensor, value: Tensor, sees: Tensor) -> Tensor:
     mean = value.mean(2, dtype=torch.float32).repeat_interleave(out.shape[2] // value.shape[1], 1)
     return torch.where(sees[..., None, None], out, mean[:, None].to(out.dtype))
 

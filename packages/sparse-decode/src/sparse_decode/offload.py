@@ -50,7 +50,14 @@ class HostLayer(CodedDynamicLayer):
         return k.to(device, non_blocking=True), v.to(device, non_blocking=True)
 
     def cross(self, indices: Tensor, ends: tuple[int, int] | Tensor) -> None:
-        """Add the bytes of selected keys and values to `crossed`; indices and ends as in `sparse_decode.attend`."""
+        """Add the bytes of selected keys and values to `crossed`; indices and ends as in `sparse_decode.attend`.
+
+        On a GPU, whose indices the host does not read, every slot counts: an upper bound.
+        """
         k, v = cast(Tensor, self.keys), cast(Tensor, self.values)
-        rows = int((include(indices, k.shape[2], ends) >= 0).sum()) if readable(indices) else indices.numel()
+        if readable(indices):
+            rows = int((include(indices, k.shape[2], ends) >= 0).sum())
+        else:
+            slots = sum(ends) if isinstance(ends, tuple) else ends.shape[-1]
+            rows = indices[..., 0].numel() * (indices.shape[-1] + slots)
         self.crossed += rows * (k.shape[3] + v.shape[3]) * k.element_size()

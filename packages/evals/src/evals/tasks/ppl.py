@@ -123,7 +123,8 @@ def measure(
     Args:
         ids: int64 [T]; scored: number of last tokens to score; None for T // 2 ... T - 1.
         phase: which rows are sparse; see `prompt_of`.
-    Returns: `scored`, `dense` {nll, seconds} and `cells`, in order, with nll and kl (nats per token), density, seconds;
+    Returns: `scored`, `dense` {nll, seconds} and `cells`, in order, with nll and kl (nats per token), density, seconds
+        (a cell's include the dense logits once more, to compare with);
         for methods that sample also `empty`, the share of sampled rows and heads that drew nothing.
     """
     scored = len(ids) - len(ids) // 2 if scored is None else scored

@@ -65,8 +65,11 @@ def _helpers(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 1), most()), "hashcore")
 
 
+NO_SOURCES = "no sources"
+
+
 def digest(files: Iterable[Path]) -> str:
-    """Return a digest of source files, "" if one cannot be read.
+    """Return a digest of source files, or `NO_SOURCES` if one cannot be read.
 
     A kernel that closes over the digest of the files that it is made of is compiled again when one of them changes:
     numba's cache looks at the file of the kernel itself, and at what the kernel closes over.
@@ -74,7 +77,7 @@ def digest(files: Iterable[Path]) -> str:
     try:
         return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     except OSError:  # no sources, as in a zip file: numba then has no cache either
-        return ""
+        return NO_SOURCES
 
 
 @functools.cache

@@ -14,7 +14,7 @@ MOST_TEXT_BYTES = 1 << 28
 _TEXTS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
 _READ = (*_TEXTS, ".safetensors", ".bin")
 _BELOW = ("", "additional_chat_templates")
-_INDEX = "model.safetensors.index.json"
+_INDICES = "*.index.json"
 _REMEDY = "fetch the model again"
 
 
@@ -29,8 +29,10 @@ def require_plain_files(folder: Path) -> None:
         if place.is_dir():
             for path in sorted(place.iterdir()):
                 _require_plain(path)
-    if (folder / _INDEX).is_file():
-        _require_names(folder / _INDEX)
+    for index in sorted(folder.glob(_INDICES)):
+        _require_names(index)
+    if (folder / "config.json").is_file():
+        _require_own_weights(folder / "config.json")
 
 
 def _require_plain(path: Path) -> None:
@@ -55,6 +57,15 @@ def _kind(mode: int) -> str:
     if stat.S_ISDIR(mode):
         return "a folder"
     return "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+
+
+def _require_own_weights(config: Path) -> None:
+    """Reject a config that names weights outside its folder. Raises: ValueError."""
+    name: Any = read_json_object(config, _REMEDY).get("transformers_weights")
+    if name is not None and (not isinstance(name, str) or os.path.basename(name) != name):
+        raise ValueError(
+            f"{config} names the weights {name!r} (transformers_weights), expected a file of its folder; {_REMEDY}"
+        )
 
 
 def _require_names(index: Path) -> None:

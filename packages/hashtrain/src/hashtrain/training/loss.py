@@ -20,6 +20,7 @@ def ranking_loss(top: Tensor, rest: Tensor, valid: Tensor, beta: float = 1.0, al
     Returns: a scalar; 0 if no pair is valid. On the CPU float32 scores go through one kernel, four times as fast.
     Source: docs/algorithm.md, eq. 10; paper, section 3.3.
     """
+    valid = valid.expand(rest.shape)
     if top.device.type == rest.device.type == "cpu" and top.dtype == rest.dtype == torch.float32:
         from hashtrain.training.pair_loss import pair_loss  # brings numba, which the commands' --help need not wait for
 

@@ -37,7 +37,7 @@ class _PairLoss(torch.autograd.Function):
         any_score = top[..., :1].double()
         a = (alpha - beta * (top - any_score)).reshape(-1, top.shape[-1])
         b = (beta * (rest - any_score)).reshape(-1, rest.shape[-1])
-        weight = valid.expand(rest.shape).double().reshape(b.shape)
+        weight = valid.double().reshape(b.shape)
         product, excess, by_rest, by_top = (torch.empty_like(x) for x in (b, b, b, a))
         arrays = (x.numpy() for x in (a, b, weight, product, excess, by_top, by_rest))
         compiled(compare)(*arrays)
