@@ -319,7 +319,7 @@ def test_rows_that_are_always_read_cross_over_too(read, monkeypatch):
         before = layer.crossed
         monkeypatch.setattr(offload, "readable", lambda x: read)
         model(ids[:, :1], past_key_values=cache)
-    assert layer.crossed - before == 2 * (41 // 5) * 2 * 16 * 4
+        assert layer.crossed - before == 2 * (41 // 5) * 2 * 16 * 4
 
 
 def test_the_host_holds_everything_that_the_device_would():
