@@ -92,10 +92,12 @@ def draw_shortlist(hasher: Transform, x: Attended, axes: Axes) -> None:
     )
     for which, colour, label in kinds:
         axes.scatter(first[which], whole[which], s=9, color=colour, label=label)
-    axes.axvline(first[on].min() - 0.5, color="black", linewidth=0.8)
+    axes.vlines(first[on].min() - 0.5, *axes.get_ylim(), color="black", linewidth=0.8)
     axes.set(xlabel="score by the first 32 bits", ylabel=f"score by all {hasher.bits} bits")
     axes.set_title(f"one row, {CONTEXT:,} keys, 2 % selected, a list of {TIMES} times as many", fontsize=10)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.4 * (high - low))  # room for the legend
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
 
 
 def draw_remainder(hasher: Transform, x: Attended, left: Axes, right: Axes) -> None:
