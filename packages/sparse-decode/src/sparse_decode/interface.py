@@ -194,7 +194,7 @@ def attention(
         x = AttentionArgs(query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length)
         if plan.traces(x):
             return _as_eager(plan.attend(x)[0], value, attention_mask, sinks), None
-        rest = (sinks, sums, plan.number, factor, softcap)
+        rest = (sinks, [*sums, plan.unused], plan.number, factor, softcap)
         return attend_step(query, key, value, codes, attention_mask, length, *rest), None
     with no_autocast(query.device):
         return _sparse(module, call, query, key, value, attention_mask, length, whole, factor, kwargs, dense)

@@ -64,9 +64,10 @@ def attend_step(
 ) -> Tensor:
     """Run `LayerPlan.run` of the plan registered as `step`: [B, Q, Hq, Dv].
 
-    Updates `sums`: the tensors of a `StaticMoments`, or an empty list.
+    Updates `sums`: the tensors of a `StaticMoments`, if there is one, then one without meaning: inductor cannot compile
+    an operator that changes an empty list.
     """
-    return _registered[step].run(q, k, v, codes, mask, length, sinks, sums, scaling, softcap)
+    return _registered[step].run(q, k, v, codes, mask, length, sinks, sums[:-1], scaling, softcap)
 
 
 @attend_step.register_fake

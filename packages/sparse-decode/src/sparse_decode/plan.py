@@ -35,6 +35,7 @@ class LayerPlan:
         remainder: `LayerHasher.remainder`, float32 [Hq, 6]; None: no remainder is added.
         encoder: hashes the layer's keys.
         number: the number by which a compiled graph refers to this plan.
+        unused: a tensor without meaning for `opaque.attend_step`.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class LayerPlan:
         self._placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
         self.tally: Tally = Tally(device)
         self.number: int = register(self)
+        self.unused: Tensor = torch.zeros(1, device=device)
         self._start = 1 if rule.start is None else rule.start
         self._sparse_from = max(self._start + 1, cast(int, budget.dense_below))  # shortest context of a sparse step
         self._fused: FusedStep | None = None
