@@ -153,11 +153,15 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (_SELECT, "return 0", "return None"): "only the return value of topk_tasks is used",
     (_SELECT, "return 0", "0 -> 1"): "the same",
     (_SELECT, "if count > wanted:", "> -> >="): "selecting `wanted` of `wanted` entries keeps them all",
+    (_SELECT, "bins = top - base + 1", "1 -> 2"): "the bin above the top is empty",
+    (_SELECT, "bins = top - base + 1", "- -> +"): "the bins above the top are empty",
+    (_SELECT, "if bins <= LEVEL:", "<= -> <"): "both ways count the same",
+    (_SELECT, "if best and wanted > 0:", "0 -> 1"): "a single entry has no order",
     (
         _SELECT,
-        "_count(kept, np.uint64(48), np.uint64(base), top - base + 1, histogram)",
-        "1 -> 2",
-    ): "the bin above the top is empty",
+        "place, end, last = np.int64(0), wanted - 1, np.uint64(0)",
+        "0 -> 1 #2",
+    ): "the entry of the last slot is always found",
     (
         _CPU,
         "workers = workers or threads.count(4 * scores.size)",

@@ -235,6 +235,21 @@ def test_a_sample_that_misleads_is_left_in_every_part(rng, workers):
     assert_pairs(found, reference.search(ZEROS, keys, k))
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_part_with_few_keys_of_a_shortlist_has_only_those(rng, workers):
+    """First words score 1 for a quarter of the keys, of which the first part has ten; its other keys score 96."""
+    n, k = 40_000, 500
+    listed = rng.random(n) < 0.25
+    listed[: n // 4] = np.arange(n // 4) < 10
+    keys = random_codes(rng, n, 4)
+    keys[: n // 4, 1:] = 0
+    keys[:, 0] = np.where(listed, -2, -1)  # one bit equal to the query's, or none
+    wanted = validation.selection((1, n), k, None, None, 0, 0)
+    with mock.patch.object(cpu.threads, "GRAIN", 1):
+        found = cpu.search(ZEROS[None], keys, (1,), (1,), wanted, True, workers=workers, shortlist=10)
+    assert_pairs(found, reference.search(ZEROS, keys, k, shortlist=10))
+
+
 @pytest.mark.parametrize("room", [1, 3 * (2 * 60 + launch_plan.CHUNK)])
 def test_blocks_of_any_size_search_alike(rng, monkeypatch, room):
     query, keys, lead = random_codes(rng, 40, 1, 4), random_codes(rng, 3000, 4), (40,)

@@ -184,14 +184,15 @@ def _sort(kept, wanted, base, top, histogram, scores, indices):
     Every entry is written, because a mispredicted branch takes longer. Unwanted entries go to the last slot, which is
     rewritten at the end.
     """
-    if top - base < LEVEL:
-        _count(kept, np.uint64(48), np.uint64(base), top - base + 1, histogram)
+    bins = top - base + 1
+    if bins <= LEVEL:
+        _count(kept, np.uint64(48), np.uint64(base), bins, histogram)
     else:
-        histogram[: top - base + 1] = 0
+        histogram[:bins] = 0
         for i in range(len(kept)):
             histogram[(kept[i] >> np.uint64(48)) - np.uint64(base)] += 1
     place, end, last = np.int64(0), wanted - 1, np.uint64(0)
-    for step in range(top - base, -1, -1):  # counts to start positions
+    for step in range(bins - 1, -1, -1):  # counts to start positions
         histogram[step], place = place, place + histogram[step]
     for i in range(len(kept)):
         step = (kept[i] >> np.uint64(48)) - np.uint64(base)
