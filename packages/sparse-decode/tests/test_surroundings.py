@@ -10,7 +10,7 @@ import torch
 import transformers
 from sparse_decode import Budget, QueryHeadHasher, attach, blocks, dense_step, interface, plan
 from sparse_decode.interface import FLASH_NAME, NAMES, register
-from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, slow_but, tiny_model
+from sparse_decode_doubles import Calibrated, OwnAttention, SignHasher, generate, prompts, slow_but, tiny_model
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.continuous_batching import continuous_api
 
@@ -242,6 +242,15 @@ def test_weights_with_a_remainder_are_refused():
         model(ids)
         with pytest.raises(ValueError, match="no column for the remainder; attach with remainder=False"):
             model(ids, output_attentions=True)
+
+
+@pytest.mark.parametrize("selector", [Calibrated(), OwnAttention()], ids=["remainder", "own attention"])
+def test_weights_that_no_step_could_return_are_refused_with_the_prompt(selector):
+    model, (ids, _) = tiny_model(implementation="eager"), prompts((40,))
+    with attach(model, selector):
+        with pytest.raises(ValueError, match="output_attentions"):
+            model(ids, output_attentions=True, use_cache=True)
+        assert model(ids, output_attentions=True, use_cache=False).attentions is not None  # no step can follow
 
 
 def masked(rows, n, blind, kind):
