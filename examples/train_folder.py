@@ -45,7 +45,10 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
     model, tokenizer = load_model(model_path(given.model))
     # 1. Text, split into training and validation texts, and cut into contexts of tokens.
     seen, unseen = split(read_texts(given.text, room=room_for(5 * given.context * (given.contexts + VALIDATION))))
-    lots = contexts(seen, tokenizer, given.context, given.contexts), contexts(unseen, tokenizer, given.context, VALIDATION)
+    lots = (
+        contexts(seen, tokenizer, given.context, given.contexts),
+        contexts(unseen, tokenizer, given.context, VALIDATION),
+    )
     # 2. Queries and keys of every layer, as attention sees them, stored on disk.
     learnt, validation = (capture(model, lot, folder / str(i), dtype=torch.bfloat16) for i, lot in enumerate(lots))
     print(f"{len(learnt)} contexts of {given.context} tokens to train on, {len(validation)} held out")
