@@ -16,6 +16,7 @@ from evals.cli import main as evals
 from hashtrain import usage
 from hashtrain.cli import main as hashtrain
 from sparse_decode.cli import main as sparse_decode
+from tiny_model import make_model
 
 SECONDS = 10
 HELP_SECONDS = 1.5  # of processor time; with torch and transformers it were 14

@@ -4,8 +4,8 @@
     uv run tools/fuzz.py functions --seconds 60        # one of them
 
 A fuzzer is a module of tests/, or of a package's tests, with a function `case(rng)`: it draws one case from the
-generator, raises if an invariant is broken, and returns the number of calls, steps or files it tried. Stops at the first failing case and
-prints the command that repeats it.
+generator, raises if an invariant is broken, and returns the number of calls, steps or files it tried. Stops at the
+first failing case and prints the command that repeats it.
 """
 
 import argparse

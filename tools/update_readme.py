@@ -1,4 +1,4 @@
-"""Fill the tables of README.md, docs/results.md, docs/gpu.md, docs/families.md and the packages' READMEs from docs/results.
+"""Fill the tables of README.md, of pages of docs and of the packages' READMEs from docs/results.
 
     uv run tools/update_readme.py                                   # write the tables
     uv run tools/update_readme.py --from runs/demo runs/iou runs/ppl  # first store these runs, trimmed and rounded
