@@ -95,6 +95,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     if given.vectors is None:
         vectors = made_up(given.count)
     else:
+        if given.vectors.exists() and not given.vectors.is_file():
+            parser.error(f"--vectors must be a regular file, got {given.vectors}; name an .npy file of floats")
         try:
             vectors = np.load(given.vectors, allow_pickle=False)
         except OSError as error:

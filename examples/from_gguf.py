@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from hashtrain import ModelShape
 from hashtrain.models import pretrained
-from hashtrain.usage import UsageError, guarded
+from hashtrain.usage import UsageError, guarded, require_plain_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
@@ -40,6 +40,7 @@ def check(file: pathlib.Path, out: pathlib.Path) -> None:
     """Raise UsageError, before anything is converted or written, if the conversion is not possible."""
     if not is_gguf_available():
         raise UsageError("expected the package `gguf`, found none; uv run --group gguf examples/from_gguf.py ...")
+    require_plain_file(file)
     with file.open("rb") as opened:
         if (found := opened.read(len(MAGIC))) != MAGIC:
             raise UsageError(f"expected a file that begins with {MAGIC!r}, got {found!r} in {file}; give a GGUF file")

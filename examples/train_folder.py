@@ -15,6 +15,7 @@ import torch
 from hashtrain import Hasher, HasherConfig, ModelShape, TrainConfig, train_layer
 from hashtrain.data.capture import Capture, capture
 from hashtrain.data.corpus import contexts, read_texts, split
+from hashtrain.data.shares import room_for
 from hashtrain.demo import DEMO, base_model, model_path
 from hashtrain.evaluation.metrics import hash_quality
 from hashtrain.evaluation.remainder import calibrate
@@ -23,6 +24,7 @@ from hashtrain.models import load_model
 from hashtrain.settings.train_command import TrainCommand
 from hashtrain.usage import guarded
 
+VALIDATION = 8  # contexts
 FRACTION = 0.02  # of the visible tokens: the budget for training and evaluation
 
 
@@ -42,8 +44,11 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
     """Train every layer, print its quality before and after, and return the hasher."""
     model, tokenizer = load_model(model_path(given.model))
     # 1. Text, split into training and validation texts, and cut into contexts of tokens.
-    seen, unseen = split(read_texts(given.text))
-    lots = contexts(seen, tokenizer, given.context, given.contexts), contexts(unseen, tokenizer, given.context, 8)
+    seen, unseen = split(read_texts(given.text, room=room_for(5 * given.context * (given.contexts + VALIDATION))))
+    lots = (
+        contexts(seen, tokenizer, given.context, given.contexts),
+        contexts(unseen, tokenizer, given.context, VALIDATION),
+    )
     # 2. Queries and keys of every layer, as attention sees them, stored on disk.
     learnt, validation = (capture(model, lot, folder / str(i), dtype=torch.bfloat16) for i, lot in enumerate(lots))
     print(f"{len(learnt)} contexts of {given.context} tokens to train on, {len(validation)} held out")

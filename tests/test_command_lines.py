@@ -16,6 +16,7 @@ from evals.cli import main as evals
 from hashtrain import usage
 from hashtrain.cli import main as hashtrain
 from sparse_decode.cli import main as sparse_decode
+from tiny_model import make_model
 
 SECONDS = 10
 HELP_SECONDS = 1.5  # of processor time; with torch and transformers it were 14
@@ -281,3 +282,28 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(tmp_path, c
     assert said.endswith("File too large; free some space and rerun the command")
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert evals(words) == 0
+
+
+CHILD = """
+import resource, sys
+from sparse_decode.cli import main
+main([*sys.argv[1:-2], "--prompt-file", sys.argv[-2]])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+code = main([*sys.argv[1:-2], "--prompt-file", sys.argv[-1]])
+print("\\nwhat it took", code, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("most", "code"), [(["--max-prompt-tokens", "100"], 0), ([], 2)], ids=["end", "whole"])
+def test_a_prompt_of_one_line_of_200_mb_takes_bounded_memory_and_time(tmp_path, most, code):
+    model, long = make_model(tmp_path), tmp_path / "long.txt"
+    piece = "".join(f"name_{i} " for i in range(20_000))
+    long.write_text(piece * (200_000_000 // len(piece) + 1))
+    words = ["--model", str(model), "--hasher", "lsh", "--max-new-tokens", "1", *most]
+    given = [sys.executable, "-c", CHILD, *words, str(tmp_path / "text.txt"), str(long)]
+    done = subprocess.run(given, capture_output=True, text=True, check=True, timeout=120)
+    assert "Traceback" not in done.stderr
+    *_, found, taken = done.stdout.split()
+    assert int(found) == code, done.stderr
+    assert int(taken) < 900_000_000, "four times the file, and a little"

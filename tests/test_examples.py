@@ -91,6 +91,25 @@ def test_a_text_that_never_ends_is_not_waited_for(load, tmp_path, flag, capsys):
         assert "expected a regular file" in capsys.readouterr().err
 
 
+def test_vectors_and_models_are_read_from_regular_files_only(load, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(SystemExit, match="2"):
+            load("examples", "bit_index").main(["--vectors", str(place)])
+        assert "--vectors must be a regular file" in capsys.readouterr().err
+        assert load("examples", "from_gguf").main([str(place), str(tmp_path / "out")]) == 2
+        assert "expected a regular file" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_of_a_large_folder_as_much_is_read_as_is_used(load, tmp_path, monkeypatch):
+    rooms, module = [], load("examples", "train_folder")
+    monkeypatch.setattr(module, "read_texts", lambda paths, room: rooms.append(room) or [])
+    monkeypatch.setattr(module, "split", lambda documents: (_ for _ in ()).throw(ValueError("enough")))
+    assert module.main([str(tmp_path), "--context", "512", "--contexts", "10"]) == 2
+    assert rooms == [module.room_for(5 * 512 * 18)]
+
+
 @pytest.fixture(scope="module")
 def chat(load):
     return load("examples", "chat")

@@ -3,8 +3,12 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
+import subprocess
+import sys
 import time
+from unittest import mock
 
 import pytest
 from safetensors import safe_open
@@ -42,6 +46,13 @@ def started(program, words, said):
     process = context.Process(target=as_process, args=(program, words, str(said)))
     process.start()
     return process
+
+
+def ended(words, said):
+    """Run hashtrain in a new interpreter, which has the limits of this one; return its exit code and what it said."""
+    with said.open("w") as file:
+        done = subprocess.run([sys.executable, "-m", "hashtrain", *words], stderr=file, stdout=file, timeout=120)
+    return done.returncode, said.read_text()
 
 
 def wait_for(found, process):
@@ -131,3 +142,33 @@ def test_an_interrupted_run_leaves_nothing_broken_and_is_finished_by_the_same_co
     assert process.exitcode == 0, (tmp_path / "again").read_text()
     assert contents(out) == uninterrupted[program]
     require_whole(out)
+
+
+def test_text_that_is_being_generated_ends_with_one_sentence(model, folder, tmp_path):
+    words = ["--model", str(model), "--prompt-file", str(folder / "text.txt"), "--hasher", "lsh"]
+    words += ["--max-prompt-tokens", "64", "--max-new-tokens", "900"]
+    made = tmp_path / "said.out"
+    code, said = interrupted("sparse-decode", words, tmp_path / "said", lambda: made.exists() and made.stat().st_size)
+    assert (code, said.count("\n")) == (130, 1), said
+    assert said.startswith("sparse-decode: ")
+    assert made.read_text()
+
+
+def test_a_disk_that_is_full_while_capturing_is_one_sentence_and_the_same_command_goes_on(
+    uninterrupted, model, tmp_path
+):
+    words = line("hashtrain", model, tmp_path / "run")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+    try:
+        code, said = ended(words, tmp_path / "said")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert code == 2, said
+    assert said.splitlines()[-1].startswith("hashtrain: "), said
+    assert "File too large" in said
+    assert "Traceback" not in said
+    require_whole(tmp_path / "run")
+    assert not list((tmp_path / "run").rglob("*.safetensors"))
+    assert ended(words, tmp_path / "again") == (0, mock.ANY)
+    assert contents(tmp_path / "run") == uninterrupted["hashtrain"]

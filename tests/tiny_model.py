@@ -88,13 +88,13 @@ def refused(main, words, capsys):
 def as_process(program, words, said):
     """Run a command as a process of its own, with the signals of one started from a terminal.
 
-    Args: said: file that gets its standard error.
+    Args: said: file that gets its standard error; its standard output goes beside it, with the suffix .out.
     """
     os.setpgrp()  # Ctrl-C reaches a program and all that it has started
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for stream, path in ((1, os.devnull), (2, said)):
+    for stream, path in ((1, f"{said}.out"), (2, said)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), stream)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    code = {"hashtrain": hashtrain, "evals": evals}[program](words)
+    code = {"hashtrain": hashtrain, "evals": evals, "sparse-decode": sparse_decode}[program](words)
     sys.stderr.flush()
     raise SystemExit(code)

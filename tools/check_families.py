@@ -2,6 +2,7 @@
 
     uv run tools/check_families.py                     # all of them, 10 minutes
     uv run tools/check_families.py llama falcon_h1     # these
+    uv run tools/check_families.py --out docs/results/families.json
 
 Each family's config is built with one set of small sizes, under the names that families use for them. Every model that
 can be built generates a few tokens dense, attached at a budget of 100 %, and detached. "equal": token for token, with
@@ -15,18 +16,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import logging
+import pathlib
 import sys
 import warnings
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from hashtrain.files.atomic import write_text
 from sparse_decode import Budget, LshSelector, attach
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
-LEAST = 110
+LEAST = 125
 TOLERANCE = 1e-3
 MOST_WEIGHTS = 100_000_000
 PROMPT, NEW = 24, 6
@@ -199,16 +203,25 @@ def main(arguments: list[str]) -> int:
     """Check the named families, or all; return 1 if one crashes or differs, or too few are equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", choices=[[], *CAUSAL], metavar="family")
-    asked = parser.parse_args(arguments).families
+    parser.add_argument("--out", type=pathlib.Path, help="store what was found of all families as JSON")
+    given = parser.parse_args(arguments)
+    asked = given.families
+    if asked and given.out:
+        parser.error("expected no names of families with --out, which stores all of them")
     transformers.logging.set_verbosity(logging.CRITICAL)
     counts: dict[str, int] = {}
+    outcomes: dict[str, Found] = {}
     for name in asked or CAUSAL:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             found = check(name)
+        outcomes[name] = found
         counts[found.verdict] = counts.get(found.verdict, 0) + 1
         print(f"{name:28} {found.verdict:10} {found.remark}", flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items())))
+    if given.out:
+        content = {"transformers": transformers.__version__, "families": outcomes}
+        write_text(given.out, json.dumps(content, indent=1) + "\n")
     too_few = not asked and counts.get("equal", 0) < LEAST
     if too_few:
         print(f"expected at least {LEAST} equal families; see those that were refused", file=sys.stderr)

@@ -4,8 +4,8 @@
     uv run tools/fuzz.py functions --seconds 60        # one of them
 
 A fuzzer is a module of tests/, or of a package's tests, with a function `case(rng)`: it draws one case from the
-generator, raises if an invariant is broken, and returns the number of comparisons. Stops at the first failing case and
-prints the command that repeats it.
+generator, raises if an invariant is broken, and returns the number of calls, steps or files it tried. Stops at the
+first failing case and prints the command that repeats it.
 """
 
 import argparse
@@ -20,19 +20,21 @@ from pathlib import Path
 import numpy as np
 
 FUZZERS = {
-    "functions": "fuzz_hashcore",  # every function of hashcore against a short oracle
-    "index": "fuzz_index",  # BitIndex against a list of its rows
-    "index-files": "fuzz_index_files",  # damaged and forged files of BitIndex
-    "cache": "fuzz_cache",  # operations on caches with codes, against plain ones
-    "files": "fuzz_files",  # all other files from untrusted sources: a case is a round of test_fuzz_*.py
+    "functions": ("fuzz_hashcore", "calls"),  # every function of hashcore against a short oracle
+    "index": ("fuzz_index", "searches"),  # BitIndex against a list of its rows
+    "index-files": ("fuzz_index_files", "files"),  # damaged and forged files of BitIndex
+    "cache": ("fuzz_cache", "steps"),  # operations on caches with codes, against plain ones
+    "files": ("fuzz_files", "files"),  # all other files from untrusted sources: a case is a round of test_fuzz_*.py
 }
+"""Module of each fuzzer, and what it counts."""
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ROOT / "tests", ROOT / "packages" / "sparse-decode" / "tests"
 
 
 def run(name: str, seconds: float, most: int | None, seed: int, first: int) -> int:
-    """Run cases from `first` on for so many seconds, or `most` cases; return the number of comparisons."""
-    case = importlib.import_module(FUZZERS[name]).case
+    """Run cases from `first` on for so many seconds, or `most` cases; return the sum of what they counted."""
+    module, unit = FUZZERS[name]
+    case = importlib.import_module(module).case
     number, checks, whole, end = first, 0, False, time.monotonic() + seconds
     try:
         while number == first or (time.monotonic() < end if most is None else number < first + most):
@@ -43,7 +45,7 @@ def run(name: str, seconds: float, most: int | None, seed: int, first: int) -> i
         if not whole:
             again = f"uv run tools/fuzz.py {name} --seed {seed} --first {number} --cases 1"
             print(f"{name}: stopped after {number - first} cases by this one: {again}", file=sys.stderr)
-    print(f"{name}: {number - first} cases, {checks} comparisons, no invariant broken (seed {seed})", flush=True)
+    print(f"{name}: {number - first} cases, {checks} {unit}, no invariant broken (seed {seed})", flush=True)
     return checks
 
 

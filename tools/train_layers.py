@@ -21,6 +21,7 @@ from hashtrain.config import ModelShape
 from hashtrain.data.capture import run_context
 from hashtrain.data.captured import Capture, InMemory
 from hashtrain.data.corpus import contexts
+from hashtrain.data.shares import room_for
 from hashtrain.data.texts import read_texts
 from hashtrain.files.atomic import write_text
 from hashtrain.models import load_model
@@ -50,7 +51,8 @@ class Several:
 def captured(command: TrainCommand, layers: list[int]) -> tuple[ModelShape, Capture]:
     """Run the model over the contexts and keep q and k of some layers."""
     model, tokenizer = load_model(command.model_path, torch.float32, "cpu")
-    texts = contexts(read_texts(list(command.text)), tokenizer, command.context, command.contexts, command.seed)
+    read = read_texts(list(command.text), room=room_for(command.context * command.contexts), seed=command.seed)
+    texts = contexts(read, tokenizer, command.context, command.contexts, command.seed)
     kept = []
     for ids in texts:
         tensors, scalings = run_context(model, ids)

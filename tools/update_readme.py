@@ -1,4 +1,4 @@
-"""Fill the tables of README.md, docs/results.md, docs/gpu.md and the packages' READMEs from docs/results.
+"""Fill the tables of README.md, of pages of docs and of the packages' READMEs from docs/results.
 
     uv run tools/update_readme.py                                   # write the tables
     uv run tools/update_readme.py --from runs/demo runs/iou runs/ppl  # first store these runs, trimmed and rounded
@@ -30,7 +30,7 @@ from readme_tables import BLOCKS
 from readme_tables.stored import RESULTS, store
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCS = [ROOT / "docs" / name for name in ("results.md", "gpu.md")]
+DOCS = [ROOT / "docs" / name for name in ("results.md", "gpu.md", "families.md")]
 READMES = [ROOT / "README.md", *DOCS, *sorted(ROOT.glob("packages/*/README.md"))]
 BLOCK = re.compile(r"(<!-- results:(\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 

@@ -7,7 +7,7 @@ from evals import report
 from evals.grid import to_markdown
 from evals.lengths import codelength_grid
 
-from readme_tables import decoding, gpu, headline, paper, quality, rivals, searching, serving, speed
+from readme_tables import decoding, families, gpu, headline, paper, quality, rivals, searching, serving, speed
 from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import named, stored
 
@@ -66,6 +66,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "llama-cpp": decoding.beside_llama_cpp,
     "sparse-model-decode": decoding.model_decode,
     "sparse-prefill": decoding.prefill,
+    "families": families.families,
     "hashcore-index-recall": searching.index_recall,
     "hashcore-index-times": searching.index_times,
 }

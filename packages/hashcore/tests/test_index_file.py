@@ -339,3 +339,13 @@ def test_a_file_of_version_1_still_loads(folder):
     assert (index.ids.tolist(), index.codes.tolist(), index._next_id) == ([3, 8], [[-1], [5]], 9)
     index.save(folder / "again")
     assert (folder / "again").read_bytes() == data
+
+
+def test_only_a_regular_file_is_opened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match="it is a pipe or a device, not a regular file"):
+            BitIndex.load(place)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="loop"):
+        BitIndex.load(tmp_path / "loop")

@@ -130,6 +130,18 @@ class SignHasher:
             raise ValueError(f"expected KV heads {len(self.matrix)}, got {model_config.num_key_value_heads}")
 
 
+class OwnAttention(SignHasher):
+    """Passes for a selector with its own attention; never called."""
+
+    needs_codes = False
+
+    def select(self, rows):
+        raise NotImplementedError
+
+    def attend(self, rows, v, indices):
+        raise NotImplementedError
+
+
 class Calibrated(SignHasher):
     """A hasher with some remainder."""
 

@@ -6,7 +6,7 @@ import flash_attn_double
 import pytest
 import torch
 from sparse_decode import AttendingSelector, Budget, attach, attend, attend_reference, flash
-from sparse_decode_doubles import Calibrated, PaperLikeHasher, SignHasher, generate, prompts, tiny_model
+from sparse_decode_doubles import Calibrated, OwnAttention, PaperLikeHasher, SignHasher, generate, prompts, tiny_model
 from transformers import StaticCache
 
 TOLERANCE = 2e-2  # of bfloat16
@@ -110,16 +110,6 @@ def test_generation(double):
     assert tokens.shape[1] > 30
 
 
-class Weighing(SignHasher):
-    needs_codes = False
-
-    def select(self, rows):
-        raise NotImplementedError
-
-    def attend(self, rows, v, indices):
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -127,7 +117,7 @@ class Weighing(SignHasher):
         ({"model": {"head_dim": 12}}, "needs heads of a multiple of 8 and at most 256, got 12"),
         ({"dtype": torch.float32}, "needs a model in bfloat16 or float16, got torch.float32"),
         ({"selector": Calibrated()}, "attach with remainder=False"),
-        ({"selector": Weighing()}, "a selector with its own attention, got Weighing"),
+        ({"selector": OwnAttention()}, "a selector with its own attention, got OwnAttention"),
         ({"options": {"kv": "host"}}, 'use kv="device"'),
         ({"options": {"backend": "flush"}}, 'backend must be "gather" or "flash", got \'flush\''),
     ],
@@ -166,5 +156,5 @@ def test_what_is_refused_at_first_use(double):
         flash.refuse(None, torch.zeros(4), 0.0)
 
 
-def test_weighing_is_an_attending_selector():
-    assert isinstance(Weighing(), AttendingSelector)
+def test_own_attention_is_an_attending_selector():
+    assert isinstance(OwnAttention(), AttendingSelector)

@@ -8,9 +8,12 @@ import pickle
 import pytest
 import torch
 import transformers
+from fake_gpu import fake_gpu, faked
+from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, QueryHeadHasher, attach, blocks, dense_step, interface, plan
 from sparse_decode.interface import FLASH_NAME, NAMES, register
-from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, slow_but, tiny_model
+from sparse_decode.select import HashSelector
+from sparse_decode_doubles import Calibrated, OwnAttention, SignHasher, generate, prompts, slow_but, tiny_model
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.continuous_batching import continuous_api
 
@@ -242,6 +245,47 @@ def test_weights_with_a_remainder_are_refused():
         model(ids)
         with pytest.raises(ValueError, match="no column for the remainder; attach with remainder=False"):
             model(ids, output_attentions=True)
+
+
+@pytest.mark.parametrize("selector", [Calibrated(), OwnAttention()], ids=["remainder", "own attention"])
+def test_weights_that_no_step_could_return_are_refused_with_the_prompt(selector):
+    model, (ids, _) = tiny_model(implementation="eager"), prompts((40,))
+    with attach(model, selector):
+        with pytest.raises(ValueError, match="output_attentions"):
+            model(ids, output_attentions=True, use_cache=True)
+        assert model(ids, output_attentions=True, use_cache=False).attentions is not None  # no step can follow
+
+
+def move(model, device, dtype):
+    """What `model.to` does, which does not take fake tensors."""
+    for module in model.modules():
+        for name, x in module._parameters.items():
+            module._parameters[name] = None if x is None else torch.nn.Parameter(x.to(device, dtype), False)
+        for name, x in module._buffers.items():
+            module._buffers[name] = None if x is None else x.to(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "message"),
+    [
+        ("meta", torch.float32, "runs on the CPU or on CUDA, got meta; move the model"),
+        ("cuda", torch.float32, "float32"),
+        ("cuda", torch.bfloat16, None),
+    ],
+)
+def test_a_model_that_moves_while_attached_is_refused_with_the_prompt_or_works(device, dtype, message):
+    hasher = Hasher(HasherConfig("planes", ModelShape.of(tiny_model().config)))
+    with fake_gpu() as mode:
+        model, ids = tiny_model(), torch.zeros(1, 20, dtype=torch.long)
+        with attach(model, HashSelector(faked(hasher, mode)), Budget(0.5)):
+            model(ids)
+            move(model, device, dtype)
+            if message is None:
+                cache = model(ids.to(device), use_cache=True).past_key_values
+                assert model(ids[:, :1].to(device), past_key_values=cache).logits.device.type == device
+            else:
+                with pytest.raises(ValueError, match=message):
+                    model(ids.to(device))
 
 
 def masked(rows, n, blind, kind):

@@ -178,6 +178,8 @@ def attention(
     attention_mask = _as_wide(attention_mask, query, key)
     if not compiling:
         require_serves(module, call, query, key, value, attention_mask)
+        if call.cache is not None:
+            _weights_wanted(module, call.plan, kwargs)  # refuses at prefill what a later step could not return
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
     if not sparse_call:
         _learn(call, key, value, attention_mask, length, factor)

@@ -72,6 +72,8 @@ def read(path: str | os.PathLike[str], mapped: bool, verify: bool) -> tuple[Enco
     path = Path(path)
     if path.is_dir():
         raise IsADirectoryError(f"expected a file that BitIndex.save wrote, got the folder {path}; name a file in it")
+    if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+        _refuse(path, "it is a pipe or a device, not a regular file")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         header = file.read(HEADER)
