@@ -96,7 +96,7 @@ def _trim_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def _compact(data: dict[str, Any]) -> str:
     """Format as JSON with one line for each innermost list or object."""
-    inner = re.compile(r"([\[{])\s+([^\[\]{}]*?)\s+([\]}])")
+    inner = re.compile(r"([\[{])\n\s*([^\[\]{}]*?)\n\s*([\]}])")  # a line break is never inside a string of JSON
     return inner.sub(lambda m: m[1] + re.sub(r"\s*\n\s*", " ", m[2]) + m[3], json.dumps(data, indent=1))
 
 
