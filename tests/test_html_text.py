@@ -11,7 +11,9 @@ def tool(load):
 
 
 def test_blocks_are_lines_and_spaces_are_single(tool):
-    html = "<html><body><h1>Title</h1><p>One\n  sentence,<b> in</b> two\tparts.</p><ul><li>a</li><li>b &amp; c</li></ul>"
+    html = (
+        "<html><body><h1>Title</h1><p>One\n  sentence,<b> in</b> two\tparts.</p><ul><li>a</li><li>b &amp; c</li></ul>"
+    )
     assert tool.page_text(html) == "Title\n\nOne sentence, in two parts.\n\na\n\nb & c"
 
 

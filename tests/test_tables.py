@@ -38,7 +38,10 @@ def test_what_is_kept_of_a_training(tool, tmp_path):
     """Of lists by head, those of the worst rows per KV head; of bits and losses, what tables show."""
     whole = by_head(lost_by_head=[0.0, 0.000246913], iou_by_head=[0.4, 0.6])
     sides = {heads: {"layers": [whole] * 2, "mean": {"iou": 0.5, "mass": 0.7}} for heads in ("kv_head", "query_head")}
-    rest = {"remainder": {"layers": [{"share": 0.1, "error": 0.02}] * 2, "mean": {}}, "bits": {"layers": [{"ones": [1]}]}}
+    rest = {
+        "remainder": {"layers": [{"share": 0.1, "error": 0.02}] * 2, "mean": {}},
+        "bits": {"layers": [{"ones": [1]}]},
+    }
     own = {"dense_layers": [0], "failing": [[0, 1]], "repaired": {"0": {"1": "start of 4 digits"}}}
     own["cost"] = {"layers": [0.1], "all": 0.1, "dense": [0], "bare": [], "without": {"0": 0.05}}
     found = {**sides, **rest, **own, "losses": [[2.0, 1.0]]}

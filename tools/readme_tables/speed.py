@@ -38,8 +38,8 @@ def speed(results: pathlib.Path) -> str:
         own = f"{step['shipped_ms'] / step['sparse_ms']:.0f} x" if step else ""
         lines.append([f"{n:,}", *layer, f"{step['ratio']:.1f} x" if step else "", own])
     title = (
-        f"Dense over sparse time of a decode step on a CPU, {100 * attention['fraction']:g} % selected, random weights; "
-        "dense is the fastest dense code we could write, "
+        f"Dense over sparse time of a decode step on a CPU, {100 * attention['fraction']:g} % selected, random "
+        "weights; dense is the fastest dense code we could write, "
         f"but for the last column, Hugging Face's own, its best of {model['rows'][0]['shipped_steps']}. "
         f"Attention: a layer of {attention['query_heads']} query and {attention['kv_heads']} KV heads of "
         f"{attention['head_dim']} ({_machine(attention)}). Model: "

@@ -69,8 +69,14 @@ def test_training_table_reads_hashtrain_metrics():
     [
         ({"sink": 1, "recent": 4}, "the first token and the last 4 tokens always read, no layer dense by its place"),
         ({"sink": 0, "recent": 0, "dense_layers": 2}, "no token read without a search, the first 2 layers dense"),
-        ({"sink": 2, "dense_layers": 1, "dense_at": [4]}, "the first 2 tokens always read, the first layer and layers 4"),
-        ({"sink": 4, "recent": 64, "ends": "beside"}, "the first 4 tokens and the last 64 tokens read beside the budget"),
+        (
+            {"sink": 2, "dense_layers": 1, "dense_at": [4]},
+            "the first 2 tokens always read, the first layer and layers 4",
+        ),
+        (
+            {"sink": 4, "recent": 64, "ends": "beside"},
+            "the first 4 tokens and the last 64 tokens read beside the budget",
+        ),
     ],
 )
 def test_captions_name_the_protocol(settings, said):

@@ -68,7 +68,10 @@ def test_a_head_that_lost_when_queries_were_trained_gets_back_the_keys_trained_b
 
 
 def test_other_variants_keep_what_they_have():
-    assert repair(make_layer(HasherConfig("planes", SHAPE, bits=32), 0, 0), 0, Captured(), CONFIG, 0, 5, 0.1) == ({}, [])
+    assert repair(make_layer(HasherConfig("planes", SHAPE, bits=32), 0, 0), 0, Captured(), CONFIG, 0, 5, 0.1) == (
+        {},
+        [],
+    )
 
 
 def test_a_head_fails_by_its_worst_rows():
