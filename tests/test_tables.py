@@ -62,6 +62,18 @@ def test_what_is_kept_of_a_training(tool, tmp_path):
     assert "| 0 | 0.500 / 0.700 / 0.60 / 0.025 % (dense) |" in lines
 
 
+def test_what_is_missed_is_weighed_by_how_much_each_head_misses(tool, tmp_path):
+    columns = ["layer", "head", "low", "missed", "near", "rounding"]
+    heads = [[0, 0, 0.9, 0.1, 0.5, 0.0], [0, 1, 0.7, 0.3, 0.1, 0.4]]
+    run = {"model": "smollm2", "text": "English", "hasher": "transform", "context": 8192, "rows": 400}
+    data = {"columns": columns, "runs": [{**run, "usual": [0.25], "heads": heads}]}
+    (tmp_path / "missed.json").write_text(json.dumps(data))
+    lines = tool.render("<!-- results:missed -->\n<!-- end -->\n", tmp_path).splitlines()
+    assert lines[2].endswith("Drawn rows: 400 of 8,192 tokens")
+    assert "| SmolLM2-135M-Instruct, English, transform | 0.70 | 20 % | 20 % (25 %) | 30 % |" in lines
+    assert "| its head 0.1 | 0.70 | 30 % | 10 % | 40 % |" in lines
+
+
 def code_rows():
     for heads in ("kv_head", "query_head"):
         at = {"rule": "visible", "density": None, "phase": "rows", "n": 8, "budget": 0.02, "heads": heads}

@@ -17,7 +17,7 @@ import torch
 from evals.documents import load_documents
 from hashtrain import Hasher
 from hashtrain.data.capture import capturing
-from hashtrain.demo import DEMO
+from hashtrain.demo import DEMO, model_path
 from hashtrain.evaluation.metrics import best, reading
 from hashtrain.files.atomic import write_text
 from hashtrain.layers.surrogate import quantised
@@ -174,7 +174,7 @@ def main() -> None:
     hasher = Hasher.from_pretrained(given.hashers)
     if hasher.config.variant != "transform":
         parser.error(f"expected a hasher of variant transform, got {hasher.config.variant} in {given.hashers}")
-    model, tokenizer = load_model(given.model, torch.float32, "cpu")
+    model, tokenizer = load_model(model_path(given.model), torch.float32, "cpu")
     hasher.require_match(model.config)
     (document,) = load_documents(given.text, tokenizer, given.context, 1, 0)
     lines, usual = measure(model, tokenizer, hasher, document.ids, given.rows)

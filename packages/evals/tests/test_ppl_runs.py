@@ -55,7 +55,9 @@ def test_the_phase_is_in_rows_and_captions_and_has_a_curve_over_budgets(ppl_comm
     curve = [found.one(method="lsh", metric="kl", budget=budget).value for budget in command.budgets]
     assert curve == sorted(curve)
     report = (command.out / "report.md").read_text()
-    assert "after a dense prompt, the scored rows sparse from layer 1 on" in report
+    assert (
+        "after a dense prompt, the scored rows sparse, no token read without a search, the first layer dense" in report
+    )
     assert "paired over documents, the prompt dense" in report
     assert "everywhere" not in report
 
