@@ -155,11 +155,15 @@ def test_a_run_writes_a_line_for_each_head_and_keeps_other_runs(tool, tmp_path, 
         Hasher(HasherConfig(variant, ModelShape.of(config))).save_pretrained(tmp_path / variant)
     words = ["--model", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--context", "512"]
     words += ["--rows", "40", "--out", str(tmp_path / "missed.json")]
-    for variant, more in (("transform", ["--kind", "Python"]), ("transform", []), ("transform", ["--kind", "code"])):
-        monkeypatch.setattr(sys, "argv", ["what_is_missed", *words, "--hashers", str(tmp_path / variant), *more])
+    Hasher(HasherConfig("transform", ModelShape.of(config)), seed=1).save_pretrained(tmp_path / "other")
+    for variants, more in ((["transform"], []), (["transform", "other"], ["--kind", "code"]), (["transform"], [])):
+        folders = [str(tmp_path / variant) for variant in variants]
+        monkeypatch.setattr(sys, "argv", ["what_is_missed", *words, "--hashers", *folders, *more])
         tool.main()
     stored = json.loads((tmp_path / "missed.json").read_text())
-    assert [run["text"] for run in stored["runs"]] == ["Python", "code"]
+    named = [(run["text"], run["hasher"]) for run in stored["runs"]]
+    assert named == [("Python", "transform"), ("code", "other"), ("code", "transform")]
+    assert stored["runs"][1]["heads"] != stored["runs"][2]["heads"] == stored["runs"][0]["heads"]
     for run in stored["runs"]:
         assert [line[:2] for line in run["heads"]] == [[0, 0], [0, 1], [1, 0], [1, 1]]
         assert {len(line) for line in run["heads"]} == {len(stored["columns"])}

@@ -131,29 +131,30 @@ def separators_of(tokenizer: Any, ids: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def measure(
-    model: Any, tokenizer: Any, hasher: Hasher, ids: Tensor, rows: int
-) -> tuple[list[list[float]], list[float]]:
-    """Return one line of `COLUMNS` per layer and head, and the mean over heads of the `usual` shares."""
+    model: Any, tokenizer: Any, hashers: list[Hasher], ids: Tensor, rows: int
+) -> tuple[list[list[list[float]]], list[float]]:
+    """Return for each hasher a line of `COLUMNS` per layer and head, and the mean over heads of the `usual` shares."""
     t = len(ids)
     positions = torch.randint(t // 4, t, (rows,), generator=torch.Generator().manual_seed(0))
     counts, always = top_count(positions + 1, FRACTION), always_read(positions, t)
     separators, unseen = separators_of(tokenizer, ids), torch.arange(t) > positions[:, None]
-    lines: list[list[float]] = []
+    lines: list[list[list[float]]] = [[] for _ in hashers]
     usual: list[Tensor] = []
 
     def sink(number: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> None:
-        layer = hasher.layer(number)
-        assert isinstance(layer, Transform)
-        own = q[:, :, positions]
-        read = {
-            name: reading(best(scores[0], unseen | always, (counts - always.sum(-1)).clamp(min=0)), always)
-            for name, scores in score_variants(layer, own, k).items()
-        }
+        own, marks = q[:, :, positions], kinds(ids, positions, k[0], separators)
         p = attention(own, k, positions, scaling)[0]
-        found = shares(p, counts, always, read, kinds(ids, positions, k[0], separators))
-        values = torch.cat([found.low[:, None], found.missed[:, None], found.causes], 1).tolist()
-        lines.extend([number, head, *(round(value, 4) for value in line)] for head, line in enumerate(values))
-        usual.append(found.usual.mean(0))
+        for hasher, mine in zip(hashers, lines, strict=True):
+            layer = hasher.layer(number)
+            assert isinstance(layer, Transform)
+            read = {
+                name: reading(best(scores[0], unseen | always, (counts - always.sum(-1)).clamp(min=0)), always)
+                for name, scores in score_variants(layer, own, k).items()
+            }
+            found = shares(p, counts, always, read, marks)
+            values = torch.cat([found.low[:, None], found.missed[:, None], found.causes], 1).tolist()
+            mine.extend([number, head, *(round(value, 4) for value in line)] for head, line in enumerate(values))
+            usual.append(found.usual.mean(0))
 
     with capturing(model, sink):
         model(ids[None], use_cache=False, logits_to_keep=1)
@@ -163,7 +164,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEMO, help="a model folder; default: the demo model")
-    parser.add_argument("--hashers", type=pathlib.Path, required=True, help="folder of one `transform` hasher")
+    parser.add_argument("--hashers", type=pathlib.Path, nargs="+", required=True, help="folders of `transform` hashers")
     parser.add_argument("--text", type=pathlib.Path, nargs="*", default=[], help="held-out text")
     parser.add_argument("--kind", default="Python", help="what the text is called in the table")
     parser.add_argument("--context", type=int, default=4096, help="tokens")
@@ -171,18 +172,22 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file; other runs in it are kept")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    hasher = Hasher.from_pretrained(given.hashers)
-    if hasher.config.variant != "transform":
-        parser.error(f"expected a hasher of variant transform, got {hasher.config.variant} in {given.hashers}")
+    hashers = [Hasher.from_pretrained(folder) for folder in given.hashers]
+    for folder, hasher in zip(given.hashers, hashers, strict=True):
+        if hasher.config.variant != "transform":
+            parser.error(f"expected a hasher of variant transform, got {hasher.config.variant} in {folder}")
     model, tokenizer = load_model(model_path(given.model), torch.float32, "cpu")
-    hasher.require_match(model.config)
+    for hasher in hashers:
+        hasher.require_match(model.config)
     (document,) = load_documents(given.text, tokenizer, given.context, 1, 0)
-    lines, usual = measure(model, tokenizer, hasher, document.ids, given.rows)
-    what = {"model": pathlib.Path(given.model).name, "text": given.kind, "hasher": given.hashers.name}
-    known = json.loads(given.out.read_text())["runs"] if given.out.exists() else []
-    kept = [run for run in known if {name: run[name] for name in what} != what]
-    run = {**what, "context": given.context, "rows": given.rows, "usual": usual, "heads": lines}
-    write_text(given.out, as_text(sorted([*kept, run], key=lambda run: [run[name] for name in what])))
+    lines, usual = measure(model, tokenizer, hashers, document.ids, given.rows)
+    runs = json.loads(given.out.read_text())["runs"] if given.out.exists() else []
+    for folder, heads in zip(given.hashers, lines, strict=True):
+        what = {"model": pathlib.Path(given.model).name, "text": given.kind, "hasher": folder.name}
+        runs = [run for run in runs if {name: run[name] for name in what} != what]
+        runs.append({**what, "context": given.context, "rows": given.rows, "usual": usual, "heads": heads})
+    runs.sort(key=lambda run: (run["model"], run["text"], run["hasher"]))
+    write_text(given.out, as_text(runs))
 
 
 def as_text(runs: list[dict[str, Any]]) -> str:
