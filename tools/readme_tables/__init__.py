@@ -7,7 +7,19 @@ from evals import report
 from evals.grid import to_markdown
 from evals.lengths import codelength_grid
 
-from readme_tables import decoding, families, gpu, headline, paper, quality, rivals, searching, serving, speed
+from readme_tables import (
+    decoding,
+    families,
+    gpu,
+    headline,
+    missed,
+    paper,
+    quality,
+    rivals,
+    searching,
+    serving,
+    speed,
+)
 from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import named, stored
 
@@ -45,6 +57,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "second-fidelity": paper.plain("fidelity"),
     "second-exercises": paper.plain("exercises"),
     "second-needle": paper.plain("needle"),
+    "missed": missed.missed,
     "bytes": quality.bytes_read(headline.SHORT_RUNS),
     "frontier": quality.frontier(headline.FRONTIER_RUNS),
     "code-lengths": quality.of_run("codelength", codelength_grid),

@@ -34,6 +34,8 @@ _MEASURED = ("nll", "kl", "density", "seconds")
 
 
 AS = "as "
+LSH = "lsh"
+"""The method that others must not be worse than on any text: `nll_most` is the largest of the paired differences."""
 
 
 class Cell(NamedTuple):
@@ -230,6 +232,11 @@ def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sa
         differences = [[a["kl"] - b["kl"], a["nll"] - b["nll"]] for a, b in zip(of[cell], of[other], strict=True)]
         for metric, estimate in zip(("kl", "nll"), bootstrap(differences, seed), strict=True):
             yield row(cell, metric, estimate, against=other.method)
+    for cell in cells:
+        other = cell._replace(method=LSH)
+        if cell != other and other in of:
+            worst = max(a["nll"] - b["nll"] for a, b in zip(of[cell], of[other], strict=True))
+            yield row(cell, "nll_most", Estimate(worst, None, None), against=LSH)
 
 
 def _exp(estimate: Estimate) -> Estimate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from hashtrain.machine.distribute import ALONE, Ranks, init_distributed
 from hashtrain.machine.workers import default_workers, run_jobs
 from hashtrain.reporting.board import open_board, require_board
 from hashtrain.reporting.progress import live, tracking
-from hashtrain.reporting.report import card, draw, draw_bits, draw_heads, draw_worst, quality_table, worst_lines
+from hashtrain.reporting.report import card, draw, draw_bits, draw_heads, draw_worst, quality_table
+from hashtrain.reporting.worst import worst_lines
 from hashtrain.run.estimate import estimate
 from hashtrain.run.job import LayerJob, LayerResult, make, result, training_of
 from hashtrain.run.prepare import Prepared, prepare
@@ -186,7 +187,11 @@ def _collect(
         hashers[job.recipe.name].layer(job.layer).load_state_dict(found.tensors)
         if found.stopped:
             console.print(f"{job.recipe.name}, layer {job.layer} {found.stopped}", highlight=False)
-    costs = _costs(prepared, hashers, console)
+    failing = {
+        name: [number for number, layer in enumerate(layers) if layer.repair.failing]
+        for name, layers in by_name.items()
+    }
+    costs = _costs(prepared, hashers, failing, console)
     for name, hasher in hashers.items():
         first = prepared.command.dense_layers
         dense = costs.get(name, {}).get("dense", []) if first is None else range(first)
@@ -198,8 +203,14 @@ def _collect(
     }
 
 
-def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> dict[str, dict[str, Any]]:
-    """Measure the cost of every layer on training contexts, for every hasher made from data."""
+def _costs(
+    prepared: Prepared, hashers: dict[str, Hasher], failing: Mapping[str, Sequence[int]], console: Console
+) -> dict[str, dict[str, Any]]:
+    """Measure the cost of every layer on training contexts, for every hasher made from data.
+
+    Args:
+        failing: by hasher, the layers with heads that fail on training rows.
+    """
     command = prepared.command
     drawn = {c.name for c in command.recipes if not c.trained and c.variant != "transform"}
     coded = {name: hasher for name, hasher in hashers.items() if hasher.layer(0).has_codes and name not in drawn}
@@ -209,7 +220,7 @@ def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> 
     steps = steps_of(model, prepared.train.contexts, command.seed)
     with tracking(console, prepared.shape.num_layers * len(coded)) as advance:
         return {
-            name: layer_costs(steps, hasher.to(prepared.device), command.fraction, advance)
+            name: layer_costs(steps, hasher.to(prepared.device), command.fraction, advance, failing[name])
             for name, hasher in coded.items()
         }
 
@@ -261,12 +272,18 @@ def record_of(command: TrainCommand, recipe: Recipe, contexts: int, device: str)
     return {**settings, "context": command.context, "contexts": contexts}
 
 
-def _found(layers: list[LayerResult], dense: Collection[int]) -> dict[str, Any]:
+def _found(layers: list[LayerResult], dense: Sequence[int]) -> dict[str, Any]:
     whole = [layer.losses for layer in layers if layer.losses and not layer.stopped]
     stopped = {str(number): layer.stopped for number, layer in enumerate(layers) if layer.stopped}
-    found = {"losses": whole, **({"stopped": stopped} if stopped else {})}
-    bad = failing([layer.quality["kv_head"] for layer in layers], dense)
-    return {**found, "failing": bad, **summarise([layer.quality for layer in layers], dense)}
+    found: dict[str, Any] = {"losses": whole, **({"stopped": stopped} if stopped else {})}
+    found["dense_layers"] = list(dense)
+    found["repaired"] = {
+        str(number): {str(head): what for head, what in sorted(layer.repair.taken.items())}
+        for number, layer in enumerate(layers)
+        if layer.repair.taken
+    }
+    found["failing"] = failing([layer.quality["kv_head"] for layer in layers], dense)
+    return {**found, **summarise([layer.quality for layer in layers], dense)}
 
 
 def _settings(command: TrainCommand, shape: ModelShape, contexts: int, held_out: int) -> dict[str, Any]:
@@ -281,7 +298,6 @@ def _settings(command: TrainCommand, shape: ModelShape, contexts: int, held_out:
         "contexts": contexts,
         "held_out": held_out,
         **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_IN_METRICS},
-        "dense_layers": command.dense_layers or 0,
         "sink": SINK,
         "recent": RECENT,
         "learning_rates": {c.name: command.learning_rate or c.learning_rate for c in command.recipes if c.trained},
