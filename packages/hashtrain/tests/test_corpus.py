@@ -24,6 +24,8 @@ from hashtrain.usage import UsageError
 
 
 def letters(text, **kwargs):
+    if isinstance(text, list):
+        return SimpleNamespace(input_ids=[[ord(c) for c in one] for one in text])
     return SimpleNamespace(input_ids=[ord(c) for c in text])
 
 

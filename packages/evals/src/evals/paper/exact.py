@@ -27,7 +27,11 @@ ITEMS = (
         "iou",
         ("--methods", "lsh", "linear-exact", "paper-exact-untrained", "paper-exact", *_ROWS),
         8,
-        (_HASHERS, "The oracle's IoU is 1. Rows are drawn at random; `--rows-from last` uses the paper's, one row of one document."),
+        (
+            _HASHERS,
+            "The oracle's IoU is 1.",
+            "Rows are drawn at random; `--rows-from last` uses the paper's, one row of one document.",
+        ),
         stored=("order_iou",),
     ),
     Item(

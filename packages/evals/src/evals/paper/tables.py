@@ -92,6 +92,8 @@ TABLES = (
             "MagicPIG, sink and local|12.65|3.54|2.91",
             "MagicPIG, bare|NaN|NaN|NaN",
             "Spotlight, 2 %|9.99|2.91|2.30",
+            "Spotlight, sink and local|9.87|2.89|2.29",
+            "sink and local alone|13.89|5.50|3.98",
         ),
         stored=("magicpig",),
     ),

@@ -68,13 +68,15 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
     began = time.monotonic()
     prepared = prepare(command, ranks)
     shape, train, validation = prepared.shape, prepared.train, prepared.validation
+    # With --stream the contexts are tokenised while it trains, so their number is not known yet.
+    count = f"up to {command.contexts}" if command.stream else str(len(prepared.contexts))
     console.print(
         f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim}; {len(prepared.contexts)} contexts of {command.context} tokens to train on, "
+        f"{shape.head_dim}; {count} contexts of {command.context} tokens to train on, "
         f"{len(validation.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
     )
-    if len(prepared.contexts) < command.contexts:
-        console.print(f"the text has {len(prepared.contexts)} training contexts; {command.contexts} were requested")
+    if not command.stream:
+        _say_if_fewer(prepared, console)
     if (held := len(validation.contexts)) < command.held_out:
         console.print(f"the held-out text has {held} contexts; {command.held_out} were requested")
     if command.tensorboard:
@@ -89,6 +91,7 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         if ranks.first:
             names = {path.name for job in jobs for path in (job.finished, job.unfinished)}
             begin(command.out, as_toml(command), names)
+            prepared.keep()
         ranks.barrier()
         if not (command.out / ".work" / "run.toml").is_file():
             raise ValueError(f"{command.out} is not shared: expected a folder that all processes can read and write")
@@ -124,6 +127,11 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
     for line in worst_lines(metrics):
         console.print(line, highlight=False)
     return metrics
+
+
+def _say_if_fewer(prepared: Prepared, console: Console) -> None:
+    if (count := len(prepared.contexts)) < prepared.command.contexts:
+        console.print(f"the text has {count} training contexts; {prepared.command.contexts} were requested")
 
 
 def _workers(prepared: Prepared) -> int:
@@ -187,7 +195,12 @@ def _collect(
         if found.stopped:
             console.print(f"{job.recipe.name}, layer {job.layer} {found.stopped}", highlight=False)
     costs = _costs(prepared, hashers, console)
+    if prepared.command.stream:
+        _say_if_fewer(prepared, console)
     for name, hasher in hashers.items():
+        if hasher.config.training:
+            training = {**hasher.config.training, "contexts": len(prepared.contexts)}
+            hasher.config = replace(hasher.config, training=training)
         first = prepared.command.dense_layers
         dense = costs.get(name, {}).get("dense", []) if first is None else range(first)
         if len(dense) < prepared.shape.num_layers:
@@ -216,7 +229,8 @@ def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> 
 
 def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
     command = prepared.command
-    trained = record_of(command, recipe, len(prepared.contexts), prepared.device) if recipe.trained else {}
+    count = command.contexts if command.stream else len(prepared.contexts)  # `_collect` corrects it
+    trained = record_of(command, recipe, count, prepared.device) if recipe.trained else {}
     revision = getattr(prepared.model_config, "_commit_hash", None)
     return config_of(command, recipe, prepared.shape, trained, revision)
 
