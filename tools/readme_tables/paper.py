@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, cast
 
 from evals import paper
 from evals.grid import Grid, percent, to_markdown
+from evals.metrics import bootstrap
 from evals.report import grids
 from evals.result import Result, Row
 
@@ -185,21 +186,34 @@ def _layers(result: Result) -> list[int]:
 
 
 def why(results: pathlib.Path) -> str:
-    """Return the results of `tools/why_paper.py`: each suspect alone, untrained LSH and the paper's codes."""
+    """Return the results of `tools/why_paper.py`: each suspect alone, by method, with intervals over the texts."""
     found = stored(results / "why_paper.json")
+    names = [name for name in WHY if any(line["method"] == name for line in found["lines"])]
     lines = []
     for suspect in dict.fromkeys(line["suspect"] for line in found["lines"]):
-        cells = [
-            [line["excess"] for line in found["lines"] if (line["suspect"], line["method"]) == (suspect, method)]
-            for method in ("lsh", "paper")
-        ]
-        means = [sum(values) / len(values) for values in cells]
-        shown = [
-            f"{mean:.3f} ({', '.join(f'{x:.3f}' for x in values)})" for mean, values in zip(means, cells, strict=True)
-        ]
-        lines.append([suspect, *shown, "paper" if means[1] < means[0] else "lsh"])
+        excess = {
+            name: [line["excess"] for line in found["lines"] if (line["suspect"], line["method"]) == (suspect, name)]
+            for name in names
+        }
+        shown = [_mean_of(values, ".3f") for values in excess.values()]
+        lines.append([suspect, *shown, _mean_of(_minus(excess["paper"], excess["lsh"]), "+.3f")])
+    spread = "the two texts" if found["documents"] == 2 else "95 % bootstrap interval over the texts"
     title = (
         f"{SECOND_MODEL}, nats of negative log-likelihood over dense attention, second half of {found['documents']} "
-        f"texts of {found['context']} tokens, the first {found['dense_layers']} layers dense, 2 %: mean (each text)"
+        f"texts of {found['context']} tokens, the first {found['dense_layers']} layers dense, 2 %: mean [{spread}]"
     )
-    return to_markdown(Grid(title, ["every row sparse, and", "lsh", "paper", "better"], [lines]))
+    header = ["every row sparse, and", *(WHY[name] for name in names), "paper - lsh, paired"]
+    return to_markdown(Grid(title, header, [lines]))
+
+
+WHY = {"lsh": "lsh", "paper": "paper", "paper-rotation": "paper, best fair form"}
+"""Methods of `tools/why_paper.py` and what the table calls them."""
+
+
+def _minus(first: list[float], second: list[float]) -> list[float]:
+    return [a - b for a, b in zip(first, second, strict=True)]
+
+
+def _mean_of(values: list[float], how: str) -> str:
+    (found,) = bootstrap([[value] for value in values], 0)
+    return f"{found.mean:{how}} [{found.low:{how}}, {found.high:{how}}]"

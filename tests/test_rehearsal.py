@@ -1,0 +1,43 @@
+"""The paper's training at Llama-3-8B's width, rehearsed on the CPU, takes the disk and memory that the plan says."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def tool():
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        return importlib.import_module("rehearse_paper")
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+
+
+def require_planned(found):
+    """Check measured against planned figures; the plan is an upper bound of the disk, without file headers."""
+    planned, measured = found["planned"], found["measured"]
+    assert 0.9 * planned["disk"] < measured["disk"] < 1.01 * planned["disk"] + (1 << 16)
+    assert measured["memory"] < planned["memory"] + (1 << 30)  # modules, text and tokenizer come on top
+    assert measured["model_memory"] > 2 * planned["model_memory"]  # float32 on the CPU, bfloat16 in the plan
+    assert found["kl"] > 0
+
+
+@pytest.mark.slow
+def test_one_layer_at_full_width_is_trained_and_measured(tool, tmp_path):
+    found = tool.rehearse(tmp_path, 1024, 1, [])
+    assert found["parameters"] > 200e6
+    require_planned(found)
+
+
+def test_the_stored_rehearsal_is_within_the_plan():
+    import json
+
+    path = ROOT / "docs" / "results" / "rehearsal.json"
+    found = json.loads(path.read_text())
+    require_planned(found)
+    assert found["parameters"] > 200e6
