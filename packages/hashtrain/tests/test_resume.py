@@ -2,8 +2,10 @@
 
 import contextlib
 import multiprocessing
+import os
 import random
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,6 +100,26 @@ def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, unin
     monkeypatch.undo()
     monkeypatch.setattr("hashtrain.run.sources.capture_one", fail)
     monkeypatch.setattr("hashtrain.run.job.evaluate_layer", fail)
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert stored(out) == uninterrupted
+
+
+def test_a_second_start_hashes_no_weights_and_reads_no_text(arguments, uninterrupted, tmp_path, monkeypatch):
+    out, weights = tmp_path / "run", Path(arguments[1]) / "model.safetensors"
+
+    def fail(*args):
+        raise OSError("it was read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hashtrain.run.pipeline.draw", fail)
+        assert main([*arguments, "--out", str(out)]) == 2
+    for name in ("weights_hash", "require_apart"):
+        monkeypatch.setattr(f"hashtrain.run.prepare.{name}", fail)
+    monkeypatch.setattr("hashtrain.run.prepare.tokenise_with", lambda *args: fail)
+    before = weights.stat()
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # a file that may be another: hashed again
+    assert main([*arguments, "--out", str(out)]) == 2
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == uninterrupted
 
