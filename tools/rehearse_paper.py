@@ -8,6 +8,7 @@ this took beside the plan's figures. Memory is counted beyond that of a process 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -56,18 +57,19 @@ def only_the_model(model: str, context: int) -> int:
 
 
 def training(words: list[str], out: pathlib.Path) -> dict[str, float]:
-    """Train; return the peak memory, the most bytes in the working folder, and the seconds."""
-    most, done, began = [0], threading.Event(), time.monotonic()
+    """Train; return the peak memory, the most bytes of captures and of checkpoints, and the seconds."""
+    most, done, began = {"disk": 0, "checkpoints": 0}, threading.Event(), time.monotonic()
 
     def watch() -> None:
         while not done.wait(0.05):
-            sizes = []
-            for path in (out / ".work").rglob("*.safetensors"):
-                try:
-                    sizes.append(path.stat().st_size)
-                except FileNotFoundError:  # just removed
-                    continue
-            most[0] = max(most[0], sum(sizes))
+            sizes = dict.fromkeys(most, 0)
+            for path in (out / ".work").rglob("*"):
+                kind = "disk" if path.suffix == ".safetensors" and path.parent.name in ("train", "held") else None
+                kind = "checkpoints" if path.parent.name == "layers" else kind
+                if kind:
+                    with contextlib.suppress(FileNotFoundError):  # just removed
+                        sizes[kind] += path.stat().st_size
+            most.update({kind: max(size, sizes[kind]) for kind, size in most.items()})
 
     watching = threading.Thread(target=watch)
     watching.start()
@@ -76,7 +78,7 @@ def training(words: list[str], out: pathlib.Path) -> dict[str, float]:
     watching.join()
     if code:
         raise SystemExit(code)
-    return {"memory": peak(), "disk": most[0], "seconds": round(time.monotonic() - began, 1)}
+    return {"memory": peak(), **most, "seconds": round(time.monotonic() - began, 1)}
 
 
 def in_a_process(function: str, *given: object) -> object:
@@ -102,7 +104,7 @@ def rehearse(folder: pathlib.Path, context: int, steps: int, text: list[str], **
     assert isinstance(alone, int)
     assert isinstance(found, dict)
     measured = {**found, "memory": found["memory"] - alone, "model_memory": alone}
-    measured["checkpoint"] = sum(path.stat().st_size for path in (out / "paper-exact").iterdir())
+    measured["hasher"] = sum(path.stat().st_size for path in (out / "paper-exact").iterdir())
     run = [str(word) for word in ["--model", model, "--hashers", out, "--methods", "paper-exact", "--context", context]]
     protocol = ["--documents", "1", "--budgets", "0.02", "--rules", "fixed", "--score", "all", "--sink", "0"]
     if evals(["ppl", *run, *protocol, "--recent", "0", "--out", str(folder / "ppl")]):

@@ -10,7 +10,7 @@ Nothing is downloaded. The demo model and its hashers are trained on `python_sou
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -161,10 +161,13 @@ def tokenise_with(tokenizer: PreTrainedTokenizerBase, most: int) -> Tokenise:
     """Return a function that tokenises several texts at once, each up to about `most` tokens."""
 
     def tokenise(texts: Sequence[str]) -> list[Tensor]:
-        if any(len(text) > _PART for text in texts):
-            return [token_ids(text, tokenizer, most) for text in texts]
-        made = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return [torch.tensor(ids, dtype=torch.long) for ids in cast("list[list[int]]", made.input_ids)]
+        if len(texts) == 1:
+            return [token_ids(texts[0], tokenizer, most)]
+        cut = [list(_parts(text)) for text in texts]
+        flat = [part for parts in cut for part in parts]
+        made = tokenizer(flat, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids = iter(cast("list[list[int]]", made.input_ids))
+        return [torch.tensor([n for _ in parts for n in next(ids)], dtype=torch.long) for parts in cut]
 
     return tokenise
 
@@ -178,15 +181,23 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None = 
     Returns: int64 [tokens].
     """
     found: list[Tensor] = [torch.empty(0, dtype=torch.long)]
-    count = start = 0
-    while start < len(text) and (most is None or count < most):
-        end = _part_end(text, start)
-        made = tokenizer(text[start:end], add_special_tokens=special and not start, verbose=False)
+    count = 0
+    for number, piece in enumerate(_parts(text)):
+        if most is not None and count >= most:
+            break
+        made = tokenizer(piece, add_special_tokens=special and not number, verbose=False)
         part = cast("list[int]", made.input_ids)
         found.append(torch.tensor(part, dtype=torch.long))
         count += len(part)
-        start = end
     return torch.cat(found)
+
+
+def _parts(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = _part_end(text, start)
+        yield text[start:end]
+        start = end
 
 
 def _part_end(text: str, start: int) -> int:

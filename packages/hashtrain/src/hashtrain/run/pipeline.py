@@ -19,6 +19,7 @@ from hashtrain.demo import DEMO, base_model
 from hashtrain.evaluation.cost import layer_costs, steps_of
 from hashtrain.evaluation.evaluate import failing, summarise
 from hashtrain.files.atomic import write_text
+from hashtrain.layers import starts_from_data
 from hashtrain.machine.distribute import ALONE, Ranks, init_distributed
 from hashtrain.machine.workers import default_workers, run_jobs
 from hashtrain.reporting.board import open_board, require_board
@@ -95,9 +96,8 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         ranks.barrier()
         if not (command.out / ".work" / "run.toml").is_file():
             raise ValueError(f"{command.out} is not shared: expected a folder that all processes can read and write")
-        with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
-            work = (command.model_path, prepared.device, prepared.sources, _workers(prepared))
-            make_all(*work, advance, ranks, command.backbone_memory)
+        if capture_only or not _trains_first(command):
+            _capture(prepared, console)
         if capture_only:
             return {"captured": len(train.contexts) + len(validation.contexts)}
         if not command.stream:
@@ -165,6 +165,19 @@ def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
     ]
 
 
+def _trains_first(command: TrainCommand) -> bool:
+    """Whether training needs no stored capture, so that captures, which calibration reads, can be made after it."""
+    return command.stream and not any(starts_from_data(recipe.variant) for recipe in command.recipes)
+
+
+def _capture(prepared: Prepared, console: Console) -> None:
+    """Store the captures that are still missing."""
+    command = prepared.command
+    with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
+        work = (command.model_path, prepared.device, prepared.sources, _workers(prepared))
+        make_all(*work, advance, prepared.ranks, command.backbone_memory)
+
+
 def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console) -> None:
     """Train and evaluate this process's share of the unfinished layers."""
     command, ranks = prepared.command, prepared.ranks
@@ -177,6 +190,8 @@ def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console)
             report = live(command.out / "metrics.jsonl", advance, board)
             model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
             train_all(model, prepared.contexts, mine, prepared.reads, report)
+        if _trains_first(command):
+            _capture(prepared, console)
         loaded.cache_clear()
     with tracking(console, steps + len(mine)) as advance:
         if mine:
