@@ -9,8 +9,8 @@ from hashtrain import Hasher
 from hashtrain.cli import main
 from hashtrain.evaluation import remainder
 from hashtrain.layers import transform
-from hashtrain.run import prepare as prepare_module
 from hashtrain.run import pipeline, repair, sources, stream
+from hashtrain.run import prepare as prepare_module
 from hashtrain_runs import command
 
 
