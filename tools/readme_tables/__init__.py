@@ -8,6 +8,7 @@ from evals.grid import to_markdown
 from evals.lengths import codelength_grid
 
 from readme_tables import (
+    beside_paper,
     decoding,
     families,
     gpu,
@@ -52,6 +53,8 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "why-paper": paper.why,
     "exact-quest": quality.of_run("exact_quest", report.ppl_grid),
     "exact-protocol": paper.protocol,
+    "beside-paper": beside_paper.table,
+    "beside-paper-differences": beside_paper.sentences,
     "second-cones": paper.plain("cones"),
     "second-output-error": paper.plain("output_error"),
     "second-fidelity": paper.plain("fidelity"),

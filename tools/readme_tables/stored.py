@@ -15,6 +15,7 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "iou": ("iou", "recall", "mass", "low", "lost"),
     "codelength": ("iou", "equal_lsh_bits", "times_shorter"),
     **dict.fromkeys(("cones", "codesize", "complexity", "fidelity", "needle", "output-error", "ruler-synthetic"), ()),
+    "kernels": ("p50_ms", "p99_ms", "share_of_roofline"),
     "throughput": ("p50_ms", "p99_ms", "tokens_per_s", "share_of_bandwidth", "kv_bytes", "code_bytes"),
 }
 """By task, the metrics shown in tables; empty: all."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from hashtrain.settings.recipes import EXACT
 from rich.console import Console
 from sparse_decode import Budget
 from torch import Tensor
@@ -245,9 +246,12 @@ def _exp(estimate: Estimate) -> Estimate:
 
 
 def _pairs(cells: list[Cell]) -> Iterator[tuple[Cell, Cell]]:
-    """Pair each of our methods, or the last one if there are none, with every other, at the same rule and budget."""
+    """Pair each of our methods with every other, at the same rule and budget.
+
+    If there is none: each hasher of the paper's exact setup; if there is none either, the last method.
+    """
     names = {cell.method for cell in cells}
-    ours = names & set(OURS) or {cell.method for cell in cells[-1:]}
+    ours = names & set(OURS) or names & {recipe.name for recipe in EXACT} or {cell.method for cell in cells[-1:]}
     for cell in cells:
         if cell.method in ours:
             for other in cells:

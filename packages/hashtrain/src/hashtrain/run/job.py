@@ -203,7 +203,8 @@ def _train(
 
 
 def following(job: LayerJob, training: Training, report: Report) -> Callable[[int, float], None]:
-    """Report a resumed training; return a callback that reports every step and, at intervals, the mean loss."""
+    """Report a resumed training; return a callback that reports every step and, after the first and at intervals, the
+    mean loss."""
     name = f"{job.recipe.name}, layer {job.layer}"
     if training.losses:
         report(f"resumed {name}", len(training.losses))
@@ -211,8 +212,9 @@ def following(job: LayerJob, training: Training, report: Report) -> Callable[[in
 
     def on_step(step: int, loss: float) -> None:
         line = None
-        if (step + 1) % interval == 0:
-            mean = sum(training.losses[-interval:]) / interval
+        if step == 0 or (step + 1) % interval == 0:  # the first, too, as a sign that training has begun
+            recent = training.losses[-interval:]
+            mean = sum(recent) / len(recent)
             line = {"hasher": job.recipe.name, "layer": job.layer, "step": step + 1, "loss": mean}
         report(f"train {name}, loss {loss:.3f}", 1, line)
 

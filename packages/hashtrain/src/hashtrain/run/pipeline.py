@@ -19,6 +19,7 @@ from hashtrain.demo import DEMO, base_model
 from hashtrain.evaluation.cost import layer_costs, steps_of
 from hashtrain.evaluation.evaluate import failing, summarise
 from hashtrain.files.atomic import write_text
+from hashtrain.layers import starts_from_data
 from hashtrain.machine.distribute import ALONE, Ranks, init_distributed
 from hashtrain.machine.workers import default_workers, run_jobs
 from hashtrain.reporting.board import open_board, require_board
@@ -69,13 +70,15 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
     began = time.monotonic()
     prepared = prepare(command, ranks)
     shape, train, validation = prepared.shape, prepared.train, prepared.validation
+    # With --stream the contexts are tokenised while it trains, so their number is not known yet.
+    count = f"up to {command.contexts}" if command.stream else str(len(prepared.contexts))
     console.print(
         f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim}; {len(prepared.contexts)} contexts of {command.context} tokens to train on, "
+        f"{shape.head_dim}; {count} contexts of {command.context} tokens to train on, "
         f"{len(validation.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
     )
-    if len(prepared.contexts) < command.contexts:
-        console.print(f"the text has {len(prepared.contexts)} training contexts; {command.contexts} were requested")
+    if not command.stream:
+        _say_if_fewer(prepared, console)
     if (held := len(validation.contexts)) < command.held_out:
         console.print(f"the held-out text has {held} contexts; {command.held_out} were requested")
     if command.tensorboard:
@@ -90,12 +93,12 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         if ranks.first:
             names = {path.name for job in jobs for path in (job.finished, job.unfinished)}
             begin(command.out, as_toml(command), names)
+            prepared.keep()
         ranks.barrier()
         if not (command.out / ".work" / "run.toml").is_file():
             raise ValueError(f"{command.out} is not shared: expected a folder that all processes can read and write")
-        with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
-            work = (command.model_path, prepared.device, prepared.sources, _workers(prepared))
-            make_all(*work, advance, ranks, command.backbone_memory)
+        if capture_only or not _trains_first(command):
+            _capture(prepared, console)
         if capture_only:
             return {"captured": len(train.contexts) + len(validation.contexts)}
         if not command.stream:
@@ -125,6 +128,11 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
     for line in worst_lines(metrics):
         console.print(line, highlight=False)
     return metrics
+
+
+def _say_if_fewer(prepared: Prepared, console: Console) -> None:
+    if (count := len(prepared.contexts)) < prepared.command.contexts:
+        console.print(f"the text has {count} training contexts; {prepared.command.contexts} were requested")
 
 
 def _workers(prepared: Prepared) -> int:
@@ -158,6 +166,19 @@ def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
     ]
 
 
+def _trains_first(command: TrainCommand) -> bool:
+    """Whether training needs no stored capture, so that captures, which calibration reads, can be made after it."""
+    return command.stream and not any(starts_from_data(recipe.variant) for recipe in command.recipes)
+
+
+def _capture(prepared: Prepared, console: Console) -> None:
+    """Store the captures that are still missing."""
+    command = prepared.command
+    with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
+        work = (command.model_path, prepared.device, prepared.sources, _workers(prepared))
+        make_all(*work, advance, prepared.ranks, command.backbone_memory)
+
+
 def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console) -> None:
     """Train and evaluate this process's share of the unfinished layers."""
     command, ranks = prepared.command, prepared.ranks
@@ -170,6 +191,8 @@ def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console)
             report = live(command.out / "metrics.jsonl", advance, board)
             model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
             train_all(model, prepared.contexts, mine, prepared.reads, report)
+        if _trains_first(command):
+            _capture(prepared, console)
         loaded.cache_clear()
     with tracking(console, steps + len(mine)) as advance:
         if mine:
@@ -192,7 +215,12 @@ def _collect(
         for name, layers in by_name.items()
     }
     costs = _costs(prepared, hashers, failing, console)
+    if prepared.command.stream:
+        _say_if_fewer(prepared, console)
     for name, hasher in hashers.items():
+        if hasher.config.training:
+            training = {**hasher.config.training, "contexts": len(prepared.contexts)}
+            hasher.config = replace(hasher.config, training=training)
         first = prepared.command.dense_layers
         dense = costs.get(name, {}).get("dense", []) if first is None else range(first)
         if len(dense) < prepared.shape.num_layers:
@@ -227,7 +255,8 @@ def _costs(
 
 def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
     command = prepared.command
-    trained = record_of(command, recipe, len(prepared.contexts), prepared.device) if recipe.trained else {}
+    count = command.contexts if command.stream else len(prepared.contexts)  # `_collect` corrects it
+    trained = record_of(command, recipe, count, prepared.device) if recipe.trained else {}
     revision = getattr(prepared.model_config, "_commit_hash", None)
     return config_of(command, recipe, prepared.shape, trained, revision)
 
