@@ -9,6 +9,9 @@ from hashcore.cuda import traffic
 from readme_tables.stored import stored
 
 CASES = {
+    "lsh": "`lsh`, no remainder",
+    "paper": "`paper`, no remainder",
+    "paper+heads": "`paper`, a selection per query head, no remainder",
     "planes": "`planes`, no remainder",
     "planes+remainder": "`planes`",
     "transform": "`transform`, no remainder",
