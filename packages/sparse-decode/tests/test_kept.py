@@ -112,7 +112,13 @@ CALLS = {
         *({"bounds": (WIDE, ROWS)}, {"bounds": (ROWS, WIDE)}, {"k": WIDE}),
     ),
 }
-MAKE = {"hash_keys": hash_keys, "hash_queries": hash_queries, "hash_step": hash_step, "attend": attend, "add_token": add_token}
+MAKE = {
+    "hash_keys": hash_keys,
+    "hash_queries": hash_queries,
+    "hash_step": hash_step,
+    "attend": attend,
+    "add_token": add_token,
+}
 MAKE["search"] = search
 
 

@@ -101,7 +101,9 @@ def fits(layer: LayerHasher, x: Tensor) -> bool:
 def _fits(layer: LayerHasher) -> bool:
     if type(layer) not in _VARIANTS or layer.remainder.dtype != torch.float32:
         return False
-    hidden = 0 if isinstance(layer, Lsh) else (layer if isinstance(layer, Paper) else cast(Planes, layer).key).w1.shape[2]
+    hidden = (
+        0 if isinstance(layer, Lsh) else (layer if isinstance(layer, Paper) else cast(Planes, layer).key).w1.shape[2]
+    )
     return max(layer.d, layer.bits, hidden) <= MOST and layer.hkv <= MOST_GROUPS
 
 

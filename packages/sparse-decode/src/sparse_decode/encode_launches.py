@@ -200,7 +200,11 @@ def _hash(keys: _Keys | None, queries: _Queries | None, run: Run | None) -> Any:
     found = None
     if keys is not None and k is not None:
         at = keys[3]
-        call.k.value, call.codes.words, call.codes.at = k.data_ptr(), keys[2].data_ptr(), None if at is None else at.data_ptr()
+        call.k.value, call.codes.words, call.codes.at = (
+            k.data_ptr(),
+            keys[2].data_ptr(),
+            None if at is None else at.data_ptr(),
+        )
         call.of_keys[:], call.digits[:] = keys[1].functions, keys[1].described
     if queries is not None and q is not None:
         found, planes = torch.empty_like(call.like), call.planes

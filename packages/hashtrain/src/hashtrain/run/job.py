@@ -153,6 +153,7 @@ def make(job: LayerJob, report: Report) -> None:
         if mended:
             said = ", ".join(f"head {head}: {what}" for head, what in sorted(mended.items()))
             report(f"{name}: {said}", 0, {"hasher": job.recipe.name, "layer": job.layer, "repaired": mended})
+        hasher.round_matrices()  # before anything is measured
         calibrate(hasher, job.layer, job.data, job.command.seed)
         quality = evaluate_layer(job.command, hasher, job.layer, job.validation)
     _store(job, hasher, losses, stopped, quality)
