@@ -106,14 +106,14 @@ class How(NamedTuple):
     join: int = 1
 
     @property
-    def count(self) -> int:
-        """Planes of a query."""
+    def slots(self) -> int:
+        """Planes of a query, P."""
         return self.planes or self.group.bit_length()
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of the planes of queries [B, H, T, D]: [B, H / group / join, T, P, join bits / 32]."""
         heads = x.shape[1] // (self.group * self.join)
-        return x.shape[0], heads, x.shape[2], self.count, self.join * self.bits // 32
+        return x.shape[0], heads, x.shape[2], self.slots, self.join * self.bits // 32
 
 
 def hash_keys(
@@ -229,7 +229,7 @@ def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
         codes = Codes(None, *to.stride()[:3], None, to.shape[1] * join // blocks[0], join)
     if queries is not None:
         how, heads[1], blocks[1] = queries[2], x.shape[1], _blocks(x, side)
-        planes = Planes(None, None, None, how.group, how.join, how.count, how.planes == 0)
+        planes = Planes(None, None, None, how.group, how.join, how.slots, how.planes == 0)
         words = TICKETS + batch * heads[1] * tokens * side.form[3] if how.group > 1 else 0
         like = x.new_empty(*how.shape(x), dtype=torch.int32)
     of_keys, of_queries = (bytearray(ctypes.sizeof(Functions)) for _ in range(2))

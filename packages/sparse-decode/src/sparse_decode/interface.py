@@ -103,14 +103,16 @@ class AttentionContext:
     def encode(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, tuple[Tensor, tuple[int, ...]] | None]:
         """Return `codes(k)`, and the planes of a step's queries q [B, Hq, 1, D] on a GPU if hashed with the new key."""
         held, selector, planes = self.cache, self.plan.selector, None
-        fits = isinstance(held, CodedDynamicLayer) and isinstance(selector, HashSelector) and q.shape[2] == 1
-        if fits and q.device.type == "cuda" and held.encoder is self.plan.encoder:
-            room, missing = held.room_for_code()
-            if missing:
-                n = k.shape[2]
-                planes = selector.encode_step(self.plan.layer, k[:, :, n - 1 :], room[:, :, n - 1 : n], q)
-            if planes is not None:
-                held.wrote_code()
+        if not isinstance(held, CodedDynamicLayer) or not isinstance(selector, HashSelector):
+            return self.codes(k), None
+        if q.shape[2] > 1 or readable(q) or held.encoder is not self.plan.encoder:
+            return self.codes(k), None
+        room, missing = held.room_for_code()
+        if missing:
+            n = k.shape[2]
+            planes = selector.encode_step(self.plan.layer, k[:, :, n - 1 :], room[:, :, n - 1 : n], q)
+        if planes is not None:
+            held.wrote_code()
         return self.codes(k), planes
 
 

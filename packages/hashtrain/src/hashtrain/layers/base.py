@@ -109,8 +109,8 @@ class LayerHasher(nn.Module):
         """
         found = [x for x in (*self.parameters(), *self.buffers()) if x.dim() == 3 and x.shape[1] > 1]
         rounded = [x.half().float() for x in found]
-        near = [(new - x).norm(dim=1) <= 1e-3 * x.norm(dim=1) for x, new in zip(found, rounded, strict=True)]
-        if all(columns.all() for columns in near):
+        lost = [((new - x).square().sum(1), x.square().sum(1)) for x, new in zip(found, rounded, strict=True)]
+        if all(bool((error <= 1e-6 * size).all()) for error, size in lost):
             for x, new in zip(found, rounded, strict=True):
                 x.copy_(new)
 

@@ -1,23 +1,23 @@
-// The hash functions for the tokens of a decode step (docs/algorithm.md, eq. 1 to 5, 18, 19), keys and queries together.
+// The hash functions for the tokens of a decode step, keys and queries together (docs/algorithm.md, eq. 1 to 5, 18, 19).
 //
-//     f(x) = x R + SiLU(x W1 + b1) W2 + b2                  `planes`, `transform`, `group-xnor`
+//     f(x) = x R + SiLU(x W1 + b1) W2 + b2                  `planes`, `transform`
 //     f(x) = x R                                            `lsh`, `linear`
 //     f(x) = h W2 + b2, h = SiLU(x W1 + b1)                 `paper`; with its residuals h + x, and f(x) + h
 //     key     codes = signs of f; with digits, bit j is digit `power[j]` of the level of coordinate `coordinate[j]`
 //     query   w = sum of f over the group; with digits, w_j = w[coordinate[j]] power[j]; planes = digits of w's levels
 //             votes: planes = digits of how many f of the group are positive
 //
-// x [B][H][T][D] contiguous; R [F][D][C], W1 [F][D][M], b1 [F][M], W2 [F][M][C], b2 [F][C]; coordinate i64 and power f32
-// [Hkv][bits], limit f32 [Hkv][C]; codes [B][Hcode][T][words] with strides and contiguous words, written from token *at
-// on (on the device, because the host may not know it); planes [B][Hout][T][P][join W], W words of 32 bits.
+// x [B][H][T][D] contiguous; R [F][D][C], W1 [F][D][M], b1 [F][M], W2 [F][M][C], b2 [F][C]; coordinate i64 and power
+// f32 [Hkv][bits], limit f32 [Hkv][C]; codes [B][Hcode][T][words] with strides and contiguous words, written from token
+// *at on (on the device, because the host may not know it); planes [B][Hout][T][P][join W], W words of 32 bits.
 //
 // hash_tokens, grid B T x (blocks of keys + blocks of queries), 1024 threads. A block hashes one token with one head's
 // functions and reads each weight once: 64 bytes in flight for each thread. The last block of a group weighs its sum.
 //
-// Every operation is one that IEEE 754 defines, with fused multiply-adds and sums in the order written here, so that the
-// tests' reference gets the same bits.
+// Every operation is one that IEEE 754 defines, with fused multiply-adds and sums in the order written here, so that
+// the tests' reference gets the same bits.
 //
-// SPARSE_BF16: dtype of x. SPARSE_NARROW: 1 if R, W1 and W2 are float16, 0 if float32. D, C, M and bits are at most MOST.
+// SPARSE_BF16: dtype of x. SPARSE_NARROW: 1 if R, W1 and W2 are float16, 0 if float32. D, C, M and bits: at most MOST.
 #include "mma.cuh"
 #include "planes.cuh"
 
@@ -220,16 +220,23 @@ __device__ __forceinline__ void write_planes(float* sums, const Planes& planes, 
   if (j < 32) quantise_row(weights, to, words, planes.count, j);
 }
 
+// Field by field: choosing a structure would put both into local memory.
+__device__ __forceinline__ Functions choose(bool first, const Functions& a, const Functions& b) {
+  return {first ? a.r : b.r,         first ? a.w1 : b.w1,         first ? a.b1 : b.b1,   first ? a.w2 : b.w2,
+          first ? a.b2 : b.b2,       first ? a.heads : b.heads,   first ? a.dim : b.dim, first ? a.hidden : b.hidden,
+          first ? a.out : b.out,     first ? a.residual : b.residual};
+}
+
 // Blocks of keys come first in the grid; a side without heads has none. Block n of a side of N, the larger number of
 // heads of x and of functions, has heads n H / N and n F / N of them.
-extern "C" __global__ void __launch_bounds__(ENCODE_THREADS)
+extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 1)  // 64 registers
     hash_tokens(const Half* __restrict__ k, i32 key_heads, Codes codes, Functions of_keys, const Half* __restrict__ q,
                 i32 query_heads, Planes planes, Functions of_queries, Digits digits, i32 tokens) {
   __shared__ float sums[MOST];
   const int batch = blockIdx.x / tokens, token = blockIdx.x % tokens;
   const int key_blocks = key_heads > of_keys.heads ? key_heads : of_keys.heads;
   const bool is_key = int(blockIdx.y) < key_blocks;
-  const Functions& f = is_key ? of_keys : of_queries;
+  const Functions f = choose(is_key, of_keys, of_queries);
   const int block = is_key ? blockIdx.y : blockIdx.y - key_blocks, heads = is_key ? key_heads : query_heads;
   const int blocks = heads > f.heads ? heads : f.heads;
   const i64 row = (i64(batch) * heads + block * heads / blocks) * tokens + token;
