@@ -42,7 +42,7 @@ SCORES = [
     *((4, weights) for weights in ((1,), (1, 2), (1, 2, 1), (1, 2, 2), (1, 2, 4), (1, 2, 4, 1), (1, 2, 4, 8))),
     *((4, (5, 3)), *((4, tuple(1 << p for p in range(count))) for count in (5, 6, 8))),
     *((1, (1, 2, 4)), (2, (1, 2, 4)), (3, (1, 2, 4)), (8, (1, 2, 4)), (12, (1, 2, 4)), (16, (1, 2, 4))),
-    *((words, (1, 2, 4, 8, 16, 32)) for words in (8, 16)),
+    *((words, (1, 2, 4, 8, 16, 32)) for words in (1, 2, 3, 8, 12, 16)),
 ]
 # With a shortlist: the hashers' planes, one plane, codes shared by two and four lanes, weights without a pattern.
 SHORTLISTS = [
@@ -63,7 +63,11 @@ PROGRAMS = [
     *(Program("score.cu", dict(score_macros(words, weights))) for words, weights in SCORES),
     *(Program("shortlist.cu", dict(score_macros(words, weights))) for words, weights in SHORTLISTS),
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
-    *(Program("encode.cu", {"SPARSE_BF16": bf16}, gather.KERNELS) for bf16 in ("0", "1")),
+    *(
+        Program("encode.cu", {"SPARSE_BF16": bf16, "SPARSE_NARROW": narrow}, gather.KERNELS)
+        for bf16 in ("0", "1")
+        for narrow in ("0", "1")
+    ),
     *(
         Program("moments.cu", dict(gather.macros(dim, value_dim, dtype)), gather.KERNELS)
         for dim, value_dim, dtype in GATHERS

@@ -18,6 +18,9 @@ sys.path.insert(0, str(ROOT / "packages" / "sparse-decode" / "tests"))
 fake_gpu = importlib.import_module("fake_gpu")
 
 CASES = (
+    "lsh",
+    "paper",
+    "paper+heads",
     "planes",
     "planes+remainder",
     "transform",

@@ -9,6 +9,9 @@ from hashcore.cuda import traffic
 from readme_tables.stored import stored
 
 CASES = {
+    "lsh": "`lsh`, no remainder",
+    "paper": "`paper`, no remainder",
+    "paper+heads": "`paper`, a selection per query head, no remainder",
     "planes": "`planes`, no remainder",
     "planes+remainder": "`planes`",
     "transform": "`transform`, no remainder",
@@ -66,9 +69,9 @@ def host(results: pathlib.Path) -> str:
 
 
 def layer_bytes(tokens: int, shortlist: int = 0) -> tuple[float, float]:
-    """Return the bytes that a dense and a sparse layer of a step read and write: 16-bit keys and values."""
+    """Return the bytes that a dense and a sparse layer of a step move: keys, values and hash functions in 16 bits."""
     dense = tokens * KV_HEADS * 2 * DIM * 2
-    functions = 4 * (KV_HEADS + QUERY_HEADS) * (DIM * DIM + DIM * HIDDEN + HIDDEN * DIM)
+    functions = 2 * (KV_HEADS + QUERY_HEADS) * (DIM * DIM + DIM * HIDDEN + HIDDEN * DIM)
     sums = 2 * 4 * KV_HEADS * DIM * DIM
     return dense, search_bytes(tokens, shortlist) + functions + sums + FRACTION * dense
 

@@ -35,7 +35,9 @@ def calibrated(hasher):
     return hasher
 
 
-@pytest.mark.parametrize(("variant", "remainder"), [("planes", False), ("transform", True)])
+@pytest.mark.parametrize(
+    ("variant", "remainder"), [("planes", False), ("transform", True), ("lsh", True), ("paper", False)]
+)
 def test_a_compiled_step_is_operators_alone(variant, remainder):
     torch.manual_seed(0)
     torch._dynamo.reset()

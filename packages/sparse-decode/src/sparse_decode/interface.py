@@ -31,6 +31,7 @@ from sparse_decode.opaque import attend_step
 from sparse_decode.plan import LayerPlan, trim
 from sparse_decode.positions import readable, visible_rows
 from sparse_decode.remainder import StaticMoments
+from sparse_decode.select import HashSelector
 
 # Hugging Face searches these names for "flash", "sdpa" and "flex", so they must not contain these words.
 NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager"}
@@ -98,6 +99,21 @@ class AttentionContext:
                 "only through its methods"
             )
         return codes
+
+    def encode(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, tuple[Tensor, tuple[int, ...]] | None]:
+        """Return `codes(k)`, and the planes of a step's queries q [B, Hq, 1, D] on a GPU if hashed with the new key."""
+        held, selector, planes = self.cache, self.plan.selector, None
+        if not isinstance(held, CodedDynamicLayer) or not isinstance(selector, HashSelector):
+            return self.codes(k), None
+        if q.shape[2] > 1 or readable(q) or held.encoder is not self.plan.encoder:
+            return self.codes(k), None
+        room, missing = held.room_for_code()
+        if missing:
+            n = k.shape[2]
+            planes = selector.encode_step(self.plan.layer, k[:, :, n - 1 :], room[:, :, n - 1 : n], q)
+        if planes is not None:
+            held.wrote_code()
+        return self.codes(k), planes
 
 
 class Short(AttentionContext):
@@ -257,10 +273,11 @@ def _sparse(
     end = key.shape[2] if whole else int(cast(Tensor, length))
     host = call.cache if isinstance(call.cache, HostLayer) else None
     small = plan.all_dense(end)
-    k, v, codes = trim(key, value, None if small else call.codes(key), None if whole else end)
+    codes, planes = (None, None) if small else call.encode(query, key)
+    k, v, codes = trim(key, value, codes, None if whole else end)
     moments = getattr(call.cache, "moments", None)
     weights = query.new_zeros(*query.shape[:3], key.shape[2]) if _weights_wanted(module, plan, kwargs) else None
-    x = AttentionArgs(query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length)
+    x = AttentionArgs(query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length, planes=planes)
     if small:
         if isinstance(moments, StaticMoments):
             moments.ready = False  # this step does not update them

@@ -91,7 +91,7 @@ class PlacedHasher:
         if own.remainder.device == device:
             return own
         copied = _copy(own, device)
-        encode_cuda.place(copied)
+        encode_cuda.place(copied, own)
         self._copies[index, device] = _Watch(own), copied
         return copied
 

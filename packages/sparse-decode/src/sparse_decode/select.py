@@ -36,6 +36,7 @@ class Rows:
         among: the result of `candidates`, if known already.
         sink, recent: numbers of first and last visible tokens that are always read; the others are the candidates.
         shortlist: `Budget.shortlist`, for selectors that search.
+        planes: the result of `HashSelector.encode_queries`, if known already.
     """
 
     layer: int
@@ -53,6 +54,7 @@ class Rows:
     most: int | None = None
     among: Tensor | None = None
     shortlist: int | None = None
+    planes: tuple[Tensor, tuple[int, ...]] | None = None
 
     def candidates(self) -> Tensor | None:
         """Return which tokens each row may select, bool [B or 1, 1, Q, N]; None for every token."""
@@ -181,6 +183,15 @@ class HashSelector:
         write = getattr(self._encoder, "write_codes", None)
         return write is not None and write(layer, k, codes, at)
 
+    def encode_step(self, layer: int, k: Tensor, codes: Tensor, q: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
+        """Hash the new keys of a step [B, Hkv, 1, D] into codes [B, H, 1, W], and its queries [B, Hq, 1, D], at once.
+
+        Returns: planes and weights as `encode_queries`; None if one operator does not do it: nothing was written.
+        """
+        encoder = self._encoder if type(self).encode_queries is HashSelector.encode_queries else None
+        with torch.no_grad():
+            return encoder.encode_step(layer, k, codes, q) if isinstance(encoder, PerHead) else None
+
     def traceable(self, layer: int, x: Tensor) -> bool:
         """Whether operators that a compiled graph can contain hash a step's keys and queries [B, H, 1, D]."""
         return isinstance(self._encoder, PerHead) and self._encoder.traceable(layer, x)
@@ -188,7 +199,7 @@ class HashSelector:
     def select(self, rows: Rows) -> Tensor:
         if rows.codes is None:
             raise ValueError("a hash selector needs the codes of the keys, got None")
-        planes, weights = self.encode_queries(rows.layer, rows.q)
+        planes, weights = rows.planes or self.encode_queries(rows.layer, rows.q)
         keys, counts = rows.codes[:, :, None], rows.counts[:, None]
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index", "shortlist": rows.shortlist}
         if rows.uniform_count is not None and rows.visible is None:  # no tensor has to be read
@@ -274,19 +285,20 @@ class PerHead:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
         own = self._of_keys(layer, k)
         if _by_operators(own, k):
-            codes = k.new_empty(*k.shape[:3], own.bits // 32, dtype=torch.int32)
-            encode_cuda.write_keys(own, k, codes, None)  # pyright: ignore[reportArgumentType]
-        elif supports(own, k):
-            codes = self._cpu_encoder.keys(own, k)
-        else:
+            heads, words = encode_cuda.code_shape(own, self.per_query_head)
+            codes = k.new_empty(k.shape[0], heads, k.shape[2], words, dtype=torch.int32)
+            encode_cuda.write_keys(own, k, codes, None)
+            return codes
+        if not supports(own, k):
             return own.encode_keys(k, per_query_head=self.per_query_head)
+        codes = self._cpu_encoder.keys(own, k)
         return codes.repeat_interleave(own.group, 1) if self.per_query_head else codes
 
     def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
         """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights."""
         own = self._placed.layer(layer, q.device)
         if _by_operators(own, q):
-            return encode_cuda.queries(own, q, self.per_query_head)  # pyright: ignore[reportArgumentType]
+            return encode_cuda.queries(own, q, self.per_query_head)
         if not supports(own, q):
             return own.encode_queries(q, per_query_head=self.per_query_head)
         return self._cpu_encoder.queries(own, q, self.per_query_head)
@@ -294,10 +306,16 @@ class PerHead:
     def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
         """Hash keys in place if one operator does it: `HashSelector.write_codes`."""
         own = self._of_keys(layer, k)
-        if self.per_query_head or not _by_operators(own, k):
+        if not _by_operators(own, k):
             return False
-        encode_cuda.write_keys(own, k, codes, at)  # pyright: ignore[reportArgumentType]
+        encode_cuda.write_keys(own, k, codes, at)
         return True
+
+    def encode_step(self, layer: int, k: Tensor, codes: Tensor, q: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
+        """Hash a step's keys and queries in one launch: `HashSelector.encode_step`."""
+        if not encode_cuda.supports(own := self._of_keys(layer, k), k):
+            return None
+        return encode_cuda.step(own, k, codes, q, self.per_query_head)
 
     def own_layer(self, layer: int, device: torch.device) -> LayerHasher:
         """Return the hash functions of a layer on a device."""

@@ -155,6 +155,7 @@ def make(job: LayerJob, report: Report) -> None:
         if mended.taken:
             said = ", ".join(f"head {head}: {what}" for head, what in sorted(mended.taken.items()))
             report(f"{name}: {said}", 0, {"hasher": job.recipe.name, "layer": job.layer, "repaired": mended.taken})
+        hasher.round_matrices()  # before anything is measured
         calibrate(hasher, job.layer, job.data, job.command.seed)
         quality = evaluate_layer(job.command, hasher, job.layer, job.validation)
     state = {"stopped": stopped, "quality": quality, "repaired": mended.taken, "failing": mended.failing}
