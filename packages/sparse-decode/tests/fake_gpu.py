@@ -100,11 +100,6 @@ def answered() -> Iterator[list[str]]:
         yield asking
 
 
-def faked(hasher: Hasher, mode: FakeTensorMode) -> Hasher:
-    """Copy a hasher whose weights are fake, in host memory: where a hasher that was loaded has them."""
-    return faked_with(hasher, [hasher], mode)
-
-
 def faked_with(anything: T, modules: Iterable[nn.Module], mode: FakeTensorMode) -> T:
     """Copy what holds modules; the weights of these are fake in the copy."""
     tensors = (x for module in modules for x in (*module.buffers(), *module.parameters()))
@@ -268,8 +263,7 @@ def beyond_dense(
     """
     config = config_of(family)
     hasher = Hasher(HasherConfig(variant, ModelShape.of(config)), 0)
-    with fake_gpu() as mode:
-        hasher = faked(hasher, mode)
+    with fake_gpu():
         selector = HashSelector(QueryHeadHasher(hasher) if per_query_head else hasher)
         dense = steps(config, None, budget, kind, whole=False)
         sparse = steps(config, selector, budget, kind, whole=False, remainder=remainder)

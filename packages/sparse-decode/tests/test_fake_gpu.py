@@ -20,7 +20,6 @@ from fake_gpu import (
     cache_of,
     config_of,
     fake_gpu,
-    faked,
     mask_of,
     model_of,
     steps,
@@ -72,9 +71,9 @@ def test_an_attached_prompt_waits_only_to_look_at_masks_of_numbers(family, kind)
     """Once in each layer, and once more for the sums of a static cache; the steps after it wait for nothing."""
     config = config_of(family)
     hasher = Hasher(HasherConfig("transform", ModelShape.of(config)), 0)
-    with fake_gpu() as mode:
+    with fake_gpu():
         model, cache, mask = model_of(config), cache_of(config, kind), mask_of(kind)
-        selector = HashSelector(faked(hasher, mode))
+        selector = HashSelector(hasher)
 
         def call(tokens, end):
             ids = torch.zeros(ROWS, tokens, dtype=torch.long, device="cuda")
@@ -98,8 +97,21 @@ def test_a_step_does_nothing_in_host_memory(variant, kind):
     """A step whose operators are all on the device, wait for nothing and copy nothing is what a CUDA graph captures."""
     config = config_of("llama")
     hasher = Hasher(HasherConfig(variant, ModelShape.of(config)), 0)
-    with fake_gpu() as mode:
-        found = steps(config, HashSelector(faked(hasher, mode)), TENTH, kind)
+    with fake_gpu():
+        found = steps(config, HashSelector(hasher), TENTH, kind)
+    assert "gather" in found.launching
+    assert found.on_host == found.copies == []
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("variant", ["lsh", "paper", "planes", "transform"])
+def test_a_selector_made_elsewhere_is_placed_when_it_is_used(variant, inference):
+    """Its weights are real and in host memory, as those of a hasher that was loaded."""
+    config = config_of("llama")
+    with torch.inference_mode(inference):
+        selector = HashSelector(Hasher(HasherConfig(variant, ModelShape.of(config)), 0))
+    with fake_gpu():
+        found = steps(config, selector, TENTH, "plain", whole=False)
     assert "gather" in found.launching
     assert found.on_host == found.copies == []
 
@@ -109,8 +121,8 @@ def test_a_step_of_eager_attention_with_padding_does_not_wait():
     config = config_of("llama")
     config._attn_implementation = "eager"
     hasher = Hasher(HasherConfig("planes", ModelShape.of(config)), 0)
-    with fake_gpu() as mode:
-        found = steps(config, HashSelector(faked(hasher, mode)), TENTH, "padded")
+    with fake_gpu():
+        found = steps(config, HashSelector(hasher), TENTH, "padded")
     assert "mean" in found.launching
     assert found.on_host == found.copies == []
 
@@ -159,11 +171,11 @@ def test_a_compiled_step_of_a_gpu_is_one_graph_on_it(family, variant, remainder)
         return ids, torch.ones(ROWS, end, dtype=torch.long, device="cuda")
 
     torch._dynamo.reset()
-    with fake_gpu() as mode, torch.no_grad():
+    with fake_gpu(), torch.no_grad():
         model, cache = model_of(config), StaticCache(config=config, max_cache_len=ROOM)
         prompt = torch.zeros(ROWS, PROMPT, dtype=torch.long, device="cuda")
         model(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache)
-        with attach(model, HashSelector(faked(hasher, mode)), TENTH, remainder=remainder):
+        with attach(model, HashSelector(hasher), TENTH, remainder=remainder):
             with told(PROMPT + 1):
                 ids, mask = operands(PROMPT + 1)
                 model(ids, attention_mask=mask, past_key_values=cache)
