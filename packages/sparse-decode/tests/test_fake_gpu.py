@@ -36,7 +36,7 @@ from sparse_decode.positions import Sights
 from sparse_decode.remainder import RunningMoments
 from sparse_decode.select import HashSelector, NoCodes, RecentSelector
 from sparse_decode_doubles import slow_but
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from transformers import StaticCache
 
 STORED = json.loads((pathlib.Path(__file__).parents[3] / "docs" / "results" / "gpu_step.json").read_text("utf-8"))
@@ -116,6 +116,36 @@ def test_a_selector_made_elsewhere_is_placed_when_it_is_used(variant, inference)
         found = steps(config, selector, TENTH, "plain", whole=False)
     assert "gather" in found.launching
     assert found.on_host == found.copies == []
+
+
+def test_beams_over_host_memory_wait_for_what_was_written(monkeypatch):
+    """Rows change places in host memory: once the device has written them, and by an index that is copied there."""
+    config, waited, pinned = config_of("llama"), [], []
+
+    class Stream:
+        def synchronize(self):
+            waited.append(sys._getframe(2).f_code.co_name)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    monkeypatch.setattr(FakeTensor, "is_pinned", lambda _: True)
+    monkeypatch.setattr(FakeTensor, "pin_memory", lambda x: pinned.append(x.device.type) or x)
+    selector = HashSelector(Hasher(HasherConfig("transform", ModelShape.of(config)), 0))
+    with fake_gpu(), torch.inference_mode():
+        model, cache = model_of(config), cache_of(config, "host")
+        beams = torch.zeros(ROWS, dtype=torch.long, device="cuda")
+        ids = torch.zeros(ROWS, PROMPT, dtype=torch.long, device="cuda")
+        model(ids, past_key_values=cache)
+        with attach(model, selector, TENTH, kv="host"), told(PROMPT + 1):
+            for _ in range(2):
+                model(ids[:, :1], past_key_values=cache)
+            assert waited == []
+            with Operators() as seen:
+                cache.reorder_cache(beams)
+            assert waited == ["map_batch"] * 2 * config.num_hidden_layers, "keys and values of each layer"
+            assert seen.copies == ["_to_copy"] * 2 * config.num_hidden_layers, "the index, for keys and for values"
+            assert pinned == ["cpu"] * 2 * config.num_hidden_layers
+            model(ids[:, :1], past_key_values=cache)
+    assert len(waited) == 2 * config.num_hidden_layers
 
 
 def test_a_step_of_eager_attention_with_padding_does_not_wait():
