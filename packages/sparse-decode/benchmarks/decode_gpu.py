@@ -36,8 +36,17 @@ COUNTS = Path(__file__).resolve().parents[3] / "docs" / "results" / "gpu_step.js
 
 def config_of(layers: int, room: int) -> LlamaConfig:
     """Return a model whose attention is that of the prediction, and whose other parts are small."""
-    heads = {"num_attention_heads": LAYER.query_heads, "num_key_value_heads": LAYER.kv_heads, "head_dim": LAYER.dim}
-    sizes = {"hidden_size": 512, "intermediate_size": 512, "vocab_size": 512, "max_position_embeddings": room}
+    heads: dict[str, Any] = {
+        "num_attention_heads": LAYER.query_heads,
+        "num_key_value_heads": LAYER.kv_heads,
+        "head_dim": LAYER.dim,
+    }
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "vocab_size": 512,
+        "max_position_embeddings": room,
+    }
     return LlamaConfig(num_hidden_layers=layers, **sizes, **heads)
 
 
@@ -69,7 +78,7 @@ def logits(device: str, kind: str, budget: Budget) -> torch.Tensor:
     model, hasher = model_of(config, device), hasher_of(config)
     ids = torch.randint(0, 512, (2, PROMPT + STEPS), generator=torch.Generator().manual_seed(1)).to(device)
     mask = None if kind == "dynamic" else torch.ones_like(ids)
-    if kind == "padded":
+    if kind == "padded" and mask is not None:
         mask[0, :PADDING] = 0
     found = []
     with attach(model, hasher, budget):

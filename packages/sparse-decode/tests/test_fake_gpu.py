@@ -118,6 +118,32 @@ def test_a_selector_made_elsewhere_is_placed_when_it_is_used(variant, inference)
     assert found.on_host == found.copies == []
 
 
+def test_a_plain_step_crosses_fifteen_files_of_this_package():
+    """Above the operators, whose own files are not crossed here, one more: that of the hasher."""
+    config, crossed = config_of("llama"), set()
+
+    def note(frame, event, _):
+        _, found, file = frame.f_code.co_filename.partition("/packages/")[2].partition("/src/")
+        if event == "call" and found:
+            crossed.add(file)
+
+    selector = HashSelector(Hasher(HasherConfig("transform", ModelShape.of(config)), 0))
+    with fake_gpu(), torch.inference_mode():
+        model, cache = model_of(config), cache_of(config, "plain")
+        ids = torch.zeros(ROWS, PROMPT, dtype=torch.long, device="cuda")
+        model(ids, past_key_values=cache)
+        with attach(model, selector, TENTH), told(PROMPT + 1):
+            for token in range(3):
+                sys.setprofile(note if token == 2 else None)
+                try:
+                    model(ids[:, :1], past_key_values=cache)
+                finally:
+                    sys.setprofile(None)
+    above = crossed - {"hashcore/torch_library.py"}
+    assert len([file for file in above if file.startswith("sparse_decode/")]) == 15, crossed
+    assert {file for file in above if not file.startswith("sparse_decode/")} == {"hashtrain/artefact/hasher.py"}
+
+
 def test_beams_over_host_memory_wait_for_what_was_written(monkeypatch):
     """Rows change places in host memory: once the device has written them, and by an index that is copied there."""
     config, waited, pinned = config_of("llama"), [], []
