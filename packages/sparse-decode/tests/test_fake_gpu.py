@@ -168,7 +168,7 @@ def test_beams_over_host_memory_wait_for_what_was_written(monkeypatch):
             with Operators() as seen:
                 cache.reorder_cache(beams)
             assert waited == ["map_batch"] * 2 * config.num_hidden_layers, "keys and values of each layer"
-            assert seen.copies == ["_to_copy"] * 2 * config.num_hidden_layers, "the index, for keys and for values"
+            assert seen.copies == ["to"] * 2 * config.num_hidden_layers, "the index, for keys and for values"
             assert pinned == ["cpu"] * 2 * config.num_hidden_layers
             model(ids[:, :1], past_key_values=cache)
     assert len(waited) == 2 * config.num_hidden_layers
