@@ -57,6 +57,13 @@ def test_every_operator_has_a_sample():
 
 
 @pytest.mark.parametrize("name", torch_library.SCHEMAS)
+def test_samples_for_a_gpu_fit_the_operators(name, monkeypatch):
+    gpu = pytest.importorskip("test_cuda", reason="its samples are on a GPU, and need cuda-core")
+    monkeypatch.setattr(gpu, "DEVICE", torch.device("cpu"))
+    getattr(torch.ops.hashcore, name)(*gpu.samples()[name])
+
+
+@pytest.mark.parametrize("name", torch_library.SCHEMAS)
 def test_operators_keep_their_schema_and_their_shapes(name):
     torch.library.opcheck(getattr(torch.ops.hashcore, name).default, samples()[name])
 

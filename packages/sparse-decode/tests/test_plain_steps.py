@@ -10,7 +10,13 @@ from sparse_decode.attend import attend_reference
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.plan import LayerPlan
 from sparse_decode.select import HashSelector, NoCodes, QueryHeadHasher, RecentSelector
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, ModernBertDecoderConfig, ModernBertDecoderForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+)
 
 
 class Pages(NoCodes):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparse_decode.budget import Budget, Tally
-from sparse_decode.modes import in_graph, ordinary_tensors
+from sparse_decode.modes import in_graph, ordinary_tensors, readable
 from sparse_decode.offload import HostLayer
 from sparse_decode.positions import (
     Seen,
@@ -25,7 +25,6 @@ from sparse_decode.positions import (
     last_row,
     last_visible,
     merge,
-    readable,
     see,
     visible_rows,
     visible_span,

@@ -26,9 +26,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLay
 
 from sparse_decode.buffer import GrowingBuffer
 from sparse_decode.growing import GrowingLayer, stop_growing
-from sparse_decode.modes import no_autocast, ordinary_tensors
+from sparse_decode.modes import no_autocast, ordinary_tensors, readable
 from sparse_decode.opaque import register, write_codes
-from sparse_decode.positions import readable
 from sparse_decode.remainder import RunningMoments, StaticMoments
 
 if TYPE_CHECKING:

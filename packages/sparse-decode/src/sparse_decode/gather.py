@@ -127,15 +127,7 @@ def attend(
         if known is not None:
             known[0], known[1] = 0, -torch.inf
         return out.zero_(), known
-    q, indices, at, keys, values = q.contiguous(), indices.contiguous(), call.at, k.data_ptr(), v.data_ptr()
-    if (keys | values) % 16:
-        check(q, k, v, indices)
-    at.q.value, at.k.value, at.v.value, at.indices.value = q.data_ptr(), keys, values, indices.data_ptr()
-    at.out.value = out.data_ptr()
-    call.place(scratch(call.words, device).address + 4 * SAMPLES)
-    if known is not None:
-        at.lse.value = known.data_ptr()
-    held = None if call.alone else _place_more(at, sinks, left_out, always)
+    held = _place(call, q, k, v, indices, out, known, (sinks, left_out, always))
     (launch.run if run is None else run)(call.launches, device, KERNELS)
     del held  # kept until the launches are in the stream; from here on the allocator may reuse them
     return out, known
@@ -266,6 +258,31 @@ def _ends(ends: Sequence[int], always: Tensor | None, n: int) -> tuple[int, int]
     """Return the numbers of slots of sink (or listed) tokens and of recent tokens."""
     sink = min(ends[0], n)
     return (sink, min(ends[1], n - sink)) if always is None else (always.shape[1], 0)
+
+
+def _place(
+    call: _Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    known: Tensor | None,
+    more: tuple[Tensor | None, Sequence[Tensor | None], Tensor | None],
+) -> list[Tensor | None]:
+    """Set all addresses; return the tensors that were made, which must stay alive until the launch.
+
+    Args: more: sinks, left_out and always of `attend`; known: the second result of it; the others as there.
+    """
+    q, indices, at, keys, values = q.contiguous(), indices.contiguous(), call.at, k.data_ptr(), v.data_ptr()
+    if (keys | values) % 16:
+        check(q, k, v, indices)
+    at.q.value, at.k.value, at.v.value, at.indices.value = q.data_ptr(), keys, values, indices.data_ptr()
+    at.out.value = out.data_ptr()
+    call.place(scratch(call.words, q.device).address + 4 * SAMPLES)
+    if known is not None:
+        at.lse.value = known.data_ptr()
+    return [q, indices] if call.alone else [q, indices, *_place_more(at, *more)]
 
 
 def _place_more(

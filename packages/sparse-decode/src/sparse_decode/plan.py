@@ -15,9 +15,9 @@ from sparse_decode.budget import Budget, Tally
 from sparse_decode.cache import Encoder
 from sparse_decode.dense_step import attend_visible, with_means
 from sparse_decode.fused import FusedStep
-from sparse_decode.modes import ordinary_tensors
+from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.opaque import register
-from sparse_decode.positions import Sights, include, last_row, readable
+from sparse_decode.positions import Sights, include, last_row
 from sparse_decode.remainder import RunningMoments, StaticMoments
 from sparse_decode.select import AttendingSelector, HashSelector, Selector
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from sparse_decode import moments
-from sparse_decode.modes import ordinary_tensors
-from sparse_decode.positions import Seen, readable
+from sparse_decode.modes import ordinary_tensors, readable
+from sparse_decode.positions import Seen
 
 _CHUNK = 1 << 26  # bytes of float64 keys or values summed per chunk, at any batch size and context length
 

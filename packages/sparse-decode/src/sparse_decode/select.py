@@ -8,14 +8,16 @@ from typing import Any, Protocol, runtime_checkable
 import hashcore
 import torch
 import torch.nn.functional as F
+from hashcore.torch_ops import OPERATORS
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.layers import LayerHasher
 from torch import Tensor
 
 from sparse_decode import encode_cuda
 from sparse_decode.encode import CpuEncoder, supports
+from sparse_decode.modes import readable
 from sparse_decode.parallel import PlacedHasher, shard
-from sparse_decode.positions import between, last_visible, readable, visible_span
+from sparse_decode.positions import between, last_visible, visible_span
 
 
 @dataclass(frozen=True)
@@ -201,9 +203,13 @@ class HashSelector:
             raise ValueError("a hash selector needs the codes of the keys, got None")
         planes, weights = rows.planes or self.encode_queries(rows.layer, rows.q)
         keys, counts = rows.codes[:, :, None], rows.counts[:, None]
+        uniform = rows.uniform_count if rows.visible is None else None
+        if uniform is not None and isinstance(self._encoder, PerHead):  # nothing has to be checked or read
+            options = None, None, keys.shape[-2], 0, rows.sink, rows.recent, False, rows.shortlist or 0, None
+            return OPERATORS.search(planes, keys, uniform, None, weights, *options)[1]
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index", "shortlist": rows.shortlist}
-        if rows.uniform_count is not None and rows.visible is None:  # no tensor has to be read
-            return hashcore.search(planes, keys, rows.uniform_count, weights, **how)[1]
+        if uniform is not None:
+            return hashcore.search(planes, keys, uniform, weights, **how)[1]
         if rows.most is not None and not readable(rows.q):  # the host cannot read `visible`
             return self._among(rows, planes, keys, weights, rows.most)
         span = visible_span(rows.visible, rows.k.shape[2])
@@ -223,7 +229,7 @@ class HashSelector:
         counts, candidates = self._step_of(rows, scores.shape[:-1])
         # The operator takes the number of slots as an argument; `hashcore.topk` would read the largest count.
         how = most, counts, None, None, scores.shape[-1], 0, 0, 0
-        return torch.ops.hashcore.topk(_hide(scores, candidates), *how)[1]
+        return OPERATORS.topk(_hide(scores, candidates), *how)[1]
 
     def _step_of(self, rows: Rows, shape: torch.Size) -> tuple[Tensor, Tensor]:
         """Return counts [B, H, 1] and candidates [B, 1, 1, N] as int32, cached for layers with the same `counts`."""
