@@ -50,6 +50,8 @@ class Codes(ctypes.Structure):
         ("words", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
         ("at", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("first_batch", "first_head")),
     )
 
 
@@ -119,11 +121,16 @@ def _fits(layer: LayerHasher) -> bool:
     return max(layer.d, layer.bits, cast(Planes, layer).key.w1.shape[2]) <= MOST
 
 
-def write_keys(layer: Planes | Transform, k: Tensor, codes: Tensor, at: Tensor | None) -> None:
-    """Hash keys [B, Hkv, T, D] into codes int32 [B, Hkv, N, W], from token `at` on; None: into all of them."""
+def write_keys(
+    layer: Planes | Transform, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None
+) -> None:
+    """Hash keys [B, Hkv, T, D] into codes int32 [B, Hkv, N, W], from token `at` on; None: into all of them.
+
+    Args: first: for a copy of the codes' first words, int32 [B, Hkv, N], or None.
+    """
     known = _placed.get(id(layer))
     weights, digits = (_weights(layer.key), _digits(layer)) if known is None else (known.key, known.digits)
-    OPERATORS.hash_keys(k, weights, digits, codes, at)
+    OPERATORS.hash_keys(k, weights, digits, codes, at, first)
 
 
 def queries(layer: Planes | Transform, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
@@ -153,6 +160,7 @@ def hash_keys(
     digits: Sequence[Tensor],
     codes: Tensor,
     at: Tensor | None = None,
+    first: Tensor | None = None,
     run: Run | None = None,
 ) -> None:
     """Hash x [B, H, T, D], not empty, into codes int32 [B, H, N, bits / 32], from token `at` on.
@@ -161,6 +169,7 @@ def hash_keys(
         weights: float32 R [H, D, C], W1 [H, D, M], b1 [H, 1, M], W2 [H, M, C], b2 [H, 1, C], without gaps.
         digits: int64 coordinate [H, bits], float32 power [H, bits] and limit [H, C]; empty if C is bits.
         codes: their words must be contiguous (stride 1).
+        first: for a copy of their first words, int32 [B, H, N], contiguous along N; None: not wanted.
     """
     x, device, side = x.contiguous(), x.device, _side(weights, digits)
     form = x.shape, x.dtype, device, side.form, codes.shape[3], codes.stride()
@@ -169,6 +178,8 @@ def hash_keys(
         call = _keys.keep(form, _prepare_keys(x, weights, digits, codes))
     to = call.codes
     call.x.value, to.words, to.at = x.data_ptr(), codes.data_ptr(), None if at is None else at.data_ptr()
+    to.first = None if first is None else first.data_ptr()
+    to.first_batch, to.first_head = (0, 0) if first is None else first.stride()[:2]
     call.functions[:], call.digits[:] = side.functions, side.described
     (launch.run if run is None else run)(call.launches, device, KERNELS)
 
@@ -284,11 +295,18 @@ def _empty_planes(
 
 
 def _keys_on_cpu(
-    x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], codes: Tensor, at: Tensor | None
+    x: Tensor,
+    weights: Sequence[Tensor],
+    digits: Sequence[Tensor],
+    codes: Tensor,
+    at: Tensor | None,
+    first: Tensor | None,
 ) -> None:
-    first = 0 if at is None else int(at)
-    found = encode.hash_tokens(*_arrays(weights, digits), x, 1, 0)[0][..., 0, :]
-    codes[:, :, first : first + x.shape[2]] = found
+    begin = 0 if at is None else int(at)
+    tokens = slice(begin, begin + x.shape[2])
+    codes[:, :, tokens] = encode.hash_tokens(*_arrays(weights, digits), x, 1, 0)[0][..., 0, :]
+    if first is not None:
+        first[:, :, tokens] = codes[:, :, tokens, 0]
 
 
 def _queries_on_cpu(
@@ -309,7 +327,7 @@ def _arrays(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> tuple[encode
 
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 _MORE = {
-    "hash_keys": ("Tensor(a!) codes, Tensor? at) -> ()", hash_keys, _keys_on_cpu, lambda *_: None),
+    "hash_keys": ("Tensor(a!) codes, Tensor? at, Tensor(b!)? first) -> ()", hash_keys, _keys_on_cpu, lambda *_: None),
     "hash_queries": ("int bits, int group, int planes) -> Tensor", hash_queries, _queries_on_cpu, _empty_planes),
 }
 for _name, (_rest, _cuda, _cpu, _fake) in _MORE.items():

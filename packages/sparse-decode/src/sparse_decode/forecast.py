@@ -5,7 +5,6 @@ Sizes come from tensors on torch's meta device, created by the methods that crea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +16,7 @@ from transformers import DynamicCache
 
 from sparse_decode.blocks import rows_at_once
 from sparse_decode.buffer import spare_rows
+from sparse_decode.code_buffer import keeps_first_words
 from sparse_decode.plan import LayerPlan
 from sparse_decode.remainder import Moments, summing_bytes
 
@@ -120,7 +120,9 @@ def _codes(plan: LayerPlan, keys: Tensor, device: torch.device) -> int:
     if not plan.selector.needs_codes:
         return 0
     one = torch.zeros(1, keys.shape[1], 1, keys.shape[3], dtype=keys.dtype, device=device)
-    return keys.shape[0] * keys.shape[2] * 4 * math.prod(plan.encoder.code_shape(one))
+    heads, words = plan.encoder.code_shape(one)
+    words += keeps_first_words(plan.encoder.lists, device)
+    return keys.shape[0] * keys.shape[2] * 4 * heads * words
 
 
 def _weights(plan: LayerPlan, index: int) -> int:

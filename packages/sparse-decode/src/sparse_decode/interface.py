@@ -100,6 +100,12 @@ class AttentionContext:
         return codes
 
 
+    def first_words(self, codes: Tensor | None) -> Tensor | None:
+        """Return the cache's copy of the first words of codes [B, H, N, W], [B, H, N]; None if it has none."""
+        words: Tensor | None = None if codes is None else getattr(self.cache, "first_words", None)
+        return None if words is None or codes is None else words[:, :, : codes.shape[2]]
+
+
 class Short(AttentionContext):
     """The context of a call below the break-even, whose cache is plain. One object serves all calls of a layer."""
 
@@ -191,7 +197,8 @@ def attention(
         codes = None if call.cache is None else call.codes(key)  # without a cache the operator hashes
         moments = getattr(call.cache, "moments", None)
         sums = moments.tensors if plan.remainder is not None and isinstance(moments, StaticMoments) else []
-        x = AttentionArgs(query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length)
+        given = query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length
+        x = AttentionArgs(*given, first=call.first_words(codes))
         if plan.traces(x):
             return _as_eager(plan.attend(x)[0], value, attention_mask, sinks), None
         rest = (sinks, [*sums, plan.unused], plan.number, factor, softcap)
@@ -258,7 +265,8 @@ def _sparse(
     k, v, codes = trim(key, value, None if small else call.codes(key), None if whole else end)
     moments = getattr(call.cache, "moments", None)
     weights = query.new_zeros(*query.shape[:3], key.shape[2]) if _weights_wanted(module, plan, kwargs) else None
-    x = AttentionArgs(query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length)
+    given = query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length
+    x = AttentionArgs(*given, first=call.first_words(codes))
     if small:
         if isinstance(moments, StaticMoments):
             moments.ready = False  # this step does not update them

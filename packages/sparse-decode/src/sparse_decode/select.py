@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import hashcore
 import torch
 import torch.nn.functional as F
+from hashcore import torch_ops
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.layers import LayerHasher
 from torch import Tensor
@@ -36,6 +37,7 @@ class Rows:
         among: the result of `candidates`, if known already.
         sink, recent: numbers of first and last visible tokens that are always read; the others are the candidates.
         shortlist: `Budget.shortlist`, for selectors that search.
+        first: a copy of the codes' first words, int32 [B, H, N], if the cache has one.
     """
 
     layer: int
@@ -53,6 +55,7 @@ class Rows:
     most: int | None = None
     among: Tensor | None = None
     shortlist: int | None = None
+    first: Tensor | None = None
 
     def candidates(self) -> Tensor | None:
         """Return which tokens each row may select, bool [B or 1, 1, Q, N]; None for every token."""
@@ -173,13 +176,16 @@ class HashSelector:
         encoder = self._encoder
         return encoder.own_layer(layer, device) if type(self) is HashSelector and type(encoder) is PerHead else None
 
-    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
+    def write_codes(
+        self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None
+    ) -> bool:
         """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
 
+        Args: first: for a copy of the codes' first words, [B, H, N], or None.
         Returns: whether the hasher supports writing in place; if not, nothing was written.
         """
         write = getattr(self._encoder, "write_codes", None)
-        return write is not None and write(layer, k, codes, at)
+        return write is not None and write(layer, k, codes, at, first)
 
     def traceable(self, layer: int, x: Tensor) -> bool:
         """Whether operators that a compiled graph can contain hash a step's keys and queries [B, H, 1, D]."""
@@ -192,7 +198,10 @@ class HashSelector:
         keys, counts = rows.codes[:, :, None], rows.counts[:, None]
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index", "shortlist": rows.shortlist}
         if rows.uniform_count is not None and rows.visible is None:  # no tensor has to be read
-            return hashcore.search(planes, keys, rows.uniform_count, weights, **how)[1]
+            if rows.first is None:
+                return hashcore.search(planes, keys, rows.uniform_count, weights, **how)[1]
+            first = rows.first[:, :, None]
+            return torch_ops.search(planes, keys, rows.uniform_count, weights, first=first, **how)[1]
         if rows.most is not None and not readable(rows.q):  # the host cannot read `visible`
             return self._among(rows, planes, keys, weights, rows.most)
         span = visible_span(rows.visible, rows.k.shape[2])
@@ -291,12 +300,14 @@ class PerHead:
             return own.encode_queries(q, per_query_head=self.per_query_head)
         return self._cpu_encoder.queries(own, q, self.per_query_head)
 
-    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
+    def write_codes(
+        self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None
+    ) -> bool:
         """Hash keys in place if one operator does it: `HashSelector.write_codes`."""
         own = self._of_keys(layer, k)
         if self.per_query_head or not _by_operators(own, k):
             return False
-        encode_cuda.write_keys(own, k, codes, at)  # pyright: ignore[reportArgumentType]
+        encode_cuda.write_keys(own, k, codes, at, first)  # pyright: ignore[reportArgumentType]
         return True
 
     def own_layer(self, layer: int, device: torch.device) -> LayerHasher:

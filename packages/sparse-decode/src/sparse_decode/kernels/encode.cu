@@ -6,7 +6,8 @@
 //
 // x [B][H][T][D] contiguous; R [H][D][C], W1 [H][D][M], b1 [H][M], W2 [H][M][C], b2 [H][C], float32; coordinate i64 and
 // power f32 [Hkv][bits], limit f32 [Hkv][C]; codes [B][H][T][W] with strides and contiguous words, written from token
-// *at on (on the device, because the host may not know it); planes [B][Hout][T][P][W], W words of 32 bits.
+// *at on (on the device, because the host may not know it), and on request also
+// their first words, [B][H][T] with contiguous tokens; planes [B][Hout][T][P][W], W words of 32 bits.
 //
 // hash_keys, grid B T x H, 256 threads: a block hashes one token with one head's functions and reads each weight once.
 // apply, same grid: computes f, f32 [B][H][T][C].  weigh, grid B T x Hout: sums f over the group, weights and planes.
@@ -42,6 +43,9 @@ struct Codes {
   i64 head;
   i64 token;
   const i64* at;  // null: 0
+  u32* first;     // null: not wanted
+  i64 first_batch;
+  i64 first_head;
 };
 
 // Add x[0..rows) times a matrix [rows][columns] to `sums`; all but the matrix are in shared memory. If there are more
@@ -107,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS)
     if (j % 32 == 0) {
       const i64 place = (codes.at ? *codes.at : 0) + token;
       codes.words[batch * codes.batch + head * codes.head + place * codes.token + j / 32] = word;
+      if (j == 0 && codes.first) codes.first[batch * codes.first_batch + head * codes.first_head + place] = word;
     }
   }
 }
