@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from hashcore.cuda.kernels import score_macros
 from hashcore.cuda.program import Program
-from sparse_decode import gather
+from sparse_decode import gather, moments
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "results" / "kernels.json"
@@ -65,7 +65,7 @@ PROGRAMS = [
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
     *(Program("encode.cu", {"SPARSE_BF16": bf16}, gather.KERNELS) for bf16 in ("0", "1")),
     *(
-        Program("moments.cu", dict(gather.macros(dim, value_dim, dtype)), gather.KERNELS)
+        Program("moments.cu", dict(moments.defined(dim, value_dim, dtype)), gather.KERNELS)
         for dim, value_dim, dtype in GATHERS
     ),
     *(

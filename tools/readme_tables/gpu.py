@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from evals.grid import Grid, to_markdown
 from hashcore.cuda import traffic
+from sparse_decode.traffic import state_bytes
 
 from readme_tables.stored import stored
 
@@ -69,7 +70,7 @@ def layer_bytes(tokens: int, shortlist: int = 0) -> tuple[float, float]:
     """Return the bytes that a dense and a sparse layer of a step read and write: 16-bit keys and values."""
     dense = tokens * KV_HEADS * 2 * DIM * 2
     functions = 4 * (KV_HEADS + QUERY_HEADS) * (DIM * DIM + DIM * HIDDEN + HIDDEN * DIM)
-    sums = 2 * 4 * KV_HEADS * DIM * DIM
+    sums = KV_HEADS * state_bytes(DIM)
     return dense, search_bytes(tokens, shortlist) + functions + sums + FRACTION * dense
 
 
