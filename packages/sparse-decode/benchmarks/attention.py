@@ -1,14 +1,14 @@
 """Time one decode step of attention, sparse and dense, on the CPU.
 
     uv run packages/sparse-decode/benchmarks/attention.py --out docs/results/sparse_attention.json
-    uv run packages/sparse-decode/benchmarks/attention.py --against --lengths 131072 --out docs/results/equal_quality.json
+    uv run packages/sparse-decode/benchmarks/attention.py --against --out docs/results/equal_quality.json
 
 A step of one layer, batch 1, 28 query heads, 4 KV heads of 128 (Qwen2.5-7B). Sparse: append the new key and value, hash
 the key and the query, score all codes, select 2 %, attend to them and add the remainder. Dense: the fastest of the
 implementations below, none of which repeats keys and values; appending to its cache is not timed. Steps alternate
 between several caches, and a dense pass reads more than the last-level cache, so that no step finds its data there.
-With --against, the budget given (by default `Budget.frugal()`, of equal divergence) takes turns with plain 2 %, and with
-one dense pass, which leaves the caches of the processor alike for both. Times are medians of processor time, which
+With --against, the budget given (by default `Budget.frugal()`, of equal divergence) takes turns with plain 2 %, each
+after a dense pass, which leaves the caches of the processor alike for both. Times are medians of processor time, which
 depends less on other load. The last line is JSON.
 """
 

@@ -4,17 +4,19 @@ import copy
 
 import pytest
 import torch
-from fake_gpu import KINDS as STEPS
-from fake_gpu import TENTH, Operators, beyond_dense, cache_of, config_of, fake_gpu, faked, model_of
+from fake_gpu import TENTH, beyond_dense, config_of, fake_gpu, faked, told
 from hashcore import torch_ops
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, HashSelector, attach, code_buffer, encode_cuda
-from sparse_decode.cache import Encoder
+from sparse_decode.blocks import RowRule
+from sparse_decode.cache import Encoder, carry_codes
 from sparse_decode.code_buffer import CodeBuffer, keeps_first_words
+from sparse_decode.plan import LayerPlan
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from sparse_decode_layers import ACTS, KINDS, RESIZABLE, ROOM, encode, make, update
 from sparse_decode_simulated import device, inside
 from test_encode_cuda import CASES, layer_of
+from transformers.cache_utils import StaticLayer
 
 LISTED = Budget(0.1, shortlist=4)
 
@@ -116,21 +118,28 @@ def test_the_kernel_that_hashes_a_key_writes_its_first_word_twice(case):
 @pytest.mark.parametrize("kind", ["plain", "host", "beam"])
 def test_a_search_of_a_gpu_gets_them_side_by_side_without_another_launch(kind, monkeypatch):
     seen, search = [], torch_ops.search
-    monkeypatch.setattr(torch_ops, "search", lambda *given, **how: (seen.append(how["first"]), search(*given, **how))[1])
+
+    def listening(*given, **how):
+        seen.append(how["first"])
+        return search(*given, **how)
+
+    monkeypatch.setattr(torch_ops, "search", listening)
     listed, whole = (beyond_dense("llama", "transform", budget, kind) for budget in (LISTED, TENTH))
     assert seen
     assert all(first.device.type == "cuda" and first.stride(-1) == 1 for first in seen)
     assert listed == whole
 
 
-def test_a_static_cache_of_a_gpu_has_them(monkeypatch):
+def test_a_static_cache_of_a_gpu_has_them_only_for_a_shortlist():
     config = config_of("llama")
     hasher = Hasher(HasherConfig("transform", ModelShape.of(config)), 0)
     for budget, wanted in ((LISTED, True), (TENTH, False)):
         with fake_gpu() as mode:
-            model, cache = model_of(config), cache_of(config, "static")
-            with attach(model, HashSelector(faked(hasher, mode)), budget), torch.inference_mode(), Operators():
-                cache.layers[0].lazy_initialization(*(torch.zeros(2, 2, 1, 64, device="cuda"),) * 2)
-                model.model.layers  # noqa: B018
-            assert "static" in STEPS
-            assert wanted in (True, False)
+            plan = LayerPlan(0, HashSelector(faked(hasher, mode)), budget, RowRule(None, 1))
+            layer = carry_codes(StaticLayer(ROOM), plan.encoder)
+            k = torch.zeros(2, 2, 1, 64, dtype=torch.bfloat16, device="cuda")
+            with told(0):
+                layer.update(k, k)
+            assert (layer.first_words is not None) == wanted
+            if wanted:
+                assert layer.first_words.shape == (2, 2, ROOM)

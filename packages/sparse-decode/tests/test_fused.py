@@ -13,8 +13,8 @@ from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.cache import Encoder, carry_codes
 from sparse_decode.fused import FusedStep
 from sparse_decode.plan import LayerPlan
-from sparse_decode.sums import FOLD, Moments
 from sparse_decode.select import HashSelector
+from sparse_decode.sums import FOLD, Moments
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer

@@ -40,8 +40,8 @@ class Budget:
     """What `fraction` refers to: the row's visible tokens, or (the paper's rule) those of its sequence's last row."""
     shortlist: int | None = None
     """Score only about this many times the tokens to select by all bits: the best by their first 32 bits
-    (`hashcore.search`). None: score all. 4 is usual for `transform`. Steps that score all tokens ignore this: with masks
-    that have holes, and on CUDA with any mask, so with padding and static caches."""
+    (`hashcore.search`). None: score all. 4 is usual for `transform`. Steps that score all tokens ignore this: masks
+    with holes, and on CUDA any mask, so padding and static caches."""
     values: float = 1.0
     """Share of the tokens read whose values are read, too, above 0 and at most 1: those with the highest attention by
     their exact logits. The others keep their weight and get the value of the remainder (`attend`). Below 1 only on the

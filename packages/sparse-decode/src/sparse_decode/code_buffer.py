@@ -47,7 +47,7 @@ class CodeBuffer(GrowingBuffer):
             self._words.append(rows[..., :1])
 
     def extend_both(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Extend by codes like these; return the new part, and that of the first words [B, H, t], both to be written."""
+        """Extend by codes like these; return the new part, and that of the first words [B, H, t], to be written."""
         words = keeps_first_words(self._lists, rows.device)
         return self.extend(rows), self._words.extend(rows[..., :1])[..., 0] if words else None
 

@@ -99,7 +99,6 @@ class AttentionContext:
             )
         return codes
 
-
     def first_words(self, codes: Tensor | None) -> Tensor | None:
         """Return the cache's copy of the first words of codes [B, H, N, W], [B, H, N]; None if it has none."""
         words: Tensor | None = None if codes is None else getattr(self.cache, "first_words", None)

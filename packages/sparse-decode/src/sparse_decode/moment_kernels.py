@@ -1,7 +1,7 @@
 """Numba kernel that computes a decode step's means from the remainder's sums; `RunningMoments.step` calls it.
 
-The equations are those of `sparse_decode.remainder`. With S the spread, m and d the means of the n - T tokens in the sums
-and how far they move when the last T are added:
+The equations are those of `sparse_decode.remainder`. With S the spread, m and d the means of the n - T tokens in the
+sums and how far they move when the last T are added:
 
     rest = mean v + slope / n (q S + sum over the last T of q (k - m_k) (v - m_v)) - slope (q d_k) d_v
 """
@@ -71,9 +71,7 @@ def _lean_head(
     _centre(n, before, joins[b], v[b, h], value_sums[b, h], mean_v, drift_v, far_v)
     for g in range(group * h, group * (h + 1)):
         rest[b, g] = mean_v
-        _lean(
-            q[b, g], slopes[g], levels[b, h], scales[b, h], np.float32(n), far_k, far_v, drift_k, drift_v, rest[b, g]
-        )
+        _lean(q[b, g], slopes[g], levels[b, h], scales[b, h], np.float32(n), far_k, far_v, drift_k, drift_v, rest[b, g])
 
 
 def tasks(

@@ -93,9 +93,9 @@ def add_token(
         keys, values, spread: sums over the first `summed` tokens, as in `Moments`; levels, scales: as in `Rounded`.
         visible: number of visible tokens, int64 [B, 1]; shown: the visible tokens, bool [B, N]; None: all.
         before: the tokens that the sums cover, bool [B, `summed` or more]; None: all.
-    Returns: mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]; with `FOLD` new tokens also the
-        sums over all, in the order of `Moments` and `Rounded`. On CUDA, if the sums do not cover the visible tokens of a
-        row, all of these are NaN in at least one KV head.
+    Returns: mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]; with `FOLD` new tokens also
+        the sums over all, in the order of `Moments` and `Rounded`. On CUDA, if the sums do not cover the visible
+        tokens of a row, all of these are NaN in at least one KV head.
     """
     outputs = _empty(q, slopes, k, v, keys, values, spread, levels, scales, summed)
     sums = keys, values, spread, levels, scales
@@ -309,7 +309,8 @@ def _lean(
 
 _STEP = "Tensor q, Tensor slopes, Tensor k, Tensor v"
 _SUMS = "Tensor keys, Tensor values, Tensor spread, Tensor levels, Tensor scales"
-_HELD = ", ".join(f"Tensor({mark}!) {name}" for mark, name in zip("abcdefgh", (*_STATE, "before", "summed"), strict=True))
+_NAMES = *_STATE, "before", "summed"
+_HELD = ", ".join(f"Tensor({mark}!) {name}" for mark, name in zip("abcdefgh", _NAMES, strict=True))
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 LIBRARY.define(
     f"add_token({_STEP}, {_SUMS}, SymInt summed, Tensor? visible, Tensor? shown, Tensor? before) -> Tensor[]"

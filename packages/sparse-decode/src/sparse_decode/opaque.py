@@ -39,7 +39,7 @@ def register(worker: Writer | Step) -> int:
 
 @torch.library.custom_op("sparse_decode::write_codes", mutates_args=("codes", "first"))
 def write_codes(codes: Tensor, keys: Tensor, at: Tensor, writer: int, first: Tensor | None) -> None:
-    """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], and into first [B, H, N], from token `at` on, an integer tensor."""
+    """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], and first words [B, H, N], from token `at` on, an integer."""
     _registered[writer].write(codes, keys, at, first)
 
 

@@ -88,8 +88,8 @@ class RunningMoments:
         The covariance is rounded (`Rounded`).
 
         Args: as in `rows`; sight: what the rows see, None for all.
-        Returns: None if `rows` is needed: more than `FOLD` tokens are new, or the mask of earlier tokens has changed. On
-            a GPU the host does not read the mask; if it has changed, the result is NaN, and so are the next sums.
+        Returns: None if `rows` is needed: more than `FOLD` tokens are new, or the mask of earlier tokens has changed.
+            On a GPU the host does not read the mask; if it has changed, the result is NaN, and so are the next sums.
         """
         n, sums = k.shape[2], self._sums
         shown, visible = (None, None) if sight is None else (sight.tokens, sight.visible)
@@ -159,7 +159,7 @@ class RunningMoments:
         self._put(sums)
 
     def store(self, sums: Sequence[Tensor], seen: Tensor) -> None:
-        """Write the sums and the rounded spread into tensors, and the counted tokens into the first columns of `seen`."""
+        """Write sums and rounded spread into tensors, and the counted tokens into the first columns of `seen`."""
         if self._sums is not None:
             for room, found in zip(sums, (*self._sums, *Rounded.of(self._sums.spread)), strict=True):
                 room.copy_(found)
@@ -209,7 +209,7 @@ class StaticMoments:
     """The running sums of a static cache: buffers of fixed size, so that a compiled step updates them in place.
 
     Attributes:
-        tensors: those of `Moments` and of `Rounded`; the counted tokens, bool [B, N]; and the number of tokens including
+        tensors: those of `Moments` and of `Rounded`; the counted tokens, bool [B, N]; and the number of tokens with
             padding, int64 [B, Hkv], equal everywhere: on CUDA each block reads and writes its own.
     """
 

@@ -176,9 +176,7 @@ class HashSelector:
         encoder = self._encoder
         return encoder.own_layer(layer, device) if type(self) is HashSelector and type(encoder) is PerHead else None
 
-    def write_codes(
-        self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None
-    ) -> bool:
+    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None) -> bool:
         """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
 
         Args: first: for a copy of the codes' first words, [B, H, N], or None.
@@ -300,9 +298,7 @@ class PerHead:
             return own.encode_queries(q, per_query_head=self.per_query_head)
         return self._cpu_encoder.queries(own, q, self.per_query_head)
 
-    def write_codes(
-        self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None
-    ) -> bool:
+    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None) -> bool:
         """Hash keys in place if one operator does it: `HashSelector.write_codes`."""
         own = self._of_keys(layer, k)
         if self.per_query_head or not _by_operators(own, k):

@@ -43,9 +43,7 @@ class Moments(NamedTuple):
             end = min(start + tokens, last)
             keys, values = (shown_tokens(x, seen, start, end, device).sum(2) for x in (k, v))
             part = cls(count_shown(keys, seen, start, end)[:, -1].double(), keys, values, found.spread)
-            keys, values = (
-                deviations(x, mean, seen, start, end) for x, mean in zip((k, v), part.means(), strict=True)
-            )
+            keys, values = (deviations(x, mean, seen, start, end) for x, mean in zip((k, v), part.means(), strict=True))
             found = found.join(part._replace(spread=keys.mT @ values))
         return found
 
@@ -70,7 +68,7 @@ class Moments(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """The spread of `Moments` as steps read it: 8 bits per number. Sums stay exact; only what a step reads is rounded."""
+    """The spread of `Moments` as steps read it, 8 bits per number. The sums themselves stay exact."""
 
     levels: Tensor
     """int8 [B, Hkv, D, Dv], from -127 to 127."""

@@ -28,9 +28,9 @@ class StepBytes(NamedTuple):
 def state_bytes(head_dim: int, element: int = 2) -> float:
     """Count the bytes of the remainder's sums that a step reads and writes, on average over `FOLD` steps.
 
-    Each step reads two vectors in float64, a matrix in 8 bits with a factor a row, and the keys and values of the tokens
-    that are not in the sums yet. Every `FOLD` steps these tokens are read once more, the vectors and a matrix in float32
-    are read and written, and the matrix in 8 bits is written.
+    Each step reads two vectors in float64, a matrix in 8 bits with a factor a row, and the keys and values of the
+    tokens that are not in the sums yet. Every `FOLD` steps these tokens are read once more, the vectors and a matrix in
+    float32 are read and written, and the matrix in 8 bits is written.
     """
     vectors, rounded = 2 * 8 * head_dim, head_dim**2 + 4 * head_dim
     tokens = 2 * head_dim * element

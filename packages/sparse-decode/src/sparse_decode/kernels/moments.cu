@@ -1,4 +1,4 @@
-// The remainder's values in a decode step (docs/algorithm.md, eq. 16), from sums that cover all but the last few tokens.
+// The remainder's values in a decode step (docs/algorithm.md, eq. 16), from sums over all but the last few tokens.
 //
 //     rest_h = mean v + slope_h / n (S^T q_h + sum of (q_h . (k - m_k)) (v - m_v)) - slope_h (q_h . d_k) d_v
 //
@@ -12,8 +12,8 @@
 // may be written in place or to other memory: a block reads and writes those of its head alone.
 //
 // With padding, n differs by row (`visible`), and only tokens that the row sees (`shown`) count. The sums must cover
-// exactly the earlier tokens that are visible now. If not, results are NaN, and so are sums written then: the host could
-// only recompute them after waiting for the device. The blocks of a row share this check.
+// exactly the earlier tokens that are visible now. If not, results are NaN, and so are sums written then: the host
+// could only recompute them after waiting for the device. The blocks of a row share this check.
 //
 // add_token, grid B x Hkv, 256 threads: a thread has a column of the spread, or every PARTS-th row of one. Bytes: the
 // levels, up to FOLD keys and values, and two per token of a row with padding; 25 KB per head of 128 x 128, and every
