@@ -7,7 +7,7 @@ from evals import report
 from evals.grid import to_markdown
 from evals.lengths import codelength_grid
 
-from readme_tables import decoding, gpu, headline, paper, quality, rivals, searching, serving, speed
+from readme_tables import decoding, errors, gpu, headline, paper, quality, rivals, searching, serving, speed
 from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import named, stored
 
@@ -46,6 +46,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "second-exercises": paper.plain("exercises"),
     "second-needle": paper.plain("needle"),
     "bytes": quality.bytes_read(headline.SHORT_RUNS),
+    "output-errors": errors.errors(errors.RUNS),
     "frontier": quality.frontier(headline.FRONTIER_RUNS),
     "code-lengths": quality.of_run("codelength", codelength_grid),
     "throughput": speed.throughput,
