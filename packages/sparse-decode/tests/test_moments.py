@@ -165,4 +165,4 @@ def test_a_thousand_steps_do_not_drift():
     assert running.length > 1080
     for mine, exact in zip(running._sums, whole, strict=True):
         torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-3)
-    assert 0 < worst < 0.004
+    assert 0 < worst < 0.01

@@ -10,7 +10,7 @@ from sparse_decode.remainder import RunningMoments
 from sparse_decode.sums import FOLD
 from sparse_decode_doubles import Calibrated, SignHasher, generate, prompts, tiny_model
 
-ROUNDED = 4e-3
+ROUNDED = 1e-2
 """How far a step's values may be off because it reads 8 bits of each number of the covariance."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Literal, cast
 
@@ -77,7 +77,7 @@ class Budget:
 
         Args: changed: other fields. For `transform`, on the CPU. Source: docs/adr/0019-presets.md.
         """
-        return cls(**{"fraction": 0.026, "shortlist": 4, "values": 0.333, **changed})
+        return replace(cls(0.026, shortlist=4, values=0.333), **changed)
 
     @classmethod
     def thorough(cls, head_dim: int, **changed: Any) -> Budget:
@@ -90,7 +90,7 @@ class Budget:
         """
         code, word, list_, values, token = 16, 4, 4, 0.333, 4 * head_dim  # bytes; what a list and a selection take
         fraction = (code - word + 0.02 * token) / (list_ * code + (1 + values) * token / 2)
-        return cls(**{"fraction": round(fraction, 3), "shortlist": list_, "values": values, **changed})
+        return replace(cls(round(fraction, 3), shortlist=list_, values=values), **changed)
 
     def count(self, visible: Tensor, length: Tensor | None = None) -> Tensor:
         """Return the number of tokens each row reads, including sink and recent; all below `dense_below`.

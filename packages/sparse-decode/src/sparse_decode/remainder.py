@@ -102,10 +102,11 @@ class RunningMoments:
         elif not self._same(shown, len(k)):
             return None
         query, slopes, k, v = (x.detach() for x in (q[:, :, 0], slopes, k, v))
-        before = sums.keys, sums.values, sums.spread, *self._for_steps(sums), self.length
+        levels, scales = self._for_steps(sums)
+        before = sums.keys, sums.values, sums.spread, levels, scales, self.length, visible, shown, self._seen
         # On the CPU without torch's dispatcher.
         add = moments.on_cpu if readable(q) else moments.OPERATORS.add_token
-        mean_keys, rest, *folded = add(query, slopes, k, v, *before, visible, shown, self._seen)
+        mean_keys, rest, *folded = add(query, slopes, k, v, *before)
         if folded:
             *found, levels, scales = folded
             self._put(Moments(*found))
