@@ -169,7 +169,9 @@ class RunningMoments:
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply `change`, a function on the batch dimension, to the sums."""
         if self._sums is not None:
+            rounded = self._rounded
             self._put(self._sums.map(change))
+            self._rounded = None if rounded is None else Rounded(*map(change, rounded))
             self._seen = None if self._seen is None else change(self._seen)
 
     @property
