@@ -193,12 +193,12 @@ def _tasks_of(digest: str) -> Callable[..., int]:
                     _line(new_v[0, 0, t], own_v + item * (summed + t) * form[V_TOKEN], dim_v, kind, like)
                 keys = _doubles(sums[0] + 8 * task * dim, (1, 1, dim))
                 values = _doubles(sums[1] + 8 * task * dim_v, (1, 1, dim_v))
-                levels = _bytes(sums[2] + task * dim * dim_v, (1, 1, dim, dim_v))
-                scales = _floats(sums[3] + 4 * task * dim, (1, 1, dim))
+                spread = _bytes(sums[2] + task * dim * dim_v, (1, 1, dim, dim_v))
+                spread_scales = _floats(sums[3] + 4 * task * dim, (1, 1, dim))
                 slopes = _floats(form[SLOPES] + 4 * head, (group,))
                 _lean_head(
-                    0, 0, counts, joins, new_k, new_v, keys, values, levels, scales, q.reshape(1, group, dim), slopes,
-                    mean_keys, rest,
+                    0, 0, counts, joins, new_k, new_v, keys, values, spread, spread_scales, q.reshape(1, group, dim),
+                    slopes, mean_keys, rest,
                 )  # fmt: skip
             reach = (n - 1) * form[K_TOKEN] + dim, (n - 1) * form[V_TOKEN] + dim_v
             own = _floats(out_at + 4 * (b * hkv + h) * group * dim_v, (1, 1, group, dim_v))
