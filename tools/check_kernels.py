@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from hashcore.cuda.kernels import score_macros
 from hashcore.cuda.program import Program
-from sparse_decode import gather
+from sparse_decode import gather, moments
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "results" / "kernels.json"
@@ -69,7 +69,7 @@ PROGRAMS = [
         for narrow in ("0", "1")
     ),
     *(
-        Program("moments.cu", dict(gather.macros(dim, value_dim, dtype)), gather.KERNELS)
+        Program("moments.cu", dict(moments.defined(dim, value_dim, dtype)), gather.KERNELS)
         for dim, value_dim, dtype in GATHERS
     ),
     *(

@@ -31,6 +31,7 @@ from hashtrain.artefact.hasher import make_layer
 from hashtrain.files.atomic import write_text
 from hashtrain.layers.transform import Transform
 from sparse_decode import encode_cuda, encode_launches, gather, moments
+from sparse_decode.sums import Rounded
 
 KV_HEADS, GROUP, DIM, TOKENS, KEPT, BITS = 8, 4, 128, 4096, 82, 128
 ROUNDS, CALLS = 30, 100
@@ -72,9 +73,10 @@ def calls() -> dict[str, Callable[[], object]]:
 
     keys_sum, values_sum = (torch.zeros(1, KV_HEADS, DIM, dtype=torch.float64) for _ in range(2))
     spread, slopes = torch.zeros(1, KV_HEADS, DIM, DIM), torch.zeros(KV_HEADS * GROUP)
+    sums = keys_sum, values_sum, spread, *Rounded.of(spread), TOKENS - 1
 
     def add() -> None:
-        moments.add_token(q[:, :, 0], slopes, cache, cache, keys_sum, values_sum, spread)
+        moments.add_token(q[:, :, 0], slopes, cache, cache, *sums)
 
     return {"encode": encode, "search": search, "attend": attend, APART: add}
 

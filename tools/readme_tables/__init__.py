@@ -10,6 +10,7 @@ from evals.lengths import codelength_grid
 from readme_tables import (
     beside_paper,
     decoding,
+    errors,
     families,
     gpu,
     headline,
@@ -62,6 +63,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "second-needle": paper.plain("needle"),
     "missed": missed.missed,
     "bytes": quality.bytes_read(headline.SHORT_RUNS),
+    "output-errors": errors.errors(errors.RUNS),
     "frontier": quality.frontier(headline.FRONTIER_RUNS),
     "code-lengths": quality.of_run("codelength", codelength_grid),
     "throughput": speed.throughput,

@@ -118,8 +118,8 @@ def bytes_read(names: dict[str, tuple[str, ...]]) -> Callable[[pathlib.Path], st
             own = [point for point in points(found, HEAD_DIM) if point.method == OURS]
             sections.append([[subject, *_bytes_line(point)] for point in reversed(own)])
         title = (
-            f"`{OURS}` behind a dense prompt, 16-bit keys and values: bytes that a layer's step reads, as a share of "
-            "all keys and values, at the middle of the scored rows (`sparse_decode.traffic.step_bytes`)"
+            f"`{OURS}` behind a dense prompt, 16-bit keys and values: bytes that a layer's step requests, as a share "
+            "of all keys and values, at the middle of the scored rows (`sparse_decode.traffic.step_bytes`)"
         )
         header = ["model, text", "tokens read", "search and values", "bytes", "perplexity", "KL, nats"]
         return to_markdown(Grid(title, header, sections))

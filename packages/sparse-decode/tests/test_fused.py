@@ -13,8 +13,8 @@ from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.cache import Encoder, carry_codes
 from sparse_decode.fused import FusedStep
 from sparse_decode.plan import LayerPlan
-from sparse_decode.remainder import Moments
 from sparse_decode.select import HashSelector
+from sparse_decode.sums import FOLD, Moments
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -150,7 +150,6 @@ def test_weights_that_are_not_finite_are_refused_and_change_nothing():
         both.fused.attend(inputs(first, bad))
     both.held[1].update(k[:, :, 88:89], v[:, :, 88:89])
     assert torch.equal(first.codes, both.held[1].codes)
-    assert first.moments._sums is None  # summed anew when next asked
 
 
 def counted(monkeypatch):
@@ -261,7 +260,11 @@ def test_a_copy_of_the_sums_stays_what_it_was():
     kept, before = held.moments.copied(), [x.clone() for x in held.moments._sums]
     held.update(k[:, :, 88:89], v[:, :, 88:89])
     assert both.fused.attend_at_once(held, q, held.keys, held.values, 0.25) is not None
-    assert held.moments.length == 89
+    assert held.moments.length == 88, "a step does not add its token yet"
+    for n in range(89, 88 + FOLD):
+        held.update(k[:, :, n - 70 : n - 69], v[:, :, n - 70 : n - 69])
+        assert both.fused.attend_at_once(held, q, held.keys, held.values, 0.25) is not None
+    assert held.moments.length == 88 + FOLD
     assert kept.length == 88
     assert all(torch.equal(x, y) for x, y in zip(kept._sums, before, strict=True))
     assert not torch.equal(held.moments._sums.spread, before[-1])

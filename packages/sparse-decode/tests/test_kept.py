@@ -9,6 +9,7 @@ from hashcore.cuda import operands, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
 from sparse_decode import encode_cuda, encode_launches, gather, moments
+from sparse_decode.sums import FOLD, Rounded
 
 TABLES = encode_launches._calls, gather._calls, moments._calls, tensors._searches
 HALF, OTHER = torch.bfloat16, torch.float16
@@ -60,10 +61,11 @@ def attend(n=90, width=20, rooms=(0, 0), dtype=HALF, sets=2, scaling=0.1, ends=(
     return gather.attend, (q, k, v, indices, scaling, None, sinks), rest
 
 
-def add_token(n=9, rooms=(0, 0), dtype=HALF, padded=0):
+def add_token(n=19, rooms=(0, 0), dtype=HALF, padded=0, folds=False):
     q, slopes = torch.zeros(2, 4, 64, dtype=dtype), torch.zeros(4)
     k, v = (within((2, 2, n, 64), dtype, room) for room in rooms)
-    sums = torch.zeros(2, 2, 64).double(), torch.zeros(2, 2, 64).double(), torch.zeros(2, 2, 64, 64)
+    keys, spread = torch.zeros(2, 2, 64).double(), torch.zeros(2, 2, 64, 64)
+    sums = keys, keys.clone(), spread, *Rounded.of(spread), n - FOLD if folds else n - 1
     shown = torch.ones(2, n + padded, dtype=torch.bool)[:, :n]
     rows = (torch.ones(2, 1, dtype=torch.int64), shown, shown[:, :-1]) if padded else ()
     return moments.add_token, (q, slopes, k, v, *sums, *rows), {}
@@ -104,7 +106,8 @@ CALLS = {
         *({"ends": (0, 0)}, {"value_dim": 32}, {"more": ("sinks",)}, {"more": ("left_out",)}, {"more": ("always",)}),
     ),
     "add_token": (
-        *({}, {"rooms": (5, 0)}, {"rooms": (0, 5)}, {"n": 12}, {"dtype": OTHER}, {"padded": 1}, {"padded": 3}),
+        *({}, {"rooms": (5, 0)}, {"rooms": (0, 5)}, {"n": 22}, {"dtype": OTHER}, {"padded": 1}, {"padded": 3}),
+        {"folds": True},
     ),
     "search": (
         *({}, {"room": 5}, {"room": 9}, {"n": 303}, {"k": 9}, {"wide": True}, {"bounds": (200, 3, 0, 0)}),
@@ -216,8 +219,8 @@ def growing(name, lengths, **how):
         ("attend", (1, 2, 3, 4, 5, 6), {}),
         ("attend", (90, 91, 92, 93), {"more": ("sinks", "left_out")}),
         ("attend", (90, 91, 92), {"more": ("always",)}),
-        ("add_token", (9, 10, 11), {}),
-        ("add_token", (9, 10, 11), {"padded": 3}),
+        ("add_token", (19, 20, 21), {}),
+        ("add_token", (19, 20, 21), {"padded": 3}),
         ("search", (298, 299, 300, 301), {}),
         ("search", (298, 299, 300), {"k": ROWS}),
     ],

@@ -213,7 +213,7 @@ def shortlist(times: Any) -> int:
         return 0
     if isinstance(times, bool) or not isinstance(times, int | np.integer) or not 1 <= times <= _LONGEST_SHORTLIST:
         raise ValueError(
-            f"shortlist must be None or an integer from 1 to {_LONGEST_SHORTLIST:,}, got {shown(times)}; 6 is usual"
+            f"shortlist must be None or an integer from 1 to {_LONGEST_SHORTLIST:,}, got {shown(times)}; 4 is usual"
         )
     return int(times)
 

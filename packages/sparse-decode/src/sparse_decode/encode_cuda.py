@@ -121,13 +121,15 @@ def plane_weights(layer: LayerHasher, per_query_head: bool) -> tuple[int, ...]:
     return tuple(1 << p for p in range(how.planes)) or group_weights(how.group)
 
 
-def write_keys(layer: LayerHasher, k: Tensor, codes: Tensor, at: Tensor | None) -> None:
+def write_keys(layer: LayerHasher, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None) -> None:
     """Hash keys [B, Hkv, T, D] into codes int32 [B, H, N, W], from token `at` on; None: into all of them.
 
     H and W: `code_shape`, which also tells whether codes are per query head.
+
+    Args: first: for a copy of the codes' first words, int32 [B, H, N], or None.
     """
     known = _described(layer)
-    OPERATORS.hash_keys(k, known.key, known.digits, codes, at)
+    OPERATORS.hash_keys(k, known.key, known.digits, codes, at, first)
 
 
 def queries(layer: LayerHasher, q: Tensor, per_query_head: bool) -> tuple[Tensor, tuple[int, ...]]:
@@ -222,7 +224,12 @@ def _fake_step(
 
 
 def _keys_on_cpu(
-    x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], codes: Tensor, at: Tensor | None
+    x: Tensor,
+    weights: Sequence[Tensor],
+    digits: Sequence[Tensor],
+    codes: Tensor,
+    at: Tensor | None,
+    first: Tensor | None,
 ) -> None:
     if len(weights) == 5:
         found = encode.hash_tokens(*_arrays(weights, digits), x, 1, 0)[0][..., 0, :]
@@ -230,8 +237,11 @@ def _keys_on_cpu(
         found = hashcore.pack(_numbers(x, weights))
     (heads, width), (had, words) = (codes.shape[1], codes.shape[3]), (found.shape[1], found.shape[3])
     found = _joined(found, width // words).repeat_interleave(heads * width // (had * words), 1)
-    first = 0 if at is None else int(at)
-    codes[:, :, first : first + x.shape[2]] = found
+    begin = 0 if at is None else int(at)
+    tokens = slice(begin, begin + x.shape[2])
+    codes[:, :, tokens] = found
+    if first is not None:
+        first[:, :, tokens] = found[..., 0]
 
 
 def _queries_on_cpu(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], *how: int) -> Tensor:

@@ -63,7 +63,8 @@ class Codes(ctypes.Structure):
     _fields_ = (
         ("words", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
-        ("at", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("at", "first")),
+        *((name, ctypes.c_int64) for name in ("first_batch", "first_head")),
         *((name, ctypes.c_int32) for name in ("copies", "join")),
     )
 
@@ -122,6 +123,7 @@ def hash_keys(
     digits: Sequence[Tensor],
     codes: Tensor,
     at: Tensor | None = None,
+    first: Tensor | None = None,
     run: Run | None = None,
 ) -> None:
     """Hash x [B, Hkv, T, D], not empty, into codes int32 [B, H, N, W], from token `at` on.
@@ -131,8 +133,9 @@ def hash_keys(
         digits: int64 coordinate [Hkv, bits], float32 power [Hkv, bits] and limit [Hkv, C]; empty if C is bits.
         codes: their words must be contiguous (stride 1). With more heads than the functions, each code is written to
             as many; with fewer, the codes of several functions lie side by side.
+        first: for a copy of the codes' first words, int32 [B, H, N], contiguous along N; None: not wanted.
     """
-    _hash((x, side_of(weights, digits), codes, at), None, run)
+    _hash((x, side_of(weights, digits), codes, at, first), None, run)
 
 
 def hash_queries(
@@ -157,7 +160,7 @@ def hash_step(
     run: Run | None = None,
 ) -> Tensor:
     """Do both in one launch: keys k [B, Hkv, T, D] into all of `codes`, and queries q [B, Hq, T, D] to planes."""
-    return _hash((k, side_of(key_weights, digits), codes, None), (q, side_of(query_weights, digits), how), run)
+    return _hash((k, side_of(key_weights, digits), codes, None, None), (q, side_of(query_weights, digits), how), run)
 
 
 class _Call(NamedTuple):
@@ -178,7 +181,7 @@ class _Call(NamedTuple):
 
 
 _calls: Table[_Call] = Table()
-_Keys = tuple[Tensor, Side, Tensor, Tensor | None]
+_Keys = tuple[Tensor, Side, Tensor, Tensor | None, Tensor | None]
 _Queries = tuple[Tensor, Side, How]
 
 
@@ -199,12 +202,10 @@ def _hash(keys: _Keys | None, queries: _Queries | None, run: Run | None) -> Any:
         call = _calls.keep(form, _prepare(keys, queries))
     found = None
     if keys is not None and k is not None:
-        at = keys[3]
-        call.k.value, call.codes.words, call.codes.at = (
-            k.data_ptr(),
-            keys[2].data_ptr(),
-            None if at is None else at.data_ptr(),
-        )
+        to, (codes, at, first) = call.codes, keys[2:]
+        call.k.value, to.words, to.at = k.data_ptr(), codes.data_ptr(), None if at is None else at.data_ptr()
+        to.first = None if first is None else first.data_ptr()
+        to.first_batch, to.first_head = (0, 0) if first is None else first.stride()[:2]
         call.of_keys[:], call.digits[:] = keys[1].functions, keys[1].described
     if queries is not None and q is not None:
         found, planes = torch.empty_like(call.like), call.planes
@@ -226,7 +227,7 @@ def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
         heads[0], blocks[0] = keys[0].shape[1], _blocks(keys[0], keys[1])
         to = keys[2]
         join = to.shape[3] // (keys[1].form[-1] // 32)
-        codes = Codes(None, *to.stride()[:3], None, to.shape[1] * join // blocks[0], join)
+        codes = Codes(None, *to.stride()[:3], None, None, 0, 0, to.shape[1] * join // blocks[0], join)
     if queries is not None:
         how, heads[1], blocks[1] = queries[2], x.shape[1], _blocks(x, side)
         planes = Planes(None, None, None, how.group, how.join, how.slots, how.planes == 0)

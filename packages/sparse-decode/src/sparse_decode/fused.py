@@ -26,7 +26,7 @@ from sparse_decode.fused_kernels import AT, FORM
 from sparse_decode.select import HashSelector
 
 _GRAIN = 1 << 23  # multiply-adds, or words of codes and planes, that justify a thread: about 1 ms
-_NO_SUMS = 0, 0, 0
+_NO_SUMS = 0, 0, 0, 0
 
 
 class _Weight:
@@ -116,7 +116,7 @@ class FusedStep:
         batch, hkv, n = k.shape[:3]
         codes, pending = held.room_for_code()
         form, reads, moments = self._formed(q, k, v, codes, left_out), self.budget.count_row(n), held.moments
-        sums = None if left_out is None else moments.to_extend(batch, n)
+        sums = None if left_out is None else moments.for_step(batch, n)
         if form is None or (left_out is not None and sums is None):
             return None
         tasks = batch * hkv
@@ -129,16 +129,15 @@ class FusedStep:
         where = q.data_ptr(), k.data_ptr(), v.data_ptr(), codes.data_ptr(), n, count, int(pending)
         factors = np.float32(scaling), np.float32(softcap or 0), float(self.budget.values)
         at = 0 if own_sinks is None else own_sinks.data_ptr()
-        totals = _NO_SUMS if sums is None else tuple(x.data_ptr() for x in sums[1:])
-        given = form.values, LIKE[k.element_size()], *factors, *where, at, out.data_ptr(), totals
+        totals = _NO_SUMS if sums is None else tuple(x.data_ptr() for x in sums)
+        given = form.values, LIKE[k.element_size()], *factors, *where, at, out.data_ptr(), totals, moments.length
         done = threads.run(fused_kernels.kernel(), tasks, workers, given)
         if any(done):  # a query's weights are not finite: the general way raises the error
-            moments.forget()
             return None
         if pending:
             held.wrote_code()
         if sums is not None:
-            moments.extended(n)
+            moments.stepped(k, v, n)
         return out if q.dtype == torch.float32 else out.to(q.dtype)
 
     def _workers(self, form: _Form, n: int, reads: int, tasks: int) -> int:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from hashcore.cuda import traffic
 
+from sparse_decode.traffic import state_bytes
+
 REACHED = 0.85
 """Share of the bandwidth reached by kernels that only read."""
 LAUNCH_US = 2.0
@@ -71,10 +73,10 @@ class Layer(NamedTuple):
         return self.search_bytes(tokens, batch) + self.fraction * self.dense_bytes(tokens, batch)
 
     def sparse_bytes(self, tokens: int, batch: int = 1, shortlist: int = 0) -> float:
-        """Return the bytes that a whole step moves, with the hash functions' weights of 16 bits and the remainder's sums."""
+        """Return the bytes that a whole step moves, with hash functions of 16 bits and the remainder's sums."""
         dim, bits, hidden = self.dim, self.bits, self.hidden
         functions = 2 * (self.kv_heads + self.query_heads) * (dim * bits + dim * hidden + hidden * bits)
-        sums = batch * 2 * 4 * self.kv_heads * dim * dim
+        sums = batch * self.kv_heads * state_bytes(dim)
         search = self.search_bytes(tokens, batch, shortlist)
         return search + functions + sums + self.fraction * self.dense_bytes(tokens, batch)
 

@@ -105,7 +105,7 @@ class AttentionContext:
         held, selector, planes = self.cache, self.plan.selector, None
         if not isinstance(held, CodedDynamicLayer) or not isinstance(selector, HashSelector):
             return self.codes(k), None
-        if q.shape[2] > 1 or readable(q) or held.encoder is not self.plan.encoder:
+        if q.shape[2] > 1 or readable(q) or held.encoder is not self.plan.encoder or held.encoder.lists:
             return self.codes(k), None
         room, missing = held.room_for_code()
         if missing:
@@ -114,6 +114,11 @@ class AttentionContext:
         if planes is not None:
             held.wrote_code()
         return self.codes(k), planes
+
+    def first_words(self, codes: Tensor | None) -> Tensor | None:
+        """Return the cache's copy of the first words of codes [B, H, N, W], [B, H, N]; None if it has none."""
+        words: Tensor | None = None if codes is None else getattr(self.cache, "first_words", None)
+        return None if words is None or codes is None else words[:, :, : codes.shape[2]]
 
 
 class Short(AttentionContext):
@@ -236,7 +241,8 @@ def _compiled(
     codes = None if call.cache is None else call.codes(key)  # without a cache the operator hashes
     moments = getattr(call.cache, "moments", None)
     sums = moments.tensors if plan.remainder is not None and isinstance(moments, StaticMoments) else []
-    x = AttentionArgs(query, key, value, mask, codes, None, factor, softcap, sinks, moments, None, length)
+    given = query, key, value, mask, codes, None, factor, softcap, sinks, moments, None, length
+    x = AttentionArgs(*given, first=call.first_words(codes))
     if plan.traces(x):
         return _as_eager(plan.attend(x)[0], value, mask, sinks)
     rest = (sinks, [*sums, plan.unused], plan.number, factor, softcap)
@@ -302,7 +308,8 @@ def _sparse(
     k, v, codes = trim(key, value, codes, None if whole else end)
     moments = getattr(call.cache, "moments", None)
     weights = query.new_zeros(*query.shape[:3], key.shape[2]) if _weights_wanted(module, plan, kwargs) else None
-    x = AttentionArgs(query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length, planes=planes)
+    given = query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length
+    x = AttentionArgs(*given, first=call.first_words(codes), planes=planes)
     if small:
         if isinstance(moments, StaticMoments):
             moments.ready = False  # this step does not update them

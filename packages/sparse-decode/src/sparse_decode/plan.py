@@ -70,7 +70,8 @@ class LayerPlan:
         if isinstance(selector, HashSelector):
             in_place = partial(selector.write_codes, layer), partial(selector.traceable, layer)
             self._fused = FusedStep(layer, selector, budget) if backend == "gather" else None
-        self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *in_place)
+        lists = budget.shortlist is not None
+        self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *in_place, lists=lists)
 
     def all_dense(self, n: int) -> bool:
         """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""

@@ -39,6 +39,7 @@ class Rows:
         sink, recent: numbers of first and last visible tokens that are always read; the others are the candidates.
         shortlist: `Budget.shortlist`, for selectors that search.
         planes: the result of `HashSelector.encode_queries`, if known already.
+        first: a copy of the codes' first words, int32 [B, H, N], if the cache has one.
     """
 
     layer: int
@@ -57,6 +58,7 @@ class Rows:
     among: Tensor | None = None
     shortlist: int | None = None
     planes: tuple[Tensor, tuple[int, ...]] | None = None
+    first: Tensor | None = None
 
     def candidates(self) -> Tensor | None:
         """Return which tokens each row may select, bool [B or 1, 1, Q, N]; None for every token."""
@@ -177,13 +179,14 @@ class HashSelector:
         encoder = self._encoder
         return encoder.own_layer(layer, device) if type(self) is HashSelector and type(encoder) is PerHead else None
 
-    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
+    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None) -> bool:
         """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
 
+        Args: first: for a copy of the codes' first words, [B, H, N], or None.
         Returns: whether the hasher supports writing in place; if not, nothing was written.
         """
         write = getattr(self._encoder, "write_codes", None)
-        return write is not None and write(layer, k, codes, at)
+        return write is not None and write(layer, k, codes, at, first)
 
     def encode_step(self, layer: int, k: Tensor, codes: Tensor, q: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
         """Hash the new keys of a step [B, Hkv, 1, D] into codes [B, H, 1, W], and its queries [B, Hq, 1, D], at once.
@@ -205,7 +208,8 @@ class HashSelector:
         keys, counts = rows.codes[:, :, None], rows.counts[:, None]
         uniform = rows.uniform_count if rows.visible is None else None
         if uniform is not None and isinstance(self._encoder, PerHead):  # nothing has to be checked or read
-            options = None, None, keys.shape[-2], 0, rows.sink, rows.recent, False, rows.shortlist or 0, None
+            first = None if rows.first is None else rows.first[:, :, None]
+            options = None, None, keys.shape[-2], 0, rows.sink, rows.recent, False, rows.shortlist or 0, first
             return OPERATORS.search(planes, keys, uniform, None, weights, *options)[1]
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index", "shortlist": rows.shortlist}
         if uniform is not None:
@@ -309,12 +313,12 @@ class PerHead:
             return own.encode_queries(q, per_query_head=self.per_query_head)
         return self._cpu_encoder.queries(own, q, self.per_query_head)
 
-    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None) -> bool:
+    def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None) -> bool:
         """Hash keys in place if one operator does it: `HashSelector.write_codes`."""
         own = self._of_keys(layer, k)
         if not _by_operators(own, k):
             return False
-        encode_cuda.write_keys(own, k, codes, at)
+        encode_cuda.write_keys(own, k, codes, at, first)
         return True
 
     def encode_step(self, layer: int, k: Tensor, codes: Tensor, q: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:

@@ -9,7 +9,8 @@
 //
 // x [B][H][T][D] contiguous; R [F][D][C], W1 [F][D][M], b1 [F][M], W2 [F][M][C], b2 [F][C]; coordinate i64 and power
 // f32 [Hkv][bits], limit f32 [Hkv][C]; codes [B][Hcode][T][words] with strides and contiguous words, written from token
-// *at on (on the device, because the host may not know it); planes [B][Hout][T][P][join W], W words of 32 bits.
+// *at on (on the device, because the host may not know it), and on request also their first words, [B][Hcode][T] with
+// contiguous tokens; planes [B][Hout][T][P][join W], W words of 32 bits.
 //
 // hash_tokens, grid B T x (blocks of keys + blocks of queries), 1024 threads. A block hashes one token with one head's
 // functions and reads each weight once: 64 bytes in flight for each thread. The last block of a group weighs its sum.
@@ -56,6 +57,9 @@ struct Codes {
   i64 head;
   i64 token;
   const i64* at;  // null: 0
+  u32* first;     // null: not wanted
+  i64 first_batch;
+  i64 first_head;
   i32 copies;     // heads that get the code of one block
   i32 join;       // blocks whose codes lie side by side in one head
 };
@@ -161,10 +165,13 @@ __device__ __forceinline__ void write_code(const float* sums, const Codes& codes
   }
   const u32 word = __ballot_sync(FULL_WARP, set);
   if (j % 32) return;
-  u32* from = codes.words + batch * codes.batch + ((codes.at ? *codes.at : 0) + token) * codes.token + j / 32;
+  const i64 place = (codes.at ? *codes.at : 0) + token;
+  u32* from = codes.words + batch * codes.batch + place * codes.token + j / 32;
   for (int copy = 0; copy < codes.copies; copy++) {
     const int slot = block * codes.copies + copy;
     from[slot / codes.join * codes.head + slot % codes.join * (digits.bits / 32)] = word;
+    if (j == 0 && codes.first && slot % codes.join == 0)
+      codes.first[batch * codes.first_batch + slot / codes.join * codes.first_head + place] = word;
   }
 }
 
