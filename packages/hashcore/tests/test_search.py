@@ -220,6 +220,21 @@ def test_the_first_key_of_all_is_found_in_parts(best):
     assert_pairs(parted, serial)
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_sample_that_misleads_is_left_in_every_part(rng, workers):
+    """Where the sample sees all keys that score more than the others, its floor keeps too few in all parts together."""
+    n, k, scores = 40_000, 1000, rng.integers(0, 60, 40_000)
+    for part in range(workers):
+        low, high = n * part // workers, n * (part + 1) // workers
+        for run in (0, 7):
+            at = low + run * (high - low - 64) // 7
+            scores[at : at + 64] = 120
+    keys, wanted = keys_scoring(scores), validation.selection((1, n), k, None, None, 0, 0)
+    with mock.patch.object(cpu.threads, "GRAIN", 1):
+        found = cpu.search(ZEROS[None], keys, (1,), (1,), wanted, True, workers=workers)
+    assert_pairs(found, reference.search(ZEROS, keys, k))
+
+
 @pytest.mark.parametrize("room", [1, 3 * (2 * 60 + launch_plan.CHUNK)])
 def test_blocks_of_any_size_search_alike(rng, monkeypatch, room):
     query, keys, lead = random_codes(rng, 40, 1, 4), random_codes(rng, 3000, 4), (40,)

@@ -12,7 +12,7 @@ from hashcore_samples import random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-NOT_COMPILED = {"layout.py", "threads.py"}
+NOT_COMPILED = {"layout.py", "threads.py", "team.py"}
 
 
 @settings(deadline=None, max_examples=20)
@@ -88,6 +88,7 @@ def test_threads_are_kept_and_a_forked_process_has_its_own():
 
 
 def test_small_work_starts_no_thread(rng, monkeypatch):
+    monkeypatch.setattr(threads.team, "runtime", lambda: None)
     monkeypatch.setattr(threads, "_helpers", None)
     monkeypatch.setattr(threads.numba.config, "NUMBA_NUM_THREADS", 8)
     query, keys = random_codes(rng, 1, 4), random_codes(rng, 60_000, 4)
@@ -105,7 +106,8 @@ def test_a_thread_is_used_for_each_grain_of_work_that_the_setting_allows(work, s
     assert most == setting
     assert threads.count(work, setting) == count
     assert 1 <= count <= most
-    assert count == most or count * threads.GRAIN <= max(work, threads.GRAIN) < (count + 1) * threads.GRAIN
+    grain = threads.GRAIN if threads.team.runtime() is None else threads.TEAM_GRAIN
+    assert count == most or count * grain <= max(work, grain) < (count + 1) * grain
 
 
 def _local_files(path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, QueryHeadHasher, attach, fused_kernels
+from sparse_decode import Budget, QueryHeadHasher, attach, fused, fused_kernels
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.cache import Encoder, carry_codes
 from sparse_decode.fused import FusedStep
@@ -125,14 +125,22 @@ def test_rows_that_see_little_more_than_their_ends(tokens):
 
 def test_threads_change_nothing(monkeypatch):
     wanted = []
-    monkeypatch.setattr(FusedStep, "_workers", lambda self, form, n, reads, tasks: wanted[-1])
+    monkeypatch.setattr(fused.threads, "count", lambda work, limit: wanted[-1])
     both = Both(make_hasher(), Budget(0.1), remainder=False)
     q, k, v = tensors(torch.float32, 3, 99)
     for workers in (1, 2, 5, 6):
         wanted.append(workers)
         ours, theirs = both.step(q, k, v)
         assert_alike(ours, theirs)
-    wanted.append(7)  # of 6 tasks: a search in parts is faster
+
+
+def test_large_work_for_fewer_heads_than_threads_is_left_to_searches_in_parts(monkeypatch):
+    monkeypatch.setattr(fused.torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(fused.threads, "most", lambda: 7)
+    both = Both(make_hasher(), Budget(0.1), remainder=False)
+    q, k, v = tensors(torch.float32, 3, 99)
+    assert both.step(q, k, v)[0] is not None  # 6 tasks
+    monkeypatch.setattr(fused.threads, "GRAIN", 1)
     assert both.step(q, k, v)[0] is None
 
 
