@@ -133,8 +133,8 @@ def _tasks_of(digest: str) -> Callable[..., int]:
     ) -> int:  # pragma: no cover - compiled  # fmt: skip
         """Run tasks [first, last) of 2 T, for T sequences and KV heads; return NOT_FINITE or 0.
 
-        The first T tasks select and the others attend, each as soon as its selection is ready: threads that share an
-        odd number of heads are then busy for the same time. Tasks must be started in order.
+        The first T tasks select and the others attend, so that threads which share an odd number of heads are busy for
+        the same time. No task waits for another: one that attends before its selection is ready selects itself.
 
         Args:
             form: int64, in the order of FORM; like: an empty array of the dtype in which keys are read.
@@ -160,36 +160,36 @@ def _tasks_of(digest: str) -> Callable[..., int]:
         blocks, visible = np.empty((0, 0), np.int64), np.full((1, 1), n, np.int64)
         counts, joins = np.full(1, float(n)), np.ones(1, np.bool_)
         own_sinks = np.full(group, -np.inf, np.float32)
+        own_indices = np.empty(selected.shape[1], np.int64)
+        status = 0
         for step in range(first, last):
             task = step % heads
             b, h = task // hkv, task % hkv
-            head, indices = h * group, selected[task]
+            head = h * group
             own_k = k_at + item * (b * form[K_BATCH] + h * form[K_HEAD])
             for g in range(group):
                 _line(q[0, g, 0], q_at + item * (b * form[Q_BATCH] + (head + g) * form[Q_HEAD]), dim, kind, like)
-            if step < heads:
+            late = step >= heads and not observe(ready, task)
+            indices = own_indices if late else selected[task]  # the thread that is late still writes to `selected`
+            if step < heads or late:
                 own_code = code_at + 4 * (b * form[CODE_BATCH] + h * form[CODE_HEAD])
-                if pending:
+                if pending:  # if two threads write this code, they write the same
                     _line(key[0, 0, 0], own_k + item * (n - 1) * form[K_TOKEN], dim, kind, like)
                     _hash(form, KEY_R, form[KEY_HIDDEN], h, 1, 1, key, 0, code)
                     numba.carray(pointer(own_code + 4 * (n - 1) * form[CODE_TOKEN]), (words,), np.int32)[:] = code[
                         0, 0, 0, 0
                     ]
                 if not _hash(form, QUERY_R, form[QUERY_HIDDEN], head, group, group, q, levels, planes):
-                    publish(ready, task, -1)
-                    return NOT_FINITE
+                    status = NOT_FINITE
+                    continue
                 for token in range(sink):
                     indices[token] = token
                 for token in range(end, n):
                     indices[sink + count + token - end] = token
                 if count:
                     _search(form, planes, own_code, n, count, scores, indices[sink:])
+            if step < heads:
                 publish(ready, task, 1)
-                continue
-            state = 0
-            while state == 0:
-                state = observe(ready, task)
-            if state < 0:
                 continue
             own_v = v_at + item * (b * form[V_BATCH] + h * form[V_HEAD])
             if sinks_at:
@@ -215,6 +215,6 @@ def _tasks_of(digest: str) -> Callable[..., int]:
                 indices.reshape(1, 1, 1, -1), own, stats, used, scaling, softcap, own_sinks, kind, coefficients,
                 mean_keys.reshape(1, 1, 1, dim), rest.reshape(1, group, 1, dim_v), visible, share,
             )  # fmt: skip
-        return 0
+        return status
 
     return tasks
