@@ -101,13 +101,18 @@ class AttentionContext:
 
 
 class Short(AttentionContext):
-    """The context of a call below the break-even, whose cache is plain. One object serves all calls of a layer."""
+    """The context of a call below the break-even, whose cache is plain. One object serves all calls of a layer.
 
-    __slots__ = ("count",)
+    Args: name: of our attention, by which the hook has found that the model calls it.
+    """
 
-    def __init__(self, plan: LayerPlan):
+    __slots__ = ("by_torch", "count")
+
+    def __init__(self, plan: LayerPlan, name: str):
         super().__init__(plan, None)
         self.count: Callable[[int, int], None] = plan.count_short
+        self.by_torch: bool = name == NAMES["sdpa"]
+        """Whether the model's own attention is torch's, which needs no checks then."""
 
 
 def register() -> None:
@@ -150,6 +155,8 @@ def attention(
         batch, heads, rows, _ = query.shape
         if rows == 1:
             call.count(batch * heads, key.shape[2])
+            if call.by_torch and key.shape[2] < OWN_FROM.get(key.dtype, 256):
+                return attend_by_torch(query, key, value, 0.0, scaling), None
             return attend_densely(module, query, key, value, None, 0.0, scaling)
     if type(call) is AttentionContext and _is_plain(module, query, attention_mask, dropout, kwargs):
         factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
