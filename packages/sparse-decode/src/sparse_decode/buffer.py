@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sparse_decode.huge_pages import in_huge_pages
 from sparse_decode.modes import ordinary_tensors
 
 _SLACK = 64  # rows, or an eighth of the tokens: growing then copies each row eight times on average
@@ -126,4 +127,5 @@ class GrowingBuffer:
             if self._host:
                 shape = tokens, batch, heads, width
                 return torch.empty(shape, dtype=kind, device="cpu", pin_memory=pinned).permute(1, 2, 0, 3)
-            return torch.empty(batch, heads, tokens, width, dtype=kind, device=like.device, pin_memory=False)
+            rows = torch.empty(batch, heads, tokens, width, dtype=kind, device=like.device, pin_memory=False)
+            return in_huge_pages(rows)

@@ -122,13 +122,18 @@ class AttentionContext:
 
 
 class Short(AttentionContext):
-    """The context of a call below the break-even, whose cache is plain. One object serves all calls of a layer."""
+    """The context of a call below the break-even, whose cache is plain. One object serves all calls of a layer.
 
-    __slots__ = ("count",)
+    Args: name: of our attention, by which the hook has found that the model calls it.
+    """
 
-    def __init__(self, plan: LayerPlan):
+    __slots__ = ("by_torch", "count")
+
+    def __init__(self, plan: LayerPlan, name: str):
         super().__init__(plan, None)
         self.count: Callable[[int, int], None] = plan.count_short
+        self.by_torch: bool = name == NAMES["sdpa"]
+        """Whether the model's own attention is torch's, which needs no checks then."""
 
 
 def register() -> None:
@@ -171,6 +176,8 @@ def attention(
         batch, heads, rows, _ = query.shape
         if rows == 1:
             call.count(batch * heads, key.shape[2])
+            if call.by_torch and key.shape[2] < OWN_FROM.get(key.dtype, 256):
+                return attend_by_torch(query, key, value, 0.0, scaling), None
             return attend_densely(module, query, key, value, None, 0.0, scaling)
     if call is None:
         return attend_densely(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
