@@ -1,7 +1,8 @@
 """vLLM's CPU attention, with sparse decode steps in the configured layers.
 
-Only vLLM imports this module, by its path. Layers that are dense, or that do not attend to the whole context, use
-vLLM's implementation unchanged. A sparse layer
+Only vLLM imports this module, by its path. The builder of a group of layers decides which are sparse, before the first
+request: those of ordinary full attention, except the dense ones. All others use vLLM's implementation unchanged. A
+sparse layer
 
 1. writes keys and values row by row, and codes to the tail of each page (`sparse_decode.paged`); vLLM's kernel stores
    keys column by column, so that single tokens cannot be read;
@@ -19,11 +20,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from sparse_decode.budget import Budget
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -35,15 +36,43 @@ from sparse_serve.batch import Batch
 from sparse_serve.served import Served
 
 
+def takes(spec: Any) -> bool:
+    """Return whether the layers of a cache spec attend causally to the whole context, from pages of keys and values.
+
+    Subclasses are something else: sinks in pages of their own, latent attention, windows that keep a prefix.
+    """
+    return (
+        type(spec) is FullAttentionSpec
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and spec.head_size == spec.head_size_v
+        and not spec.non_causal
+    )
+
+
 class SpotlightBuilder(CPUAttentionMetadataBuilder):
-    """Separates prompts from decode rows, once per step for all layers."""
+    """Decides which layers of a group are sparse, and separates prompts from decode rows, once per step for all."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        served = Served.of(vllm_config)
+        self._budget: Budget | None = None
+        if served is None or not takes(kv_cache_spec):
+            return
+        layers = vllm_config.compilation_config.static_forward_context
+        for impl, name in ((layers[name].impl, name) for name in layer_names):
+            if impl.sliding_window == -1:
+                served.require_room(kv_cache_spec)
+                impl.serve(served, extract_layer_index(name))
+                self._budget = served.budget
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         found = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        served = Served.of(self.vllm_config)
-        if served is not None and isinstance(self.kv_cache_spec, FullAttentionSpec):
+        if self._budget is not None:
+            if found.causal is not True:
+                raise ValueError("spotlight needs causal attention, got a step that is not; serve without it")
             found.spotlight = Batch.of(
-                found, self.block_size, common_attn_metadata.is_prefilling, served.budget, self._schedule
+                found, self.block_size, common_attn_metadata.is_prefilling, self._budget, self._schedule
             )
         return found
 
@@ -66,37 +95,33 @@ class SpotlightBuilder(CPUAttentionMetadataBuilder):
 
 
 class SpotlightImpl(CPUAttentionBackendImpl):
-    """The attention of one layer."""
+    """The attention of one layer: vLLM's own, unless its builder calls `serve`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        config = get_current_vllm_config()
-        Served.latest = served = Served.of(config)
-        full = self.attn_type == AttentionType.DECODER and self.sliding_window == -1
-        self._served: Served | None = served if full else None
+        Served.latest = Served.of(get_current_vllm_config())
+        self._served: Served | None = None
         self._paged: Any = None
-        if self._served is None:
+
+    def serve(self, served: Served, index: int) -> None:
+        """Make this layer sparse, unless it is one of the engine's dense layers.
+
+        Raises: ValueError if it does what sparse layers do not support.
+        """
+        if self._served is served or index in served.dense_layers:
             return
         if self.alibi_slopes is not None:
             raise ValueError("spotlight does not support attention biases, got a model with ALiBi; serve without it")
         if self.kv_sharing_target_layer_name is not None:
             raise ValueError("spotlight does not support layers that share keys; serve without it")
-
-    def _layer(self, layer: Any) -> Any:
-        """Return the `PagedLayer` that decodes this layer; None if vLLM does."""
-        if self._served is None or self.attn_type != AttentionType.DECODER:
-            return None
-        if self._paged is None:
-            softcap = float(self.logits_soft_cap) or None
-            sinks = None if self.sinks is None else self.sinks.float()
-            index = extract_layer_index(layer.layer_name)
-            self._paged = self._served.layer(index, self.scale, softcap, sinks) or False
-        return self._paged or None
+        softcap = float(self.logits_soft_cap) or None
+        sinks = None if self.sinks is None else self.sinks.float()
+        self._served, self._paged = served, served.layer(index, self.scale, softcap, sinks)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        paged = self._layer(layer)
+        paged = self._paged
         if paged is None:
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         tokens = len(slot_mapping)
@@ -116,7 +141,7 @@ class SpotlightImpl(CPUAttentionBackendImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        paged = self._layer(layer)
+        paged = self._paged
         if attn_metadata is None or paged is None:
             scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output=output, **scales)
@@ -170,7 +195,7 @@ class SpotlightBackend(CPUAttentionBackend):
     def customize_spec(cls, spec: Any) -> Any:
         """Enlarge each page to make room for codes in its tail."""
         served = Served.latest
-        if served is None or type(spec) is not FullAttentionSpec or spec.page_size_padded is not None:
+        if served is None or not takes(spec) or spec.page_size_padded is not None:
             return spec
         others = spec.unpadded_page_size_bytes
         return replace(spec, page_size_padded=others + served.tail_bytes(spec.block_size, spec.num_kv_heads, others))
