@@ -39,8 +39,9 @@ def engine(job: dict[str, Any]) -> dict[str, Any]:
     if job["spotlight"] is not None and "tensor_parallel_size" not in job.get("more", {}):
         from sparse_serve.served import Served
 
-        assert Served.latest is not None
-        found["counts"] = Served.latest.counts()
+        served = Served.of(model.llm_engine.vllm_config)
+        assert served is not None
+        found["counts"] = served.counts()
     return found
 
 

@@ -38,7 +38,10 @@ def config(asked):
         model_config=SimpleNamespace(use_mla=False, is_encoder_decoder=False, hf_text_config=MODEL),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
         ),
         speculative_config=None,
         kv_transfer_config=None,
@@ -53,6 +56,7 @@ REFUSED = {
     "three ranks": ("parallel_config.tensor_parallel_size", 3, "a multiple of 3 KV heads for 3 ranks, got 2; use"),
     "stages": ("parallel_config.pipeline_parallel_size", 2, "got pipeline parallel"),
     "contexts": ("parallel_config.decode_context_parallel_size", 2, "got decode context parallel"),
+    "prompts": ("parallel_config.prefill_context_parallel_size", 2, "whole prompts, got prefill context parallel"),
     "a connector": ("kv_transfer_config", object(), "pages that stay in this process, got a KV connector"),
     "another model": ("model_config.hf_text_config", LlamaConfig(num_hidden_layers=2), "belongs to another model"),
 }

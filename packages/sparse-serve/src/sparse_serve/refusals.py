@@ -31,6 +31,7 @@ def require_serves(vllm_config: Any) -> None:
         (kind not in ("auto", "bfloat16", "float16", "float32"), f"caches in the model's dtype, got {kind}; use auto"),
         (vllm_config.speculative_config is not None, "one token per step, got speculative decoding; disable it"),
         (parallel.decode_context_parallel_size > 1, "whole contexts, got decode context parallel; use a size of 1"),
+        (parallel.prefill_context_parallel_size > 1, "whole prompts, got prefill context parallel; use a size of 1"),
         (parallel.pipeline_parallel_size > 1, "all layers in one process, got pipeline parallel; use a size of 1"),
         (vllm_config.kv_transfer_config is not None, "pages that stay in this process, got a KV connector; remove it"),
     ):
