@@ -140,7 +140,7 @@ class PagedLayer:
         return self.selector.encode_keys(self.layer, k.transpose(0, 1)[None])[0].transpose(0, 1)
 
     def decode(self, q: Tensor, pages: Pages, step: Step) -> Tensor:
-        """Select tokens for each row and attend to them.
+        """Select tokens for each row and attend to them, in CPU memory. On CUDA: `paged_cuda.decode`.
 
         Args:
             q: [B, Hq, D], in the dtype of the pages, which must already contain the row's own key.
