@@ -216,7 +216,7 @@ def test_the_guard_pages_catch_a_table_that_is_read_too_far(rng):
     source, macros = "score.cu", (("HASHCORE_WORDS", "4"), ("HASHCORE_PLANES", "3"), ("HASHCORE_WEIGHTS", "1,2,4"))
     text = simulated.read_source(simulated.HASHCORE_KERNELS, source)
     assert text.count("of.table + (i >> of.shift)") == 1
-    text = text.replace("of.table + (i >> of.shift)", "of.table + (i >> of.shift) + 5000")
+    text = text.replace("of.table + (i >> of.shift)", "of.table + (i >> of.shift) + 300")
     broken = Simulator(text, ["list_candidates"], dict(macros) | {"HASHCORE_PAGES": "1"})
     pool, query = Pool(rng, np.array([300]), 32, 1, 4), random_codes(rng, 1, 1, 3, 4)
 
