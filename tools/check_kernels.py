@@ -54,12 +54,22 @@ GATHERS = [
     *((size, size, torch.bfloat16) for size in (64, 80, 96, 128, 192, 256)),
     *((128, 128, torch.float16), (192, 128, torch.bfloat16), (256, 256, torch.float16)),
 ]
+# Of keys in pages, as serving engines have them.
+PAGED = [(4, (1,)), (4, (1, 2, 4)), (4, (1, 2, 4, 8, 16)), (4, (1, 2, 4, 8, 16, 32)), (2, (1, 2, 4)), (8, (1, 2, 4))]
+PAGES = {"HASHCORE_PAGES": 1}
 PROGRAMS = [
     Program("pack.cu"),
     Program("planes.cu"),
     Program("select.cu"),
     Program("choose.cu"),
     Program("choose.cu", {"HASHCORE_SHORTLIST": 1}),
+    Program("choose.cu", PAGES),
+    Program("place.cu", folder=gather.KERNELS),
+    *(Program("score.cu", dict(score_macros(words, weights)) | PAGES) for words, weights in PAGED),
+    *(
+        Program("gather.cu", dict(gather.macros(dim, value_dim, dtype, paged=True)), gather.KERNELS)
+        for dim, value_dim, dtype in GATHERS
+    ),
     *(Program("score.cu", dict(score_macros(words, weights))) for words, weights in SCORES),
     *(Program("shortlist.cu", dict(score_macros(words, weights))) for words, weights in SHORTLISTS),
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),

@@ -288,7 +288,7 @@ def beyond_dense(
 
 def launches_of(operator: str, shortlist: bool) -> int:
     """Say how often an operator launches a kernel at a long context; those of torch count as one."""
-    ours = {"search": search_launches(shortlist), "topk": topk_launches(), "gather": 2}
+    ours = {"search": search_launches(shortlist), "topk": topk_launches(), "gather": 2, "gather_paged": 2}
     return ours.get(operator, 1)
 
 

@@ -148,7 +148,7 @@ class PagedLayer:
             pages.codes[part] = codes.view(len(part), k.shape[2], *codes.shape[1:]).transpose(1, 2)
 
     def decode(self, q: Tensor, pages: Pages, step: Step) -> Tensor:
-        """Select tokens for each row and attend to them.
+        """Select tokens for each row and attend to them, in CPU memory. On CUDA: `paged_cuda.decode`.
 
         Args:
             q: [B, Hq, D], in the dtype of the pages, which must already contain the row's own key.
