@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from fake_gpu import TENTH, beyond_dense, config_of, fake_gpu, faked, told
+from fake_gpu import TENTH, beyond_dense, config_of, fake_gpu, told
 from hashcore import torch_ops
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, HashSelector, attach, code_buffer, encode_cuda
+from sparse_decode import Budget, HashSelector, attach, buffer, encode_cuda
 from sparse_decode.blocks import RowRule
 from sparse_decode.cache import Encoder, carry_codes
-from sparse_decode.code_buffer import CodeBuffer, keeps_first_words
+from sparse_decode.buffer import CodeBuffer, keeps_first_words
 from sparse_decode.plan import LayerPlan
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from sparse_decode_layers import ACTS, KINDS, RESIZABLE, ROOM, encode, make, update
@@ -24,7 +24,7 @@ LISTED = Budget(0.1, shortlist=4)
 @pytest.fixture
 def kept(monkeypatch):
     """Caches in host memory keep first words, too."""
-    for module in (code_buffer, "sparse_decode.cache", "sparse_decode.forecast"):
+    for module in (buffer, "sparse_decode.cache", "sparse_decode.forecast"):
         place = module if isinstance(module, str) else module.__name__
         monkeypatch.setattr(f"{place}.keeps_first_words", lambda wanted, device: wanted)
 
@@ -135,8 +135,8 @@ def test_a_static_cache_of_a_gpu_has_them_only_for_a_shortlist():
     config = config_of("llama")
     hasher = Hasher(HasherConfig("transform", ModelShape.of(config)), 0)
     for budget, wanted in ((LISTED, True), (TENTH, False)):
-        with fake_gpu() as mode:
-            plan = LayerPlan(0, HashSelector(faked(hasher, mode)), budget, RowRule(None, 1))
+        with fake_gpu():
+            plan = LayerPlan(0, HashSelector(hasher), budget, RowRule(None, 1))
             layer = carry_codes(StaticLayer(ROOM), plan.encoder)
             k = torch.zeros(2, 2, 1, 64, dtype=torch.bfloat16, device="cuda")
             with told(0):

@@ -150,9 +150,13 @@ def test_real_threads_change_nothing(monkeypatch):
         assert torch.equal(both.held[0].codes, both.held[1].codes)
 
 
+RUN = threads.run
+
+
 def in_another_order(kernel, steps, _, given):
     """Run the tasks of six heads, of which four attend before they have been selected for."""
-    assert steps == 12
+    if steps != 12:  # another kernel
+        return RUN(kernel, steps, _, given)
     kernel = threads.compiled(kernel)
     return [kernel(at, at + 1, *given) for at in (0, 6, 7, 1, 2, 8, 11, 10, 9, 3, 4, 5)]
 

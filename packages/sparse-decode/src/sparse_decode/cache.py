@@ -24,8 +24,7 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 
-from sparse_decode.buffer import GrowingBuffer
-from sparse_decode.code_buffer import CodeBuffer, keeps_first_words
+from sparse_decode.buffer import CodeBuffer, GrowingBuffer, keeps_first_words
 from sparse_decode.growing import GrowingLayer, stop_growing
 from sparse_decode.modes import no_autocast, ordinary_tensors, readable
 from sparse_decode.opaque import register, write_codes

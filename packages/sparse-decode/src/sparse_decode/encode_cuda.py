@@ -76,7 +76,10 @@ def _is_narrow(layer: LayerHasher) -> bool:
     found = [x for weights in (key_weights(layer), query_weights(layer)) for x in _matrices(weights)]
     if any(isinstance(x, FakeTensor) or x.device.type != "cpu" for x in found):
         return False
-    return all(torch.equal(x, x.half().float()) for x in found)
+    rounded = [x.half().float() for x in found]
+    if any(isinstance(x, FakeTensor) for x in rounded):  # in a mode that makes all results fake
+        return False
+    return all(map(torch.equal, found, rounded))
 
 
 def _matrices(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -229,7 +232,7 @@ def _keys_on_cpu(
     digits: Sequence[Tensor],
     codes: Tensor,
     at: Tensor | None,
-    first: Tensor | None,
+    first: Tensor | None = None,
 ) -> None:
     if len(weights) == 5:
         found = encode.hash_tokens(*_arrays(weights, digits), x, 1, 0)[0][..., 0, :]
@@ -302,7 +305,7 @@ def _arrays(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> tuple[encode
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 _HOW = "int bits, int group, int planes, int join"
 _OPERATORS = {
-    "hash_keys(Tensor x, Tensor[] weights, Tensor[] digits, Tensor(a!) codes, Tensor? at) -> ()": (
+    "hash_keys(Tensor x, Tensor[] weights, Tensor[] digits, Tensor(a!) codes, Tensor? at, Tensor(b!)? first=None) -> ()": (
         *(encode_launches.hash_keys, _keys_on_cpu, lambda *_: None),
     ),
     f"hash_queries(Tensor x, Tensor[] weights, Tensor[] digits, {_HOW}) -> Tensor": (

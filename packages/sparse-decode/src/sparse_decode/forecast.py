@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from sparse_decode.blocks import rows_at_once
 from sparse_decode.buffer import spare_rows
-from sparse_decode.code_buffer import keeps_first_words
+from sparse_decode.buffer import keeps_first_words
 from sparse_decode.plan import LayerPlan
 from sparse_decode.sums import Moments, Rounded, summing_bytes
 

@@ -209,7 +209,7 @@ class HashSelector:
         uniform = rows.uniform_count if rows.visible is None else None
         if uniform is not None and isinstance(self._encoder, PerHead):  # nothing has to be checked or read
             first = None if rows.first is None else rows.first[:, :, None]
-            options = None, None, keys.shape[-2], 0, rows.sink, rows.recent, False, rows.shortlist or 0, first
+            options = None, None, keys.shape[-2], 0, rows.sink, rows.recent, False, rows.shortlist or 0, first, None
             return OPERATORS.search(planes, keys, uniform, None, weights, *options)[1]
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index", "shortlist": rows.shortlist}
         if uniform is not None:
