@@ -80,6 +80,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "sparse-attention": decoding.sparse_attention,
     "shortlist": decoding.shortlist,
     "exact": decoding.exact,
+    "exact-speed": decoding.exact_speed,
     "sparse-break-even": decoding.break_even,
     "llama-cpp": decoding.beside_llama_cpp,
     "sparse-model-decode": decoding.model_decode,

@@ -8,8 +8,8 @@ layers`: attached, with `dense_below` above any context; `sparse`: with `dense_b
 numbers; each step's token is removed again.
 
 Steps alternate in one process; each timed step follows an untimed one of the same model, as in a text, so that none
-finds the caches full of another model's objects and code. Times are processor time with one thread, else wall time; ratios are medians over
-adjacent steps. Requirement: an attached step is at most 2 % slower at every length.
+finds the CPU's caches full of another model's objects. Times are processor time with one thread, else wall time; ratios
+are medians over adjacent steps. Requirement: an attached step is at most 2 % slower at every length.
 The last line is JSON; the exit status is 1 if the requirement is not met.
 """
 

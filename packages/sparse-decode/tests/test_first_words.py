@@ -1,16 +1,17 @@
 """The copy of codes' first words beside the codes of a GPU's cache: always that of the codes, and given to searches."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_gpu import TENTH, beyond_dense, config_of, fake_gpu, told
 from hashcore import torch_ops
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, HashSelector, attach, buffer, encode_cuda
+from sparse_decode import Budget, HashSelector, attach, buffer, encode_cuda, encode_launches
 from sparse_decode.blocks import RowRule
-from sparse_decode.cache import Encoder, carry_codes
 from sparse_decode.buffer import CodeBuffer, keeps_first_words
+from sparse_decode.cache import Encoder, carry_codes
 from sparse_decode.plan import LayerPlan
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from sparse_decode_layers import ACTS, KINDS, RESIZABLE, ROOM, encode, make, update
@@ -96,19 +97,21 @@ def test_generation_with_them_is_generation_without(monkeypatch, kept):
     assert torch.equal(*texts)  # a list of so few tokens is everything
 
 
-@pytest.mark.parametrize("case", CASES[1:3])
-def test_the_kernel_that_hashes_a_key_writes_its_first_word_twice(case):
-    layer = layer_of(*case)
-    k = torch.randn(2, 2, 3, layer.d).bfloat16()
-    weights, digits = [getattr(layer.key, name) for name in encode_cuda.NAMES], encode_cuda._digits(layer)
-    codes = torch.zeros(2, 2, 9, layer.bits // 32, dtype=torch.int32)
-    first = torch.full((2, 2, 11), 7, dtype=torch.int32)
-    encode_cuda.hash_keys(inside(k), weights, digits, codes, torch.tensor(4), first[:, :, :9], run=device(5))
+@pytest.mark.parametrize("per_query_head", [False, True])
+@pytest.mark.parametrize("name", ["planes-256", "transform", "lsh", "paper"])
+def test_the_kernel_that_hashes_a_key_writes_its_first_word_twice(name, per_query_head):
+    layer = layer_of(*CASES[name])
+    k = torch.randn(2, layer.hkv, 3, layer.d).bfloat16()
+    weights, digits = encode_cuda.key_weights(layer), encode_cuda.digits_of(layer)
+    heads, words = encode_cuda.code_shape(layer, per_query_head)
+    codes = torch.zeros(2, heads, 9, words, dtype=torch.int32)
+    first = torch.full((2, heads, 11), 7, dtype=torch.int32)
+    encode_launches.hash_keys(inside(k), weights, digits, codes, torch.tensor(4), first[:, :, :9], run=device(5))
     assert torch.equal(first[:, :, 4:7], codes[:, :, 4:7, 0])
     assert (first[:, :, :4] == 7).all()
     assert (first[:, :, 7:] == 7).all()
     again = torch.zeros_like(codes)  # the launch that is kept has no copy to write any more
-    encode_cuda.hash_keys(inside(k), weights, digits, again, torch.tensor(4), run=device(5))
+    encode_launches.hash_keys(inside(k), weights, digits, again, torch.tensor(4), run=device(5))
     assert torch.equal(again, codes)
     cpus = torch.full_like(first, 7)
     encode_cuda.OPERATORS.hash_keys(k.float(), weights, digits, again, torch.tensor(4), cpus)
@@ -116,19 +119,20 @@ def test_the_kernel_that_hashes_a_key_writes_its_first_word_twice(case):
 
 
 @pytest.mark.parametrize("kind", ["plain", "host", "beam"])
-def test_a_search_of_a_gpu_gets_them_side_by_side_without_another_launch(kind, monkeypatch):
-    seen, search = [], torch_ops.search
+def test_a_search_of_a_gpu_gets_them_side_by_side(kind, monkeypatch):
+    """The key is hashed in a launch of its own then, as it always is where keys are in host memory."""
+    seen, search = [], torch_ops.OPERATORS.search
 
-    def listening(*given, **how):
-        seen.append(how.get("first"))
-        return search(*given, **how)
+    def listening(*given):
+        seen.append(given[13])
+        return search(*given)
 
-    monkeypatch.setattr(torch_ops, "search", listening)
+    monkeypatch.setattr("sparse_decode.select.OPERATORS", SimpleNamespace(search=listening))
     listed, whole = (beyond_dense("llama", "transform", budget, kind) for budget in (LISTED, TENTH))
     given = [first for first in seen if first is not None]  # the others are those of the budget without a list
     assert given
     assert all(first.device.type == "cuda" and first.stride(-1) == 1 for first in given)
-    assert listed == whole
+    assert listed.launches - whole.launches == (1 if kind == "host" else 2)
 
 
 def test_a_static_cache_of_a_gpu_has_them_only_for_a_shortlist():

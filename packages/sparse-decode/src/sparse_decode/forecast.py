@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sparse_decode.blocks import rows_at_once
-from sparse_decode.buffer import spare_rows
-from sparse_decode.buffer import keeps_first_words
+from sparse_decode.buffer import keeps_first_words, spare_rows
 from sparse_decode.plan import LayerPlan
 from sparse_decode.sums import Moments, Rounded, summing_bytes
 
