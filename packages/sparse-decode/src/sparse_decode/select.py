@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import hashcore
 import torch
 import torch.nn.functional as F
+from hashcore import torch_ops
 from hashcore.torch_ops import OPERATORS
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.layers import LayerHasher
@@ -207,13 +208,15 @@ class HashSelector:
         planes, weights = rows.planes or self.encode_queries(rows.layer, rows.q)
         keys, counts = rows.codes[:, :, None], rows.counts[:, None]
         uniform = rows.uniform_count if rows.visible is None else None
+        first = None if rows.first is None else rows.first[:, :, None]
         if uniform is not None and isinstance(self._encoder, PerHead):  # nothing has to be checked or read
-            first = None if rows.first is None else rows.first[:, :, None]
             options = None, None, keys.shape[-2], 0, rows.sink, rows.recent, False, rows.shortlist or 0, first, None
             return OPERATORS.search(planes, keys, uniform, None, weights, *options)[1]
         how: dict[str, Any] = {"sink": rows.sink, "recent": rows.recent, "order": "index", "shortlist": rows.shortlist}
         if uniform is not None:
-            return hashcore.search(planes, keys, uniform, weights, **how)[1]
+            how |= {} if first is None else {"first": first}
+            search = hashcore.search if first is None else torch_ops.search
+            return search(planes, keys, uniform, weights, **how)[1]
         if rows.most is not None and not readable(rows.q):  # the host cannot read `visible`
             return self._among(rows, planes, keys, weights, rows.most)
         span = visible_span(rows.visible, rows.k.shape[2])
