@@ -165,13 +165,11 @@ __device__ __forceinline__ void write_code(const float* sums, const Codes& codes
   }
   const u32 word = __ballot_sync(FULL_WARP, set);
   if (j % 32) return;
-  const i64 place = (codes.at ? *codes.at : 0) + token;
-  u32* from = codes.words + batch * codes.batch + place * codes.token + j / 32;
   for (int copy = 0; copy < codes.copies; copy++) {
-    const int slot = block * codes.copies + copy;
-    from[slot / codes.join * codes.head + slot % codes.join * (digits.bits / 32)] = word;
-    if (j == 0 && codes.first && slot % codes.join == 0)
-      codes.first[batch * codes.first_batch + slot / codes.join * codes.first_head + place] = word;
+    const int slot = block * codes.copies + copy, within = slot % codes.join * (digits.bits / 32) + j / 32;
+    const i64 place = (codes.at ? *codes.at : 0) + token;
+    codes.words[batch * codes.batch + slot / codes.join * codes.head + place * codes.token + within] = word;
+    if (codes.first && within == 0) codes.first[batch * codes.first_batch + slot / codes.join * codes.first_head + place] = word;
   }
 }
 

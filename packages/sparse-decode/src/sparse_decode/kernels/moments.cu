@@ -83,7 +83,7 @@ __device__ __forceinline__ bool is_changed(const Padding& row, int batch, int he
   bool changed = false;
   if (row.shown || row.before) {
     const int share = (int(at) + heads - 1) / heads, end = share * (head + 1) < int(at) ? share * (head + 1) : int(at);
-#pragma unroll 8
+#pragma unroll 1  // as below: unrolled, some architectures spill registers
     for (int i = share * head + threadIdx.x; i < end; i += THREADS) {
       const bool now = !row.shown || row.shown[batch * row.shown_batch + i];
       const bool then = !row.before || row.before[batch * row.before_batch + i];
@@ -111,6 +111,7 @@ __device__ __forceinline__ void centre(Centred<SIZE>& x, const Half* from, i64 s
   for (int i = threadIdx.x; i < SIZE; i += THREADS) {
     const double sum = sums[i];
     double whole = sum;
+#pragma unroll 1
     for (int t = 0; t < count; t++) {
       if (!shown[t]) continue;
       const Half one = from[t * step + i];
@@ -124,6 +125,31 @@ __device__ __forceinline__ void centre(Centred<SIZE>& x, const Half* from, i64 s
   }
 }
 
+// a / b as IEEE 754 rounds it, for b and quotients far from the ends of float32's range. The operator is a call for
+// such ends, around which registers would be spilled.
+__device__ __forceinline__ float divide(float a, float b) {
+#ifdef HOSTSIM
+  return a / b;
+#else
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
+  r = fmaf(fmaf(-b, r, 1.0f), r, r);
+  const float quotient = a * r;
+  return fmaf(fmaf(-b, quotient, a), r, quotient);
+#endif
+}
+
+// 1 / b likewise, for a number of tokens.
+__device__ __forceinline__ double reciprocal(double b) {
+#ifdef HOSTSIM
+  return 1.0 / b;
+#else
+  double r = divide(1.0f, float(b));
+  for (int step = 0; step < 3; step++) r = fma(fma(-b, r, 1.0), r, r);
+  return r;
+#endif
+}
+
 // Round each row of a spread [DIM][VALUE_DIM] to levels; a warp has a row.
 __device__ __forceinline__ void round_rows(const float* spread, i8* levels, float* scales, float spoilt) {
   const int lane = threadIdx.x % 32;
@@ -132,9 +158,9 @@ __device__ __forceinline__ void round_rows(const float* spread, i8* levels, floa
     for (int i = lane; i < VALUE_DIM; i += 32) top = fmaxf(top, fabsf(spread[d * VALUE_DIM + i]));
 #pragma unroll
     for (int step = 16; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, step));
-    const float scale = top / 127.0f;
+    const float scale = divide(top, 127.0f);
     for (int i = lane; i < VALUE_DIM; i += 32) {
-      levels[d * VALUE_DIM + i] = scale > 0.0f ? i8(rintf(spread[d * VALUE_DIM + i] / scale)) : i8(0);
+      levels[d * VALUE_DIM + i] = scale > 1e-30f ? i8(rintf(divide(spread[d * VALUE_DIM + i], scale))) : i8(0);
     }
     if (lane == 0) scales[d] = scale + spoilt;
   }
@@ -159,11 +185,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const bool changed = is_changed(row, batch, head, token.kv_heads, lost ? 0 : first);
   const float spoilt = lost || changed ? __uint_as_float(0x7fc00000u) : 0.0f;
   const double n = row.visible ? double(row.visible[batch]) : double(end);
-  if (thread < 2) {  // early, with few live registers: a double division is a call, which would spill them
+  if (thread < 2) {
     int joined = 0;
     for (int t = 0; t < count; t++) joined += shown[t];
     const double tokens = thread ? n - joined : n;
-    shares[thread] = 1.0 / (tokens > 1.0 ? tokens : 1.0);
+    shares[thread] = reciprocal(tokens > 1.0 ? tokens : 1.0);
   }
   __syncthreads();
   const double share = shares[0], old_share = shares[1];
