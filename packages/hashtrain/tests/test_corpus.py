@@ -121,6 +121,15 @@ def test_texts_tokenised_together_have_the_tokens_of_each_alone(monkeypatch):
     assert all(torch.equal(ids, token_ids(text, letters)) for ids, text in zip(found, texts, strict=True))
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\x0b", "\x1d", "\x85", "\u2029"])
+def test_a_line_end_that_ends_a_text_does_not_make_it_several_lines(end):
+    sentences = f"{'a' * 31}. {'b' * 33}"
+    assert list(long_lines(sentences + end)) == list(long_lines(sentences))
+    assert list(long_lines(f"{sentences}{end}{end}")) == [sentences]
+    assert list(long_lines(f"{sentences}{end}c")) == [sentences]
+    assert list(long_lines("")) == list(long_lines(end)) == []
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\x0b", "\u2028"])
 def test_long_lines_are_those_of_a_text_or_the_sentences_of_one_line(end):
     line, other = "a" * 31, "b" * 33
