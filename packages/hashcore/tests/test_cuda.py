@@ -269,7 +269,7 @@ def samples():
         "planes": (x, 3, False),
         "group_planes": (there(random_codes(rng, 2, 7, 4)),),
         "score": (query, keys, weights),
-        "score_out": (query[0, 0], keys[0], None, there(random_codes(rng, 3, 33))),
+        "score_out": (query[0, 0], keys[0, 0], None, there(random_codes(rng, 3, 33))),
         "topk": (scores, 5, None, *options),
         "topk_out": (scores, 5, None, *options, *pair(2, 5)),
         "search": (query, keys, 9, None, weights, *options, True, 0, None),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from unittest import mock
 
 import pytest
@@ -12,19 +13,24 @@ from sparse_decode import streaming
 from sparse_decode.select import LshSelector
 from sparse_decode.settings import GenerateCommand
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, MaxLengthCriteria
 
 TOKENS = 40
 
 
 @pytest.fixture
 def answers(monkeypatch):
-    """Answer what the host reads: no text ends early, and every token is number 7. Returns what was read."""
-    read = []
+    """Answer what the host reads: a text ends at its greatest length only, and every token is number 7."""
+    read, criterion, ended = [], MaxLengthCriteria.__call__, [False]
+
+    def judge(own, ids, scores, **how):
+        ended[0] = ids.shape[1] >= own.max_length
+        return criterion(own, ids, scores, **how)
 
     def answer(_):
-        read.append("bool")
-        return False
+        asking = sys._getframe(1).f_code.co_name
+        read.append(asking)
+        return ended[0] and asking == "_has_unfinished_sequences"
 
     def tokens(x):
         assert x.device.type == "cpu"
@@ -35,6 +41,7 @@ def answers(monkeypatch):
         read.append("largest")
         return 7
 
+    monkeypatch.setattr(MaxLengthCriteria, "__call__", judge)
     monkeypatch.setattr(FakeTensor, "__bool__", answer, raising=False)
     monkeypatch.setattr(FakeTensor, "__int__", largest, raising=False)
     monkeypatch.setattr(FakeTensor, "tolist", tokens)
