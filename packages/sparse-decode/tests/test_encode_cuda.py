@@ -153,6 +153,27 @@ def test_votes_of_every_group_are_exact(group, bits):
         assert all(map(torch.equal, step(layer, k, q, order=order), expected))
 
 
+@pytest.mark.parametrize("variant", ["planes", "lsh"])
+def test_numbers_that_are_rounding_errors_alone_are_those_of_the_reference(variant):
+    """Sums that would be 0 without rounding: their signs and levels tell the order of every addition."""
+    layer = layer_of(variant, 64, 128, 24, 6, heads=(2, 1))
+    k, q = tokens_of(layer)
+    for x in (k, q):
+        x[..., 32:] = x[..., :32]
+    for side in ("key", "query"):
+        of = getattr(layer, side, layer)
+        matrix = of.rotation if variant == "lsh" else of.r
+        matrix[:, 32:] = -matrix[:, :32]
+        if variant == "planes":
+            of.w2.zero_()
+            of.b2.zero_()
+    expected = expected_codes(layer, k, False), expected_planes(layer, q, False)
+    for order in ORDERS:
+        assert all(map(torch.equal, step(layer, k, q, order=order), expected))
+    theirs = layer.encode_keys(k), layer.encode_queries(q)[0]
+    assert not any(nearly_equal(a, b) for a, b in zip(expected, theirs, strict=True))
+
+
 @pytest.mark.parametrize("name", ["transform", "lsh", "paper"])
 @pytest.mark.parametrize("per_query_head", [False, True])
 def test_keys_alone_and_queries_alone_are_those_of_the_step(name, per_query_head):

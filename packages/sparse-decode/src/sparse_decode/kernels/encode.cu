@@ -1,4 +1,4 @@
-// The hash functions for the tokens of a decode step, keys and queries together (docs/algorithm.md, eq. 1 to 5, 18, 19).
+// The hash functions for the tokens of a decode step, keys and queries together (docs/algorithm.md, eq. 1-5, 18, 19).
 //
 //     f(x) = x R + SiLU(x W1 + b1) W2 + b2                  `planes`, `transform`
 //     f(x) = x R                                            `lsh`, `linear`
@@ -108,7 +108,7 @@ __device__ __forceinline__ void add_product(const float* x, const Weight* matrix
   if (part < parts) {
     float sum = 0.0f;
 #pragma unroll UNROLL
-    for (int row = part; row < rows; row += parts) sum = fmaf(x[row], weight(matrix[i64(row) * columns + column]), sum);
+    for (int row = part; row < rows; row += parts) sum = fmaf(x[row], weight(matrix[row * columns + column]), sum);
     partial[threadIdx.x] = sum;
   }
   __syncthreads();
