@@ -19,6 +19,7 @@ def rounds_of(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
     before = set(sys.modules)
     module, model = import_module("exact_speed"), tiny_model()
+    module.LONGEST = 1e9
     attachment = attach(model, SignHasher(), Budget(0.2, min_tokens=4), exact=8)
     cache = DynamicCache(config=model.config)
     model(prompts((40,))[0], past_key_values=cache)
