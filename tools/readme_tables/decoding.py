@@ -62,8 +62,8 @@ def exact(results: pathlib.Path) -> str:
 def exact_speed(results: pathlib.Path) -> str:
     found = stored(results / "exact_speed.json")
     title = (
-        f"Milliseconds a token at an acceptance of {100 * found['accepted']:g} %, at most {found['most']} drafts, random "
-        f"weights in bfloat16, {found['threads']} threads, {found['processor']}, {found['date']}, medians of "
+        f"Milliseconds a token at an acceptance of {100 * found['accepted']:g} %, at most {found['most']} drafts, "
+        f"random weights in bfloat16, {found['threads']} threads, {found['processor']}, {found['date']}, medians of "
         f"{found['turns']} turns; a draft and a check of three rows in times of a dense step, measured and predicted"
     )
     header = ["model, tokens", "transformers", "dense", "exact", "dense / exact", "predicted", "draft", "check"]

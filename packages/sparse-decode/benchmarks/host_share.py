@@ -70,11 +70,12 @@ def measure(model: PreTrainedModel, n: int, repeats: int) -> dict[str, Any]:
     size = 2, 1, config.num_key_value_heads, n, config.hidden_size // config.num_attention_heads
     drawn = [torch.empty(size, dtype=model.dtype).normal_() for _ in range(config.num_hidden_layers)]
     step, cache = step_of(model, drawn)
-    seconds, found = dict.fromkeys(PARTS, 0.0), {name: list[float]() for name in ("step", *PARTS, "host")}
-    attention: Any = type(model.get_decoder().layers[0].self_attn)
+    seconds: dict[str, float] = {}
+    found = {name: list[float]() for name in ("step", *PARTS, "host")}
+    decoder: Any = model.get_decoder()
     with (
         timed(torch.nn.Linear, "forward", seconds, "products"),
-        timed(attention, "__call__", seconds, "attention"),
+        timed(type(decoder.layers[0].self_attn), "__call__", seconds, "attention"),
         timed(FusedStep, "attend", seconds, "fused"),
         timed(threads, "run", seconds, "kernel"),
     ):

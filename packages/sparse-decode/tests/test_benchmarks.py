@@ -1,8 +1,4 @@
-"""What the benchmark of exact mode counts: rounds at a given acceptance, and a cache that stays as long as it was."""
-
-import sys
-from importlib import import_module
-from pathlib import Path
+"""What benchmarks count: rounds of exact mode at a given acceptance, and the parts of a step."""
 
 import pytest
 import torch
@@ -10,23 +6,16 @@ from sparse_decode import Budget, attach
 from sparse_decode_doubles import SignHasher, prompts, tiny_model
 from transformers import DynamicCache
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-
 
 @pytest.fixture
-def rounds_of(monkeypatch):
+def rounds_of(benchmark):
     """Return `Rounds` over a small model at a chance of acceptance, and its cache of 40 tokens."""
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    before = set(sys.modules)
-    module, model = import_module("exact_speed"), tiny_model()
-    attachment = attach(model, SignHasher(), Budget(0.2, min_tokens=4), exact=8)
-    cache = DynamicCache(config=model.config)
-    model(prompts((40,))[0], past_key_values=cache)
-    yield lambda chance: (module.Rounds(model, attachment, cache, chance), cache)
-    attachment.detach()
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
-            del sys.modules[name]
+    module, model = benchmark("exact_speed"), tiny_model()
+    module.LONGEST = 1e9
+    with attach(model, SignHasher(), Budget(0.2, min_tokens=4), exact=8) as attachment:
+        cache = DynamicCache(config=model.config)
+        model(prompts((40,))[0], past_key_values=cache)
+        yield lambda chance: (module.Rounds(model, attachment, cache, chance), cache)
 
 
 @pytest.mark.parametrize(("chance", "made"), [(1.0, 5), (-1.0, 1)])
@@ -47,3 +36,15 @@ def test_no_drafts_are_a_dense_step(rounds_of):
     assert rounds.turn(0)[1] == 8
     assert list(rounds.passes) == ["check 1"]
     assert cache.get_seq_length() == 40
+
+
+def test_the_parts_of_a_step_contain_one_another(benchmark):
+    module = benchmark("host_share")
+    model = benchmark("shapes").smollm2(2)
+    own = torch.nn.Linear.forward
+    with attach(model, benchmark("shapes").make_hasher(model), Budget()):
+        found = module.measure(model, 300, 3)
+    assert 0 < found["kernel"] < found["fused"] < found["attention"] < found["step"]
+    assert 0 < found["products"]
+    assert found["host"] < found["step"] - found["kernel"]
+    assert torch.nn.Linear.forward is own
