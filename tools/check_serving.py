@@ -1,17 +1,18 @@
 """Check sparse-serve inside vLLM, on the CPU, with the Python of an environment that has both.
 
     PYTHON tools/check_serving.py --hasher path/or/hasher/of/the/demo/model
-    PYTHON tools/check_serving.py --hasher path/or/hasher --parts exact budgets arrivals ranks preemption poison others
+    PYTHON tools/check_serving.py --hasher path/or/hasher --parts exact budgets crossing arrivals ranks
     PYTHON tools/check_serving.py --hasher path/or/hasher --out docs/results/serving_checks.json  # store what was found
     PYTHON tools/check_serving.py --quick          # what CI runs: an untrained hash, few engines
 
 Every engine runs in its own process. exact: at a budget of 100 % the tokens match vLLM without the plug-in. budgets: at
 25 and 2 % they match `attach`, except at near-ties. Each uses 16 ragged requests, two of them with a shared prefix,
-twice: with a cold and with a warm prefix cache; pages of 32 and 128 tokens, with chunks of 64 and 2,048 each. arrivals:
-the same at 100, 25 and 2 %, with requests that arrive between the engine's steps. ranks: with tensor parallelism of 2.
-preemption: at least 20 preemptions, and all tokens correct. poison: NaN and wrong codes in all unowned pages, at every
-step. others: tiny random models of other families, with untrained hashes. Exit code 1, with a list, if anything is
-wrong. tools/check_server.py checks the server.
+twice: with a cold and with a warm prefix cache; pages of 32 and 128 tokens, with chunks of 64 and 2,048 each. crossing:
+the same where requests reach a break-even, at 100 and 25 %. arrivals: the same at 100, 25 and 2 %, with requests that
+arrive between the engine's steps. ranks: with tensor parallelism of 2. preemption: at least 20 preemptions, and all
+tokens correct. poison: NaN and wrong codes in all unowned pages, at every step. others: tiny random models of other
+families, with untrained hashes. Exit code 1, with a list, if anything is wrong. tools/check_server.py checks the
+server.
 """
 
 import argparse
@@ -30,6 +31,7 @@ from serving_checks.record import Record, told
 
 NEW = 24
 PREEMPTED = 20
+BELOW = 210  # a break-even that some requests reach while they are answered
 PAGES = ((32, 64), (128, 2048), (32, 2048), (128, 64))  # tokens per page, tokens per step
 
 
@@ -44,16 +46,16 @@ class Case:
     record: Record
     pages: tuple[tuple[int, int], ...] = PAGES
 
-    def asked(self, fraction: float) -> dict[str, Any]:
-        return {"hasher": self.hasher, "fraction": fraction}
+    def asked(self, fraction: float, below: int = 0) -> dict[str, Any]:
+        return {"hasher": self.hasher, "fraction": fraction, "dense_below": below}
 
-    def engine(self, fraction: float | None, page: int, chunk: int, **more: Any) -> dict[str, Any]:
+    def engine(self, fraction: float | None, page: int, chunk: int, below: int = 0, **more: Any) -> dict[str, Any]:
         """Run all prompts twice in one engine, at a budget, or without the plug-in."""
         job = {"model": self.model, "prompts": self.prompts, "new": NEW, "page": page, "chunk": chunk}
-        return ask("engine", **(job | more), spotlight=None if fraction is None else self.asked(fraction))
+        return ask("engine", **(job | more), spotlight=None if fraction is None else self.asked(fraction, below))
 
-    def attached(self, fraction: float) -> dict[str, Any]:
-        return ask("attached", model=self.model, prompts=self.prompts, new=NEW, spotlight=self.asked(fraction))
+    def attached(self, fraction: float, below: int = 0) -> dict[str, Any]:
+        return ask("attached", model=self.model, prompts=self.prompts, new=NEW, spotlight=self.asked(fraction, below))
 
 
 def say(text: str) -> None:
@@ -80,7 +82,9 @@ def exact(case: Case) -> list[str]:
     return wrong
 
 
-def against(case: Case, found: dict[str, Any], expected: dict[str, Any], what: str, fraction: float) -> list[str]:
+def against(
+    case: Case, found: dict[str, Any], expected: dict[str, Any], what: str, fraction: float, below: int = 0
+) -> list[str]:
     """Compare both passes of an engine with `attach`, and its counts with those computed from the lengths."""
     wrong = []
     for name, tokens in zip(("cold", "warm"), found["tokens"], strict=True):
@@ -90,7 +94,7 @@ def against(case: Case, found: dict[str, Any], expected: dict[str, Any], what: s
         wrong += others
         case.record.add(what=f"{what}, {name}", answers=len(tokens), equal=same, ties=ties)
     if "counts" in found:
-        counts = [2 * case.heads * x for x in expected_counts(case.prompts, NEW, fraction)]
+        counts = [2 * case.heads * x for x in expected_counts(case.prompts, NEW, fraction, below)]
         say(f"density {found['counts'][0] / found['counts'][1]:.3f}")
         wrong += [] if found["counts"] == counts else [f"{what}: {found['counts']} tokens"]
     return wrong
@@ -106,6 +110,18 @@ def budgets(case: Case) -> list[str]:
     return wrong
 
 
+def crossing(case: Case) -> list[str]:
+    """Compare with `attach` where requests begin below the break-even, reach it, or begin above it."""
+    wrong = []
+    for fraction in (1.0, 0.25):
+        expected = case.attached(fraction, BELOW)
+        for page, chunk in case.pages[:2]:
+            found = case.engine(fraction, page, chunk, BELOW)
+            what = f"{fraction:.0%} from {BELOW} tokens on, pages of {page}, chunks of {chunk}"
+            wrong += against(case, found, expected, what, fraction, BELOW)
+    return wrong
+
+
 def arrivals(case: Case) -> list[str]:
     return everywhere(case, "arriving at random", arrivals=True)
 
@@ -116,14 +132,14 @@ def ranks(case: Case) -> list[str]:
 
 def everywhere(case: Case, what: str, **more: Any) -> list[str]:
     """Compare engines of a kind with vLLM's own at 100 %, and with `attach` at 25 and 2 %."""
-    stock, ours = (case.engine(fraction, 32, 64, **more) for fraction in (None, 1.0))
+    stock, ours = (case.engine(fraction, 32, 64, 0, **more) for fraction in (None, 1.0))
     pairs = [(a, b) for x, y in zip(stock["tokens"], ours["tokens"], strict=True) for a, b in zip(x, y, strict=True)]
     equal = sum(a == b for a, b in pairs)
     say(f"whole budget, {what}: {equal} of {len(pairs)} equal")
     case.record.add(what=f"100%, {what}", answers=len(pairs), equal=equal)
     wrong = [] if equal == len(pairs) else [f"{what}: other tokens than vLLM without the plug-in"]
     for fraction in (0.25, 0.02):
-        found = case.engine(fraction, 32, 64, **more)
+        found = case.engine(fraction, 32, 64, 0, **more)
         wrong += against(case, found, case.attached(fraction), f"{fraction:.0%}, {what}", fraction)
     return wrong
 
@@ -153,7 +169,7 @@ def poison(case: Case) -> list[str]:
     wrong = []
     for fraction in (1.0, 0.02):
         how = {"more": {"enable_prefix_caching": False, "num_gpu_blocks_override": 300}}
-        clean, poisoned = (case.engine(fraction, 32, 256, **how, poison=on) for on in (False, True))
+        clean, poisoned = (case.engine(fraction, 32, 256, 0, **how, poison=on) for on in (False, True))
         pairs = [x for both in zip(clean["tokens"], poisoned["tokens"], strict=True) for x in zip(*both, strict=True)]
         equal = sum(a == b for a, b in pairs)
         same = equal == len(pairs)
@@ -179,8 +195,15 @@ def quick(case: Case) -> list[str]:
     return exact(few) + against(few, few.engine(0.02, 32, 64), few.attached(0.02), "2%", 0.02)
 
 
-PARTS: dict[str, Callable[[Case], list[str]]] = {"exact": exact, "budgets": budgets, "arrivals": arrivals}
-PARTS |= {"ranks": ranks, "preemption": preemption, "poison": poison, "others": others}
+PARTS: dict[str, Callable[[Case], list[str]]] = {"exact": exact, "budgets": budgets}
+PARTS |= {
+    "crossing": crossing,
+    "arrivals": arrivals,
+    "ranks": ranks,
+    "preemption": preemption,
+    "poison": poison,
+    "others": others,
+}
 
 
 def main() -> int:

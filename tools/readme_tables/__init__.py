@@ -77,6 +77,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "gpu-model": gpu.model,
     "gpu-shortlist": gpu.shortlist,
     "serving": serving.serving,
+    "serving-checks": serving.checks,
     "sparse-attention": decoding.sparse_attention,
     "shortlist": decoding.shortlist,
     "exact": decoding.exact,

@@ -95,11 +95,15 @@ def attached(job: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     model: Any = pretrained(AutoModelForCausalLM, job["model"], dtype=torch.float32).eval()
-    hasher, fraction = Hasher.from_pretrained(job["spotlight"]["hasher"]), job["spotlight"]["fraction"]
+    asked = job["spotlight"]
+    hasher, budget = (
+        Hasher.from_pretrained(asked["hasher"]),
+        Budget(asked["fraction"], dense_below=asked["dense_below"]),
+    )
     how: dict[str, Any] = dict(max_new_tokens=job["new"], do_sample=False, pad_token_id=0, eos_token_id=None)
     how |= dict(return_dict_in_generate=True, output_logits=True)
     tokens, logits = [], []
-    with torch.no_grad(), attach(model, hasher, Budget(fraction), remainder=False):
+    with torch.no_grad(), attach(model, hasher, budget, remainder=False):
         for prompt in job["prompts"]:
             found: Any = model.generate(torch.tensor([prompt]), **how)
             tokens.append(found.sequences[0, len(prompt) :].tolist())

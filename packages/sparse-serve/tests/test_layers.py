@@ -52,8 +52,8 @@ def test_only_ordinary_full_attention_is_sparse(kind, backend, asked):
         assert impl._paged is not None
         return
     cache = torch.zeros(1, HEADS, SIZE, 2 * DIM)
-    x = torch.randn(1, HEADS, DIM)
-    impl.forward(None, x, x, x, cache, common, output=torch.zeros(1, HEADS, DIM))
+    q, k, v = torch.randn(1, 2 * HEADS, DIM), *torch.randn(2, 1, HEADS, DIM)
+    impl.forward(None, q, k, v, cache, common, output=torch.zeros_like(q))
     assert impl.calls == ["forward", "update"]
 
 
@@ -116,8 +116,9 @@ def test_an_engine_beside_another_asks_for_its_own_pages(backend, asked):
 
 def test_an_engine_that_has_ended_is_forgotten(backend, asked):
     config, _ = engine(backend, asked, [(FullAttentionSpec(), {})])
-    before = len(Served._known)
+    key = id(config.compilation_config)
     assert Served.of(config) is Served.latest
+    assert key in Served._known
     del config, sys.modules["vllm.config"].current
     gc.collect()
-    assert len(Served._known) == before - 1
+    assert key not in Served._known

@@ -81,6 +81,8 @@ class Batch:
     prompts: Prompts | None = None
     rows: Tensor
     _step: Any = None
+    _decoding: Tensor
+    _given: tuple[Tensor, Tensor, Budget]
 
     @classmethod
     def of(
@@ -150,7 +152,9 @@ def _below(budget: Budget) -> int:
     return budget.dense_below
 
 
-def _pages(table: Tensor, lengths: NDArray[np.int64], counts: NDArray[np.int64], size: int) -> tuple[NDArray[Any], ...]:
+def _pages(
+    table: Tensor, lengths: NDArray[np.int64], counts: NDArray[np.int64], size: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_]]:
     """Return each row's pages, [R, T], and which of them hold tokens, and to which a first token is written now."""
     lengths = np.where(counts > 0, lengths, 0)
     first = np.arange(-(-int(lengths.max(initial=0)) // size)) * size

@@ -38,7 +38,7 @@ class Layout(NamedTuple):
         for digit in (1, _DIGIT, _DIGIT**2):
             tokens = (numbers // digit % _DIGIT).view(size, 1, dim).to(dtype)
             page = torch.zeros(1, 1, 2 * size, dim, dtype=dtype)
-            write(tokens, tokens, *page.chunk(2, dim=2), torch.arange(size))
+            write(tokens, tokens, page[:, :, :size], page[:, :, size:], torch.arange(size))
             places += page.view(2, -1).long() * digit
         if not torch.equal(places.sort().values, numbers.expand(2, -1)):
             raise ValueError(
