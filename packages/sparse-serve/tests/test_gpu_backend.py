@@ -1,5 +1,6 @@
 """The GPU backend on stand-ins for vLLM: results under the host simulator, launches and waits by fake CUDA tensors."""
 
+import copy
 import functools
 import importlib
 import sys
@@ -16,6 +17,7 @@ from hashcore.hostsim import Simulator, compiler
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import gather, paged_cuda, place_cuda
 from sparse_decode.paged import Step
+from sparse_decode.select import HashSelector
 from sparse_serve.device_batch import device_pages, rounded
 from sparse_serve.served import Served
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -392,7 +394,7 @@ def test_sizes_are_rounded_to_few():
 class Launching(TorchDispatchMode):
     """Lists operators that launch something; raises where the host would wait."""
 
-    NOTHING = ("empty", "detach", "alias", "_unsafe_view", "new_empty", "empty_like", "lift_fresh")
+    NOTHING = ("empty", "detach", "alias", "_unsafe_view", "new_empty", "empty_like", "lift_fresh", "device", "promote_types")
 
     def __init__(self):
         super().__init__()
@@ -413,7 +415,10 @@ def test_a_step_on_a_gpu_waits_for_nothing_and_its_launches_are_counted(backend,
     built(backend, config, specs)
     builder, (_, first, second) = built(backend, config, specs)[1], impls(config)
     monkeypatch.setattr("hashcore.cuda.launch.lane", lambda device: ("a stream",))
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode():
+        hasher = Served.of(config).hasher
+        fakes = {id(x): mode.from_tensor(x) for x in (*hasher.buffers(), *hasher.parameters())}
+        first._paged.selector = second._paged.selector = HashSelector(copy.deepcopy(hasher, fakes))
         caches = [pool(spec, device="cuda") for spec in specs]
         made = functools.partial(torch.zeros, device="cuda")
         starts, slots = made(5, dtype=torch.int32), made(4, dtype=torch.int64)
