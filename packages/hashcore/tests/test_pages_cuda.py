@@ -101,7 +101,6 @@ def test_keys_in_pages_are_found_as_gathered_ones(data, device):
     assert_found(search(query, pool, k, weights, device, **ranges), expected)
 
 
-
 @pytest.mark.parametrize("order", simulated.ORDERS)
 @pytest.mark.parametrize("size", [16, 32, 128])
 def test_long_rows_are_found_in_any_order(rng, size, order):

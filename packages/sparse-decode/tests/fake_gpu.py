@@ -280,7 +280,13 @@ def beyond_dense(
 
 def launches_of(operator: str) -> int:
     """Say how often an operator launches a kernel; those of torch count as one."""
-    return {"search": search_launches(), "topk": topk_launches(), "hash_queries": 2, "gather": 2, "gather_paged": 2}.get(operator, 1)
+    return {
+        "search": search_launches(),
+        "topk": topk_launches(),
+        "hash_queries": 2,
+        "gather": 2,
+        "gather_paged": 2,
+    }.get(operator, 1)
 
 
 @functools.cache

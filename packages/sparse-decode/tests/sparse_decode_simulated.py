@@ -48,9 +48,7 @@ def steps(order=0):
     def run(launches, device, folder=HASHCORE_KERNELS):
         for one in launches:
             kernels.append(one.kernel)
-            simulator(one.source, one.macros).launch(
-                one.kernel, one.grid, (one.threads,), one.arguments, order=order
-            )
+            simulator(one.source, one.macros).launch(one.kernel, one.grid, (one.threads,), one.arguments, order=order)
 
     run.kernels = kernels
     return run

@@ -113,7 +113,10 @@ def test_on_a_gpu_our_backend_is_registered_once_and_chosen_if_asked_for(gpu, ha
 
 CHOSEN = {
     "for all": ({"backend": SimpleNamespace(name="FLASHINFER"), "backend_per_kind": {}}, "got FLASHINFER; leave"),
-    "for a kind": ({"backend": None, "backend_per_kind": {"x": SimpleNamespace(name="TRITON_ATTN")}}, "got TRITON_ATTN"),
+    "for a kind": (
+        {"backend": None, "backend_per_kind": {"x": SimpleNamespace(name="TRITON_ATTN")}},
+        "got TRITON_ATTN",
+    ),
 }
 
 

@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hashcore.cuda import layout
-from hashcore.cuda.layout import Groups, Pages, RowMap, SearchSpace, Selection, Shortlist, Space, Weights, Window, Workspace
+from hashcore.cuda.layout import (
+    Groups,
+    Pages,
+    RowMap,
+    SearchSpace,
+    Selection,
+    Shortlist,
+    Space,
+    Weights,
+    Window,
+    Workspace,
+)
 
 PACK_THREADS = 256
 PLANES_THREADS = 128
@@ -181,7 +192,9 @@ def search(
         grid = (count, plan.splits)
         if shortlist is None:
             name = "list_candidates_shared" if group > 1 else "list_candidates"
-            launches.append(make_launch("score.cu", name, grid, layout.THREADS, (*shared, space, groups, *table), macros))
+            launches.append(
+                make_launch("score.cu", name, grid, layout.THREADS, (*shared, space, groups, *table), macros)
+            )
         else:
             launches += _shortlisted(shared, space, groups, grid, shortlist, macros)
         codes = layout.Codes(packed, len(weights), words)
