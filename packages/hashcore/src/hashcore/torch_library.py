@@ -30,7 +30,8 @@ SCHEMAS = {
     "score_out": "(Tensor query, Tensor keys, int[]? weights, Tensor(a!) scores) -> ()",
     "topk_out": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}, Tensor(a!) scores, Tensor(b!) indices) -> ()",
     "search_out": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, "
-    "SymInt shortlist, Tensor? first, Tensor? blocks, Tensor(a!) scores, Tensor(b!) indices, Tensor(c!)? workspace) -> ()",
+    "SymInt shortlist, Tensor? first, Tensor? blocks, Tensor(a!) scores, Tensor(b!) indices, Tensor(c!)? workspace) "
+    "-> ()",
 }
 
 

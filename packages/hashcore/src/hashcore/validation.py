@@ -234,7 +234,8 @@ def pages(blocks: Any, times: int) -> None:
 def not_a_table_per_row(rows: Sequence[int], got: Sequence[int]) -> ValueError:
     """Return the error for page tables that do not broadcast to the rows."""
     return ValueError(
-        f"blocks must broadcast to one table per row, shape {[*rows, 'T']}, got {list(got)}; insert dimensions of size 1"
+        f"blocks must broadcast to one table per row, shape {[*rows, 'T']}, got {list(got)}; insert "
+        "dimensions of size 1"
     )
 
 

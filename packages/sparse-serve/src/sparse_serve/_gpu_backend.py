@@ -19,7 +19,7 @@ step. So here every row of one token counts as a decode step, in a graph or not.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from sparse_decode import gather, paged_cuda
@@ -193,7 +193,7 @@ class SpotlightBackend(FlashAttentionBackend):
     What sparse layers do not support is declined here, so that vLLM names it when it starts.
     """
 
-    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
 
     @staticmethod
     def get_name() -> str:

@@ -1,8 +1,8 @@
 """The vLLM plug-in: `register` is an entry point of the group `vllm.general_plugins`, called in each vLLM process.
 
-On the CPU platform it replaces vLLM's attention backend by ours; on CUDA it registers ours as CUSTOM, and chooses it for
-engines that are configured for it. Ours is vLLM's own in layers that are not sparse. A backend is given by its path and
-not imported here, because it imports numba, and vLLM must detect its compilers first.
+On the CPU platform it replaces vLLM's attention backend by ours; on CUDA it registers ours as CUSTOM, and chooses it
+for engines that are configured for it. Ours is vLLM's own in layers that are not sparse. A backend is given by its path
+and not imported here, because it imports numba, and vLLM must detect its compilers first.
 """
 
 # vLLM is no dependency of this package.
