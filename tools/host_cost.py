@@ -73,10 +73,10 @@ def calls() -> dict[str, Callable[[], object]]:
 
     keys_sum, values_sum = (torch.zeros(1, KV_HEADS, DIM, dtype=torch.float64) for _ in range(2))
     spread, slopes = torch.zeros(1, KV_HEADS, DIM, DIM), torch.zeros(KV_HEADS * GROUP)
-    sums = keys_sum, values_sum, spread, *Rounded.of(spread), TOKENS - 1
+    levels, scales = Rounded.of(spread)
 
     def add() -> None:
-        moments.add_token(q[:, :, 0], slopes, cache, cache, *sums)
+        moments.add_token(q[:, :, 0], slopes, cache, cache, keys_sum, values_sum, spread, levels, scales, TOKENS - 1)
 
     return {"encode": encode, "search": search, "attend": attend, APART: add}
 

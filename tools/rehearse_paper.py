@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from typing import Any, cast
 
 import torch
 from evals.cli import main as evals
@@ -29,6 +30,7 @@ from hashtrain.demo import demo_model_path
 from hashtrain.files.atomic import write_text
 from hashtrain.models import load_config, load_model
 from hashtrain.run.schedule import schedule
+from hashtrain.settings.train_command import TrainCommand
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -38,7 +40,13 @@ def make_model(folder: pathlib.Path, layers: int = 1, **shape: int) -> None:
     """Store a random model of Llama-3-8B's width with the demo model's tokenizer, in bfloat16."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
     torch.manual_seed(0)
-    sizes = {**SHAPE, "head_dim": 128, "num_hidden_layers": layers, "max_position_embeddings": 8192, **shape}
+    sizes: dict[str, Any] = {
+        **SHAPE,
+        "head_dim": 128,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 8192,
+        **shape,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -97,7 +105,7 @@ def rehearse(folder: pathlib.Path, context: int, steps: int, text: list[str], **
     sizes = ["--context", context, "--contexts", steps, "--steps", steps, "--held-out", 1, "--held-out-rows", 16]
     words = ["--model", model, "--only", "paper-exact", "--stream", "--workers", 1, "--dense-layers", 0, *sizes, *text]
     words = [str(word) for word in [*words, "--out", out]]
-    command = parse(words)
+    command = cast(TrainCommand, parse(words))
     plan = schedule(command, load_config(str(model)))
     alone = in_a_process("only_the_model", str(model), context)
     found = in_a_process("training", words, out)

@@ -11,7 +11,6 @@ from readme_tables import (
     beside_paper,
     decoding,
     errors,
-    families,
     gpu,
     headline,
     missed,
@@ -86,7 +85,6 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "llama-cpp": decoding.beside_llama_cpp,
     "sparse-model-decode": decoding.model_decode,
     "sparse-prefill": decoding.prefill,
-    "families": families.families,
     "hashcore-index-recall": searching.index_recall,
     "hashcore-index-times": searching.index_times,
 }

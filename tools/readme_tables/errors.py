@@ -52,15 +52,20 @@ def _lines(result: Result) -> list[list[str]]:
         dropped = config.get("without_remainder", {}).get(whole.method, [])
         coded = whole.method not in ("oracle", "recent")
         shortlist, values = (config.get("shortlist"), config.get("values", 1.0)) if coded else (None, 1.0)
+        assert whole.budget is not None  # every row of this task has one
         budget = Budget(whole.budget, shortlist=shortlist, values=values)
         bits, remainder = whole.bits or 0, whole.method.endswith(SUFFIX)
         share = step_bytes(config["context"], budget, HEAD_DIM, bits, remainder).share
         settings = f"{100 * whole.budget:g} %, {shortlist or 'none'}, {values:.3g}"
         mean = f"{whole.value:.4f} [{whole.low:.4f}, {whole.high:.4f}]"
-        layers = [f"{row.value:.3f}{'*' * (row.layer in dropped)}" for row in sorted(own, key=lambda row: row.layer)]
+        layers = [f"{row.value:.3f}{'*' * (row.layer in dropped)}" for row in sorted(own, key=_layer)]
         lines.append([whole.method, settings, f"{100 * share:.1f} %", mean, *layers])
     return lines
 
 
-def _cell(row: Row) -> tuple[str, float]:
+def _cell(row: Row) -> tuple[str, float | None]:
     return row.method, row.budget
+
+
+def _layer(row: Row) -> int:
+    return -1 if row.layer is None else row.layer

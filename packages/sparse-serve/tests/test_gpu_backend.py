@@ -106,12 +106,16 @@ def simulated(monkeypatch):
 TWO = ((FullAttentionSpec(), {}),) * 2
 
 
+class Compilation(SimpleNamespace):
+    """By which an engine is known: unlike its parent, it can be referred to weakly."""
+
+
 def engine(backend, settings, layers=TWO):
     """Create the layers of an engine as vLLM does; return its config and the specs of their pages."""
     config = SimpleNamespace(
         additional_config={"spotlight": settings} if settings else {},
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        compilation_config=SimpleNamespace(static_forward_context={}),
+        compilation_config=Compilation(static_forward_context={}),
         model_config=SimpleNamespace(max_model_len=LONGEST),
     )
     sys.modules["vllm.config"].current, specs = config, []
@@ -300,7 +304,7 @@ class Launching(TorchDispatchMode):
 
 def test_a_step_on_a_gpu_waits_for_nothing_and_its_launches_are_counted(backend, asked, monkeypatch):
     """Fake tensors on CUDA: the second sparse layer of a step of four rows."""
-    config, specs = engine(backend, asked, ((FullAttentionSpec(), {}),) * 3)
+    config, specs = engine(backend, asked | {"fraction": 0.5}, ((FullAttentionSpec(), {}),) * 3)
     built(backend, config, specs)
     builder, (_, first, second) = built(backend, config, specs)[1], impls(config)
     monkeypatch.setattr("hashcore.cuda.launch.lane", lambda device: ("a stream",))

@@ -305,9 +305,8 @@ def _arrays(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> tuple[encode
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 _HOW = "int bits, int group, int planes, int join"
 _OPERATORS = {
-    "hash_keys(Tensor x, Tensor[] weights, Tensor[] digits, Tensor(a!) codes, Tensor? at, Tensor(b!)? first=None) -> ()": (
-        *(encode_launches.hash_keys, _keys_on_cpu, lambda *_: None),
-    ),
+    "hash_keys(Tensor x, Tensor[] weights, Tensor[] digits, Tensor(a!) codes, Tensor? at, Tensor(b!)? first=None) "
+    "-> ()": (*(encode_launches.hash_keys, _keys_on_cpu, lambda *_: None),),
     f"hash_queries(Tensor x, Tensor[] weights, Tensor[] digits, {_HOW}) -> Tensor": (
         *(_hash_queries, _queries_on_cpu, _fake_queries),
     ),

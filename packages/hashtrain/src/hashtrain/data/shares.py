@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 LEAST = 1 << 20
-"""Bytes of a part of a file that is not read whole; smaller files are read whole."""
+"""Fewest bytes read of a file that is read at all; smaller files are read whole."""
+PART = 256 << 10
+"""Bytes of a part of a file that is not read whole: some contexts, because every part gives its first one first."""
 _LEAST_ROOM = 64 << 20
 _BYTES_PER_TOKEN = 8  # English has about 4.3, Python 3.3; some text is lost at the ends of documents
 
@@ -33,7 +35,7 @@ def shares(
 
     If all files fit into `room` bytes, or there is no limit, all are read whole, in their order. Otherwise files are
     drawn at random until the room is used. Each has an equal share of it, at least `LEAST` bytes; a file that is larger
-    than its share is read in parts of `LEAST` bytes and more, evenly spaced over its whole length. Only file sizes are
+    than its share is read in parts of `PART` bytes and a little more, evenly spaced over its whole length. Only file sizes are
     inspected.
 
     Args:
@@ -63,5 +65,5 @@ def shares(
 
 def _spread(file: Path, size: int, taken: int) -> list[Span]:
     """Return parts of `taken` bytes altogether; they never overlap, because a part is no longer than their distance."""
-    count = taken // LEAST
+    count = taken // PART
     return [Span(file, number * size // count, taken // count) for number in range(count)]

@@ -203,6 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   centre(values, v, token.value_token, count, shown, sums.values + of_values, share, old_share, spoilt, mean_v,
          folds ? to.values + of_values : nullptr);
   for (int d = thread; d < DIM; d += THREADS) scales[d] = sums.scales[of_keys + d];
+#pragma unroll 1
   for (int i = thread; i < token.group * DIM; i += THREADS) {
     const int g = i / DIM, d = i % DIM;
     steep[g][d] = real(token.q[(query + g) * DIM + d]) * token.slopes[head * token.group + g] * float(share);
