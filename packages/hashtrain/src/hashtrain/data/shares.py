@@ -35,8 +35,8 @@ def shares(
 
     If all files fit into `room` bytes, or there is no limit, all are read whole, in their order. Otherwise files are
     drawn at random until the room is used. Each has an equal share of it, at least `LEAST` bytes; a file that is larger
-    than its share is read in parts of `PART` bytes and a little more, evenly spaced over its whole length. Only file sizes are
-    inspected.
+    than its share is read in parts of `PART` bytes and a little more, evenly spaced over its whole length. Only file
+    sizes are inspected.
 
     Args:
         seed: draws the files.

@@ -20,11 +20,11 @@ import os
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar, cast
 
 import numpy as np
-import tokenizers
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -208,7 +208,7 @@ def key_of(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, se
     texts = documents if isinstance(documents, Texts) else Texts([(one, one.corpus) for one in documents])
     fast = getattr(tokenizer, "backend_tokenizer", None)
     how = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    facts = [texts.identity, hashlib.sha256(how.encode()).hexdigest(), settings, tokenizers.__version__]
+    facts = [texts.identity, hashlib.sha256(how.encode()).hexdigest(), settings, version("tokenizers")]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
