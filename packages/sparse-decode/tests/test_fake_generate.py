@@ -30,11 +30,13 @@ def answers(monkeypatch):
     def answer(_):
         asking = sys._getframe(1).f_code.co_name
         read.append(asking)
-        return ended[0] and asking == "_has_unfinished_sequences"
+        if done := ended[0] and asking in ("_has_unfinished_sequences", "__call__"):  # transformers' stop check
+            ended[0] = False
+        return done
 
-    def tokens(x):
-        assert x.device.type == "cpu"
-        read.append("tokens")
+    def numbers(x):
+        """New tokens, and at the end the counts of each layer."""
+        read.append("tokens" if x.device.type == "cpu" else "counts")
         return [7] * x.numel()
 
     def largest(x):
@@ -44,7 +46,7 @@ def answers(monkeypatch):
     monkeypatch.setattr(MaxLengthCriteria, "__call__", judge)
     monkeypatch.setattr(FakeTensor, "__bool__", answer, raising=False)
     monkeypatch.setattr(FakeTensor, "__int__", largest, raising=False)
-    monkeypatch.setattr(FakeTensor, "tolist", tokens)
+    monkeypatch.setattr(FakeTensor, "tolist", numbers)
     return read
 
 
@@ -69,5 +71,7 @@ def test_the_command_generates_there_in_bfloat16(answers, tmp_path, monkeypatch)
     assert (found["device"], found["dtype"]) == ("cuda:0", "bfloat16")
     assert "gather" in seen.launching
     assert found["sparse"]["new_tokens"] == found["dense"]["new_tokens"] == found["same_tokens"] == 4
+    assert found["sparse"]["density"] == 1, "7 of 7 tokens, by what the host was told"
+    assert answers.count("counts") == config.num_hidden_layers
     assert json.dumps(found)
     assert out.getvalue().startswith("--- sparse\n")
