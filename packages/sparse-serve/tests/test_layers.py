@@ -54,7 +54,7 @@ def test_only_ordinary_full_attention_is_sparse(kind, backend, asked):
     cache = torch.zeros(1, HEADS, SIZE, 2 * DIM)
     q, k, v = torch.randn(1, 2 * HEADS, DIM), *torch.randn(2, 1, HEADS, DIM)
     impl.forward(None, q, k, v, cache, common, output=torch.zeros_like(q))
-    assert impl.calls == ["forward", "update"]
+    assert impl.calls == ["update", "forward"]
 
 
 def test_a_layer_of_the_dense_ones_stays_vllms(backend, asked):
