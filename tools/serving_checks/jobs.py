@@ -39,9 +39,8 @@ def engine(job: dict[str, Any]) -> dict[str, Any]:
     if job["spotlight"] is not None and "tensor_parallel_size" not in job.get("more", {}):
         from sparse_serve.served import Served
 
-        served = Served.of(model.llm_engine.vllm_config)
-        assert served is not None
-        found["counts"] = served.counts()
+        assert Served.latest is not None
+        found["counts"] = Served.latest.counts()
     return found
 
 
@@ -95,15 +94,11 @@ def attached(job: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     model: Any = pretrained(AutoModelForCausalLM, job["model"], dtype=torch.float32).eval()
-    asked = job["spotlight"]
-    hasher, budget = (
-        Hasher.from_pretrained(asked["hasher"]),
-        Budget(asked["fraction"], dense_below=asked["dense_below"]),
-    )
+    hasher, fraction = Hasher.from_pretrained(job["spotlight"]["hasher"]), job["spotlight"]["fraction"]
     how: dict[str, Any] = dict(max_new_tokens=job["new"], do_sample=False, pad_token_id=0, eos_token_id=None)
     how |= dict(return_dict_in_generate=True, output_logits=True)
     tokens, logits = [], []
-    with torch.no_grad(), attach(model, hasher, budget, remainder=False):
+    with torch.no_grad(), attach(model, hasher, Budget(fraction), remainder=False):
         for prompt in job["prompts"]:
             found: Any = model.generate(torch.tensor([prompt]), **how)
             tokens.append(found.sequences[0, len(prompt) :].tolist())

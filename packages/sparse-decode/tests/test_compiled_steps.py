@@ -35,9 +35,7 @@ def calibrated(hasher):
     return hasher
 
 
-@pytest.mark.parametrize(
-    ("variant", "remainder"), [("planes", False), ("transform", True), ("lsh", True), ("paper", False)]
-)
+@pytest.mark.parametrize(("variant", "remainder"), [("planes", False), ("transform", True)])
 def test_a_compiled_step_is_operators_alone(variant, remainder):
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -63,8 +61,7 @@ def test_a_compiled_step_is_operators_alone(variant, remainder):
                 found.append(step(ids[:, i : i + 1], attention_mask=seen, past_key_values=cache).logits)
             logits.append(torch.cat(found, 1))
             counts.append(attachment.counts())
-    near = 1e-4 if remainder else 1e-5  # both round the covariance to 8 bits, of other numbers of tokens
-    torch.testing.assert_close(logits[0], logits[1], atol=near, rtol=near)
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=1e-5)
     assert counts[0] == counts[1]
     assert len(graphs) == 1
     ours = {name for name in graphs[0] if name.startswith(("sparse_decode.", "hashcore."))}
