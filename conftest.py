@@ -1,6 +1,22 @@
 """Tests run two at a time (pyproject.toml), so each gets one thread: two that share a core wait for each other."""
 
 import os
+import sys
+
+import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+
+@pytest.fixture
+def real_threads():
+    """Let torch, and kernels that run on its threads, use three threads; no effect where torch is not loaded."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)

@@ -1,11 +1,14 @@
 """The runner of everything that needs a GPU: what it does with parts that fail, hang, or lack what they need."""
 
+import importlib.util
 import json
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from hashcore.cuda import timing
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,8 +28,20 @@ def test_the_files_that_parts_run_exist(suite):
     assert all((ROOT / path).is_file() for path in suite.GPU_TESTS)
     for path in ("tests/test_hostsim.py", "tests/test_kernels.py", "benchmarks/gpu.py"):
         assert (ROOT / "packages" / "hashcore" / path).is_file()
-    for path in ("tests/test_gather.py", "benchmarks/attention_gpu.py"):
+    for path in ("tests/test_gather.py", "benchmarks/attention_gpu.py", "benchmarks/decode_gpu.py"):
         assert (ROOT / "packages" / "sparse-decode" / path).is_file()
+
+
+def test_the_sanitizer_sees_every_kernel(suite):
+    """Those that the gate compiles, each launched by a small test."""
+    registers = json.loads((ROOT / "docs" / "results" / "kernels.json").read_text("utf-8"))["registers"]
+    launched = [kernel for kernels in suite.LAUNCHED_BY.values() for kernel in kernels.split()]
+    assert sorted(launched) == sorted({kernel for program in registers.values() for kernel in program})
+    alone = ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "-m", "cuda"]
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", *alone, *suite.GPU_TESTS, "-k", suite.EVERY_KERNEL]
+    names = [line for line in suite.command(words, 300).output.splitlines() if "::" in line]
+    for tests in suite.LAUNCHED_BY:
+        assert any(all(word in name for word in tests.split(" and ")) for name in names), f"{tests} names no test"
 
 
 def test_what_is_not_installed_is_named_and_not_run(suite):
@@ -104,6 +119,64 @@ def test_training_shows_what_was_predicted_beside_what_it_took(suite, monkeypatc
     assert all(words[words.index("--device") + 1] == "cuda" for words in ran)
     if status == "passed":
         assert outcome.summary == "time to train        7 s\ntook                 12 s in all"
+
+
+@pytest.mark.parametrize(("foreseen", "beside"), [(12.4, "predicted 12"), (None, "not predicted for this device")])
+def test_decoding_shows_what_was_predicted_beside_what_it_took(suite, monkeypatch, foreseen, beside):
+    row = {"tokens": 8192, "layer_saves": 10.0, "predicted_to_save": foreseen}
+    data = {"rows": [row], "bars": [{"what": "a", "value": 0.5, "asked": "<= 1", "met": True}]}
+    monkeypatch.setattr(suite, "command", lambda *_: suite.Done(0, f"table\n{json.dumps(data)}\n"))
+    outcome = suite.decoding(60)
+    assert outcome.status == "passed"
+    assert outcome.summary == f"1 of 1 targets met\n8,192 tokens: a sparse layer saves 10 us ({beside})"
+    monkeypatch.setattr(suite, "command", lambda *_: suite.Done(1, "dynamic: differs by 0.5"))
+    assert suite.decoding(60) == ("failed", "dynamic: differs by 0.5", None)
+
+
+@pytest.fixture
+def decode(monkeypatch):
+    """The benchmark of decoding, with stand-ins for CUDA graphs and the compiler."""
+    spec = importlib.util.spec_from_file_location(
+        "decode_gpu", ROOT / "packages" / "sparse-decode" / "benchmarks" / "decode_gpu.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    class Graph:
+        def __init__(self, steps):
+            self.steps = steps
+            self.replay()
+
+        def replay(self):
+            for step in self.steps:
+                step()
+
+    monkeypatch.setattr(timing, "graph_of", Graph)
+    monkeypatch.setattr(timing, "graph_time", lambda steps: Graph(steps) and timing.Times(70.0, 60.0, 80.0))
+    monkeypatch.setattr(torch, "compile", lambda model, fullgraph: model)
+    return module
+
+
+def test_decoding_compares_each_kind_of_cache_with_the_cpu(decode, capsys):
+    """Here the CPU with itself: each kind of cache gives the same, and so do the stand-ins."""
+    found = decode.run("NVIDIA H200", (200,), device="cpu")
+    assert [bar["what"].split()[0] for bar in found["bars"]] == ["dynamic", "padded", "static", "captured", "compiled"]
+    assert all(bar["met"] for bar in found["bars"])
+    assert found["rows"] == [
+        {
+            "tokens": 200,
+            "dense": 70.0,
+            "sparse": 70.0,
+            "layer_saves": 0.0,
+            "predicted_to_save": pytest.approx(-23, abs=9),
+        }
+    ]
+    assert "200 tokens: dense 70.0 us a step" in capsys.readouterr().out
+
+
+def test_decoding_notices_an_output_that_differs(decode):
+    assert [bar["met"] for bar in decode.bars_of({"static": decode.TOLERANCE, "padded": 0.5})] == [True, False]
+    assert decode.predicted("some card", 8192) is None
 
 
 @pytest.mark.parametrize(("status", "code"), [("passed", 0), ("failed", 1), ("late", 1), ("missing", 1)])

@@ -1,11 +1,14 @@
 """What tools/check_wheels.py and tools/check_install.py find: each rule is broken once, on a small package."""
 
+import importlib.metadata
 import io
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 INFO = "small-1.0.0.dist-info"
@@ -154,6 +157,44 @@ def test_what_a_package_needs_of_ours(install):
     assert install.ours("hashcore") == {"hashcore"}
     assert install.ours("hashtrain") == {"hashcore", "hashtrain"}
     assert install.ours("evals") == {"hashcore", "hashtrain", "sparse_decode", "evals"}
+
+
+def test_hashtrain_brings_what_cuda_needs_where_there_are_gpus():
+    """hashcore alone stays small; whoever trains or decodes on Linux x86-64 can compile kernels."""
+    stated = [Requirement(text) for text in importlib.metadata.requires("hashtrain") or []]
+    (cuda,) = [one for one in stated if one.name == "hashcore" and one.extras == {"cuda"}]
+    for system, machine, wanted in (
+        ("linux", "x86_64", True),
+        ("linux", "aarch64", False),
+        ("darwin", "x86_64", False),
+    ):
+        assert cuda.marker is not None
+        assert cuda.marker.evaluate({"sys_platform": system, "platform_machine": machine}) is wanted
+    assert not [text for text in importlib.metadata.requires("hashcore") if "cuda-core" in text and "extra" not in text]
+
+
+@pytest.mark.parametrize(
+    ("package", "machine", "wrong"),
+    [
+        ("hashtrain", "x86_64", 1),
+        ("evals", "x86_64", 1),
+        ("hashtrain", "aarch64", 0),
+        ("hashcore", "x86_64", 0),
+    ],
+)
+def test_a_compiler_that_is_not_brought_is_named(install, monkeypatch, tmp_path, package, machine, wrong):
+    def run(command, folder, **how):
+        words = str(command[-1])
+        missing = "cuda" in words
+        answer = "usage" if words == "--help" else str(folder / "here.py")
+        return subprocess.CompletedProcess(command, int(missing), answer, "No module named 'cuda'" if missing else "")
+
+    monkeypatch.setattr(install, "run", run)
+    monkeypatch.setattr(install.sys, "platform", "linux")
+    monkeypatch.setattr(install.platform, "machine", lambda: machine)
+    said = install.starts(package, tmp_path / "bin" / "python", tmp_path)
+    assert len(said) == wrong
+    assert all("expected to import cuda.core, which CUDA needs, got" in line for line in said)
 
 
 @pytest.mark.parametrize(

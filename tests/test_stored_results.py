@@ -8,6 +8,7 @@ from evals.result import Result, rows_from_json
 from evals.runner import model_identity
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
+from hashtrain.reporting.worst import dense_of
 
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "results"
 
@@ -151,7 +152,8 @@ def test_the_second_models_figures_are_of_its_own_hashers_and_say_the_same(name)
     config = data["config"]
     assert config["context"] == training["context"] > read("ppl")["config"]["context"]
     assert config["model"].rpartition("/")[2] == training["model"]
-    assert config["dense_layers"] == training["dense_layers"] == 0
+    assert config["dense_layers"] == 0
+    assert [dense_of(training, hasher) for hasher in ("lsh", "transform")] == [[], []]
     assert config["documents"] >= 8
     assert config["method_identities"] == read("second_english")["config"]["method_identities"]
     assert config["method_identities"]["transform"] == config["method_identities"]["transform+remainder"]
@@ -163,6 +165,45 @@ def test_the_second_models_figures_are_of_its_own_hashers_and_say_the_same(name)
     for other in ("transform", "lsh", "recent"):
         pair = {"method": "transform+remainder", "against": other, "metric": "kl", "rule": rule, "budget": budget}
         assert found.one(**pair).high < 0
+
+
+@pytest.mark.parametrize("model", ["training", "second_training"])
+def test_no_head_of_transform_misses_much_in_its_worst_rows(model):
+    """What must hold, for every head of both models (ADR 12): a tenth of a percent of lost rows, 5th percentile .6."""
+    stored = read(model)
+    found = stored["hashers"]["transform"]
+    assert stored["held_out"] * stored["held_out_rows"] >= 1000  # one lost row of 999 would be too many
+    assert len(found["kv_head"]["layers"]) == stored["layers"]
+    for number, layer in enumerate(found["kv_head"]["layers"]):
+        for head, (low, lost) in enumerate(zip(layer["low_by_head"], layer["lost_by_head"], strict=True)):
+            assert low >= 0.6, (number, head)
+            assert lost <= 0.001, (number, head)
+    assert found["failing"] == []
+    assert len(found["cost"]["dense"]) <= stored["layers"] / 10
+
+
+def test_lsh_would_repair_no_head():
+    """It finds less than the untrained start in every layer, so repairs leave it out (ADR 12)."""
+    for model, layers in (("second_training", 30), ("ablations", 6)):
+        found = read(model)["hashers"]
+        sides = [found[name]["kv_head"]["layers"] for name in ("lsh", "transform-start")]
+        assert len(sides[0]) == layers
+        for lsh, start in zip(*sides, strict=True):
+            assert all(lsh[score] < start[score] for score in ("iou", "mass", "low"))
+            assert lsh["lost"] >= start["lost"]
+
+
+@pytest.mark.parametrize("method", ["transform+remainder", "transform-start+remainder"])
+@pytest.mark.parametrize("name", ["second_english", "second_python"])
+def test_no_text_is_worse_than_with_lsh(name, method):
+    """`nll_most` is the largest difference of one text; the mean alone could hide a text that is worse."""
+    data = read(name)
+    assert data["config"]["documents"] >= 8
+    found = [
+        row for row in rows_from_json(data) if (row.metric, row.method, row.against) == ("nll_most", method, "lsh")
+    ]
+    assert [row.rule for row in found] == data["config"]["rules"]
+    assert all(row.value < 0 and row.n == data["config"]["documents"] for row in found)
 
 
 def test_the_host_takes_at_most_15_microseconds_for_a_layers_calls_on_a_gpu():

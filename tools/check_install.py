@@ -17,6 +17,7 @@ import functools
 import json
 import os
 import pathlib
+import platform
 import re
 import subprocess
 import sys
@@ -42,6 +43,7 @@ QUICK = {
     "sparse_decode": ["test_budget.py", "test_positions.py"],
     "sparse_serve": ["test_settings.py", "test_batch.py"],
 }
+COMPILER = "cuda.core"  # compiles kernels; hashtrain brings it on Linux x86-64
 RUNNERS = {"hypothesis", "pytest", "pytest-xdist"}  # always installed in their pinned versions
 AWAY = ("--directory", tempfile.gettempdir())
 
@@ -170,6 +172,10 @@ def starts(package: str, python: pathlib.Path, folder: pathlib.Path) -> list[str
         done = run([python.parent / command, "--help"], folder, capture_output=True)
         if done.returncode or "usage" not in done.stdout.lower():
             wrong.append(f"{package}: expected `{command} --help` to say its usage, got {done.stderr or done.stdout!r}")
+    if "hashtrain" in ours(package) and (sys.platform, platform.machine()) == ("linux", "x86_64"):
+        done = run([python, "-c", f"import {COMPILER}"], folder, capture_output=True)
+        if done.returncode:
+            wrong.append(f"{package}: expected to import {COMPILER}, which CUDA needs, got {done.stderr.strip()!r}")
     return wrong
 
 

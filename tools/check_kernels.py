@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from hashcore.cuda.kernels import score_macros
 from hashcore.cuda.program import Program
-from sparse_decode import gather
+from sparse_decode import gather, moments
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TABLE = ROOT / "docs" / "results" / "kernels.json"
@@ -42,7 +42,7 @@ SCORES = [
     *((4, weights) for weights in ((1,), (1, 2), (1, 2, 1), (1, 2, 2), (1, 2, 4), (1, 2, 4, 1), (1, 2, 4, 8))),
     *((4, (5, 3)), *((4, tuple(1 << p for p in range(count))) for count in (5, 6, 8))),
     *((1, (1, 2, 4)), (2, (1, 2, 4)), (3, (1, 2, 4)), (8, (1, 2, 4)), (12, (1, 2, 4)), (16, (1, 2, 4))),
-    *((words, (1, 2, 4, 8, 16, 32)) for words in (8, 16)),
+    *((words, (1, 2, 4, 8, 16, 32)) for words in (1, 2, 3, 8, 12, 16)),
 ]
 # With a shortlist: the hashers' planes, one plane, codes shared by two and four lanes, weights without a pattern.
 SHORTLISTS = [
@@ -54,18 +54,32 @@ GATHERS = [
     *((size, size, torch.bfloat16) for size in (64, 80, 96, 128, 192, 256)),
     *((128, 128, torch.float16), (192, 128, torch.bfloat16), (256, 256, torch.float16)),
 ]
+# Of keys in pages, as serving engines have them.
+PAGED = [(4, (1,)), (4, (1, 2, 4)), (4, (1, 2, 4, 8, 16)), (4, (1, 2, 4, 8, 16, 32)), (2, (1, 2, 4)), (8, (1, 2, 4))]
+PAGES = {"HASHCORE_PAGES": 1}
 PROGRAMS = [
     Program("pack.cu"),
     Program("planes.cu"),
     Program("select.cu"),
     Program("choose.cu"),
     Program("choose.cu", {"HASHCORE_SHORTLIST": 1}),
+    Program("choose.cu", PAGES),
+    Program("place.cu", folder=gather.KERNELS),
+    *(Program("score.cu", dict(score_macros(words, weights)) | PAGES) for words, weights in PAGED),
+    *(
+        Program("gather.cu", dict(gather.macros(dim, value_dim, dtype, paged=True)), gather.KERNELS)
+        for dim, value_dim, dtype in GATHERS
+    ),
     *(Program("score.cu", dict(score_macros(words, weights))) for words, weights in SCORES),
     *(Program("shortlist.cu", dict(score_macros(words, weights))) for words, weights in SHORTLISTS),
     *(Program("gemm.cu", {"HASHCORE_WORDS": words}) for words in (1, 2, 4, 8, 12)),
-    *(Program("encode.cu", {"SPARSE_BF16": bf16}, gather.KERNELS) for bf16 in ("0", "1")),
     *(
-        Program("moments.cu", dict(gather.macros(dim, value_dim, dtype)), gather.KERNELS)
+        Program("encode.cu", {"SPARSE_BF16": bf16, "SPARSE_NARROW": narrow}, gather.KERNELS)
+        for bf16 in ("0", "1")
+        for narrow in ("0", "1")
+    ),
+    *(
+        Program("moments.cu", dict(moments.defined(dim, value_dim, dtype)), gather.KERNELS)
         for dim, value_dim, dtype in GATHERS
     ),
     *(

@@ -1,11 +1,16 @@
 """Check the OpenAI-compatible server with our plug-in, on the CPU, with the Python of an environment that has both.
 
     PYTHON tools/check_server.py --seconds 60 --hasher path/or/hasher/of/the/demo/model
+    PYTHON tools/check_server.py --parts start   # the server and the request of sparse-serve's README, as written
 
-8 clients send requests over loopback all the time, with prompts of 1 to 1,000 tokens; one request in five is abandoned
-during its answer. Halfway through, one of the engine's processes is killed: the server must exit by itself and leave no
-process behind, and a new one is started. Failures: an answer that differs from that of `attach` (except at near-ties),
-a request that fails while the server is up, cache blocks or requests left at the end, or metrics that do not match.
+clients: 8 clients send requests over loopback all the time, with prompts of 1 to 1,000 tokens; one request in five is
+abandoned during its answer. Halfway through, one of the engine's processes is killed: the server must exit by itself
+and leave no process behind, and a new one is started. Failures: an answer that differs from that of `attach` (except at
+near-ties), a request that fails while the server is up, cache blocks or requests left at the end, or metrics that do
+not match.
+
+start: needs `runs/demo`, the hashers of the demo model, and port 8000; the server must return text. --out stores what
+was found, as in check_serving.py.
 """
 
 import argparse
@@ -22,7 +27,9 @@ from typing import Any
 from serving_checks.compare import differences, requests
 from serving_checks.jobs import ask
 from serving_checks.models import hash_of
+from serving_checks.record import Record, told
 from serving_checks.server import Server, children
+from serving_checks.start import ROOT, started
 
 CLIENTS, NEW, LONG, FRACTION = 8, 24, 600, 0.25
 GONE = 60.0  # seconds for the remaining processes of a server to exit
@@ -116,9 +123,10 @@ def settled(server: Server, clients: Clients, prompts: list[list[int]], hasher: 
 
 
 def checked(
-    server: Server, prompts: list[list[int]], expected: dict[str, Any], hasher: str, seconds: float, last: bool
+    server: Server, prompts: list[list[int]], expected: dict[str, Any], hasher: str, seconds: float, record: Record
 ) -> list[str]:
     """Let clients use a server for a while, then kill one of its processes, or stop it; return what was wrong."""
+    last = bool(record.count)  # the second server
     server.wait()
     clients = Clients(server, prompts, expected, seed=int(last))
     time.sleep(seconds)
@@ -129,35 +137,59 @@ def checked(
         wrong += [] if code == 0 else [f"the server ended with {code}"]
     else:
         wrong = killed(server, clients)
-    counts = f"{len(clients.answered)} answered, {clients.ties} differ at near-ties, {len(clients.wrong)} wrong"
-    print(f"{counts}; {clients.left} abandoned, {len(clients.failed)} failed", flush=True)
+    equal = len(clients.answered) - clients.ties - len(clients.wrong)
+    row = {"answers": len(clients.answered), "equal": equal, "ties": clients.ties, "abandoned": clients.left}
+    record.add(what="stopped" if last else "a process killed", **row, clients=CLIENTS, lasted=seconds)
+    print(f"{row}; {len(clients.wrong)} wrong, {len(clients.failed)} failed", flush=True)
     return wrong + clients.wrong + ([] if clients.answered and clients.left else ["too few requests to tell"])
+
+
+def use(given: argparse.Namespace, record: Record) -> list[str]:
+    """Let clients use one server until it is killed, and a second one until it is stopped."""
+    from hashtrain.demo import demo_model_path
+
+    model, wrong, prompts = str(demo_model_path()), list[str](), requests(4000)
+    with tempfile.TemporaryDirectory() as folder:
+        hasher, _ = hash_of(model, f"{folder}/hasher", given.hasher)
+        asked = {"hasher": hasher, "fraction": FRACTION, "dense_below": 0}
+        expected = ask("attached", model=model, prompts=prompts, new=NEW, spotlight=asked)
+        for half in range(2):
+            server = Server(model, asked, pathlib.Path(folder) / f"log{half}")
+            try:
+                wrong += checked(server, prompts, expected, hasher, given.seconds / 2, record)
+            finally:
+                server.stop()
+            if wrong:
+                print(server.log.read_text()[-3000:])
+    return wrong
+
+
+def start(record: Record) -> list[str]:
+    """Start the server of the README, and ask it."""
+    if not (ROOT / "runs" / "demo" / "transform").is_dir():
+        return ["the README's server needs runs/demo/transform; run `uv run hashtrain` first"]
+    with tempfile.TemporaryDirectory() as folder:
+        text, wrong = started(pathlib.Path(folder) / "log")
+    print(f"the README's server answered {text!r}", flush=True)
+    record.add(what="as written", answers=int(not wrong))
+    return wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check the OpenAI-compatible server with our plug-in.")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--hasher", help="a hasher of the demo model; default: an untrained one")
+    parser.add_argument("--parts", nargs="+", choices=("clients", "start"), default=["clients", "start"])
+    parser.add_argument("--out", type=pathlib.Path, help="file for what was found; its other parts are kept")
     given = parser.parse_args()
-    from hashtrain.demo import demo_model_path
-
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server does not outlive this process
-    model, wrong = str(demo_model_path()), list[str]()
-    prompts = requests(4000)
-    with tempfile.TemporaryDirectory() as folder:
-        hasher, _ = hash_of(model, f"{folder}/hasher", given.hasher)
-        asked = {"hasher": hasher, "fraction": FRACTION}
-        expected = ask("attached", model=model, prompts=prompts, new=NEW, spotlight=asked)
-        for half in range(2):
-            server = Server(model, asked, pathlib.Path(folder) / f"log{half}")
-            try:
-                wrong += checked(server, prompts, expected, hasher, given.seconds / 2, last=half == 1)
-            finally:
-                server.stop()
-            if wrong:
-                print(server.log.read_text()[-3000:])
-    print("\n".join(wrong) or "all well", flush=True)
-    return bool(wrong)
+    record = Record(model="demo", hash=told(given.hasher))
+    checks = {"clients": lambda: use(given, record), "start": lambda: start(record)}
+    record.run({name: checks[name] for name in given.parts})
+    if given.out:
+        record.store(given.out)
+    print("\n".join(record.wrong) or "all well", flush=True)
+    return bool(record.wrong)
 
 
 if __name__ == "__main__":

@@ -17,31 +17,30 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "packages" / "sparse-decode" / "tests"))
 fake_gpu = importlib.import_module("fake_gpu")
 
+OF_EACH = ("remainder", "padded+remainder", "static+remainder")
 CASES = (
+    "lsh",
+    "paper",
+    "paper+heads",
     "planes",
     "planes+remainder",
     "transform",
     "transform+remainder",
-    "transform+heads",
+    "transform+shortlist+remainder",
     "transform+padded",
     "transform+padded+remainder",
     "transform+static",
     "transform+static+remainder",
     "transform+host+remainder",
     "transform+beam+remainder",
+    *(f"{hasher}+{kind}" for hasher in ("transform+heads", "lsh", "paper") for kind in OF_EACH),
 )
 
 
-def counted(name: str) -> dict[str, float]:
-    """Count one case: the variant, followed by its options."""
-    variant, *more = name.split("+")
-    how = {"per_query_head": "heads" in more, "remainder": "remainder" in more}
-    kind = next((kind for kind in fake_gpu.KINDS if kind in more), "plain")
-    return fake_gpu.beyond_dense("llama", variant, kind=kind, **how)._asdict()
-
-
 def main() -> int:
-    found = {name: counted(name) for name in CASES}
+    found = {name: fake_gpu.counted(name)._asdict() for name in CASES}
+    for name, count in found.items():
+        print(f"{name}: {count['operators']} operators, {count['launches']} launches, {count['copies']} copies")
     write_text(ROOT / "docs" / "results" / "gpu_step.json", json.dumps(found, indent=1) + "\n")
     return update_readme.main([])
 

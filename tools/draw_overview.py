@@ -63,7 +63,7 @@ def _quality(axes: Axes, found: list[Point]) -> None:
         axes.plot(*_places(plain), label=label, color=colour, linestyle=style, marker="o", markersize=4)
     fewest = [point for point in found if point.method == "transform+remainder" and "values" in point.settings]
     axes.plot(*_places(fewest), label="ours, shortlist, a third of the values", color=OURS, marker="D", linewidth=2.6)
-    axes.set(xscale="log", yscale="log", xlabel="bytes read by a layer's step, % of dense attention")
+    axes.set(xscale="log", yscale="log", xlabel="bytes requested by a layer's step, % of dense attention")
     axes.set_ylabel("KL from dense, nats")
     axes.set_xticks([2, 5, 10, 20], ["2", "5", "10", "20"])
     axes.set_yticks([0.01, 0.02, 0.05, 0.1], ["0.01", "0.02", "0.05", "0.1"])

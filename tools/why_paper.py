@@ -1,6 +1,8 @@
 """Why the paper's codes cost more perplexity than untrained LSH with every row sparse: test each suspect alone.
 
     uv run tools/why_paper.py --model MODEL --hashers FOLDER --text TEXT --out docs/results/why_paper.json
+    uv run tools/why_paper.py ... --best runs/best    # also its best fair form, which this made:
+    uv run hashtrain --model MODEL --text TRAIN --only paper-rotation --first-trained 0 --steps 3200 --out runs/best
 
 Each line of the result is one pass over one text: `excess` is its negative log-likelihood minus dense attention's, in
 nats, over the second half. Suspects: rows that see few tokens (2 % is a token or two, and no hasher was trained on
@@ -44,6 +46,8 @@ SUSPECTS = {
     "one selection per query head, budget of the full length": Suspect(heads="query", rule="fixed"),
 }
 METHODS = ("lsh", "paper")
+BEST = "paper-rotation"
+"""The paper's hash from a rotation; trained on every row and with more steps, it is the best fair form."""
 
 
 @torch.inference_mode()
@@ -52,10 +56,13 @@ def main() -> None:
     for name in ("model", "hashers", "text", "out"):
         parser.add_argument(f"--{name}", required=True, type=str if name == "model" else pathlib.Path)
     parser.add_argument("--documents", type=int, default=2)
+    parser.add_argument("--best", type=pathlib.Path, help=f"folder with a `{BEST}` in its best form")
     given = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load_model(given.model, torch.float32, "cpu")
     methods = {m.name: m for m in load_methods(METHODS, given.hashers, model.config)}
+    if given.best is not None:
+        methods |= {m.name: m for m in load_methods((BEST,), given.best, model.config)}
     lines = []
     for number, document in enumerate(load_documents((given.text,), tokenizer, CONTEXT, given.documents, 0)):
         ids, scored = document.ids, CONTEXT // 2

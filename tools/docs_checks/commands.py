@@ -15,7 +15,7 @@ import tyro
 from evals.cli import COMMANDS
 from hashtrain import cli as hashtrain_cli
 from hashtrain.usage import UsageError
-from sparse_decode.cli import GenerateCommand
+from sparse_decode.settings import GenerateCommand
 from torch.distributed.run import get_args_parser
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

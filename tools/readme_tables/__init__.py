@@ -7,7 +7,20 @@ from evals import report
 from evals.grid import to_markdown
 from evals.lengths import codelength_grid
 
-from readme_tables import decoding, gpu, headline, paper, quality, rivals, searching, serving, speed
+from readme_tables import (
+    beside_paper,
+    decoding,
+    errors,
+    gpu,
+    headline,
+    missed,
+    paper,
+    quality,
+    rivals,
+    searching,
+    serving,
+    speed,
+)
 from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import named, stored
 
@@ -40,12 +53,16 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "why-paper": paper.why,
     "exact-quest": quality.of_run("exact_quest", report.ppl_grid),
     "exact-protocol": paper.protocol,
+    "beside-paper": beside_paper.table,
+    "beside-paper-differences": beside_paper.sentences,
     "second-cones": paper.plain("cones"),
     "second-output-error": paper.plain("output_error"),
     "second-fidelity": paper.plain("fidelity"),
     "second-exercises": paper.plain("exercises"),
     "second-needle": paper.plain("needle"),
+    "missed": missed.missed,
     "bytes": quality.bytes_read(headline.SHORT_RUNS),
+    "output-errors": errors.errors(errors.RUNS),
     "frontier": quality.frontier(headline.FRONTIER_RUNS),
     "code-lengths": quality.of_run("codelength", codelength_grid),
     "throughput": speed.throughput,
@@ -59,9 +76,11 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "gpu-model": gpu.model,
     "gpu-shortlist": gpu.shortlist,
     "serving": serving.serving,
+    "serving-checks": serving.checks,
     "sparse-attention": decoding.sparse_attention,
     "shortlist": decoding.shortlist,
     "exact": decoding.exact,
+    "exact-speed": decoding.exact_speed,
     "sparse-break-even": decoding.break_even,
     "llama-cpp": decoding.beside_llama_cpp,
     "sparse-model-decode": decoding.model_decode,

@@ -59,6 +59,25 @@ def exact(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, header, [lines]))
 
 
+def exact_speed(results: pathlib.Path) -> str:
+    found = stored(results / "exact_speed.json")
+    title = (
+        f"Milliseconds a token at an acceptance of {100 * found['accepted']:g} %, at most {found['most']} drafts, "
+        f"random weights in bfloat16, {found['threads']} threads, {found['processor']}, {found['date']}, medians of "
+        f"{found['turns']} turns; a draft and a check of three rows in times of a dense step, measured and predicted"
+    )
+    header = ["model, tokens", "transformers", "dense", "exact", "dense / exact", "predicted", "draft", "check"]
+    return to_markdown(Grid(title, header, [[_exact_speed(row) for row in found["rows"]]]))
+
+
+def _exact_speed(row: dict[str, Any]) -> list[str]:
+    taken = [f"{row['ms'][way]:,.1f}" for way in ("transformers", "dense", "exact")]
+    gains = [f"{row['gain']['exact']:.2f} x", f"{row['predicted']['gain']:.2f} x"]
+    passes = [row["passes"][name] for name in ("draft", "check 3")]
+    costs = [f"{cost['measured']:.2f}, {cost['predicted']:.2f}" for cost in passes]
+    return [f"{row['model']}, {row['n']:,}", *taken, *gains, *costs]
+
+
 def _model_title(found: dict[str, Any]) -> str:
     return (
         f"Qwen2.5-0.5B's shape, {found['layers']} of 24 layers, bfloat16, {100 * found['fraction']:g} % selected, "

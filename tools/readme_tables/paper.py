@@ -3,11 +3,13 @@
 import itertools
 import pathlib
 from collections.abc import Callable
+from typing import Literal, NamedTuple, cast
 
 from evals import paper
 from evals.grid import Grid, percent, to_markdown
+from evals.metrics import bootstrap
 from evals.report import grids
-from evals.result import Result
+from evals.result import Result, Row
 
 from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import load, named, stored
@@ -96,22 +98,74 @@ def cost_of(result: Result, method: str, metric: str) -> float:
     return result.one(method=method, metric=metric, against=None).value
 
 
-def links(results: pathlib.Path) -> dict[tuple[str, str, str], bool]:
-    """Return for each two neighbours in the paper's order whether the second is better, by IoU, perplexity and KL."""
+Better = Literal["holds", "does not hold", "undecided"]
+LINKS = (*itertools.pairwise(ORDER), ("lsh", "paper-exact"))
+"""Pairs of which the second is better in the paper: neighbours in its order, and its hash against LSH."""
+
+
+class Link(NamedTuple):
+    """Whether the second of two methods is better by one metric."""
+
+    metric: str
+    worse: str
+    better: str
+    found: Better
+    shown: str
+    """Both values with their intervals, or that of the paired difference."""
+
+
+def links(results: pathlib.Path) -> list[Link]:
+    """Compare each pair of `LINKS` by IoU, perplexity and KL, with 95 % intervals over contexts.
+
+    Where a run has stored the paired difference, it decides; otherwise the two methods' own intervals do, which say
+    more often that a link is undecided.
+    """
     iou, ppl = load(results / "order_iou.json"), load(results / "order_ppl.json")
-    found = {}
-    for worse, better in itertools.pairwise(ORDER):
-        found["IoU", worse, better] = overlap(iou, worse) < overlap(iou, better)
-        for name, metric in (("perplexity", "perplexity_ratio"), ("KL", "kl")):
-            found[name, worse, better] = cost_of(ppl, worse, metric) > cost_of(ppl, better, metric)
+    found: list[Link] = []
+    for worse, better in LINKS:
+        at = {"metric": "iou", "heads": _HEADS, "layer": None, "head": None}
+        low, high = (iou.one(method=name, **at) for name in (worse, better))
+        found.append(Link("IoU", worse, better, _apart(low, high), _both(high, low, ".3f")))
+        for name, metric, paired in (("perplexity", "perplexity_ratio", "nll"), ("KL", "kl", "kl")):
+            costs = [ppl.one(method=method, metric=metric, against=None) for method in (worse, better)]
+            decided, shown = _apart(costs[1], costs[0]), _both(costs[1], costs[0], ".4f")
+            if pair := _paired(ppl, worse, better, paired):
+                decided, shown = pair
+            found.append(Link(name, worse, better, decided, shown))
     return found
 
 
+def _apart(low: Row, high: Row) -> Better:
+    """Whether the second of two rows is above the first, by their intervals."""
+    assert None not in (low.low, low.high, high.low, high.high)
+    if cast(float, low.high) < cast(float, high.low):
+        return "holds"
+    return "does not hold" if cast(float, high.high) < cast(float, low.low) else "undecided"
+
+
+def _paired(ppl: Result, worse: str, better: str, metric: str) -> tuple[Better, str] | None:
+    """Decide by a stored paired difference of losses, in whichever direction it is stored; None if there is none."""
+    for sign, (method, against) in ((1, (better, worse)), (-1, (worse, better))):
+        for row in ppl.select(method=method, against=against, metric=metric):
+            value, *edges = (sign * cast(float, x) for x in (row.value, row.low, row.high))
+            low, high = sorted(edges)
+            decided: Better = "holds" if high < 0 else "does not hold" if low > 0 else "undecided"
+            return decided, f"paired difference {value:+.4f} nats [{low:+.4f}, {high:+.4f}]"
+    return None
+
+
+def _both(first: Row, second: Row, how: str) -> str:
+    return " against ".join(f"{row.value:{how}} [{row.low:{how}}, {row.high:{how}}]" for row in (first, second))
+
+
+SAID = {"holds": "holds", "does not hold": "does **not** hold", "undecided": "is **undecided**"}
+
+
 def sentences(results: pathlib.Path) -> str:
-    """Return one sentence per pair of neighbours in the paper's order: whether the order holds here."""
+    """Return one sentence per link of the paper's order: whether it holds here."""
     lines = [
-        f"- {metric}: `{better}` is {'better' if holds else '**not** better'} than `{worse}`."
-        for (metric, worse, better), holds in links(results).items()
+        f"- {link.metric}: that `{link.better}` is better than `{link.worse}` {SAID[link.found]}: {link.shown}."
+        for link in links(results)
     ]
     return "\n".join(lines)
 
@@ -132,21 +186,34 @@ def _layers(result: Result) -> list[int]:
 
 
 def why(results: pathlib.Path) -> str:
-    """Return the results of `tools/why_paper.py`: each suspect alone, untrained LSH and the paper's codes."""
+    """Return the results of `tools/why_paper.py`: each suspect alone, by method, with intervals over the texts."""
     found = stored(results / "why_paper.json")
+    names = [name for name in WHY if any(line["method"] == name for line in found["lines"])]
     lines = []
     for suspect in dict.fromkeys(line["suspect"] for line in found["lines"]):
-        cells = [
-            [line["excess"] for line in found["lines"] if (line["suspect"], line["method"]) == (suspect, method)]
-            for method in ("lsh", "paper")
-        ]
-        means = [sum(values) / len(values) for values in cells]
-        shown = [
-            f"{mean:.3f} ({', '.join(f'{x:.3f}' for x in values)})" for mean, values in zip(means, cells, strict=True)
-        ]
-        lines.append([suspect, *shown, "paper" if means[1] < means[0] else "lsh"])
+        excess = {
+            name: [line["excess"] for line in found["lines"] if (line["suspect"], line["method"]) == (suspect, name)]
+            for name in names
+        }
+        shown = [_mean_of(values, ".3f") for values in excess.values()]
+        lines.append([suspect, *shown, _mean_of(_minus(excess["paper"], excess["lsh"]), "+.3f")])
+    spread = "the two texts" if found["documents"] == 2 else "95 % bootstrap interval over the texts"
     title = (
         f"{SECOND_MODEL}, nats of negative log-likelihood over dense attention, second half of {found['documents']} "
-        f"texts of {found['context']} tokens, the first {found['dense_layers']} layers dense, 2 %: mean (each text)"
+        f"texts of {found['context']} tokens, the first {found['dense_layers']} layers dense, 2 %: mean [{spread}]"
     )
-    return to_markdown(Grid(title, ["every row sparse, and", "lsh", "paper", "better"], [lines]))
+    header = ["every row sparse, and", *(WHY[name] for name in names), "paper - lsh, paired"]
+    return to_markdown(Grid(title, header, [lines]))
+
+
+WHY = {"lsh": "lsh", "paper": "paper", "paper-rotation": "paper, best fair form"}
+"""Methods of `tools/why_paper.py` and what the table calls them."""
+
+
+def _minus(first: list[float], second: list[float]) -> list[float]:
+    return [a - b for a, b in zip(first, second, strict=True)]
+
+
+def _mean_of(values: list[float], how: str) -> str:
+    (found,) = bootstrap([[value] for value in values], 0)
+    return f"{found.mean:{how}} [{found.low:{how}}, {found.high:{how}}]"

@@ -2,7 +2,7 @@
 
 import pathlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from evals import report
 from evals.frontier import Point, points, require_comparable
@@ -61,7 +61,7 @@ def glance(names: Measured, subject: str) -> Callable[[pathlib.Path], str]:
         scored = runs[1].config["scored"]
         prompt = "half the context" if scored is None else f"{context - scored - 1:,} tokens"
         title = (
-            f"{100 * budget:g} % of the visible tokens, {protocol(runs[0].config)}, "
+            f"{100 * budget:g} % of the visible tokens, {report.protocol(runs[0].config)}, "
             f"{trained['bits']}-bit codes, {subject}, held-out contexts of "
             f"{context:,} tokens: {trained['held_out']} for IoU and mass; perplexity and KL with every row sparse "
             f"({runs[0].config['documents']} contexts) and as in serving, behind a dense prompt of {prompt} "
@@ -97,7 +97,7 @@ def texts(names: dict[str, str], trained_name: str, subject: str) -> Callable[[p
         config, budget = first.config, 100 * first.config["budgets"][0]
         where = f"the last {config['scored']:,} of {config['context']:,} tokens behind a dense prompt"
         title = (
-            f"{budget:g} % of the visible tokens, {protocol(config)}, "
+            f"{budget:g} % of the visible tokens, {report.protocol(config)}, "
             f"{trained['bits']}-bit codes, {subject}, as in serving: "
             f"{where}, held-out texts: {counts}; IoU and mass per KV head, on {trained['held_out']} contexts"
         )
@@ -118,8 +118,8 @@ def bytes_read(names: dict[str, tuple[str, ...]]) -> Callable[[pathlib.Path], st
             own = [point for point in points(found, HEAD_DIM) if point.method == OURS]
             sections.append([[subject, *_bytes_line(point)] for point in reversed(own)])
         title = (
-            f"`{OURS}` behind a dense prompt, 16-bit keys and values: bytes that a layer's step reads, as a share of "
-            "all keys and values, at the middle of the scored rows (`sparse_decode.traffic.step_bytes`)"
+            f"`{OURS}` behind a dense prompt, 16-bit keys and values: bytes that a layer's step requests, as a share "
+            "of all keys and values, at the middle of the scored rows (`sparse_decode.traffic.step_bytes`)"
         )
         header = ["model, text", "tokens read", "search and values", "bytes", "perplexity", "KL, nats"]
         return to_markdown(Grid(title, header, sections))
@@ -145,22 +145,6 @@ HEAD_DIM = 64  # of both models
 def _bytes_line(point: Point) -> list[str]:
     read = f"{100 * point.budget:g} %", point.settings or "all codes, all values", f"{100 * point.share:.1f} %"
     return [*read, f"{100 * (point.perplexity.value - 1):+.1f} %", f"{point.kl.value:.4f}"]
-
-
-def protocol(config: dict[str, Any]) -> str:
-    """Return a phrase on which tokens every row of a run reads, and which layers stay dense."""
-    ends = [(config.get("sink", 0), "first"), (config.get("recent", 0), "last")]
-    named = [f"the {which} token" if count == 1 else f"the {which} {count}" for count, which in ends if count]
-    always = f"{' and '.join(named)} always among them" if named else "none of them read without a search"
-    dense = config.get("dense_layers")
-    layers = (
-        "no layer dense by its place"
-        if dense is None
-        else f"the first {dense} layers dense"
-        if dense
-        else "no layer dense"
-    )
-    return f"{always}, {layers}"
 
 
 def cell(ppl: Result, method: str, metric: str, budget: float | None = None) -> float:

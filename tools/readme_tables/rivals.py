@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from evals.grid import Grid, percent, to_markdown
 from evals.methods import OURS
 from evals.metrics import Estimate
+from evals.report import protocol
 from evals.tasks.ppl import AS
 
 from readme_tables.stored import load, stored
@@ -37,7 +38,7 @@ def rivals(results: pathlib.Path) -> str:
     config = load(results / "magicpig.json").config
     title = (
         f"Mean difference over {config['documents']} held-out contexts of {config['context']:,} tokens, model "
-        f"`{config['model']}`, every row sparse from layer {config['dense_layers']} on [95 % paired bootstrap "
+        f"`{config['model']}`, every row sparse, {protocol(config)} [95 % paired bootstrap "
         "interval]; below zero is better for ours"
     )
     return to_markdown(Grid(title, HEADER, [lines]))

@@ -1,6 +1,7 @@
 """Tables of times that belong to no single package: decode steps, a training step, the commands of README.md."""
 
 import pathlib
+from typing import Any
 
 from evals.grid import Grid, cell_of, percent, to_markdown
 from evals.result import Result
@@ -37,16 +38,22 @@ def speed(results: pathlib.Path) -> str:
         own = f"{step['shipped_ms'] / step['sparse_ms']:.0f} x" if step else ""
         lines.append([f"{n:,}", *layer, f"{step['ratio']:.1f} x" if step else "", own])
     title = (
-        f"Dense over sparse time of a decode step on a CPU ({attention['processor']}, {attention['threads']} thread), "
-        f"{100 * attention['fraction']:g} % selected, random weights; dense is the fastest dense code we could write, "
+        f"Dense over sparse time of a decode step on a CPU, {100 * attention['fraction']:g} % selected, random "
+        "weights; dense is the fastest dense code we could write, "
         f"but for the last column, Hugging Face's own, its best of {model['rows'][0]['shipped_steps']}. "
         f"Attention: a layer of {attention['query_heads']} query and {attention['kv_heads']} KV heads of "
-        f"{attention['head_dim']}. Model: "
-        f"Qwen2.5-0.5B's shape, {model['layers']} of 24 layers, bfloat16. A sparse step of {short['model']} is as fast "
-        f"as Hugging Face's dense one from {even:,} tokens on. Hashers: `transform`, {attention['planes']} query planes"
+        f"{attention['head_dim']} ({_machine(attention)}). Model: "
+        f"Qwen2.5-0.5B's shape, {model['layers']} of 24 layers, bfloat16 ({_machine(model)}). A sparse step of "
+        f"{short['model']} is as fast as Hugging Face's dense one from {even:,} tokens on ({_machine(short)}). "
+        f"Hashers: `transform`, {attention['planes']} query planes"
     )
     header = ["context", "attention, bfloat16", "attention, float32", "model", "model, against Hugging Face's step"]
     return to_markdown(Grid(title, header, [lines]))
+
+
+def _machine(found: dict[str, Any]) -> str:
+    """Return the processor and threads of a stored benchmark: columns of one table may be from different machines."""
+    return f"{found['processor']}, {found['threads']} thread{'s' * (found['threads'] != 1)}"
 
 
 def training_step(results: pathlib.Path) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +11,16 @@ from hashtrain.files.atomic import write_text
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
 _KEPT: dict[str, tuple[str, ...]] = {
-    "ppl": ("perplexity", "perplexity_per_document", "perplexity_ratio", "kl", "nll"),
+    "ppl": ("perplexity", "perplexity_per_document", "perplexity_ratio", "kl", "nll", "nll_most"),
     "iou": ("iou", "recall", "mass", "low", "lost"),
     "codelength": ("iou", "equal_lsh_bits", "times_shorter"),
     **dict.fromkeys(("cones", "codesize", "complexity", "fidelity", "needle", "output-error", "ruler-synthetic"), ()),
+    "kernels": ("p50_ms", "p99_ms", "share_of_roofline"),
     "throughput": ("p50_ms", "p99_ms", "tokens_per_s", "share_of_bandwidth", "kv_bytes", "code_bytes"),
 }
 """By task, the metrics shown in tables; empty: all."""
+_BY_HEAD = ("low", "lost")
+"""Metrics of the worst rows, which are kept for every head; of others, the means."""
 DIFFERENCES = "differences.json"
 """File that `evals paper` writes with its report: the paired differences of its items."""
 _DIGITS = 5
@@ -31,7 +35,7 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") ->
     if (run / "metrics.json").is_file():
         target, text = (
             results / f"{name or 'training'}.json",
-            json.dumps(_trim_metrics(read_json(run / "metrics.json", "run again")), indent=1),
+            _compact(_trim_metrics(read_json(run / "metrics.json", "run again"))),
         )
     elif (run / DIFFERENCES).is_file():
         target = results / f"{name or 'differences'}.json"
@@ -45,7 +49,7 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") ->
         own = "ppl_decode" if result.config.get("phase") == "decode" else task
         kept = [row for row in result.rows if not _KEPT[task] or row.metric in _KEPT[task]]
         dense = result.config.get("dense_at", [])  # layers that stay dense by index have no selection
-        rows = [row for row in kept if (row.head is None or row.metric == "low") and row.layer not in dense]
+        rows = [row for row in kept if (row.head is None or row.metric in _BY_HEAD) and row.layer not in dense]
         table = json.loads(rows_to_text(rows))
         lines = ",\n".join(json.dumps(rounded(line)) for line in table["rows"])
         head = {"config": result.config, "environment": result.environment, "columns": table["columns"]}
@@ -75,16 +79,26 @@ def stored(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _trim_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Drop the per-head lists, and reduce the layers' mean loss curve to _CURVE_POINTS means."""
+    """Drop lists by head except those of the worst rows per KV head; reduce the mean loss curve to _CURVE_POINTS."""
     hashers = {}
+    worst = {f"{metric}_by_head" for metric in _BY_HEAD}
     for name, found in metrics["hashers"].items():
-        layers = {
-            heads: [{k: v for k, v in layer.items() if not k.endswith("_by_head")} for layer in found[heads]["layers"]]
-            for heads in ("kv_head", "query_head", "remainder")
-        }
-        hashers[name] = {heads: {"layers": layers[heads], "mean": found[heads]["mean"]} for heads in layers}
+        hashers[name] = {key: found[key] for key in ("dense_layers", "failing", "repaired", "cost") if key in found}
+        for heads in ("kv_head", "query_head", "remainder"):
+            kept = worst if heads == "kv_head" else set()
+            layers = [
+                {k: v for k, v in layer.items() if k in kept or not k.endswith("_by_head")}
+                for layer in found[heads]["layers"]
+            ]
+            hashers[name][heads] = {"layers": layers, "mean": found[heads]["mean"]}
         hashers[name]["curve"] = _curve(found["losses"])
     return rounded({**metrics, "hashers": hashers})
+
+
+def _compact(data: dict[str, Any]) -> str:
+    """Format as JSON with one line for each innermost list or object."""
+    inner = re.compile(r"([\[{])\n\s*([^\[\]{}]*?)\n\s*([\]}])")  # a line break is never inside a string of JSON
+    return inner.sub(lambda m: m[1] + re.sub(r"\s*\n\s*", " ", m[2]) + m[3], json.dumps(data, indent=1))
 
 
 def _curve(losses: list[list[float]]) -> list[float]:

@@ -29,7 +29,7 @@ def differences(found: list[list[int]], expected: dict[str, Any]) -> tuple[int, 
     return ties, wrong
 
 
-def expected_counts(prompts: list[list[int]], new: int, fraction: float) -> tuple[int, int]:
+def expected_counts(prompts: list[list[int]], new: int, fraction: float, below: int = 0) -> tuple[int, int]:
     """Return how many tokens decode rows read and see, for one query head of one layer, from lengths alone.
 
     The first new token comes from the prompt's last row, every other from its own decode row.
@@ -38,4 +38,4 @@ def expected_counts(prompts: list[list[int]], new: int, fraction: float) -> tupl
     from sparse_decode import Budget
 
     seen = torch.cat([torch.arange(len(p) + 1, len(p) + new) for p in prompts])
-    return int(Budget(fraction).count(seen).sum()), int(seen.sum())
+    return int(Budget(fraction, dense_below=below).count(seen).sum()), int(seen.sum())

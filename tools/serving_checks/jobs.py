@@ -39,8 +39,9 @@ def engine(job: dict[str, Any]) -> dict[str, Any]:
     if job["spotlight"] is not None and "tensor_parallel_size" not in job.get("more", {}):
         from sparse_serve.served import Served
 
-        assert Served.latest is not None
-        found["counts"] = Served.latest.counts()
+        served = Served.of(model.llm_engine.vllm_config)
+        assert served is not None
+        found["counts"] = served.counts()
     return found
 
 
@@ -94,11 +95,15 @@ def attached(job: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     model: Any = pretrained(AutoModelForCausalLM, job["model"], dtype=torch.float32).eval()
-    hasher, fraction = Hasher.from_pretrained(job["spotlight"]["hasher"]), job["spotlight"]["fraction"]
+    asked = job["spotlight"]
+    hasher, budget = (
+        Hasher.from_pretrained(asked["hasher"]),
+        Budget(asked["fraction"], dense_below=asked["dense_below"]),
+    )
     how: dict[str, Any] = dict(max_new_tokens=job["new"], do_sample=False, pad_token_id=0, eos_token_id=None)
     how |= dict(return_dict_in_generate=True, output_logits=True)
     tokens, logits = [], []
-    with torch.no_grad(), attach(model, hasher, Budget(fraction), remainder=False):
+    with torch.no_grad(), attach(model, hasher, budget, remainder=False):
         for prompt in job["prompts"]:
             found: Any = model.generate(torch.tensor([prompt]), **how)
             tokens.append(found.sequences[0, len(prompt) :].tolist())

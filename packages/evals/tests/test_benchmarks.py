@@ -2,15 +2,18 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
 from evals import cli
 from evals.benchmarks import BenchmarkCommand, FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
+from evals.commands import FidelityCommand
 from evals.compare import compare
 from evals.methods import DENSE
 from evals.page import section_of
-from evals.tasks import benchmark
+from evals.tasks import benchmark, fidelity
+from evals.text import rouge_l
 from hashtrain import models
 from rich.console import Console
 
@@ -18,6 +21,7 @@ if os.environ.get("CI") != "true":
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: `uv sync --group lm-eval`")
 
 from evals.harness import measure
+from evals.harness.adapter import SparseLM
 from evals.harness.attributes import FOLDER
 
 QUIET = Console(quiet=True)
@@ -158,6 +162,76 @@ def test_runs_pair_item_by_item(build, tmp_path):
     benchmark.run(second, QUIET)
     with pytest.raises(ValueError, match="one has budgets in tokens, the other in shares"):
         compare(first.out, second.out, (None, None), (None, None))
+
+
+def test_stored_answers_are_compared_by_task(build, example, tmp_path):
+    two = tmp_path / "two"
+    two.mkdir()
+    for path in example.iterdir():
+        (two / path.name).write_text(path.read_text())
+    (two / "second.yaml").write_text(
+        (two / "longbench.yaml").read_text().replace("short.jsonl", "shots.jsonl").replace("python_short", "second")
+    )
+    run = build("longbench", tasks=("python_short", "second"), include_path=(two,), budgets=(0.1, 1.0))
+    source = benchmark.run(run, QUIET)
+    command = FidelityCommand(from_run=run.out, out=tmp_path / "fidelity")
+    found = fidelity.run(command, QUIET)
+    assert found.config["task"] == "fidelity"
+    assert found.config["compared"] == "longbench"
+    samples = [json.loads((run.out / "samples" / f"000{i}.json").read_text()) for i in range(2)]
+    means = []
+    for sample in samples:
+        dense, tenth, _ = (cell["texts"] for cell in sample["cells"])
+        means.append(np.mean([rouge_l(a, b) for a, b in zip(dense, tenth, strict=True)]))
+        where = sample["cells"][0]["task"]
+        row = found.one(metric="rouge_l", where=where, budget=0.1)
+        assert row.value == pytest.approx(means[-1])
+        assert (row.method, row.n) == ("planes", len(dense))
+        assert row.density == source.one(metric="score", where=where, budget=0.1, method="planes").density
+        assert found.one(metric="rouge_l", where=where, budget=1.0).value == 1.0
+    assert found.one(metric="rouge_l", where="mean of 2 tasks", budget=0.1).value == pytest.approx(np.mean(means))
+    assert section_of(command.out).tables
+    assert fidelity.run(command, QUIET) == found
+
+
+def test_answers_of_a_run_without_text_are_refused(build, tmp_path):
+    run = build("fewshot", limit=2)
+    benchmark.run(run, QUIET)
+    with pytest.raises(ValueError, match="holds no answers: expected a run of longbench, got one of fewshot"):
+        fidelity.run(FidelityCommand(from_run=run.out, out=tmp_path / "fidelity"), QUIET)
+    assert not (tmp_path / "fidelity").exists()
+    with pytest.raises(ValueError, match="no finished run"):
+        fidelity.run(FidelityCommand(from_run=tmp_path / "none", out=tmp_path / "fidelity"), QUIET)
+
+
+def test_prompts_get_the_chat_template_and_the_length_asked_for(build, made, tmp_path, monkeypatch):
+    template = tmp_path / "chat"
+    shutil.copytree(made.model, template)
+    settings = json.loads((template / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</{{ m['role'] }}>{% endfor %}"
+    )
+    (template / "tokenizer_config.json").write_text(json.dumps(settings))
+    asked = []
+
+    def passed(lm, context, max_length, *given, **options):
+        asked.append(lm.tokenizer.batch_decode(context))
+        assert max_length <= 96
+        return SparseLM.generate_as_shipped(lm, context, max_length, *given, **options)
+
+    monkeypatch.setattr(SparseLM, "generate_as_shipped", SparseLM._model_generate, raising=False)
+    monkeypatch.setattr(SparseLM, "_model_generate", passed)
+    run = build("longbench", model=str(template), chat_template=True, max_length=96, limit=2, out=tmp_path / "chat-run")
+    found = benchmark.run(run, QUIET)
+    assert found.config["chat_template"] is True
+    assert found.config["max_length"] == 96
+    prompts = [text for batch in asked for text in batch]
+    assert prompts
+    assert all("<user>" in text and text.rstrip().endswith("</user>") for text in prompts)
+    with pytest.raises(ValueError, match="has no chat template"):
+        benchmark.run(build("longbench", chat_template=True), QUIET)
+    with pytest.raises(ValueError, match="at most the model's 256 tokens, got 512"):
+        benchmark.run(build("longbench", max_length=512), QUIET)
 
 
 def test_as_typed(build, made, example, capsys):

@@ -19,7 +19,7 @@ from evals.base_commands import Always
 from evals.speed import COMPILED, ThroughputCommand
 from evals.synthetic import Exercise
 from evals.tasks import answers, compiled, cones, iou, output_error, ppl, throughput
-from fake_gpu import fake_gpu, faked, faked_with, model_of, told
+from fake_gpu import fake_gpu, faked_with, model_of, told
 from hashtrain import Hasher
 from hashtrain.demo import demo_model_path
 from hashtrain.layers import LayerHasher
@@ -286,10 +286,10 @@ def test_timed_compiled_steps_wait_for_nothing(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     monkeypatch.setattr(FakeTensor, "tolist", lambda x: read.append(asker()) or [1] * len(x))
     hasher = loaded.methods["planes"].selector.hasher
-    with fake_gpu() as mode, told(64), a_fake_measurement(tmp_path, *COMPILED) as command, torch.no_grad():
+    with fake_gpu(), told(64), a_fake_measurement(tmp_path, *COMPILED) as command, torch.no_grad():
         monkeypatch.setattr(LayerHasher, "calibrated", False)  # as drawn: nothing is summed for a remainder
         model = model_of(loaded.model.config)
-        throughput._measure(command, model, faked(hasher, mode), 64, 2, dict.fromkeys(COMPILED, 1), 1.0)
+        throughput._measure(command, model, hasher, 64, 2, dict.fromkeys(COMPILED, 1), 1.0)
     assert read == ["budget.totals"] * SPARSE
 
 

@@ -55,7 +55,9 @@ def test_the_phase_is_in_rows_and_captions_and_has_a_curve_over_budgets(ppl_comm
     curve = [found.one(method="lsh", metric="kl", budget=budget).value for budget in command.budgets]
     assert curve == sorted(curve)
     report = (command.out / "report.md").read_text()
-    assert "after a dense prompt, the scored rows sparse from layer 1 on" in report
+    assert (
+        "after a dense prompt, the scored rows sparse, no token read without a search, the first layer dense" in report
+    )
     assert "paired over documents, the prompt dense" in report
     assert "everywhere" not in report
 
@@ -223,9 +225,23 @@ def test_rows_survive_their_file(ppl_command):
 
 def test_each_of_our_methods_is_paired_with_every_other(ppl_command):
     found = ppl.run(ppl_command(methods=("lsh", "planes", "planes+remainder"), rules=("visible",)), QUIET)
-    pairs = {(row.method, row.against) for row in found.rows if row.against}
+    pairs = {(row.method, row.against) for row in found.rows if row.against and row.metric == "kl"}
     ours = {"planes", "planes+remainder"}
     assert pairs == {(a, b) for a in ours for b in (*ours, "lsh") if a != b}
+
+
+def test_the_worst_text_of_each_method_against_lsh_is_kept(ppl_command):
+    command = ppl_command(methods=("recent", "lsh", "planes"), rules=("visible",), documents=3)
+    found = ppl.run(command, QUIET)
+    samples = [json.loads(path.read_text())["cells"] for path in sorted((command.out / "samples").glob("*.json"))]
+    assert len(samples) == 3
+    by_text = [{cell["method"]: cell["nll"] for cell in cells} for cells in samples]
+    kept = found.select(metric="nll_most")
+    assert {(row.method, row.against) for row in kept} == {("recent", "lsh"), ("planes", "lsh")}
+    for row in kept:
+        assert row.value == max(nll[row.method] - nll["lsh"] for nll in by_text)
+    without = ppl_command(methods=("recent",), rules=("visible",), documents=1, out=command.out.with_name("other"))
+    assert not ppl.run(without, QUIET).select(metric="nll_most")
 
 
 def test_an_empty_sample_is_counted_in_the_rows(ppl_command, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 from evals.grid import Grid, percent, to_markdown, to_rich
-from evals.report import grids, training_grid
+from evals.report import grids, protocol, training_grid
 from evals.tasks import iou, ppl
 from rich.console import Console
 
@@ -39,14 +39,57 @@ def test_iou_tables_have_a_line_a_layer(iou_command):
     for grid in grids(found):
         assert grid.header == ["layer", "oracle", "lsh"]
         assert [line[0] for line in grid.sections[0]] == ["0 (dense)", "1", "2"]
-        assert grid.sections[1][0][:2] == ["mean", "1.000 / 1.000 / 1.00"]
+        assert grid.sections[1][0][:2] == ["mean", "1.000 / 1.000 / 1.00 / 0 %"]
+        assert "rows that find less than half of it" in grid.title
+        assert grid.title.endswith(protocol(found.config))
     assert (command.out / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_training_table_reads_hashtrain_metrics():
     layer = {"iou": 0.5, "recall": 0.6, "mass": 0.7}
     side = {"layers": [layer, layer], "mean": layer}
-    facts = {"layers": 2, "dense_layers": 1, "fraction": 0.02, "bits": 128, "held_out": 24, "context": 4096, "steps": 9}
-    grid = training_grid({**facts, "hashers": {"lsh": {"kv_head": side, "query_head": side}}})
-    assert grid.sections[0] == [["0 (dense)", "0.500 / 0.700"], ["1", "0.500 / 0.700"]]
+    facts = {"layers": 2, "fraction": 0.02, "bits": 128, "held_out": 24, "context": 4096, "steps": 9}
+    hashers = {"lsh": {"kv_head": side}, "planes": {"kv_head": side, "dense_layers": [1]}}
+    grid = training_grid({**facts, "hashers": hashers})
+    assert grid.sections[0] == [
+        ["0", "0.500 / 0.700", "0.500 / 0.700"],
+        ["1", "0.500 / 0.700", "0.500 / 0.700 (dense)"],
+    ]
+    assert grid.sections[1] == [["mean", "0.500 / 0.700", "0.500 / 0.700"]]
+    assert grid.title.startswith("IoU / attention mass per KV head, 128 bits")
     assert "24 held-out contexts" in grid.title
+    worst = {**layer, "low": 0.6, "lost_by_head": [0.0, 0.01]}
+    grid = training_grid({**facts, "hashers": {"lsh": {"kv_head": {"layers": [worst, worst], "mean": layer}}}})
+    assert grid.sections[0][0] == ["0", "0.500 / 0.700 / 0.60 / 1 %"]
+    assert "rows that find less than half of it; per KV head" in grid.title
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sink": 1, "recent": 4}, "the first token and the last 4 tokens always read, no layer dense by its place"),
+        ({"sink": 0, "recent": 0, "dense_layers": 2}, "no token read without a search, the first 2 layers dense"),
+        (
+            {"sink": 2, "dense_layers": 1, "dense_at": [4]},
+            "the first 2 tokens always read, the first layer and layers 4",
+        ),
+        (
+            {"sink": 4, "recent": 64, "ends": "beside"},
+            "the first 4 tokens and the last 64 tokens read beside the budget",
+        ),
+    ],
+)
+def test_captions_name_the_protocol(settings, said):
+    assert protocol({"dense_layers": 0, "dense_at": [], "recent": 0, **settings}).startswith(said)
+
+
+def test_tables_of_another_protocol_say_so(ppl_command, tmp_path):
+    """Those of differences, too; by default they are silent."""
+    for settings, said in (({"dense_layers": 1}, True), ({"dense_layers": 0, "sink": 1, "recent": 4}, False)):
+        more = {"methods": ("lsh", "planes"), "documents": 1, "out": tmp_path / str(said)}
+        command = ppl_command(**more, **settings)
+        found = ppl.run(command, QUIET)
+        first, *others = grids(found)
+        assert protocol(found.config) in first.title
+        assert others
+        assert all((protocol(found.config) in grid.title) == said for grid in others)

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from evals.synthetic import KINDS, exercise
+from evals.synthetic import KINDS, NEEDLE, QUESTION, exercise, prose
 from hashtrain.demo import demo_model_path
 from transformers import AutoTokenizer
 
@@ -70,3 +70,35 @@ def test_depth_is_where_the_answer_lies(tokenizer):
 def test_too_short_a_length_is_refused(tokenizer):
     with pytest.raises(ValueError, match="choose a longer"):
         exercise("copy", tokenizer, 30, None, 0)
+
+
+PROSE = " ".join(f"Sentence number {n} says nothing of any use." for n in range(400))
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_prose_hides_a_sentence_between_others_and_asks_about_it(tokenizer, depth):
+    x = prose(tokenizer, PROSE, 900, depth, 3)
+    assert 900 - 40 <= len(x.prompt) + len(x.answer) <= 900
+    text = text_of(tokenizer, x)
+    assert text.startswith("This is a very long story book: <book> ")
+    assert text.endswith(f"Question: {QUESTION}\nAnswer:")
+    assert tokenizer.decode(x.answer) == f" {NEEDLE}"
+    inside = text[text.index("<book> ") + 7 : text.index(" </book>")]
+    sentences = re.split(r"(?<=\.)\s+", inside)
+    assert sentences.index(NEEDLE) == pytest.approx(depth * (len(sentences) - 1), abs=1)
+    numbers = [int(re.search(r"\d+", one)[0]) for one in sentences if one != NEEDLE]
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert x.prompt.tolist() == prose(tokenizer, PROSE, 900, depth, 3).prompt.tolist()
+    assert (
+        len({int(re.search(r"\d+", text_of(tokenizer, prose(tokenizer, PROSE, 900, 1.0, s)))[0]) for s in range(9)}) > 3
+    )
+    other = prose(tokenizer, PROSE, 900, depth, 3, "The key is green.", "What is the key like?")
+    assert "The key is green." in text_of(tokenizer, other)
+    assert text_of(tokenizer, other).endswith("Question: What is the key like?\nAnswer:")
+
+
+def test_prose_that_cannot_be_used_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="leaves no room for the needle"):
+        prose(tokenizer, PROSE, 40, 0.5, 0)
+    with pytest.raises(ValueError, match="haystack is too short for 900 tokens"):
+        prose(tokenizer, PROSE[:900], 900, 0.5, 0)

@@ -241,6 +241,27 @@ def test_rows_of_fidelity_follow_from_the_texts(build):
         assert found.one(metric=metric, method="lsh").value == pytest.approx(expected)
 
 
+def test_a_needle_in_prose_is_scored_by_rouge_against_the_sentence(build, tmp_path, monkeypatch):
+    from evals.text import rouge_l
+
+    sentences = " ".join(f"Sentence number {n} says nothing of use." for n in range(400))
+    (tmp_path / "haystack.txt").write_text(sentences)
+    drawn = []
+    monkeypatch.setattr(needle, "draw_heat", lambda result, command, path: drawn.append(command.haystack))
+    asked = {"needle": "The key is green.", "question": "What is the key like?"}
+    command = build("needle", haystack=(tmp_path / "haystack.txt",), lengths=(200,), documents=1, **asked)
+    found = needle.run(command, QUIET)
+    assert drawn == [command.haystack]
+    assert {found.config[name] for name in asked} == set(asked.values())
+    assert found.config["haystack"] == ["haystack.txt"]
+    (answer, *_) = json.loads((command.out / "samples" / "0000.json").read_text())["answers"]
+    line = next(iter(answer["written"].strip().splitlines()), "")
+    assert answer["rouge_l"] == rouge_l("The key is green.", line)
+    monkeypatch.undo()
+    needle.draw_heat(found, command, tmp_path / "heat.png")
+    assert (tmp_path / "heat.png").read_bytes().startswith(PNG)
+
+
 def test_fidelity_at_the_whole_budget_is_dense(build):
     found = fidelity.run(build("fidelity", budgets=(1.0,), documents=1), QUIET)
     assert {row.value for row in found.rows} == {1.0}

@@ -2,11 +2,14 @@
 
     uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --cpu 1 --out docs/results/hashcore_cpu.json
     uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --sizes 131072 --rounds 1   # a short one
+    uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --sizes --out FILE   # only pages; FILE keeps the rest
 
 All functions are timed in turn on a set of random codes, so that other load affects them equally; a ratio is the median
 over turns. The sets together are FLUSH times the last-level cache, so that each is read from memory; cache-hot figures
 repeat one set. faiss has its own copies of the codes. The upper bounds are printed first. Times are processor time,
-which depends less on other load; ratios are given of processor and wall time. The last line is JSON; --out stores it.
+which depends less on other load; ratios are given of processor and wall time. Keys in pages are timed against the same
+keys side by side; the pages are far apart and in random order, as in a cache that holds keys and values, too. The last
+line is JSON; --out stores it.
 """
 
 import argparse
@@ -35,6 +38,10 @@ QUERIES = (1, 28)
 SHARE = 50  # top 2 %
 GROUP = 7
 FLUSH = 4
+PAGE, PAGED = 32, 1 << 17  # keys per page, and keys of a search in pages
+PAGE_BYTES = 2 * 2 * 128 * PAGE  # keys and values of one head in a page, 128 numbers of 16 bits
+POOL = 1 << 31  # most bytes of a pool
+PAGED_AS = ((1, 4), (1, 6), (4, 4), (4, 6))  # KV heads, planes
 SHORT = 1024  # keys of a search whose overhead takes longer than its kernel
 HOT = 15  # timed repetitions of the cache-hot figures, after one warm-up
 
@@ -166,6 +173,38 @@ class Bench:
         return row
 
 
+class Pool:
+    """Pages of codes with room for keys and values before them, and page tables of disjoint sets of PAGED keys."""
+
+    def __init__(self, heads: int, sets: int, rng: np.random.Generator) -> None:
+        blocks, words = PAGED // PAGE, PAGE * WORDS
+        page = heads * (PAGE_BYTES // 4 + words) + 16  # an odd number of cache lines: sparse_decode.paged.tail_bytes
+        memory = np.zeros(sets * blocks * page, np.int32)
+        own = memory.reshape(sets * blocks, page)[:, -heads * words - 16 : -16].reshape(-1, heads, PAGE, WORDS)
+        own[:] = random_codes(rng, len(own), heads, PAGE)
+        self.pages: Codes = own.transpose(1, 0, 2, 3)
+        self.tables: list[NDArray[np.int64]] = list(rng.permutation(len(own)).reshape(sets, blocks))
+        self.keys: list[Codes] = [self.pages[:, table].reshape(heads, PAGED, WORDS) for table in self.tables]
+
+
+def paged(heads: int, planes: int, cache: int, rounds: int, rng: np.random.Generator) -> dict[str, Any]:
+    """Time searches for the best 2 % of PAGED keys of each head, in pages and side by side."""
+    each = heads * PAGED // PAGE * PAGE_BYTES
+    pool = Pool(heads, max(2, min(-(-FLUSH * cache // (4 * WORDS * PAGED * heads)), POOL // each)), rng)
+    query, weights, k = random_codes(rng, heads, planes), (1,) * planes, PAGED // SHARE
+    works: Works = {
+        "pages": lambda i: hashcore.search(query, pool.pages, k, weights, blocks=pool.tables[i]),
+        "side by side": lambda i: hashcore.search(query, pool.keys[i], k, weights),
+    }
+    for found, wanted in zip(works["pages"](0), works["side by side"](0), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    row: dict[str, Any] = {"n": PAGED, "heads": heads, "planes": planes, "page": PAGE, "k": k}
+    for place, spent in cold_and_hot(works, len(pool.tables), rounds).items():
+        row[place] = {"microseconds": {name: microseconds(times) for name, times in spent.items()}}
+        row[place]["over_side_by_side"] = ratio(spent["pages"], spent["side by side"])
+    return row
+
+
 def calls(rng: np.random.Generator) -> dict[str, float]:
     """Time short searches from cache in microseconds: with arrays, tensors and the torch operator."""
     query, keys, k = random_codes(rng, 1), random_codes(rng, SHORT), SHORT // SHARE
@@ -229,7 +268,8 @@ def rounded(data: Any) -> Any:
 
 def show(row: dict[str, Any]) -> None:
     """Print the results of one size."""
-    print(f"{row['n']} keys" + (f", {row['queries']} queries" if "queries" in row else ""))
+    more = [f", {row[name]} {name}" for name in ("queries", "heads", "planes") if name in row]
+    print(f"{row['n']} keys" + "".join(more))
     for place in ("memory", "cache"):
         times = ", ".join(f"{name} {us:.0f} us" for name, us in row[place]["microseconds"].items())
         ratios = {name: at for name, at in row[place].items() if "over" in name}
@@ -237,34 +277,48 @@ def show(row: dict[str, Any]) -> None:
         print(f"  from {place}: {times}; {shown}", flush=True)
 
 
+def whole(sizes: list[int], rounds: int) -> dict[str, Any]:
+    """Time short calls, and scores and searches of all sizes."""
+    cache, rng = last_level_cache(), np.random.default_rng(0)
+    versions = {module.__name__: module.__version__ for module in (hashcore, numba, np, torch, faiss)}
+    result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "processor": processor(), "versions": versions}
+    result |= {"last_level_cache": cache, "bits": 32 * WORDS, "calls": calls(rng), "search": [], "score": []}
+    for n in sizes:
+        bench = Bench(n, cache, rng)
+        if "ceilings" not in result:
+            result["ceilings"] = ceilings(bench)
+        result["score"].append(bench.score(rounds))
+        show(result["score"][-1])
+        bench.add_faiss()
+        for queries in QUERIES:
+            result["search"].append(bench.search(queries, rounds if queries == 1 else 1))
+            show(result["search"][-1])
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="keys per set")
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES, help="keys per set; none: only pages")
     parser.add_argument("--rounds", type=int, default=3, help="passes over all sets")
     parser.add_argument("--cpu", type=int, help="pin the process to this CPU")
     parser.add_argument("--out", type=pathlib.Path, help="store the JSON in this file")
     given = parser.parse_args()
-    if min(given.sizes) < SHARE or given.rounds < 1:
+    if min(given.sizes, default=SHARE) < SHARE or given.rounds < 1:
         parser.error(f"--sizes must be at least {SHARE} and --rounds at least 1")
     if given.cpu is not None:
         os.sched_setaffinity(0, {given.cpu})
     faiss.omp_set_num_threads(1)
     torch.set_num_threads(1)
 
-    cache, rng = last_level_cache(), np.random.default_rng(0)
-    versions = {module.__name__: module.__version__ for module in (hashcore, numba, np, torch, faiss)}
-    result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "processor": processor(), "versions": versions}
-    result |= {"last_level_cache": cache, "bits": 32 * WORDS, "calls": calls(rng), "search": [], "score": []}
-    for n in given.sizes:
-        bench = Bench(n, cache, rng)
-        if "ceilings" not in result:
-            result["ceilings"] = ceilings(bench)
-        result["score"].append(bench.score(given.rounds))
-        show(result["score"][-1])
-        bench.add_faiss()
-        for queries in QUERIES:
-            result["search"].append(bench.search(queries, given.rounds if queries == 1 else 1))
-            show(result["search"][-1])
+    result = whole(given.sizes, given.rounds) if given.sizes else {}
+    pages = {"date": time.strftime("%Y-%m-%d"), "processor": processor(), "rows": []}
+    for heads, planes in PAGED_AS:
+        rng = np.random.default_rng(heads)
+        pages["rows"].append(paged(heads, planes, last_level_cache(), given.rounds, rng))
+        show(pages["rows"][-1])
+    if given.out and not given.sizes:
+        result = json.loads(given.out.read_text())
+    result["pages"] = pages
     if given.out:
         given.out.write_text(json.dumps(rounded(result), indent=1) + "\n")
     print(json.dumps(rounded(result)))

@@ -45,7 +45,8 @@ def simulator(source: str, macros: tuple[tuple[str, str], ...]) -> Simulator:
     kernels = re.findall(r"^\w*_KERNEL\((\w+), ", text, re.M) + re.findall(
         r"__launch_bounds__\([^)]*\)\s+(\w+)\(const", text
     )
-    return Simulator(text, [name for name in kernels if name != "name"], dict(macros))
+    missing = {"name", "score_all"} if "HASHCORE_PAGES" in dict(macros) else {"name"}
+    return Simulator(text, [name for name in kernels if name not in missing], dict(macros))
 
 
 class Device:

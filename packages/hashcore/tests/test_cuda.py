@@ -119,6 +119,23 @@ def test_searches_equal_numpy(words, weights, n):
 
 
 @pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize(("words", "weights"), SCORES)
+def test_shortlists_equal_numpy(words, weights, n):
+    """With first words read from the codes, and from a copy; the rows of a line share their keys."""
+    rng = np.random.default_rng(n + words)
+    planes, keys = random_codes(rng, 2, 5, len(weights), words), repeating(rng, 2, n, words)[:, None]
+    first, k = np.ascontiguousarray(keys[..., 0]), 1 + n // 50
+    for options in ({}, {"lengths": n - n // 3, "starts": n // 5, "sink": 2, "recent": 1}):
+        expected = hashcore.search(planes, keys, k, weights, order="index", shortlist=5, **options)
+        for known in (None, there(first)):
+            how = {"order": "index", "shortlist": 5, "first": known, **options}
+            assert_equal(torch_ops.search(there(planes), there(keys), k, weights, **how), expected)
+        alone = hashcore.search(planes[:, 0], keys[:, 0], k, weights, order="index", shortlist=5, **options)
+        how = {"order": "index", "shortlist": 5, **options}
+        assert_equal(hashcore.search(there(planes[:, 0]), there(keys[:, 0]), k, weights, **how), alone)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
 def test_topk_equals_numpy(n):
     rng = np.random.default_rng(n)
     for dtype, spread in (("int32", 30_000), ("int16", 900), ("uint8", 200), ("int8", 3)):
@@ -128,6 +145,17 @@ def test_topk_equals_numpy(n):
             for k in (1, n, rng.integers(0, n + 1, 3)):
                 ours = hashcore.topk(there(scores), there(k), **there(options))
                 assert_equal(ours, hashcore.topk(scores, k, **options))
+
+
+def test_results_of_32_bits_equal_numpy(rng):
+    planes, keys = random_codes(rng, 3, 3, 4), random_codes(rng, 3, 2049, 4)
+    scores, out = hashcore.score(planes, keys, (1, 2, 4)), [there(np.zeros((3, 40), np.int32)) for _ in range(2)]
+    expected = hashcore.topk(scores, 40)
+    hashcore.topk(there(scores), 40, out=tuple(out))
+    assert_equal(tuple(out), (expected[0], expected[1].astype(np.int32)))
+    expected = hashcore.search(planes, keys, 40, (1, 2, 4), order="index")
+    hashcore.search(there(planes), there(keys), 40, (1, 2, 4), order="index", out=tuple(out))
+    assert_equal(tuple(out), (expected[0], expected[1].astype(np.int32)))
 
 
 def test_queries_without_weights_are_rows(rng):
@@ -241,11 +269,11 @@ def samples():
         "planes": (x, 3, False),
         "group_planes": (there(random_codes(rng, 2, 7, 4)),),
         "score": (query, keys, weights),
-        "score_out": (query[0, 0], keys[0], None, there(random_codes(rng, 3, 33))),
+        "score_out": (query[0, 0], keys[0, 0], None, there(random_codes(rng, 3, 33))),
         "topk": (scores, 5, None, *options),
         "topk_out": (scores, 5, None, *options, *pair(2, 5)),
-        "search": (query, keys, 9, None, weights, *options, True),
-        "search_out": (query, keys, 9, k, weights, bound, *options[1:], False, *pair(2, 3, 9), None),
+        "search": (query, keys, 9, None, weights, *options, True, 0, None),
+        "search_out": (query, keys, 9, k, weights, bound, *options[1:], False, 2, None, *pair(2, 3, 9), None),
     }
 
 

@@ -100,12 +100,13 @@ def test_pairs_score_as_the_reference(words, queries, n, device, seed):
     assert_same(out, reference.score(query, keys))
 
 
-# Words and weights: 1 to 6 planes of 128 bits; 32 to 512 bits, with two and four lanes a key from 256 on; an odd number
-# of words with weights of no pattern; codes longer than a thread holds at once.
+# Words and weights: 1 to 6 planes of 128 bits; six planes of 32 to 512 bits, with two and four lanes a key from 256 on;
+# an odd number of words with weights of no pattern; codes longer than a thread holds at once.
 SCORES = [
     *((4, tuple(1 << p for p in range(planes))) for planes in range(1, 7)),
     *((1, (1, 2, 4)), (2, (1, 2)), (3, (5, 1)), (8, (1, 2, 4, 8, 16)), (9, (1, 2)), (12, (1, 2, 4))),
-    *((16, (1, 2, 4)), (16, tuple(1 << p for p in range(6)))),
+    (16, (1, 2, 4)),
+    *((words, tuple(1 << p for p in range(6))) for words in (1, 2, 3, 8, 12, 16)),
 ]
 
 
@@ -235,12 +236,15 @@ def test_keys_that_get_better_are_found_behind_a_floor_of_the_worse(rng, words):
 
 @pytest.mark.parametrize(("words", "weights"), SCORES)
 def test_a_search_is_two_launches_also_with_ragged_rows(rng, words, weights):
-    device = simulated.Device()
     query, keys = random_codes(rng, 4, len(weights), words), random_codes(rng, 4, 700, words)
     rows = np.array([700, 3, 650, 20], np.int32)
     case = {"weights": weights, "query": query, "keys": keys, "k": rows // 4, "wide": False}
-    run_search(case | {"lengths": rows, "starts": rows // 9, "sink": 1, "recent": 4}, device)
-    assert device.kernels == ["list_candidates", "select_32"]
+    case |= {"lengths": rows, "starts": rows // 9, "sink": 1, "recent": 4}
+    for order in simulated.ORDERS:
+        device = simulated.Device(order)
+        for ours, theirs in zip(run_search(case, device), expected_search(case), strict=True):
+            assert_same(ours, theirs)
+        assert device.kernels == ["list_candidates", "select_32"]
 
 
 def test_a_search_keeps_its_launches_and_its_memory(rng, monkeypatch):

@@ -4,7 +4,7 @@ import hashcore
 import numpy as np
 import pytest
 import torch
-from hashcore import reference, torch_ops
+from hashcore import reference
 from hashcore.cpu import threads
 from hashcore_samples import random_codes
 from hypothesis import given, settings
@@ -150,9 +150,16 @@ def test_keys_that_would_have_to_be_copied_are_refused():
         hashcore.search(QUERY, POOL[0], 1, blocks=np.array([0]))
 
 
-def test_a_compiled_program_is_refused():
-    with pytest.raises(ValueError, match=r"only in CPU memory.*gather them first"):
-        torch_ops.search(torch.zeros(1, 4).int(), torch.zeros(3, 16, 4).int(), 1, blocks=torch.zeros(1).long())
+def test_a_compiled_program_finds_the_same(rng):
+    pool, query = torch.from_numpy(random_codes(rng, 6, 16, 4)), torch.from_numpy(random_codes(rng, 2, 3, 4))
+    blocks, lengths = torch.tensor([[5, 0, 2], [1, 5, 3]]), torch.tensor([48, 30])
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step():
+        return hashcore.search(query, pool, 7, PLANES, blocks=blocks, lengths=lengths, order="index")
+
+    gathered = reference.gathered(pool.numpy(), blocks.numpy())
+    assert_found(step(), reference.search(query.numpy(), gathered, 7, PLANES, lengths=lengths.numpy(), order="index"))
 
 
 def test_the_plan_of_others_is_left_alone(rng):

@@ -1,6 +1,9 @@
 """Sources, macros and their cubins; no GPU is needed to compile for one."""
 
+import ctypes
+import itertools
 import logging
+import re
 import sys
 
 import pytest
@@ -8,6 +11,8 @@ from hashcore.cuda.source import HASHCORE_KERNELS, read_source
 
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
 program = pytest.importorskip("hashcore.cuda.program")
+kernels = pytest.importorskip("hashcore.cuda.kernels")
+layout = pytest.importorskip("hashcore.cuda.layout")
 Program, CompileError = program.Program, program.CompileError
 
 KERNEL = '#include "own.cuh"\nextern "C" __global__ void kernel(int* out) { *out = VALUE + OWN; }\n'
@@ -97,6 +102,59 @@ def test_what_is_read_in_16_bytes_lies_at_16_bytes(source, array):
     found = [line for line in (HASHCORE_KERNELS / source).read_text().splitlines() if f" u32 {array}[" in line]
     assert found
     assert all("__shared__ __align__(16)" in line for line in found)
+
+
+def body(source, name, text=None):
+    """Return the body of a kernel, or of a function that it calls."""
+    text = read_source(HASHCORE_KERNELS, source) if text is None else text
+    if made := re.search(rf"^(\w+_KERNEL)\({name}, ", text, re.M):
+        return re.search(rf"^#define {made[1]}\(.*?\) \{{ *\\?\n?(.*?)\n +\}}\n", text, re.M | re.S)[1]
+    return re.search(rf"^[^\n;]*\b{name}\([^;{{]*\) \{{\n(.*?)\n\}}", text, re.M | re.S)[1]
+
+
+def releases(source, name):
+    """Whether a kernel calls let_dependents_start, itself or in the function that does its work."""
+    text = body(source, name)
+    called = set(re.findall(r"\b([a-z_]+)(?:<\w+>)?\(", text))
+    known = [other for other in called if other in ("list_group", "count_digit", "select_row")]
+    return any("let_dependents_start();" in part for part in (text, *(body(source, other) for other in known)))
+
+
+def launched(shortlist, group):
+    """The launches of a search of 8 rows of 9,000 keys."""
+    sizes = (ctypes.c_int32 * 4)(1, 1, 1, 8)
+    rows = layout.RowMap(sizes, (ctypes.c_int64 * 4)(0, 0, 0, 12), (ctypes.c_int64 * 4)(), 4)
+    plan = layout.SearchSpace.plan(8, group, 9000, 90, 3)
+    short = layout.Shortlist(map=rows, times=5) if shortlist else None
+    return kernels.search(rows, 4, (1, 2, 4), 8, group, 64, plan, short).launches
+
+
+def selected():
+    """The launches of a selection from scores."""
+    plan = layout.Workspace.plan(3, 9000, layout.INT32_LEVELS, 3)
+    out = kernels.Output(0, 0, 64)
+    return [*kernels.topk(0, 9000, 3, layout.Window(), layout.Selection(), out, 0, plan)]
+
+
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("shortlist", [False, True])
+def test_a_kernel_that_starts_early_waits_first_and_the_one_before_it_lets_it(shortlist, group):
+    """Else it would read what is not there yet, or start no earlier: a host simulator runs one after the other."""
+    found = launched(shortlist, group)
+    assert [one.programmatic for one in found] == [False, *[True] * (1 + shortlist)]
+    require_order(found)
+    found = selected()
+    assert [one.programmatic for one in found] == [False, False, False, True]
+    require_order(found)
+
+
+def require_order(found):
+    for before, one in itertools.pairwise(found):
+        if one.programmatic:
+            assert releases(before.source, before.kernel), before.kernel
+            assert body(one.source, one.kernel).lstrip(" \\\n").startswith("wait_for_predecessor();"), one.kernel
+        else:
+            assert "wait_for_predecessor" not in body(one.source, one.kernel)
 
 
 def test_a_missing_compiler_is_one_sentence(monkeypatch):

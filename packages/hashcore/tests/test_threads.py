@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import threading
+import time
 
 import hashcore
 import numpy as np
@@ -9,13 +11,14 @@ import pytest
 from hashcore import cpu, reference, validation
 from hashcore.cpu import score_kernels, search_kernels, select_kernels, threads
 from hashcore_samples import random_codes
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-NOT_COMPILED = {"layout.py", "threads.py"}
+NOT_COMPILED = {"layout.py", "threads.py", "team.py"}
 
 
-@settings(deadline=None, max_examples=20)
+@pytest.mark.usefixtures("real_threads")
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_results_do_not_depend_on_the_number_of_threads(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
@@ -38,6 +41,7 @@ def test_results_do_not_depend_on_the_number_of_threads(data):
             np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.usefixtures("real_threads")
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_every_key_finds_itself_however_the_keys_are_parted(rng, workers):
     keys = random_codes(rng, 97, 4)
@@ -77,6 +81,23 @@ def test_a_piece_that_fails_fails_the_whole():
             _run(kernel, 40, 3)
 
 
+def test_a_call_that_fails_has_no_thread_left_that_uses_its_memory():
+    left = []
+
+    def kernel(first: int, last: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        time.sleep(0.1)
+        left.append(first)
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            _run(kernel, 40, 2)
+        before = len(left)
+        time.sleep(0.2)
+        assert len(left) == before
+
+
 def test_the_caller_takes_part_and_waits_for_no_thread_that_is_busy_elsewhere():
     """Pieces that start others would wait for each other for ever, once all threads have one."""
     assert _run(lambda first, last: sum(_run(lambda a, b: b - a, 5, 9)), 12, 9) == [5] * 12
@@ -88,6 +109,7 @@ def test_threads_are_kept_and_a_forked_process_has_its_own():
 
 
 def test_small_work_starts_no_thread(rng, monkeypatch):
+    monkeypatch.setattr(threads.team, "size", lambda: 1)
     monkeypatch.setattr(threads, "_helpers", None)
     monkeypatch.setattr(threads.numba.config, "NUMBA_NUM_THREADS", 8)
     query, keys = random_codes(rng, 1, 4), random_codes(rng, 60_000, 4)
@@ -101,9 +123,10 @@ def test_small_work_starts_no_thread(rng, monkeypatch):
 def test_a_thread_is_used_for_each_grain_of_work_that_the_setting_allows(work, setting):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads.numba.config, "NUMBA_NUM_THREADS", setting)
+        patch.setattr(threads.team, "size", lambda: 1)
         most, count = threads.most(), threads.count(work)
+        assert threads.count(work, setting) == count
     assert most == setting
-    assert threads.count(work, setting) == count
     assert 1 <= count <= most
     assert count == most or count * threads.GRAIN <= max(work, threads.GRAIN) < (count + 1) * threads.GRAIN
 

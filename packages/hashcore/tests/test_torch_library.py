@@ -47,13 +47,20 @@ def samples():
             torch.zeros(2, 5, dtype=torch.int32),
             torch.zeros(2, 5, dtype=torch.int64),
         ),
-        "search": (query, keys, 9, None, weights, *RANGE, True, 0, None),
-        "search_out": (query, keys, 9, k, weights, bound, *RANGE[1:], False, 3, keys[..., 0], *pair, None),
+        "search": (query, keys, 9, None, weights, *RANGE, True, 0, None, None),
+        "search_out": (query, keys, 9, k, weights, bound, *RANGE[1:], False, 3, keys[..., 0], None, *pair, None),
     }
 
 
 def test_every_operator_has_a_sample():
     assert samples().keys() == torch_library.SCHEMAS.keys()
+
+
+@pytest.mark.parametrize("name", torch_library.SCHEMAS)
+def test_samples_for_a_gpu_fit_the_operators(name, monkeypatch):
+    gpu = pytest.importorskip("test_cuda", reason="its samples are on a GPU, and need cuda-core")
+    monkeypatch.setattr(gpu, "DEVICE", torch.device("cpu"))
+    getattr(torch.ops.hashcore, name)(*gpu.samples()[name])
 
 
 @pytest.mark.parametrize("name", torch_library.SCHEMAS)
@@ -136,7 +143,7 @@ def test_meta_tensors_have_the_shapes_of_results():
 @pytest.mark.parametrize("most", [4, 9])
 def test_slots_beyond_the_widest_row_stay_empty(most):
     query, keys, k = codes(2, 3, 4), codes(1, 33, 4), torch.tensor([[3, 0, 4], [1, 1, 1]])
-    found = torch.ops.hashcore.search(query, keys, most, k, None, *RANGE[:2], 33, 0, 0, 0, True, 0, None)
+    found = torch.ops.hashcore.search(query, keys, most, k, None, *RANGE[:2], 33, 0, 0, 0, True, 0, None, None)
     expected = reference.search(query.numpy(), keys.numpy(), k.numpy())
     for actual, array, empty in zip(found, expected, (0, -1), strict=True):
         assert_equal(actual[..., :4], array)

@@ -27,6 +27,17 @@ def test_other_lengths(n):
     assert traffic.search(8, n, 4, PLANES[5], n // 50, 132).beside <= 0.1
 
 
+@pytest.mark.parametrize(("page", "most"), [(16, 1.02), (32, 1.015), (128, 1.01)])
+def test_page_tables_add_little(page, most):
+    """Whole pages of codes in whole sectors: what is added is the tables, a word for each page and row."""
+    contiguous = traffic.search(8, 131_072, 4, PLANES[5], 131_072 // 50, 132)
+    paged = traffic.search(8, 131_072, 4, PLANES[5], 131_072 // 50, 132, page=page)
+    assert paged.codes == contiguous.codes
+    assert paged.tables >= 8 * 4 * 131_072 / page
+    assert 1 < paged.total / contiguous.total < most
+    assert paged.total - contiguous.total == pytest.approx(paged.tables)
+
+
 @pytest.mark.parametrize("weights", [PLANES[2], PLANES[5]], ids=len)
 def test_the_kernels_list_as_many_candidates_as_predicted(monkeypatch, weights):
     """Two blocks a row, each with its sample; random bits in all planes."""

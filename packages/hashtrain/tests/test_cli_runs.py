@@ -9,8 +9,8 @@ from hashtrain import Hasher
 from hashtrain.cli import main
 from hashtrain.evaluation import remainder
 from hashtrain.layers import transform
+from hashtrain.run import pipeline, repair, sources, stream
 from hashtrain.run import prepare as prepare_module
-from hashtrain.run import repair, sources, stream
 from hashtrain_runs import command
 
 
@@ -120,6 +120,25 @@ def test_a_streamed_run_goes_on_where_it_was_stopped(folder, tmp_path, monkeypat
     assert len(runs) == 4 + 3  # three steps were done, three remain
     whole, cut = (Hasher.from_pretrained(tmp_path / name / "planes").state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("only", "first"), [("planes", "train"), ("transform", "capture")])
+def test_streamed_training_begins_before_captures_unless_its_start_reads_them(
+    only, first, folder, tmp_path, monkeypatch
+):
+    """Both have the same result as without --stream: above."""
+    order = []
+    for name, doing in (("make_all", "capture"), ("train_all", "train")):
+        own = getattr(pipeline, name)
+
+        def noted(*given, own=own, doing=doing):
+            order.append(doing)
+            return own(*given)
+
+        monkeypatch.setattr(pipeline, name, noted)
+    assert main(command(folder, tmp_path / "run", "--only", only, "--stream")) == 0
+    assert sorted(order) == ["capture", "train"]
+    assert order[0] == first
 
 
 def test_hashers_and_figures_do_not_depend_on_the_number_of_workers(folder, tmp_path):

@@ -24,6 +24,8 @@ from hashtrain.usage import UsageError
 
 
 def letters(text, **kwargs):
+    if isinstance(text, list):
+        return SimpleNamespace(input_ids=[[ord(c) for c in one] for one in text])
     return SimpleNamespace(input_ids=[ord(c) for c in text])
 
 
@@ -104,6 +106,28 @@ def test_a_long_text_is_tokenised_in_parts_and_only_as_far_as_needed(unit, parts
     seen.clear()
     assert len(contexts([Document("long", text)], counted, 100, 3)) == 3
     assert len(seen) == 1
+
+
+def test_texts_tokenised_together_have_the_tokens_of_each_alone(monkeypatch):
+    monkeypatch.setattr(corpus, "_PART", 64)
+    texts, lists = ["word " * 50, "", "x" * 200, "a line\n" * 30], []
+
+    def noted(text, **settings):
+        lists.append(isinstance(text, list))
+        return letters(text, **settings)
+
+    found = corpus.tokenise_with(noted, 10_000)(texts)
+    assert lists == [True]
+    assert all(torch.equal(ids, token_ids(text, letters)) for ids, text in zip(found, texts, strict=True))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\x0b", "\x1d", "\x85", "\u2029"])
+def test_a_line_end_that_ends_a_text_does_not_make_it_several_lines(end):
+    sentences = f"{'a' * 31}. {'b' * 33}"
+    assert list(long_lines(sentences + end)) == list(long_lines(sentences))
+    assert list(long_lines(f"{sentences}{end}{end}")) == [sentences]
+    assert list(long_lines(f"{sentences}{end}c")) == [sentences]
+    assert list(long_lines("")) == list(long_lines(end)) == []
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\x0b", "\u2028"])

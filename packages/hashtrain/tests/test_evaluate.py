@@ -3,6 +3,7 @@
 import hashcore
 import pytest
 import torch
+from hashtrain.config import SINK
 from hashtrain.evaluation.evaluate import bit_statistics
 
 
@@ -15,11 +16,13 @@ class Given:
         self.bits = bits
 
     def encode_keys(self, k):
-        return hashcore.pack(self.bits.float())
+        return hashcore.pack(self.bits[:, :, -k.shape[2] :].float())
 
 
 def statistics(bits):
-    return bit_statistics(Given(bits), torch.zeros(1))
+    """Of these bits, behind a first token of other bits, which every row reads without a search."""
+    first = torch.ones_like(bits[:, :, :SINK])
+    return bit_statistics(Given(torch.cat([first, bits], 2)), torch.zeros(1, 1, SINK + bits.shape[2], 1))
 
 
 def test_ones_and_balance_of_known_shares():

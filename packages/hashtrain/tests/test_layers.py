@@ -1,5 +1,7 @@
 """The codes of each variant, and that training scores match the deployed ones."""
 
+import copy
+
 import hashcore
 import pytest
 import torch
@@ -182,3 +184,30 @@ def test_bf16_input_is_hashed_as_the_same_numbers_in_float32():
     layer, (q, k) = make("planes"), qk()
     q, k = q.bfloat16(), k.bfloat16()
     assert torch.equal(scores(layer, q, k), scores(layer, q.float(), k.float()))
+
+
+@pytest.mark.parametrize(("variant", "init"), CASES)
+def test_rounded_matrices_are_float16_numbers_and_nearly_the_same(variant, init):
+    layer, (q, k) = make(variant, init), qk()
+    before, codes, planes = copy.deepcopy(layer.state_dict()), layer.encode_keys(k), layer.encode_queries(q)[0]
+    layer.round_matrices()
+    changed = set()
+    for name, x in layer.state_dict().items():
+        assert x.dtype == before[name].dtype
+        if not torch.equal(x, before[name]):
+            assert torch.equal(x, x.half().float())
+            torch.testing.assert_close(x, before[name], atol=1e-6, rtol=5e-4)
+            changed.add(name.split(".")[-1])
+    assert changed <= {"rotation", "r", "w1", "w2"}
+    assert changed
+    for ours, theirs in ((layer.encode_keys(k), codes), (layer.encode_queries(q)[0], planes)):
+        assert (hashcore.unpack(ours) != hashcore.unpack(theirs)).double().mean() < 2e-3
+
+
+@pytest.mark.parametrize("number", [1e5, 1e-8, float("inf")])
+def test_matrices_that_float16_is_too_narrow_for_stay_as_they_are(number):
+    layer = make("planes")
+    layer.query.w1[1, :, 3] = number
+    before = copy.deepcopy(layer.state_dict())
+    layer.round_matrices()
+    assert all(torch.equal(x, before[name]) for name, x in layer.state_dict().items())

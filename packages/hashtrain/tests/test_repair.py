@@ -43,7 +43,7 @@ def test_a_head_that_training_spoiled_gets_its_start_back_and_the_other_keeps_it
     with torch.no_grad():
         layer.key.b2[0] += 1e-6  # trained, neither better nor worse than its start
     bias = layer.key.b2[0].clone()
-    found = repair(layer, 0, data, CONFIG, 0, 5, 0.3)
+    found, _ = repair(layer, 0, data, CONFIG, 0, 5, 0.3)
     assert found[1].startswith("start of")
     fresh = make_layer(CONFIG, 0, 0)
     fresh.start(data, 0, int(found[1].split()[2]))
@@ -61,14 +61,17 @@ def test_a_head_that_lost_when_queries_were_trained_gets_back_the_keys_trained_b
     with torch.no_grad():
         layer.query.r[2:] = torch.randn(layer.query.r[2:].shape, generator=torch.Generator().manual_seed(1))
         other.key.b2 += 1e-6  # different from the start
-    found = repair(layer, 0, data, CONFIG, 0, 5, 0.3, other.state_dict())
+    found = repair(layer, 0, data, CONFIG, 0, 5, 0.3, other.state_dict()).taken
     assert found[1] == "keys alone trained"
     assert torch.equal(layer.query.r[2:], other.query.r[2:])
     assert torch.equal(layer.key.b2[1], other.key.b2[1])
 
 
 def test_other_variants_keep_what_they_have():
-    assert repair(make_layer(HasherConfig("planes", SHAPE, bits=32), 0, 0), 0, Captured(), CONFIG, 0, 5, 0.1) == {}
+    assert repair(make_layer(HasherConfig("planes", SHAPE, bits=32), 0, 0), 0, Captured(), CONFIG, 0, 5, 0.1) == (
+        {},
+        [],
+    )
 
 
 def test_a_head_fails_by_its_worst_rows():
@@ -83,4 +86,20 @@ def test_a_start_that_does_not_fail_beats_a_better_mean(monkeypatch):
     monkeypatch.setattr(sys.modules[repair.__module__], "_mass", lambda *arguments: next(masses))
     data, layer = Captured(), make_layer(CONFIG, 0, 0)
     layer.start(data, 0, 5)
-    assert repair(layer, 0, data, CONFIG, 0, 5, 0.3) == {0: "start of 5 digits"}
+    found = repair(layer, 0, data, CONFIG, 0, 5, 0.3)
+    assert found.taken == {0: "start of 5 digits"}
+    assert found.failing == [1]  # what is left for the choice of dense layers
+
+
+def test_a_failing_head_gets_the_best_of_what_fails_less_or_else_of_what_fails(monkeypatch):
+    """Other numbers of digits are tried only for heads that still fail."""
+    lost = torch.cat([torch.full((99,), 0.99), torch.full((1,), 0.1)])
+    good = torch.full((100,), 0.9)
+    tried = [[lost * 0.9] * 2, [lost * 0.91, lost], [lost * 0.92, lost], [good, lost], [good * 1.1, lost * 0.9]]
+    masses = iter([*tried, [lost, lost * 0.9]])
+    monkeypatch.setattr(sys.modules[repair.__module__], "_mass", lambda *arguments: next(masses))
+    data, layer = Captured(), make_layer(CONFIG, 0, 0)
+    layer.start(data, 0, 5)
+    found = repair(layer, 0, data, CONFIG, 0, 5, 0.3)
+    assert found == ({0: "start of 6 digits", 1: "start of 5 digits"}, [1])
+    assert not [*masses]

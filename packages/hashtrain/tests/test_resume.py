@@ -2,8 +2,10 @@
 
 import contextlib
 import multiprocessing
+import os
 import random
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from hashtrain.run.workfolder import locked
 from hashtrain_runs import model_and_text, stored
 from worker_jobs import command_line
 
-KILLS = 6
+KILLS, ANYWHERE = 10, 3
+"""How often a run is killed in training, and before that at any moment."""
+FORMS = {"planes": "--only planes --bits 32", "stream": "--stream --only paper-exact"}
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +33,8 @@ def arguments(tmp_path_factory, tiny_config):
 @pytest.fixture(scope="module")
 def uninterrupted(arguments, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
-    began = time.monotonic()
     assert main([*arguments, "--out", str(out)]) == 0
-    return stored(out), time.monotonic() - began
+    return stored(out)
 
 
 def started(arguments, out):
@@ -44,29 +47,43 @@ def started(arguments, out):
 
 
 def checkpoint_since(moment, out):
-    """Whether a layer's checkpoint has been written after this time; files may disappear meanwhile."""
+    """Whether a layer's checkpoint has been written after this time, in ns; files may disappear meanwhile."""
     for path in out.glob(".work/layers/*.checkpoint"):
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_mtime > moment:
+            if path.stat().st_mtime_ns > moment:
                 return True
     return False
 
 
+@pytest.fixture(scope="module", params=FORMS)
+def form(request, tmp_path_factory, tiny_config):
+    """The arguments of a training that saves a checkpoint at every step, and what it stores without a kill."""
+    root = tmp_path_factory.mktemp(request.param)
+    named = model_and_text(root, tiny_config(vocab_size=4096), 3000)
+    sizes = "--context 512 --contexts 3 --held-out 2 --held-out-rows 4 --steps 150 --dense-layers 1 --workers 1"
+    arguments = [*named, *f"{sizes} {FORMS[request.param]} --checkpoint-seconds 0".split()]
+    began = time.monotonic()
+    assert main([*arguments, "--out", str(root / "run")]) == 0
+    return arguments, stored(root / "run"), time.monotonic() - began
+
+
 @pytest.mark.slow
-def test_kills_at_random_moments_change_no_bit(arguments, uninterrupted, tmp_path):
-    wanted, seconds = uninterrupted
-    out, moments, hit = tmp_path / "run", random.Random(0), []
-    for number in range(KILLS):
-        began, process = time.time(), started(arguments, out)
-        while number % 2 and process.is_alive() and not checkpoint_since(began, out):  # half of them in training
-            time.sleep(0.01)
-        process.join(moments.uniform(0, 0.3) * seconds)
+def test_ten_kills_in_training_and_some_before_change_no_bit(form, tmp_path):
+    arguments, wanted, seconds = form
+    out, moments, exits = tmp_path / "run", random.Random(0), []
+    for number in range(ANYWHERE + KILLS):
+        began, process = time.time_ns(), started(arguments, out)
+        if number < ANYWHERE:
+            process.join(moments.uniform(0, 0.3) * seconds)
+        else:
+            while process.is_alive() and not checkpoint_since(began, out):
+                time.sleep(0.005)
+            process.join(moments.uniform(0, 0.02))  # anywhere within the next steps
         process.kill()
         process.join()
-        layers = list((out / ".work" / "layers").glob("*")) if out.is_dir() else []
-        hit.append((process.exitcode, len(layers)))
-    assert [code for code, _ in hit].count(-9) >= KILLS // 2, f"most runs were over before they were killed: {hit}"
-    assert any(layers for _, layers in hit), f"no run was killed while it trained: {hit}"
+        exits.append(process.exitcode)
+        assert number < ANYWHERE or checkpoint_since(began, out), "it was killed before it had trained"
+    assert exits == [-9] * len(exits), f"a run was over before it was killed: {exits}"
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == wanted
     assert not list(out.glob(".work*"))
@@ -84,7 +101,27 @@ def test_a_resumed_run_keeps_its_capture_and_its_finished_layers(arguments, unin
     monkeypatch.setattr("hashtrain.run.sources.capture_one", fail)
     monkeypatch.setattr("hashtrain.run.job.evaluate_layer", fail)
     assert main([*arguments, "--out", str(out)]) == 0
-    assert stored(out) == uninterrupted[0]
+    assert stored(out) == uninterrupted
+
+
+def test_a_second_start_hashes_no_weights_and_reads_no_text(arguments, uninterrupted, tmp_path, monkeypatch):
+    out, weights = tmp_path / "run", Path(arguments[1]) / "model.safetensors"
+
+    def fail(*args):
+        raise OSError("it was read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hashtrain.run.pipeline.draw", fail)
+        assert main([*arguments, "--out", str(out)]) == 2
+    for name in ("weights_hash", "require_apart"):
+        monkeypatch.setattr(f"hashtrain.run.prepare.{name}", fail)
+    monkeypatch.setattr("hashtrain.run.prepare.tokenise_with", lambda *args: fail)
+    before = weights.stat()
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # a file that may be another: hashed again
+    assert main([*arguments, "--out", str(out)]) == 2
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert stored(out) == uninterrupted
 
 
 def test_files_of_other_settings_are_not_reused(arguments, uninterrupted, tmp_path, monkeypatch):
@@ -94,7 +131,7 @@ def test_files_of_other_settings_are_not_reused(arguments, uninterrupted, tmp_pa
         assert main([*arguments, "--out", str(out), "--seed", "1"]) == 2
         assert list((out / ".work" / "layers").iterdir())
     assert main([*arguments, "--out", str(out)]) == 0
-    assert stored(out) == uninterrupted[0]
+    assert stored(out) == uninterrupted
 
 
 def test_a_damaged_capture_file_is_made_anew(arguments, uninterrupted, tmp_path):
@@ -105,7 +142,7 @@ def test_a_damaged_capture_file_is_made_anew(arguments, uninterrupted, tmp_path)
     content[-1] ^= 1
     victim.write_bytes(content)
     assert main([*arguments, "--out", str(out)]) == 0
-    assert stored(out) == uninterrupted[0]
+    assert stored(out) == uninterrupted
 
 
 def test_a_second_run_in_the_same_folder_is_one_sentence(arguments, tmp_path, capsys):

@@ -10,10 +10,13 @@ import time
 
 import pytest
 import torch
+from hashtrain.data.captured import EVERYTHING
 from hashtrain.machine import allocator
 from hashtrain.machine.allocator import keep_freed_memory
 from hashtrain.machine.workers import default_workers, run_jobs
-from worker_jobs import break_stubbornly, die, fail, knows_the_pipeline, square
+from hashtrain.run import sources
+from transformers import LlamaForCausalLM
+from worker_jobs import break_stubbornly, die, fail, knows_the_pipeline, private_bytes, square
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -28,6 +31,39 @@ def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread(workers):
 @pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="workers are spawned here")
 def test_workers_have_imported_what_they_need_before_they_are_forked():
     assert run_jobs(knows_the_pipeline, [1, 2], 2, print) == [True, True]
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")
+def test_two_workers_add_less_than_half_a_model_of_private_memory(tiny_config):
+    """A model of 128 MB and a tiny one: what a worker holds besides the weights is the same."""
+    ids, held = [torch.arange(8)] * 2, []
+    for vocabulary in (97, 500_000):
+        model = LlamaForCausalLM(tiny_config(vocab_size=vocabulary, tie_word_embeddings=True)).eval().share_memory()
+        held.append(run_jobs(private_bytes, ids, 2, print, given=model))
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert size > 120e6
+    assert sum(held[1]) - sum(held[0]) < size / 2
+
+
+def test_captures_share_the_model_if_shared_memory_has_room(folder, tmp_path, monkeypatch):
+    ids, said, given = torch.arange(32), [], []
+
+    def noted(function, jobs, workers, report, given=None, own=sources.run_jobs):
+        shared.append(None if given is None else next(given.parameters()).is_shared())
+        return own(function, jobs, workers, report, given)
+
+    shared, model = [], str(folder / "model")
+    monkeypatch.setattr(sources, "run_jobs", noted)
+    for number, room in enumerate((1e12, 0.0)):
+        monkeypatch.setattr(sources, "_shared_room", lambda room=room: room)
+        paths = [tmp_path / f"{number}-{i}.safetensors" for i in range(2)]
+        jobs = [sources._Job(model, "cpu", ids, path, "train", EVERYTHING) for path in paths]
+        sources._capture(jobs, 2, lambda *message: said.append(message))
+        given.append([path.read_bytes() for path in paths])
+    sources.loaded.cache_clear()
+    assert shared == [True, None]
+    assert given[0] == given[1]
+    assert sum("has its own copy of the model" in text for text, _ in said) == 1
 
 
 def test_an_error_of_one_job_stops_the_others():

@@ -34,6 +34,16 @@ def linger(job, report):
         time.sleep(0.1)
 
 
+def private_bytes(job, report, model):
+    """Run a model that all workers share; return this process's private memory, in bytes."""
+    from hashtrain.data.capture import run_context
+
+    run_context(model, job)
+    with open("/proc/self/smaps_rollup") as file:
+        sizes = dict(line.split(":") for line in file if line.startswith("Private_"))
+    return sum(1024 * int(size.split()[0]) for size in sizes.values())
+
+
 def command_line(arguments):
     """Run `hashtrain` as in a separate process."""
     from hashtrain.cli import main

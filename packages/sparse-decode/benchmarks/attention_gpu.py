@@ -7,7 +7,8 @@ the codes, selects 2 % and attends; it does not include the hasher. Dense is tor
 with enable_gqa and with the group as query rows, and FlashInfer and flash-attn if installed; the fastest counts. With
 flash-attn, the paper's set-up is timed, too: the same selection, gathered by torch.
 Times are in microseconds, in a CUDA graph over several caches, whose selected parts are four times the L2 cache.
-The bound is printed before measuring. The last line is JSON. Without a CUDA device: exit code 2.
+The bound, and what docs/gpu.md's model predicts, are printed before measuring. The last line is JSON. Without a CUDA
+device: exit code 2.
 """
 
 import argparse
@@ -24,10 +25,13 @@ import hashcore
 import torch
 from sparse_decode import flash
 from sparse_decode.attend import attend
+from sparse_decode.gpu_model import Layer, card_of, predicted_us
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-HEADS, KV_HEADS, DIM, WORDS, PLANES, FRACTION = 28, 4, 128, 4, 3, 0.02
+LAYER = Layer(kv_heads=4, query_heads=28, planes=6)
+HEADS, KV_HEADS, DIM, WORDS, PLANES, FRACTION = LAYER.query_heads, LAYER.kv_heads, LAYER.dim, 4, LAYER.planes, 0.02
+LAUNCHES = 5  # planes; search, two; attention, two
 # Batch size, tokens, and the required speed-up over dense.
 SIZES = [(1, 1 << 15, 2.5), (8, 1 << 15, 5.0), (1, 1 << 17, 7.0), (1, 1 << 19, 12.0), (1, 1 << 21, 14.0)]
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -44,13 +48,13 @@ class Cache(NamedTuple):
     codes: torch.Tensor
 
 
-def dense_bytes(batch: int, n: int) -> int:
-    return 2 * 2 * batch * KV_HEADS * n * DIM
-
-
-def sparse_bytes(batch: int, n: int) -> int:
-    """Return the bytes of codes read, scores written and read, and selected keys and values."""
-    return batch * KV_HEADS * (n * (4 * WORDS + 2 * 2) + int(FRACTION * n) * 2 * 2 * DIM)
+def predicted(device: str, batch: int, n: int) -> tuple[float, float] | None:
+    """Return the microseconds of a dense and of a sparse step by the model; None for a device that it does not list."""
+    if (card := card_of(device)) is None:
+        return None
+    sizes = (LAYER.dense_bytes(n, batch), 1), (LAYER.selected_bytes(n, batch), LAUNCHES)
+    dense, sparse = (predicted_us(size, launches, card.bytes_per_us) for size, launches in sizes)
+    return dense, sparse
 
 
 def make(batch: int, n: int) -> Cache:
@@ -130,17 +134,19 @@ def check(cache: Cache) -> None:
     torch.testing.assert_close(step(cache).cpu(), step(on_cpu), rtol=1e-2, atol=1e-2)
 
 
-def measure(batch: int, n: int, asked: float, l2_bytes: int, bandwidth: float) -> dict[str, Any]:
+def measure(device: str, batch: int, n: int, asked: float, l2_bytes: int, bandwidth: float) -> dict[str, Any]:
     from hashcore.cuda.timing import graph_time
 
-    ceiling = dense_bytes(batch, n) / sparse_bytes(batch, n)
+    sizes = LAYER.dense_bytes(n, batch), LAYER.selected_bytes(n, batch)
+    ceiling, foreseen = sizes[0] / sizes[1], predicted(device, batch, n)
     print(
-        f"batch {batch}, {n:,} tokens: dense moves {dense_bytes(batch, n) / 1e6:.0f} MB, at least "
-        f"{dense_bytes(batch, n) / bandwidth:.1f} us; sparse {sparse_bytes(batch, n) / 1e6:.1f} MB, at least "
-        f"{sparse_bytes(batch, n) / bandwidth:.1f} us: {ceiling:.1f} times less"
+        f"batch {batch}, {n:,} tokens: dense moves {sizes[0] / 1e6:.0f} MB, at least {sizes[0] / bandwidth:.1f} us; "
+        f"sparse {sizes[1] / 1e6:.1f} MB, at least {sizes[1] / bandwidth:.1f} us: {ceiling:.1f} times less"
     )
-    wanted = max(2, math.ceil(4 * l2_bytes / sparse_bytes(batch, n)))
-    caches = [make(batch, n) for _ in range(min(wanted, max(2, MOST_BYTES // dense_bytes(batch, n))))]
+    if foreseen is not None:
+        print(f"  predicted: dense {foreseen[0]:.1f} us, sparse {foreseen[1]:.1f} us")
+    wanted = max(2, math.ceil(4 * l2_bytes / sizes[1]))
+    caches = [make(batch, n) for _ in range(min(wanted, max(2, MOST_BYTES // int(sizes[0]))))]
     if n == SIZES[0][1]:
         check(caches[0])
     sparse = graph_time([lambda cache=cache: step(cache) for cache in caches]).median
@@ -166,6 +172,7 @@ def measure(batch: int, n: int, asked: float, l2_bytes: int, bandwidth: float) -
         "ratio": dense[fastest] / sparse,
         "ceiling": ceiling,
         "share_of_ceiling": dense[fastest] / sparse / ceiling,
+        "predicted_us": foreseen,
         "all_dense_us": dense,
         "caches": len(caches),
     }
@@ -180,7 +187,7 @@ def run() -> dict[str, Any]:
     print(f"{result['device']}, {result['date']}: a copy moves {bandwidth / 1e6:.2f} TB/s, read and written")
     rows = []
     for batch, n, asked in SIZES:
-        rows.append(measure(batch, n, asked, result["l2_bytes"], bandwidth))
+        rows.append(measure(result["device"], batch, n, asked, result["l2_bytes"], bandwidth))
         row = rows[-1]
         print(
             f"  sparse {row['sparse_us']:.1f} us (attention alone {row['gather_us']:.1f}), "

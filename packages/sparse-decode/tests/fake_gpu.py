@@ -9,6 +9,7 @@ import copy
 import functools
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 from unittest import mock
 
@@ -100,11 +101,6 @@ def answered() -> Iterator[list[str]]:
         yield asking
 
 
-def faked(hasher: Hasher, mode: FakeTensorMode) -> Hasher:
-    """Copy a hasher whose weights are fake, in host memory: where a hasher that was loaded has them."""
-    return faked_with(hasher, [hasher], mode)
-
-
 def faked_with(anything: T, modules: Iterable[nn.Module], mode: FakeTensorMode) -> T:
     """Copy what holds modules; the weights of these are fake in the copy."""
     tensors = (x for module in modules for x in (*module.buffers(), *module.parameters()))
@@ -118,6 +114,7 @@ class Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launching: list[str] = []
+        self._by_shortlist: list[bool] = []
         self.copies: list[str] = []
         self.on_host: list[str] = []
         """A CUDA graph would do them once, while it is captured."""
@@ -126,6 +123,7 @@ class Operators(TorchDispatchMode):
     def forget(self) -> None:
         """Begin anew."""
         self.launching.clear()
+        self._by_shortlist.clear()
         self.copies.clear()
         self.on_host.clear()
 
@@ -134,8 +132,9 @@ class Operators(TorchDispatchMode):
         self._stopped = True
 
     def counts(self) -> tuple[int, int, int]:
-        """Return how many operators, launches and copies there were."""
-        return len(self.launching), sum(map(launches_of, self.launching)), len(self.copies)
+        """Return how many operators, launches and copies there were; call it outside of the mode."""
+        launches = map(launches_of, self.launching, self._by_shortlist)
+        return len(self.launching), sum(launches), len(self.copies)
 
     def __torch_dispatch__(self, func: OpOverload, types: object, args=(), kwargs=None) -> object:
         out = func(*args, **(kwargs or {}))
@@ -150,6 +149,8 @@ class Operators(TorchDispatchMode):
             self.on_host.append(name)
         if not func.is_view and name not in NOTHING:
             self.launching.append(name)
+            named = dict(zip((x.name for x in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            self._by_shortlist.append(bool(named.get("shortlist")))
         return out
 
 
@@ -254,6 +255,14 @@ class Beyond(NamedTuple):
     """Between host and device; the host waits for none."""
 
 
+def counted(name: str) -> Beyond:
+    """Count a case of `docs/results/gpu_step.json`: the variant, followed by its options."""
+    variant, *more = name.split("+")
+    budget = replace(TENTH, shortlist=5) if "shortlist" in more else TENTH
+    kind = next((kind for kind in KINDS if kind in more), "plain")
+    return beyond_dense("llama", variant, budget, kind, "heads" in more, "remainder" in more)
+
+
 def beyond_dense(
     family: str,
     variant: str,
@@ -268,8 +277,7 @@ def beyond_dense(
     """
     config = config_of(family)
     hasher = Hasher(HasherConfig(variant, ModelShape.of(config)), 0)
-    with fake_gpu() as mode:
-        hasher = faked(hasher, mode)
+    with fake_gpu():
         selector = HashSelector(QueryHeadHasher(hasher) if per_query_head else hasher)
         dense = steps(config, None, budget, kind, whole=False)
         sparse = steps(config, selector, budget, kind, whole=False, remainder=remainder)
@@ -278,19 +286,21 @@ def beyond_dense(
     return Beyond(*(mine - theirs for mine, theirs in ends))
 
 
-def launches_of(operator: str) -> int:
-    """Say how often an operator launches a kernel; those of torch count as one."""
-    return {"search": search_launches(), "topk": topk_launches(), "hash_queries": 2, "gather": 2}.get(operator, 1)
+def launches_of(operator: str, shortlist: bool) -> int:
+    """Say how often an operator launches a kernel at a long context; those of torch count as one."""
+    ours = {"search": search_launches(shortlist), "topk": topk_launches(), "gather": 2, "gather_paged": 2}
+    return ours.get(operator, 1)
 
 
 @functools.cache
-def search_launches(planes: int = 6) -> int:
-    """Count the launches of a search of 128-bit codes."""
+def search_launches(shortlist: bool, planes: int = 6) -> int:
+    """Count the launches of a search of 128-bit codes, of so many keys that a shortlist leaves some out."""
     query, keys = (torch.zeros(1, rows, 4, dtype=torch.int32, device="cpu") for rows in (planes, 4096))
     out = torch.zeros(1, 80, dtype=torch.int32, device="cpu"), torch.zeros(1, 80, dtype=torch.int64, device="cpu")
     seen: list[object] = []
     weights = hashcore.planes(torch.zeros(1, 128, device="cpu"), planes)[1]
-    tensors.search(query, keys, 80, weights, operands.Bounds(4096), *out, run=lambda found, _: seen.extend(found))
+    how = {"run": lambda found, _: seen.extend(found), "shortlist": 5 if shortlist else 0}
+    tensors.search(query, keys, 80, weights, operands.Bounds(4096), *out, **how)
     return len(seen)
 
 

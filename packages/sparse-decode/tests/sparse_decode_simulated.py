@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from hashcore.cuda.source import read_source
+from hashcore.cuda.source import HASHCORE_KERNELS, read_source
 from hashcore.hostsim import Simulator, compiler, guarded
 from sparse_decode import gather
 
@@ -15,13 +15,18 @@ if compiler() is None and os.environ.get("CI") != "true":
 KERNELS = {
     "gather.cu": ("gather", "combine"),
     "moments.cu": ("add_token",),
-    "encode.cu": ("hash_keys", "apply", "weigh"),
+    "encode.cu": ("hash_tokens",),
+    "place.cu": ("place_codes",),
+}
+SEARCH = {
+    "score.cu": ("list_candidates", "list_candidates_shared"),
+    "choose.cu": ("select_32", "select_64"),
 }
 
 
 @functools.cache
 def simulator(source, macros):
-    return Simulator(read_source(gather.KERNELS, source), list(KERNELS[source]), dict(macros))
+    return Simulator(read_source(gather.KERNELS, source), list((KERNELS | SEARCH)[source]), dict(macros))
 
 
 def device(order=0, broken=None):
@@ -33,6 +38,19 @@ def device(order=0, broken=None):
             kernels = broken or simulator(one.source, one.macros)
             kernels.launch(one.kernel, one.grid, (one.threads,), one.arguments, order=order)
 
+    return run
+
+
+def steps(order=0):
+    """What runs the launches of searches and of our own kernels, and lists the kernels' names in `kernels`."""
+    kernels = []
+
+    def run(launches, device, folder=HASHCORE_KERNELS):
+        for one in launches:
+            kernels.append(one.kernel)
+            simulator(one.source, one.macros).launch(one.kernel, one.grid, (one.threads,), one.arguments, order=order)
+
+    run.kernels = kernels
     return run
 
 

@@ -7,8 +7,9 @@ import pathlib
 import numpy as np
 import pytest
 import torch
+from hashcore.cpu import threads
 from hashtrain.evaluation.remainder import Evidence, add_remainder, log_weight
-from sparse_decode import Budget, attend, attend_reference, compiled, intrinsics
+from sparse_decode import Budget, attend, attend_reference, intrinsics
 from sparse_decode.attend import LeftOut, attention_weights
 from sparse_decode.attend_kernels import _exp
 from sparse_decode_doubles import as_sets, masked_attention
@@ -241,14 +242,14 @@ def test_what_is_left_out_must_fit():
             attend(q, k, v, indices, 0.3, left_out=wrong)
 
 
+@pytest.mark.usefixtures("real_threads")
 def test_threads_change_nothing(monkeypatch):
     """Many times: where memory lies differs from thread to thread and from call to call, and must not matter."""
     q, k, v, indices = case((2, 6, 2, 9, 200, 16, 48, 64))
     options = logits_options(True, True, 6)
     options["left_out"] = left_out((2, 6, 2, 9, 200, 16, 48, 64), indices)
     serial = attend(q, k, v, indices, 0.3, **options, lse=True)
-    monkeypatch.setattr(compiled, "_GRAIN", 1)
-    torch.set_num_threads(3)
+    monkeypatch.setattr(threads, "TEAM_GRAIN", 1)
     for _ in range(100):
         out, stats = attend(q, k, v, indices, 0.3, **options, lse=True)
         assert torch.equal(out, serial[0])

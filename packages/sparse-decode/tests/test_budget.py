@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget
 from sparse_decode.budget import Tally
+from sparse_decode.traffic import step_bytes
 
 FRACTIONS = st.sampled_from(["0.005", "0.01", "0.02", "0.07", "0.1", "0.29", "0.57", "1"])
 
@@ -120,3 +121,14 @@ def test_counts_of_many_steps_are_added_up_in_between():
     tally.add_step(seen, 4)
     tally.reset()
     assert tally.totals() == (0, 0)
+
+
+def test_presets_request_what_they_say():
+    """Bytes at long contexts: half of those of 2 %, and as many, at any head size."""
+    for head_dim in (32, 64, 128, 256):
+        plain = step_bytes(1 << 20, Budget(), head_dim).share
+        assert step_bytes(1 << 20, Budget.thorough(head_dim), head_dim).share == pytest.approx(plain, rel=0.02)
+        assert 0.4 < step_bytes(1 << 20, Budget.frugal(), head_dim).share / plain < 0.75
+    assert [Budget.thorough(head_dim).fraction for head_dim in (64, 128)] == [0.073, 0.055]
+    assert Budget.frugal(recent=8, fraction=0.03) == Budget(0.03, recent=8, shortlist=4, values=0.333)
+    assert Budget.thorough(64, sink=4).sink == 4

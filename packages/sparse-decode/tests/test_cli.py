@@ -2,11 +2,13 @@
 
 import json
 import shutil
+import sys
 
 import pytest
+import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.demo import demo_model_path
-from sparse_decode import pace
+from sparse_decode import pace, streaming
 from sparse_decode.cli import main
 from sparse_decode.streaming import _last_tokens, load_selector
 from sparse_decode_doubles import tiny_model
@@ -133,6 +135,7 @@ def test_of_a_long_prompt_only_the_end_is_turned_into_tokens(folder, tmp_path, c
         (["--exact", "16"], "exact must be an integer from 1 to 15"),
         (["--recent", "-1"], "--recent must be at least 0, got -1"),
         (["--dense-layers", "4"], "dense_layers must leave at least one of the full-attention layers"),
+        (["--device", "gpu"], "--device must be auto, cpu, cuda or cuda:N, got gpu"),
         (["--model", "no/such/folder"], "model folder not found"),
         (["--hasher", "no/such/folder"], "no hasher at no/such/folder"),
         (["--hasher", "{folder}/other"], "this hasher belongs to another model"),
@@ -159,3 +162,46 @@ def test_untrained_codes_are_drawn_for_a_model_that_calls_its_output_projection_
     config = ModernBertDecoderConfig(**sizes, **tokens, num_hidden_layers=2)
     found = load_selector("lsh", AutoModelForCausalLM.from_config(config))
     assert found.hasher.config.shape == ModelShape.of(config)
+
+
+def test_weights_are_of_the_type_that_is_asked_for(folder, capsys):
+    for more, dtype in (([], "float32"), (["--dtype", "auto"], "float32"), (["--dtype", "bfloat16"], "bfloat16")):
+        assert main(arguments(folder, *more, "--max-new-tokens", "2", "--device", "cpu")) == 0
+        found = last_line(capsys)
+        assert (found["device"], found["dtype"]) == ("cpu", dtype)
+        assert found["sparse"]["kv_bytes"] == 4 * (found["prompt_tokens"] + 1) * 2 * 2 * 16 * (
+            4 if dtype == "float32" else 2
+        )
+
+
+@pytest.mark.parametrize(
+    ("devices", "more", "sentence"),
+    [
+        (0, ["--device", "cuda"], "--device cuda does not exist: expected one of 0 CUDA devices; use --device cpu"),
+        (1, ["--device", "cuda:1"], "--device cuda:1 does not exist"),
+        (1, [], "hashcore needs cuda-core to compile its CUDA kernels, and it is not installed"),
+        (1, ["--dtype", "float32"], "attention over a selection on CUDA takes 16-bit types, got float32"),
+    ],
+)
+def test_what_a_gpu_lacks_is_said_before_the_model_is_read(folder, devices, more, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(devices))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(streaming, "load_model", lambda *_: pytest.fail("the model was read"))
+    if "cuda-core" in sentence:
+        monkeypatch.setitem(sys.modules, "cuda.core", None)
+    assert main(arguments(folder, *more)) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert captured.err.count("\n") == 1
+    assert not captured.out
+
+
+def test_a_model_stored_in_float32_keeps_it_only_on_the_cpu(folder, monkeypatch, capsys):
+    asked = []
+    load_model = streaming.load_model
+    monkeypatch.setattr(streaming, "device_for", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr(streaming, "load_model", lambda name, *how: asked.append(how) or load_model(name))
+    monkeypatch.setattr(streaming, "require_vocabulary", lambda *_: pytest.fail("the model was used"))
+    assert main(arguments(folder, "--dtype", "auto")) == 2
+    assert "takes 16-bit types, got float32; give --dtype bfloat16" in capsys.readouterr().err
+    assert asked == [(None, "cuda:0")]

@@ -35,7 +35,9 @@ def calibrated(hasher):
     return hasher
 
 
-@pytest.mark.parametrize(("variant", "remainder"), [("planes", False), ("transform", True)])
+@pytest.mark.parametrize(
+    ("variant", "remainder"), [("planes", False), ("transform", True), ("lsh", True), ("paper", False)]
+)
 def test_a_compiled_step_is_operators_alone(variant, remainder):
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -61,7 +63,8 @@ def test_a_compiled_step_is_operators_alone(variant, remainder):
                 found.append(step(ids[:, i : i + 1], attention_mask=seen, past_key_values=cache).logits)
             logits.append(torch.cat(found, 1))
             counts.append(attachment.counts())
-    torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=1e-5)
+    near = 1e-4 if remainder else 1e-5  # both round the covariance to 8 bits, of other numbers of tokens
+    torch.testing.assert_close(logits[0], logits[1], atol=near, rtol=near)
     assert counts[0] == counts[1]
     assert len(graphs) == 1
     ours = {name for name in graphs[0] if name.startswith(("sparse_decode.", "hashcore."))}

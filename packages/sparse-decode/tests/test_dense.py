@@ -6,9 +6,10 @@ import pathlib
 
 import pytest
 import torch
+from hashcore.cpu import threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sparse_decode import Budget, attach, compiled, dense_kernels, dense_step, interface
+from sparse_decode import Budget, attach, dense_kernels, dense_step, interface
 from sparse_decode.dense import attend_all, attend_all_reference
 from sparse_decode_doubles import FAMILIES, QUICK, SignHasher, prompts, slow_but, tiny_model
 from transformers import DynamicCache, StaticCache
@@ -75,9 +76,9 @@ def test_equals_the_reference_whatever_the_shape_and_the_mask(sizes, dtype, mask
 def test_threads_change_nothing(monkeypatch):
     q, k, v = case((2, 6, 2, 3, 2000, 48, 40), torch.bfloat16)
     serial = attend_all(q, k, v, 0.3, softcap=2.0)
-    monkeypatch.setattr(compiled, "_GRAIN", 1)
-    for threads in (2, 3):
-        torch.set_num_threads(threads)
+    monkeypatch.setattr(threads, "TEAM_GRAIN", 1)
+    for count in (2, 3):
+        torch.set_num_threads(count)
         for _ in range(20):
             assert torch.equal(attend_all(q, k, v, 0.3, softcap=2.0), serial)
 

@@ -3,10 +3,10 @@
 import hashcore
 import pytest
 import torch
+from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hypothesis import given
 from hypothesis import strategies as st
-from sparse_decode import compiled
 from sparse_decode.encode import MAX_TOKENS, CpuEncoder, supports
 from sparse_decode.select import PerHead, QueryHeadHasher
 
@@ -91,12 +91,12 @@ def test_a_code_does_not_depend_on_what_is_hashed_beside_it():
             assert torch.equal(encoder.queries(layer, q[one], False)[0], planes[one])
 
 
+@pytest.mark.usefixtures("real_threads")
 def test_threads_change_nothing(monkeypatch):
     shape = (8, 4, 64, 64)
     layer, encoder, q = make(shape, whole=False).layer(0), CpuEncoder(), tokens((8, 4, 64, 64), 3, 4, 8, whole=False)
     serial = encoder.queries(layer, q, False)[0]
-    monkeypatch.setattr(compiled, "_GRAIN", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(threads, "TEAM_GRAIN", 1)
     assert torch.equal(encoder.queries(layer, q, False)[0], serial)
 
 

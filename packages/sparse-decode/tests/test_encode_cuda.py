@@ -1,31 +1,112 @@
-"""The CUDA kernels that hash a few tokens, run on the CPU under the host simulator, against the layers in torch."""
+"""The CUDA kernel that hashes a few tokens, run on the CPU under the host simulator.
 
+Codes and planes have tolerance 0 against `encode_reference`, which sums in the kernel's order. torch sums in another
+order, so against the layers a bit may differ where a number lies beside a threshold.
+"""
+
+import encode_reference as reference
 import hashcore
+import numpy as np
 import pytest
 import torch
+from hashcore.hostsim import check_slack
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
-from sparse_decode import encode_cuda
+from sparse_decode import encode_cuda, encode_launches
 from sparse_decode_simulated import device, inside
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-CASES = [  # variant, head_dim, bits, hidden, planes
-    ("planes", 64, 128, 64, 5),
-    ("planes", 128, 256, 96, 8),
-    ("transform", 64, 128, 64, 6),
-    ("transform", 128, 128, 48, 3),
-    ("transform", 80, 64, 300, 1),
+HEADS = 4, 2
+CASES = {  # variant, head_dim, bits, hidden, planes
+    "planes": ("planes", 64, 128, 64, 5),
+    "planes-256": ("planes", 128, 256, 96, 8),
+    "transform": ("transform", 64, 128, 64, 6),
+    "transform-wide": ("transform", 80, 64, 300, 1),
+    "lsh": ("lsh", 64, 128, 64, 1),
+    "linear": ("linear", 80, 96, 64, 1),
+    "paper": ("paper", 48, 128, 96, 1),
+    "paper-residuals": ("paper", 64, 64, 64, 1),
+    "paper-residual": ("paper", 32, 96, 32, 1),
+}
+FORMS = [
+    (("planes", "transform")[(planes + at) % 2], planes, bits)
+    for planes in range(1, 7)
+    for at, bits in enumerate((32, 128, 512))
 ]
+VOTES = (1, 512), (2, 32), (3, 128), (4, 32), (7, 512), (8, 32)
+ORDERS = 0, 1, 7
 
 
-def layer_of(variant, dim, bits, hidden, planes):
-    config = HasherConfig(variant, ModelShape(1, 6, 2, dim), bits=bits, hidden=hidden, planes=planes)
-    layer = make_layer(config, 0, 0).requires_grad_(False)
-    for functions in (layer.key, layer.query):
-        functions.w2.mul_(20)  # as far from linear as training takes it
-        functions.b1.normal_()
-        functions.b2.normal_()
-    return layer
+def layer_of(variant, dim, bits, hidden, planes, heads=HEADS, residual=False):
+    shape, more = ModelShape(1, *heads, dim), {"residual": True, "init": "gaussian"} if residual else {}
+    layer = make_layer(HasherConfig(variant, shape, bits=bits, hidden=hidden, planes=planes, **more), 0, 0)
+    for functions in (getattr(layer, side, layer) for side in ("key", "query")):  # as far from linear as training goes
+        for name, x in functions.named_parameters(recurse=False):
+            if name in ("b1", "b2"):
+                x.data.normal_()
+            elif residual:
+                x.data.normal_(std=len(x[0]) ** -0.5)
+            elif name == "w2" and variant != "paper":
+                x.data.mul_(20)
+    return layer.requires_grad_(False)
+
+
+def case(name):
+    return layer_of(*CASES[name], residual="residual" in name)
+
+
+def round_matrices(layer):
+    for weights in (encode_cuda.key_weights(layer), encode_cuda.query_weights(layer)):
+        for x in encode_cuda._matrices(weights):
+            x.copy_(x.half())
+
+
+def tokens_of(layer, batch=1, tokens=1, dtype=torch.bfloat16):
+    draw = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(batch, heads, tokens, layer.d, generator=draw).mul(3).to(dtype) for heads in (layer.hkv, layer.hq)
+    )
+
+
+def sides(layer, narrow=False):
+    """Weights of keys and of queries, and digits, between guard pages."""
+    found = encode_cuda.key_weights(layer), encode_cuda.query_weights(layer)
+    if narrow:
+        found = [encode_cuda._narrowed(weights) for weights in found]
+    return *([inside(x) for x in weights] for weights in found), [inside(x) for x in encode_cuda.digits_of(layer)]
+
+
+def room_for(layer, batch, tokens, per_query_head):
+    heads, words = encode_cuda.code_shape(layer, per_query_head)
+    return inside(torch.full((batch, heads, tokens, words), -2, dtype=torch.int32))
+
+
+def expected_codes(layer, k, per_query_head):
+    """The reference's codes, in the heads in which they are stored."""
+    heads, words = encode_cuda.code_shape(layer, per_query_head)
+    found = torch.from_numpy(reference.codes(k, encode_cuda.key_weights(layer), encode_cuda.digits_of(layer)))
+    if (join := words * 32 // layer.bits) > 1:
+        return torch.cat([found[:, i::join] for i in range(join)], -1)
+    return found.repeat_interleave(heads // found.shape[1], 1)
+
+
+def expected_planes(layer, q, per_query_head):
+    how = encode_cuda.hows(layer)[per_query_head]
+    return torch.from_numpy(
+        reference.planes(q, encode_cuda.query_weights(layer), encode_cuda.digits_of(layer), how).astype(np.int32)
+    )
+
+
+def step(layer, k, q, per_query_head=False, order=0, narrow=False):
+    """Hash a step between guard pages: codes and planes."""
+    of_keys, of_queries, digits = sides(layer, narrow)
+    codes = room_for(layer, len(k), k.shape[2], per_query_head)
+    given = inside(k), of_keys, inside(q), of_queries, digits, codes
+    how = encode_cuda.hows(layer)[per_query_head]
+    planes = encode_launches.hash_step(*given, how, run=device(order))
+    for x in (codes, given[0], given[2], *of_keys, *of_queries, *digits):
+        check_slack((x.view(torch.int16) if x.element_size() == 2 else x).numpy())
+    return codes, planes
 
 
 def nearly_equal(ours, theirs):
@@ -35,71 +116,175 @@ def nearly_equal(ours, theirs):
     return (hashcore.unpack(ours) != hashcore.unpack(theirs)).double().mean() < 2e-3
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("batch", "tokens", "dtype", "order"), [(1, 1, torch.bfloat16, 0), (2, 3, torch.float16, 5)])
-def test_codes_and_planes_are_those_of_the_layer(case, batch, tokens, dtype, order):
-    layer = layer_of(*case)
-    generator = torch.Generator().manual_seed(0)
-    k, q = (torch.randn(batch, heads, tokens, layer.d, generator=generator).mul(3).to(dtype) for heads in (2, 6))
-    weights = [[getattr(f, name) for name in encode_cuda.NAMES] for f in (layer.key, layer.query)]
-    digits = encode_cuda._digits(layer)
-    room = torch.zeros(batch, 2, tokens + 5, layer.bits // 32, dtype=torch.int32)  # codes lie in a longer cache
-    encode_cuda.hash_keys(inside(k), weights[0], digits, room[:, :, 2:-3], run=device(order))
-    assert nearly_equal(room[:, :, 2:-3], layer.encode_keys(k))
-    later = torch.zeros_like(room)
-    encode_cuda.hash_keys(inside(k), weights[0], digits, later, torch.tensor(2), run=device(order))
-    assert torch.equal(later, room)
-    for group in (1, layer.group):
-        found = encode_cuda.hash_queries(
-            inside(q), weights[1], digits, layer.bits, group, layer.planes, run=device(order)
-        )
-        assert nearly_equal(found, layer.encode_queries(q, per_query_head=group == 1)[0])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("batch", "tokens", "dtype", "order", "per_query_head"),
+    [(1, 1, torch.bfloat16, 0, False), (2, 2, torch.float16, 5, True)],
+)
+def test_codes_and_planes_are_those_of_the_reference_and_nearly_of_the_layer(
+    name, batch, tokens, dtype, order, per_query_head
+):
+    layer = case(name)
+    k, q = tokens_of(layer, batch, tokens, dtype)
+    codes, planes = step(layer, k, q, per_query_head, order)
+    assert torch.equal(codes, expected_codes(layer, k, per_query_head))
+    assert torch.equal(planes, expected_planes(layer, q, per_query_head))
+    assert nearly_equal(codes, layer.encode_keys(k, per_query_head=per_query_head))
+    theirs, weights = layer.encode_queries(q, per_query_head=per_query_head)
+    assert nearly_equal(planes, theirs)
+    assert encode_cuda.plane_weights(layer, per_query_head) == weights
 
 
-def test_the_order_of_threads_changes_nothing():
-    layer = layer_of(*CASES[2])
-    q = torch.randn(1, 6, 2, 64).bfloat16()
-    weights, digits = [getattr(layer.query, name) for name in encode_cuda.NAMES], encode_cuda._digits(layer)
-    first, *others = (
-        encode_cuda.hash_queries(q, weights, digits, 128, 3, 6, run=device(order)) for order in (0, 1, 5, 9)
-    )
-    assert all(torch.equal(first, other) for other in others)
+@pytest.mark.parametrize(("variant", "planes", "bits"), FORMS)
+def test_every_number_of_planes_and_bits_is_exact_in_every_order_of_threads(variant, planes, bits):
+    layer = layer_of(variant, 64, bits, 24, planes, heads=(2, 1))
+    k, q = tokens_of(layer)
+    expected = expected_codes(layer, k, False), expected_planes(layer, q, False)
+    for order in ORDERS:
+        assert all(map(torch.equal, step(layer, k, q, order=order), expected))
+
+
+@pytest.mark.parametrize(("group", "bits"), VOTES)
+def test_votes_of_every_group_are_exact(group, bits):
+    layer = layer_of("lsh", 32, bits, 24, 1, heads=(group, 1))
+    k, q = tokens_of(layer)
+    expected = expected_codes(layer, k, False), expected_planes(layer, q, False)
+    for order in ORDERS:
+        assert all(map(torch.equal, step(layer, k, q, order=order), expected))
+
+
+@pytest.mark.parametrize("variant", ["planes", "lsh"])
+def test_numbers_that_are_rounding_errors_alone_are_those_of_the_reference(variant):
+    """Sums that would be 0 without rounding: their signs and levels tell the order of every addition."""
+    layer = layer_of(variant, 64, 128, 24, 6, heads=(2, 1))
+    k, q = tokens_of(layer)
+    for x in (k, q):
+        x[..., 32:] = x[..., :32]
+    for side in ("key", "query"):
+        of = getattr(layer, side, layer)
+        matrix = of.rotation if variant == "lsh" else of.r
+        matrix[:, 32:] = -matrix[:, :32]
+        if variant == "planes":
+            of.w2.zero_()
+            of.b2.zero_()
+    expected = expected_codes(layer, k, False), expected_planes(layer, q, False)
+    for order in ORDERS:
+        assert all(map(torch.equal, step(layer, k, q, order=order), expected))
+    theirs = layer.encode_keys(k), layer.encode_queries(q)[0]
+    assert not any(nearly_equal(a, b) for a, b in zip(expected, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", ["transform", "lsh", "paper"])
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_keys_alone_and_queries_alone_are_those_of_the_step(name, per_query_head):
+    """Codes also go where a tensor says, in a longer cache."""
+    layer = case(name)
+    k, q = tokens_of(layer, 1, 3)
+    of_keys, of_queries, digits = sides(layer)
+    codes, planes = step(layer, k, q, per_query_head)
+    how = encode_cuda.hows(layer)[per_query_head]
+    assert torch.equal(encode_launches.hash_queries(inside(q), of_queries, digits, how, run=device(7)), planes)
+    for at in (None, torch.tensor(2)):
+        room = torch.zeros(1, codes.shape[1], 8, codes.shape[3], dtype=torch.int32)
+        to = room[:, :, 2:5] if at is None else room
+        encode_launches.hash_keys(inside(k), of_keys, digits, to, at, run=device(7))
+        assert torch.equal(room[:, :, 2:5], codes)
+        assert not room[:, :, :2].any()
+        assert not room[:, :, 5:].any()
+
+
+@pytest.mark.parametrize("name", ["transform", "linear", "paper", "paper-residuals"])
+def test_weights_of_16_bits_give_the_bits_of_the_same_numbers_in_32(name):
+    layer = case(name)
+    round_matrices(layer)
+    k, q = tokens_of(layer)
+    narrow = step(layer, k, q, narrow=True)
+    assert all(map(torch.equal, narrow, step(layer, k, q)))
+    assert torch.equal(narrow[0], expected_codes(layer, k, False))
+    assert torch.equal(narrow[1], expected_planes(layer, q, False))
+
+
+def test_the_heads_of_a_group_meet_again_and_again():
+    """The last head of a group leaves what they count in at 0, whichever head it is."""
+    layer = case("transform")
+    k, q = tokens_of(layer, 2, 2)
+    expected = expected_planes(layer, q, False)
+    for order in (0, 1, 5):
+        assert torch.equal(step(layer, k, q, order=order)[1], expected)
+    tickets = encode_launches.zeroed(1, torch.device("cpu")).tensor[: encode_launches.TICKETS]
+    assert not tickets.any()
 
 
 def test_what_is_not_finite_is_hashed_as_documented():
-    layer = layer_of(*CASES[2])
+    layer = case("transform")
     k = torch.full((1, 2, 1, 64), torch.nan).bfloat16()
-    weights, digits = [getattr(layer.key, name) for name in encode_cuda.NAMES], encode_cuda._digits(layer)
     codes = torch.ones(1, 2, 1, 4, dtype=torch.int32)
-    encode_cuda.hash_keys(k, weights, digits, codes, run=device(0))
+    of_keys, _, digits = sides(layer)
+    encode_launches.hash_keys(k, of_keys, digits, codes, run=device(0))
     assert (codes == 0).all()
 
 
-@pytest.mark.parametrize("case", CASES[1:3])
-def test_a_layer_that_stays_in_place_is_looked_up(case, monkeypatch):
-    layer = layer_of(*case)
-    described = encode_cuda._describe(encode_cuda._weights(layer.key), encode_cuda._digits(layer))
+def test_exp_is_nearly_that_of_numpy():
+    x = np.concatenate([np.linspace(-87, 88, 100_001), [-1e30, -np.inf, 88.01, 1e30, np.inf]]).astype(np.float32)
+    found = reference.exp(x)
+    true = np.exp(np.clip(x.astype(np.float64), -87, 89))
+    assert (np.abs(found[:-3] / true[:-3] - 1) < 2.5e-7).all()
+    assert np.isinf(found[-3:]).all()
+
+
+def test_fma_rounds_once():
+    tiny = np.float32(2**-12)
+    x, z = np.float32(1) + tiny, np.float32(-1)
+    assert reference.fma(np.array(x), x, z) == np.float32(2**-11 + 2**-24)  # x x has 25 bits
+    # Halfway between two float32 numbers, but for a bit that float64 rounds away.
+    above = reference.fma(np.array(np.float32(1 + 2**-23)), np.float32(2**-24), np.float32(1))
+    assert above == np.float32(1 + 2**-23)
+    assert reference.fma(np.array(np.float32(2**-30)), np.float32(2**-30), np.float32(1 + 2**-23)) == 1 + 2**-23
+    half = reference.fma(np.array(np.float32(2**-24)), np.float32(1), np.float32(1))
+    assert half == 1
+    more = reference.fma(np.array(np.float32(1 + 2**-20)), np.float32(2**-24), np.float32(1))
+    assert more == np.float32(1 + 2**-23)
+
+
+@pytest.mark.parametrize("name", ["planes-256", "transform", "lsh", "paper"])
+def test_a_layer_that_stays_in_place_is_looked_up(name, monkeypatch):
+    layer = case(name)
+    described = encode_launches.describe(encode_cuda.key_weights(layer), encode_cuda.digits_of(layer))
     encode_cuda.place(layer)
     known, seen = encode_cuda._placed[id(layer)], []
-    k = torch.zeros(1, 2, 1, layer.d, dtype=torch.bfloat16)
-    codes = torch.zeros(1, 2, 1, layer.bits // 32, dtype=torch.int32)
+    k, _ = tokens_of(layer)
+    codes = room_for(layer, 1, 1, False)
 
     def run(launches, device, folder):
         seen.extend(
-            bytes(x) for x in launches[0].arguments if isinstance(x, encode_cuda.Functions | encode_cuda.Digits)
+            bytes(x) for x in launches[0].arguments if isinstance(x, encode_launches.Functions | encode_launches.Digits)
         )
 
     with monkeypatch.context() as patched:
-        patched.setattr(encode_cuda, "_describe", lambda *_: pytest.fail("described again"))
-        encode_cuda.hash_keys(k, known.key, known.digits, codes, run=run)
-    assert seen == [described.functions, described.described]
+        patched.setattr(encode_launches, "describe", lambda *_: pytest.fail("described again"))
+        encode_launches.hash_keys(k, known.key, known.digits, codes, run=run)
+    assert seen == [described.functions, bytes(len(described.functions)), described.described]
     other = [x.clone() for x in known.key]
-    encode_cuda.hash_keys(k, other, known.digits, codes, run=run)
-    assert seen[2] == encode_cuda._describe(other, known.digits).functions != seen[0]
+    encode_launches.hash_keys(k, other, known.digits, codes, run=run)
+    assert seen[3] == encode_launches.describe(other, known.digits).functions != seen[0]
     numbers = id(layer), id(known.key[0]), id(known.query[0])
     del layer, known
     assert numbers[0] not in encode_cuda._placed
-    assert not set(numbers[1:]) & set(encode_cuda._sides)
+    assert not set(numbers[1:]) & set(encode_launches.sides)
+
+
+@pytest.mark.parametrize("name", ["transform", "lsh", "paper"])
+def test_a_copy_has_16_bits_where_that_loses_nothing(name):
+    for narrow in (False, True):
+        layer, copied = case(name), case(name)
+        if narrow:
+            round_matrices(layer)
+            copied.load_state_dict(layer.state_dict())
+        encode_cuda.place(copied, layer)
+        known = encode_cuda._placed[id(copied)]
+        kinds = [[x.dtype for x in encode_cuda._matrices(weights)] for weights in known[:2]]
+        assert {x for of in kinds for x in of} == {torch.float16 if narrow else torch.float32}
+        assert all(torch.equal(a.float(), b) for a, b in zip(known.key, encode_cuda.key_weights(copied), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -107,23 +292,58 @@ def test_a_layer_that_stays_in_place_is_looked_up(case, monkeypatch):
     [
         ({}, True),
         ({"variant": "transform"}, True),
+        ({"variant": "lsh"}, True),
+        ({"variant": "linear"}, True),
+        ({"variant": "paper", "hidden": 128}, True),
+        ({"variant": "group-xnor"}, False),
         ({"tokens": 8}, True),
         ({"tokens": 9}, False),  # 18 of both rows
         ({"dtype": torch.float16}, True),
         ({"dtype": torch.float32}, False),
-        ({"variant": "lsh"}, False),
-        ({"hidden": encode_cuda.MOST}, True),
-        ({"hidden": encode_cuda.MOST + 1}, False),
+        ({"hidden": encode_launches.MOST}, True),
+        ({"hidden": encode_launches.MOST + 1}, False),
+        ({"variant": "paper", "hidden": encode_launches.MOST + 1}, False),
         ({"bits": 512}, True),
         ({"bits": 544}, False),
         ({"device": "cpu"}, False),
+        ({"heads": (257, 257)}, False),
     ],
 )
-def test_what_the_kernels_take(changed, taken):
+def test_what_the_kernel_takes(changed, taken):
     how = {"variant": "planes", "tokens": 1, "dtype": torch.bfloat16, "hidden": 64, "bits": 128, "device": "cuda"}
-    how |= changed
-    config = HasherConfig(how["variant"], ModelShape(1, 6, 2, 64), bits=how["bits"], hidden=how["hidden"])
-    layer = make_layer(config, 0, 0)
+    how |= {"heads": HEADS} | changed
+    config = HasherConfig(how["variant"], ModelShape(1, *how["heads"], 64), bits=how["bits"], hidden=how["hidden"])
+    layer = make_layer(config, 0, None if how["heads"] != HEADS else 0)
     with FakeTensorMode():
         x = torch.zeros(2, 2, how["tokens"], 64, dtype=how["dtype"], device=how["device"])
         assert encode_cuda.supports(layer, x) is taken
+
+
+@pytest.mark.parametrize("name", ["transform", "lsh", "paper", "paper-residuals"])
+@pytest.mark.parametrize("per_query_head", [False, True])
+def test_operators_on_the_cpu_are_the_layer(name, per_query_head):
+    """In the operations of the layer in torch, or of `encode`, so that compiled steps have the bits of others."""
+    layer = case(name)
+    k, q = tokens_of(layer, 2, 1)
+    codes = room_for(layer, 2, 1, per_query_head)
+    planes, weights = encode_cuda.step(layer, k, codes, q, per_query_head)
+    theirs = layer.encode_queries(q, per_query_head=per_query_head)
+    assert weights == theirs[1]
+    same = nearly_equal if name == "transform" else torch.equal
+    assert same(codes, layer.encode_keys(k, per_query_head=per_query_head))
+    assert same(planes, theirs[0])
+
+
+@pytest.mark.parametrize("name", ["transform", "lsh", "paper"])
+def test_operators_say_what_they_change_and_return(name):
+    layer = case(name)
+    k, q = tokens_of(layer)
+    known = encode_cuda._described(layer)
+    of_keys, of_queries, digits = known.key, known.query, known.digits
+    codes, how = room_for(layer, 1, 1, False), tuple(encode_cuda.hows(layer)[0])
+    tests = ("test_schema", "test_faketensor")
+    operators = torch.ops.sparse_decode
+    torch.library.opcheck(operators.hash_keys.default, (k, of_keys, digits, codes, None), test_utils=tests)
+    torch.library.opcheck(operators.hash_queries.default, (q, of_queries, digits, *how), test_utils=tests)
+    given = k, of_keys, q, of_queries, digits, codes, *how
+    torch.library.opcheck(operators.hash_step.default, given, test_utils=tests)

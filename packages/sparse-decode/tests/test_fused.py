@@ -1,20 +1,23 @@
 """A plain decode step in one compiled call: the same as step by step, and the other way where it does not apply."""
 
 import copy
+import itertools
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
+from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, QueryHeadHasher, attach, fused_kernels
+from sparse_decode import Budget, QueryHeadHasher, attach, fused, fused_kernels
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.cache import Encoder, carry_codes
 from sparse_decode.fused import FusedStep
 from sparse_decode.plan import LayerPlan
-from sparse_decode.remainder import Moments
 from sparse_decode.select import HashSelector
+from sparse_decode.sums import FOLD, Moments
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -125,15 +128,78 @@ def test_rows_that_see_little_more_than_their_ends(tokens):
 
 def test_threads_change_nothing(monkeypatch):
     wanted = []
-    monkeypatch.setattr(FusedStep, "_workers", lambda self, form, n, reads, tasks: wanted[-1])
+    monkeypatch.setattr(fused.threads, "count", lambda work, limit: wanted[-1])
     both = Both(make_hasher(), Budget(0.1), remainder=False)
     q, k, v = tensors(torch.float32, 3, 99)
     for workers in (1, 2, 5, 6):
         wanted.append(workers)
         ours, theirs = both.step(q, k, v)
         assert_alike(ours, theirs)
-    wanted.append(7)  # of 6 tasks: a search in parts is faster
+
+
+@pytest.mark.usefixtures("real_threads")
+def test_real_threads_change_nothing(monkeypatch):
+    monkeypatch.setattr(threads, "TEAM_GRAIN", 1)
+    monkeypatch.setattr(threads, "most", lambda: 3)
+    both = Both(make_hasher(), Budget(0.1))
+    q, k, v = tensors(torch.float32, 3, 170)
+    both.step(q, k[:, :, :90], v[:, :, :90])
+    both.fused.attend(inputs(both.held[0], q))
+    for n in range(91, 171):
+        assert_alike(*both.step(q, k[:, :, :n], v[:, :, :n]))
+        assert torch.equal(both.held[0].codes, both.held[1].codes)
+
+
+def in_another_order(kernel, steps, workers, given, own=threads.run):
+    """Run the tasks of six heads, of which four attend before they have been selected for."""
+    if kernel is not fused_kernels.kernel():
+        return own(kernel, steps, workers, given)
+    assert steps == 12
+    return [threads.compiled(kernel)(at, at + 1, *given) for at in (0, 6, 7, 1, 2, 8, 11, 10, 9, 3, 4, 5)]
+
+
+def test_no_task_waits_for_another(monkeypatch):
+    both = Both(make_hasher(), Budget(0.1))
+    q, k, v = tensors(torch.float32, 3, 99)
+    both.step(q, k[:, :, :90], v[:, :, :90])
+    both.fused.attend(inputs(both.held[0], q))
+    monkeypatch.setattr(fused.threads, "run", in_another_order)
+    for n in range(91, 99):
+        assert_alike(*both.step(q, k[:, :, :n], v[:, :, :n]))
+        assert torch.equal(both.held[0].codes, both.held[1].codes)
+        for mine, other in zip(both.held[0].moments._sums, both.held[1].moments._sums, strict=True):
+            assert torch.equal(mine, other)
+
+
+def test_large_work_for_fewer_heads_than_threads_is_left_to_searches_in_parts(monkeypatch):
+    torch.set_num_threads(7)
+    monkeypatch.setattr(threads, "most", lambda: 7)
+    both = Both(make_hasher(), Budget(0.1), remainder=False)
+    q, k, v = tensors(torch.float32, 3, 99)
+    assert both.step(q, k, v)[0] is not None  # 6 tasks
+    monkeypatch.setattr(threads, "GRAIN", 1)
     assert both.step(q, k, v)[0] is None
+
+
+def refuse_infinite_queries():
+    """Run steps on two threads with an infinite number in one of the heads."""
+    torch.set_num_threads(3)
+    threads.TEAM_GRAIN, threads.most = 1, lambda: 2
+    both = Both(make_hasher(), Budget(0.1), remainder=False)
+    q, k, v = tensors(torch.float32, 3, 90)
+    both.step(q, k, v)
+    held = both.held[0]
+    for batch, head in itertools.product(range(3), (0, 5)):
+        bad = q.clone()
+        bad[batch, head, 0, 3] = torch.inf
+        assert both.fused.attend_at_once(held, bad, held.keys, held.values, 0.25) is None
+    assert_alike(*both.step(q, k, v))
+
+
+def test_a_query_that_is_not_finite_stops_no_thread():
+    """Tasks of other heads go on, and none waits for a selection that is never made; it could wait for ever."""
+    code = "import torch, test_fused; torch.set_grad_enabled(False); test_fused.refuse_infinite_queries()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600, cwd=Path(__file__).parent)
 
 
 def test_weights_that_are_not_finite_are_refused_and_change_nothing():
@@ -150,7 +216,6 @@ def test_weights_that_are_not_finite_are_refused_and_change_nothing():
         both.fused.attend(inputs(first, bad))
     both.held[1].update(k[:, :, 88:89], v[:, :, 88:89])
     assert torch.equal(first.codes, both.held[1].codes)
-    assert first.moments._sums is None  # summed anew when next asked
 
 
 def counted(monkeypatch):
@@ -244,11 +309,11 @@ def test_two_threads_with_a_cache_each():
         def work(i):
             found[i] = generate(model, texts[i], new_tokens=30)
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        workers = [threading.Thread(target=work, args=(i,)) for i in (0, 1)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
 
 
@@ -261,7 +326,11 @@ def test_a_copy_of_the_sums_stays_what_it_was():
     kept, before = held.moments.copied(), [x.clone() for x in held.moments._sums]
     held.update(k[:, :, 88:89], v[:, :, 88:89])
     assert both.fused.attend_at_once(held, q, held.keys, held.values, 0.25) is not None
-    assert held.moments.length == 89
+    assert held.moments.length == 88, "a step does not add its token yet"
+    for n in range(89, 88 + FOLD):
+        held.update(k[:, :, n - 70 : n - 69], v[:, :, n - 70 : n - 69])
+        assert both.fused.attend_at_once(held, q, held.keys, held.values, 0.25) is not None
+    assert held.moments.length == 88 + FOLD
     assert kept.length == 88
     assert all(torch.equal(x, y) for x, y in zip(kept._sums, before, strict=True))
     assert not torch.equal(held.moments._sums.spread, before[-1])

@@ -8,9 +8,10 @@ import torch
 from hashcore.cuda import operands, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
-from sparse_decode import encode_cuda, gather, moments
+from sparse_decode import encode_cuda, encode_launches, gather, moments
+from sparse_decode.sums import FOLD, Rounded
 
-TABLES = encode_cuda._keys, encode_cuda._queries, gather._calls, moments._calls, tensors._searches
+TABLES = encode_launches._calls, gather._calls, moments._calls, tensors._searches
 HALF, OTHER = torch.bfloat16, torch.float16
 
 
@@ -21,23 +22,29 @@ def within(shape, dtype=HALF, room=0):
 
 
 def hashing(variant, bits=128):
-    config = HasherConfig(variant, ModelShape(1, 8, 2, 64), bits=bits, hidden=32, planes=3)
+    config = HasherConfig(variant, ModelShape(1, 8, 2, 64), bits=bits, hidden=128, planes=3)
     layer = make_layer(config, 0, 0).requires_grad_(False)
-    return layer, encode_cuda._digits(layer)
+    return encode_cuda._described(layer)
 
 
-def hash_keys(variant="transform", batch=1, tokens=1, dtype=HALF, room=0, at=False, bits=128):
-    layer, digits = hashing(variant, bits)
-    x, weights = torch.zeros(batch, 2, tokens, 64, dtype=dtype), encode_cuda._weights(layer.key)
-    codes = within((batch, 2, tokens, bits // 32), torch.int32, room)
-    given = x, weights, digits, codes, torch.tensor(0) if at else None
-    return encode_cuda.hash_keys, given, {}
+def hash_keys(variant="transform", batch=1, tokens=1, dtype=HALF, room=0, at=False, bits=128, heads=2):
+    known, x = hashing(variant, bits), torch.zeros(batch, 2, tokens, 64, dtype=dtype)
+    codes = within((batch, heads, tokens, known.hows[0].join * bits // 32), torch.int32, room)
+    given = x, known.key, known.digits, codes, torch.tensor(0) if at else None
+    return encode_launches.hash_keys, given, {}
 
 
-def hash_queries(variant="transform", batch=1, tokens=1, dtype=HALF, group=4, planes=3, bits=128):
-    layer, digits = hashing(variant, bits)
-    x, weights = torch.zeros(batch, 8, tokens, 64, dtype=dtype), encode_cuda._weights(layer.query)
-    return encode_cuda.hash_queries, (x, weights, digits, bits, group, planes), {}
+def hash_queries(variant="transform", batch=1, tokens=1, dtype=HALF, bits=128, heads=False, narrow=False, **how):
+    known, x = hashing(variant, bits), torch.zeros(batch, 8, tokens, 64, dtype=dtype)
+    weights = encode_cuda._narrowed(known.query) if narrow else known.query
+    return encode_launches.hash_queries, (x, weights, known.digits, known.hows[heads]._replace(**how)), {}
+
+
+def hash_step(variant="transform", batch=1, dtype=HALF, room=0):
+    known = hashing(variant)
+    k, q = (torch.zeros(batch, heads, 1, 64, dtype=dtype) for heads in (2, 8))
+    codes = within((batch, 2, 1, known.hows[0].join * 4), torch.int32, room)
+    return encode_launches.hash_step, (k, known.key, q, known.query, known.digits, codes, known.hows[0]), {}
 
 
 def attend(n=90, width=20, rooms=(0, 0), dtype=HALF, sets=2, scaling=0.1, ends=(1, 4), more=(), value_dim=64):
@@ -54,10 +61,11 @@ def attend(n=90, width=20, rooms=(0, 0), dtype=HALF, sets=2, scaling=0.1, ends=(
     return gather.attend, (q, k, v, indices, scaling, None, sinks), rest
 
 
-def add_token(n=9, rooms=(0, 0), dtype=HALF, padded=0):
+def add_token(n=19, rooms=(0, 0), dtype=HALF, padded=0, folds=False):
     q, slopes = torch.zeros(2, 4, 64, dtype=dtype), torch.zeros(4)
     k, v = (within((2, 2, n, 64), dtype, room) for room in rooms)
-    sums = torch.zeros(2, 2, 64).double(), torch.zeros(2, 2, 64).double(), torch.zeros(2, 2, 64, 64)
+    keys, spread = torch.zeros(2, 2, 64).double(), torch.zeros(2, 2, 64, 64)
+    sums = keys, keys.clone(), spread, *Rounded.of(spread), n - FOLD if folds else n - 1
     shown = torch.ones(2, n + padded, dtype=torch.bool)[:, :n]
     rows = (torch.ones(2, 1, dtype=torch.int64), shown, shown[:, :-1]) if padded else ()
     return moments.add_token, (q, slopes, k, v, *sums, *rows), {}
@@ -77,12 +85,13 @@ ROWS, WIDE = (torch.full((2, 1), 7, dtype=kind) for kind in (torch.int32, torch.
 CALLS = {
     "hash_keys": (
         *({}, {"room": 5}, {"room": 9}, {"tokens": 3}, {"batch": 2}, {"dtype": OTHER}, {"at": True}),
-        *({"variant": "planes"}, {"bits": 64}),
+        *({"variant": "planes"}, {"variant": "lsh"}, {"variant": "paper"}, {"bits": 64}, {"heads": 8}),
     ),
     "hash_queries": (
-        *({}, {"tokens": 3}, {"batch": 2}, {"dtype": OTHER}, {"variant": "planes"}, {"group": 1}, {"planes": 2}),
-        {"bits": 64},
+        *({}, {"tokens": 3}, {"batch": 2}, {"dtype": OTHER}, {"variant": "planes"}, {"heads": True}, {"planes": 2}),
+        *({"variant": "lsh"}, {"variant": "paper"}, {"bits": 64}, {"narrow": True}),
     ),
+    "hash_step": ({}, {"batch": 2}, {"dtype": OTHER}, {"variant": "lsh"}, {"variant": "paper"}, {"room": 5}),
     "attend": (
         *(
             {},
@@ -97,7 +106,8 @@ CALLS = {
         *({"ends": (0, 0)}, {"value_dim": 32}, {"more": ("sinks",)}, {"more": ("left_out",)}, {"more": ("always",)}),
     ),
     "add_token": (
-        *({}, {"rooms": (5, 0)}, {"rooms": (0, 5)}, {"n": 12}, {"dtype": OTHER}, {"padded": 1}, {"padded": 3}),
+        *({}, {"rooms": (5, 0)}, {"rooms": (0, 5)}, {"n": 22}, {"dtype": OTHER}, {"padded": 1}, {"padded": 3}),
+        {"folds": True},
     ),
     "search": (
         *({}, {"room": 5}, {"room": 9}, {"n": 303}, {"k": 9}, {"wide": True}, {"bounds": (200, 3, 0, 0)}),
@@ -105,7 +115,13 @@ CALLS = {
         *({"bounds": (WIDE, ROWS)}, {"bounds": (ROWS, WIDE)}, {"k": WIDE}),
     ),
 }
-MAKE = {"hash_keys": hash_keys, "hash_queries": hash_queries, "attend": attend, "add_token": add_token}
+MAKE = {
+    "hash_keys": hash_keys,
+    "hash_queries": hash_queries,
+    "hash_step": hash_step,
+    "attend": attend,
+    "add_token": add_token,
+}
 MAKE["search"] = search
 
 
@@ -173,7 +189,7 @@ def test_kept_launches_are_those_of_a_fresh_call(name):
 def test_another_call_of_a_form_describes_nothing_again(name, monkeypatch):
     made = [MAKE[name](**how) for how in CALLS[name]]
     expected = [launched(*one) for one in made]
-    for module in (encode_cuda, gather, moments, tensors.kernels):
+    for module in (encode_launches, gather, moments, tensors.kernels):
         monkeypatch.setattr(module, "make_launch", lambda *_, **__: pytest.fail("described again"))
     assert [launched(*one) for one in made] == expected
 
@@ -203,8 +219,8 @@ def growing(name, lengths, **how):
         ("attend", (1, 2, 3, 4, 5, 6), {}),
         ("attend", (90, 91, 92, 93), {"more": ("sinks", "left_out")}),
         ("attend", (90, 91, 92), {"more": ("always",)}),
-        ("add_token", (9, 10, 11), {}),
-        ("add_token", (9, 10, 11), {"padded": 3}),
+        ("add_token", (19, 20, 21), {}),
+        ("add_token", (19, 20, 21), {"padded": 3}),
         ("search", (298, 299, 300, 301), {}),
         ("search", (298, 299, 300), {"k": ROWS}),
     ],

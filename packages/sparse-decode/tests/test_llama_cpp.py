@@ -1,9 +1,7 @@
 """What the benchmark beside llama.cpp times is the same model."""
 
 import os
-import sys
 import time
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 if os.environ.get("CI") != "true":
     pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: `uv sync --group llama-cpp`")
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -23,17 +20,6 @@ SMALL = {
     "vocab_size": 500,
     "initializer_range": 0.1,  # logits far enough apart for another order of sums, and a cache in float16
 }
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    """The benchmark's modules, found as a script's own folder is."""
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    before = set(sys.modules)
-    yield lambda name: import_module(name)
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
-            del sys.modules[name]
 
 
 @pytest.mark.slow

@@ -1,14 +1,22 @@
 """Decode steps of one token without padding: what they take from the host, and from whom they take it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, attach
+from sparse_decode import Budget, attach, encode_cuda, select
 from sparse_decode.attend import attend_reference
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.plan import LayerPlan
-from sparse_decode.select import HashSelector, NoCodes, RecentSelector
-from transformers import DynamicCache, ModernBertDecoderConfig, ModernBertDecoderForCausalLM
+from sparse_decode.select import HashSelector, NoCodes, QueryHeadHasher, RecentSelector
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+)
 
 
 class Pages(NoCodes):
@@ -74,3 +82,37 @@ def test_eager_attention_that_adds_its_mask_unasked_gets_one(budget):
     with torch.inference_mode(), attach(model, RecentSelector(), budget):
         model(torch.randint(1, 64, (1, 50)), past_key_values=cache)
         assert model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("variant", ["transform", "lsh", "paper"])
+@pytest.mark.parametrize("of", [HashSelector, lambda hasher: HashSelector(QueryHeadHasher(hasher))])
+def test_a_step_that_hashes_keys_and_queries_at_once_is_one_that_hashes_them_apart(variant, of, monkeypatch):
+    """As on a GPU, where one launch does it; here the operator runs on the CPU."""
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    hasher = Hasher(HasherConfig(variant, ModelShape.of(config), bits=64, hidden=64), 0)
+    ids, mask = torch.randint(1, 64, (2, 46)), torch.ones(2, 46, dtype=torch.long)
+    mask[0, :7] = 0
+    found, calls = [], []
+
+    def step(*given):
+        calls.append(given)
+        return encode_cuda.step(*given)
+
+    for at_once in (False, True):
+        cache = DynamicCache(config=config)
+        if at_once:
+            monkeypatch.setattr("sparse_decode.interface.readable", lambda x: False)
+            monkeypatch.setattr(select.encode_cuda, "supports", lambda layer, x: x.shape[2] == 1)
+            monkeypatch.setattr(select, "encode_cuda", SimpleNamespace(**vars(encode_cuda) | {"step": step}))
+        with torch.no_grad(), attach(model, of(hasher), Budget(0.2)):
+            logits = [model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache).logits]
+            for i in range(40, 46):
+                seen = mask[:, : i + 1]
+                logits.append(model(ids[:, i : i + 1], attention_mask=seen, past_key_values=cache).logits)
+            found.append((torch.cat(logits, 1), [layer.codes.clone() for layer in cache.layers]))
+    assert len(calls) == 2 * 6
+    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-5, rtol=1e-5)
+    assert all(map(torch.equal, found[0][1], found[1][1]))

@@ -71,7 +71,9 @@ def test_a_shortlist_is_a_count(wrong):
 
 def test_bytes_of_a_step_are_counted():
     """8,192 tokens, heads of 64 numbers of 2 bytes, so 256 bytes of keys and values a token; codes of 16 bytes."""
-    dense, state = 8192 * 256, 2 * 8 * 64 + 4 * 64 * 64
+    vectors, rounded = 2 * 8 * 64, 64 * 64 + 4 * 64  # of each step; those of every 16th: read and written in full
+    state = vectors + rounded + 8.5 * 256 + (2 * vectors + 2 * 4 * 64 * 64 + rounded + 16 * 256) / 16
+    dense = 8192 * 256
     found = step_bytes(8192, Budget(0.02), 64)
     assert found == (8192 * 16, 163 * 256, state, dense)
     assert found.share == pytest.approx(0.0625 + 163 / 8192 + state / dense)

@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from fake_gpu import fake_gpu, faked
+from fake_gpu import fake_gpu
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, QueryHeadHasher, attach, blocks, dense_step, interface, plan
 from sparse_decode.interface import FLASH_NAME, NAMES, register
@@ -275,9 +275,9 @@ def move(model, device, dtype):
 )
 def test_a_model_that_moves_while_attached_is_refused_with_the_prompt_or_works(device, dtype, message):
     hasher = Hasher(HasherConfig("planes", ModelShape.of(tiny_model().config)))
-    with fake_gpu() as mode:
+    with fake_gpu():
         model, ids = tiny_model(), torch.zeros(1, 20, dtype=torch.long)
-        with attach(model, HashSelector(faked(hasher, mode)), Budget(0.5)):
+        with attach(model, HashSelector(hasher), Budget(0.5)):
             model(ids)
             move(model, device, dtype)
             if message is None:

@@ -2,11 +2,13 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget
 from sparse_serve.batch import Batch
+from sparse_serve.layout import Held, Moves
 from sparse_serve.served import Served
 from sparse_serve.settings import Settings
 
@@ -20,12 +22,23 @@ def metadata(queries, lengths, pages=50):
     for row, n in enumerate(lengths):
         table[row, : -(-n // SIZE)] = order[at : at + -(-n // SIZE)]
         at += -(-n // SIZE)
-    return SimpleNamespace(query_start_loc=starts, seq_lens=torch.tensor(lengths, dtype=torch.int32), block_table=table)
+    tokens = [(row, n - q + j) for row, (q, n) in enumerate(zip(queries, lengths, strict=True)) for j in range(q)]
+    slots = torch.tensor([int(table[row, at // SIZE]) * SIZE + at % SIZE for row, at in tokens])
+    seen = torch.tensor(lengths, dtype=torch.int32)
+    return SimpleNamespace(query_start_loc=starts, seq_lens=seen, block_table=table, slot_mapping=slots)
 
 
-def batch(queries, lengths, prefilling):
+class ByRows:
+    """All pages are by rows."""
+
+    def settle(self, table, used, new, sparse):
+        return Moves(np.ones(len(table), bool), np.zeros(0, int), np.zeros(0, int))
+
+
+def batch(queries, lengths, prefilling, held=None, budget=None):
     said = None if prefilling is None else torch.tensor(prefilling)
-    return Batch.of(metadata(queries, lengths), SIZE, said, Budget(), lambda starts, lengths: "a schedule")
+    given = SIZE, said, budget or Budget(), lambda starts, lengths: "a schedule", held or ByRows()
+    return Batch.of(metadata(queries, lengths), *given)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +64,22 @@ def test_rows_are_told_apart(queries, lengths, prefilling, decoding, prompts):
         assert found.step(50, SIZE).lengths.tolist() == [
             n for n, at in zip(lengths, starts_of(queries), strict=True) if at in decoding
         ]
+
+
+def test_rows_below_the_break_even_are_vllms():
+    budget, held = Budget(dense_below=60), Held()
+    assert batch([1, 5], [40, 5], [False, True], held, budget).plain
+    found = batch([1, 5, 1, 2], [40, 70, 70, 33], [False, True, False, True], held, budget)
+    assert (found.plain, found.read) == (False, 40)
+    assert found.rows.tolist() == [6]
+    assert found.prompts is None
+    given = metadata([1, 5, 1, 2], [40, 70, 70, 33])
+    assert [x.tolist() for x in found.written] == [[6], given.slot_mapping[6:7].tolist()]
+    assert found.stock.rows.tolist() == [0, 1, 2, 3, 4, 5, 7, 8]
+    assert found.stock.slots.tolist() == given.slot_mapping.index_fill(0, torch.tensor([6]), -1).tolist()
+    assert (found.stock.starts.tolist(), found.stock.lengths.tolist()) == ([0, 1, 6, 8], [40, 70, 33])
+    assert torch.equal(found.stock.blocks, given.block_table[[0, 1, 3]])
+    assert found.moves.moved.tolist() == given.block_table[2, :3].sort().values.tolist()
 
 
 def starts_of(queries):

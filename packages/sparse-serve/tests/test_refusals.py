@@ -15,15 +15,27 @@ MODEL = LlamaConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, 
 @pytest.fixture
 def platform(monkeypatch):
     """vLLM's modules, as far as the plug-in looks at them."""
-    found = SimpleNamespace(is_cpu=lambda: True, device_name="cpu", check_and_update_config=lambda config: None)
+    found = SimpleNamespace(is_cpu=lambda: True, is_cuda=lambda: False, device_name="cpu")
+    found.check_and_update_config = lambda config: None
     names = ["vllm", "vllm.platforms", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backends"]
     for name in [*names, "vllm.v1.attention.backends.registry"]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["vllm.platforms"].current_platform = found
     registry, found.registered = sys.modules["vllm.v1.attention.backends.registry"], []
-    registry.AttentionBackendEnum = SimpleNamespace(CPU_ATTN="CPU_ATTN")
+    custom = SimpleNamespace(name="CUSTOM", is_overridden=lambda: bool(found.registered))
+    custom.get_path = lambda: found.registered[0][1]
+    registry.AttentionBackendEnum = SimpleNamespace(CPU_ATTN="CPU_ATTN", CUSTOM=custom)
     registry.register_backend = lambda *given: found.registered.append(given)
+    found.custom = custom
     return found
+
+
+@pytest.fixture
+def gpu(platform, monkeypatch):
+    """A CUDA platform where kernels can be compiled."""
+    platform.is_cpu, platform.is_cuda, platform.device_name = lambda: False, lambda: True, "cuda"
+    monkeypatch.setattr("hashcore.cuda.program.require_compiler", lambda: None)
+    return platform
 
 
 @pytest.fixture
@@ -38,8 +50,12 @@ def config(asked):
         model_config=SimpleNamespace(use_mla=False, is_encoder_decoder=False, hf_text_config=MODEL),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
         ),
+        attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
         speculative_config=None,
         kv_transfer_config=None,
     )
@@ -53,6 +69,7 @@ REFUSED = {
     "three ranks": ("parallel_config.tensor_parallel_size", 3, "a multiple of 3 KV heads for 3 ranks, got 2; use"),
     "stages": ("parallel_config.pipeline_parallel_size", 2, "got pipeline parallel"),
     "contexts": ("parallel_config.decode_context_parallel_size", 2, "got decode context parallel"),
+    "prompts": ("parallel_config.prefill_context_parallel_size", 2, "whole prompts, got prefill context parallel"),
     "a connector": ("kv_transfer_config", object(), "pages that stay in this process, got a KV connector"),
     "another model": ("model_config.hf_text_config", LlamaConfig(num_hidden_layers=2), "belongs to another model"),
 }
@@ -72,10 +89,62 @@ def test_what_cannot_be_served_is_refused_only_if_asked_for(name, platform, hash
             require_serves(given)
 
 
-def test_a_gpu_is_refused(platform, hasher):
-    platform.is_cpu, platform.device_name = lambda: False, "cuda"
-    with pytest.raises(ValueError, match="needs vLLM's CPU platform, got cuda; serve without it"):
+def test_other_platforms_are_refused(platform, hasher):
+    platform.is_cpu, platform.device_name = lambda: False, "tpu"
+    with pytest.raises(ValueError, match="needs vLLM's CPU or CUDA platform, got tpu; serve without it"):
         require_serves(config({"spotlight": {"hasher": hasher}}))
+
+
+def test_a_gpu_without_a_compiler_of_kernels_is_refused(gpu, hasher, monkeypatch):
+    def missing():
+        raise ValueError("hashcore needs cuda-core")
+
+    monkeypatch.setattr("hashcore.cuda.program.require_compiler", missing)
+    require_serves(config({}))
+    with pytest.raises(ValueError, match="needs cuda-core"):
+        require_serves(config({"spotlight": {"hasher": hasher}}))
+
+
+def test_on_a_gpu_our_backend_is_registered_once_and_chosen_if_asked_for(gpu, hasher):
+    plugin.register()
+    plugin.register()
+    assert gpu.registered == [(gpu.custom, plugin.GPU_BACKEND)]
+    asked, other = config({"spotlight": {"hasher": hasher}}), config({})
+    for given in (asked, other, asked):
+        gpu.check_and_update_config(given)
+    assert (asked.attention_config.backend, other.attention_config.backend) == (gpu.custom, None)
+
+
+CHOSEN = {
+    "for all": ({"backend": SimpleNamespace(name="FLASHINFER"), "backend_per_kind": {}}, "got FLASHINFER; leave"),
+    "for a kind": (
+        {"backend": None, "backend_per_kind": {"x": SimpleNamespace(name="TRITON_ATTN")}},
+        "got TRITON_ATTN",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_another_backend_on_a_gpu_is_refused_only_if_asked_for(name, gpu, hasher):
+    attention, words = CHOSEN[name]
+    plugin.register()
+    for asked in ({"spotlight": {"hasher": hasher}}, {}):
+        given = config(asked)
+        given.attention_config = SimpleNamespace(**attention)
+        if asked:
+            with pytest.raises(ValueError, match=words):
+                gpu.check_and_update_config(given)
+        else:
+            gpu.check_and_update_config(given)
+
+
+def test_another_plug_ins_backend_is_left_alone(gpu, hasher):
+    gpu.registered.append((gpu.custom, "their.Backend"))
+    plugin.register()
+    assert len(gpu.registered) == 1
+    gpu.check_and_update_config(config({}))
+    with pytest.raises(ValueError, match=r"another plug-in has: their.Backend; remove one"):
+        gpu.check_and_update_config(config({"spotlight": {"hasher": hasher}}))
 
 
 def test_ranks_among_which_kv_heads_divide_pass(platform, hasher):
@@ -106,7 +175,7 @@ def test_registering_checks_every_configuration_once(platform, hasher):
         platform.check_and_update_config(wrong)
 
 
-def test_elsewhere_than_on_the_cpu_nothing_is_replaced(platform):
+def test_on_other_platforms_nothing_is_replaced(platform):
     platform.is_cpu = lambda: False
     plugin.register()
     assert platform.registered == []

@@ -33,6 +33,10 @@ class BenchmarkCommand(MethodsCommand):
     """Worked examples before each question. Default: the task's own number."""
     rows: SparseRows = "continuation"
     """Sparse rows: `all`, or those that predict the continuation or the answer after a dense prefill."""
+    chat_template: bool = False
+    """Put each prompt into the chat template of the model's tokenizer, as a user's message."""
+    max_length: int | None = None
+    """Most tokens of a prompt and its answer, such as the 8192 of the paper. Default: as many as the model takes."""
     batch_size: int = 8
     """Requests of equal length in one batch; does not change the results."""
     documents: tyro.conf.Suppress[int] = 1
@@ -47,7 +51,7 @@ class BenchmarkCommand(MethodsCommand):
         super().__post_init__()
         at_least(self, batch_size=1)
         each_once(self, "tasks")
-        for name, least in (("limit", 1), ("shots", 0)):
+        for name, least in (("limit", 1), ("shots", 0), ("max_length", 32)):
             if getattr(self, name) is not None:
                 at_least(self, **{name: least})
         if self.tokens:

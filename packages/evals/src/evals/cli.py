@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import tyro
@@ -191,17 +191,19 @@ def _paper(command: PaperCommand, console: Console) -> dict[str, Any]:
 
 
 def _paper_list(command: PaperCommand, console: Console) -> dict[str, Any]:
-    """Print every item with its commands and stored results, and count them."""
-    from evals.paper import ITEMS
+    """Print every item with its commands and stored results, and count them by part and by number."""
+    from evals.paper import ITEMS, shares
 
     kept = {item.name: [file.name for file in item.kept(command)] for item in ITEMS}
     for item in ITEMS:
-        stored = f"stored in {command.results}: {', '.join(kept[item.name])}" if kept[item.name] else "nothing stored"
+        none = "nothing to store" if item.nothing_to_store else "nothing stored"
+        stored = f"stored in {command.results}: {', '.join(kept[item.name])}" if kept[item.name] else none
         words = "\n  ".join((*item.lines(command), stored))
         console.print(f"{item.name}: {item.title}\n  {words}", highlight=False, soft_wrap=True)
-    shown = sum(map(bool, kept.values()))
-    console.print(f"{len(ITEMS)} tables, figures and parts of them; {shown} have stored results", highlight=False)
-    return {"items": list(kept), "stored": kept}
+    found = shares(ITEMS, {name for name, files in kept.items() if files})
+    for text in found.lines():
+        console.print(text, highlight=False)
+    return {"items": list(kept), "stored": kept, "shares": asdict(found)}
 
 
 _SPECIAL: dict[type, Callable[[Any, Console], dict[str, Any]]] = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
 from hashtrain.demo import DEMO
 from hashtrain.usage import UsageError
 
@@ -13,7 +14,7 @@ from evals.base_commands import Methods, MethodsCommand, TaskCommand, at_least, 
 from evals.methods import CODED_NAMES, DEFAULT_NAMES
 from evals.result import versions
 from evals.shapes import PLANES
-from evals.synthetic import KINDS
+from evals.synthetic import KINDS, NEEDLE, QUESTION
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class OutputErrorCommand(TaskCommand):
 
 @dataclass(frozen=True)
 class FidelityCommand(TaskCommand):
-    """Compare greedy continuations with those of dense attention: Rouge-L, edit similarity, common prefix."""
+    """Compare greedy continuations with those of dense attention: Rouge-L, edit similarity, common prefix. With --from,
+    the stored answers of a run of longbench, by task."""
 
     documents: int = 10
     """Contexts to continue; a run can be continued with more."""
@@ -44,6 +46,9 @@ class FidelityCommand(TaskCommand):
     """Tokens of prompt and continuation together."""
     new_tokens: int = 64
     """Tokens per continuation."""
+    from_run: Annotated[Path | None, tyro.conf.arg(name="from")] = None
+    """Folder of a finished run of longbench, whose answers are compared; the model is not run, and of the other options
+    only --out and --seed are used."""
     out: Path = Path("runs/fidelity")
     """Folder for samples, rows, report and figure; rerun the command to resume."""
 
@@ -52,6 +57,12 @@ class FidelityCommand(TaskCommand):
         at_least(self, new_tokens=1)
         if self.new_tokens >= self.context:
             raise UsageError(f"--new-tokens must be below --context = {self.context}, got {self.new_tokens}")
+
+    def settings(self, task: str) -> dict[str, Any]:
+        """Return the settings that decide the results, as JSON values without local paths."""
+        given = super().settings(task)
+        del given["from_run"]  # such a run stores the settings of the other one
+        return given
 
     @property
     def dense_prompt(self) -> bool:
@@ -101,12 +112,18 @@ class RulerCommand(SyntheticCommand):
 @dataclass(frozen=True)
 class NeedleCommand(SyntheticCommand):
     """One value in a haystack, by length and depth: the answer generated after a dense prefill, and the log-probability
-    of the correct one."""
+    of the correct one. With --haystack, a sentence in prose and a question about it."""
 
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     """Positions of the value: 0 is the beginning, 1 the end."""
     documents: int = 5
     """Needles per length and depth; a run can be continued with more."""
+    haystack: tuple[Path, ...] = ()
+    """Prose to hide a sentence in: text files, or folders of them. Default: lines of Python, with an assignment."""
+    needle: str = NEEDLE
+    """The sentence to hide in --haystack, and the answer expected."""
+    question: str = QUESTION
+    """The question about it."""
     out: Path = Path("runs/needle")
     """Folder for samples, rows, report and figure; rerun the command to resume."""
 
@@ -116,6 +133,9 @@ class NeedleCommand(SyntheticCommand):
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise UsageError(f"--depths must be from 0 to 1, got {depth:g}")
+        for name in ("needle", "question"):
+            if not getattr(self, name).strip():
+                raise UsageError(f"--{name} needs some words, got none")
 
 
 @dataclass(frozen=True)

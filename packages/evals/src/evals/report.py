@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from hashtrain.config import RECENT, SINK
+from hashtrain.reporting.worst import FIGURES, Metrics, dense_of, figures, share
 
 from evals.grid import HEADS, Grid, amount, cell_of, heads_of, percent
 from evals.lengths import codelength_grid
 from evals.methods import DENSE, NAMES, TUNED
 from evals.result import Result, Row
 
-Metrics = dict[str, Any]
 PHASES = {"everywhere": "sparse everywhere", "decode": "after a dense prompt, the scored rows sparse"}
 RULES = {"visible": "of visible tokens", "fixed": "of the context, min 20"}
 
@@ -22,7 +25,7 @@ def grids(result: Result) -> list[Grid]:
 
 def ppl_grids(result: Result) -> list[Grid]:
     """Return tables of perplexity and divergence by method and budget, and of paired differences if there are any."""
-    paired = dict.fromkeys(row.method for row in result.rows if row.against)
+    paired = dict.fromkeys(row.method for row in result.rows if row.against and row.metric == "kl")
     pairs = [ppl_pairs_grid(result, method) for method in paired]
     return [ppl_grid(result), *pairs, *(matched_grid(result, rival) for rival in result.config.get("match", []))]
 
@@ -50,25 +53,43 @@ def ppl_grid(result: Result) -> Grid:
     scored = "all tokens" if config["score"] == "all" else scored
     title = (
         f"Perplexity (against dense) and mean KL from dense in nats, {_where(result, dense.n)}, {scored} scored, "
-        f"{PHASES[config['phase']]} from layer {config['dense_layers']} on{_protocol(config)}"
+        f"{PHASES[config['phase']]}{_heads(config)}, {protocol(config)}"
     )
     return Grid(title, header, sections)
 
 
-def _protocol(config: dict[str, Any]) -> str:
-    """Return the end of a caption: further settings that are not the default."""
-    dense = f", layers {', '.join(map(str, config['dense_at']))} dense" if config["dense_at"] else ""
-    heads = f", one selection {HEADS[config['heads'] + '_head']}" if config["heads"] else ""
-    if config["ends"] != "beside":
-        return dense + heads
-    return f"{dense}{heads}, {config['sink']} first and {config['recent']} last tokens beside the budget"
+def protocol(config: dict[str, Any]) -> str:
+    """Return a phrase on the tokens that every row of a run reads, and the layers that its settings keep dense."""
+    ends = (("first", config.get("sink", 0)), ("last", config.get("recent", 0)))  # older runs had none
+    named = " and ".join(f"the {which} {_counted(count, 'token')}" for which, count in ends if count)
+    how = "read beside the budget" if config.get("ends") == "beside" else "always read"
+    first, at = config.get("dense_layers", 0), config.get("dense_at") or []
+    layers = [f"the first {_counted(first, 'layer')}"] * bool(first)
+    layers += [f"layers {', '.join(map(str, at))}"] * bool(at)
+    read = f"{named} {how}" if named else "no token read without a search"
+    return f"{read}, {' and '.join(layers)} dense" if layers else f"{read}, no layer dense by its place"
+
+
+def _counted(count: int, what: str) -> str:
+    return what if count == 1 else f"{count} {what}s"
+
+
+def _heads(config: dict[str, Any]) -> str:
+    return f", one selection {HEADS[config['heads'] + '_head']}" if config["heads"] else ""
+
+
+def _unusual(config: dict[str, Any]) -> str:
+    """Return a caption's note on the protocol, if it is known and not the default."""
+    usual = {"sink": SINK, "recent": RECENT, "dense_layers": 0}
+    changed = any(config.get(name, value) != value for name, value in usual.items()) or config.get("dense_at")
+    return f", {protocol(config)}" if changed else ""
 
 
 def ppl_pairs_grid(result: Result, method: str) -> Grid:
     """Format the paired differences between a method and each other one; below 0 it is closer to dense."""
     config = result.config
     rules = config["rules"]
-    own = [row for row in result.rows if row.method == method and row.rule in rules]
+    own = [row for row in result.rows if row.method == method and row.rule in rules and row.metric == "kl"]
     others = dict.fromkeys(row.against for row in own if row.against)
     header = ["budget, against", *(f"{m}, {RULES[rule]}" for rule in rules for m in ("KL", "NLL"))]
     sections = []
@@ -80,8 +101,8 @@ def ppl_pairs_grid(result: Result, method: str) -> Grid:
             section.append([f"{percent(budget)}, {other}", *map(_with_interval, found)])
         sections.append(section)
     title = (
-        f"`{method}` minus each other method, paired over documents{_prompt(config)}: mean difference in nats "
-        "[95 % interval]"
+        f"`{method}` minus each other method, paired over documents{_prompt(config)}{_unusual(config)}: "
+        "mean difference in nats [95 % interval]"
     )
     return Grid(title, header, sections)
 
@@ -107,7 +128,8 @@ def matched_grid(result: Result, rival: str) -> Grid:
     assert ppl is not None
     header = ["budget, method", "perplexity", "KL", "density", f"KL, less {rival}'s", f"NLL, less {rival}'s"]
     title = (
-        f"At the density that `{rival}` takes on each context, {_where(result, ppl.n)}{_prompt(result.config)}; "
+        f"At the density that `{rival}` takes on each context, {_where(result, ppl.n)}"
+        f"{_prompt(result.config)}{_unusual(result.config)}; "
         "differences [95 % interval]"
     )
     return Grid(title, header, sections)
@@ -127,15 +149,18 @@ def iou_grid(result: Result, budget: float, heads: str) -> Grid:
     sparse = [layer for layer in layers if layer >= config["dense_layers"] and layer not in config["dense_at"]]
     at = {"budget": budget, "heads": heads, "head": None}
 
-    worst = bool(result.select(metric="low"))  # runs before version 0.4 lack it
+    # Older runs lack them by head.
+    worst = [metric for metric in ("low", "lost") if any(row.head is not None for row in result.select(metric=metric))]
+
+    def by_head(name: str, metric: str, layer: int | None) -> list[float]:
+        rows = result.select(method=name, metric=metric, budget=budget, heads=heads)
+        wanted = sparse if layer is None else [layer]
+        return [row.value for row in rows if row.head is not None and row.layer in wanted]
 
     def shown(name: str, layer: int | None) -> str:
-        iou, mass = (result.one(method=name, layer=layer, metric=m, **at).value for m in ("iou", "mass"))
-        heads_of = [
-            row for row in result.select(method=name, metric="low", budget=budget, heads=heads) if row.head is not None
-        ]
-        low = [row.value for row in heads_of if row.layer == layer or (layer is None and row.layer in sparse)]
-        return f"{iou:.3f} / {mass:.3f}" + f" / {min(low):.2f}" * worst
+        parts = [f"{result.one(method=name, layer=layer, metric=m, **at).value:.3f}" for m in ("iou", "mass")]
+        of = {"low": lambda found: f"{min(found):.2f}", "lost": lambda found: share(max(found))}
+        return " / ".join([*parts, *(of[metric](by_head(name, metric, layer)) for metric in worst)])
 
     def line(label: str, layer: int | None) -> list[str]:
         return [label, *(shown(name, layer) for name in names)]
@@ -145,9 +170,11 @@ def iou_grid(result: Result, budget: float, heads: str) -> Grid:
     interval = ["IoU, 95 %", *(_interval(row, 3) for row in means)]
     n = means[0].n
     rows = ", of the last row" if config.get("rows_from") == "last" else ""
-    what = "IoU / attention mass" + " / its 5th percentile in the worst head" * worst
+    what = (
+        FIGURES if len(worst) == 2 else "IoU / attention mass" + ", its 5th percentile in the worst head" * len(worst)
+    )
     title = f"{what} {HEADS[heads]}{rows}, top {percent(budget)} of visible tokens, {_where(result, n)}"
-    return Grid(title, ["layer", *names], [body, [line("mean", None), interval]])
+    return Grid(f"{title}, {protocol(config)}", ["layer", *names], [body, [line("mean", None), interval]])
 
 
 def codelength_grids(result: Result) -> list[Grid]:
@@ -157,23 +184,33 @@ def codelength_grids(result: Result) -> list[Grid]:
 
 def training_grid(metrics: Metrics, heads: str = "kv_head") -> Grid:
     """Format the final evaluation of a `hashtrain` run, from its metrics.json."""
-    names = list(metrics["hashers"])
-
-    def pair(found: dict[str, float]) -> str:
-        return f"{found['iou']:.3f} / {found['mass']:.3f}"
-
-    dense = metrics["dense_layers"]
-    body = [
-        [f"{i} (dense)" if i < dense else str(i), *(pair(metrics["hashers"][n][heads]["layers"][i]) for n in names)]
-        for i in range(metrics["layers"])
-    ]
+    found = {name: (of[heads], dense_of(metrics, name)) for name, of in metrics["hashers"].items()}
+    whole = all("lost_by_head" in layer for of, _ in found.values() for layer in of["layers"])
     title = (
-        f"IoU / attention mass {HEADS[heads]}, {metrics['bits']} bits, top {percent(metrics['fraction'])}, "
+        f"{FIGURES + ';' if whole else 'IoU / attention mass'} {HEADS[heads]}, {metrics['bits']} bits, "
+        f"top {percent(metrics['fraction'])}, "
         f"{metrics['held_out']} held-out contexts of {metrics['context']} tokens, {metrics['steps']} steps a layer"
     )
-    return Grid(
-        title, ["layer", *names], [body, [["mean", *(pair(metrics["hashers"][n][heads]["mean"]) for n in names)]]]
-    )
+    return _by_layer(title, metrics["layers"], found, figures)
+
+
+def _by_layer(
+    title: str,
+    layers: int,
+    found: dict[str, tuple[Metrics, list[int]]],
+    cell: Callable[[Metrics, list[int], int | None], str],
+) -> Grid:
+    """Format the cells of all hashers by layer, and their means.
+
+    Args:
+        found: each hasher's results and dense layers; cell: called with these and a layer, or None for the mean.
+    """
+
+    def line(label: str, layer: int | None) -> list[str]:
+        return [label, *(cell(*of, layer) for of in found.values())]
+
+    body = [line(str(layer), layer) for layer in range(layers)]
+    return Grid(title, ["layer", *found], [body, [line("mean", None)]])
 
 
 def hashers_grid(metrics: Metrics) -> Grid:
@@ -196,21 +233,17 @@ def hashers_grid(metrics: Metrics) -> Grid:
 
 def remainder_grid(metrics: Metrics) -> Grid:
     """Format the softmax share that each hasher's selections leave out, and the error of its estimate, per layer."""
-    names, dense = list(metrics["hashers"]), metrics["dense_layers"]
 
-    def pair(found: dict[str, float]) -> str:
-        return f"{percent(found['share'])} / {percent(found['error'])}"
+    def pair(found: Metrics, dense: list[int], layer: int | None) -> str:
+        shown = found["mean"] if layer is None else found["layers"][layer]
+        return f"{percent(shown['share'])} / {percent(shown['error'])}" + " (dense)" * (layer in dense)
 
-    of = {name: metrics["hashers"][name]["remainder"] for name in names}
-    body = [
-        [f"{i} (dense)" if i < dense else str(i), *(pair(of[name]["layers"][i]) for name in names)]
-        for i in range(metrics["layers"])
-    ]
     title = (
         f"Share of the softmax that the top {percent(metrics['fraction'])} leave out / root mean square error of its "
         f"estimate, {metrics['held_out']} held-out contexts of {metrics['context']} tokens"
     )
-    return Grid(title, ["layer", *names], [body, [["mean", *(pair(of[name]["mean"]) for name in names)]]])
+    found = {name: (of["remainder"], dense_of(metrics, name)) for name, of in metrics["hashers"].items()}
+    return _by_layer(title, metrics["layers"], found, pair)
 
 
 def plain_grids(result: Result) -> list[Grid]:
@@ -258,7 +291,7 @@ def _title(result: Result, rows: list[Row]) -> str:
     measured = f", mean of {rows[0].n} [95 % interval]" if len(counts) == 1 and rows[0].n else " [95 % interval]"
     measured = measured if any(counts) else ""
     code = f", {config['bits']}-bit codes, queries in {config['planes']} planes" if "planes" in config else ""
-    return f"`{config['task']}`{measured}, model `{config['model']}`{code}"
+    return f"`{config['task']}`{measured}, model `{config['model']}`{code}{_unusual(config)}"
 
 
 def _signed_percent(ratio: float) -> str:

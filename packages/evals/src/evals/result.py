@@ -14,6 +14,7 @@ from typing import Any, TypeGuard, get_args, get_type_hints
 from hashtrain.files.untrusted import one_line, read_json_object
 
 from evals.machine import PACKAGES
+from evals.synthetic import NEEDLE, QUESTION
 
 _ON_MODELS = (
     *("ppl", "iou", "output-error", "fidelity", "needle", "ruler-synthetic", "longbench", "ruler", "fewshot"),
@@ -26,6 +27,9 @@ for _task in ("ppl", "suggest"):
     _FORMER[_task]["phase"] = "everywhere"
 _FORMER["ppl"] |= {"scored": None, "score": "second-half", "ends": "within"}
 _FORMER["iou"]["rows_from"] = "drawn"
+_FORMER["needle"] |= {"haystack": [], "needle": NEEDLE, "question": QUESTION}
+for _task in ("longbench", "ruler", "fewshot"):
+    _FORMER[_task] |= {"chat_template": False, "max_length": None}
 """By task: the values of settings that older runs had without storing them."""
 
 

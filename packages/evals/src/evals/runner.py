@@ -54,6 +54,10 @@ class RunFolder:
         """Store the present environment as the run's; used when everything is measured again."""
         write_json(self._environment, self._here)
 
+    def keep_environment(self, environment: dict[str, str]) -> None:
+        """Store the environment of the run whose samples these results are made from."""
+        write_json(self._environment, environment)
+
     def _note(self) -> None:
         """Before a sample is made, check that the software matches the stored samples', and add this hardware.
 

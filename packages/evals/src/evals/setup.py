@@ -14,6 +14,7 @@ from hashtrain.machine.distribute import device_for
 from hashtrain.models import load_model, require_vocabulary
 from hashtrain.reporting.progress import tracking
 from rich.console import Console
+from sparse_decode.streaming import require_dtype
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -68,12 +69,6 @@ def load(command: MethodsCommand, task: str) -> Ready:
     settings = {**command.settings(task), "dtype": str(model.dtype).removeprefix("torch.")}
     settings |= {"model_identity": model_identity(model), "method_identities": identities}
     return Ready(model, tokenizer, shape, methods, [], settings)
-
-
-def require_dtype(device: torch.device, dtype: torch.dtype | None) -> None:
-    """Raise ValueError for a type that sparse attention does not support on this device; None is not yet known."""
-    if device.type == "cuda" and dtype == torch.float32:
-        raise ValueError("attention over a selection on CUDA takes 16-bit types, got float32; give --dtype bfloat16")
 
 
 def identities_of(methods: Sequence[LoadedMethod], command: MethodsCommand) -> dict[str, str]:

@@ -1,13 +1,15 @@
 """Synthetic long-context exercises like RULER's (Hsieh et al. 2024): any length, any tokenizer, no download.
 
 They are written as Python source, which suits the demo model best. Filler lines carry no answer; the lines with the
-answer lie at a chosen depth among them; the prompt ends where the answer begins.
+answer lie at a chosen depth among them; the prompt ends where the answer begins. `prose` hides a sentence in a text of
+the reader's, as in the usual needle test (Kamradt 2023).
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,12 +39,25 @@ NAMES = [
 _PARTS = ["size", "count", "index", "total", "width", "height", "limit", "offset", "level", "state"]
 
 
+NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
+QUESTION = "What is the best thing to do in San Francisco?"
+"""Needle and question of the usual test (Kamradt 2023)."""
+_PROMPT = (
+    "This is a very long story book: <book> {text} </book>.\nBased on the content of the book, Question: {question}\n"
+    "Answer:"
+)
+"""The usual prompt for models that were not tuned to follow instructions."""
+_CHARACTERS = 8  # a token, at most, over a long text
+_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+
+
 @dataclass(frozen=True)
 class Exercise:
     """One question and its answer.
 
     Attributes:
-        kind: one of `KINDS`; length: most tokens of prompt and answer; depth: where in it the answer lies, 0 to 1.
+        kind: one of `KINDS`, or `prose`.
+        length: most tokens of prompt and answer; depth: where in it the answer lies, 0 to 1.
         prompt, answer: int64 [tokens].
         text: the answer, as text.
     """
@@ -125,10 +140,60 @@ def exercise(kind: str, tokenizer: PreTrainedTokenizerBase, length: int, depth: 
     def prompt(count: int) -> str:
         return "\n".join([*_placed(filler[:count], lines, depth, kind in _SPREAD), question])
 
-    if len(_ids(tokenizer, prompt(0), True)) > room:
+    refusal = f"a length of {length} tokens leaves no room for an exercise of kind {kind}"
+    ids = _ids(tokenizer, prompt(_most(prompt, tokenizer, room, refusal)), True)
+    return Exercise(kind, length, depth, torch.tensor(ids), torch.tensor(answer), text)
+
+
+def prose(
+    tokenizer: PreTrainedTokenizerBase,
+    haystack: str,
+    length: int,
+    depth: float,
+    seed: int,
+    needle: str = NEEDLE,
+    question: str = QUESTION,
+) -> Exercise:
+    """Hide a sentence between two sentences of a text, and ask about it in the usual prompt.
+
+    Args:
+        haystack: the text starts at a sentence drawn from it; seed: draws it.
+        length, depth: as for `exercise`.
+    Returns: an exercise whose answer is the needle.
+    Raises: ValueError if the length leaves no room for the question, or the text is shorter than the length.
+    """
+    import torch
+
+    answer = _ids(tokenizer, f" {needle}")
+    room = length - len(answer)
+    sentences = _SENTENCE.split(haystack.strip())
+    left = list(itertools.accumulate(map(len, reversed(sentences))))[::-1]  # characters from each sentence on
+    enough = sum(size >= _CHARACTERS * room for size in left)
+    start = random.Random(f"prose {seed}").randrange(max(1, enough))
+    found = sentences[start : start + room]  # a sentence has at least one token
+
+    def prompt(count: int) -> str:
+        text = " ".join(_placed(found[:count], [needle], depth, spread=False))
+        return _PROMPT.format(text=text, question=question)
+
+    count = _most(
+        prompt, tokenizer, room, f"a length of {length} tokens leaves no room for the needle and its question"
+    )
+    if count >= len(found):
         raise ValueError(
-            f"a length of {length} tokens leaves no room for an exercise of kind {kind}; choose a longer one"
+            f"the haystack is too short for {length} tokens: expected a longer text, got {len(haystack)} characters"
         )
+    ids = _ids(tokenizer, prompt(count), True)
+    return Exercise("prose", length, depth, torch.tensor(ids), torch.tensor(answer), needle)
+
+
+def _most(prompt: Callable[[int], str], tokenizer: PreTrainedTokenizerBase, room: int, refusal: str) -> int:
+    """Return the largest n for which `prompt(n)` has at most `room` tokens.
+
+    Raises: ValueError, which starts with `refusal`, if even `prompt(0)` is longer.
+    """
+    if len(_ids(tokenizer, prompt(0), True)) > room:
+        raise ValueError(f"{refusal}; choose a longer one")
     fits, beyond = 0, room + 1
     while beyond - fits > 1:
         middle = (fits + beyond) // 2
@@ -136,8 +201,7 @@ def exercise(kind: str, tokenizer: PreTrainedTokenizerBase, length: int, depth: 
             fits = middle
         else:
             beyond = middle
-    ids = _ids(tokenizer, prompt(fits), True)
-    return Exercise(kind, length, depth, torch.tensor(ids), torch.tensor(answer), text)
+    return fits
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:

@@ -95,7 +95,8 @@ def search(
     Returns: scores int32 and indices int64, [..., Q, K], or [..., K] with weights. K is k, or the largest k. Unused
         slots, at the end of rows that find fewer, have score 0 and index -1.
     Raises: ValueError if the arguments do not match, sum(weights) * 32 * W is 2^16 or more, a row sees a page out of
-        range, or blocks are given for keys on CUDA or with a shortlist.
+        range, or blocks are given with a shortlist. On CUDA, where the host sees no page numbers, those out of range
+        count as the last page; pages there have a power of two of keys, in words aligned as a key's are.
     Source: docs/algorithm.md, eq. 2, 4, 6, 13, 14 and 20.
     """
     plain = type(query) is type(keys) is np.ndarray and type(k) is type(sink) is type(recent) is int

@@ -25,20 +25,24 @@ SCHEMAS = {
     "score": "(Tensor query, Tensor keys, int[]? weights) -> Tensor",
     "topk": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}) -> (Tensor, Tensor)",
     "search": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, "
-    "SymInt shortlist, Tensor? first) -> (Tensor, Tensor)",
+    "SymInt shortlist, Tensor? first, Tensor? blocks) -> (Tensor, Tensor)",
     "pack_out": "(Tensor x, Tensor(a!) codes) -> ()",
     "score_out": "(Tensor query, Tensor keys, int[]? weights, Tensor(a!) scores) -> ()",
     "topk_out": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}, Tensor(a!) scores, Tensor(b!) indices) -> ()",
     "search_out": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, "
-    "SymInt shortlist, Tensor? first, Tensor(a!) scores, Tensor(b!) indices, Tensor(c!)? workspace) -> ()",
+    "SymInt shortlist, Tensor? first, Tensor? blocks, Tensor(a!) scores, Tensor(b!) indices, Tensor(c!)? workspace) "
+    "-> ()",
 }
 
 
 # ---- Shapes and dtypes of results ----------------------------------------------------------------------------------
 
 
-def rows_of(query: torch.Tensor, keys: torch.Tensor, weighted: bool) -> tuple[int, ...]:
-    """Return the shape of the rows of scores for query and keys."""
+def rows_of(
+    query: torch.Tensor, keys: torch.Tensor, weighted: bool, blocks: torch.Tensor | None = None
+) -> tuple[int, ...]:
+    """Return the shape of the rows of scores for query and keys; with blocks, keys are pages [..., M, S, W]."""
+    keys = keys if blocks is None else keys[..., 0, :, :]
     lead = torch.broadcast_shapes(query.shape[:-2], keys.shape[:-2])
     return (*lead,) if weighted else (*lead, query.shape[-2])
 
@@ -65,8 +69,8 @@ def _selected(like: torch.Tensor, dtype: torch.dtype, *shape: int) -> Outputs:
     return like.new_empty(shape, dtype=dtype), like.new_empty(shape, dtype=torch.int64)
 
 
-def _found(query: torch.Tensor, keys: torch.Tensor, count: int, k: Any, weights: Any, *_: Any) -> Outputs:
-    return _selected(query, torch.int32, *rows_of(query, keys, weights is not None), count)
+def _found(query: torch.Tensor, keys: torch.Tensor, count: int, k: Any, weights: Any, *options: Any) -> Outputs:
+    return _selected(query, torch.int32, *rows_of(query, keys, weights is not None, options[9]), count)
 
 
 RESULTS: dict[str, Callable[..., Outputs]] = {
@@ -126,17 +130,17 @@ class Cpu:
     @staticmethod
     def search(*inputs: Any) -> None:  # in the order of search_out's schema; `first` and `workspace` are for CUDA
         query, keys, count, k, weights = inputs[:5]
-        scores, indices = inputs[14:16]
-        _copy(_search(query, keys, count if k is None else k, weights, *inputs[5:14]), (scores, indices))
+        scores, indices = inputs[15:17]
+        _copy(_search(query, keys, count if k is None else k, weights, *inputs[5:15]), (scores, indices))
 
 
 def _search(
     query: Any, keys: Any, k: Any, weights: Any, lengths: Any, starts: Any, length: int, start: int, sink: int,
-    recent: int, best: bool, shortlist: int, first: Any,
+    recent: int, best: bool, shortlist: int, first: Any, blocks: Any,
 ) -> Outputs:  # fmt: skip
     options = _range(lengths, starts, length, start, sink, recent)
     order = "best" if best else "index"
-    how: dict[str, Any] = {"order": order, "shortlist": shortlist or None, "blocks": None, "out": None}
+    how: dict[str, Any] = {"order": order, "shortlist": shortlist or None, "blocks": blocks, "out": None}
     return host.search(query, keys, k, weights, **how, **options)
 
 
@@ -145,7 +149,7 @@ def _found_on_cpu(query: Any, keys: Any, count: int, k: Any, weights: Any, *opti
     found = _search(query, keys, count if k is None else k, weights, *options)
     if found[0].shape[-1] == count:
         return found
-    outputs = _found(query, keys, count, k, weights)
+    outputs = _found(query, keys, count, k, weights, *options)
     _copy(found, outputs)
     return outputs
 
@@ -225,11 +229,11 @@ class Cuda:
     @staticmethod
     def search(*inputs: Any) -> None:
         query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, shortlist = inputs[:13]
-        first, scores, indices, *workspace = inputs[13:]
+        first, blocks, scores, indices, *workspace = inputs[13:]
         bounds = operands.Bounds(
             length if lengths is None else lengths, start if starts is None else starts, sink, recent
         )
-        how = {"shortlist": shortlist, "first": first}
+        how = {"shortlist": shortlist, "first": first, "blocks": blocks}
         tensors.search(query, keys, count if k is None else k, weights, bounds, scores, indices, *workspace, **how)
         if best:  # stable: ties stay in index order, and empty slots, with the lowest score, at the end
             values, order = torch.sort(scores, dim=-1, descending=True, stable=True)

@@ -151,29 +151,28 @@ def search(
         workspace: scratch memory from `make_workspace`; by default the thread keeps its own.
 
     If k is a tensor and `out` is None, the host waits for the largest k. With `out` and a workspace nothing is
-    allocated, and with order="index" only our kernels are launched.
+    allocated, and with order="index" only our kernels are launched. On CUDA pages have a power of two of keys, and page
+    numbers out of range, which the host does not see, count as the last page.
     """
-    if blocks is not None:
-        raise ValueError(
-            "keys in pages are supported only in CPU memory and outside of compiled programs, got keys on "
-            f"{keys.device}; gather them first"
-        )
     values, indices = validation.pair(out)
     passed = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts, "workspace": workspace}
-    passed["first"] = first
+    passed |= {"first": first, "blocks": blocks}
     _check_devices(**passed, **{"out[0]": values, "out[1]": indices})
-    checked, rows = _comparison(query, keys, weights)
-    validation.score_bits(checked or (1,), query.shape[-1])
-    wanted = _wanted((*rows, keys.shape[-2]), k, lengths, starts, sink, recent, indices)
     best, times = validation.order(order), validation.shortlist(shortlist)
+    n, one = (keys.shape[-2], keys) if blocks is None else _paged(keys, blocks, times)
+    checked, rows = _comparison(query, one, weights)
+    if blocks is not None and not _broadcasts(blocks.shape[:-1], rows):
+        raise validation.not_a_table_per_row(rows, blocks.shape)
+    validation.score_bits(checked or (1,), query.shape[-1])
+    wanted = _wanted((*rows, n), k, lengths, starts, sink, recent, indices)
     if first is not None and (first.shape != keys.shape[:-1] or first.dtype != torch.int32):
         got = f"{_dtype(first)} {tuple(first.shape)}"
         raise ValueError(f"first must be int32 {tuple(keys.shape[:-1])}, a copy of keys[..., 0], got {got}")
-    arguments = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best, times, first
+    arguments = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best, times, first, blocks
     if values is None or indices is None:
         return OPERATORS.search(*arguments)
     shape = *rows, wanted.width
-    _check_outputs(values, indices, shape, np.int32, keys.shape[-2], query, keys, k, lengths, starts, first)
+    _check_outputs(values, indices, shape, np.int32, n, query, keys, k, lengths, starts, first, blocks)
     _write(lambda *pair: OPERATORS.search_out(*arguments, *pair, workspace), values, indices)
     return values, indices
 
@@ -259,6 +258,23 @@ def _comparison(
     return validation.plane_weights(weights, query.shape[-2], query.shape[-1]), rows
 
 
+def _paged(keys: Tensor, blocks: Any, times: int) -> tuple[int, Tensor]:
+    """Check keys in pages [..., M, S, W]; return the number of a row's keys, and the first page."""
+    validation.pages(blocks, times)
+    validation.codes("keys", _stand_in("keys", keys), "[..., M, S, W]")
+    pages, size, _ = keys.shape[-3:]
+    if keys.device.type != "cpu" and (size < 1 or size & (size - 1)):
+        raise ValueError(f"pages on {keys.device} must have a power of two of keys, got {size}; use pages of 16 or 32")
+    if not pages:
+        raise ValueError("keys in pages must have at least one page, got none")
+    return blocks.shape[-1] * size, keys[..., 0, :, :]
+
+
+def _broadcasts(shape: Sequence[int], rows: Sequence[int]) -> bool:
+    aligned = zip(reversed(shape), reversed(rows), strict=False)
+    return len(shape) <= len(rows) and all(size in (1, row) for size, row in aligned)
+
+
 def _check_devices(**named: Any) -> None:
     passed = {name: x for name, x in named.items() if arrays.is_array(x)}
     if not all(isinstance(x, Tensor) for x in passed.values()):
@@ -277,8 +293,7 @@ def _check_row_tensor(name: str, value: Tensor, rows: Sequence[int]) -> None:
         raise TypeError(f"{name} must be an integer or an array of integers, got {_dtype(value)}; convert it")
     if value.dtype == torch.uint64 and value.device.type != "cpu":
         raise TypeError(f"{name} on {value.device} must be integers that int64 holds, got uint64; convert it")
-    aligned = zip(reversed(value.shape), reversed(rows), strict=False)
-    if value.ndim > len(rows) or any(size not in (1, row) for size, row in aligned):
+    if not _broadcasts(value.shape, rows):
         raise validation.not_per_row(name, rows, value.shape)
 
 

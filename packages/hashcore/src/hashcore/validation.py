@@ -213,17 +213,30 @@ def shortlist(times: Any) -> int:
         return 0
     if isinstance(times, bool) or not isinstance(times, int | np.integer) or not 1 <= times <= _LONGEST_SHORTLIST:
         raise ValueError(
-            f"shortlist must be None or an integer from 1 to {_LONGEST_SHORTLIST:,}, got {shown(times)}; 6 is usual"
+            f"shortlist must be None or an integer from 1 to {_LONGEST_SHORTLIST:,}, got {shown(times)}; 4 is usual"
         )
     return int(times)
 
 
 def pages(blocks: Any, times: int) -> None:
-    """Raise an error unless blocks are an array and there is no shortlist."""
+    """Raise an error unless blocks are an array of page tables and there is no shortlist."""
     if not is_array(blocks):
         raise TypeError(f"blocks must be an array of page numbers, got {type(blocks).__name__}; convert them")
+    kind = str(blocks.dtype).removeprefix("torch.")
+    if kind not in ("int32", "int64"):
+        raise TypeError(f"blocks must be int32 or int64 page numbers, got {kind}; convert them")
+    if blocks.ndim == 0:
+        raise ValueError("blocks must have shape [..., T], got a scalar; add a dimension")
     if times:
         raise ValueError(f"a shortlist is not supported for keys in pages, got shortlist={times}; omit it")
+
+
+def not_a_table_per_row(rows: Sequence[int], got: Sequence[int]) -> ValueError:
+    """Return the error for page tables that do not broadcast to the rows."""
+    return ValueError(
+        f"blocks must broadcast to one table per row, shape {[*rows, 'T']}, got {list(got)}; insert "
+        "dimensions of size 1"
+    )
 
 
 def score_bits(weights: tuple[int, ...], words: int) -> None:

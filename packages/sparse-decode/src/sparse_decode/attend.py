@@ -28,7 +28,8 @@ from torch import Tensor
 
 from sparse_decode import attend_kernels, gather
 from sparse_decode.compiled import run
-from sparse_decode.positions import include, readable
+from sparse_decode.modes import readable
+from sparse_decode.positions import include
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LIKE = {4: np.empty(0, np.uint32), 2: np.empty(0, np.uint16)}

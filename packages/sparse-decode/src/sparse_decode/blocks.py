@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparse_decode.budget import Budget, Tally
-from sparse_decode.modes import in_graph, ordinary_tensors
+from sparse_decode.modes import in_graph, ordinary_tensors, readable
 from sparse_decode.offload import HostLayer
 from sparse_decode.positions import (
     Seen,
@@ -25,7 +25,6 @@ from sparse_decode.positions import (
     last_row,
     last_visible,
     merge,
-    readable,
     see,
     visible_rows,
     visible_span,
@@ -77,6 +76,8 @@ class AttentionArgs:
         weights: output for the attention weights [B, Hq, Q, N or more], initially zero; None: not wanted.
         length: number of tokens, int64 [], of a static cache if k and v are its whole buffers.
         all_rows: rows that are not sparse are computed, too, over all visible tokens; else the caller does that.
+        planes: of a step's queries, as `Rows.planes`, if they were hashed with the new keys.
+        first: a copy of the codes' first words, int32 [B, H, N], if the cache has one.
     """
 
     q: Tensor
@@ -92,6 +93,8 @@ class AttentionArgs:
     weights: Tensor | None = None
     length: Tensor | None = None
     all_rows: bool = False
+    planes: tuple[Tensor, tuple[int, ...]] | None = None
+    first: Tensor | None = None
 
     def seen(self, first: int, last: int) -> Tensor | None:
         """Return which tokens query rows first..last-1 see, bool [B or 1, 1, R, N]; None if all see all."""
@@ -234,7 +237,9 @@ class Blocks:
         end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see no token from there on
         q, k, codes = x.q[:, :, first:last], x.k[:, :, :end], None if x.codes is None else x.codes[:, :, :end]
         visible = None if seen is None else seen[..., :end]
+        first_words = None if x.first is None else x.first[:, :, :end]
         known |= {"sink": self.sink, "recent": self.recent, "shortlist": self.budget.shortlist}
+        known |= {"first": first_words, "planes": x.planes}
         return Rows(self.layer, q, k, codes, visible, chosen, x.scaling, x.softcap, x.sinks, **known)
 
     def _number(self, count: int, q: Tensor) -> Tensor:

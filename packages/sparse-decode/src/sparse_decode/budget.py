@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from hashtrain import top_count
@@ -40,10 +40,12 @@ class Budget:
     """What `fraction` refers to: the row's visible tokens, or (the paper's rule) those of its sequence's last row."""
     shortlist: int | None = None
     """Score only about this many times the tokens to select by all bits: the best by their first 32 bits
-    (`hashcore.search`). None: score all. Masks with holes ignore this. 6 is usual for `transform`."""
+    (`hashcore.search`). None: score all. 4 is usual for `transform`. Steps that score all tokens ignore this: masks
+    with holes, and on CUDA any mask, so padding and static caches."""
     values: float = 1.0
     """Share of the tokens read whose values are read, too, above 0 and at most 1: those with the highest attention by
-    their exact logits. The others keep their weight and get the value of the remainder (`attend`)."""
+    their exact logits. The others keep their weight and get the value of the remainder (`attend`). Below 1 only on the
+    CPU."""
     dense_below: int | Literal["measured", "predicted"] = 0
     """A row with fewer visible tokens than this attends to all of them. "measured": time dense and sparse steps when
     attaching; "predicted": compare the bytes that they read."""
@@ -65,9 +67,30 @@ class Budget:
                 f"got {self.max_tokens!r}"
             )
         if self.shortlist is not None and (not _is_int(self.shortlist) or self.shortlist < 1):
-            raise ValueError(f"shortlist must be None or an integer of 1 or more, got {self.shortlist!r}; 6 is usual")
+            raise ValueError(f"shortlist must be None or an integer of 1 or more, got {self.shortlist!r}; 4 is usual")
         if self.of not in ("visible", "length"):
             raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
+
+    @classmethod
+    def frugal(cls, **changed: Any) -> Budget:
+        """Return a budget that loses about as much as 2 % and requests about half the bytes at head sizes 64 and 128.
+
+        Args: changed: other fields. For `transform`, on the CPU. Source: docs/adr/0019-presets.md.
+        """
+        return replace(cls(0.026, shortlist=4, values=0.333), **changed)
+
+    @classmethod
+    def thorough(cls, head_dim: int, **changed: Any) -> Budget:
+        """Return a budget that requests the bytes of 2 % at long contexts, and loses about a third as much.
+
+        Args:
+            head_dim: of the model's keys and values, in 16 bits: the smaller it is, the more bytes of 128-bit codes a
+                shortlist saves, and the more tokens these pay for. changed: other fields. For `transform`, on the CPU.
+        Source: docs/adr/0019-presets.md.
+        """
+        code, word, list_, values, token = 16, 4, 4, 0.333, 4 * head_dim  # bytes; what a list and a selection take
+        fraction = (code - word + 0.02 * token) / (list_ * code + (1 + values) * token / 2)
+        return replace(cls(round(fraction, 3), shortlist=list_, values=values), **changed)
 
     def count(self, visible: Tensor, length: Tensor | None = None) -> Tensor:
         """Return the number of tokens each row reads, including sink and recent; all below `dense_below`.

@@ -24,11 +24,10 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
 
-from sparse_decode.buffer import GrowingBuffer
+from sparse_decode.buffer import CodeBuffer, GrowingBuffer, keeps_first_words
 from sparse_decode.growing import GrowingLayer, stop_growing
-from sparse_decode.modes import no_autocast, ordinary_tensors
+from sparse_decode.modes import no_autocast, ordinary_tensors, readable
 from sparse_decode.opaque import register, write_codes
-from sparse_decode.positions import readable
 from sparse_decode.remainder import RunningMoments, StaticMoments
 
 if TYPE_CHECKING:
@@ -42,8 +41,8 @@ QUANTISED = hasattr(cache_utils, "BaseQuantizedLayer")
 Encode = Callable[[Tensor], Tensor]
 """Keys [B, Hkv, T, D] -> int32 codes [B, H, T, W]."""
 
-Into = Callable[[Tensor, Tensor, Tensor | None], bool]
-"""Keys, codes, first token -> whether one operator has written the codes, as `Encoder.write` does."""
+Into = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], bool]
+"""Keys, codes, token, first words -> whether one operator has written the codes, as `Encoder.write` does."""
 
 _LATER = 16  # an update of at most this many tokens is hashed only when its codes are needed
 _CHUNK = 1 << 26  # bytes of float32 temporaries when hashing a chunk of tokens, at any batch size and context length
@@ -58,9 +57,15 @@ class Encoder:
     """
 
     def __init__(
-        self, encode: Encode, into: Into | None = None, traceable: Callable[[Tensor], bool] = lambda keys: False
+        self,
+        encode: Encode,
+        into: Into | None = None,
+        traceable: Callable[[Tensor], bool] = lambda keys: False,
+        lists: bool = False,
     ):
         self._encode = encode
+        self.lists: bool = lists
+        """Whether searches use a shortlist, so that caches on a GPU also keep the first words of codes."""
         self._into = into
         self.traceable: Callable[[Tensor], bool] = traceable
         """Whether keys [B, Hkv, 1, D] are hashed by operators that a compiled graph can contain."""
@@ -118,16 +123,21 @@ class Encoder:
         bits = _MOST_BITS * heads * dim if self._shape is None else 32 * math.prod(self._shape)
         return batch * max(heads * dim, bits) * 4 * _WIDTHS
 
-    def write(self, codes: Tensor, keys: Tensor, at: Tensor | None = None) -> None:
-        """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on; None: into all of them."""
-        if self._into is not None and self._into(keys, codes, at):
+    def write(self, codes: Tensor, keys: Tensor, at: Tensor | None = None, first: Tensor | None = None) -> None:
+        """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], from token `at` on; None: into all of them.
+
+        Args: first: for a copy of the codes' first words, [B, H, N], or None.
+        """
+        if self._into is not None and self._into(keys, codes, at, first):
             return
-        if at is None:
-            codes.copy_(self(keys))
-        elif readable(at):
-            codes[:, :, int(at) : int(at) + keys.shape[2]] = self(keys)
-        else:
-            codes.index_copy_(2, at + torch.arange(keys.shape[2], device=at.device), self(keys))
+        found = self(keys)
+        for room, new in ((codes, found), *(() if first is None else ((first, found[..., 0]),))):
+            if at is None:
+                room.copy_(new)
+            elif readable(at):
+                room[:, :, int(at) : int(at) + keys.shape[2]] = new
+            else:
+                room.index_copy_(2, at + torch.arange(keys.shape[2], device=at.device), new)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Encoder:
         return self
@@ -236,7 +246,7 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
     def begin(self) -> None:
         self.moments = RunningMoments()
         self._keys, self._values = GrowingBuffer(self.on_host), GrowingBuffer(self.on_host)
-        self._codes = GrowingBuffer()
+        self._codes = CodeBuffer(self.encoder.lists)
         if self.get_seq_length():
             keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
             if keys.shape[:3] != values.shape[:3]:
@@ -264,6 +274,11 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
             self._hash(self._keys.view()[:, :, len(self._codes) :])
         return self._codes.view()
 
+    @property
+    def first_words(self) -> Tensor | None:
+        """The copy of the codes' first words, int32 [B, H, T], after `codes` has been read; None if there is none."""
+        return self._codes.first
+
     def room_for_code(self) -> tuple[Tensor, bool]:
         """Return the codes, int32 [B, H, T or more, W], and whether the code of the last key is missing.
 
@@ -284,13 +299,14 @@ class CodedDynamicLayer(_Coded, DynamicLayer):
             return self._codes.append(self.encoder(keys))
         heads, words = self.encoder.code_shape(keys)
         like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)
-        self.encoder.write(self._codes.extend(like), keys)
+        codes, first = self._codes.extend_both(like)
+        self.encoder.write(codes, keys, None, first)
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes of keys and values, and of codes and sums."""
         self.settle()
-        ours = self.codes.nbytes if self.get_seq_length() else 0
-        return self._keys.nbytes + self._values.nbytes, ours + self.moments.nbytes
+        _ = self.codes if self.get_seq_length() else None  # hash what is not hashed yet
+        return self._keys.nbytes + self._values.nbytes, self._codes.nbytes + self.moments.nbytes
 
     def _buffers(self) -> tuple[GrowingBuffer, GrowingBuffer, GrowingBuffer]:
         return self._keys, self._values, self._codes
@@ -362,6 +378,8 @@ class CodedStaticLayer(_Coded, StaticLayer):
     plain: type[CacheLayerMixin] = StaticLayer
     _watched = ("keys", "values", "cumulative_length")
     _codes: Tensor | None = None
+    first_words: Tensor | None = None
+    """A copy of the codes' first words, int32 [B, H, N], for searches with a shortlist on a GPU."""
     moments: StaticMoments | None = None
 
     def begin(self) -> None:
@@ -374,9 +392,11 @@ class CodedStaticLayer(_Coded, StaticLayer):
             self.moments.reset()
         n = int(self.cumulative_length)
         codes[:, :, :n] = self.encoder(keys[:, :, :n])
+        if self.first_words is not None:
+            self.first_words.copy_(codes[..., 0])
 
     def end(self) -> None:
-        for name in ("_codes", "moments"):
+        for name in ("_codes", "first_words", "moments"):
             vars(self).pop(name, None)
 
     @property
@@ -389,7 +409,8 @@ class CodedStaticLayer(_Coded, StaticLayer):
         """Return the bytes of the static buffers: of keys and values, and of codes and sums."""
         if not self.is_initialized:
             return 0, 0
-        ours = cast(Tensor, self._codes).nbytes + cast(StaticMoments, self.moments).nbytes
+        words = 0 if self.first_words is None else self.first_words.nbytes
+        ours = cast(Tensor, self._codes).nbytes + words + cast(StaticMoments, self.moments).nbytes
         return cast(Tensor, self.keys).nbytes + cast(Tensor, self.values).nbytes, ours
 
     def _allocate(self) -> Tensor:
@@ -401,7 +422,10 @@ class CodedStaticLayer(_Coded, StaticLayer):
         with ordinary_tensors():
             codes = torch.zeros(len(keys), heads, self.max_cache_len, width, dtype=torch.int32, device=keys.device)
             self._codes, self.moments = codes, StaticMoments.empty(keys, values)
-        for x in (codes, *self.moments.tensors):
+            if keeps_first_words(self.encoder.lists, keys.device):
+                self.first_words = codes.new_zeros(codes.shape[:3])
+        words = () if self.first_words is None else (self.first_words,)
+        for x in (codes, *words, *self.moments.tensors):
             torch._dynamo.mark_static_address(x)
         return codes
 
@@ -418,9 +442,9 @@ class CodedStaticLayer(_Coded, StaticLayer):
             self.lazy_initialization(key_states, value_states)
         codes = cast(Tensor, self.codes)  # settled
         if torch.compiler.is_compiling() and (key_states.shape[2] > 1 or not self.encoder.traceable(key_states)):
-            write_codes(codes, key_states, self.cumulative_length, self.encoder.number)
+            write_codes(codes, key_states, self.cumulative_length, self.encoder.number, self.first_words)
         else:
-            self.encoder.write(codes, key_states, self.cumulative_length)
+            self.encoder.write(codes, key_states, self.cumulative_length, self.first_words)
         found = super().update(key_states, value_states, *args, **kwargs)
         self.mark()
         return found
@@ -430,6 +454,8 @@ class CodedStaticLayer(_Coded, StaticLayer):
         super().reset()
         if self._codes is not None and self.moments is not None:
             self._codes.zero_()
+            if self.first_words is not None:
+                self.first_words.zero_()
             self.moments.reset()
         self.mark()
 
@@ -439,6 +465,8 @@ class CodedStaticLayer(_Coded, StaticLayer):
         super().reorder_cache(beam_idx)  # pyright: ignore[reportArgumentType]
         if self._codes is not None and self.moments is not None and self.get_seq_length() > 0:
             self._codes = self._codes.index_select(0, beam_idx.to(self._codes.device))
+            if self.first_words is not None:
+                self.first_words = self.first_words.index_select(0, beam_idx.to(self._codes.device))
             self.moments.map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
         self.mark()
 
@@ -454,7 +482,7 @@ class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
 
     def begin(self) -> None:
         self.moments = RunningMoments()
-        self._codes = GrowingBuffer()
+        self._codes = CodeBuffer(self.encoder.lists)
         if self.is_initialized:
             self._codes.append(self.encoder(self._all_keys()))
 
@@ -466,6 +494,11 @@ class CodedQuantisedLayer(_Coded, BaseQuantizedLayer):
         """Codes of the cached keys, int32 [B, H, T, W]."""
         self.settle()
         return self._codes.view()
+
+    @property
+    def first_words(self) -> Tensor | None:
+        """The copy of the codes' first words, int32 [B, H, T]; None if there is none."""
+        return self._codes.first
 
     def memory(self) -> tuple[int, int]:
         """Return the bytes of keys and values as stored, and of codes and sums."""

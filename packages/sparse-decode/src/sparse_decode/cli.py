@@ -4,77 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import tyro
-from hashtrain.config import RECENT, SINK
-from hashtrain.demo import DEMO, model_path
-from hashtrain.usage import UsageError, guarded, require_counts
+from hashtrain.usage import guarded
 from rich.console import Console
 from rich.table import Table
 
+from sparse_decode.settings import GenerateCommand
+
 _REMEDY = "Use a prompt that stops in the middle of a text."
-
-
-@dataclass(frozen=True)
-class GenerateCommand:
-    """Continue a text with sparse attention, streaming tokens, and print speed, density and memory."""
-
-    prompt_file: Path
-    """The prompt: a UTF-8 text file."""
-    max_new_tokens: int = 200
-    """Maximal number of tokens to generate; fewer if the model ends its text."""
-    model: str = DEMO
-    """A folder or hub id of a Hugging Face causal LM; `demo` is the model included in hashtrain."""
-    hasher: str = "runs/demo/transform"
-    """A hasher's folder, created by `uv run hashtrain`; `lsh`: untrained codes."""
-    max_prompt_tokens: int | None = None
-    """Use only this many tokens of the prompt, the last ones."""
-    fraction: float = 0.02
-    """Share of the visible tokens that a step reads, above 0 and at most 1."""
-    min_tokens: int = 16
-    """Minimal number of tokens that a step reads."""
-    sink: int = SINK
-    """Number of first tokens that are always read."""
-    recent: int = RECENT
-    """Number of last tokens that are always read."""
-    shortlist: int | None = None
-    """Score only about this many times the tokens to select by all bits, the best by their first 32 bits: faster at
-    long context; 6 is usual."""
-    values: float = 1.0
-    """Share of the tokens read whose values are read, too: those with the highest attention. 0.33 allows a larger
-    fraction at the same number of bytes."""
-    dense_layers: int | None = None
-    """Number of first layers that stay dense. Default: those that the hasher lists."""
-    exact: int | None = None
-    """Exact mode, with the output of dense attention: draft up to this many tokens (at most 15) with sparse attention,
-    then check them in one dense pass. Drafts nothing where that would not be faster."""
-    compare: bool = False
-    """Also generate with dense attention, for comparison."""
-
-    def __post_init__(self) -> None:
-        require_counts(
-            self,
-            max_new_tokens=1,
-            max_prompt_tokens=1,
-            min_tokens=1,
-            sink=0,
-            recent=0,
-            shortlist=1,
-            dense_layers=0,
-            exact=1,
-        )
-        if not 0 < self.fraction <= 1:
-            raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}; 0.02 selects 2 %")
-        if not 0 < self.values <= 1:
-            raise UsageError(f"--values must be above 0 and at most 1, got {self.values}; 1 reads all values")
-
-    @property
-    def model_path(self) -> str:
-        """The argument of `from_pretrained`."""
-        return model_path(self.model)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -15,8 +15,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode.attend import KINDS
 from sparse_decode.dense import attend_all
-from sparse_decode.modes import autocasts
-from sparse_decode.positions import readable
+from sparse_decode.modes import autocasts, readable
 
 QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
 """Keyword arguments that attention functions get and ignore."""

@@ -5,7 +5,6 @@ Sizes come from tensors on torch's meta device, created by the methods that crea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -16,9 +15,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sparse_decode.blocks import rows_at_once
-from sparse_decode.buffer import spare_rows
+from sparse_decode.buffer import keeps_first_words, spare_rows
 from sparse_decode.plan import LayerPlan
-from sparse_decode.remainder import Moments, summing_bytes
+from sparse_decode.sums import Moments, Rounded, summing_bytes
 
 _SCRATCH = 1 << 23  # bytes of candidates per thread of a search, unless one row needs more
 _ENTRY = 24  # bytes of a selected token: score, index, and the index again merged with sink and recent
@@ -91,7 +90,8 @@ def forecast(
         hashing = weights + (plan.encoder.temporaries(layer.keys) if own else 0)
         summing = 0
         if plan.remainder is not None:
-            kept = sum(x.nbytes for x in Moments.none(layer.keys, layer.values))
+            exact = Moments.none(layer.keys, layer.values)
+            kept = sum(x.nbytes for x in (*exact, *Rounded.of(exact.spread)))
             sums, summing = sums + kept, summing_bytes(layer.keys, layer.values) + 8 * kept
         moving = max(layer.nbytes, own)  # a buffer exists twice while it grows
         prompt = max(prompt, hashing + 2 * own)
@@ -120,7 +120,9 @@ def _codes(plan: LayerPlan, keys: Tensor, device: torch.device) -> int:
     if not plan.selector.needs_codes:
         return 0
     one = torch.zeros(1, keys.shape[1], 1, keys.shape[3], dtype=keys.dtype, device=device)
-    return keys.shape[0] * keys.shape[2] * 4 * math.prod(plan.encoder.code_shape(one))
+    heads, words = plan.encoder.code_shape(one)
+    words += keeps_first_words(plan.encoder.lists, device)
+    return keys.shape[0] * keys.shape[2] * 4 * heads * words
 
 
 def _weights(plan: LayerPlan, index: int) -> int:

@@ -25,8 +25,7 @@ from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.fused_kernels import AT, FORM
 from sparse_decode.select import HashSelector
 
-_GRAIN = 1 << 23  # multiply-adds, or words of codes and planes, that justify a thread: about 1 ms
-_NO_SUMS = 0, 0, 0
+_NO_SUMS = 0, 0, 0, 0
 
 
 class _Weight:
@@ -116,37 +115,37 @@ class FusedStep:
         batch, hkv, n = k.shape[:3]
         codes, pending = held.room_for_code()
         form, reads, moments = self._formed(q, k, v, codes, left_out), self.budget.count_row(n), held.moments
-        sums = None if left_out is None else moments.to_extend(batch, n)
+        sums = None if left_out is None else moments.for_step(batch, n)
         if form is None or (left_out is not None and sums is None):
             return None
         tasks = batch * hkv
-        workers = self._workers(form, n, reads, tasks)
-        if workers > tasks:  # the general way splits searches, and so uses all threads
-            return None
+        work, most = tasks * self._work(form, n, reads), min(threads.most(), torch.get_num_threads())
+        if most > tasks and work > (tasks + 1) * threads.GRAIN:
+            return None  # the general way splits searches, and so uses all threads
         own_sinks = None if sinks is None else sinks.detach().float().contiguous()
         out = torch.empty((batch, 1, q.shape[1], v.shape[3]), dtype=torch.float32, device=q.device)
-        count = max(0, reads - self.budget.sink - self.budget.recent)
+        always = self.budget.sink + self.budget.recent
+        count = max(0, reads - always)
         where = q.data_ptr(), k.data_ptr(), v.data_ptr(), codes.data_ptr(), n, count, int(pending)
         factors = np.float32(scaling), np.float32(softcap or 0), float(self.budget.values)
         at = 0 if own_sinks is None else own_sinks.data_ptr()
-        totals = _NO_SUMS if sums is None else tuple(x.data_ptr() for x in sums[1:])
-        given = form.values, LIKE[k.element_size()], *factors, *where, at, out.data_ptr(), totals
-        done = threads.run(fused_kernels.kernel(), tasks, workers, given)
+        totals = _NO_SUMS if sums is None else tuple(x.data_ptr() for x in sums)
+        shared = np.empty((tasks, count + min(n, always)), np.int64), np.zeros(tasks, np.int64)
+        given = form.values, LIKE[k.element_size()], *factors, *where, at, out.data_ptr(), totals, moments.length
+        done = threads.run(fused_kernels.kernel(), 2 * tasks, threads.count(work, min(most, tasks)), (*given, *shared))
         if any(done):  # a query's weights are not finite: the general way raises the error
-            moments.forget()
             return None
         if pending:
             held.wrote_code()
         if sums is not None:
-            moments.extended(n)
+            moments.stepped(k, v, n)
         return out if q.dtype == torch.float32 else out.to(q.dtype)
 
-    def _workers(self, form: _Form, n: int, reads: int, tasks: int) -> int:
-        """Return the number of threads that the work justifies."""
+    def _work(self, form: _Form, n: int, reads: int) -> int:
+        """Return the work for a KV head, in words of codes and planes, or multiply-adds."""
         value = form.values
-        scored = n * value[AT["PLANES"]] * (value[AT["BITS"]] // 32)
-        attended = reads * value[AT["GROUP"]] * (value[AT["DIM"]] + value[AT["DIM_V"]])
-        return max(1, min(threads.most(), torch.get_num_threads(), int(tasks * (scored + attended)) // _GRAIN))
+        scored = n * int(value[AT["PLANES"]] * value[AT["BITS"]]) // 32
+        return scored + reads * int(value[AT["GROUP"]] * (value[AT["DIM"]] + value[AT["DIM_V"]]))
 
     def _formed(
         self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor, left_out: tuple[Tensor, Tensor] | None

@@ -20,14 +20,14 @@ from typing import Any
 import numba
 import numpy as np
 from hashcore.cpu import launch_plan, search_kernels
-from hashcore.cpu.intrinsics import stay_a_function
+from hashcore.cpu.intrinsics import observe, publish, stay_a_function
 from hashcore.cpu.threads import compiled, digest
 
 from sparse_decode import attend_kernels, encode, moment_kernels
 from sparse_decode.attend_kernels import _attend_task, _widen
 from sparse_decode.encode import _hash_head
 from sparse_decode.intrinsics import pointer
-from sparse_decode.moment_kernels import _add_token
+from sparse_decode.moment_kernels import _lean_head
 
 FORM = (
     *("HKV", "GROUP", "DIM", "DIM_V", "KIND", "BITS", "PLANES", "COORDINATES", "SPREAD", "QUERY_HIDDEN", "KEY_HIDDEN"),
@@ -82,6 +82,11 @@ def _doubles(address, shape):  # pragma: no cover - compiled
 
 
 @numba.njit
+def _bytes(address, shape):  # pragma: no cover - compiled
+    return numba.carray(pointer(address), shape, np.int8)
+
+
+@numba.njit
 def _hash(form, first, hidden, head, heads, group, x, planes, words):  # pragma: no cover - compiled
     """Hash x [1, group, 1, D] with the functions of heads from `head` on; form[first] is their first address."""
     dim, coordinates, bits = form[DIM], form[COORDINATES], form[BITS]
@@ -128,9 +133,13 @@ def _search(form, planes, codes, n, count, scores, indices):  # pragma: no cover
 def _tasks_of(digest: str) -> Callable[..., int]:
     def tasks(
         first: int, last: int, form: Any, like: Any, scaling: Any, softcap: Any, share: float, q_at: int, k_at: int,
-        v_at: int, code_at: int, n: int, count: int, pending: int, sinks_at: int, out_at: int, sums: Any,
+        v_at: int, code_at: int, n: int, count: int, pending: int, sinks_at: int, out_at: int, sums: Any, summed: int,
+        selected: Any, ready: Any,
     ) -> int:  # pragma: no cover - compiled  # fmt: skip
-        """Run tasks [first, last): one per sequence and KV head; return NOT_FINITE or 0.
+        """Run tasks [first, last) of 2 T, for T sequences and KV heads; return NOT_FINITE or 0.
+
+        The first T tasks select and the others attend, so that threads which share an odd number of heads are busy for
+        the same time. No task waits for another: one that attends before its selection is ready selects itself.
 
         Args:
             form: int64, in the order of FORM; like: an empty array of the dtype in which keys are read.
@@ -139,67 +148,81 @@ def _tasks_of(digest: str) -> Callable[..., int]:
             n: number of tokens including the new one; count: number to select besides sink and recent tokens.
             pending: 1 if the last key has to be hashed.
             sinks_at: address of learned sinks, float32 [Hq]; 0 for none.
-            sums: addresses of the sums of keys, values and spread, to which the last token is added; 0 for none.
+            sums: addresses of the sums of keys and values, levels and scales, over `summed` tokens; 0 for none.
+            selected: where indices are written, int64 [T, sink + count + recent]; ready: zeros, int64 [T].
         """
         assert digest  # makes it part of the key of numba's cache
         hkv, group, dim, dim_v, kind = form[HKV], form[GROUP], form[DIM], form[DIM_V], form[KIND]
-        item, words, levels = like.itemsize, form[BITS] // 32, form[PLANES]
+        item, words, levels, heads = like.itemsize, form[BITS] // 32, form[PLANES], len(ready)
         sink, recent = min(form[SINK], n), form[RECENT]
         end = max(n - recent, sink)
         q, key = np.empty((1, group, 1, dim), np.float32), np.empty((1, 1, 1, dim), np.float32)
-        value = np.empty((1, 1, dim_v), np.float32)
+        new = n - summed if form[REMAINDER] else 0
+        new_k, new_v = np.empty((1, 1, new, dim), np.float32), np.empty((1, 1, new, dim_v), np.float32)
         code, planes = np.empty((1, 1, 1, 1, words), np.int32), np.empty((1, 1, 1, levels, words), np.int32)
-        indices = np.empty((1, 1, 1, sink + count + n - end), np.int64)
         scores = np.empty(count, np.int32)
         stats, used = np.empty((2, 1, 1, group), np.float32), np.empty((1, 1, 1), np.int64)
         mean_keys, rest = np.zeros((1, 1, dim), np.float32), np.zeros((1, group, dim_v), np.float32)
         blocks, visible = np.empty((0, 0), np.int64), np.full((1, 1), n, np.int64)
-        counts, joins = np.full(1, float(n)), np.ones(1, np.bool_)
+        counts, joins = np.full(1, float(n)), np.ones((1, new), np.bool_)
         own_sinks = np.full(group, -np.inf, np.float32)
-        for task in range(first, last):
+        own_indices = np.empty(selected.shape[1], np.int64)
+        status = 0
+        for step in range(first, last):
+            task = step % heads
             b, h = task // hkv, task % hkv
             head = h * group
+            own_k = k_at + item * (b * form[K_BATCH] + h * form[K_HEAD])
             for g in range(group):
                 _line(q[0, g, 0], q_at + item * (b * form[Q_BATCH] + (head + g) * form[Q_HEAD]), dim, kind, like)
-                if sinks_at:
-                    own_sinks[g] = _floats(sinks_at, (head + group,))[head + g]
-            own_k = k_at + item * (b * form[K_BATCH] + h * form[K_HEAD])
+            late = step >= heads and not observe(ready, task)
+            indices = own_indices if late else selected[task]  # the thread that is late still writes to `selected`
+            if step < heads or late:
+                own_code = code_at + 4 * (b * form[CODE_BATCH] + h * form[CODE_HEAD])
+                if pending:  # if two threads write this code, they write the same
+                    _line(key[0, 0, 0], own_k + item * (n - 1) * form[K_TOKEN], dim, kind, like)
+                    _hash(form, KEY_R, form[KEY_HIDDEN], h, 1, 1, key, 0, code)
+                    numba.carray(pointer(own_code + 4 * (n - 1) * form[CODE_TOKEN]), (words,), np.int32)[:] = code[
+                        0, 0, 0, 0
+                    ]
+                if not _hash(form, QUERY_R, form[QUERY_HIDDEN], head, group, group, q, levels, planes):
+                    status = NOT_FINITE
+                    continue
+                for token in range(sink):
+                    indices[token] = token
+                for token in range(end, n):
+                    indices[sink + count + token - end] = token
+                if count:
+                    _search(form, planes, own_code, n, count, scores, indices[sink:])
+            if step < heads:
+                publish(ready, task, 1)
+                continue
             own_v = v_at + item * (b * form[V_BATCH] + h * form[V_HEAD])
-            own_code = code_at + 4 * (b * form[CODE_BATCH] + h * form[CODE_HEAD])
-            _line(key[0, 0, 0], own_k + item * (n - 1) * form[K_TOKEN], dim, kind, like)
-            if pending:
-                _hash(form, KEY_R, form[KEY_HIDDEN], h, 1, 1, key, 0, code)
-                numba.carray(pointer(own_code + 4 * (n - 1) * form[CODE_TOKEN]), (words,), np.int32)[:] = code[
-                    0, 0, 0, 0
-                ]
-            if not _hash(form, QUERY_R, form[QUERY_HIDDEN], head, group, group, q, levels, planes):
-                return NOT_FINITE
-            for token in range(sink):
-                indices[0, 0, 0, token] = token
-            for token in range(end, n):
-                indices[0, 0, 0, sink + count + token - end] = token
-            if count:
-                _search(form, planes, own_code, n, count, scores, indices[0, 0, 0, sink:])
+            if sinks_at:
+                own_sinks[:] = _floats(sinks_at + 4 * head, (group,))
             coefficients = _floats(form[COEFFICIENTS] + 20 * head, (group * form[REMAINDER], 5))
             if form[REMAINDER]:
-                _line(value[0, 0], own_v + item * (n - 1) * form[V_TOKEN], dim_v, kind, like)
+                for t in range(new):
+                    _line(new_k[0, 0, t], own_k + item * (summed + t) * form[K_TOKEN], dim, kind, like)
+                    _line(new_v[0, 0, t], own_v + item * (summed + t) * form[V_TOKEN], dim_v, kind, like)
                 keys = _doubles(sums[0] + 8 * task * dim, (1, 1, dim))
                 values = _doubles(sums[1] + 8 * task * dim_v, (1, 1, dim_v))
-                spread = _floats(sums[2] + 4 * task * dim * dim_v, (1, 1, dim, dim_v))
+                spread = _bytes(sums[2] + task * dim * dim_v, (1, 1, dim, dim_v))
+                spread_scales = _floats(sums[3] + 4 * task * dim, (1, 1, dim))
                 slopes = _floats(form[SLOPES] + 4 * head, (group,))
-                _add_token(
-                    0, 0, counts, joins, key[0], value, keys, values, spread, q.reshape(1, group, dim), slopes, keys,
-                    values, spread, mean_keys, rest,
+                _lean_head(
+                    0, 0, counts, joins, new_k, new_v, keys, values, spread, spread_scales, q.reshape(1, group, dim),
+                    slopes, mean_keys, rest,
                 )  # fmt: skip
             reach = (n - 1) * form[K_TOKEN] + dim, (n - 1) * form[V_TOKEN] + dim_v
             own = _floats(out_at + 4 * (b * hkv + h) * group * dim_v, (1, 1, group, dim_v))
             own[:] = 0
             _attend_task(
                 0, q, numba.carray(pointer(own_k), reach[0], like.dtype), (0, 0, form[K_TOKEN], 1, n),
-                numba.carray(pointer(own_v), reach[1], like.dtype), (0, 0, form[V_TOKEN], 1, n), blocks, indices, own,
-                stats, used, scaling, softcap, own_sinks, kind, coefficients, mean_keys.reshape(1, 1, 1, dim),
-                rest.reshape(1, group, 1, dim_v), visible, share,
+                numba.carray(pointer(own_v), reach[1], like.dtype), (0, 0, form[V_TOKEN], 1, n), blocks,
+                indices.reshape(1, 1, 1, -1), own, stats, used, scaling, softcap, own_sinks, kind, coefficients,
+                mean_keys.reshape(1, 1, 1, dim), rest.reshape(1, group, 1, dim_v), visible, share,
             )  # fmt: skip
-        return 0
+        return status
 
     return tasks

@@ -13,7 +13,8 @@ import torch
 from hashcore.cuda import launch
 from hashcore.cuda.kept import Table, scratch
 from hashcore.cuda.kernels import Kept, Launch, make_launch
-from hashcore.cuda.layout import SAMPLES
+from hashcore.cuda.layout import SAMPLES, Pages
+from hashcore.cuda.operands import Tables, page_tables
 from torch import Tensor
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -54,9 +55,10 @@ class LeftOut(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("coefficients", "mean_keys", "values", "visible"))
 
 
-def macros(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
+def macros(dim: int, value_dim: int, dtype: torch.dtype, paged: bool = False) -> tuple[tuple[str, str], ...]:
     """Return the macros that gather.cu is compiled with."""
     named = {"SPARSE_DIM": dim, "SPARSE_VALUE_DIM": value_dim, "SPARSE_BF16": _TYPES[dtype]}
+    named |= {"HASHCORE_PAGES": 1} if paged else {}
     return tuple((name, str(value)) for name, value in named.items())
 
 
@@ -108,34 +110,36 @@ def attend(
     always: Tensor | None = None,
     run: Run | None = None,
     lse: bool = True,
+    blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `sparse_decode.attend.attend` for arguments that were checked; the second result is None without lse.
 
     Args: as there; left_out: the fields of its `LeftOut`, or four times None; always: its `ends`, if that is a tensor.
+        blocks: page tables, int32 or int64 [B, T]. Then k and v are pages [M, Hkv, S, D] and [M, Hkv, S, Dv], S a power
+            of two and M above 0; token j of a row is token j % S of page blocks[j // S], and N = T S. Page numbers out
+            of range count as M - 1.
 
     Weights are rounded to q's dtype before they multiply values; sums are float32. Indices outside [0, N) are unused.
     """
     device = q.device
     more = sinks is None, left_out[0] is None, None if always is None else always.shape, lse
-    how = scaling, softcap, ends[0], ends[1], more
+    tables = None if blocks is None else page_tables(blocks, (q.shape[0],))
+    how = scaling, softcap, ends[0], ends[1], more, None if tables is None else (tables.blocks.shape[-1], tables.width)
     form = q.shape, k.shape, k.stride(), v.shape, v.stride(), indices.shape, q.dtype, device, how
     call = _calls.found.get(form)
-    if call is None:
+    if call is None and tables is not None:
+        options = scaling, softcap, ends, sinks, left_out, always, tables
+        call = _calls.keep(form, _prepare(q, k, v, indices, *options))
+    elif call is None:
         call = _renewed(form, q, k, v, indices, scaling, softcap, ends, sinks, left_out, always)
     out, known = torch.empty_like(call.like), q.new_empty(*call.lse, dtype=torch.float32) if lse else None
     if call.launches is None:
         if known is not None:
             known[0], known[1] = 0, -torch.inf
         return out.zero_(), known
-    q, indices, at, keys, values = q.contiguous(), indices.contiguous(), call.at, k.data_ptr(), v.data_ptr()
-    if (keys | values) % 16:
-        check(q, k, v, indices)
-    at.q.value, at.k.value, at.v.value, at.indices.value = q.data_ptr(), keys, values, indices.data_ptr()
-    at.out.value = out.data_ptr()
-    call.place(scratch(call.words, device).address + 4 * SAMPLES)
-    if known is not None:
-        at.lse.value = known.data_ptr()
-    held = None if call.alone else _place_more(at, sinks, left_out, always)
+    held = _place(call, q, k, v, indices, out, known, (sinks, left_out, always))
+    if tables is not None:
+        call.pages.table = tables.blocks.data_ptr()
     (launch.run if run is None else run)(call.launches, device, KERNELS)
     del held  # kept until the launches are in the stream; from here on the allocator may reuse them
     return out, known
@@ -178,6 +182,7 @@ class _Call(NamedTuple):
     """None: there is nothing to read."""
     shape: Shape
     strides: tuple[Rows, Rows]
+    pages: Pages
 
     def resize(
         self, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, ends: Sequence[int], always: Tensor | None
@@ -233,23 +238,28 @@ def _prepare(
     sinks: Tensor | None,
     left_out: Sequence[Tensor | None],
     always: Tensor | None,
+    tables: Tables | None = None,
 ) -> _Call:
     """Create the launches for a form."""
     _check_form(q, k, v, indices)
     (batch, hq, queries, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
+    pages, more = Pages(), ()
+    if tables is not None:
+        pages, n = _pages(k, tables), n * tables.blocks.shape[1]
+        more = (pages,)
     sets, width = indices.shape[1], indices.shape[3]
     at = _Arguments(*(ctypes.c_void_p() for _ in range(11)), left_out=LeftOut())
     results = q.new_empty(batch, queries, hq, value_dim), (2, batch, queries, hq)
     (sink, recent), rows, shape = _ends(ends, always, n), (Rows(*k.stride()[:3]), Rows(*v.stride()[:3])), Shape()
     if not sink + width + recent or not q.shape.numel() or not n:
-        return _Call(at, *results, 0, 0, 0, 0, True, None, shape, rows)
+        return _Call(at, *results, 0, 0, 0, 0, True, None, shape, rows, pages)
     group, tasks = hq // sets, batch * sets * queries
     slots, splits = split(tasks, sink + width + recent, _sm_count(q.device))
     shape = Shape(sets, queries, width, group, hq // hkv, n, slots, sink, recent, scaling, softcap or 0.0)
-    first = (*at[:7], *rows, shape, at.always)
+    first = (*at[:7], *rows, shape, at.always, *more)
     counts = ctypes.c_int32(splits), ctypes.c_int32(tasks)
     second = (*at[4:7], at.sinks, at.out, at.lse, *counts, shape, at.q, at.left_out)
-    defined = macros(dim, value_dim, q.dtype)
+    defined = macros(dim, value_dim, q.dtype, paged=tables is not None)
     launches = [
         make_launch("gather.cu", "gather", (tasks, splits), THREADS, first, defined),
         make_launch("gather.cu", "combine", (tasks, group), THREADS, second, defined, programmatic=True),
@@ -259,13 +269,49 @@ def _prepare(
     *starts, words = itertools.accumulate(sizes)
     alone = sinks is None and left_out[0] is None and always is None
     stats, counts_at, unused = (4 * start for start in starts)
-    return _Call(at, *results, stats, counts_at, unused, SAMPLES + words, alone, Kept(launches), shape, rows)
+    return _Call(at, *results, stats, counts_at, unused, SAMPLES + words, alone, Kept(launches), shape, rows, pages)
+
+
+def _pages(k: Tensor, tables: Tables) -> Pages:
+    """Return the kernel's argument for keys in pages. Raises: ValueError if it does not support them."""
+    count, _, size, _ = k.shape
+    if size & (size - 1) or not size or not 0 < count * size < 1 << 31:
+        raise ValueError(
+            f"pages on CUDA must have a power of two of tokens, below 2^31 in all, got {count} pages of {size}; use "
+            "pages of 16 or 32"
+        )
+    return Pages(None, 0, tables.width, 1, size.bit_length() - 1, count - 1)
 
 
 def _ends(ends: Sequence[int], always: Tensor | None, n: int) -> tuple[int, int]:
     """Return the numbers of slots of sink (or listed) tokens and of recent tokens."""
     sink = min(ends[0], n)
     return (sink, min(ends[1], n - sink)) if always is None else (always.shape[1], 0)
+
+
+def _place(
+    call: _Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    out: Tensor,
+    known: Tensor | None,
+    more: tuple[Tensor | None, Sequence[Tensor | None], Tensor | None],
+) -> list[Tensor | None]:
+    """Set all addresses; return the tensors that were made, which must stay alive until the launch.
+
+    Args: more: sinks, left_out and always of `attend`; known: the second result of it; the others as there.
+    """
+    q, indices, at, keys, values = q.contiguous(), indices.contiguous(), call.at, k.data_ptr(), v.data_ptr()
+    if (keys | values) % 16:
+        check(q, k, v, indices)
+    at.q.value, at.k.value, at.v.value, at.indices.value = q.data_ptr(), keys, values, indices.data_ptr()
+    at.out.value = out.data_ptr()
+    call.place(scratch(call.words, q.device).address + 4 * SAMPLES)
+    if known is not None:
+        at.lse.value = known.data_ptr()
+    return [q, indices] if call.alone else [q, indices, *_place_more(at, *more)]
 
 
 def _place_more(
@@ -311,6 +357,13 @@ def _checked(lse: bool, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *how: 
     return found if lse else found[0]
 
 
+def _paged(
+    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None,
+    always: Tensor, blocks: Tensor,
+) -> Tensor:  # fmt: skip
+    return attend(q, k, v, indices, scaling, softcap, sinks, always=always, lse=False, blocks=blocks)[0]
+
+
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 for _name, _returns, _cuda, _fake in (
     ("gather", "Tensor", functools.partial(_checked, False), _empty),
@@ -323,5 +376,11 @@ for _name, _returns, _cuda, _fake in (
     )
     LIBRARY.impl(_name, _cuda, "CUDA")
     torch.library.register_fake(f"sparse_decode::{_name}", _fake, lib=LIBRARY)
+LIBRARY.define(
+    "gather_paged(Tensor q, Tensor k, Tensor v, Tensor indices, float scaling, float? softcap, Tensor? sinks, "
+    "Tensor always, Tensor blocks) -> Tensor"
+)
+LIBRARY.impl("gather_paged", _paged, "CUDA")
+torch.library.register_fake("sparse_decode::gather_paged", _empty, lib=LIBRARY)
 OPERATORS: Any = torch.ops.sparse_decode
 """`attend` as torch operators, which can be traced, counted and captured."""

@@ -21,6 +21,7 @@ from sparse_decode.model import CACHE_NAMES, OTHER_STATES
 from sparse_decode.plan import LayerPlan
 
 _OTHERS = frozenset(OTHER_STATES)
+_SET = "_attn_implementation_internal"  # of a config; reading it as an attribute takes longer than the rest of the hook
 
 
 NO_COPY = (
@@ -40,7 +41,18 @@ class Hook:
         may_be_short: whether a cache layer may stay plain below the break-even.
     """
 
-    __slots__ = ("_arguments", "_below", "_coded", "_config", "_growing", "_layer", "_name", "_short", "plan")
+    __slots__ = (
+        "_arguments",
+        "_below",
+        "_coded",
+        "_config",
+        "_growing",
+        "_layer",
+        "_name",
+        "_settings",
+        "_short",
+        "plan",
+    )
 
     def __init__(
         self,
@@ -54,9 +66,10 @@ class Hook:
         self.plan: LayerPlan = plan
         self._arguments = arguments
         self._config, self._name = ours
+        self._settings: dict[str, Any] = vars(self._config)
         self._coded = coded
         self._growing = growing
-        self._layer, self._short = plan.layer, Short(plan)
+        self._layer, self._short = plan.layer, Short(plan, self._name)
         below: Any = plan.budget.dense_below
         self._below: int = below if may_be_short else 0
 
@@ -87,7 +100,9 @@ class Hook:
         """Raise ValueError if the call uses a paged cache, or another attention implementation was set."""
         if "read_index" in kwargs:
             _refuse_paged()
-        if (now := self._config._attn_implementation) is not self._name and now != self._name:
+        if self._settings.get(_SET) is self._name:
+            return
+        if (now := self._config._attn_implementation) != self._name:
             _refuse_attention(now)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

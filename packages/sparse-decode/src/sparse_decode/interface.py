@@ -25,12 +25,13 @@ from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
 from sparse_decode.dense_step import OWN_FROM, QUIET, attend_by_torch, with_means
 from sparse_decode.dense_step import attend_step as attend_dense_step
 from sparse_decode.growing import GrowingLayer
-from sparse_decode.modes import autocasts, no_autocast
+from sparse_decode.modes import autocasts, no_autocast, readable
 from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import attend_step
 from sparse_decode.plan import LayerPlan, trim
-from sparse_decode.positions import readable, visible_rows
+from sparse_decode.positions import visible_rows
 from sparse_decode.remainder import StaticMoments
+from sparse_decode.select import HashSelector
 
 # Hugging Face searches these names for "flash", "sdpa" and "flex", so they must not contain these words.
 NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager"}
@@ -99,15 +100,40 @@ class AttentionContext:
             )
         return codes
 
+    def encode(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, tuple[Tensor, tuple[int, ...]] | None]:
+        """Return `codes(k)`, and the planes of a step's queries q [B, Hq, 1, D] on a GPU if hashed with the new key."""
+        held, selector, planes = self.cache, self.plan.selector, None
+        if not isinstance(held, CodedDynamicLayer) or not isinstance(selector, HashSelector):
+            return self.codes(k), None
+        if q.shape[2] > 1 or readable(q) or held.encoder is not self.plan.encoder or held.encoder.lists:
+            return self.codes(k), None
+        room, missing = held.room_for_code()
+        if missing:
+            n = k.shape[2]
+            planes = selector.encode_step(self.plan.layer, k[:, :, n - 1 :], room[:, :, n - 1 : n], q)
+        if planes is not None:
+            held.wrote_code()
+        return self.codes(k), planes
+
+    def first_words(self, codes: Tensor | None) -> Tensor | None:
+        """Return the cache's copy of the first words of codes [B, H, N, W], [B, H, N]; None if it has none."""
+        words: Tensor | None = None if codes is None else getattr(self.cache, "first_words", None)
+        return None if words is None or codes is None else words[:, :, : codes.shape[2]]
+
 
 class Short(AttentionContext):
-    """The context of a call below the break-even, whose cache is plain. One object serves all calls of a layer."""
+    """The context of a call below the break-even, whose cache is plain. One object serves all calls of a layer.
 
-    __slots__ = ("count",)
+    Args: name: of our attention, by which the hook has found that the model calls it.
+    """
 
-    def __init__(self, plan: LayerPlan):
+    __slots__ = ("by_torch", "count")
+
+    def __init__(self, plan: LayerPlan, name: str):
         super().__init__(plan, None)
         self.count: Callable[[int, int], None] = plan.count_short
+        self.by_torch: bool = name == NAMES["sdpa"]
+        """Whether the model's own attention is torch's, which needs no checks then."""
 
 
 def register() -> None:
@@ -150,56 +176,84 @@ def attention(
         batch, heads, rows, _ = query.shape
         if rows == 1:
             call.count(batch * heads, key.shape[2])
+            if call.by_torch and key.shape[2] < OWN_FROM.get(key.dtype, 256):
+                return attend_by_torch(query, key, value, 0.0, scaling), None
             return attend_densely(module, query, key, value, None, 0.0, scaling)
+    if call is None:
+        return attend_densely(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
     if type(call) is AttentionContext and _is_plain(module, query, attention_mask, dropout, kwargs):
-        factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
-        out = call.plan.attend_at_once(
-            call.cache, query, key, value, factor, kwargs.get("softcap"), kwargs.get("s_aux")
-        )
+        options = factor, kwargs.get("softcap"), kwargs.get("s_aux")
+        out = call.plan.attend_at_once(call.cache, query, key, value, *options)
         if out is not None:
             return out, None
+    return _attend(module, call, query, key, value, attention_mask, dropout, factor, kwargs)
+
+
+def _attend(
+    module: Any,
+    call: AttentionContext,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    factor: float,
+    kwargs: dict[str, Any],
+) -> Output:
+    """Run any call of a sparse layer; arguments as in `attention`."""
     # A static cache returns its whole buffers; its length is a tensor, which a compiled graph must not read.
-    length = call.cache.cumulative_length if call is not None and isinstance(call.cache, StaticLayer) else None
+    length = call.cache.cumulative_length if isinstance(call.cache, StaticLayer) else None
     compiling = torch.compiler.is_compiling()
-    whole = length is None or compiling or _all_room(call, query, key, attention_mask)
+    whole = length is None or compiling or _all_room(call, query, key, mask)
     end = key.shape[2] if whole else int(cast(Tensor, length))
 
     def dense() -> Output:
-        k, v = key, value
-        if call is not None and isinstance(call.cache, HostLayer):
-            k, v = call.cache.all_on(query.device)
-        return attend_densely(module, query, k, v, attention_mask, dropout, scaling, **kwargs)
+        held = call.cache.all_on(query.device) if isinstance(call.cache, HostLayer) else (key, value)
+        return attend_densely(module, query, *held, mask, dropout, factor, **kwargs)
 
-    if call is None:
-        return dense()
     sparse_call = call.plan.rule.may_be_sparse(query.shape[2], end)
-    one_way = getattr(module, "is_causal", True) or attention_mask is not None or query.shape[2] == 1
+    one_way = getattr(module, "is_causal", True) or mask is not None or query.shape[2] == 1
     _refuse(kwargs if one_way else {**kwargs, "is_causal": False}, dropout, sparse_call)
-    attention_mask = _as_wide(attention_mask, query, key)
+    mask = _as_wide(mask, query, key)
     if not compiling:
-        require_serves(module, call, query, key, value, attention_mask)
+        require_serves(module, call, query, key, value, mask)
         if call.cache is not None:
             _weights_wanted(module, call.plan, kwargs)  # refuses at prefill what a later step could not return
-    factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
     if not sparse_call:
-        _learn(call, key, value, attention_mask, length, factor)
+        _learn(call, key, value, mask, length, factor)
         return dense()
     if autocasts(query.device):  # cast as torch's own attention does
         host = isinstance(call.cache, HostLayer)  # its keys and values keep their dtype
         kind = key.dtype if host else torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(kind) for x in (query, key, value))
-    plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
     if compiling:
-        codes = None if call.cache is None else call.codes(key)  # without a cache the operator hashes
-        moments = getattr(call.cache, "moments", None)
-        sums = moments.tensors if plan.remainder is not None and isinstance(moments, StaticMoments) else []
-        x = AttentionArgs(query, key, value, attention_mask, codes, None, factor, softcap, sinks, moments, None, length)
-        if plan.traces(x):
-            return _as_eager(plan.attend(x)[0], value, attention_mask, sinks), None
-        rest = (sinks, [*sums, plan.unused], plan.number, factor, softcap)
-        return attend_step(query, key, value, codes, attention_mask, length, *rest), None
+        return _compiled(call, query, key, value, mask, length, factor, kwargs), None
     with no_autocast(query.device):
-        return _sparse(module, call, query, key, value, attention_mask, length, whole, factor, kwargs, dense)
+        return _sparse(module, call, query, key, value, mask, length, whole, factor, kwargs, dense)
+
+
+def _compiled(
+    call: AttentionContext,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    length: Tensor | None,
+    factor: float,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Run a call that may contain a sparse row inside a compiled graph: [B, Q, Hq, Dv]."""
+    plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
+    codes = None if call.cache is None else call.codes(key)  # without a cache the operator hashes
+    moments = getattr(call.cache, "moments", None)
+    sums = moments.tensors if plan.remainder is not None and isinstance(moments, StaticMoments) else []
+    given = query, key, value, mask, codes, None, factor, softcap, sinks, moments, None, length
+    x = AttentionArgs(*given, first=call.first_words(codes))
+    if plan.traces(x):
+        return _as_eager(plan.attend(x)[0], value, mask, sinks)
+    rest = (sinks, [*sums, plan.unused], plan.number, factor, softcap)
+    return attend_step(query, key, value, codes, mask, length, *rest)
 
 
 def _is_plain(module: Any, query: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
@@ -228,12 +282,12 @@ def _learn(
         call.plan.learn(k, v, mask, held.moments, factor)
 
 
-def _all_room(call: AttentionContext | None, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+def _all_room(call: AttentionContext, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
     """Whether a step reads the whole buffers of a static cache, because reading its length would make the host wait.
 
     The mask hides the unfilled part. The sums of the remainder must include all earlier tokens.
     """
-    if call is None or query.shape[2] > 1 or mask is None or readable(key):
+    if query.shape[2] > 1 or mask is None or readable(key):
         return False
     held = call.cache
     return call.plan.remainder is None or (isinstance(held, CodedStaticLayer) and getattr(held.moments, "ready", False))
@@ -257,10 +311,12 @@ def _sparse(
     end = key.shape[2] if whole else int(cast(Tensor, length))
     host = call.cache if isinstance(call.cache, HostLayer) else None
     small = plan.all_dense(end)
-    k, v, codes = trim(key, value, None if small else call.codes(key), None if whole else end)
+    codes, planes = (None, None) if small else call.encode(query, key)
+    k, v, codes = trim(key, value, codes, None if whole else end)
     moments = getattr(call.cache, "moments", None)
     weights = query.new_zeros(*query.shape[:3], key.shape[2]) if _weights_wanted(module, plan, kwargs) else None
-    x = AttentionArgs(query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length)
+    given = query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length
+    x = AttentionArgs(*given, first=call.first_words(codes), planes=planes)
     if small:
         if isinstance(moments, StaticMoments):
             moments.ready = False  # this step does not update them

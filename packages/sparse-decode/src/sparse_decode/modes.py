@@ -1,10 +1,16 @@
-"""torch modes that a caller may set around a model (inference mode, autocast) and that our state must not depend on."""
+"""What a caller may set around a model (inference mode, autocast, a graph), and what is then allowed."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
+
+
+def readable(x: Tensor) -> bool:
+    """Whether Python may read a tensor's values: on a GPU the host would wait, in a graph there are none."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def ordinary_tensors() -> AbstractContextManager[object]:

@@ -1,6 +1,9 @@
-"""Numba kernel that adds a decode step's token to the remainder's sums; `RunningMoments.step` calls it.
+"""Numba kernel that computes a decode step's means from the remainder's sums; `RunningMoments.step` calls it.
 
-The equations are those of `sparse_decode.remainder`.
+The equations are those of `sparse_decode.remainder`. With S the spread, m and d the means of the n - T tokens in the
+sums and how far they move when the last T are added:
+
+    rest = mean v + slope / n (q S + sum over the last T of q (k - m_k) (v - m_v)) - slope (q d_k) d_v
 """
 
 # numba is untyped.
@@ -16,62 +19,76 @@ Array = NDArray[np.float32]
 Sums = NDArray[np.float64]
 
 
+@numba.njit
+def _centre(counts, before, joins, x, sums, mean, drift, far):  # pragma: no cover - compiled
+    """Write the mean of sums [D] and new tokens x [T, D], how far it moves, and the new tokens' deviations."""
+    for d in range(len(sums)):
+        total = sums[d]
+        old = total / before
+        for t in range(len(x)):
+            far[t, d] = np.float32(x[t, d] - old) if joins[t] else np.float32(0)
+            if joins[t]:
+                total += x[t, d]
+        mean[d] = np.float32(total / counts)
+        drift[d] = np.float32(total / counts - old)
+
+
 @numba.njit(fastmath={"contract", "nsz"})
-def _lean(query, slope, spread, n, out):  # pragma: no cover - compiled
-    """Add slope (query . spread) / n to out."""
-    for d in range(len(query)):
-        weight, row = np.float32(query[d] * slope / n), spread[d]
+def _lean(q, slope, levels, scales, n, far_k, far_v, drift_k, drift_v, out):  # pragma: no cover - compiled
+    """Add the terms in q of the equation above to out [Dv]."""
+    along = np.float32(0)
+    for d in range(len(q)):
+        weight, row = np.float32(q[d] * slope / n) * scales[d], levels[d]
+        along += q[d] * drift_k[d]
         for i in range(len(out)):
-            out[i] += weight * row[i]
+            out[i] += weight * np.float32(row[i])
+    along *= slope
+    for i in range(len(out)):
+        out[i] -= along * drift_v[i]
+    for t in range(len(far_k)):
+        dot = np.float32(0)
+        for d in range(len(q)):
+            dot += q[d] * far_k[t, d]
+        weight = np.float32(dot * slope / n)
+        for i in range(len(out)):
+            out[i] += weight * far_v[t, i]
 
 
 @numba.njit
-def _add_token(
-    b, h, counts, joins, k, v, key_sums, value_sums, spreads, q, slopes, new_keys, new_values, new_spreads, mean_keys,
-    rest,
+def _lean_head(
+    b, h, counts, joins, k, v, key_sums, value_sums, levels, scales, q, slopes, mean_keys, rest,
 ):  # pragma: no cover - compiled  # fmt: skip
-    """Add a token of batch row b to the sums of KV head h."""
-    group, dim, dim_v = q.shape[1] // k.shape[1], k.shape[2], v.shape[2]
-    far_v = np.empty(dim_v, np.float32)
-    one = np.float32(joins[b])
+    """Compute mean keys and the query heads' values of eq. 16 for batch row b and KV head h."""
+    group, new, dim, dim_v = q.shape[1] // k.shape[1], k.shape[2], k.shape[3], v.shape[3]
+    far_k, far_v = np.empty((new, dim), np.float32), np.empty((new, dim_v), np.float32)
+    drift_k, drift_v, mean_v = np.empty(dim, np.float32), np.empty(dim_v, np.float32), np.empty(dim_v, np.float32)
     n = max(counts[b], 1.0)
-    before = max(counts[b] - one, 1.0)
-    share = np.float32((counts[b] - one) / n)
-    for i in range(dim_v):
-        far_v[i] = one * np.float32(v[b, h, i] - value_sums[b, h, i] / before)
-        new_values[b, h, i] = value_sums[b, h, i] + (v[b, h, i] if joins[b] else np.float32(0))
-    for d in range(dim):
-        far_k = np.float32(k[b, h, d] - key_sums[b, h, d] / before) * share
-        new_keys[b, h, d] = key_sums[b, h, d] + (k[b, h, d] if joins[b] else np.float32(0))
-        mean_keys[b, h, d] = np.float32(new_keys[b, h, d] / n)
-        old, new = spreads[b, h, d], new_spreads[b, h, d]
-        if joins[b]:
-            for i in range(dim_v):
-                new[i] = old[i] + far_k * far_v[i]
-        else:
-            new[:] = old
+    before = counts[b]
+    for t in range(new):
+        before -= np.float64(joins[b, t])
+    before = max(before, 1.0)
+    _centre(n, before, joins[b], k[b, h], key_sums[b, h], mean_keys[b, h], drift_k, far_k)
+    _centre(n, before, joins[b], v[b, h], value_sums[b, h], mean_v, drift_v, far_v)
     for g in range(group * h, group * (h + 1)):
-        for i in range(dim_v):
-            rest[b, g, i] = np.float32(new_values[b, h, i] / n)
-        _lean(q[b, g], slopes[g], new_spreads[b, h], np.float32(n), rest[b, g])
+        rest[b, g] = mean_v
+        _lean(q[b, g], slopes[g], levels[b, h], scales[b, h], np.float32(n), far_k, far_v, drift_k, drift_v, rest[b, g])
 
 
 def tasks(
     first: int, last: int, counts: Sums, joins: NDArray[np.bool_], k: Array, v: Array, key_sums: Sums,
-    value_sums: Sums, spreads: Array, q: Array, slopes: Array, new_keys: Sums, new_values: Sums, new_spreads: Array,
-    mean_keys: Array, rest: Array,
+    value_sums: Sums, levels: NDArray[np.int8], scales: Array, q: Array, slopes: Array, mean_keys: Array, rest: Array,
 ) -> None:  # pragma: no cover - compiled  # fmt: skip
-    """Add a token of each sequence to its sums, for tasks [first, last): one task per batch row and KV head.
+    """Compute the means of the last token's row, for tasks [first, last): one task per batch row and KV head.
 
     Args:
-        counts: number of tokens including the new one, [B]; joins: whether the row sees the new one, [B].
-        k, v: the new keys [B, Hkv, D] and values [B, Hkv, Dv]; q: [B, Hq, D]; slopes: [Hq].
-        key_sums to new_spreads: the sums before, and outputs for the sums after, as in `Moments`.
+        counts: number of visible tokens, [B]; joins: which of the T tokens not in the sums are visible, [B, T].
+        k, v: the keys [B, Hkv, T, D] and values [B, Hkv, T, Dv] of these; q: [B, Hq, D]; slopes: [Hq].
+        key_sums, value_sums, levels, scales: of the other tokens, as in `Moments` and `Rounded`.
         mean_keys, rest: outputs [B, Hkv, D] and [B, Hq, Dv], as `RunningMoments.rows` returns them.
     """
     heads = k.shape[1]
     for task in range(first, last):
-        _add_token(
-            task // heads, task % heads, counts, joins, k, v, key_sums, value_sums, spreads, q, slopes, new_keys,
-            new_values, new_spreads, mean_keys, rest,
+        _lean_head(
+            task // heads, task % heads, counts, joins, k, v, key_sums, value_sums, levels, scales, q, slopes,
+            mean_keys, rest,
         )  # fmt: skip

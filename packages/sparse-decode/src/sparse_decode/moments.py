@@ -1,4 +1,4 @@
-"""torch operators that add a decode step's token to the remainder's sums.
+"""torch operators that compute a decode step's means from the remainder's sums, and add its tokens to them.
 
 On CUDA they run kernels/moments.cu, on the CPU `moment_kernels`.
 """
@@ -17,12 +17,16 @@ from torch import Tensor
 
 from sparse_decode import compiled, moment_kernels
 from sparse_decode.gather import KERNELS, Run, macros, require
+from sparse_decode.sums import FOLD, Moments, Rounded
 
 THREADS = 256
 MAX_GROUP = 16
 """Largest supported number of query heads per KV head."""
 
-Outputs = tuple[Tensor, ...]
+
+def defined(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[tuple[str, str], ...]:
+    """Return the macros that moments.cu is compiled with."""
+    return (*macros(dim, value_dim, dtype), ("SPARSE_FOLD", str(FOLD)))
 
 
 class Token(ctypes.Structure):
@@ -32,7 +36,7 @@ class Token(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k", "v")),
         *((f"{name}_{step}", ctypes.c_int64) for name in ("key", "value") for step in ("batch", "head", "token")),
         *((name, ctypes.c_void_p) for name in ("q", "slopes")),
-        *((name, ctypes.c_int32) for name in ("kv_heads", "group", "tokens")),
+        *((name, ctypes.c_int32) for name in ("kv_heads", "group", "tokens", "summed")),
     )
 
 
@@ -53,13 +57,16 @@ class Padding(ctypes.Structure):
 class Sums(ctypes.Structure):
     """Sums of kernels/moments.cu: addresses."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "values", "spread"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "values", "spread", "levels", "scales"))
+
+
+_STATE = "tokens", "keys", "values", "spread", "levels", "scales"
 
 
 class Results(ctypes.Structure):
     """Results of kernels/moments.cu: addresses."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("tokens", "keys", "values", "spread", "mean_keys", "rest"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("mean_keys", "rest", *_STATE))
 
 
 def add_token(
@@ -70,24 +77,29 @@ def add_token(
     keys: Tensor,
     values: Tensor,
     spread: Tensor,
+    levels: Tensor,
+    scales: Tensor,
+    summed: int,
     visible: Tensor | None = None,
     shown: Tensor | None = None,
     before: Tensor | None = None,
     run: Run | None = None,
-) -> Outputs:
-    """Add the last token of each sequence to its sums (eq. 16).
+) -> list[Tensor]:
+    """Return the means of the last token's row (eq. 16), and the sums after it if `FOLD` tokens are new.
 
     Args:
         q: its queries, [B, Hq, D]; slopes: float32 [Hq], times the factor on the logits; k [B, Hkv, N, D] and v
             [B, Hkv, N, Dv], bfloat16 or float16 like q, with contiguous components.
-        keys, values, spread: the sums before it, as in `sparse_decode.remainder.Moments`.
+        keys, values, spread: sums over the first `summed` tokens, as in `Moments`; levels, scales: as in `Rounded`.
         visible: number of visible tokens, int64 [B, 1]; shown: the visible tokens, bool [B, N]; None: all.
-        before: the earlier tokens that the sums cover, bool [B, N or N - 1]; None: all.
-    Returns: the four updated sums, mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]. On
-        CUDA, if the sums do not cover the visible earlier tokens of a row, these are NaN in at least one KV head.
+        before: the tokens that the sums cover, bool [B, `summed` or more]; None: all.
+    Returns: mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]; with `FOLD` new tokens also
+        the sums over all, in the order of `Moments` and `Rounded`. On CUDA, if the sums do not cover the visible
+        tokens of a row, all of these are NaN in at least one KV head.
     """
-    outputs = _empty(q, slopes, k, v, keys, values, spread)
-    _launch(q, slopes, k, v, (keys, values, spread), outputs, (visible, shown, before, None, None), run)
+    outputs = _empty(q, slopes, k, v, keys, values, spread, levels, scales, summed)
+    sums = keys, values, spread, levels, scales
+    _launch(q, slopes, k, v, sums, outputs, (visible, shown, before, None, None), summed, run)
     return outputs
 
 
@@ -106,10 +118,9 @@ def add_in_place(
 
     Args: as in `add_token`; sums: those of a `StaticMoments`; length: number of tokens in the cache, int64 [].
     """
-    tokens, keys, values, spread, before, summed = sums
-    means = _empty_means(q, v, keys)
-    outputs = tokens, keys, values, spread, *means
-    _launch(q, slopes, k, v, (keys, values, spread), outputs, (visible, shown, before, length, summed), run)
+    *state, before, summed = sums
+    means = _empty_means(q, v, state[1])
+    _launch(q, slopes, k, v, state[1:], (*means, *state), (visible, shown, before, length, summed), 0, run)
     return means
 
 
@@ -121,6 +132,7 @@ def _launch(
     sums: Sequence[Tensor],
     outputs: Sequence[Tensor],
     rows: tuple[Tensor | None, ...],
+    covered: int,
     run: Run | None,
 ) -> None:
     if not len(q):
@@ -134,10 +146,12 @@ def _launch(
         call = _renewed(form, q, k, v, k.stride(), v.stride(), _step(shown), _step(before))
     token, padding, into, to = call.token, call.padding, call.sums, call.results
     token.k, token.v, token.q, token.slopes = k.data_ptr(), v.data_ptr(), q.data_ptr(), slopes.data_ptr()
+    token.summed = covered
     padding.visible, padding.shown, padding.before = _at(visible), _at(shown), _at(before)
     padding.length, padding.summed = _at(length), _at(summed)
-    into.keys, into.values, into.spread = (x.data_ptr() for x in sums)
-    to.tokens, to.keys, to.values, to.spread, to.mean_keys, to.rest = (x.data_ptr() for x in outputs)
+    into.keys, into.values, into.spread, into.levels, into.scales = (x.data_ptr() for x in sums)
+    to.mean_keys, to.rest, *state = (x.data_ptr() for x in outputs)
+    to.tokens, to.keys, to.values, to.spread, to.levels, to.scales = state or (None,) * len(_STATE)
     (launch.run if run is None else run)(call.launches, device, KERNELS)
 
 
@@ -174,8 +188,8 @@ def _prepare(
 ) -> _Call:
     (batch, hq, dim), (hkv, n, value_dim) = q.shape, v.shape[1:]
     arguments = Token(kv_heads=hkv, group=hq // hkv), Padding(), Sums(), Results()
-    defined = macros(dim, value_dim, q.dtype)
-    step = make_launch("moments.cu", "add_token", (batch * hkv, 1), THREADS, arguments, defined)
+    named = defined(dim, value_dim, q.dtype)
+    step = make_launch("moments.cu", "add_token", (batch * hkv, 1), THREADS, arguments, named)
     call = _Call(*arguments, Kept([step]))
     call.resize(n, keys, values, shown, before)
     return call
@@ -190,10 +204,14 @@ def _at(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _empty(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *sums: Any) -> Outputs:
+def _empty(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *sums: Any) -> list[Tensor]:
     """Return tensors of the shapes that `add_token` returns; also its fake implementation."""
-    after = (x.new_empty(*x.shape) for x in sums[:3])  # `*shape` takes a third less time than a tuple
-    return sums[0].new_empty(len(q)), *after, *_empty_means(q, v, sums[0])
+    *state, summed = sums[:6]
+    means = list(_empty_means(q, v, state[0]))
+    if k.shape[2] != summed + FOLD:
+        return means
+    after = (x.new_empty(*x.shape) for x in state)  # `*shape` takes a third less time than a tuple
+    return [*means, state[0].new_empty(len(q)), *after]
 
 
 def _empty_means(q: Tensor, v: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -203,14 +221,14 @@ def _empty_means(q: Tensor, v: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor
     )
 
 
-def _on_cuda(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Outputs:
+def _on_cuda(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // k.shape[1])
     return add_token(q, slopes, k, v, *rest)
 
 
 def _on_cuda_in_place(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // k.shape[1])
-    return add_in_place(q, slopes, k, v, rest[:6], *rest[6:])
+    return add_in_place(q, slopes, k, v, rest[:8], *rest[8:])
 
 
 def on_cpu(
@@ -221,61 +239,83 @@ def on_cpu(
     keys: Tensor,
     values: Tensor,
     spread: Tensor,
+    levels: Tensor,
+    scales: Tensor,
+    summed: int,
     visible: Tensor | None,
     shown: Tensor | None,
     before: Tensor | None,
-) -> Outputs:
+) -> list[Tensor]:
     """Like `add_token`; the caller has checked that the sums cover the right tokens."""
-    outputs = _empty(q, slopes, k, v, keys, values, spread)
-    _run_on_cpu(q, slopes, k, v, k.shape[2], (keys, values, spread), outputs, visible, shown)
-    return outputs
+    means, n = list(_empty_means(q, v, keys)), k.shape[2]
+    _lean(q, slopes, k, v, (summed, n), (keys, values, levels, scales), means, visible, shown)
+    if n != summed + FOLD:
+        return means
+    sums = _folded(k, v, (summed, n), Moments(keys, keys, values, spread), visible, shown)
+    return [*means, *sums, *Rounded.of(sums.spread)]
 
 
 def on_cpu_in_place(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    tokens, keys, values, spread, before, summed, visible, shown, length = rest
-    n = int(length)
-    if int(summed[0]) != n - 1 or not torch.equal(before[:, : n - 1], shown[:, : n - 1]):
+    tokens, keys, values, spread, levels, scales, before, summed, visible, shown, length = rest
+    n, first = int(length), int(summed[0, 0])
+    if not first < n <= first + FOLD or not torch.equal(before[:, :first], shown[:, :first]):
         raise ValueError(
             "a compiled step must see the tokens of the step before and a new one, got a mask that changed for earlier "
             "tokens; call the model once without the compiler, or attach with remainder=False"
         )
     means = _empty_means(q, v, keys)
-    sums = keys, values, spread
-    _run_on_cpu(q, slopes, k, v, n, tuple(x.clone() for x in sums), (tokens, *sums, *means), visible, shown)
-    before[:, n - 1] = shown[:, n - 1]
-    summed.fill_(n)
+    _lean(q, slopes, k, v, (first, n), (keys, values, levels, scales), means, visible, shown)
+    if n == first + FOLD:
+        sums = _folded(k, v, (first, n), Moments(tokens, keys, values, spread), visible, shown)
+        for room, found in zip(rest[:6], (*sums, *Rounded.of(sums.spread)), strict=True):
+            room.copy_(found)
+        before[:, first:n] = shown[:, first:n]
+        summed.fill_(n)
     return means
 
 
-def _run_on_cpu(
+def _folded(
+    k: Tensor, v: Tensor, new: tuple[int, int], sums: Moments, visible: Tensor | None, shown: Tensor | None
+) -> Moments:
+    """Return the sums with the `new` tokens added; the number of tokens before them is found anew."""
+    first, n = new
+    if visible is None or shown is None:
+        tokens = sums.keys.new_full((len(k),), first)
+    else:
+        tokens = (visible[:, 0] - shown[:, first:n].sum(-1)).double()
+    return sums._replace(tokens=tokens).join(Moments.of(k, v, shown, first, n, k.device))
+
+
+def _lean(
     q: Tensor,
     slopes: Tensor,
     k: Tensor,
     v: Tensor,
-    n: int,
+    new: tuple[int, int],
     sums: Sequence[Tensor],
-    outputs: Sequence[Tensor],
+    means: Sequence[Tensor],
     visible: Tensor | None,
     shown: Tensor | None,
 ) -> None:
-    batch, tokens = len(q), outputs[0]
-    tokens.copy_(visible[:, 0]) if visible is not None else tokens.fill_(n)
-    joins = torch.ones(batch, dtype=torch.bool) if shown is None else shown[:, n - 1].contiguous()
-    given = (x.float().contiguous().numpy() for x in (k[:, :, n - 1], v[:, :, n - 1], q))
-    new_k, new_v, queries = given
-    work = sums[2].numel() * (1 + q.shape[1] // k.shape[1])
-    arrays = *(x.numpy() for x in sums), queries, slopes.numpy(), *(x.numpy() for x in outputs[1:])
-    compiled.run(moment_kernels.tasks, batch * k.shape[1], work, tokens.numpy(), joins.numpy(), new_k, new_v, *arrays)
+    """Write mean keys and values of eq. 16 to `means`; new: first of the tokens not in the sums, and end."""
+    (batch, hkv), (first, n) = k.shape[:2], new
+    counts = torch.full((batch,), n) if visible is None else visible[:, 0]
+    joins = torch.ones(batch, n - first, dtype=torch.bool) if shown is None else shown[:, first:n].contiguous()
+    new_k, new_v, queries = (x.float().contiguous().numpy() for x in (k[:, :, first:n], v[:, :, first:n], q))
+    arrays = *(x.numpy() for x in sums), queries, slopes.numpy(), *(x.numpy() for x in means)
+    work = sums[2].numel() * q.shape[1] // hkv
+    compiled.run(moment_kernels.tasks, batch * hkv, work, counts.double().numpy(), joins.numpy(), new_k, new_v, *arrays)
 
 
 _STEP = "Tensor q, Tensor slopes, Tensor k, Tensor v"
-_SUMS = "Tensor(a!) tokens, Tensor(b!) keys, Tensor(c!) values, Tensor(d!) spread, Tensor(e!) before, Tensor(f!) summed"
+_SUMS = "Tensor keys, Tensor values, Tensor spread, Tensor levels, Tensor scales"
+_NAMES = *_STATE, "before", "summed"
+_HELD = ", ".join(f"Tensor({mark}!) {name}" for mark, name in zip("abcdefgh", _NAMES, strict=True))
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 LIBRARY.define(
-    f"add_token({_STEP}, Tensor keys, Tensor values, Tensor spread, Tensor? visible, Tensor? shown, Tensor? before) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"add_token({_STEP}, {_SUMS}, SymInt summed, Tensor? visible, Tensor? shown, Tensor? before) -> Tensor[]"
 )
-LIBRARY.define(f"add_in_place({_STEP}, {_SUMS}, Tensor visible, Tensor shown, Tensor length) -> (Tensor, Tensor)")
+LIBRARY.define(f"add_in_place({_STEP}, {_HELD}, Tensor visible, Tensor shown, Tensor length) -> (Tensor, Tensor)")
 for _name, _cpu, _cuda, _fake in (
     ("add_token", on_cpu, _on_cuda, _empty),
     ("add_in_place", on_cpu_in_place, _on_cuda_in_place, lambda q, s, k, v, t, keys, *_: _empty_means(q, v, keys)),

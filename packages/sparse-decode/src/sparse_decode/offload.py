@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from sparse_decode.cache import CodedDynamicLayer
-from sparse_decode.positions import include, readable
+from sparse_decode.modes import readable
+from sparse_decode.positions import include
 
 
 class HostLayer(CodedDynamicLayer):

@@ -17,7 +17,7 @@ from torch import Tensor
 class Writer(Protocol):
     """What `write_codes` calls."""
 
-    def write(self, codes: Tensor, keys: Tensor, at: Tensor) -> None: ...
+    def write(self, codes: Tensor, keys: Tensor, at: Tensor, first: Tensor | None) -> None: ...
 
 
 class Step(Protocol):
@@ -37,14 +37,14 @@ def register(worker: Writer | Step) -> int:
     return number
 
 
-@torch.library.custom_op("sparse_decode::write_codes", mutates_args=("codes",))
-def write_codes(codes: Tensor, keys: Tensor, at: Tensor, writer: int) -> None:
-    """Hash keys [B, Hkv, t, D] into codes [B, H, N, W] from token `at` on, an integer tensor."""
-    _registered[writer].write(codes, keys, at)
+@torch.library.custom_op("sparse_decode::write_codes", mutates_args=("codes", "first"))
+def write_codes(codes: Tensor, keys: Tensor, at: Tensor, writer: int, first: Tensor | None) -> None:
+    """Hash keys [B, Hkv, t, D] into codes [B, H, N, W], and first words [B, H, N], from token `at` on, an integer."""
+    _registered[writer].write(codes, keys, at, first)
 
 
 @write_codes.register_fake
-def _(codes: Tensor, keys: Tensor, at: Tensor, writer: int) -> None:
+def _(codes: Tensor, keys: Tensor, at: Tensor, writer: int, first: Tensor | None) -> None:
     pass
 
 

@@ -5,7 +5,11 @@
 
 The k with the most tokens per time is drafted; none, if a dense step makes more tokens per time. Times are counted in
 bytes read, as in `break_even.predicted`. So they are the same on every machine and at any load, and a seed always
-samples the same tokens.
+samples the same tokens. A clock would break that: the number of drafts decides which random numbers are drawn.
+
+Assumed is a CPU on which a dense step is bound by memory and a check also by products, as on an AMD EPYC without AMX in
+November 2026 (docs/log.md, "exact mode"). `benchmarks/exact_speed.py` measures, on any machine, what these constants
+predict there: the cost of drafts and checks, and the gain over dense steps.
 """
 
 from __future__ import annotations

@@ -91,14 +91,15 @@ class PlacedHasher:
         if own.remainder.device == device:
             return own
         copied = _copy(own, device)
-        encode_cuda.place(copied)
+        encode_cuda.place(copied, own)
         self._copies[index, device] = _Watch(own), copied
         return copied
 
 
 def _copy(layer: LayerHasher, device: torch.device) -> LayerHasher:
     """Copy a layer's hash functions to a device, copying shared tensors once."""
-    there: dict[int, object] = {id(x): x.to(device) for x in layer.buffers()}
+    # Detached: torch does not convert tensors of inference mode to fake ones.
+    there: dict[int, object] = {id(x): x.detach().to(device) for x in layer.buffers()}
     there |= {id(x): torch.nn.Parameter(x.detach().to(device), requires_grad=False) for x in layer.parameters()}
     return cast(LayerHasher, copy.deepcopy(layer, there))
 

@@ -15,9 +15,9 @@ from sparse_decode.budget import Budget, Tally
 from sparse_decode.cache import Encoder
 from sparse_decode.dense_step import attend_visible, with_means
 from sparse_decode.fused import FusedStep
-from sparse_decode.modes import ordinary_tensors
+from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.opaque import register
-from sparse_decode.positions import Sights, include, last_row, readable
+from sparse_decode.positions import Sights, include, last_row
 from sparse_decode.remainder import RunningMoments, StaticMoments
 from sparse_decode.select import AttendingSelector, HashSelector, Selector
 
@@ -70,7 +70,8 @@ class LayerPlan:
         if isinstance(selector, HashSelector):
             in_place = partial(selector.write_codes, layer), partial(selector.traceable, layer)
             self._fused = FusedStep(layer, selector, budget) if backend == "gather" else None
-        self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *in_place)
+        lists = budget.shortlist is not None
+        self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *in_place, lists=lists)
 
     def all_dense(self, n: int) -> bool:
         """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""

@@ -10,12 +10,9 @@ import torch
 from hashcore.cpu.threads import compiled
 from torch import Tensor
 
+from sparse_decode.modes import readable
+
 _BIASES = "the mask must hide or show tokens, got one with biases; sparse attention does not support biases"
-
-
-def readable(x: Tensor) -> bool:
-    """Whether Python may read a tensor's values: on a GPU the host would wait, in a graph there are none."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def visible_rows(

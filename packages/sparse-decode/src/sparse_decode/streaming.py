@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import Any, TextIO, cast
 
 import torch
 from hashtrain import Hasher
 from hashtrain.data.corpus import token_ids
+from hashtrain.machine.distribute import device_for
 from hashtrain.models import load_model, require_vocabulary, text_decoder
 from hashtrain.usage import UsageError, require_plain_file
 from torch import Tensor
@@ -22,9 +23,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 from sparse_decode.attach import Attachment, attach
 from sparse_decode.budget import Budget
 from sparse_decode.select import HashSelector, LshSelector
-
-if TYPE_CHECKING:
-    from sparse_decode.cli import GenerateCommand
+from sparse_decode.settings import GenerateCommand
 
 UNTRAINED = "lsh"
 _MOST_BYTES = 1 << 28  # of a prompt: longer than any model's context
@@ -81,13 +80,13 @@ def load_selector(hasher: str, model: PreTrainedModel) -> HashSelector:
 def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     """Load, generate and measure.
 
-    Returns: the settings, and for `sparse` (or `exact`) and, with --compare, `dense`: new tokens, seconds of prefill,
-        tokens per second after it, density, bytes of keys and values in all layers, bytes of codes; for `exact` also
-        the numbers of drafted and accepted tokens.
+    Returns: the settings, the device and the type, and for `sparse` (or `exact`) and, with --compare, `dense`: new
+        tokens, seconds of prefill, tokens per second after it, density, bytes of keys and values in all layers, bytes
+        of codes; for `exact` also the numbers of drafted and accepted tokens.
     Raises: UsageError or ValueError if the prompt, the model or the hasher cannot be used.
     """
     text = read_text(command.prompt_file)
-    model, tokenizer = load_model(command.model_path)
+    model, tokenizer = _loaded(command)
     ids = _tokens(command, text, model, tokenizer)
     selector = load_selector(command.hasher, model)
     ends: Any = {"sink": command.sink, "recent": command.recent}
@@ -102,7 +101,8 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
         out.write(text)
         out.flush()
 
-    found: dict[str, Any] = {"model": command.model, "hasher": command.hasher, "prompt_tokens": ids.shape[1]}
+    placed = {"device": str(model.device), "dtype": str(model.dtype).removeprefix("torch.")}
+    found: dict[str, Any] = {"model": command.model, "hasher": command.hasher, **placed, "prompt_tokens": ids.shape[1]}
     streamers: dict[str, TimedStreamer] = {}
     for name, chosen, exact in ((mine, selector, command.exact), ("dense", None, None))[: 1 + command.compare]:
         if command.compare:
@@ -121,6 +121,25 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
         shorter = min(len(streamer.tokens) for streamer in streamers.values())
         found["same_tokens"] = differ[0] if differ else shorter
     return found
+
+
+def _loaded(command: GenerateCommand) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model of a command; what its device lacks is said before."""
+    device = device_for(command.device, 0)
+    if command.dtype is None:
+        dtype = torch.bfloat16 if device.type == "cuda" else None
+    else:
+        dtype = None if command.dtype == "auto" else getattr(torch, command.dtype)
+    require_dtype(device, dtype)
+    model, tokenizer = load_model(command.model_path, dtype, str(device))
+    require_dtype(device, model.dtype)  # what `auto` selected
+    return model, tokenizer
+
+
+def require_dtype(device: torch.device, dtype: torch.dtype | None) -> None:
+    """Raise ValueError for a type that sparse attention does not support on this device; None is not yet known."""
+    if device.type == "cuda" and dtype == torch.float32:
+        raise ValueError("attention over a selection on CUDA takes 16-bit types, got float32; give --dtype bfloat16")
 
 
 def warm_up(model: PreTrainedModel, ids: Tensor) -> None:

@@ -1,12 +1,16 @@
 """vLLM's CPU attention, with sparse decode steps in the configured layers.
 
-Only vLLM imports this module, by its path. Layers that are dense, or that do not attend to the whole context, use
-vLLM's implementation unchanged. A sparse layer
+Only vLLM imports this module, by its path. The builder of a group of layers decides which are sparse, before the first
+request: those of ordinary full attention, except the dense ones. All others use vLLM's implementation unchanged.
 
-1. writes keys and values row by row, and codes to the tail of each page (`sparse_decode.paged`); vLLM's kernel stores
-   keys column by column, so that single tokens cannot be read;
-2. attends in prompts, whole or chunked, with vLLM's kernel, on a copy of their pages in its layout;
-3. attends in decode rows with `sparse_decode.paged`, in place.
+In a sparse layer prompts and decode rows below the break-even are vLLM's, too: its kernels write and read their pages.
+When a row reaches the break-even, its pages are moved, in place, to a layout by rows, and hashed: codes go to the tail
+of each page (`sparse_decode.paged`). From then on, and for all who share these pages,
+
+1. keys and values are written row by row, and hashed; vLLM's kernel stores keys column by column or in tiles, so that
+   single tokens cannot be read;
+2. prompts are attended to by vLLM's kernel, on a copy of their pages in its layout;
+3. decode rows are attended to by `sparse_decode.paged`, in place.
 """
 
 # vLLM is no dependency of this package, and has few types.
@@ -15,15 +19,17 @@ vLLM's implementation unchanged. A sparse layer
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from sparse_decode.budget import Budget
 from torch import Tensor
 from vllm import _custom_ops as ops
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -31,20 +37,49 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from sparse_serve.batch import Batch
+from sparse_serve.batch import Batch, Prompts, Stock
+from sparse_serve.layout import Held, Layout
 from sparse_serve.served import Served
 
 
+def takes(spec: Any) -> bool:
+    """Return whether the layers of a cache spec attend causally to the whole context, from pages of keys and values.
+
+    Subclasses are something else: sinks in pages of their own, latent attention, windows that keep a prefix.
+    """
+    return (
+        type(spec) is FullAttentionSpec
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and spec.head_size == spec.head_size_v
+        and not spec.non_causal
+    )
+
+
 class SpotlightBuilder(CPUAttentionMetadataBuilder):
-    """Separates prompts from decode rows, once per step for all layers."""
+    """Decides which layers of a group are sparse, and separates prompts from decode rows, once per step for all."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        served = Served.of(vllm_config)
+        self._budget: Budget | None = None
+        self._held: Held = Held()
+        if served is None or not takes(kv_cache_spec):
+            return
+        layers = vllm_config.compilation_config.static_forward_context
+        for impl, name in ((layers[name].impl, name) for name in layer_names):
+            if impl.sliding_window == -1:
+                served.require_room(kv_cache_spec)
+                impl.serve(served, extract_layer_index(name))
+                self._budget = served.budget
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         found = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        served = Served.of(self.vllm_config)
-        if served is not None and isinstance(self.kv_cache_spec, FullAttentionSpec):
-            found.spotlight = Batch.of(
-                found, self.block_size, common_attn_metadata.is_prefilling, served.budget, self._schedule
-            )
+        if self._budget is not None:
+            if found.causal is not True:
+                raise ValueError("spotlight needs causal attention, got a step that is not; serve without it")
+            given = self.block_size, common_attn_metadata.is_prefilling, self._budget, self._schedule, self._held
+            found.spotlight = Batch.of(found, *given)
         return found
 
     def _schedule(self, starts: Tensor, lengths: Tensor) -> Any:
@@ -60,117 +95,157 @@ class SpotlightBuilder(CPUAttentionMetadataBuilder):
             causal=True,
             sliding_window_size=-1,
             isa=self.isa,
-            enable_kv_split=False,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
             kv_cache_dtype=self.kv_cache_dtype,
         )
 
 
 class SpotlightImpl(CPUAttentionBackendImpl):
-    """The attention of one layer."""
+    """The attention of one layer: vLLM's own, unless its builder calls `serve`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        config = get_current_vllm_config()
-        Served.latest = served = Served.of(config)
-        full = self.attn_type == AttentionType.DECODER and self.sliding_window == -1
-        self._served: Served | None = served if full else None
+        Served.latest = Served.of(get_current_vllm_config())
+        self._served: Served | None = None
         self._paged: Any = None
-        if self._served is None:
+        self._layout: Layout | None = None
+
+    def serve(self, served: Served, index: int) -> None:
+        """Make this layer sparse, unless it is one of the engine's dense layers.
+
+        Raises: ValueError if it does what sparse layers do not support.
+        """
+        if self._served is served or index in served.dense_layers:
             return
         if self.alibi_slopes is not None:
             raise ValueError("spotlight does not support attention biases, got a model with ALiBi; serve without it")
         if self.kv_sharing_target_layer_name is not None:
             raise ValueError("spotlight does not support layers that share keys; serve without it")
-
-    def _layer(self, layer: Any) -> Any:
-        """Return the `PagedLayer` that decodes this layer; None if vLLM does."""
-        if self._served is None or self.attn_type != AttentionType.DECODER:
-            return None
-        if self._paged is None:
-            softcap = float(self.logits_soft_cap) or None
-            sinks = None if self.sinks is None else self.sinks.float()
-            index = extract_layer_index(layer.layer_name)
-            self._paged = self._served.layer(index, self.scale, softcap, sinks) or False
-        return self._paged or None
-
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        paged = self._layer(layer)
-        if paged is None:
-            return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        tokens = len(slot_mapping)
-        served = cast(Served, self._served)
-        k, v = key[:tokens], value[:tokens]
-        served.pages(kv_cache).write(slot_mapping.long(), k, v, paged.encode(k))
+        softcap = float(self.logits_soft_cap) or None
+        sinks = None if self.sinks is None else self.sinks.float()
+        self._served, self._paged = served, served.layer(index, self.scale, softcap, sinks)
 
     def forward(
         self,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
         kv_cache: Tensor,
         attn_metadata: Any,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        paged = self._layer(layer)
-        if attn_metadata is None or paged is None:
+        """Write keys and values, and attend."""
+        if attn_metadata is None:
+            return output
+        batch: Batch | None = None if self._paged is None else attn_metadata.spotlight
+        if batch is not None:
+            self._prepare(layer, kv_cache, batch)
+        if batch is None or batch.plain:
+            if key is not None and value is not None and self.kv_sharing_target_layer_name is None:
+                self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
             scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output=output, **scales)
-        batch: Batch = attn_metadata.spotlight
         q, out = (x.view(-1, self.num_heads, self.head_size) for x in (query, output))
-        pages = cast(Served, self._served).pages(kv_cache)
+        self._attend(layer, q, cast(Tensor, key), cast(Tensor, value), kv_cache, out, batch)
+        return output
+
+    def _prepare(self, layer: Any, kv_cache: Tensor, batch: Batch) -> None:
+        """Bring pages to the layouts of a step, and count the tokens that vLLM's kernel reads for decode rows."""
+        moves = batch.moves
+        self._paged.selected += batch.read * self.num_heads
+        self._paged.visible += batch.read * self.num_heads
+        if len(moves.fresh):  # vLLM's kernel multiplies what a page held before by 0, which NaN survives
+            kv_cache[torch.from_numpy(moves.fresh)] = 0
+        if len(moves.moved):
+            pages, moved = cast(Served, self._served).pages(kv_cache), torch.from_numpy(moves.moved)
+            size, dim = pages.k.shape[2:]
+            if self._layout is None:
+                self._layout = Layout.learn(functools.partial(self._write, layer), size, dim, kv_cache.dtype)
+            self._layout.to_rows(pages.k, pages.v, moved)
+            self._paged.encode_pages(pages, moved)
+
+    def _write(self, layer: Any, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write tokens in vLLM's layout."""
+        ops.cpu_attn_reshape_and_cache(k, v, keys, values, slots, layer.isa, **self._how(layer))
+
+    def _how(self, layer: Any) -> dict[str, Any]:
+        return {
+            "k_scale": layer._k_scale_float,
+            "v_scale": layer._v_scale_float,
+            "kv_cache_dtype": self.kv_cache_dtype,
+        }
+
+    def _attend(
+        self, layer: Any, q: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, out: Tensor, batch: Batch
+    ) -> None:
+        """Write and attend in a step of which some rows have their pages by rows."""
+        pages, paged = cast(Served, self._served).pages(kv_cache), self._paged
+        at, slots = batch.written
+        k, v = (key, value) if len(at) == len(key) else (key[at], value[at])
+        pages.write(slots, k, v, paged.encode(k))
+        if batch.stock is not None:
+            stock = batch.stock
+            self.do_kv_cache_update(layer, key[: len(stock.slots)], value[: len(stock.slots)], kv_cache, stock.slots)
+            keys, values = self._both(kv_cache)
+            self._kernel(layer, q, out, keys, values, stock)
         if batch.prompts is not None:
-            self._prefill(layer, q, out, pages, batch)
+            self._prefill(layer, q, out, pages, batch.prompts)
         if len(batch.rows):
             step = batch.step(len(pages.k), pages.k.shape[2])
             out[batch.rows] = paged.decode(q[batch.rows], pages, step)
-        return output
 
-    def _prefill(self, layer: Any, q: Tensor, out: Tensor, pages: Any, batch: Batch) -> None:
-        """Attend in prompts with vLLM's kernel; bit for bit the result without the plug-in."""
-        prompts = batch.prompts
-        assert prompts is not None
+    @staticmethod
+    def _both(cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the key and value parts of pages [M, H, S, 2 D], as vLLM's kernels take them."""
+        pages, heads, size, _ = cache.shape
+        keys, values = cache.view(pages, heads, 2 * size, -1).chunk(2, dim=2)
+        return keys, values
+
+    def _prefill(self, layer: Any, q: Tensor, out: Tensor, pages: Any, prompts: Prompts) -> None:
+        """Attend in prompts whose pages are by rows; bit for bit the result without the plug-in."""
         k, v = prompts.gather(pages.k, pages.v)
         heads, size, dim = pages.k.shape[1:]
-        cache = k.new_zeros(prompts.pages, heads, 2 * size, dim)
-        keys, values = cache.chunk(2, dim=2)
-        how = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float, "kv_cache_dtype": self.kv_cache_dtype}
-        ops.cpu_attn_reshape_and_cache(k, v, keys, values, prompts.slots, layer.isa, **how)
-        rows = prompts.rows
-        found = torch.empty_like(out[rows]) if not isinstance(rows, slice) else out[rows]
+        keys, values = k.new_zeros(prompts.pages, heads, 2 * size, dim).chunk(2, dim=2)
+        self._write(layer, k, v, keys, values, prompts.slots)
+        self._kernel(layer, q, out, keys, values, prompts)
+
+    def _kernel(self, layer: Any, q: Tensor, out: Tensor, keys: Tensor, values: Tensor, rows: Prompts | Stock) -> None:
+        """Call vLLM's kernel for some rows of a step."""
+        found = torch.empty_like(out[rows.rows])
         ops.cpu_attention_with_kv_cache(
-            query=q[rows],
+            query=q[rows.rows],
             key_cache=keys,
             value_cache=values,
             output=found,
-            query_start_loc=prompts.starts,
-            seq_lens=prompts.lengths,
+            query_start_loc=rows.starts,
+            seq_lens=rows.lengths,
             scale=self.scale,
             causal=True,
             alibi_slopes=None,
             sliding_window=self.sliding_window,
-            block_table=prompts.blocks,
+            block_table=rows.blocks,
             softcap=self.logits_soft_cap,
-            scheduler_metadata=prompts.schedule,
-            s_aux=None if self.sinks is None else self.sinks.float(),
-            **how,
+            scheduler_metadata=rows.schedule,
+            s_aux=self.sinks if self.sinks is None or self.sinks.dtype == torch.bfloat16 else self.sinks.float(),
+            **self._how(layer),
         )
-        if not isinstance(rows, slice):
-            out[rows] = found
+        out[rows.rows] = found
 
 
 class SpotlightBackend(CPUAttentionBackend):
     """vLLM's CPU attention backend, with sparse attention in the configured layers."""
 
+    # Pages must be in their layout before anything is written, which only `forward` is told.
+    forward_includes_kv_cache_update: bool = True
+
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Enlarge each page to make room for codes in its tail."""
         served = Served.latest
-        if served is None or type(spec) is not FullAttentionSpec or spec.page_size_padded is not None:
+        if served is None or not takes(spec) or spec.page_size_padded is not None:
             return spec
         others = spec.unpadded_page_size_bytes
         return replace(spec, page_size_padded=others + served.tail_bytes(spec.block_size, spec.num_kv_heads, others))

@@ -22,20 +22,26 @@ def require_serves(vllm_config: Any) -> None:
         return
     from vllm.platforms import current_platform
 
+    cpu, cuda = current_platform.is_cpu(), current_platform.is_cuda()
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     kind = str(cache.cache_dtype)
     for wrong, text in (
-        (not current_platform.is_cpu(), f"vLLM's CPU platform, got {current_platform.device_name}; serve without it"),
+        (not (cpu or cuda), f"vLLM's CPU or CUDA platform, got {current_platform.device_name}; serve without it"),
         (model.use_mla, "models with keys and values per head, got multi-head latent attention; serve without it"),
         (model.is_encoder_decoder, "decoders, got a model with an encoder; serve without it"),
         (kind not in ("auto", "bfloat16", "float16", "float32"), f"caches in the model's dtype, got {kind}; use auto"),
         (vllm_config.speculative_config is not None, "one token per step, got speculative decoding; disable it"),
         (parallel.decode_context_parallel_size > 1, "whole contexts, got decode context parallel; use a size of 1"),
+        (parallel.prefill_context_parallel_size > 1, "whole prompts, got prefill context parallel; use a size of 1"),
         (parallel.pipeline_parallel_size > 1, "all layers in one process, got pipeline parallel; use a size of 1"),
         (vllm_config.kv_transfer_config is not None, "pages that stay in this process, got a KV connector; remove it"),
     ):
         if wrong:
             raise ValueError(f"{KEY} needs {text}")
+    if cuda:
+        from hashcore.cuda.program import require_compiler
+
+        require_compiler()
     _require_hasher(settings, model.hf_text_config, parallel.tensor_parallel_size)
 
 

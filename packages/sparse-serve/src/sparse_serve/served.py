@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -41,11 +42,12 @@ class Served:
     """The sparse attention of one engine, for the heads of tensor-parallel rank `rank` of `size`.
 
     Attributes:
-        latest: the instance of the engine whose layers were created last, for hooks of vLLM without an engine argument.
+        latest: the instance of the engine whose layers were created last, for vLLM's question how large a page is,
+            which it asks next and without an engine. `require_room` checks the answer.
     """
 
     latest: ClassVar[Served | None] = None
-    _known: ClassVar[dict[tuple[Settings, int, int], Served]] = {}
+    _known: ClassVar[dict[int, Served]] = {}
 
     def __init__(self, settings: Settings, rank: int = 0, size: int = 1) -> None:
         from sparse_decode.select import HashSelector  # imports numba, after vLLM has detected its compilers
@@ -62,14 +64,18 @@ class Served:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Served | None:
-        """Return the instance for an engine's configuration, cached by settings; None if it is not configured."""
+        """Return the instance of an engine; None if it is not configured.
+
+        An engine is known by its compilation config, which holds its layers, and which copies of its config share.
+        """
         settings = Settings.of(vllm_config.additional_config)
         if settings is None:
             return None
-        key = settings, *_place(vllm_config.parallel_config.tensor_parallel_size)
-        if key not in cls._known:
-            cls._known[key] = cls(*key)
-        return cls._known[key]
+        engine = vllm_config.compilation_config
+        if id(engine) not in cls._known:
+            cls._known[id(engine)] = cls(settings, *_place(vllm_config.parallel_config.tensor_parallel_size))
+            weakref.finalize(engine, cls._known.pop, id(engine))
+        return cls._known[id(engine)]
 
     def layer(self, index: int, scaling: float, softcap: float | None, sinks: Tensor | None) -> Any:
         """Create the `sparse_decode.paged.PagedLayer` of a layer; None if the layer stays dense."""
@@ -90,6 +96,16 @@ class Served:
         from sparse_decode.paged import tail_bytes
 
         return tail_bytes(block_size, heads, self._words, others)
+
+    def require_room(self, spec: Any) -> None:
+        """Raise ValueError if pages of a cache spec have no room for codes after keys and values."""
+        others = spec.unpadded_page_size_bytes
+        needed = others + 4 * spec.block_size * spec.num_kv_heads * self._words
+        if spec.page_size_bytes < needed:
+            raise ValueError(
+                f"spotlight needs pages of at least {needed} bytes, {others} of them for keys and values, got "
+                f"{spec.page_size_bytes}, because vLLM resized them for other layers; serve without it"
+            )
 
     def pages(self, cache: Tensor) -> Any:
         """View a layer's cache [M, Hkv, S, 2 D] as `sparse_decode.paged.Pages`: keys, values, and codes after them."""

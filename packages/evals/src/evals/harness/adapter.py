@@ -55,6 +55,7 @@ class SparseLM(_HFLM):
             and all rows after it; rows before it are dense.
         batch_size: requests of equal length in one batch.
         truncation_side: the part of a prompt dropped if it is too long to generate from, its "middle" or its "left".
+        max_length: most tokens of a pass; None: as many as the model takes.
     Attributes:
         selected, visible: tokens that sparse rows have attended to, and that were visible, over heads and layers.
     """
@@ -70,9 +71,11 @@ class SparseLM(_HFLM):
         sparse_rows: SparseRows = "continuation",
         batch_size: int = 8,
         truncation_side: Truncation = "left",
+        max_length: int | None = None,
     ):
+        own: dict[str, Any] = {"backend": "causal", "batch_size": batch_size, "max_length": max_length}
         with _silent(logging.getLogger(HFLM.__module__)):  # suppresses the warning that the model is already loaded
-            super().__init__(pretrained=model, tokenizer=cast(Any, tokenizer), backend="causal", batch_size=batch_size)
+            super().__init__(pretrained=model, tokenizer=cast(Any, tokenizer), **own)
         self.method: LoadedMethod = method
         self.budget: Budget = budget
         self.always: Always = always

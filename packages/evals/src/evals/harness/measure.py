@@ -50,7 +50,9 @@ def measure(
             "always": command.always,
             "sparse_rows": command.rows,
             "batch_size": command.batch_size,
+            "max_length": command.max_length,
         }
+        asked = {"limit": command.limit, "apply_chat_template": command.chat_template}
         with as_guest(command.seed):
             lm = SparseLM(
                 ready.model,
@@ -62,7 +64,7 @@ def measure(
             )
             document.task.set_fewshot_seed(command.seed)  # the same worked examples, whatever ran before
             tasks: Any = {"tasks": {document.name: document.task}, "groups": {}, "group_map": {}}
-            output = cast(Any, evaluate(cast(Any, lm), tasks, limit=command.limit, bootstrap_iters=_RESAMPLES))
+            output = cast(Any, evaluate(cast(Any, lm), tasks, **asked, bootstrap_iters=_RESAMPLES))
         if output is None:
             raise ValueError("lm-evaluation-harness returned nothing: expected a single process, not one of several")
         items = output["samples"][document.name]

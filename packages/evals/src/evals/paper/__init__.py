@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from evals.paper.item import Item
 from evals.paper.items import ITEMS
+from evals.paper.shares import Shares, shares
 from evals.shapes import load_config, shape_of
 from evals.study import PaperCommand
 
-__all__ = ["ITEMS", "Item", "chosen", "why_not"]
+__all__ = ["ITEMS", "Item", "Shares", "chosen", "shares", "why_not"]
 
 
 def why_not(item: Item, settings: PaperCommand) -> str | None:

@@ -14,13 +14,13 @@ FIGURES = (
         0,
         ("it is a drawing: docs/algorithm.md describes the same.",),
         program=("uv", "run", "tools/draw_overview.py"),
-        stored=("ppl", "sparse_attention", "sparse_model_decode"),
+        nothing_to_store=True,
     ),
     Item(
         "figure 2",
         "Queries and keys lie in cones",
         "cones",
-        ("--context", "2048"),
+        ("--methods", "lsh", "paper", "transform", "--context", "2048"),
         3,
         (MODEL, "Angles and components are measured in every layer; the paper shows one."),
         stored=("cones",),
@@ -33,7 +33,7 @@ FIGURES = (
         0,
         ("it is a drawing; training.png of such a run shows both losses.",),
         program=("hashtrain", "--only", "paper-exact", "paper-exact-mse"),
-        stored=("ablations",),
+        nothing_to_store=True,
     ),
     Item(
         "figure 4",
@@ -46,13 +46,16 @@ FIGURES = (
             "The haystack is Python and the needle an assignment, which suits the demo model; up to 1,024 tokens, the "
             "paper's up to 8,192.",
         ),
-        stored=("needle",),
+        stored=("needle_demo",),
     ),
     Item(
         "figure 5",
         "LongBench",
         "output-error",
-        ("--context", "2048", "--rows", "32"),
+        (
+            *("--methods", "oracle", "recent", "lsh", "paper", "transform", "transform+remainder"),
+            *("--context", "2048", "--rows", "32"),
+        ),
         3,
         (
             "LongBench needs a hub and a model that follows instructions (`evals longbench`);"
@@ -81,7 +84,7 @@ FIGURES = (
         ("--contexts", "32768", "131072"),
         0,
         ("On the CPU; the paper has two steps on a GPU, each within 100 microseconds up to 512K tokens.",),
-        stored=("kernels",),
+        stored=("kernel_times",),
     ),
     Item(
         "figure 6 (code size)",
@@ -108,7 +111,7 @@ FIGURES = (
         ("--methods", "transform", "--lengths", "256"),
         1,
         ("It quotes a prompt; samples/ of this run contain ours.",),
-        stored=("needle",),
+        nothing_to_store=True,
     ),
     Item(
         "figure 8",
@@ -117,7 +120,7 @@ FIGURES = (
         ("--methods", "transform", "--lengths", "256"),
         1,
         ("It quotes a prompt; samples/ of this run contain ours.",),
-        stored=("needle",),
+        nothing_to_store=True,
     ),
     Item(
         "figure 9",
@@ -127,6 +130,7 @@ FIGURES = (
         0,
         ("it is a listing; this runs the kernel under a simulator and compares it with `hashcore.pack`.",),
         program=("uv", "run", "pytest", "packages/hashcore/tests/test_kernels.py", "-k", "pack"),
+        nothing_to_store=True,
     ),
     Item(
         "figure 10",
@@ -135,7 +139,7 @@ FIGURES = (
         ("--methods", "lsh", "paper", "planes", "transform", "--rows", "32"),
         3,
         (MODEL, "rows.json has a number for every layer and head; the table shows layers."),
-        stored=("iou", "second_training"),
+        stored=("demo_iou",),
     ),
     Item(
         "figure 11",

@@ -9,6 +9,7 @@ from typing import Any
 from evals.compare import compare
 from evals.grid import Grid
 from evals.methods import RIVAL_NAMES, TUNED, without_hasher
+from evals.result import read_json
 from evals.study import PaperCommand
 
 _BY_SHAPE = ("codesize", "complexity", "throughput", "kernels")
@@ -33,7 +34,8 @@ class Item:
         twice: also run it with --other-hashers, and show the difference.
         program: the command of another program that shows it, if no task of ours measures it.
         hub: whether its data come from a hub, so that --all skips it.
-        stored: names of stored results that show it, of ours or of another model, in the folder of --results.
+        stored: names of stored runs that show it, on the demo model or another, in the folder of --results.
+        nothing_to_store: whether it is a drawing, a listing or a quotation, which no result can show.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Item:
     program: tuple[str, ...] = ()
     hub: bool = False
     stored: tuple[str, ...] = ()
+    nothing_to_store: bool = False
 
     def commands(self, settings: PaperCommand) -> list[list[str]]:
         """Return the commands. Raises: ValueError if there are none, or an option they need is missing."""
@@ -90,9 +93,21 @@ class Item:
         return [" ".join(("evals", *words)) for words in self.commands(replace(settings, other_hashers=given))]
 
     def kept(self, settings: PaperCommand) -> list[Path]:
-        """Return the stored results that show it."""
-        files = (settings.results / f"{name}.json" for name in self.stored)
-        return [file for file in files if file.is_file()]
+        """Return the stored results that show it: runs of its task which, on one model, have all its methods.
+
+        An item with `twice` needs two.
+
+        Raises: ValueError if a file is damaged.
+        """
+        files = [file for name in self.stored if (file := settings.results / f"{name}.json").is_file()]
+        configs = {file: read_json(file, "store the run again").get("config", {}) for file in files}
+        runs = {file: config for file, config in configs.items() if config.get("task") == self.task is not None}
+        methods: dict[Any, set[str]] = {}
+        for config in runs.values():
+            methods.setdefault(config["model"], set()).update(config.get("methods", ()))
+        wanted = set(self._values("--methods"))
+        found = [file for file, config in runs.items() if wanted <= methods[config["model"]]]
+        return found if len(found) > self.twice else []
 
     @property
     def rivals(self) -> bool:

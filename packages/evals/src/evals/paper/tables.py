@@ -36,7 +36,7 @@ TABLES = (
             "LLaMA3-8B|- / 6.45|1.00 / 6.63|0.15 / 7.12|0.18 / 7.07|0.07 / 148.2|0.34 / 6.69",
             "Qwen2.5-7B|- / 7.17|1.00 / 7.28|0.13 / 8.81|0.16 / 8.73|0.09 / 22.07|0.35 / 7.31",
         ),
-        stored=("ablations", "second_training"),
+        stored=("demo_iou",),
     ),
     Item(
         "table 2",
@@ -64,7 +64,7 @@ TABLES = (
             "Spotlight, 2 %|8.977|3.621|5.434",
         ),
         against=tuple((ours, 0.02, rival, 0.08) for ours in OURS for rival in ("quest", "quest-heads")),
-        stored=("quest", "ppl"),
+        stored=("quest",),
     ),
     Item(
         "table 3",
@@ -92,6 +92,8 @@ TABLES = (
             "MagicPIG, sink and local|12.65|3.54|2.91",
             "MagicPIG, bare|NaN|NaN|NaN",
             "Spotlight, 2 %|9.99|2.91|2.30",
+            "Spotlight, sink and local|9.87|2.89|2.29",
+            "sink and local alone|13.89|5.50|3.98",
         ),
         stored=("magicpig",),
     ),
@@ -116,13 +118,13 @@ TABLES = (
             "MagicPIG|0.44",
             "Spotlight, 163|0.58",
         ),
-        stored=("fidelity",),
+        stored=("demo_fidelity",),
     ),
     Item(
         "table 5",
         "Model sizes",
         "ppl",
-        ("--methods", "oracle", *OURS, "--budgets", "0.02", "--rules", "visible"),
+        ("--methods", "oracle", "transform", "transform+remainder", "--budgets", "0.02", "--rules", "visible"),
         4,
         (MODEL, _TEXT, "One model per run, given by --model and --hashers; `evals compare` compares two runs."),
         _numbers(
@@ -132,7 +134,7 @@ TABLES = (
             "7B|11.112 / 9.930|3.833 / 3.497|4.951 / 4.645",
             "14B|8.416 / 8.261|3.230 / 3.196|4.472 / 4.440",
         ),
-        stored=("second_english", "second_python", "ppl_decode"),
+        stored=("second_english", "second_python", "ppl"),
     ),
     Item(
         "table 6",
@@ -152,6 +154,7 @@ TABLES = (
             "GitHub code|8.891|3.611|5.393",
         ),
         twice=True,
+        stored=("corpora", "corpora_other"),
     ),
     Item(
         "table 7",
@@ -161,7 +164,7 @@ TABLES = (
         0,
         ("it lists settings; a run stores its own in config.toml, and with every hasher.",),
         program=("hashtrain", "--model", "MODEL", "--text", "TEXT", "--only", "paper-exact", "--dry-run"),
-        stored=("second_training", "training"),
+        nothing_to_store=True,
     ),
     Item(
         "table 8",
@@ -182,7 +185,7 @@ TABLES = (
             ".618 / .620|.727 / .736|.378 / .378|.631 / .624|.804 / .804|.772 / .773|.850 / .851|.534 / .533|"
             ".418 / .411|.663 / .664",
         ),
-        stored=("exercises",),
+        stored=("demo_exercises",),
     ),
     Item(
         "table 9",
@@ -218,7 +221,7 @@ TABLES = (
             "ranking|8.977|3.621|5.434",
         ),
         against=tuple((name, 0.02, f"{name}-reconstruction", 0.02) for name in ("paper", "planes")),
-        stored=("ablations",),
+        stored=("losses",),
     ),
     Item(
         "table 11",
@@ -239,7 +242,7 @@ TABLES = (
             "hashing|8.977|3.621|5.434",
         ),
         against=(("planes-64", 0.02, "down-proj", 0.02), ("paper", 0.02, "down-proj", 0.02)),
-        stored=("ablations",),
+        stored=("down_proj",),
     ),
     Item(
         "code length",
@@ -248,6 +251,6 @@ TABLES = (
         ("--methods", "paper", "linear", "group-xnor", "planes-64", "planes", "transform", "--rows", "32"),
         3,
         (MODEL, "The paper's claim of codes 5 times shorter."),
-        stored=("codelength",),
+        stored=("codelength_all",),
     ),
 )

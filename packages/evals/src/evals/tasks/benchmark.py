@@ -42,6 +42,7 @@ def run(command: BenchmarkCommand, console: Console) -> Result:
     from evals.harness.measure import measure
 
     ready = load(command, NAMES[type(command)])
+    _require_possible(command, ready)
     tasks = load_tasks(command)
     cells, methods = cells_of(command, ready), methods_of(ready)
 
@@ -59,6 +60,15 @@ def run(command: BenchmarkCommand, console: Console) -> Result:
 
     samples = each_document(command, replace(ready, documents=tasks), console, len(cells), check, compute)
     return finish(command, ready, [*_rows(command, ready, samples), *_means(command, ready, samples)], console)
+
+
+def _require_possible(command: BenchmarkCommand, ready: Ready) -> None:
+    """Raise ValueError if the tokenizer has no chat template, or the model takes fewer tokens than asked for."""
+    if command.chat_template and not getattr(ready.tokenizer, "chat_template", None):
+        raise ValueError(f"the tokenizer of {command.model} has no chat template: leave --chat-template out")
+    longest = getattr(ready.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and command.max_length is not None and command.max_length > longest:
+        raise ValueError(f"--max-length must be at most the model's {longest} tokens, got {command.max_length}")
 
 
 def cells_of(command: BenchmarkCommand, ready: Ready) -> list[Cell]:

@@ -14,6 +14,7 @@ from evals.result import Result, Row
 from evals.runner import finite
 from evals.setup import Ready, Sample, each_document, finish, prepare, require_cells, rows_of
 from evals.tasks.answers import Cell, continue_greedily, methods_of, to_text
+from evals.tasks.stored_answers import of_stored
 from evals.text import common_prefix, edit_similarity, rouge_l
 
 METRICS = ("rouge_l", "edit_similarity", "prefix")
@@ -24,6 +25,8 @@ def run(command: FidelityCommand, console: Console) -> Result:
 
     Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
     """
+    if command.from_run is not None:
+        return of_stored(command, command.from_run, console)
     ready = prepare(command, "fidelity", console)
     cells = [Cell(m.name, budget) for budget in command.budgets for m in ready.methods if m.selector]
     methods = methods_of(ready)

@@ -1,4 +1,4 @@
-"""One value in a haystack, by length and depth: the text each method generates, and the likelihood of the answer."""
+"""A needle in a haystack, by length and depth: the text each method generates, and the likelihood of the answer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from hashtrain.data.corpus import read_texts
+from hashtrain.data.shares import room_for
 from hashtrain.files.atomic import replace
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -18,7 +20,7 @@ from evals.metrics import bootstrap
 from evals.result import Result, Row
 from evals.runner import finite
 from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
-from evals.synthetic import Exercise, exercise
+from evals.synthetic import Exercise, exercise, prose
 from evals.tasks.answers import Cell, as_document, cells_of, continue_greedily, methods_of, read_answer, to_text
 from evals.text import holds, rouge_l, word_recall
 
@@ -34,11 +36,10 @@ def run(command: NeedleCommand, console: Console) -> Result:
     made: list[list[Exercise]] = []
 
     def make(tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
+        hidden = _hiding(command, tokenizer)
         for trial in range(command.documents):
             seed = command.seed * 1_000_003 + trial
-            made.append(
-                [exercise("single", tokenizer, n, depth, seed) for n in command.lengths for depth in command.depths]
-            )
+            made.append([hidden(n, depth, seed) for n in command.lengths for depth in command.depths])
         return [as_document(f"needle {i + 1}", found) for i, found in enumerate(made)]
 
     ready = prepare(command, "needle", console, make)
@@ -52,7 +53,7 @@ def run(command: NeedleCommand, console: Console) -> Result:
                 answer = read_answer(ready.model, x, *how)
                 written, density = continue_greedily(ready.model, x.prompt, len(x.answer) + _BEYOND, *how)
                 text = to_text(ready.tokenizer, written)
-                line = text.splitlines()[0] if text.strip() else ""  # the answer is a single line
+                line = next(iter(text.strip().splitlines()), "")  # the answer is a single line
                 scores = {"rouge_l": rouge_l(x.text, line), "recall": word_recall(x.text, line)}
                 scores |= {"substring": holds(x.text, line), "log_prob": answer.log_prob, "density": density}
                 where = {"length": x.length, "depth": x.depth, "written": text}
@@ -74,6 +75,17 @@ def run(command: NeedleCommand, console: Console) -> Result:
     return result
 
 
+def _hiding(command: NeedleCommand, tokenizer: PreTrainedTokenizerBase) -> Callable[[int, float, int], Exercise]:
+    """Return a function of length, depth and seed that hides a needle: in the user's prose, or in lines of Python."""
+    if not command.haystack:
+        return lambda length, depth, seed: exercise("single", tokenizer, length, depth, seed)
+    room = room_for(max(command.lengths) * command.documents)
+    texts = read_texts(list(command.haystack), room=room, seed=command.seed)
+    haystack = "\n".join(document.text for document in texts)
+    asked = command.needle, command.question
+    return lambda length, depth, seed: prose(tokenizer, haystack, length, depth, seed, *asked)
+
+
 def where_of(length: int, depth: float) -> str:
     """Name a position in a haystack."""
     return f"{length} tokens, depth {100 * depth:g} %"
@@ -91,10 +103,14 @@ def _rows(command: NeedleCommand, ready: Ready, samples: list[Sample]) -> Iterat
 
 
 def draw_heat(result: Result, command: NeedleCommand, path: Path) -> None:
-    """Draw the answer's log-probability over length and depth: dense, then each method and its difference to dense."""
+    """Draw a heat map over length and depth: dense, then each method and its difference to dense.
+
+    Of prose it shows Rouge-L of the answer, as the paper does; of Python the log-probability of the correct one.
+    """
+    metric, best, worst = ("rouge_l", 1.0, 0.0) if command.haystack else ("log_prob", 0.0, None)
 
     def grid(method: str, budget: float | None) -> np.ndarray:
-        at = {"method": method, "budget": budget, "metric": "log_prob"}
+        at = {"method": method, "budget": budget, "metric": metric}
         return np.array(
             [[result.one(where=where_of(n, d), **at).value for n in command.lengths] for d in command.depths]
         )
@@ -105,7 +121,7 @@ def draw_heat(result: Result, command: NeedleCommand, path: Path) -> None:
     axes = figure.subplots(len(names) + 1, 2, squeeze=False)
     axes[0, 1].set_axis_off()
     found = {name: grid(name, budget) for name in names}
-    least = min(values.min() for values in (dense, *found.values()))
+    least = worst if worst is not None else min(values.min() for values in (dense, *found.values()))
     widest = max(1e-6, *(abs(values - dense).max() for values in found.values()))
     panels = [(axes[0, 0], dense, DENSE)]
     for i, name in enumerate(names):
@@ -113,12 +129,13 @@ def draw_heat(result: Result, command: NeedleCommand, path: Path) -> None:
         panels.append((axes[i + 1, 1], found[name] - dense, f"{name} - dense"))
     for panel, values, title in panels:
         signed = title.endswith("- dense")
-        limits = {"cmap": "RdBu", "vmin": -widest, "vmax": widest} if signed else {"vmin": least, "vmax": 0}
+        limits = {"cmap": "RdBu", "vmin": -widest, "vmax": widest} if signed else {"vmin": least, "vmax": best}
         image = panel.imshow(values, aspect="auto", **limits)
         panel.set(title=title, xticks=range(len(command.lengths)), yticks=range(len(command.depths)))
         panel.set_xticklabels([str(n) for n in command.lengths])
         panel.set_yticklabels([f"{100 * d:g} %" for d in command.depths])
         figure.colorbar(image, ax=panel)
+    figure.suptitle("Rouge-L" if command.haystack else "log-probability of the answer, nats a token")
     figure.supxlabel("length, tokens")
     figure.supylabel("depth")
     replace(path, lambda temporary: figure.savefig(temporary, dpi=100, format="png"))

@@ -46,6 +46,8 @@ def run(command: OutputErrorCommand, console: Console) -> Result:
     ready = prepare(command, "output-error", console)
     methods = [method for method in ready.methods if method.selector]
     cells = [Cell(m.name, budget) for budget in command.budgets for m in methods]
+    dropped = {m.name: _dropped(m, ready.shape.num_layers) for m in methods if m.remainder}
+    ready = replace(ready, settings={**ready.settings, "without_remainder": dropped})
 
     def compute(number: int, document: TokenDocument, step: Callable[[str], None]) -> Sample:
         positions = drawn_rows(command, command.rows, number)
@@ -158,6 +160,12 @@ def _attend(method: LoadedMethod, rows: Rows, v: Tensor, indices: Tensor, total:
         left_out = LeftOut(coefficients[:, :-1], mean_keys, values, total[None].expand(len(rows.q), -1))
     options: Any = {"softcap": rows.softcap, "sinks": rows.sinks, "left_out": left_out, "values": share}
     return attend(rows.q, rows.k, v, indices, rows.scaling, **options)
+
+
+def _dropped(method: LoadedMethod, layers: int) -> list[int]:
+    """Return the layers whose remainder training dropped, because it cost more than it gave."""
+    found = method.selector.remainder  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    return [layer for layer in range(layers) if found(layer) is None]
 
 
 def _rows(command: OutputErrorCommand, ready: Ready, cells: list[Cell], samples: list[Sample]) -> Iterator[Row]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from hashtrain.settings.recipes import EXACT
 from rich.console import Console
 from sparse_decode import Budget
 from torch import Tensor
@@ -34,6 +35,8 @@ _MEASURED = ("nll", "kl", "density", "seconds")
 
 
 AS = "as "
+LSH = "lsh"
+"""The method that others must not be worse than on any text: `nll_most` is the largest of the paired differences."""
 
 
 class Cell(NamedTuple):
@@ -230,6 +233,11 @@ def _rows(command: PplCommand, ready: Ready, cells: list[Cell], samples: list[Sa
         differences = [[a["kl"] - b["kl"], a["nll"] - b["nll"]] for a, b in zip(of[cell], of[other], strict=True)]
         for metric, estimate in zip(("kl", "nll"), bootstrap(differences, seed), strict=True):
             yield row(cell, metric, estimate, against=other.method)
+    for cell in cells:
+        other = cell._replace(method=LSH)
+        if cell != other and other in of:
+            worst = max(a["nll"] - b["nll"] for a, b in zip(of[cell], of[other], strict=True))
+            yield row(cell, "nll_most", Estimate(worst, None, None), against=LSH)
 
 
 def _exp(estimate: Estimate) -> Estimate:
@@ -238,9 +246,12 @@ def _exp(estimate: Estimate) -> Estimate:
 
 
 def _pairs(cells: list[Cell]) -> Iterator[tuple[Cell, Cell]]:
-    """Pair each of our methods, or the last one if there are none, with every other, at the same rule and budget."""
+    """Pair each of our methods with every other, at the same rule and budget.
+
+    If there is none: each hasher of the paper's exact setup; if there is none either, the last method.
+    """
     names = {cell.method for cell in cells}
-    ours = names & set(OURS) or {cell.method for cell in cells[-1:]}
+    ours = names & set(OURS) or names & {recipe.name for recipe in EXACT} or {cell.method for cell in cells[-1:]}
     for cell in cells:
         if cell.method in ours:
             for other in cells:

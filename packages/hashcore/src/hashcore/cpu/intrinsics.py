@@ -396,3 +396,36 @@ def _write(builder: Any, totals: list[Any], out: Any, row: Any, offset: Any, bit
     for i, total in enumerate(totals):
         place = builder.inttoptr(_add(builder, address, bits * i), vector.as_pointer())
         builder.store(builder.trunc(builder.load(total), vector), place).align = bits // 8
+
+
+@intrinsic
+def publish(typing_context: Any, x: Any, at: Any, value: Any) -> Any:
+    """Write x[at] = value so that a thread that `observe`s it sees all that was written before; x is int64 [n]."""
+    _one_dimensional(x)
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        builder.store_atomic(values[2], _place(context, builder, signature, values), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, types.int64), emit
+
+
+@intrinsic
+def observe(typing_context: Any, x: Any, at: Any) -> Any:
+    """Read x[at], which another thread may `publish`; x is int64 [n]."""
+    _one_dimensional(x)
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.load_atomic(_place(context, builder, signature, values), "acquire", 8)
+
+    return types.int64(x, types.intp), emit
+
+
+def _one_dimensional(x: Any) -> None:
+    if x.layout != "C" or x.ndim != 1 or x.dtype != types.int64:
+        raise TypeError(f"expected a contiguous one-dimensional int64 array, got {x}")
+
+
+def _place(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+    """Return the address of values[0][values[1]]."""
+    return builder.gep(context.make_array(signature.args[0])(context, builder, values[0]).data, [values[1]])

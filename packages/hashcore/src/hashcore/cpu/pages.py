@@ -18,13 +18,9 @@ from hashcore.validation import RowBounds
 
 
 def laid(pool: NDArray[Any], blocks: Any) -> Layout:
-    """Check blocks, except for their values, and return the layout [..., N, W] of a row's keys."""
+    """Check the pool, and return the layout [..., N, W] of a row's keys."""
     keys = layout.of(pool)
     validation.codes("keys", keys, "[..., M, S, W]")
-    if blocks.dtype not in (np.int32, np.int64):
-        raise TypeError(f"blocks must be int32 or int64 page numbers, got {blocks.dtype}; convert them")
-    if blocks.ndim == 0:
-        raise ValueError("blocks must have shape [..., T], got a scalar; add a dimension")
     if not (pool.flags.aligned and (keys.strides[-1] == 4 or keys.shape[-1] == 1)):
         raise ValueError(
             f"the words of a key in pages must be contiguous and aligned, got strides {list(keys.strides)}; "
@@ -46,10 +42,7 @@ def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any], wanted: RowBound
         offsets = np.arange(math.prod(shape)).reshape(shape)
         numbers = np.broadcast_to(offsets, lead).ravel()
     except ValueError:
-        raise ValueError(
-            f"blocks must broadcast to one table per row, shape {[*lead, 'T']}, got {list(blocks.shape)}; insert "
-            "dimensions of size 1"
-        ) from None
+        raise validation.not_a_table_per_row(lead, blocks.shape) from None
     size, width = pool.shape[-2], blocks.shape[-1]
     table = blocks.reshape(math.prod(shape), width).astype(np.int64)
     _check(table, numbers, wanted, pool.shape[-3], size)

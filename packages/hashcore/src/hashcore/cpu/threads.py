@@ -1,9 +1,11 @@
 """Compiles kernels and runs them on threads.
 
-Kernels release the GIL and run on Python threads, including the caller's, which take pieces of the work in turn. In
-contrast to numba's threading layer, this has no barrier (8-16 ms on a loaded machine), compiles in half the time, and
-is safe to call from several threads and after a fork. Threads are kept, because starting them takes as long as a small
-kernel. Pieces never share outputs, so the result does not depend on the split.
+Kernels release the GIL, and threads take pieces of the work in turn. Where torch is loaded, they are the threads of its
+OpenMP runtime (`hashcore.cpu.team`), if that has as many as are asked for. Else they are Python threads, including the
+caller's, which are kept, because starting them takes as long as a small kernel; they are safe after a fork. Pieces
+never share outputs, so the result does not depend on the split.
+
+numba's own threading layer is not used: it is not safe to call from several threads, and doubles the time to compile.
 """
 
 # numba is untyped.
@@ -14,15 +16,19 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core.dispatcher import Dispatcher
 
-GRAIN = (
-    1 << 23
-)  # popcounts (or 1/4 of the scores to select from) that justify a thread, which takes up to 0.2 ms to start and end
+from hashcore.cpu import team
+
+GRAIN = 1 << 23
+"""Popcounts, or 1/4 of the scores to select from, that justify a thread of ours: it takes up to 0.2 ms to start."""
+TEAM_GRAIN = 1 << 20
+"""The same for a thread of torch's team, which starts within 0.02 ms."""
 
 
 def most() -> int:
@@ -32,16 +38,25 @@ def most() -> int:
 
 def count(work: int, limit: int | None = None) -> int:
     """Return the number of threads that this many popcounts justify, up to a limit, by default `most`."""
-    return max(1, min(work // GRAIN, most() if limit is None else limit))
+    justified = max(work // GRAIN, min(work // TEAM_GRAIN, team.size()))
+    return max(1, min(justified, most() if limit is None else limit))
 
 
 def run(kernel: Callable[..., Any], tasks: int, threads: int, arguments: tuple[Any, ...]) -> list[Any]:
-    """Run tasks [0, tasks) of a kernel, in one call if threads is 1; return the result of each call."""
+    """Run tasks [0, tasks) of a kernel on at most `threads` threads.
+
+    Returns: the results of the calls, of which each did a part of the tasks; one number, all results combined by "or",
+        if torch's threads did the work.
+    Raises: what the kernel raises.
+    """
+    function = compiled(kernel)
     if threads == 1:
-        return [compiled(kernel)(0, tasks, *arguments)]
+        return [function(0, tasks, *arguments)]
+    if threads <= team.size() and isinstance(function, Dispatcher):
+        return [team.run(function, tasks, threads, arguments)]
     pieces = min(tasks, 4 * threads)  # several per thread, for load balance
     edges = [tasks * piece // pieces for piece in range(pieces + 1)]
-    function, found, turns = compiled(kernel), [None] * pieces, itertools.count()
+    found, turns = [None] * pieces, itertools.count()
 
     def work() -> None:
         while (piece := next(turns)) < pieces:
@@ -51,11 +66,10 @@ def run(kernel: Callable[..., Any], tasks: int, threads: int, arguments: tuple[A
     try:
         work()
     finally:
-        for helper in helpers:
-            helper.cancel()  # do not wait for threads that other callers use
-    for helper in helpers:
-        if not helper.cancelled():
-            helper.result()
+        running = [helper for helper in helpers if not helper.cancel()]  # others are busy with another caller's work
+        wait(running)  # even after an error: they use the caller's memory
+    for helper in running:
+        helper.result()
     return found
 
 

@@ -87,3 +87,19 @@ def scratch(words: int, device: torch.device) -> Memory:
         if keeps:
             _lanes.keep(lane, found)
     return found
+
+
+_zeroed: Table[Memory] = Table(MOST_LANES)
+
+
+def zeroed(words: int, device: torch.device) -> Memory:
+    """Return memory like `scratch`, zero before its first use, also in a capture: each replay begins with a memset.
+
+    It is for kernels that need words of zeros and leave them zero; other words may be overwritten.
+    """
+    lane = launch.lane(device)
+    found = _zeroed.found.get(lane)
+    if found is None or found.words < words:
+        tensor = torch.zeros(words, dtype=torch.int32, device=device)
+        found = _zeroed.keep(lane, Memory(tensor.data_ptr(), words, tensor))
+    return found

@@ -9,7 +9,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hashcore.cuda import layout
-from hashcore.cuda.layout import Groups, RowMap, SearchSpace, Selection, Shortlist, Space, Weights, Window, Workspace
+from hashcore.cuda.layout import (
+    Groups,
+    Pages,
+    RowMap,
+    SearchSpace,
+    Selection,
+    Shortlist,
+    Space,
+    Weights,
+    Window,
+    Workspace,
+)
 
 PACK_THREADS = 256
 PLANES_THREADS = 128
@@ -147,6 +158,7 @@ class Search(NamedTuple):
     """The workspace, which all turns use one after the other."""
     launches: Kept
     shortlist: Shortlist
+    pages: Pages
 
 
 def search(
@@ -158,13 +170,18 @@ def search(
     index_bits: int,
     plan: SearchSpace,
     shortlist: Shortlist | None = None,
+    pages: Pages | None = None,
 ) -> Search:
-    """Prepare a search: two launches per turn, three with a shortlist; one turn unless the workspace is too large."""
+    """Prepare a search: two launches per turn, three with a shortlist; one turn unless the workspace is too large.
+
+    pages: for keys in pages, which cannot be searched by a shortlist.
+    """
     top = layout.top_score(words, weights)
     query, keys, values, indices = (_address() for _ in range(4))
     window, selection, levels = Window(), Selection(), layout.score_levels(top)
     space = Space(stride=plan.stride, shift=layout.sample_shift(top))
-    macros, packed = score_macros(words, weights), _weights(weights)
+    packed, paged, table = _weights(weights), [] if pages is None else [("HASHCORE_PAGES", "1")], _given(pages)
+    macros = [*score_macros(words, weights), *paged]
     line = map.size[3] if group > 1 else rows
     in_line = -(-line // group)
     launches: list[Launch] = []
@@ -175,16 +192,25 @@ def search(
         grid = (count, plan.splits)
         if shortlist is None:
             name = "list_candidates_shared" if group > 1 else "list_candidates"
-            launches.append(make_launch("score.cu", name, grid, layout.THREADS, (*shared, space, groups), macros))
+            launches.append(
+                make_launch("score.cu", name, grid, layout.THREADS, (*shared, space, groups, *table), macros)
+            )
         else:
             launches += _shortlisted(shared, space, groups, grid, shortlist, macros)
         codes = layout.Codes(packed, len(weights), words)
         places = (query, keys, values, indices, map, window, selection)
         arguments = (*places, codes, levels, space, groups, _int(plan.splits))
         name, grid = f"select_{index_bits}", (count * group, plan.parts)
-        extra, of = ((), ()) if shortlist is None else ((shortlist,), [("HASHCORE_SHORTLIST", "1")])
-        launches.append(make_launch("choose.cu", name, grid, layout.THREADS, (*arguments, *extra), of, True))
-    return Search(query, keys, values, indices, window, selection, space, Kept(launches), shortlist or Shortlist())
+        of = paged if shortlist is None else [("HASHCORE_SHORTLIST", "1")]
+        given = (*arguments, *_given(shortlist), *table)
+        launches.append(make_launch("choose.cu", name, grid, layout.THREADS, given, of, True))
+    more = shortlist or Shortlist(), pages or Pages()
+    return Search(query, keys, values, indices, window, selection, space, Kept(launches), *more)
+
+
+def _given(argument: Any) -> tuple[Any, ...]:
+    """Return an optional argument of a kernel, or nothing."""
+    return () if argument is None else (argument,)
 
 
 def _shortlisted(

@@ -1,6 +1,6 @@
 """Host side of the kernels: argument structures, histogram levels, chunks and the workspace.
 
-The structures mirror those of kernels/common.cuh, lists.cuh, select.cu and choose.cu field by field.
+The structures mirror those of kernels/common.cuh, lists.cuh, pages.cuh, select.cu and choose.cu field by field.
 """
 
 import ctypes
@@ -104,6 +104,19 @@ class Shortlist(ctypes.Structure):
     """Address and layout of the keys' first words, address of the rows' floors, and shortlist size in units of k."""
 
     _fields_ = (("first", ctypes.c_void_p), ("map", RowMap), ("rows", ctypes.c_void_p), ("times", ctypes.c_int32))
+
+
+class Pages(ctypes.Structure):
+    """Pages of kernels/pages.cuh: address of the tables, strides of pages (in words) and of tables, and sizes."""
+
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("page", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("per", ctypes.c_int32),
+        ("shift", ctypes.c_int32),
+        ("last", ctypes.c_uint32),
+    )
 
 
 class Levels(ctypes.Structure):

@@ -1,5 +1,6 @@
 """What a launch reads: operands, counts and bounds of rows, in a layout that the kernels support."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -90,6 +91,31 @@ def per_row(values: torch.Tensor, lead: Sequence[int]) -> tuple[torch.Tensor, in
     if shape[:own] == tuple(lead[:own]) and values.is_contiguous():
         return values, math.prod(lead[own:])
     return values.expand(lead).contiguous(), 1
+
+
+class Tables(NamedTuple):
+    """Page tables as the kernels read them: int32 [..., T], the entries from one to the next, and the rows of each."""
+
+    blocks: torch.Tensor
+    width: int
+    per: int
+
+
+def page_tables(blocks: torch.Tensor, lead: Sequence[int]) -> Tables:
+    """Return the tables of rows for blocks [..., T] that broadcast to them, copied only if necessary.
+
+    Nothing is copied if blocks are int32, their shape is a prefix of the rows' shape followed by ones, and their
+    entries and their rows have one stride each.
+    """
+    blocks = blocks if blocks.dtype == torch.int32 else blocks.to(torch.int32)
+    *shape, width = (*(1,) * (len(lead) + 1 - blocks.ndim), *blocks.shape)
+    own = max((d + 1 for d, size in enumerate(shape) if size > 1), default=0)
+    steps = [0] * (len(shape) - blocks.ndim + 1) + [*blocks.stride()[:-1]]
+    apart = [(size, step) for size, step in zip(shape, steps, strict=True) if size > 1]
+    regular = all(step == size * inner for (_, step), (size, inner) in itertools.pairwise(apart))
+    if shape[:own] == [*lead[:own]] and regular and (blocks.stride(-1) == 1 or width == 1):
+        return Tables(blocks, apart[-1][1] if apart else 0, math.prod(lead[own:]))
+    return Tables(blocks.expand(*lead, width).contiguous(), width, 1)
 
 
 def integers(values: torch.Tensor) -> torch.Tensor:

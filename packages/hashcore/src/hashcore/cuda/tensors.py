@@ -13,7 +13,7 @@ import torch
 from hashcore.cuda import kept, kernels, launch, layout
 from hashcore.cuda.kernels import Launch, Output
 from hashcore.cuda.layout import SearchSpace, Selection, Window, Workspace
-from hashcore.cuda.operands import Bounds, Operands, set_selection, supported
+from hashcore.cuda.operands import Bounds, Operands, Tables, page_tables, set_selection, supported
 
 Run = Callable[[Iterable[Launch], torch.device], None]
 
@@ -124,6 +124,7 @@ def search(
     run: Run | None = None,
     shortlist: int = 0,
     first: torch.Tensor | None = None,
+    blocks: torch.Tensor | None = None,
 ) -> None:
     """Score and select in two launches, or three with a shortlist, in ascending index order (eq. 4, eq. 6, eq. 20).
 
@@ -131,15 +132,18 @@ def search(
 
     Args:
         query: planes [..., P, W], or without weights codes [..., Q, W].
-        keys: [..., N, W].
+        keys: [..., N, W]; with blocks pages [..., M, S, W], S a power of two and M above 0.
         k: one count, or an integer tensor on the device that broadcasts to the rows.
         scores, indices: contiguous int32, and int32 or int64, [rows..., K]; unused slots get 0 and -1.
         scratch: from `workspace`; by default memory that this thread keeps for the current stream or capture.
         shortlist: about this many times k keys of each row are scored in full; 0: all.
         first: for a shortlist, a copy of the first word of each key, int32 [..., N]. If contiguous, fewer bytes are
             read; without it, a shortlist saves work, but reads as many bytes.
+        blocks: page tables int32 or int64 [..., T], which broadcast to the rows; N = T S. Not with a shortlist. Page
+            numbers out of range count as M - 1.
+    Raises: ValueError if words of keys in pages are not contiguous and aligned.
     Tensors k, lengths and starts need no extra launch if they are int32 or int64 and contiguous, and their shape is a
-    prefix of the rows' shape followed by ones.
+    prefix of the rows' shape followed by ones; for blocks: operands.page_tables.
     """
     if not scores.numel():
         return
@@ -147,20 +151,29 @@ def search(
     weights = None if weights is None else tuple(weights)
     at, keys_at = query.data_ptr(), keys.data_ptr()  # alignment, and so copies, depend on the addresses
     how = indices.dtype, device, at % 16, keys_at % 16, weights
+    tables = None if blocks is None else page_tables(blocks, scores.shape[:-1])
     form = query.shape, query.stride(), keys.shape, keys.stride(), scores.shape, how
-    if not shortlist or _lists_all(keys.shape[-2], k, shortlist):
+    if tables is not None:
+        form = *form, tables.blocks.shape[-1], *tables[1:]
+    elif not shortlist or _lists_all(keys.shape[-2], k, shortlist):
         shortlist, first = 0, None
     else:
         form = *form, shortlist, None if first is None else first.stride()
     prepared = _searches.found.get(form)
     if prepared is None:
-        prepared = _renewed(form, query, keys, weights, scores, indices, shortlist, first)
+        prepared = (
+            _renewed(form, query, keys, weights, scores, indices, shortlist, first)
+            if tables is None
+            else _searches.keep(form, _prepare(query, keys, weights, scores, indices, 0, None, tables))
+        )
     call, held = prepared.call, prepared.bound(bounds, k)
     memory = kept.scratch(prepared.words, device) if scratch is None else prepared.fitting(scratch)
     prepared.place(memory.address)
     words = keys if first is None else first
+    if tables is not None:
+        call.pages.table = tables.blocks.data_ptr()
     if not prepared.direct:
-        found = _placed(query, keys, weights, first, scores.shape[:-1])
+        found = _placed(query, keys, weights, first, scores.shape[:-1], tables is not None)
         held, words, operands = (held, found), found.first.keys, found.at
         at, keys_at = operands.query.data_ptr(), operands.keys.data_ptr()
     if shortlist:
@@ -248,33 +261,45 @@ def _prepare(
     indices: torch.Tensor,
     shortlist: int,
     first: torch.Tensor | None,
+    tables: Tables | None = None,
 ) -> _Prepared:
     (n, words), lead, width = keys.shape[-2:], scores.shape[:-1], scores.shape[-1]
+    pages = None if tables is None else _pages(keys, tables)
+    n = n if tables is None else tables.blocks.shape[-1] * n
     layout.require_positions(n)
-    at, own, direct = _placed(query, keys, weights, first, lead)
+    at, own, direct = _placed(query, keys, weights, first, lead, tables is not None)
     rows = math.prod(lead)
-    slots, group = _slots(at.map, rows)
+    slots, group = _slots(at.map, rows, rows if tables is None else tables.per)
     sms, index_bits = _sm_count(scores.device), 8 * indices.element_size()
 
     def plan(n: int, width: int) -> SearchSpace:
         return SearchSpace.plan(slots, group, n, width, sms)
 
     short = layout.Shortlist(map=own.map, times=shortlist) if shortlist else None
-    call = kernels.search(at.map, words, weights or (1,), rows, group, index_bits, plan(n, width), short)
+    call = kernels.search(at.map, words, weights or (1,), rows, group, index_bits, plan(n, width), short, pages)
     return _Prepared(call, plan, lead, n, width, direct)
 
 
-def _slots(map: layout.RowMap, rows: int) -> tuple[int, int]:
-    """Return the workspace slots of rows, and the rows per group; rows with shared keys are padded to whole groups."""
+def _pages(keys: torch.Tensor, tables: Tables) -> layout.Pages:
+    """Return the kernels' argument for keys in pages [..., M, S, W]."""
+    count, size, _ = keys.shape[-3:]
+    return layout.Pages(None, keys.stride(-3), tables.width, tables.per, size.bit_length() - 1, count - 1)
+
+
+def _slots(map: layout.RowMap, rows: int, per: int) -> tuple[int, int]:
+    """Return the workspace slots of rows, and the rows per group; rows with shared keys are padded to whole groups.
+
+    per: consecutive rows that share a page table; keys without pages count as one table.
+    """
     line = map.size[3]
-    if line == 1 or map.keys[3]:
+    if line == 1 or map.keys[3] or per % line:
         return rows, 1
     return rows // line * -(-line // layout.MAX_GROUP) * layout.MAX_GROUP, layout.MAX_GROUP
 
 
 def slots(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, lead: Sequence[int]) -> int:
     """Return the number of workspace slots for the rows of a search of these operands."""
-    return _slots(_placed(query, keys, weights, None, lead).at.map, math.prod(lead))[0]
+    return _slots(_placed(query, keys, weights, None, lead).at.map, math.prod(lead), math.prod(lead))[0]
 
 
 class _Placed(NamedTuple):
@@ -291,20 +316,40 @@ def _placed(
     weights: Sequence[int] | None,
     first: torch.Tensor | None,
     lead: Sequence[int],
+    paged: bool = False,
 ) -> _Placed:
     """Return the operands of a search: without weights each of the Q queries is one plane of weight 1.
 
-    first: None to use the first words in the codes.
+    Args:
+        first: None to use the first words in the codes.
+        paged: keys are in pages [..., M, S, W]; the operand is the first page.
     """
+    if paged:
+        _require_in_place(keys)
+        keys = keys.select(-3, 0)
     if weights is None:
         query, keys, first = query.unsqueeze(-2), keys.unsqueeze(-3), None if first is None else first.unsqueeze(-2)
     at = supported(query, keys, lead)
+    if paged and at.keys is not keys:
+        raise ValueError(f"on CUDA the rows of a search in pages may have at most four strides, got rows {[*lead]}")
     direct = at.query is query and at.keys is keys
     if first is None:
         return _Placed(at, at, direct)
     words = first.unsqueeze(-1)  # codes of one word
     own = supported(query, words, lead)
     return _Placed(at, own, direct and own.keys is words)
+
+
+def _require_in_place(pages: torch.Tensor) -> None:
+    """Raise ValueError unless the kernels can read keys in pages [..., M, S, W] where they lie."""
+    unit = math.gcd(pages.shape[-1], 4)
+    steps = zip(pages.stride()[:-1], pages.shape[:-1], strict=True)
+    apart = pages.stride(-1) != 1 and pages.shape[-1] > 1
+    if apart or pages.data_ptr() % (4 * unit) or any(step % unit for step, size in steps if size > 1):
+        raise ValueError(
+            f"on CUDA the words of a key in pages must be contiguous and aligned to {4 * unit} bytes, got strides "
+            f"{[4 * step for step in pages.stride()]}; copy the pages to such a layout"
+        )
 
 
 def topk(

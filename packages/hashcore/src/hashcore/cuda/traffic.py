@@ -22,15 +22,16 @@ class Traffic(NamedTuple):
     samples: float  # histograms of the rows: added to, read, cleared
     candidates: float  # lists, their lengths, floors: written and read
     results: float
+    tables: float = 0.0  # page numbers
 
     @property
     def total(self) -> float:
-        return self.codes + self.samples + self.candidates + self.results
+        return self.codes + self.samples + self.candidates + self.results + self.tables
 
     @property
     def beside(self) -> float:
         """All other bytes relative to those of the codes."""
-        return (self.samples + self.candidates + self.results) / self.codes
+        return (self.samples + self.candidates + self.results + self.tables) / self.codes
 
 
 def search(
@@ -42,12 +43,14 @@ def search(
     sms: int,
     index_bytes: int = 8,
     shortlist: int = 0,
+    page: int = 0,
 ) -> Traffic:
     """Predict the bytes of a search of rows that do not share keys, with scores distributed as for random bits.
 
     Args:
         k: keys to select per row; sms: number of SMs of the device; index_bytes: per index of the result.
         shortlist: about this many times k keys are scored in full, with contiguous first words; 0: all.
+        page: keys in a page, in which the keys of a head are contiguous and start a sector; 0: all are contiguous.
     """
     space = SearchSpace.plan(rows, 1, n, k, sms)
     blocks, lists = rows * space.splits, rows * space.splits * layout.WARPS
@@ -59,10 +62,14 @@ def search(
     written = SECTOR * sectors + 4 * lists + SECTOR * blocks
     bins = blocks * layout.SAMPLE_BINS * 4 * 2 + rows * layout.SAMPLE_BINS * 4
     codes = rows * n * words * 4.0
+    tables = 0.0
+    if page:  # a warp reads the numbers of consecutive pages; a list's first may be in the middle of a sector
+        codes = rows * -(-n // page) * float(-(-page * words * 4 // SECTOR) * SECTOR)
+        tables = rows * 4.0 * n / page + lists * SECTOR
     if not listed_all:
         codes = rows * n * (4 + _gathered(words, shortlist * k / n))
         bins = rows * layout.EARLY_SAMPLE * _whole(words) + rows * 4 * layout.SHORT_ROW * space.splits
-    return Traffic(codes, bins, written * (1 + space.parts), rows * k * (4 + index_bytes))
+    return Traffic(codes, bins, written * (1 + space.parts), rows * k * (4 + index_bytes), tables)
 
 
 def _whole(words: int) -> int:

@@ -10,9 +10,12 @@
 //   (4) assigns the output slots of its part: 4096 candidates per turn, 8 per thread.
 // Part 0 clears the row's sample for the next search, which saves a launch.
 //
+// HASHCORE_PAGES: keys are in pages that a table names (pages.cuh).
+//
 // HASHCORE_SHORTLIST: the lists are those of shortlist.cu. Only keys on the shortlist are scored again; all keys, if
 // fewer than k are on it.
 #include "lists.cuh"
+#include "pages.cuh"
 
 // The format of codes, needed only to score missing keys.
 struct Codes {
@@ -65,8 +68,7 @@ struct OnList {
 // The candidates of a row, numbered through: list after list.
 struct Candidates {
   const u32* query;
-  const u32* keys;
-  i64 step;            // words from one key to the next
+  Keys keys;
   const u32* lists;    // of the row
   const u32* counts;   // [splits][WARPS]
   const u32* floors;   // shared: [splits]
@@ -96,7 +98,7 @@ struct Candidates {
         position = -1;
         return;
       }
-      score = u32(score_alone(keys + position * step, query, planes, words, weights));
+      score = u32(score_alone(keys.at(position), query, planes, words, weights));
     } else {
       const u32 entry = __ldcg(lists + all.low + offset);
       score = entry >> 16;
@@ -268,7 +270,8 @@ template <class Index>
 __device__ __forceinline__ void select_row(const u32* query, const u32* keys, const RowMap& map, const Window& window,
                                            const Selection& selection, const Codes& codes, const Levels& levels,
                                            const Space& space, const Groups& groups, i32 splits,
-                                           const Shortlist* shortlist, i32* values, Index* indices) {
+                                           const Shortlist* shortlist, const Pages& pages, i32* values,
+                                           Index* indices) {
   __shared__ u32 offsets[MAX_LISTS + 1], floors[MAX_SPLITS];
   __shared__ i32 weights[8];  // read after the barriers of load_floors
   if (threadIdx.x == 0) {
@@ -296,7 +299,8 @@ __device__ __forceinline__ void select_row(const u32* query, const u32* keys, co
       if (useless) on_list.floor = 0;
     }
     const u32 highest = load_floors(space.floors + i64(slot) * splits, cut, splits, floors, useless);
-    const Candidates of = {at.query, at.keys, map.key, space.lists + slot * space.stride,
+    const Keys all(at.keys, map.key, pages, row);
+    const Candidates of = {at.query, all, space.lists + slot * space.stride,
                            space.counts + i64(slot) * splits * WARPS, floors, offsets, codes.planes, codes.words,
                            weights, range, cut,
                            splits * WARPS, useless ? 0 : highest, on_list};
@@ -317,9 +321,9 @@ __device__ __forceinline__ void select_row(const u32* query, const u32* keys, co
   extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)                                                  \
       name(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ values,                 \
            Index* __restrict__ indices, RowMap map, Window window, Selection selection, Codes codes,              \
-           Levels levels, Space space, Groups groups, i32 splits SHORTLIST_ARGUMENT) {                            \
+           Levels levels, Space space, Groups groups, i32 splits SHORTLIST_ARGUMENT PAGES_PARAMETER) {            \
     wait_for_predecessor();                                                                                       \
-    select_row(query, keys, map, window, selection, codes, levels, space, groups, splits, SHORTLIST_ADDRESS,      \
+    select_row(query, keys, map, window, selection, codes, levels, space, groups, splits, SHORTLIST_ADDRESS, PAGES, \
                values, indices);                                                                                  \
   }
 

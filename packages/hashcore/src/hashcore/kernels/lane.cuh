@@ -4,6 +4,7 @@
 // counter then runs over all planes together. Otherwise the weights are an argument, and it runs per plane.
 #pragma once
 #include "lists.cuh"
+#include "pages.cuh"
 
 constexpr int WORDS = HASHCORE_WORDS;
 constexpr int PLANES = HASHCORE_PLANES;
@@ -119,26 +120,52 @@ __device__ __forceinline__ int score_of(const u32 (&held)[BLOCK_WORDS], bool rea
   return score;
 }
 
+// The pages of a lane's keys first + u * SLICE, u < KEYS, below an end. Empty if keys are not in pages.
+struct PageNumbers {
+  u32 of[PAGED ? KEYS : 1];
+
+  __device__ __forceinline__ PageNumbers(const Keys& keys, int first, int end) {
+    if constexpr (PAGED) {
+#pragma unroll
+      for (int u = 0; u < KEYS; u++) of[u] = first + u * SLICE < end ? keys.page_of(first + u * SLICE) : 0;
+    }
+  }
+};
+
 // A lane's words of the keys first + u * SLICE, u < KEYS, that are in registers at once.
 struct Held {
-  const u32* from;  // the row's keys
-  i64 step;         // stride of keys in words
-  int first;        // this lane's first key
-  int end;          // no key from here on is read
+  Keys keys;
+  int first;          // this lane's first key
+  int end;            // no key from here on is read
+  PageNumbers ahead;  // of the keys after these, so that loads of codes need not wait for the table
   u32 word[KEYS][BLOCK_WORDS];
 
-  __device__ __forceinline__ Held(const u32* keys, i64 step, int first, int end, int part)
-      : from(keys), step(step), first(first), end(end) {
+  __device__ __forceinline__ Held(const Keys& keys, int first, int end, int part, const PageNumbers& pages)
+      : keys(keys), first(first), end(end), ahead(keys, first + KEYS * SLICE, end) {
 #pragma unroll
     for (int u = 0; u < KEYS; u++) {
 #pragma unroll
       for (int w = 0; w < BLOCK_WORDS; w++) word[u][w] = 0;
-      if (first + u * SLICE < end) load_share(from + (first + u * SLICE) * step, 0, part, word[u]);
+      const int i = first + u * SLICE;
+      if (i < end) load_share(keys.in_page(i, pages.of[PAGED ? u : 0]), 0, part, word[u]);
     }
+  }
+
+  __device__ __forceinline__ Held(const Keys& keys, int first, int end, int part)
+      : Held(keys, first, end, part, PageNumbers(keys, first, end)) {}
+
+  // Keys that are not in pages.
+  __device__ __forceinline__ Held(const u32* keys, i64 step, int first, int end, int part)
+      : Held(Keys(keys, step), first, end, part) {}
+
+  // The keys after these.
+  __device__ __forceinline__ Held next(int part) const {
+    return Held(keys, first + KEYS * SLICE, end, part, ahead);
   }
 
   // The score of key u, in all lanes that share it; undefined for keys at or after the end. The whole warp calls it.
   __device__ __forceinline__ int score(int u, const Query& query, const Weights& weights) const {
-    return score_of(word[u], first + u * SLICE < end, from + (first + u * SLICE) * step, query, weights);
+    const int i = first + u * SLICE;
+    return score_of(word[u], i < end, PAGED && i >= end ? nullptr : keys.at(i), query, weights);
   }
 };

@@ -46,22 +46,18 @@ PLANES_KERNEL(planes_f32, float)
 PLANES_KERNEL(planes_f16, Float16)
 PLANES_KERNEL(planes_bf16, BFloat16)
 
-// Lane j counts bit j over the codes of the group. The last weight is irregular, group - (2^(count - 1) - 1), so its
-// bit is set only if the other planes cannot represent the count; they can represent the rest.
+// Lane j counts bit j over the codes of the group.
 extern "C" __global__ void __launch_bounds__(PLANES_THREADS)
     group_planes(const u32* __restrict__ codes, u32* __restrict__ planes, i32 rows, i32 group, i32 words, i32 count) {
   const int row = blockIdx.x * (PLANES_THREADS / 32) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   if (row >= rows) return;
   codes += i64(row) * group * words;
   planes += i64(row) * count * words;
-  const int small = (1 << (count - 1)) - 1, last = group - small;
   for (int i = 0; i < words; i++) {
     int set = 0;
     for (int g = 0; g < group; g++) set += codes[i64(g) * words + i] >> lane & 1;
-    const bool carry = set > small;
-    if (carry) set -= last;
     for (int p = 0; p < count; p++) {
-      const u32 word = __ballot_sync(FULL_WARP, p == count - 1 ? carry : set >> p & 1);
+      const u32 word = __ballot_sync(FULL_WARP, has_vote(set, group, count, p));
       if (lane == p) planes[p * words + i] = word;
     }
   }

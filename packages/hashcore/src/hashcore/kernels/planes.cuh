@@ -50,3 +50,12 @@ __device__ __forceinline__ void quantise_row(const T* w, u32* __restrict__ plane
     }
   }
 }
+
+// Whether plane p of `count` has the bit that `set` of a group's codes have (eq. 3). The last weight is irregular, group
+// - (2^(count - 1) - 1), so its bit is set only if the other planes cannot represent the count; they can represent the
+// rest.
+__device__ __forceinline__ bool has_vote(int set, int group, int count, int p) {
+  const int small = (1 << (count - 1)) - 1;
+  const bool carry = set > small;
+  return p == count - 1 ? carry : (carry ? set - (group - small) : set) >> p & 1;
+}

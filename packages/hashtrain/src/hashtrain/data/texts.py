@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import codecs
 import collections
+import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
-from hashtrain.data.shares import shares
+from hashtrain.data.shares import Span, shares
 from hashtrain.usage import require_plain_file
 
 HUB = "hub:"
@@ -33,7 +34,7 @@ _TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _FIELDS = ("text", "content", "code")
 _ENDS = r"\n\v\f\x1c-\x1e\x85\u2028\u2029"  # the line ends of `str.splitlines`, without \r
 _LINE = re.compile(rf"[^\r{_ENDS}]+")
-_LINE_END = re.compile(rf"(\r\n?+|[{_ENDS}])(?!\Z)")
+_LINE_ENDS = "\r\n\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _MOST_BYTES = 1 << 30
 _LONG_LINE, _FEW_LINES = 30, 5  # shorter lines, and fewer of them, may be equal by chance
 
@@ -83,23 +84,58 @@ class HubText:
         )
 
 
-def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> list[Document]:
-    """Read documents from files, folders (all files below them with a known suffix) and Hub ids.
+class Texts(Sequence[Document]):
+    """Documents that are read when they are asked for, so that gigabytes of text need no memory."""
+
+    def __init__(self, parts: Sequence[tuple[Span | Document, int]]):
+        self.parts: Sequence[tuple[Span | Document, int]] = parts
+        """Where each document is, or the document itself, and its corpus."""
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> Texts: ...
+    def __getitem__(self, index: int | slice) -> Document | Texts:
+        """Read a document. Raises: ValueError if it is binary or not UTF-8."""
+        if isinstance(index, slice):
+            return Texts(self.parts[index])
+        part, corpus = self.parts[index]
+        return part if isinstance(part, Document) else replace(_read_span(part), corpus=corpus)
+
+    @property
+    def identity(self) -> list[Any]:
+        """JSON values that change whenever a document may change: files by size and modification time."""
+        found: list[Any] = []
+        for part, corpus in self.parts:
+            if isinstance(part, Document):
+                found.append([corpus, hashlib.sha256(part.text.encode(errors="surrogatepass")).hexdigest()])
+            else:
+                stat = part.file.stat()
+                found.append([corpus, str(part.file.absolute()), stat.st_size, stat.st_mtime_ns, part.start, part.size])
+        return found
+
+
+def list_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> Texts:
+    """List the documents of files, folders (all files below them with a known suffix) and Hub ids.
+
+    Plain text is read when it is used; rows of tables and data sets are read here.
 
     Args:
         at_most: largest number of documents from one table or data set.
-        room: most bytes of text to keep, divided equally among the paths (`hashtrain.data.shares`); None: no limit.
+        room: most bytes of text, divided equally among the paths (`hashtrain.data.shares`); None: no limit.
         seed: draws the files if not all are read.
-    Raises: ValueError if a path is missing, has no text, is binary or not UTF-8, or is a table and the extra `datasets`
-        is missing.
+    Raises: ValueError if a path is missing or has no text, or is a table and the extra `datasets` is missing.
     """
-    documents: list[Document] = []
+    parts: list[tuple[Span | Document, int]] = []
     own = None if room is None else room // max(1, len(paths))
     for corpus, path in enumerate(paths):
         if str(path).startswith(HUB):
             source = HubText.parse(str(path))
             found = _of_rows(source.rows(), source.field, str(path), at_most, own)
-            documents += [replace(document, corpus=corpus) for document in found]
+            parts += [(replace(document, corpus=corpus), corpus) for document in found]
             continue
         if not path.exists():
             hint = f", or {HUB}{path} for the data set on the Hub" if _is_hub_id(path) else ""
@@ -108,16 +144,37 @@ def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = Non
         require_plain_file(path, "the text")
         # is_file excludes folders, pipes and broken links with such a name.
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in known and p.is_file())
-        for file, most in shares(files, own, seed):
-            documents += [replace(document, corpus=corpus) for document in _read_file(file, at_most, most)]
-    documents = [document for document in documents if document.text and not document.text.isspace()]
-    if not documents:
-        found = ", ".join(map(str, paths))
-        raise ValueError(f"no text found: expected non-empty .txt, .md, .py, .jsonl or .parquet files in {found}")
-    return documents
+        for span in shares(files, own, seed, lambda file: file.suffix in _TABLES):
+            if span.file.suffix in _TABLES:
+                rows = _read_table(span.file, at_most, span.size)
+                parts += [(replace(document, corpus=corpus), corpus) for document in rows]
+            elif span.file.stat().st_size:
+                _require_readable(span)
+                parts.append((span, corpus))
+    blank = [isinstance(part, Document) and (not part.text or part.text.isspace()) for part, _ in parts]
+    parts = [part for part, empty in zip(parts, blank, strict=True) if not empty]
+    if not parts:
+        raise _no_text(paths)
+    return Texts(parts)
 
 
-def require_apart(train: list[Document], validation: list[Document]) -> None:
+def read_texts(paths: list[Path], at_most: int = 200_000, room: int | None = None, seed: int = 0) -> list[Document]:
+    """Read the documents that `list_texts` lists.
+
+    Raises: ValueError as `list_texts`, or if a file is binary or not UTF-8.
+    """
+    found = [document for document in list_texts(paths, at_most, room, seed) if not document.text.isspace()]
+    if not found:
+        raise _no_text(paths)
+    return found
+
+
+def _no_text(paths: list[Path]) -> ValueError:
+    named = ", ".join(map(str, paths))
+    return ValueError(f"no text found: expected non-empty .txt, .md, .py, .jsonl or .parquet files in {named}")
+
+
+def require_apart(train: Sequence[Document], validation: Sequence[Document]) -> None:
     """Reject a training document that equals a held-out one or contains most of its long lines.
 
     Raises: ValueError naming the first such pair: results on training text would be meaningless.
@@ -141,10 +198,15 @@ def require_apart(train: list[Document], validation: list[Document]) -> None:
 
 def long_lines(text: str) -> Iterator[str]:
     """Yield lines too long to be equal by chance; if the text is a single line, its sentences."""
-    several = _LINE_END.search(text) is not None
-    for piece in (found[0] for found in _LINE.finditer(text)) if several else _sentences(text):
+    for piece in (found[0] for found in _LINE.finditer(text)) if _has_lines(text) else _sentences(text):
         if len(stripped := piece.strip()) >= _LONG_LINE:
             yield stripped
+
+
+def _has_lines(text: str) -> bool:
+    """Whether a text has a line end that does not end it; ten searches by character, because one by pattern is slow."""
+    body = text[: -2 if text.endswith("\r\n") else -1]
+    return any(end in body for end in _LINE_ENDS)
 
 
 def _sentences(text: str) -> Iterator[str]:
@@ -157,24 +219,37 @@ def _sentences(text: str) -> Iterator[str]:
         start = end + 2
 
 
-def _read_file(file: Path, at_most: int, most: int | None) -> list[Document]:
-    if file.suffix in _TABLES:
-        if not file.stat().st_size:
-            raise ValueError(f"{file} is empty: expected rows with a text")
-        return _of_rows(_stream(_builder(file), file.name, data_files=str(file)), None, file.name, at_most, most)
-    if most is None and (size := file.stat().st_size) > _MOST_BYTES:
-        raise ValueError(f"{file} has {size} bytes, expected at most {_MOST_BYTES}; cut it into several files")
+def _read_table(file: Path, at_most: int, most: int | None) -> list[Document]:
+    if not file.stat().st_size:
+        raise ValueError(f"{file} is empty: expected rows with a text")
+    return _of_rows(_stream(_builder(file), file.name, data_files=str(file)), None, file.name, at_most, most)
+
+
+def _require_readable(span: Span) -> None:
+    """Raise ValueError if a file that would be read whole is too large."""
+    if span.size is None and (size := span.file.stat().st_size) > _MOST_BYTES:
+        raise ValueError(f"{span.file} has {size} bytes, expected at most {_MOST_BYTES}; cut it into several files")
+
+
+def _read_span(span: Span) -> Document:
+    """Read a part of a text file. A part may begin and end within a character, which is then dropped."""
+    file = span.file
     with file.open("rb") as opened:
-        content = opened.read(most or _MOST_BYTES)  # bounded, in case the file grows
+        opened.seek(span.start)
+        content = opened.read(span.size or _MOST_BYTES)  # bounded, in case the file grows
     if b"\0" in content:
-        raise ValueError(f"{file} is binary: expected UTF-8 text, got a zero byte at {content.index(0)}")
+        raise ValueError(f"{file} is binary: expected UTF-8 text, got a zero byte at {span.start + content.index(0)}")
+    skipped = 0
+    while span.start and skipped < min(3, len(content)) and content[skipped] & 0xC0 == 0x80:  # inside a character
+        skipped += 1
     try:
-        # A part may end within a character, which is then dropped.
-        return [Document(file.name, codecs.getincrementaldecoder("utf-8")().decode(content, final=most is None))]
+        text = codecs.getincrementaldecoder("utf-8")().decode(content[skipped:], final=span.size is None)
     except UnicodeDecodeError as error:
+        place = span.start + skipped + error.start
         raise ValueError(
-            f"{file} is not UTF-8 text: byte {error.start} cannot be read; convert it with iconv first"
+            f"{file} is not UTF-8 text: byte {place} cannot be read; convert it with iconv first"
         ) from error
+    return Document(f"{file.name}, from byte {span.start}" if span.start else file.name, text)
 
 
 def _builder(file: Path) -> str:

@@ -24,8 +24,9 @@ from hashtrain.models import device_of
 DENSE_ABOVE, MOST_DENSE = 0.02, 0.1
 """A layer stays dense if its cost, in nats of KL, is above the first; at most this share of all layers does, the
 costliest first."""
-BARE_ABOVE = 0.001
-"""A remainder is dropped if that lowers the layer's cost by more than this, in nats of KL."""
+GAIN_ABOVE = 0.001
+"""What counts as measurably better, in nats of KL: a remainder is dropped if that lowers its layer's cost by more, and
+a layer with failing heads stays dense if that lowers the cost of the others, all sparse, by more."""
 CONTEXTS, ROWS = 2, 16
 """Number of training contexts that costs are measured on, and of steps in each."""
 
@@ -105,15 +106,21 @@ def steps_of(model: PreTrainedModel, contexts: Sequence[Tensor], seed: int) -> l
 
 
 def layer_costs(
-    steps: Sequence[Steps], hasher: Hasher, fraction: float, advance: Callable[[str, int], None]
+    steps: Sequence[Steps],
+    hasher: Hasher,
+    fraction: float,
+    advance: Callable[[str, int], None],
+    failing: Collection[int] = (),
 ) -> dict[str, Any]:
     """Measure the cost of each layer alone and of all together; drop remainders that make a layer worse.
 
     Values that attention avoids may be the largest of all, as in the first layer of SmolLM2. A mean value then
     represents the unselected tokens badly, however well its weight is estimated.
 
+    Args:
+        failing: layers with heads that fail on training rows, even after `hashtrain.run.repair`.
     Returns: `layers`, the mean KL of each in nats; `all`, that of every layer sparse; `dense`, those to keep dense;
-        `bare`, those whose remainder was dropped.
+        `bare`, those whose remainder was dropped; `without`, by failing layer, the KL with that layer alone dense.
     """
 
     def mean(layers: Collection[int]) -> float:
@@ -127,15 +134,18 @@ def layer_costs(
         if fitted is not None:
             kept = fitted.clone()
             fitted.zero_()
-            if (without := mean((layer,))) < cost - BARE_ABOVE:
+            if (without := mean((layer,))) < cost - GAIN_ABOVE:
                 cost = without
                 bare.append(layer)
             else:
                 fitted.copy_(kept)
         costs.append(cost)
         advance(f"cost of layer {layer}", 1)
-    whole = mean(range(count))
-    costliest = sorted(range(count), key=lambda n: -costs[n])[: int(MOST_DENSE * count)]
-    costs = [round(cost, 4) for cost in costs]  # the order of summation changes the last digits
-    dense = sorted(n for n in costliest if costs[n] > DENSE_ABOVE)
-    return {"layers": costs, "all": round(whole, 4), "dense": dense, "bare": bare}
+    # The order of summation changes the last digits.
+    costs, whole = [round(cost, 4) for cost in costs], round(mean(range(count)), 4)
+    spared = {layer: round(mean([n for n in range(count) if n != layer]), 4) for layer in sorted(failing)}
+    helped = {layer for layer, left in spared.items() if left < whole - GAIN_ABOVE}
+    wanted = [n for n in range(count) if costs[n] > DENSE_ABOVE or n in helped]
+    dense = sorted(sorted(wanted, key=lambda n: -costs[n])[: int(MOST_DENSE * count)])
+    without = {str(layer): left for layer, left in spared.items()}
+    return {"layers": costs, "all": whole, "dense": dense, "bare": bare, "without": without}

@@ -9,6 +9,7 @@ import hashcore
 import torch
 from torch import Tensor
 
+from hashtrain.config import SINK
 from hashtrain.data.captured import Capture
 from hashtrain.evaluation.metrics import hash_quality
 from hashtrain.evaluation.remainder import measure, share_errors
@@ -64,12 +65,13 @@ def summarise(layers: Sequence[dict[str, dict[str, Any]]], dense: Collection[int
 
 
 def bit_statistics(hasher: LayerHasher, k: Tensor) -> dict[str, Any]:
-    """Measure how well the codes of keys [1, Hkv, T, D] use their bits.
+    """Measure how well the codes of keys [1, Hkv, T, D] use their bits, without the first tokens that are always read.
 
     Returns: `ones`, the share of ones of every bit of every head, sorted; `balance`, the mean of `2 min(ones, 1 -
         ones)`, at best 1; `correlation`, the mean absolute correlation between two bits of a head, at best 0.
     """
-    codes = hashcore.unpack(hasher.encode_keys(k.to(hasher.remainder.device)))[0].float()  # [H, T, bits]
+    searched = k[:, :, SINK:].to(hasher.remainder.device)
+    codes = hashcore.unpack(hasher.encode_keys(searched))[0].float()  # [H, T - SINK, bits]
     ones = codes.mean(1)
     centred = codes - ones[:, None]
     spread = centred.square().mean(1).sqrt().clamp(min=1e-6)

@@ -100,6 +100,20 @@ class LayerHasher(nn.Module):
             mine[name][head * width : (head + 1) * width] = theirs[head * width : (head + 1) * width]
         self.load_state_dict(mine)
 
+    @torch.no_grad()
+    def round_matrices(self) -> None:
+        """Round all matrices to float16 numbers, so that a GPU can read them as such: half the bytes.
+
+        They stay float32 tensors, so every device computes with the same numbers. Nothing changes if a column of a
+        matrix would move by more than a thousandth of its length, as numbers do that float16 is too narrow for.
+        """
+        found = [x for x in (*self.parameters(), *self.buffers()) if x.dim() == 3 and x.shape[1] > 1]
+        rounded = [x.half().float() for x in found]
+        lost = [((new - x).square().sum(1), x.square().sum(1)) for x, new in zip(found, rounded, strict=True)]
+        if all(bool((error <= 1e-6 * size).all()) for error, size in lost):
+            for x, new in zip(found, rounded, strict=True):
+                x.copy_(new)
+
     def by_group(self, x: Tensor) -> Tensor:
         """View [B, Hq, T, ...] as [B, Hkv, G, T, ...]."""
         return cast(Tensor, x.unflatten(1, (self.hkv, self.group)))

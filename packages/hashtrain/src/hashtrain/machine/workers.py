@@ -20,7 +20,7 @@ import torch
 from hashtrain.machine.allocator import keep_freed_memory
 
 Report = Callable[..., None]
-Function = Callable[[Any, Report], Any]
+Function = Callable[..., Any]
 Pipe = Any  # Connection, or PipeConnection on Windows
 _PATIENCE = 10.0  # seconds
 _MOST = 6  # a worker takes 0.6 GB for the demo model
@@ -32,20 +32,26 @@ def default_workers() -> int:
     return min(cores, _MOST)
 
 
-def run_jobs(function: Function, jobs: Sequence[Any], workers: int, report: Report) -> list[Any]:
+def run_jobs(function: Function, jobs: Sequence[Any], workers: int, report: Report, given: Any = None) -> list[Any]:
     """Run every job and return the results in the order of the jobs.
 
     Args:
-        function: called as `function(job, report)`. It, its argument and its result must be importable or picklable,
-            because other processes call it. Its reports are passed to `report` in this process.
+        function: called as `function(job, report)`, or `function(job, report, given)` if there is one. It, its
+            arguments and its result must be importable or picklable, because other processes call it. Its reports are
+            passed to `report` in this process.
         jobs: started in order, so put the longest first.
         workers: number of processes; 1 runs the jobs in this one.
+        given: what all jobs need, sent to each worker once; tensors in shared memory are not copied.
     Raises: the exception of a job; ChildProcessError if a worker died. The other workers are stopped.
     """
     if workers == 1 or len(jobs) == 1:
         with one_thread():
-            return [function(job, report) for job in jobs]
-    return _Pool(function, jobs, report).run(min(workers, len(jobs)))
+            return [function(job, report, *_present(given)) for job in jobs]
+    return _Pool(function, jobs, report, given).run(min(workers, len(jobs)))
+
+
+def _present(given: Any) -> tuple[Any, ...]:
+    return () if given is None else (given,)
 
 
 @dataclass
@@ -53,6 +59,7 @@ class _Pool:
     function: Function
     jobs: Sequence[Any]
     report: Report
+    given: Any = None
 
     def run(self, workers: int) -> list[Any]:
         self.results: list[Any] = [None] * len(self.jobs)
@@ -82,6 +89,7 @@ class _Pool:
         process.start()
         theirs.close()  # so that a worker's death closes the pipe
         processes.append(process)
+        mine.send(self.given)
         return mine
 
     def _send(self, pipe: Pipe, busy: dict[Pipe, int]) -> None:
@@ -136,10 +144,11 @@ def _work(function: Function, pipe: Pipe) -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
+        given = _present(pipe.recv())
         while True:
             job = pipe.recv()
             try:
-                answer = ("done", function(job, lambda *message: pipe.send(("report", *message))))
+                answer = ("done", function(job, lambda *message: pipe.send(("report", *message)), *given))
             except Exception as error:
                 answer = ("failed", error)
             _answer(pipe, answer)

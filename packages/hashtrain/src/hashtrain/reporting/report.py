@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +14,36 @@ import matplotlib.pyplot as plt
 from rich.table import Table
 
 from hashtrain.config import HasherConfig
+from hashtrain.evaluation.evaluate import LEAST_LOW, MOST_LOST
 from hashtrain.files.atomic import replace
+from hashtrain.reporting.worst import FIGURES, Metrics, dense_of, failing_heads, figures, repaired_heads, share
 
-Metrics = dict[str, Any]
 _COLUMNS = 6
 HEADS = {"kv_head": "per KV head", "query_head": "per query head"}
 
 
 def quality_table(metrics: Metrics, heads: str) -> Table:
-    """Lay out IoU and attention mass per layer and hasher, with the mean over the sparse layers."""
-    found = {name: metrics["hashers"][name][heads] for name in metrics["hashers"]}
-    labels = [f"{n} (dense)" if n < metrics["dense_layers"] else str(n) for n in range(metrics["layers"])]
-    cells = {name: [*map(_pair, of["layers"]), _pair(of["mean"])] for name, of in found.items()}
-    table = Table(title=f"IoU / attention mass / its 5th percentile, worst head; held out, {HEADS[heads]}")
-    if len(found) > _COLUMNS:  # too many columns for a terminal: show only the means
+    """Lay out `hashtrain.reporting.worst.figures` by layer and hasher, with those of all sparse layers."""
+    rows = [*range(metrics["layers"]), None]
+    cells = {
+        name: [figures(found[heads], dense_of(metrics, name), layer) for layer in rows]
+        for name, found in metrics["hashers"].items()
+    }
+    table = Table(title=f"{FIGURES}; held out, {HEADS[heads]}")
+    if len(cells) > _COLUMNS:  # too many columns for a terminal: show only the means
         for title in ("hasher", "mean of the sparse layers"):
             table.add_column(title)
         for name, line in cells.items():
             table.add_row(name, line[-1])
         return table
     table.add_column("layer", justify="right")
-    for name in found:
+    for name in cells:
         table.add_column(name, justify="right")
-    for layer, label in enumerate(labels):
-        table.add_row(label, *(line[layer] for line in cells.values()))
+    for layer in range(metrics["layers"]):
+        table.add_row(str(layer), *(line[layer] for line in cells.values()))
     table.add_section()
     table.add_row("mean", *(line[-1] for line in cells.values()))
     return table
-
-
-def _pair(quality: dict[str, float]) -> str:
-    return f"{quality['iou']:.3f} / {quality['mass']:.3f} / {quality['low']:.2f}"
 
 
 def _style(number: int) -> dict[str, Any]:
@@ -66,27 +66,6 @@ def draw(metrics: Metrics, path: Path) -> None:
     figure.legend(loc="outside right center")
     replace(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
     plt.close(figure)
-
-
-def worst_lines(metrics: Metrics) -> list[str]:
-    """Summarise for each hasher how bad its worst rows are, which heads fail, and which layers should stay dense."""
-    lines: list[str] = []
-    for name, result in metrics["hashers"].items():
-        layers = result["kv_head"]["layers"]
-        low, layer = min((found["low"], number) for number, found in enumerate(layers))
-        lost = max(share for found in layers for share in found["lost_by_head"])
-        line = f"{name}: in the worst head (layer {layer}) the 5th percentile of the mass is {low:.2f}; "
-        line += f"at most {100 * lost:.2g} % of a head's rows find less than half of it"
-        if failed := result["failing"]:
-            line += f"; {len(failed)} heads fail: {', '.join(f'{a}.{b}' for a, b in failed[:8])}" + (
-                " ..." if len(failed) > 8 else ""
-            )
-        if cost := result.get("cost"):
-            dense = ", ".join(map(str, cost["dense"])) or "none"
-            line += f"; with every layer sparse a step moves by {cost['all']:.3f} nats, layers to keep dense: {dense}"
-            line += f", without a remainder: {', '.join(map(str, cost['bare'])) or 'none'}"
-        lines.append(line)
-    return lines
 
 
 def draw_heads(metrics: Metrics, path: Path) -> None:
@@ -134,7 +113,8 @@ def draw_bits(metrics: Metrics, path: Path) -> None:
         layers, style = result["bits"]["layers"], _style(number)
         if not any(layers):
             continue
-        ones = sorted(share for layer in layers[metrics["dense_layers"] :] for share in layer["ones"])
+        dense = dense_of(metrics, name)
+        ones = sorted(part for n, layer in enumerate(layers) if n not in dense for part in layer["ones"])
         left.plot([(i + 0.5) / len(ones) for i in range(len(ones))], ones, **style)
         correlation = [layer["correlation"] for layer in layers]
         right.plot(range(metrics["layers"]), correlation, marker="o", label=name, **style)
@@ -155,12 +135,18 @@ def _smooth(values: list[float], width: int) -> list[float]:
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - width + 1) : i + 1])]
 
 
+def _worst(by_head: list[float], of: Callable[[list[float]], float], text: Callable[[float], str]) -> str:
+    """Return the worst head's value as text, and the head."""
+    worst = of(by_head)
+    return f"{text(worst)} ({by_head.index(worst)})"
+
+
 def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
     """Write a hasher's README: its purpose, its training, and how well it selects."""
     result, shape = metrics["hashers"][name], config.shape
     rows = "\n".join(
-        f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {kv['low']:.2f} | {100 * kv['lost']:.2f} % "
-        f"| {q['iou']:.3f} | {q['mass']:.3f} "
+        f"| {layer} | {kv['iou']:.3f} | {kv['mass']:.3f} | {_worst(kv['low_by_head'], min, '{:.2f}'.format)} "
+        f"| {_worst(kv['lost_by_head'], max, share)} | {q['iou']:.3f} | {q['mass']:.3f} "
         f"| {rest['share']:.3f} | {rest['error']:.3f} |"
         for layer, (kv, q, rest) in enumerate(
             zip(*(result[part]["layers"] for part in ("kv_head", "query_head", "remainder")), strict=True)
@@ -176,7 +162,10 @@ def card(config: HasherConfig, name: str, metrics: Metrics) -> str:
         f"of {metrics['context']} tokens ({metrics['corpus']}).\n"
         f"Evaluated on {metrics['held_out']} held-out contexts at a budget of {budget}, of which the first "
         f"{metrics['sink']} and the last {metrics['recent']} are always read.\n"
-        f"Layers that stay dense: {', '.join(map(str, config.dense_layers)) or 'none'}."
+        f"Layers that stay dense: {', '.join(map(str, config.dense_layers)) or 'none'}.\n"
+        f"Heads (layer.head) that fail on the held-out rows, with their low and lost: "
+        f"{failing_heads(result['kv_head']['layers'], result['failing'], len(result['failing'])) or 'none'}.\n"
+        f"Repaired heads, with what each got: {repaired_heads(result['repaired']) or 'none'}."
     )
     base = f"base_model: {config.base_model}\n" if "/" in config.base_model else ""
     return f"""---
@@ -192,8 +181,9 @@ license: apache-2.0
 |---|---|---|---|---|---|---|---|---|
 {rows}
 
-"Low" is the 5th percentile of the mass over rows, in the layer's worst head; "lost" is the share of rows that find less
-than half of the mass of an exact selection. "Left out" is the share of the softmax that the selection misses (per query
+"Low" is the 5th percentile of the mass over rows, and "lost" the share of rows that find less than half of the mass of
+an exact selection, both of the layer's worst KV head, in parentheses. A head fails if its low is below {LEAST_LOW} or
+its lost above {share(MOST_LOST)}. "Left out" is the share of the softmax that the selection misses (per query
 head, mean over rows), which the remainder estimates; its error is the root mean square over rows.
 
     from hashtrain import Hasher

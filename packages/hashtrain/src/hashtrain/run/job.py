@@ -20,7 +20,7 @@ from hashtrain.evaluation.evaluate import evaluate_layer
 from hashtrain.evaluation.remainder import calibrate
 from hashtrain.layers import LayerHasher
 from hashtrain.machine.distribute import ALONE, Ranks
-from hashtrain.run.repair import repair
+from hashtrain.run.repair import Repair, repair
 from hashtrain.settings.recipes import Recipe
 from hashtrain.settings.train_command import TrainCommand
 from hashtrain.training.checkpoint import Checkpoint, load_stored, save_stored
@@ -90,12 +90,14 @@ class LayerJob:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """The layer's tensors, the loss of every step, why training stopped early ("" if not), and the evaluation."""
+    """The layer's tensors, the loss of every step, why training stopped early ("" if not), the evaluation, and what
+    was repaired."""
 
     tensors: dict[str, Tensor]
     losses: list[float]
     stopped: str
     quality: dict[str, dict[str, Any]]
+    repair: Repair
 
 
 def training_of(command: TrainCommand, recipe: Recipe, device: str) -> TrainConfig:
@@ -150,21 +152,23 @@ def make(job: LayerJob, report: Report) -> None:
     with torch.device(job.device):
         command = job.command
         mended = repair(hasher, job.layer, job.data, job.config, command.seed, command.digits, command.fraction, keys)
-        if mended:
-            said = ", ".join(f"head {head}: {what}" for head, what in sorted(mended.items()))
-            report(f"{name}: {said}", 0, {"hasher": job.recipe.name, "layer": job.layer, "repaired": mended})
+        if mended.taken:
+            said = ", ".join(f"head {head}: {what}" for head, what in sorted(mended.taken.items()))
+            report(f"{name}: {said}", 0, {"hasher": job.recipe.name, "layer": job.layer, "repaired": mended.taken})
+        hasher.round_matrices()  # before anything is measured
         calibrate(hasher, job.layer, job.data, job.command.seed)
         quality = evaluate_layer(job.command, hasher, job.layer, job.validation)
-    _store(job, hasher, losses, stopped, quality)
+    state = {"stopped": stopped, "quality": quality, "repaired": mended.taken, "failing": mended.failing}
+    _store(job, hasher, losses, state)
     checkpoint.remove()
     found = {heads: quality[heads]["iou"] for heads in ("kv_head", "query_head")}
     report(f"evaluated {name}", 1, {"hasher": job.recipe.name, "layer": job.layer, "iou": found})
 
 
-def _store(job: LayerJob, hasher: LayerHasher, losses: list[float], stopped: str, quality: dict[str, Any]) -> None:
+def _store(job: LayerJob, hasher: LayerHasher, losses: list[float], state: dict[str, Any]) -> None:
     tensors = {f"hasher.{key}": tensor for key, tensor in hasher.state_dict().items()}
     tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
-    save_stored(job.finished, tensors, {"stopped": stopped, "quality": quality})
+    save_stored(job.finished, tensors, state)
 
 
 def result(job: LayerJob) -> LayerResult:
@@ -176,7 +180,8 @@ def result(job: LayerJob) -> LayerResult:
     try:
         losses = tensors.pop("losses").tolist()
         plain = {name.removeprefix("hasher."): tensor for name, tensor in tensors.items()}
-        return LayerResult(plain, losses, state["stopped"], state["quality"])
+        repaired = Repair({int(head): what for head, what in state["repaired"].items()}, state["failing"])
+        return LayerResult(plain, losses, state["stopped"], state["quality"], repaired)
     except KeyError as error:
         raise ValueError(f"{job.finished} lacks {error}; delete it and rerun the command") from error
 
@@ -199,7 +204,8 @@ def _train(
 
 
 def following(job: LayerJob, training: Training, report: Report) -> Callable[[int, float], None]:
-    """Report a resumed training; return a callback that reports every step and, at intervals, the mean loss."""
+    """Report a resumed training; return a callback that reports every step and, after the first and at intervals, the
+    mean loss."""
     name = f"{job.recipe.name}, layer {job.layer}"
     if training.losses:
         report(f"resumed {name}", len(training.losses))
@@ -207,8 +213,9 @@ def following(job: LayerJob, training: Training, report: Report) -> Callable[[in
 
     def on_step(step: int, loss: float) -> None:
         line = None
-        if (step + 1) % interval == 0:
-            mean = sum(training.losses[-interval:]) / interval
+        if step == 0 or (step + 1) % interval == 0:  # the first, too, as a sign that training has begun
+            recent = training.losses[-interval:]
+            mean = sum(recent) / len(recent)
             line = {"hasher": job.recipe.name, "layer": job.layer, "step": step + 1, "loss": mean}
         report(f"train {name}, loss {loss:.3f}", 1, line)
 

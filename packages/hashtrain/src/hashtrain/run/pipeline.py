@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ from hashtrain.demo import DEMO, base_model
 from hashtrain.evaluation.cost import layer_costs, steps_of
 from hashtrain.evaluation.evaluate import failing, summarise
 from hashtrain.files.atomic import write_text
+from hashtrain.layers import starts_from_data
 from hashtrain.machine.distribute import ALONE, Ranks, init_distributed
 from hashtrain.machine.workers import default_workers, run_jobs
 from hashtrain.reporting.board import open_board, require_board
 from hashtrain.reporting.progress import live, tracking
-from hashtrain.reporting.report import card, draw, draw_bits, draw_heads, draw_worst, quality_table, worst_lines
+from hashtrain.reporting.report import card, draw, draw_bits, draw_heads, draw_worst, quality_table
+from hashtrain.reporting.worst import worst_lines
 from hashtrain.run.estimate import estimate
 from hashtrain.run.job import LayerJob, LayerResult, make, result, training_of
 from hashtrain.run.prepare import Prepared, prepare
@@ -68,13 +70,15 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
     began = time.monotonic()
     prepared = prepare(command, ranks)
     shape, train, validation = prepared.shape, prepared.train, prepared.validation
+    # With --stream the contexts are tokenised while it trains, so their number is not known yet.
+    count = f"up to {command.contexts}" if command.stream else str(len(prepared.contexts))
     console.print(
         f"{command.model}: {shape.num_layers} layers, {shape.num_query_heads} query / {shape.num_kv_heads} KV heads of "
-        f"{shape.head_dim}; {len(prepared.contexts)} contexts of {command.context} tokens to train on, "
+        f"{shape.head_dim}; {count} contexts of {command.context} tokens to train on, "
         f"{len(validation.contexts)} held out; {prepared.disk / 1e9:.1f} GB of disk while it runs"
     )
-    if len(prepared.contexts) < command.contexts:
-        console.print(f"the text has {len(prepared.contexts)} training contexts; {command.contexts} were requested")
+    if not command.stream:
+        _say_if_fewer(prepared, console)
     if (held := len(validation.contexts)) < command.held_out:
         console.print(f"the held-out text has {held} contexts; {command.held_out} were requested")
     if command.tensorboard:
@@ -89,12 +93,12 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         if ranks.first:
             names = {path.name for job in jobs for path in (job.finished, job.unfinished)}
             begin(command.out, as_toml(command), names)
+            prepared.keep()
         ranks.barrier()
         if not (command.out / ".work" / "run.toml").is_file():
             raise ValueError(f"{command.out} is not shared: expected a folder that all processes can read and write")
-        with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
-            work = (command.model_path, prepared.device, prepared.sources, _workers(prepared))
-            make_all(*work, advance, ranks, command.backbone_memory)
+        if capture_only or not _trains_first(command):
+            _capture(prepared, console)
         if capture_only:
             return {"captured": len(train.contexts) + len(validation.contexts)}
         if not command.stream:
@@ -124,6 +128,11 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
     for line in worst_lines(metrics):
         console.print(line, highlight=False)
     return metrics
+
+
+def _say_if_fewer(prepared: Prepared, console: Console) -> None:
+    if (count := len(prepared.contexts)) < prepared.command.contexts:
+        console.print(f"the text has {count} training contexts; {prepared.command.contexts} were requested")
 
 
 def _workers(prepared: Prepared) -> int:
@@ -157,6 +166,19 @@ def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
     ]
 
 
+def _trains_first(command: TrainCommand) -> bool:
+    """Whether training needs no stored capture, so that captures, which calibration reads, can be made after it."""
+    return command.stream and not any(starts_from_data(recipe.variant) for recipe in command.recipes)
+
+
+def _capture(prepared: Prepared, console: Console) -> None:
+    """Store the captures that are still missing."""
+    command = prepared.command
+    with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
+        work = (command.model_path, prepared.device, prepared.sources, _workers(prepared))
+        make_all(*work, advance, prepared.ranks, command.backbone_memory)
+
+
 def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console) -> None:
     """Train and evaluate this process's share of the unfinished layers."""
     command, ranks = prepared.command, prepared.ranks
@@ -169,6 +191,8 @@ def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console)
             report = live(command.out / "metrics.jsonl", advance, board)
             model, _ = loaded(command.model_path, prepared.device, command.backbone_memory)
             train_all(model, prepared.contexts, mine, prepared.reads, report)
+        if _trains_first(command):
+            _capture(prepared, console)
         loaded.cache_clear()
     with tracking(console, steps + len(mine)) as advance:
         if mine:
@@ -186,8 +210,17 @@ def _collect(
         hashers[job.recipe.name].layer(job.layer).load_state_dict(found.tensors)
         if found.stopped:
             console.print(f"{job.recipe.name}, layer {job.layer} {found.stopped}", highlight=False)
-    costs = _costs(prepared, hashers, console)
+    failing = {
+        name: [number for number, layer in enumerate(layers) if layer.repair.failing]
+        for name, layers in by_name.items()
+    }
+    costs = _costs(prepared, hashers, failing, console)
+    if prepared.command.stream:
+        _say_if_fewer(prepared, console)
     for name, hasher in hashers.items():
+        if hasher.config.training:
+            training = {**hasher.config.training, "contexts": len(prepared.contexts)}
+            hasher.config = replace(hasher.config, training=training)
         first = prepared.command.dense_layers
         dense = costs.get(name, {}).get("dense", []) if first is None else range(first)
         if len(dense) < prepared.shape.num_layers:
@@ -198,8 +231,14 @@ def _collect(
     }
 
 
-def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> dict[str, dict[str, Any]]:
-    """Measure the cost of every layer on training contexts, for every hasher made from data."""
+def _costs(
+    prepared: Prepared, hashers: dict[str, Hasher], failing: Mapping[str, Sequence[int]], console: Console
+) -> dict[str, dict[str, Any]]:
+    """Measure the cost of every layer on training contexts, for every hasher made from data.
+
+    Args:
+        failing: by hasher, the layers with heads that fail on training rows.
+    """
     command = prepared.command
     drawn = {c.name for c in command.recipes if not c.trained and c.variant != "transform"}
     coded = {name: hasher for name, hasher in hashers.items() if hasher.layer(0).has_codes and name not in drawn}
@@ -209,14 +248,15 @@ def _costs(prepared: Prepared, hashers: dict[str, Hasher], console: Console) -> 
     steps = steps_of(model, prepared.train.contexts, command.seed)
     with tracking(console, prepared.shape.num_layers * len(coded)) as advance:
         return {
-            name: layer_costs(steps, hasher.to(prepared.device), command.fraction, advance)
+            name: layer_costs(steps, hasher.to(prepared.device), command.fraction, advance, failing[name])
             for name, hasher in coded.items()
         }
 
 
 def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
     command = prepared.command
-    trained = record_of(command, recipe, len(prepared.contexts), prepared.device) if recipe.trained else {}
+    count = command.contexts if command.stream else len(prepared.contexts)  # `_collect` corrects it
+    trained = record_of(command, recipe, count, prepared.device) if recipe.trained else {}
     revision = getattr(prepared.model_config, "_commit_hash", None)
     return config_of(command, recipe, prepared.shape, trained, revision)
 
@@ -261,12 +301,18 @@ def record_of(command: TrainCommand, recipe: Recipe, contexts: int, device: str)
     return {**settings, "context": command.context, "contexts": contexts}
 
 
-def _found(layers: list[LayerResult], dense: Collection[int]) -> dict[str, Any]:
+def _found(layers: list[LayerResult], dense: Sequence[int]) -> dict[str, Any]:
     whole = [layer.losses for layer in layers if layer.losses and not layer.stopped]
     stopped = {str(number): layer.stopped for number, layer in enumerate(layers) if layer.stopped}
-    found = {"losses": whole, **({"stopped": stopped} if stopped else {})}
-    bad = failing([layer.quality["kv_head"] for layer in layers], dense)
-    return {**found, "failing": bad, **summarise([layer.quality for layer in layers], dense)}
+    found: dict[str, Any] = {"losses": whole, **({"stopped": stopped} if stopped else {})}
+    found["dense_layers"] = list(dense)
+    found["repaired"] = {
+        str(number): {str(head): what for head, what in sorted(layer.repair.taken.items())}
+        for number, layer in enumerate(layers)
+        if layer.repair.taken
+    }
+    found["failing"] = failing([layer.quality["kv_head"] for layer in layers], dense)
+    return {**found, **summarise([layer.quality for layer in layers], dense)}
 
 
 def _settings(command: TrainCommand, shape: ModelShape, contexts: int, held_out: int) -> dict[str, Any]:
@@ -281,7 +327,6 @@ def _settings(command: TrainCommand, shape: ModelShape, contexts: int, held_out:
         "contexts": contexts,
         "held_out": held_out,
         **{k: v for k, v in asdict(command).items() if isinstance(v, int | float) and k not in _NOT_IN_METRICS},
-        "dense_layers": command.dense_layers or 0,
         "sink": SINK,
         "recent": RECENT,
         "learning_rates": {c.name: command.learning_rate or c.learning_rate for c in command.recipes if c.trained},

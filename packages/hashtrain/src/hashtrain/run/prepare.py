@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,11 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from hashtrain.config import ModelShape
 from hashtrain.data.capture import require_disk
-from hashtrain.data.corpus import contexts, held_out_sources, python_sources, split
-from hashtrain.data.manifest import identity, weights_hash
+from hashtrain.data.corpus import held_out_sources, python_sources, split, tokenise_with, whole
+from hashtrain.data.manifest import identity, known_weights, weights_hash, weights_record
 from hashtrain.data.shares import room_for
-from hashtrain.data.texts import read_texts, require_apart
+from hashtrain.data.texts import list_texts, require_apart
+from hashtrain.data.token_contexts import TokenContexts, key_of, sweep
 from hashtrain.evaluation.remainder import MAX_CONTEXTS
+from hashtrain.files.atomic import write_text
 from hashtrain.machine.distribute import ALONE, Ranks, device_for
 from hashtrain.models import require_vocabulary
 from hashtrain.run.reads import Reads, training_reads, validation_reads
@@ -36,12 +43,25 @@ class Prepared:
     """Bytes that the missing captures will take."""
     device: str
     ranks: Ranks
-    contexts: list[Tensor]
-    """Training contexts. `train` holds all of them, or, with --stream, only those that the remainder is fitted on."""
+    contexts: Sequence[Tensor]
+    """Training contexts. `train` holds all of them, or, with --stream, only those that the remainder is fitted on; the
+    others are tokenised when they are used."""
     identities: list[dict[str, Any]]
     """Identities of all training and held-out contexts; they decide the result."""
     reads: Reads
     """What training reads of each context."""
+    texts: list[TokenContexts]
+    """The training and held-out contexts, to be kept for the next start."""
+    weights: dict[str, Any]
+    """Digest of the weights, and of what files: to be kept for the next start."""
+
+    def keep(self) -> None:
+        """Store in the working folder what the next start need not compute again."""
+        files = [_kept(self.command, name) for name in ("train", "held")]
+        sweep(files[0].parent, files)
+        for texts, file in zip(self.texts, files, strict=True):
+            texts.keep(file)
+        write_text(_weights_file(self.command), json.dumps(self.weights) + "\n")
 
     @property
     def sources(self) -> list[Source]:
@@ -59,19 +79,22 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     model, tokenizer = loaded(command.model_path, device, command.backbone_memory)
     shape = ModelShape.of(model.config)
     _check_model(command, model.config, shape)
-    texts = dict(zip(("train", "held"), _texts(command, tokenizer), strict=True))
-    every = texts["train"]
-    require_vocabulary(model, *every, *texts["held"])
-    weights = weights_hash(model)
+    found = _texts(command, tokenizer, ranks.first)
+    texts = {"train": _some(found[0], MAX_CONTEXTS if command.stream else None), "held": whole(found[1])}
+    require_vocabulary(model, *texts["train"], *texts["held"])
+    record = weights_record(command.model_path, model)
+    weights = known_weights(_weights_file(command), record) or weights_hash(model)
 
     def of(ids: list[Tensor]) -> dict[str, Any]:
         return identity(model, ids, torch.bfloat16, command.seed, weights)
 
     identities = [of(ids) for ids in texts.values()]
-    if command.stream:
-        texts["train"] = every[:MAX_CONTEXTS]
+    every, count = cast("Sequence[Tensor]", texts["train"]), len(texts["train"])
+    if command.stream:  # the other contexts are known by what they are made of
+        every, count = found[0], command.contexts
+        identities[0] |= {"corpus": found[0].key, "contexts": count}
     shared = command.spread == "data" and ranks.world > 1
-    reads = training_reads(command, shape, len(every), MAX_CONTEXTS, shared)
+    reads = training_reads(command, shape, count, MAX_CONTEXTS, shared)
     both = {"train": reads, "held": validation_reads(command, shape, len(texts["held"]))}
     train, validation = (
         Source(name, command.out / ".work" / name, ids, of(ids) | both[name].identity(len(ids)), both[name])
@@ -80,7 +103,9 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     disk = sum(source.reads.bytes(source.lacking) for source in (train, validation))
     require_disk(command.out, disk, "" if command.stream else ", or --stream")
     ranks.barrier()  # rank 0 must not write while others still check
-    return Prepared(command, model.config, shape, train, validation, disk, device, ranks, every, identities, reads)
+    kept = {"record": record, "hash": weights}
+    settings = command, model.config, shape, train, validation, disk, device, ranks
+    return Prepared(*settings, every, identities, reads, found, kept)
 
 
 def _check_spread(command: TrainCommand, ranks: Ranks) -> None:
@@ -112,19 +137,53 @@ def _check_model(command: TrainCommand, config: Any, shape: ModelShape) -> None:
         raise ValueError(f"expected a model with plain attention logits, got {config.model_type}, which caps them")
 
 
-def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Tensor], list[Tensor]]:
+def _texts(command: TrainCommand, tokenizer: PreTrainedTokenizerBase, first: bool) -> list[TokenContexts]:
+    """Return the training and the held-out contexts, of which only those needed so far are tokenised.
+
+    Args:
+        first: whether this process, alone, may use the files of an earlier run, because it will add to them.
+    Raises: ValueError if a text cannot be used, or a training document holds a held-out one.
+    """
     most = 4 * (command.contexts + command.held_out)
     room = room_for(command.context * (command.contexts + command.held_out))
-    train = read_texts(list(command.text), most, room, command.seed) if command.text else python_sources()
+    train = list_texts(list(command.text), most, room, command.seed) if command.text else python_sources()
     if command.held_out_text:
         room = room_for(command.context * command.held_out)
-        validation = read_texts(list(command.held_out_text), most, room, command.seed)
+        validation = list_texts(list(command.held_out_text), most, room, command.seed)
     elif command.text:
         train, validation = split(train)
     else:
         validation = held_out_sources()
-    require_apart(train, validation)
-    return (
-        contexts(train, tokenizer, command.context, command.contexts, command.seed),
-        contexts(validation, tokenizer, command.context, command.held_out, command.seed),
-    )
+    settings: dict[str, object] = {name: getattr(command, name) for name in ("context", "contexts", "held_out", "seed")}
+    # One key for both: that they are apart is checked only where neither is known.
+    key = hashlib.sha256("".join(key_of(texts, tokenizer, settings) for texts in (train, validation)).encode())
+    named = zip(("train", "held"), (train, validation), (command.contexts, command.held_out), strict=True)
+    found = [
+        TokenContexts(
+            texts,
+            tokenise_with(tokenizer, command.context * count),
+            command.context,
+            count,
+            command.seed,
+            _kept(command, name) if first else None,
+            key.hexdigest()[:16],
+        )
+        for name, texts, count in named
+    ]
+    if not all(texts.stored for texts in found):
+        whole(found[1])
+        require_apart(train, [validation[number] for number in found[1].used])
+    return found
+
+
+def _some(contexts: TokenContexts, most: int | None) -> list[Tensor]:
+    """Return the first contexts, or all. Raises: ValueError if there is none."""
+    return whole(contexts) if most is None else list(itertools.islice(contexts, most)) or whole(contexts)
+
+
+def _kept(command: TrainCommand, name: str) -> Path:
+    return command.out / ".work" / "ids" / f"{name}.ids"
+
+
+def _weights_file(command: TrainCommand) -> Path:
+    return command.out / ".work" / "weights.json"

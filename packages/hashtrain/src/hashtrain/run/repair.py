@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,15 @@ OTHER_DIGITS = (4, 6, 8, 3)
 _CONTEXTS, _ROWS, _AT_ONCE = 4, 256, 32
 
 
+class Repair(NamedTuple):
+    """What `repair` did to a layer."""
+
+    taken: dict[int, str]
+    """For each replaced KV head, what it got."""
+    failing: list[int]
+    """KV heads that fail on rows of the training contexts, whatever they got."""
+
+
 @torch.no_grad()
 def repair(
     hasher: LayerHasher,
@@ -30,20 +40,22 @@ def repair(
     digits: int,
     fraction: float,
     keys_trained: dict[str, Tensor] | None = None,
-) -> dict[int, str]:
+) -> Repair:
     """Replace each KV head's functions, in place, if the keys-only weights or an untrained start measure better.
 
     Every head is compared with the weights after the keys-only steps and a start of `digits`; failing heads
     (`hashtrain.evaluation.evaluate.fails`) also with starts of `OTHER_DIGITS`. Measured on rows of the training
-    contexts, a head that does not fail wins over one that does, then the higher mean attention mass wins.
+    contexts, a head that does not fail wins over one that does, then the higher mean attention mass wins. LSH is not
+    tried: it finds less than the start of `digits` (docs/adr/0012). Whether a layer whose heads still fail becomes
+    dense, `hashtrain.evaluation.cost` decides.
 
     Args:
         config, seed: what the layer was made from (`hashtrain.artefact.hasher.make_layer`).
         keys_trained: `hashtrain.training.trainer.Training.keys_trained`.
-    Returns: for each replaced head, what it got. Variants other than `transform` keep all heads.
+    Returns: the replaced heads and those that fail. Variants other than `transform` are neither measured nor changed.
     """
     if not isinstance(hasher, Transform):
-        return {}
+        return Repair({}, [])
     device = hasher.remainder.device
     best = _mass(hasher, layer, data, fraction)
     taken: dict[int, str] = {}
@@ -64,7 +76,7 @@ def repair(
             if _rank(found[head]) > _rank(best[head]):
                 hasher.take_head(other, head)
                 best[head], taken[head] = found[head], name
-    return taken
+    return Repair(taken, [head for head, mass in enumerate(best) if fails(mass)])
 
 
 def _rank(mass: Tensor) -> tuple[bool, float]:

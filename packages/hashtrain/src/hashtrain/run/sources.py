@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,8 @@ def make_all(
 
     Args:
         model: argument of `load_model`; device: where it runs.
-        workers: processes, each with its own copy of the model; fewer if memory is too small.
+        workers: processes, which share one copy of the model; if shared memory is too small for it (or the model is
+            loaded layer by layer), each has its own, and there are fewer if memory is too small.
         ranks: torchrun's processes, which share the contexts.
         memory: GB of weights that the device may hold; None: no limit.
     """
@@ -100,8 +102,7 @@ def make_all(
             begin(source.stored, source.identity)
     ranks.barrier()
     if mine:
-        jobs = [job(*one) for one in mine]
-        run_jobs(_make, jobs, max(1, min(workers, _fitting(model, device, memory))), advance)
+        _capture([job(*one) for one in mine], workers, advance)
     ranks.barrier()
     if ranks.first:
         for source in sources:
@@ -109,17 +110,35 @@ def make_all(
     ranks.barrier()
 
 
-def _make(job: _Job, report: Callable[[str, int], None]) -> None:
-    capture_one(loaded(job.model, job.device, job.memory)[0], job.ids, job.path, kept=job.kept)
+def _capture(jobs: Sequence[_Job], workers: int, advance: Callable[[str, int], None]) -> None:
+    """Run the model over the contexts of jobs, which are all of one model. Workers share its weights if they can."""
+    first = jobs[0]
+    if first.device != "cpu" or workers == 1 or len(jobs) == 1:
+        run_jobs(_make, jobs, 1 if first.device != "cpu" else workers, advance)
+        return
+    model, _ = loaded(first.model, first.device, first.memory)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    if first.memory is None and size < _shared_room():
+        run_jobs(_make, jobs, workers, advance, given=model.share_memory())
+        return
+    copies = _fitting(int(first.memory * 1e9) if first.memory else size)
+    advance(f"each of {copies} workers has its own copy of the model", 0)
+    run_jobs(_make, jobs, max(1, min(workers, copies)), advance)
+
+
+def _make(job: _Job, report: Callable[[str, int], None], model: PreTrainedModel | None = None) -> None:
+    capture_one(model or loaded(job.model, job.device, job.memory)[0], job.ids, job.path, kept=job.kept)
     report(f"capture {job.name} q and k", 1)
 
 
-def _fitting(model: str, device: str, memory: float | None) -> int:
-    """Return how many copies of the model fit in half of the free memory; 1 unless the device is the CPU."""
-    if device != "cpu":
-        return 1
-    parameters = loaded(model, device, memory)[0].parameters()
-    size = int(memory * 1e9) if memory else sum(p.numel() * p.element_size() for p in parameters)
+def _shared_room() -> float:
+    """Return how many bytes of shared memory may be used: nine tenths of what is free; 0 where it cannot be told."""
+    folder = Path("/dev/shm")
+    return 0.9 * shutil.disk_usage(folder).free if folder.is_dir() else 0.0
+
+
+def _fitting(size: int) -> int:
+    """Return how many copies of a model of this many bytes fit in half of the free memory."""
     if not hasattr(os, "sysconf") or "SC_AVPHYS_PAGES" not in os.sysconf_names:
         return 1
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * size)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from hashtrain.data.capture import run_context
 from hashtrain.data.captured import Capture, InMemory
 from hashtrain.machine.workers import one_thread
+from hashtrain.models import require_vocabulary
 from hashtrain.run.job import LayerJob, Report, following, started
 from hashtrain.run.reads import Reads
 from hashtrain.training.checkpoint import Checkpoint
@@ -35,16 +36,24 @@ class LiveCapture:
         self.contexts: Sequence[Tensor] = contexts
         self.reads: Reads = reads
         self.current: int = -1
+        self._known: int = 0
         self._held: InMemory | None = None
 
     def __len__(self) -> int:
-        return len(self.contexts)
+        """Return a number of contexts that gives the current one as `step % len(...)`; not all need be made yet."""
+        return self._known
 
     def load(self, step: int) -> None:
         """Run the context of a step and drop the previous one."""
-        self._held, self.current = None, step % len(self)
-        kept = self.reads.at_step(step)
-        self._held = InMemory(*run_context(self.model, self.contexts[self.current], kept=kept, place=lambda x: x))
+        self._held = None
+        try:
+            ids, self.current, self._known = self.contexts[step], step, step + 1
+        except IndexError:  # fewer contexts than steps: they are used again
+            self._known = len(self.contexts)
+            self.current = step % self._known
+            ids = self.contexts[self.current]
+        require_vocabulary(self.model, ids)
+        self._held = InMemory(*run_context(self.model, ids, kept=self.reads.at_step(step), place=lambda x: x))
 
     def keys(self, context: int, layer: int) -> tuple[Tensor, float]:
         """Return k and the attention scaling, like `Capture.keys`. Raises: LookupError for another context."""

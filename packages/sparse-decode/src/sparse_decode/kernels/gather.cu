@@ -23,7 +23,10 @@
 // 2 (D + Dv) + 8. An H200 at 85 % of 4.3 TB/s gathers 512K x 2 % x 4 heads, 21.8 MB, in 6.0 us.
 //
 // SPARSE_DIM: D. SPARSE_VALUE_DIM: Dv. Multiples of 16, up to 256. SPARSE_BF16: dtype of q, k, v and the result.
+// HASHCORE_PAGES: keys and values are in pages [M][Hkv][2^shift][D] and [M][Hkv][2^shift][Dv] with strides; Rows.batch is
+// that of pages, and the table of a batch row gives its pages (hashcore's pages.cuh). N is the tokens of a table.
 #include "mma.cuh"
+#include "pages.cuh"
 
 constexpr int DIM = SPARSE_DIM, VALUE_DIM = SPARSE_VALUE_DIM;
 static_assert(DIM % 16 == 0 && DIM >= 16 && DIM <= 256 && VALUE_DIM % 16 == 0 && VALUE_DIM >= 16 && VALUE_DIM <= 256);
@@ -108,6 +111,20 @@ __device__ __forceinline__ i64 token_of(const i64* indices, const i64* always, i
   return behind < 0 ? __ldg(indices + slot - shape.sink) : i64(shape.tokens - shape.recent + behind);
 }
 
+// Where a token is: with pages, its slot in the pool, page * 2^shift + place; -1 for tokens outside [0, N).
+__device__ __forceinline__ i64 place_of(i64 token, int tokens, const Pages& pages) {
+  if constexpr (!PAGED) return token;
+  if (token < 0 || token >= tokens) return -1;
+  const u32 page = __ldg(pages.table + (token >> pages.shift));
+  return i64(page < pages.last ? page : pages.last) << pages.shift | (token & ((1 << pages.shift) - 1));
+}
+
+// The row of keys or values at a place.
+__device__ __forceinline__ const Half* row_at(const Half* from, const Rows& at, i64 place, const Pages& pages) {
+  if constexpr (!PAGED) return from + place * at.token;
+  return from + (place >> pages.shift) * at.batch + (place & ((1 << pages.shift) - 1)) * at.token;
+}
+
 __device__ __forceinline__ bool is_used(i64 index, int tokens) { return index >= 0 && index < tokens; }
 
 // The component of a value for column `reg` % 2 of lane t in a tile's fragment.
@@ -118,7 +135,7 @@ __device__ __forceinline__ int value_column(int tile, int t, int reg) {
 
 // Step (1): the logits of 16 slots, in two tiles of 8.
 __device__ __forceinline__ void multiply_keys(const Half* keys, const Rows& at, const i64 (&key)[2], int tokens,
-                                              const u32 (*query)[32][4], float (&s)[2][4]) {
+                                              const u32 (*query)[32][4], const Pages& pages, float (&s)[2][4]) {
   const int lane = threadIdx.x % 32, t = lane % 4;
 #pragma unroll
   for (int tile = 0; tile < 2; tile++) {
@@ -129,7 +146,7 @@ __device__ __forceinline__ void multiply_keys(const Half* keys, const Rows& at, 
 #pragma unroll
   for (int tile = 0; tile < 2; tile++) {
     const bool used = is_used(key[tile], tokens);
-    const Half* row = keys + (used ? key[tile] : 0) * at.token + 2 * KEY_WORDS * t;
+    const Half* row = row_at(keys, at, used ? key[tile] : 0, pages) + 2 * KEY_WORDS * t;
 #pragma unroll
     for (int r = 0; r < KEY_READS; r++) {
 #pragma unroll
@@ -192,7 +209,7 @@ __device__ __forceinline__ void weigh(const Shape& shape, const bool (&used)[2][
 
 // Step (3): add weighted values.
 __device__ __forceinline__ void add_values(const Half* values, const Rows& at, const i64 (&slot)[2][2], int tokens,
-                                           const float (&s)[2][4], Sums& sums) {
+                                           const float (&s)[2][4], const Pages& pages, Sums& sums) {
   const int g = threadIdx.x % 32 / 4;
   const u32 a[4] = {narrow2(s[0][0], s[0][1]), narrow2(s[0][2], s[0][3]), narrow2(s[1][0], s[1][1]),
                     narrow2(s[1][2], s[1][3])};
@@ -205,7 +222,7 @@ __device__ __forceinline__ void add_values(const Half* values, const Rows& at, c
       const bool used = is_used(index, tokens);
 #pragma unroll
       for (int w = 0; w < VALUE_WORDS; w++) words[i / 2][i % 2][w] = 0;  // unused rows are not read: 0 * NaN is NaN
-      const Half* row = values + (used ? index : 0) * at.token + 2 * VALUE_WORDS * (g + 8 * r);
+      const Half* row = row_at(values, at, used ? index : 0, pages) + 2 * VALUE_WORDS * (g + 8 * r);
       if (used) read(row, words[i / 2][i % 2]);
     }
 #pragma unroll
@@ -224,7 +241,8 @@ __device__ __forceinline__ void add_values(const Half* values, const Rows& at, c
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
     gather(const Half* __restrict__ q, const Half* __restrict__ k, const Half* __restrict__ v,
            const i64* __restrict__ indices, float* __restrict__ outs, float* __restrict__ stats,
-           i32* __restrict__ counts, Rows key_rows, Rows value_rows, Shape shape, const i64* __restrict__ always) {
+           i32* __restrict__ counts, Rows key_rows, Rows value_rows, Shape shape,
+           const i64* __restrict__ always PAGES_PARAMETER) {
   __shared__ __align__(16) u32 query[STEPS][32][4];
   __shared__ float merged[MAX_GROUP][VALUE_DIM];
   __shared__ float tops[WARPS][MAX_GROUP], totals[WARPS][MAX_GROUP], logits[WARPS][MAX_GROUP];
@@ -243,8 +261,15 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
   __syncthreads();
 
   const int kv = first_head / shape.heads_per_kv;
-  k += task.batch * key_rows.batch + kv * key_rows.head;
-  v += task.batch * value_rows.batch + kv * value_rows.head;
+  Pages table = PAGES;
+  if constexpr (PAGED) {
+    k += kv * key_rows.head, v += kv * value_rows.head;
+    table.table += task.batch * table.width;
+  } else {
+    k += task.batch * key_rows.batch + kv * key_rows.head;
+    v += task.batch * value_rows.batch + kv * value_rows.head;
+  }
+  const int places = PAGED ? 0x7fffffff : shape.tokens;  // a place is used if it is in [0, places)
   indices += ((i64(task.batch) * shape.sets + task.set) * shape.queries + task.query) * shape.width;
   if (always) always += i64(task.batch) * shape.sink;
   const int begin = blockIdx.y * shape.slots;
@@ -267,19 +292,19 @@ extern "C" __global__ void __launch_bounds__(GATHER_THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int tile = 0; tile < 2; tile++) {
       const int mine = from + 8 * tile + g;
-      key[tile] = mine < end ? token_of(indices, always, mine, shape) : -1;
+      key[tile] = mine < end ? place_of(token_of(indices, always, mine, shape), shape.tokens, table) : -1;
 #pragma unroll
       for (int column = 0; column < 2; column++) {
         const int at = from + 8 * tile + 2 * t + column;
-        slot[tile][column] = at < end ? token_of(indices, always, at, shape) : -1;
-        used[tile][column] = is_used(slot[tile][column], shape.tokens);
+        slot[tile][column] = at < end ? place_of(token_of(indices, always, at, shape), shape.tokens, table) : -1;
+        used[tile][column] = is_used(slot[tile][column], places);
         seen += used[tile][column];
       }
     }
     float s[2][4];
-    multiply_keys(k, key_rows, key, shape.tokens, query, s);
+    multiply_keys(k, key_rows, key, places, query, table, s);
     weigh(shape, used, s, sums);
-    add_values(v, value_rows, slot, shape.tokens, s, sums);
+    add_values(v, value_rows, slot, places, s, table, sums);
   }
 
   // Step (4): the largest logit is known to the whole quad; sums are still per lane.

@@ -1,0 +1,259 @@
+"""Searches of keys in pages on CUDA, under the host simulator: what is found is what is found once they are gathered.
+
+Tolerance 0. Pages that no row owns, and keys behind a row's last, are the best of all; the pool, the tables and the
+results lie between guard pages.
+"""
+
+import numpy as np
+import pytest
+from hashcore import reference
+from hashcore.hostsim import SimulationError, Simulator, guarded
+from hashcore_samples import random_codes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_pages import shuffled_tables
+
+torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
+kept = pytest.importorskip("hashcore.cuda.kept", reason="the launches are described on torch tensors")
+operands = pytest.importorskip("hashcore.cuda.operands", reason="the launches are described on torch tensors")
+tensors = pytest.importorskip("hashcore.cuda.tensors", reason="the launches are described on torch tensors")
+torch_ops = pytest.importorskip("hashcore.torch_ops", reason="the launches are described on torch tensors")
+traffic = pytest.importorskip("hashcore.cuda.traffic", reason="the launches are described on torch tensors")
+simulated = pytest.importorskip("simulated", reason="g++ is needed")
+
+PLANES = (1, 2, 4)
+SIZES = [16, 32, 128, 1, 8, 64]
+# Words and weights: the hashers' codes, one word, a number of words without vectors, four lanes a key, codes longer
+# than a thread holds.
+SCORES = [(4, PLANES), (4, PLANES), (1, (1, 2)), (3, (5, 1)), (16, PLANES), (9, (1, 2))]
+
+
+class Pool:
+    """Keys of B sequences and H heads in shuffled pages with other words around them, as an engine lays them."""
+
+    def __init__(self, rng, lengths, size, heads, words, shared=0, heads_outside=True, kind=np.int32):
+        self.lengths, self.size = np.asarray(lengths), size
+        self.tables, pages = shuffled_tables(rng, self.lengths, size, 2, shared)
+        unit = np.gcd(words, 4)
+        room, page = 4 * unit, size * heads * words
+        memory = guarded(random_codes(rng, pages, room + page + unit))
+        inside = memory[:, room : room + page]
+        if heads_outside:  # a head's keys of a page side by side
+            self.codes = inside.reshape(pages, heads, size, words).transpose(1, 0, 2, 3)
+        else:
+            self.codes = inside.reshape(pages, size, heads, words).transpose(2, 0, 1, 3)
+        self.blocks = simulated.inside(self.tables.astype(kind), 8)
+
+    def poison(self, query) -> None:
+        """Give the best of codes to what no row sees: pages without an owner, keys behind the last, words between."""
+        owned = np.zeros(self.codes.shape[1:3], bool)
+        for table, length in zip(self.tables, self.lengths, strict=True):
+            at = np.arange(length)
+            owned[table[at // self.size], at % self.size] = True
+        best = query.reshape(-1, *query.shape[-2:])[0, -1]
+        self.codes[:, ~owned] = best
+
+    def gathered(self):
+        """Keys [B, H, N, W]."""
+        return reference.gathered(self.codes, self.tables[:, None])
+
+
+def search(query, pool, k, weights, device, lengths, starts=None, sink=0, recent=0, width=None):
+    """Search planes [B, H, P, W] of a pool."""
+    width = int(np.max(k)) if width is None else width
+    values = simulated.empty(*query.shape[:2], width)
+    indices = simulated.empty(*query.shape[:2], width, dtype=np.int64)
+    bounds = operands.Bounds(*(simulated.tensor_or(x) for x in (lengths, starts)), sink, recent)
+    how = {"run": device, "blocks": pool.blocks[:, None]}
+    asked = simulated.inside(query), torch.from_numpy(pool.codes), simulated.tensor_or(k), weights
+    tensors.search(*asked, bounds, values, indices, **how)
+    return values, indices
+
+
+def assert_found(found, expected) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        simulated.assert_same(ours, theirs)
+
+
+@st.composite
+def orders(draw):
+    return simulated.Device(draw(st.sampled_from(simulated.ORDERS)), draw(st.integers(1, 4)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), orders())
+def test_keys_in_pages_are_found_as_gathered_ones(data, device):
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    batch, heads, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), data.draw(st.sampled_from(SIZES))
+    (words, weights), longest = data.draw(st.sampled_from(SCORES)), data.draw(st.sampled_from([70, 1100, 2500]))
+    lengths = rng.integers(0, longest + 1, batch)
+    lengths[0] = longest
+    kind = data.draw(st.sampled_from([np.int32, np.int64]))
+    outside = data.draw(st.booleans())
+    pool = Pool(rng, lengths, size, heads, words, data.draw(st.integers(0, 3)), outside, kind)
+    query = random_codes(rng, batch, heads, len(weights), words)
+    pool.poison(query)
+    ends = lengths[:, None].astype(kind)
+    k = np.minimum(ends, data.draw(st.sampled_from([3, 30, 2500])))
+    ranges = dict(lengths=ends, starts=rng.integers(0, ends + 1).astype(kind))
+    ranges |= dict(sink=data.draw(st.integers(0, 5)), recent=data.draw(st.integers(0, 3)))
+    expected = reference.search(query, pool.gathered(), k, weights, order="index", **ranges)
+    assert_found(search(query, pool, k, weights, device, **ranges), expected)
+
+
+@pytest.mark.parametrize("order", simulated.ORDERS)
+@pytest.mark.parametrize("size", [16, 32, 128])
+def test_long_rows_are_found_in_any_order(rng, size, order):
+    lengths = np.array([9000, 4097])
+    pool, query = Pool(rng, lengths, size, 2, 4, shared=5), random_codes(rng, 2, 2, 3, 4)
+    pool.poison(query)
+    device, ends = simulated.Device(order), lengths[:, None]
+    ranges = dict(lengths=ends, sink=4, recent=1)
+    expected = reference.search(query, pool.gathered(), ends // 50, PLANES, order="index", **ranges)
+    assert_found(search(query, pool, ends // 50, PLANES, device, **ranges), expected)
+    assert device.kernels == ["list_candidates", "select_64"]
+
+
+@pytest.mark.parametrize("order", simulated.ORDERS)
+def test_keys_that_a_wrong_floor_left_out_are_scored_in_their_pages(rng, order):
+    """The launch that selects scores them again, through the table."""
+    lengths = np.array([9000, 3000])
+    pool, query = Pool(rng, lengths, 32, 1, 4), random_codes(rng, 2, 1, 3, 4)
+    pool.poison(query)
+    values, indices = simulated.empty(2, 1, 700), simulated.empty(2, 1, 700, dtype=np.int64)
+    scratch = tensors.workspace(2, pool.tables.shape[1] * 32, 4, PLANES, torch.device("cpu"))
+    scratch[: kept.layout.SAMPLES] = 2**30
+    bounds = operands.Bounds(torch.from_numpy(lengths[:, None]), None, 3, 5)
+    keys = simulated.inside(query), torch.from_numpy(pool.codes)
+    how = {"run": simulated.Device(order), "blocks": pool.blocks[:, None]}
+    tensors.search(*keys, 700, PLANES, bounds, values, indices, scratch, **how)
+    ranges = dict(lengths=lengths[:, None], sink=3, recent=5)
+    expected = reference.search(query, pool.gathered(), 700, PLANES, order="index", **ranges)
+    assert_found((values, indices), expected)
+
+
+@pytest.mark.parametrize(("heads", "kernel"), [(1, "list_candidates"), (2, "list_candidates_shared")])
+def test_queries_over_the_same_pages_read_them_together(rng, heads, kernel):
+    """Q queries without weights, over the pages of their sequence; with one head, they are a line with others."""
+    lengths = np.array([900, 333])
+    pool, query = Pool(rng, lengths, 16, heads, 4), random_codes(rng, 2, heads, 5, 4)
+    values, indices = simulated.empty(2, heads, 5, 9), simulated.empty(2, heads, 5, 9, dtype=np.int64)
+    device, bounds = simulated.Device(), operands.Bounds(torch.from_numpy(lengths[:, None, None]))
+    how = {"run": device, "blocks": pool.blocks[:, None, None]}
+    asked = simulated.inside(query), torch.from_numpy(pool.codes), 9, None
+    tensors.search(*asked, bounds, values, indices, **how)
+    ranges = dict(lengths=lengths[:, None, None], order="index")
+    assert_found((values, indices), reference.search(query, pool.gathered(), 9, None, **ranges))
+    assert device.kernels[0] == kernel
+
+
+def test_rows_with_other_tables_are_no_group(rng):
+    """With one head, sequences differ in their tables alone; keys of one must not be scored for another."""
+    lengths = np.array([500, 400, 300])
+    pool, query, device = Pool(rng, lengths, 32, 1, 4), random_codes(rng, 3, 1, 3, 4), simulated.Device()
+    found = search(query, pool, 20, PLANES, device, lengths[:, None])
+    ranges = dict(lengths=lengths[:, None], order="index")
+    assert_found(found, reference.search(query, pool.gathered(), 20, PLANES, **ranges))
+    assert device.kernels[0] == "list_candidates"
+
+
+def test_page_numbers_out_of_range_read_nothing_outside_the_pool(rng):
+    """A caller's error, which the host cannot see: the guard pages are not touched."""
+    pool, query = Pool(rng, np.array([300]), 32, 1, 4), random_codes(rng, 1, 1, 3, 4)
+    pages = pool.codes.shape[1]
+    clamped = pool.tables.copy()
+    for wrong in (-1, pages, 2**31 - 1, -(2**31)):
+        pool.blocks[0, 2], clamped[0, 2] = wrong, pages - 1
+        expected = reference.gathered(pool.codes, clamped[:, None])
+        expected = reference.search(query, expected, 300, PLANES, lengths=np.array([[300]]), order="index")
+        assert_found(search(query, pool, 300, PLANES, simulated.Device(), np.array([[300]])), expected)
+
+
+def test_a_table_for_each_row_needs_no_copies(rng):
+    tables = torch.from_numpy(rng.integers(0, 9, (4, 20)).astype(np.int32))
+    lead = (3, 2, 5)
+    for blocks, width, per in (
+        (tables[:3, None, None, :7], 20, 10),  # an engine's table has room for more
+        (tables[:1, :7], 0, 30),
+        (tables[0], 0, 30),
+        (tables[:3].repeat_interleave(2, 0).view(3, 2, 1, 20), 20, 5),
+    ):
+        found = operands.page_tables(blocks, lead)
+        assert (found.blocks.data_ptr(), found.width, found.per) == (blocks.data_ptr(), width, per)
+    for blocks in (tables[:2, None], tables[:3, None, None].long(), tables[:3, None, None, ::2]):
+        found = operands.page_tables(blocks, lead)
+        expected = torch.broadcast_to(blocks, (*lead, blocks.shape[-1])).reshape(30, -1)
+        rows = torch.arange(30) // found.per
+        ours = torch.stack([found.blocks.flatten()[r * found.width :][: blocks.shape[-1]] for r in rows])
+        assert torch.equal(ours, expected.int())
+
+
+def test_a_second_search_makes_nothing(rng, monkeypatch):
+    """Other pages, lengths and counts: the launches and the memory of the first serve."""
+    pool, query = Pool(rng, np.array([700, 90]), 16, 2, 4), random_codes(rng, 2, 2, 3, 4)
+    ends = pool.lengths[:, None]
+    search(query, pool, ends // 9, PLANES, simulated.Device(), ends)
+    monkeypatch.setattr(tensors.kernels, "make_launch", lambda *_, **__: pytest.fail("made again"))
+    other = np.array([[650], [33]])
+    pool.blocks[0, [3, 7]] = pool.blocks[0, [7, 3]]
+    pool.tables[0, [3, 7]] = pool.tables[0, [7, 3]]
+    expected = reference.search(query, pool.gathered(), ends // 9, PLANES, lengths=other, order="index")
+    assert_found(search(query, pool, ends // 9, PLANES, simulated.Device(), other), expected)
+
+
+def test_contiguous_kernels_know_nothing_of_pages(rng):
+    """The same sources without the macro: no argument more, no other program."""
+    seen = []
+    out = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 5, dtype=torch.int64)
+    query, keys = (torch.from_numpy(random_codes(rng, 2, rows, 4)) for rows in (3, 300))
+    tensors.search(query, keys, 5, PLANES, operands.Bounds(), *out, run=lambda found, _: seen.extend(found))
+    assert not any("HASHCORE_PAGES" in dict(one.macros) for one in seen)
+
+
+def test_the_guard_pages_catch_a_table_that_is_read_too_far(rng):
+    """The tests above can fail: a kernel that looks one page further is stopped."""
+    source, macros = "score.cu", (("HASHCORE_WORDS", "4"), ("HASHCORE_PLANES", "3"), ("HASHCORE_WEIGHTS", "1,2,4"))
+    text = simulated.read_source(simulated.HASHCORE_KERNELS, source)
+    assert text.count("of.table + (i >> of.shift)") == 1
+    text = text.replace("of.table + (i >> of.shift)", "of.table + (i >> of.shift) + 300")
+    broken = Simulator(text, ["list_candidates"], dict(macros) | {"HASHCORE_PAGES": "1"})
+    pool, query = Pool(rng, np.array([300]), 32, 1, 4), random_codes(rng, 1, 1, 3, 4)
+
+    def run(launches, _):
+        one = launches[0]
+        broken.launch(one.kernel, one.grid, (one.threads,), one.arguments)
+
+    with pytest.raises(SimulationError):
+        search(query, pool, 20, PLANES, run, np.array([[300]]))
+
+
+REFUSED = {
+    "24 keys": (lambda: (torch.zeros(3, 24, 4).int(), torch.zeros(1).int()), "power of two of keys, got 24"),
+    "no page": (lambda: (torch.zeros(0, 16, 4).int(), torch.zeros(1).int()), "at least one page, got none"),
+    "two tables": (lambda: (torch.zeros(3, 16, 4).int(), torch.zeros(2, 1).int()), r"shape \[1, 'T'\], got \[2, 1\]"),
+    "no table": (lambda: (torch.zeros(3, 16, 4).int(), torch.tensor(0)), r"shape \[..., T\], got a scalar"),
+    "floats": (lambda: (torch.zeros(3, 16, 4).int(), torch.zeros(1)), "int32 or int64 page numbers, got float32"),
+    "one page": (lambda: (torch.zeros(16, 4).int(), torch.zeros(1).int()), r"shape \[..., M, S, W\], got \[16, 4\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name):
+    make, words = REFUSED[name]
+    pool, blocks = (x.to("meta") for x in make())
+    with pytest.raises((ValueError, TypeError), match=words):
+        torch_ops.search(torch.zeros(1, 4).int().to("meta"), pool, 1, blocks=blocks)
+
+
+def test_a_shortlist_of_keys_in_pages_is_refused():
+    pool, blocks = torch.zeros(3, 16, 4, device="meta").int(), torch.zeros(1, device="meta").int()
+    with pytest.raises(ValueError, match="not supported for keys in pages, got shortlist=6"):
+        torch_ops.search(pool[0, :1], pool, 1, blocks=blocks, shortlist=6)
+
+
+def test_keys_that_would_have_to_be_copied_are_refused(rng):
+    pool, query = Pool(rng, np.array([300]), 32, 1, 4), random_codes(rng, 1, 1, 3, 4)
+    memory = np.zeros((1, pool.codes.shape[1], 32 * 4 + 1), np.int32)
+    pool.codes = np.lib.stride_tricks.as_strided(memory, pool.codes.shape, (memory.nbytes, 129 * 4, 16, 4))
+    with pytest.raises(ValueError, match=r"aligned to 16 bytes, got strides .*copy the pages"):
+        search(query, pool, 20, PLANES, simulated.Device(), np.array([[300]]))

@@ -1,0 +1,69 @@
+"""Rows of long contexts are put in huge pages where the system has them, and nothing else changes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from sparse_decode import huge_pages
+from sparse_decode.buffer import GrowingBuffer
+from sparse_decode.huge_pages import in_huge_pages
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def advised(monkeypatch):
+    """Note what is asked of the system."""
+    asked = []
+    monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *given: asked.append(given))
+    return asked
+
+
+@pytest.mark.parametrize("size", [2 * MIB, 3 * MIB, 9 * MIB + 123])
+def test_only_whole_pages_inside_the_tensor_are_asked_for(size, advised):
+    x = torch.empty(size, dtype=torch.uint8)
+    assert in_huge_pages(x) is x
+    ((start, length, _),) = advised
+    assert start % (2 * MIB) == length % (2 * MIB) == 0
+    assert x.data_ptr() <= start
+    assert start + length <= x.data_ptr() + size
+    assert size - length < 4 * MIB
+
+
+def test_small_tensors_and_those_without_memory_are_left_alone(advised):
+    in_huge_pages(torch.empty(2 * MIB - 1, dtype=torch.uint8))
+    in_huge_pages(torch.empty(9 * MIB, dtype=torch.uint8, device="meta"))
+    with FakeTensorMode():
+        in_huge_pages(torch.empty(9 * MIB, dtype=torch.uint8))
+    assert not advised
+
+
+def test_long_rows_ask_for_them(advised):
+    buffer = GrowingBuffer()
+    buffer.append(torch.zeros(1, 2, 40, 64))
+    assert not advised
+    buffer.append(torch.zeros(1, 2, 40_000, 64))
+    assert len(advised) == 1
+
+
+def test_other_systems_are_not_asked(monkeypatch):
+    huge_pages._advise.cache_clear()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert huge_pages._advise() is None
+    huge_pages._advise.cache_clear()
+
+
+@pytest.mark.skipif(
+    not SETTING.is_file() or "[never]" in SETTING.read_text(encoding="ascii"), reason="this system has no huge pages"
+)
+def test_the_system_gives_them():
+    def huge():
+        return int(Path("/proc/self/smaps_rollup").read_text(encoding="ascii").split("AnonHugePages:")[1].split()[0])
+
+    before = huge()
+    x = in_huge_pages(torch.empty(64 * MIB, dtype=torch.uint8)).fill_(1)
+    assert huge() - before >= 32 * 1024  # kB: most of it
+    assert x[-1] == 1

@@ -1,0 +1,37 @@
+"""The paper's training at Llama-3-8B's width, rehearsed on the CPU, takes the disk and memory that the plan says."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def tool():
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        return importlib.import_module("rehearse_paper")
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+
+
+def require_planned(found):
+    """Check measured against planned figures; the plan is an upper bound of the disk, without file headers."""
+    planned, measured = found["planned"], found["measured"]
+    assert 0.9 * planned["disk"] < measured["disk"] < 1.01 * planned["disk"] + (1 << 16)
+    assert measured["memory"] < planned["memory"] + (1 << 30)  # modules, text and tokenizer come on top
+    assert measured["model_memory"] > 2 * planned["model_memory"]  # float32 on the CPU, bfloat16 in the plan
+    assert found["kl"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("narrow", [True, False], ids=["narrow", "full width"])
+def test_one_layer_is_trained_and_measured(narrow, tool, tmp_path):
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "text.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(6000)))
+    found = tool.rehearse(tmp_path, 1024, 1, ["--text", tmp_path / "text.txt"], **(small if narrow else {}))
+    assert (found["parameters"] > 200e6) is not narrow
+    require_planned(found)

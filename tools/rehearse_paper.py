@@ -1,0 +1,143 @@
+"""Rehearse the paper's training at full width on the CPU: one layer of Llama-3-8B, beside what `hashtrain plan` says.
+
+    uv run tools/rehearse_paper.py --context 1024 --steps 3 --out docs/results/rehearsal.json
+
+It makes a random model of one layer (hidden 4,096, 14,336 in its MLP, 32 query and 8 KV heads of 128) with the demo
+model's tokenizer, trains `paper-exact` with --stream, measures it with `evals ppl`, and stores the disk and memory that
+this took beside the plan's figures. Memory is counted beyond that of a process that has only run the model.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any, cast
+
+import torch
+from evals.cli import main as evals
+from evals.machine import environment
+from hashtrain import Hasher
+from hashtrain.cli import main as hashtrain
+from hashtrain.cli import parse
+from hashtrain.data.capture import run_context
+from hashtrain.demo import demo_model_path
+from hashtrain.files.atomic import write_text
+from hashtrain.models import load_config, load_model
+from hashtrain.run.schedule import schedule
+from hashtrain.settings.train_command import TrainCommand
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+
+
+def make_model(folder: pathlib.Path, layers: int = 1, **shape: int) -> None:
+    """Store a random model of Llama-3-8B's width with the demo model's tokenizer, in bfloat16."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        **SHAPE,
+        "head_dim": 128,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 8192,
+        **shape,
+    }
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def peak() -> int:
+    """Return this process's largest resident memory so far, bytes."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+def only_the_model(model: str, context: int) -> int:
+    """Load the model as a training does and run one context; return the peak memory."""
+    found, _ = load_model(model, torch.float32, "cpu")
+    run_context(found, torch.zeros(context, dtype=torch.long))
+    return peak()
+
+
+def training(words: list[str], out: pathlib.Path) -> dict[str, float]:
+    """Train; return the peak memory, the most bytes of captures and of checkpoints, and the seconds."""
+    most, done, began = {"disk": 0, "checkpoints": 0}, threading.Event(), time.monotonic()
+
+    def watch() -> None:
+        while not done.wait(0.05):
+            sizes = dict.fromkeys(most, 0)
+            for path in (out / ".work").rglob("*"):
+                kind = "disk" if path.suffix == ".safetensors" and path.parent.name in ("train", "held") else None
+                kind = "checkpoints" if path.parent.name == "layers" else kind
+                if kind:
+                    with contextlib.suppress(FileNotFoundError):  # just removed
+                        sizes[kind] += path.stat().st_size
+            most.update({kind: max(size, sizes[kind]) for kind, size in most.items()})
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    code = hashtrain(words)
+    done.set()
+    watching.join()
+    if code:
+        raise SystemExit(code)
+    return {"memory": peak(), **most, "seconds": round(time.monotonic() - began, 1)}
+
+
+def in_a_process(function: str, *given: object) -> object:
+    """Call one of this file's functions in a process of its own, whose peak memory is its own too."""
+    here = pathlib.Path(__file__)
+    code = f"import json, pathlib, sys; sys.path.insert(0, {str(here.parent)!r}); import {here.stem} as it\n"
+    code += f"print(json.dumps(it.{function}(*eval(sys.argv[1], {{'PosixPath': pathlib.Path}}))))"
+    done = subprocess.run([sys.executable, "-c", code, repr(given)], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def rehearse(folder: pathlib.Path, context: int, steps: int, text: list[str], **shape: int) -> dict[str, object]:
+    """Train and evaluate; return planned and measured figures."""
+    model, out = folder / "model", folder / "run"
+    make_model(model, **shape)
+    sizes = ["--context", context, "--contexts", steps, "--steps", steps, "--held-out", 1, "--held-out-rows", 16]
+    words = ["--model", model, "--only", "paper-exact", "--stream", "--workers", 1, "--dense-layers", 0, *sizes, *text]
+    words = [str(word) for word in [*words, "--out", out]]
+    command = cast(TrainCommand, parse(words))
+    plan = schedule(command, load_config(str(model)))
+    alone = in_a_process("only_the_model", str(model), context)
+    found = in_a_process("training", words, out)
+    assert isinstance(alone, int)
+    assert isinstance(found, dict)
+    measured = {**found, "memory": found["memory"] - alone, "model_memory": alone}
+    measured["hasher"] = sum(path.stat().st_size for path in (out / "paper-exact").iterdir())
+    run = [str(word) for word in ["--model", model, "--hashers", out, "--methods", "paper-exact", "--context", context]]
+    protocol = ["--documents", "1", "--budgets", "0.02", "--rules", "fixed", "--score", "all", "--sink", "0"]
+    if evals(["ppl", *run, *protocol, "--recent", "0", "--out", str(folder / "ppl")]):
+        raise SystemExit("evals ppl failed")
+    rows = json.loads((folder / "ppl" / "rows.json").read_text())
+    at = {name: number for number, name in enumerate(rows["columns"])}
+    kl = next(r[at["value"]] for r in rows["rows"] if r[at["method"]] == "paper-exact" and r[at["metric"]] == "kl")
+    planned = {"disk": plan.streamed_disk, "memory": plan.streamed_memory, "model_memory": plan.model_memory}
+    bits = Hasher.from_pretrained(out / "paper-exact").config.bits
+    shown = {"context": context, "steps": steps, "parameters": plan.parameters, "bits": bits, "kl": kl}
+    return {**shown, "planned": planned, "measured": measured, "environment": environment("cpu")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = rehearse(pathlib.Path(folder), given.context, given.steps, [])
+    write_text(given.out, json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main()
