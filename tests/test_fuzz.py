@@ -32,7 +32,7 @@ def test_a_broken_law_ends_the_run_with_the_command_that_repeats_it(load, monkey
             return 1
 
     monkeypatch.setitem(sys.modules, "broken", Broken)
-    monkeypatch.setitem(fuzz.FUZZERS, "broken", "broken")
+    monkeypatch.setitem(fuzz.FUZZERS, "broken", ("broken", "calls"))
     with pytest.raises(AssertionError, match="drawn"):
         fuzz.run("broken", 60, None, 3, 0)
     again = capsys.readouterr().err.split("uv run tools/fuzz.py broken ")[1].split()
