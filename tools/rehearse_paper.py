@@ -28,7 +28,7 @@ from hashtrain.cli import parse
 from hashtrain.data.capture import run_context
 from hashtrain.demo import demo_model_path
 from hashtrain.files.atomic import write_text
-from hashtrain.models import load_config, load_model
+from hashtrain.models import load_config, load_model, pretrained
 from hashtrain.run.schedule import schedule
 from hashtrain.settings.train_command import TrainCommand
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -38,7 +38,7 @@ SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads":
 
 def make_model(folder: pathlib.Path, layers: int = 1, **shape: int) -> None:
     """Store a random model of Llama-3-8B's width with the demo model's tokenizer, in bfloat16."""
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
+    tokenizer = pretrained(AutoTokenizer, str(demo_model_path()))
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         **SHAPE,

@@ -119,7 +119,10 @@ SMALL = {
 
 @pytest.mark.parametrize("name", ["lsh", "planes+remainder", *SMALL])
 def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded, name):
-    """Float32 sums in another order differ by 2e-5 here; a sparse prompt changes logits by 1e-2 or more."""
+    """Float32 sums in another order differ by 2e-5 here; a sparse prompt changes logits by 1e-2 or more.
+
+    Steps read the remainder's covariance in 8 bits, whole passes exactly: a divergence of at most 6e-4 nats of a row.
+    """
     method, ids, scored = loaded.methods[name], loaded.ids, 24
     method = replace(method, selector=SMALL.get(name, method.selector))
     prompt, how = prompt_of("decode", len(ids), scored), {"dense_layers": 1, "remainder": method.remainder}
@@ -134,7 +137,12 @@ def test_scored_rows_equal_decoding_token_by_token_after_a_dense_prefill(loaded,
         everywhere, _ = sparse_rows(loaded.model, ids, scored, method, TENTH, FIRST_DENSE, None)
     assert len(steps) == scored
     found, everywhere = logits(found).log_softmax(-1), logits(everywhere).log_softmax(-1)
-    torch.testing.assert_close(found, torch.stack(steps), atol=1e-4, rtol=0)
+    if method.remainder:
+        divergence = [(found.exp() * (found - other)).sum(-1).max() for other in (torch.stack(steps), everywhere)]
+        assert divergence[0] < 2e-3
+        assert divergence[1] > 0.1
+    else:
+        torch.testing.assert_close(found, torch.stack(steps), atol=1e-4, rtol=0)
     assert (everywhere - found).abs().max() > 1e-2
     assert attended.density < 0.25
 
@@ -205,6 +213,7 @@ def test_dense_layers_are_left_dense(loaded):
 def test_the_table_of_methods_is_whole():
     plain = ("dense", "oracle", "recent", "lsh", "paper", "planes", "transform")
     whole = tuple(f"{name}+remainder" for name in ("lsh", "paper", "planes", "transform", "transform-start"))
+    whole = (*whole, "transform+rank-one")
     losses = ("paper-untrained", "paper-reconstruction", "planes-reconstruction", "down-proj")
     estimators = ("linear", "linear-straight", "paper-straight", "planes-softsign")
     ablations = ("paper-rotation", *estimators, "group-xnor", "planes-64", "transform-start", *losses)

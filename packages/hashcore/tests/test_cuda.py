@@ -272,8 +272,8 @@ def samples():
         "score_out": (query[0, 0], keys[0, 0], None, there(random_codes(rng, 3, 33))),
         "topk": (scores, 5, None, *options),
         "topk_out": (scores, 5, None, *options, *pair(2, 5)),
-        "search": (query, keys, 9, None, weights, *options, True, 0, None),
-        "search_out": (query, keys, 9, k, weights, bound, *options[1:], False, 2, None, *pair(2, 3, 9), None),
+        "search": (query, keys, 9, None, weights, *options, True, 0, None, None),
+        "search_out": (query, keys, 9, k, weights, bound, *options[1:], False, 2, None, None, *pair(2, 3, 9), None),
     }
 
 

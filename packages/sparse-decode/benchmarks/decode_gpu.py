@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.models import from_config
 from sparse_decode import Budget, attach
 from sparse_decode.gpu_model import Layer, card_of, predicted_us
-from transformers import AutoModelForCausalLM, Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
 
 LAYER, LAYERS = Layer(), 4
 LENGTHS = (8_192, 32_768)
@@ -53,7 +54,7 @@ def config_of(layers: int, room: int) -> LlamaConfig:
 def model_of(config: LlamaConfig, device: str) -> PreTrainedModel:
     """Make the same random model on any device."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().to(device)
+    return from_config(config, dtype=torch.bfloat16).eval().to(device)
 
 
 def hasher_of(config: LlamaConfig) -> Hasher:
