@@ -1,5 +1,6 @@
 """The tool that runs transformers' own tests takes a checkout that has them, of the installed version."""
 
+import json
 from importlib.metadata import version
 
 import pytest
@@ -53,3 +54,16 @@ def test_a_test_that_passes_dense_alone_fails_the_run(rule, tool, checkout, monk
     monkeypatch.setattr(tool, "outcomes", lambda *given: {"one": "failed" if given[2] == rule else "passed"})
     assert tool.main([str(tree), "--families", "llama"]) == 1
     assert f"{rule}: failed one" in capsys.readouterr().out
+
+
+def test_what_is_stored_is_what_was_counted_and_lost(tool, checkout, monkeypatch, tmp_path):
+    tree, out = checkout(version("transformers")), tmp_path / "found.json"
+    own = {"dense": {"one": "passed", "two": "failed"}, "decode": {"one": "failed", "two": "failed"}, "every-row": {}}
+    monkeypatch.setattr(tool, "outcomes", lambda *given: own[given[2]])
+    assert tool.main([str(tree), "--families", "llama", "--out", str(out)]) == 1
+    assert json.loads(out.read_text()) == {
+        "transformers": version("transformers"),
+        "tests_of": version("transformers"),
+        "families": {"llama": {"dense": {"passed": 1, "failed": 1}, "decode": {"failed": 2}, "every-row": {}}},
+        "lost": {"llama": {"decode": ["failed one"], "every-row": ["not run one"]}},
+    }

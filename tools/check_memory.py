@@ -1,6 +1,7 @@
 """Compare the memory forecast of `Attachment.forecast` with two runs: many sequences, and a long one.
 
     uv run tools/check_memory.py
+    uv run tools/check_memory.py --out docs/results/memory.json   # for the table of docs/faults.md
 
 A tiny random Llama is attached to a cache of random keys and values, as after a dense prefill, and takes a few steps.
 The peak of the process' resident memory is measured, without the model, the keys and the values. Each run has its own
@@ -10,7 +11,9 @@ the forecast.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import json
 import multiprocessing
 import sys
 from collections.abc import Callable
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hashtrain.files.atomic import write_text
 from sparse_decode import Attachment, Budget, attach
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -105,20 +109,20 @@ def _run(attachment: Attachment, cache: Any) -> None:
 
 
 def main() -> int:
-    """Print a table; return 1 if a run took more than the forecast."""
-    names: list[str] = []
-    over = 0
+    """Print a line per run; return 1 if a run took more than the forecast."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file to write, in bytes")
+    out = parser.parse_args().out
+    runs = []
     for batch, tokens in CASES:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found = pool.apply(measure, (batch, tokens))
-        if not names:
-            names = list(found)
-            print("| batch | tokens | " + " | ".join(f"{name}, MiB" for name in names) + " |")
-            print("| ---: " * (2 + len(names)) + "|")
-        print(
-            f"| {batch} | {tokens:,} | " + " | ".join(f"{found[name] / MIB:,.0f}" for name in names) + " |", flush=True
-        )
-        over += sum(found[f"{phase}, taken"] > found[f"{phase}, forecast"] for phase in ("prompt", "steps"))
+        runs.append({"batch": batch, "tokens": tokens, **found})
+        sizes = ", ".join(f"{name} {taken / MIB:,.0f} MiB" for name, taken in found.items())
+        print(f"{batch} x {tokens:,} tokens: {sizes}", flush=True)
+    if out is not None:
+        write_text(out, json.dumps({"runs": runs}, indent=1) + "\n")
+    over = sum(run[f"{phase}, taken"] > run[f"{phase}, forecast"] for run in runs for phase in ("prompt", "steps"))
     if over:
         print(f"expected no more than the forecast, got more in {over} places", file=sys.stderr)
     return int(over > 0)

@@ -2,7 +2,7 @@
 
     uv run --with parameterized --with httpx tools/check_transformers_tests.py path/to/transformers
     (the same) path/to/transformers --families llama qwen3
-    (the same) path/to/transformers --other-version
+    (the same) path/to/transformers --other-version --out docs/results/transformers_tests.json
 
 The path is a checkout of transformers at the tag of the installed version: its source distribution lacks the tests,
 tests/generation and tests/models. Nothing is downloaded. With `--other-version` the checkout may be of another tag:
@@ -21,6 +21,7 @@ import ast
 import contextlib
 import importlib
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -29,9 +30,12 @@ import tempfile
 import types
 import unittest
 import xml.etree.ElementTree as ET
+from collections import Counter
 from functools import wraps
 from pathlib import Path
 from typing import Any
+
+from hashtrain.files.atomic import write_text
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt_oss", "mixtral")
 RULES = ("dense", "decode", "every-row")
@@ -161,16 +165,48 @@ def require_tests(tree: Path, families: list[str]) -> None:
         )
 
 
-def require_version(tree: Path) -> None:
-    """Raise SystemExit with one sentence unless the checkout is of the installed version."""
-    file, installed = tree / "src" / "transformers" / "__init__.py", importlib.metadata.version("transformers")
+def version_of(tree: Path) -> str:
+    """Return the version of a checkout, or "no version"."""
+    file = tree / "src" / "transformers" / "__init__.py"
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     found = re.search(r"^__version__ = \"(.+)\"$", text, re.M)
-    if (got := found[1] if found else "no version") != installed:
+    return found[1] if found else "no version"
+
+
+def require_version(tree: Path) -> None:
+    """Raise SystemExit with one sentence unless the checkout is of the installed version."""
+    installed = importlib.metadata.version("transformers")
+    if (got := version_of(tree)) != installed:
         raise SystemExit(
             f"expected a checkout of transformers {installed}, which is installed, got {got} in {tree}; check out its "
             f"tag v{installed}, or give --other-version"
         )
+
+
+def lost(found: dict[str, dict[str, str]]) -> dict[str, list[str]]:
+    """Return by rule the tests that pass dense and do not pass attached, with what became of them."""
+    passed = [test for test, was in found["dense"].items() if was == "passed"]
+    return {
+        rule: [f"{was} {test}" for test in passed if (was := found[rule].get(test, "not run")) != "passed"]
+        for rule in RULES[1:]
+    }
+
+
+def store(path: Path, tree: Path, families: dict[str, dict[str, dict[str, str]]]) -> None:
+    """Store as JSON how many tests of each family passed, failed and were skipped under each rule, and which were lost.
+
+    `tests_of` is the version of the tests.
+    """
+    content = {
+        "transformers": importlib.metadata.version("transformers"),
+        "tests_of": version_of(tree),
+        "families": {
+            family: {rule: Counter(tests.values()) for rule, tests in found.items()}
+            for family, found in families.items()
+        },
+        "lost": {family: lost(found) for family, found in families.items()},
+    }
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def main(arguments: list[str]) -> int:
@@ -179,22 +215,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("tree", type=Path)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--other-version", action="store_true", help="the tests are of another version")
+    parser.add_argument("--out", type=Path, help="JSON file to write, anew after each family")
     options = parser.parse_args(arguments)
     tree = options.tree.resolve()
     require_tests(tree, options.families)
     if not options.other_version:
         require_version(tree)
-    broken = 0
+    found = {}
     for family in options.families:
-        found = {rule: outcomes(tree, family, rule, options.other_version) for rule in RULES}
-        passed = {rule: sum(verdict == "passed" for verdict in tests.values()) for rule, tests in found.items()}
+        own = found[family] = {rule: outcomes(tree, family, rule, options.other_version) for rule in RULES}
+        passed = {rule: sum(verdict == "passed" for verdict in tests.values()) for rule, tests in own.items()}
         print(f"{family:10} " + ", ".join(f"{rule}: {count} pass" for rule, count in passed.items()), flush=True)
-        for rule in RULES[1:]:
-            lost = [test for test, was in found["dense"].items() if was == "passed" and found[rule].get(test) != was]
-            broken += len(lost)
-            for test in lost:
-                print(f"  {rule}: {found[rule].get(test, 'not run')} {test}")
-    return int(broken > 0)
+        for rule, tests in lost(own).items():
+            for test in tests:
+                print(f"  {rule}: {test}")
+        if options.out is not None:
+            store(options.out, tree, found)
+    return int(any(any(lost(own).values()) for own in found.values()))
 
 
 if __name__ == "__main__":
