@@ -358,8 +358,9 @@ def test_what_was_run_against_faults(tool, tmp_path):
 
 
 def test_families_that_are_refused_for_the_same_reason_share_a_line(tool, tmp_path):
-    found = {"llama": ["equal", "layers 0"], "one": ["refused", "a | b"], "two": ["refused", "a | b"]}
+    found = {"llama": ["equal", "layers 0"], "one": ["refused", "one has | OneAttention of OneForCausalLM"]}
+    found["two"] = ["refused", "two has | TwoAttention of TwoForCausalLM"]
     (tmp_path / "families.json").write_text(json.dumps({"transformers": "5.23.0", "families": found}))
     lines = tool.render("<!-- results:families -->\n<!-- end -->\n", tmp_path).splitlines()
     assert lines[2].startswith("Of the 3 causal families of transformers 5.23.0, as tiny random models, 1 generate")
-    assert "| one, two | refused | a \\| b |" in lines
+    assert "| one, two | refused | the model has \\| its own module of the model |" in lines
