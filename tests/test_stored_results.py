@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+from collections import Counter
+from importlib.metadata import version
 
 import pytest
 from evals.result import Result, rows_from_json
@@ -9,6 +11,7 @@ from evals.runner import model_identity
 from hashtrain.demo import demo_model_path
 from hashtrain.models import load_model
 from hashtrain.reporting.worst import dense_of
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 RESULTS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "results"
 
@@ -210,3 +213,12 @@ def test_the_host_takes_at_most_15_microseconds_for_a_layers_calls_on_a_gpu():
     found = read("host_cost")
     assert found["together"] == pytest.approx(found["encode"] + found["search"] + found["attend"], abs=0.2)
     assert found["together"] <= 15
+
+
+def test_families_of_the_pinned_transformers_are_equal_or_refused():
+    found = read("families")
+    assert found["transformers"] == version("transformers")
+    verdicts = Counter(verdict for verdict, _ in found["families"].values())
+    assert set(verdicts) <= {"equal", "refused", "not built"}
+    assert verdicts["equal"] >= 70
+    assert verdicts.total() == len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

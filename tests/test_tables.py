@@ -337,3 +337,30 @@ def test_serving_checks_are_summed_by_part(tool, tmp_path):
         "| budgets | 64 | 63 | 1 | 0 |  | 1,234 |",
         "| preemption | 64 | 32 of 32 | 0 | 1 | 1,240 preemptions | 9 |",
     ]
+
+
+def test_what_was_run_against_faults(tool, tmp_path):
+    run = {"cases": 3, "checks": 1200, "unit": "steps", "seed": 7, "first": 0}
+    (tmp_path / "fuzz.json").write_text(json.dumps({"cache": run}))
+    counts = {"dense": {"passed": 20, "failed": 1, "skipped": 9}, "decode": {"passed": 20}, "every-row": {"passed": 19}}
+    tests = {"transformers": "5.23.0", "tests_of": "5.5.0", "families": {"llama": counts}}
+    tests["lost"] = {"llama": {"decode": [], "every-row": ["failed one"]}}
+    (tmp_path / "transformers_tests.json").write_text(json.dumps(tests))
+    sizes = {"prompt, forecast": 3 << 20, "prompt, taken": 2 << 20, "steps, forecast": 5 << 20, "steps, taken": 4 << 20}
+    sizes |= {"batch": 64, "tokens": 8192, "keys and values": 1024 << 20}
+    (tmp_path / "memory.json").write_text(json.dumps({"runs": [sizes]}))
+    blocks = "".join(f"<!-- results:{name} -->\n<!-- end -->\n" for name in ("fuzz", "transformers-tests", "memory"))
+    lines = tool.render(blocks, tmp_path).splitlines()
+    assert "| `cache`: operations on caches that carry codes, against plain caches | 1,200 steps | 3 | 7 |" in lines
+    assert any(line.endswith("Tests that pass dense and fail attached: 1.") for line in lines)
+    assert "| llama | 20 of 21 | 20 of 20 | 19 of 19 |" in lines
+    assert "| 64 x 8,192 | 3 | 2 | 5 | 4 | 1,024 |" in lines
+
+
+def test_families_that_are_refused_for_the_same_reason_share_a_line(tool, tmp_path):
+    found = {"llama": ["equal", "layers 0"], "one": ["refused", "one has | OneAttention of OneForCausalLM"]}
+    found["two"] = ["refused", "two has | TwoAttention of TwoForCausalLM"]
+    (tmp_path / "families.json").write_text(json.dumps({"transformers": "5.23.0", "families": found}))
+    lines = tool.render("<!-- results:families -->\n<!-- end -->\n", tmp_path).splitlines()
+    assert lines[2].startswith("Of the 3 causal families of transformers 5.23.0, as tiny random models, 1 generate")
+    assert "| one, two | refused | the model has \\| its own module of the model |" in lines

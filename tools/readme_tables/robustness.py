@@ -1,0 +1,56 @@
+"""The tables of docs/faults.md: fuzzers, transformers' own generation tests, and memory beside its forecast."""
+
+import pathlib
+from typing import Any
+
+from evals.grid import Grid, to_markdown
+
+from readme_tables.stored import stored
+
+_TRIED = {
+    "functions": "functions of `hashcore` on random arguments, against oracles of a few lines",
+    "index": "`BitIndex`, against a list of its rows",
+    "index-files": "damaged and forged files of `BitIndex`",
+    "files": "other damaged and forged files: hashers, captures, checkpoints, runs, settings",
+    "cache": "operations on caches that carry codes, against plain caches",
+}
+_RULES = {"dense": "dense", "decode": "attached, `decode`", "every-row": "attached, every row"}
+_MIB = 1 << 20
+
+
+def fuzz(results: pathlib.Path) -> str:
+    """Return the table of fuzzers: what each tried, how much of it, and the seed that repeats it."""
+    found = stored(results / "fuzz.json")
+    rows = [
+        [f"`{name}`: {what}", f"{run['checks']:,} {run['unit']}", f"{run['cases']:,}", str(run["seed"])]
+        for name, what in _TRIED.items()
+        if (run := found.get(name))
+    ]
+    title = "Fuzzers (`tools/fuzz.py`), each without a crash, a difference or a damaged file that was accepted:"
+    return to_markdown(Grid(title, ["fuzzer", "tried", "cases", "seed"], [rows]))
+
+
+def transformers_tests(results: pathlib.Path) -> str:
+    """Return the table of transformers' tests: by family, how many pass dense and under each rule."""
+    found = stored(results / "transformers_tests.json")
+    rows = [[family, *(_passed(counts[rule]) for rule in _RULES)] for family, counts in found["families"].items()]
+    lost = sum(len(tests) for rules in found["lost"].values() for tests in rules.values())
+    title = (
+        f"Generation tests of transformers {found['tests_of']} on transformers {found['transformers']}, with a budget "
+        f"of 100 %: passed of those that ran. Tests that pass dense and fail attached: {lost}."
+    )
+    return to_markdown(Grid(title, ["family", *_RULES.values()], [rows]))
+
+
+def _passed(counts: dict[str, int]) -> str:
+    passed = counts.get("passed", 0)
+    return f"{passed} of {passed + counts.get('failed', 0)}"
+
+
+def memory(results: pathlib.Path) -> str:
+    """Return the table of memory beyond the model, its keys and its values: the forecast, and what a run took."""
+    runs: list[dict[str, Any]] = stored(results / "memory.json")["runs"]
+    cells = ("prompt, forecast", "prompt, taken", "steps, forecast", "steps, taken", "keys and values")
+    rows = [[f"{run['batch']} x {run['tokens']:,}", *(f"{run[name] / _MIB:,.0f}" for name in cells)] for run in runs]
+    title = "Memory beyond the model, keys and values (`tools/check_memory.py`, a tiny Llama), in MiB:"
+    return to_markdown(Grid(title, ["sequences x tokens", *cells], [rows]))
