@@ -26,7 +26,7 @@ using u8 = unsigned char;
 using i8 = signed char;
 
 constexpr int DIM = SPARSE_DIM, VALUE_DIM = SPARSE_VALUE_DIM, FOLD = SPARSE_FOLD;
-constexpr int THREADS = 256, WARPS = THREADS / 32, PARTS = THREADS / VALUE_DIM, MAX_GROUP = 16;
+constexpr int THREADS = 256, WARPS = THREADS / 32, PARTS = THREADS / VALUE_DIM, MAX_GROUP = 16, BLOCKS_PER_SM = 3;
 static_assert(PARTS >= 1);
 static_assert(FOLD <= 32);
 
@@ -83,7 +83,6 @@ __device__ __forceinline__ bool is_changed(const Padding& row, int batch, int he
   bool changed = false;
   if (row.shown || row.before) {
     const int share = (int(at) + heads - 1) / heads, end = share * (head + 1) < int(at) ? share * (head + 1) : int(at);
-#pragma unroll 1  // as below: unrolled, some architectures spill registers
     for (int i = share * head + threadIdx.x; i < end; i += THREADS) {
       const bool now = !row.shown || row.shown[batch * row.shown_batch + i];
       const bool then = !row.before || row.before[batch * row.before_batch + i];
@@ -111,7 +110,6 @@ __device__ __forceinline__ void centre(Centred<SIZE>& x, const Half* from, i64 s
   for (int i = threadIdx.x; i < SIZE; i += THREADS) {
     const double sum = sums[i];
     double whole = sum;
-#pragma unroll 1
     for (int t = 0; t < count; t++) {
       if (!shown[t]) continue;
       const Half one = from[t * step + i];
@@ -166,7 +164,9 @@ __device__ __forceinline__ void round_rows(const float* spread, i8* levels, floa
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+// An A100's shared memory holds three blocks of 256 components. Without this number the compiler aims at as many blocks
+// as registers allow, and spills some.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     add_token(Token token, Padding row, Sums sums, Results to) {
   __shared__ Centred<DIM> keys;
   __shared__ Centred<VALUE_DIM> values;
@@ -203,7 +203,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   centre(values, v, token.value_token, count, shown, sums.values + of_values, share, old_share, spoilt, mean_v,
          folds ? to.values + of_values : nullptr);
   for (int d = thread; d < DIM; d += THREADS) scales[d] = sums.scales[of_keys + d];
-#pragma unroll 1
   for (int i = thread; i < token.group * DIM; i += THREADS) {
     const int g = i / DIM, d = i % DIM;
     steep[g][d] = real(token.q[(query + g) * DIM + d]) * token.slopes[head * token.group + g] * float(share);
