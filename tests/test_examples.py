@@ -83,7 +83,9 @@ def test_attach_local_says_what_is_missing(load, tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("flag", [("attach_local", "--prompt-file"), ("chat", "--document")], ids=str)
+@pytest.mark.parametrize(
+    "flag", [("attach_local", "--prompt-file"), ("chat", "--document"), ("ask", "--document")], ids=str
+)
 def test_a_text_that_never_ends_is_not_waited_for(load, tmp_path, flag, capsys):
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path / "pipe", "/dev/zero"):
@@ -108,6 +110,67 @@ def test_of_a_large_folder_as_much_is_read_as_is_used(load, tmp_path, monkeypatc
     monkeypatch.setattr(module, "split", lambda documents: (_ for _ in ()).throw(ValueError("enough")))
     assert module.main([str(tmp_path), "--context", "512", "--contexts", "10"]) == 2
     assert rooms == [module.room_for(5 * 512 * 18)]
+
+
+@pytest.fixture
+def asked(load, tmp_path):
+    """`ask` in a folder of its own, on the demo model and the start of a document."""
+    (tmp_path / "document.txt").write_text("import os\n" * 900)
+    given = ["--model", str(demo_model_path()), "--document", str(tmp_path / "document.txt"), "--question", "What?"]
+    return load("examples", "ask"), [*given, "--new-tokens", "4"]
+
+
+@pytest.mark.parametrize(("fraction", "alike"), [("1", True), ("0.02", False)])
+def test_ask_answers_twice_side_by_side(asked, fraction, alike, capsys):
+    module, words = asked
+    assert module.main([*words, "--hasher", "lsh", "--fraction", fraction]) == 0
+    said = capsys.readouterr()
+    lines = {cells[1].strip(): [cell.strip() for cell in cells[2:4]] for cells in map(cells_of, said.out.splitlines())}
+    sparse, dense = lines["answer"]
+    assert sparse
+    assert sparse == dense or not alike
+    share = [float(text.split()[0]) for text in lines["tokens read"]]
+    assert share[1] == 100
+    assert share[0] == 100 if alike else 1 < share[0] < 4
+    assert all(float(text) > 0 for text in lines["ms per token"])
+
+
+def cells_of(line):
+    return [*re.split("[│┃]", line), "", "", "", ""]
+
+
+def test_ask_makes_what_is_missing_once(asked, tmp_path, monkeypatch, capsys):
+    module, words = asked
+    monkeypatch.chdir(tmp_path)
+    commands, made = [], []
+    monkeypatch.setattr(module.subprocess, "run", lambda words, check: commands.append(words) or Done())
+    monkeypatch.setattr(module, "make_hasher", lambda model, out: made.append((model, str(out))))
+    monkeypatch.setattr(module, "prompt_of", lambda *given: (_ for _ in ()).throw(ValueError("enough")))
+    assert module.main(words[2:]) == 2
+    assert [words[0] == "uv" for words in commands] == [True, False]
+    assert commands[0][-1] == module.PACKAGE
+    assert commands[1][-2:] == ["runs/package/" + module.FILE, "runs/smollm2"]
+    assert made == [("runs/smollm2", "runs/ask/smollm2")]
+    (tmp_path / "runs" / "smollm2").mkdir(parents=True)
+    (tmp_path / "runs" / "ask" / "smollm2" / "transform-start").mkdir(parents=True)
+    (tmp_path / "runs" / "ask" / "smollm2" / "transform-start" / "config.json").touch()
+    assert module.main(words[2:]) == 2
+    assert len(commands) == 2
+    assert len(made) == 1
+
+
+def test_ask_cuts_a_document_and_refuses_a_question_that_does_not_fit(asked, tmp_path, capsys):
+    module, words = asked
+    tokenizer = load_model(words[1])[1]
+    text = module.prompt_of(words[1], tokenizer, "import os\n" * 9000, "What?", 40)
+    assert text.endswith("What?\nAnswer:")
+    assert "tokens; the first" in capsys.readouterr().err
+    assert module.main([*words, "--hasher", "lsh", "--question", "why " * 9000]) == 2
+    assert "expected a question that fits the model's context" in capsys.readouterr().err
+
+
+class Done:
+    returncode = 0
 
 
 @pytest.fixture(scope="module")
