@@ -89,15 +89,14 @@ TARGETS = {
     ),
     "buffer": Target("sparse_decode.buffer", (BUFFER, *CACHE), warm=MODELS),
     "cache": Target("sparse_decode.cache", CACHE, warm=MODELS),
+    "cache types": Target("sparse_decode.cache_types", CACHE, warm=MODELS, count=20),
 }
 _SEARCH, _COLLECT, _SELECT = (f"hashcore/cpu/{name}_kernels.py" for name in ("search", "collect", "select"))
 _CPU, _HOST = "hashcore/cpu/__init__.py", "hashcore/host.py"
-_BUFFER, _CACHE = "sparse_decode/buffer.py", "sparse_decode/cache.py"
+_BUFFER, _CACHE, _TYPES = (f"sparse_decode/{name}.py" for name in ("buffer", "cache", "cache_types"))
 _SEEN = "seen |= state[r + same, FROM] < high and state[r + same, TO] > low"
-_SHRINK = "steps, quota = _threshold(kept[:count], np.uint64(48), np.uint64(base), np.int64(top - base), k, histogram)"
 _SORT = "_sort(kept[:count], wanted, max(floor - 1, 0), top, histogram, scores, indices)"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    (_SELECT, "histogram[:256] = 0", "256 -> 257"): "it clears one unused bin more",
     (_SELECT, "histogram[: 4 * bins] = 0", "4 -> 5"): "it clears unused bins",
     (_SELECT, "whole = len(s) // 4 * 4", "4 -> 5"): "tokens outside blocks of four are counted one at a time",
     **dict.fromkeys(
@@ -112,7 +111,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         [(kernels, "stay_a_function()", "removed") for kernels in (_SEARCH, _COLLECT, _SELECT)],
         "it affects compilation, not results",
     ),
-    (_SELECT, _SHRINK, "- -> +"): "the bins above the top are empty",
     (_SELECT, _SORT, "1 -> 2"): "a bin below the floor is empty",
     (_COLLECT, "if count + size + MORE > len(kept):", "> -> >="): "results do not depend on when it shrinks",
     (_SELECT, "return 0", "return None"): "only the return value of topk_tasks is used",
@@ -137,7 +135,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "threads.run(search_kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))",
         "1 -> 2",
     ): "the result does not depend on the threads",
-    (_CPU, "row = scores.reshape(count, -1)[wide, low[wide] : high[wide]]", "1 -> 2"): "numpy takes -2 as it takes -1",
     (
         _CPU,
         "rows = -1, made.shape[-1]",
@@ -146,12 +143,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     (_HOST, "q = cpu.layout.aligned(q)", "removed"): "x86-64 reads unaligned words, too",
     (_BUFFER, "self._own = True", "removed"): "it is read only where rows exist, and they set it",
     (_BUFFER, "self._own = True", "True -> False"): "the same",
-    (_CACHE, "if keys.shape[2] <= _CHUNK:", "<= -> <"): "splitting _CHUNK keys gives one part",
     (_CACHE, "super().reset()", "removed"): "the preceding lines empty a dynamic layer",
     (_CACHE, "self.is_initialized = False", "removed"): "transformers 5.21 and later sets it, too",
     (_CACHE, "memo[id(self)] = twin", "removed"): "deepcopy records the twin, too; no layer contains itself",
     (
-        _CACHE,
+        _TYPES,
         "keys = torch.cat([self._apply_pending_reorder(keys, keys)[0], cast(Tensor, self.keys)], dim=-2)",
         "0 -> 1",
     ): "both entries have the same keys",

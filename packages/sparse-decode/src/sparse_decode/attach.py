@@ -26,7 +26,8 @@ from sparse_decode.attend import require_values
 from sparse_decode.blocks import RowRule
 from sparse_decode.break_even import break_even, predicted
 from sparse_decode.budget import Budget
-from sparse_decode.cache import CODED, CodedDynamicLayer, carry_codes, coded_type, is_quantised
+from sparse_decode.cache import CodedDynamicLayer
+from sparse_decode.cache_types import CODED, carry_codes, coded_type, is_quantised
 from sparse_decode.exact import Drafts, retype
 from sparse_decode.exact_refusals import require_exact, require_forgets
 from sparse_decode.forecast import Forecast, forecast
