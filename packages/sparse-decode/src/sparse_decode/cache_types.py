@@ -9,7 +9,14 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, QuantizedLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    EncoderDecoderCache,
+    QuantizedLayer,
+    StaticLayer,
+)
 
 from sparse_decode.buffer import CodeBuffer
 from sparse_decode.cache import Coded, CodedDynamicLayer, CodedStaticLayer
@@ -192,3 +199,28 @@ def carry_codes(layer: CacheLayerMixin, encoder: Encoder, coded: type[Coded] | N
     layer.mark()
     encoder.adopt(layer)
     return layer
+
+
+def cache_layer(cache: Any, layer: int) -> CacheLayerMixin:
+    """Return one layer of a cache, created if the cache creates its layers lazily.
+
+    Raises: ValueError if it cannot carry codes.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"past_key_values must be a transformers Cache, got {type(cache).__name__}; use DynamicCache()"
+        )
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if getattr(cache, "offloading", False):
+        raise ValueError("a cache that offloads its layers is not supported yet; use DynamicCache()")
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= layer:
+            cache.layers.append(cache.layer_class_to_replicate())
+    held = cache.layers[layer]
+    if not hasattr(held, "encoder") and coded_type(type(held)) is None:
+        raise ValueError(
+            f"cache layers must be of type DynamicLayer or StaticLayer, hybrid or quantised, got "
+            f"{type(held).__name__} in layer {layer}; use DynamicCache(config=model.config), the default of generate"
+        )
+    return cast(CacheLayerMixin, held)
