@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXACT = "paper-exact"
 NOT_HELD = {(metric, "linear-exact", EXACT) for metric in ("IoU", "perplexity", "KL")}
-"""What does not hold after 800 steps, but does after 3,200 (below); docs/results.md says why."""
+"""What does not hold after 800 steps, but does after 3,200 (below); docs/results/paper.md says why."""
 UNDECIDED = {("perplexity", "lsh", "linear-exact"), ("perplexity", "lsh", EXACT), ("KL", "lsh", EXACT)}
 """What six contexts do not decide."""
 
@@ -30,7 +30,7 @@ def test_the_papers_order_holds_but_for_the_links_that_docs_name(paper):
     assert len(links) == 12
     for verdict, wanted in (("does not hold", NOT_HELD), ("undecided", UNDECIDED)):
         assert {link[:3] for link in links if link.found == verdict} == wanted
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results" / "paper.md").read_text(encoding="utf-8")
     for link in links:
         said = paper.SAID[link.found]
         assert f"- {link.metric}: that `{link.better}` is better than `{link.worse}` {said}: {link.shown}." in text

@@ -18,7 +18,7 @@ from docs_checks import browser, commands, links, pages, snippets
 from sphinx.cmd.build import build_main
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-CHECKED = ("docs/*.md", "docs/adr/*.md", "docs/how-to/*.md", "packages/*/README.md", "examples/*.md", "[C-S]*.md")
+CHECKED = ("docs/*.md", "docs/*/*.md", "packages/*/README.md", "examples/*.md", "[C-S]*.md")
 BUILD = ROOT / "build" / "docs"
 START = "docs/site/index.html"
 PICTURES = {"readme": "README.html", "results": "docs/results.html"}

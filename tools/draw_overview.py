@@ -14,7 +14,7 @@ import pathlib
 import matplotlib.pyplot as plt
 from evals.figures import COLOURS
 from evals.frontier import Point, points, require_comparable
-from evals.result import Result, read_json, rows_from_json, stated
+from evals.result import Result, read_json, rows_from_json
 from matplotlib.axes import Axes
 from readme_tables.headline import FRONTIER_RUNS
 from stored_figure import run
@@ -52,7 +52,7 @@ def digest(results: pathlib.Path = RESULTS) -> str:
 
 def _load(path: pathlib.Path) -> Result:
     data = read_json(path, "store a run")
-    return Result(stated(data["config"]), data["environment"], rows_from_json(data))
+    return Result(data["config"], data["environment"], rows_from_json(data))
 
 
 def _quality(axes: Axes, found: list[Point]) -> None:

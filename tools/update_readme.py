@@ -30,7 +30,8 @@ from readme_tables import BLOCKS
 from readme_tables.stored import RESULTS, store
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCS = [ROOT / "docs" / name for name in ("results.md", "gpu.md", "families.md", "faults.md")]
+PAGES = ("results.md", "gpu.md", "families.md", "faults.md")
+DOCS = [*(ROOT / "docs" / name for name in PAGES), *sorted(ROOT.glob("docs/results/*.md"))]
 READMES = [ROOT / "README.md", *DOCS, *sorted(ROOT.glob("packages/*/README.md"))]
 BLOCK = re.compile(r"(<!-- results:(\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from evals.result import Result, read_json, read_result, rows_from_json, rows_to_text, stated
+from evals.result import Result, read_json, read_result, rows_from_json, rows_to_text
 from hashtrain.files.atomic import write_text
 
 RESULTS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -61,7 +61,7 @@ def store(run: pathlib.Path, results: pathlib.Path = RESULTS, name: str = "") ->
 def load(path: pathlib.Path) -> Result:
     """Read a stored result."""
     data = stored(path)
-    return Result(stated(data["config"]), data["environment"], rows_from_json(data))
+    return Result(data["config"], data["environment"], rows_from_json(data))
 
 
 def named(result: Result, model: str) -> Result:

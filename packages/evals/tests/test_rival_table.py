@@ -18,35 +18,40 @@ from hashtrain.usage import UsageError
 from sparse_decode.select import NoCodes
 
 PUBLISHED = {
-    "quest": (QuestSelector(False, 16), None, "quest", "quest-page4"),
-    "quest-heads": (QuestSelector(True, 16), None, "quest-heads", "quest-heads-page4"),
-    "magicpig": (MagicPigSelector(15, 100), 1500, "magicpig-15x100-4-64-1024-0", "magicpig-bits8-tables50-4-64-1024-0"),
+    "quest": (QuestSelector(False, 16), None, "quest-page16", "quest-page4"),
+    "quest-heads": (QuestSelector(True, 16), None, "quest-heads-page16", "quest-heads-page4"),
+    "magicpig": (
+        MagicPigSelector(15, 100),
+        1500,
+        "magicpig-bits15-tables100-4-64-1024-0",
+        "magicpig-bits8-tables50-4-64-1024-0",
+    ),
     "magicpig-sink": (
         MagicPigSelector(15, 100, 4, 0),
         1500,
-        "magicpig-15x100-4-0-1024-0",
+        "magicpig-sink-bits15-tables100-4-0-1024-0",
         "magicpig-sink-bits8-tables50-4-0-1024-0",
     ),
     "magicpig-local": (
         MagicPigSelector(15, 100, 0, 64),
         1500,
-        "magicpig-15x100-0-64-1024-0",
+        "magicpig-local-bits15-tables100-0-64-1024-0",
         "magicpig-local-bits8-tables50-0-64-1024-0",
     ),
     "magicpig-bare": (
         MagicPigSelector(15, 100, 0, 0),
         1500,
-        "magicpig-15x100-0-0-1024-0",
+        "magicpig-bare-bits15-tables100-0-0-1024-0",
         "magicpig-bare-bits8-tables50-0-0-1024-0",
     ),
     "magicpig-10x150": (
         MagicPigSelector(10, 150),
         1500,
-        "magicpig-10x150-4-64-1024-0",
+        "magicpig-10x150-bits10-tables150-4-64-1024-0",
         "magicpig-10x150-bits8-tables50-4-64-1024-0",
     ),
 }
-"""Selector, bits and identity as published, and the identity with other parameters, as stored runs have them."""
+"""Selector, bits and identity as published, and the identity with other parameters."""
 
 
 @dataclass
@@ -98,7 +103,7 @@ def test_names_and_their_order():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_forms_are_those_of_stored_runs(name):
+def test_published_forms(name):
     selector, bits, identity, _ = PUBLISHED[name]
     (found,) = load_methods([name], None, None)
     assert (type(found.selector), vars(found.selector)) == (type(selector), vars(selector))
@@ -108,7 +113,7 @@ def test_published_forms_are_those_of_stored_runs(name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_tuned_forms_are_those_of_stored_runs(name):
+def test_forms_with_other_parameters(name):
     parameters = {"bits": 8, "tables": 50} if PUBLISHED[name][1] else {"page": 4}
     found = load_rival(name, parameters, "label")
     assert vars(found.selector).items() >= parameters.items()

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from hashtrain import Hasher, HasherConfig, ModelShape
 from results import machine, store
 from sparse_decode import Budget, HashSelector
-from sparse_decode.cache import CodedDynamicLayer, carry_codes
+from sparse_decode.cache import CodedDynamicLayer
+from sparse_decode.cache_types import carry_codes
 from sparse_decode.plan import AttentionArgs, LayerPlan, RowRule
 from sparse_decode.traffic import step_bytes
 from torch import Tensor

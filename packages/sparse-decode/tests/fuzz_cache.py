@@ -19,7 +19,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from sparse_decode.cache import Encoder, carry_codes
+from sparse_decode.cache_encoder import Encoder
+from sparse_decode.cache_types import carry_codes
 from sparse_decode.remainder import RunningMoments
 from sparse_decode_layers import KINDS, ROOM, encode, stored
 from torch import Tensor

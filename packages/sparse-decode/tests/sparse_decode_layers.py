@@ -2,15 +2,9 @@
 
 import hashcore
 import torch
-from sparse_decode.cache import (
-    QUANTISED,
-    CodedDynamicLayer,
-    CodedQuantisedLayer,
-    CodedStaticLayer,
-    Encoder,
-    carry_codes,
-    coded_type,
-)
+from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
+from sparse_decode.cache_encoder import Encoder
+from sparse_decode.cache_types import QUANTISED, CodedQuantisedLayer, carry_codes, coded_type
 from sparse_decode.offload import HostLayer
 from sparse_decode.remainder import RunningMoments
 from sparse_decode_doubles import WholeNumberLayer

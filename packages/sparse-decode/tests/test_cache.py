@@ -8,7 +8,9 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sparse_decode.cache import Encoder, _Coded, carry_codes
+from sparse_decode.cache import Coded
+from sparse_decode.cache_encoder import Encoder
+from sparse_decode.cache_types import carry_codes
 from sparse_decode.remainder import RunningMoments, StaticMoments
 from sparse_decode_layers import (
     ACTS,
@@ -138,7 +140,7 @@ def test_the_law_breaks_without(kind, name, monkeypatch):
     coded = KINDS[kind][1]
     owner = next(part for part in coded.__mro__ if name in vars(part))
     monkeypatch.setattr(owner, name, getattr(coded.plain, name))
-    monkeypatch.setattr(_Coded, "settle", lambda layer: None)
+    monkeypatch.setattr(Coded, "settle", lambda layer: None)
     with pytest.raises((AssertionError, RuntimeError, IndexError, TypeError, AttributeError, ValueError)):
         tour(kind)
 

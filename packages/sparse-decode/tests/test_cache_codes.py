@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 import transformers
-from sparse_decode import cache
-from sparse_decode.cache import Encoder, carry_codes, coded_type, drop_codes
+from sparse_decode import cache_encoder, cache_types
+from sparse_decode.cache_encoder import Encoder, drop_codes
+from sparse_decode.cache_types import carry_codes, coded_type
 from sparse_decode.offload import HostLayer
 from sparse_decode_doubles import NO_QUANTISED, WholeNumberLayer
 from sparse_decode_layers import ACTS, KINDS, ROOM, cached_keys, check, encode, make, update
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-quantised = pytest.mark.skipif(not cache.QUANTISED, reason=NO_QUANTISED)
+quantised = pytest.mark.skipif(not cache_types.QUANTISED, reason=NO_QUANTISED)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,8 +56,8 @@ def test_keys_of_dense_steps_are_hashed_when_they_are_needed_and_in_their_order(
 
 
 def test_a_long_prefill_is_hashed_in_pieces(monkeypatch):
-    key = 2 * 2 * 128 * 4 * cache._WIDTHS + 1  # two sequences, two heads of 128 bits, in float32
-    monkeypatch.setattr(cache, "_CHUNK", 20 * key)
+    key = 2 * 2 * 128 * 4 * cache_encoder._WIDTHS + 1  # two sequences, two heads of 128 bits, in float32
+    monkeypatch.setattr(cache_encoder, "_CHUNK", 20 * key)
     hashed = []
     layer = make("dynamic", Encoder(lambda k: (hashed.append(k.shape[2]), encode(k))[1]))
     update(layer, 50, 0)
@@ -131,11 +132,11 @@ def test_a_compiled_step_writes_the_codes_of_its_keys():
 def test_quantised_layers_are_whole_from_the_version_on_that_the_refusal_names():
     """Else a name that transformers changes would refuse them to everybody, and skip their tests."""
     major, minor = map(int, transformers.__version__.split(".")[:2])
-    assert ((major, minor) >= (5, 21)) == cache.QUANTISED
+    assert ((major, minor) >= (5, 21)) == cache_types.QUANTISED
 
 
 def test_quantised_layers_that_are_not_whole_are_refused_before_anything_is_changed(monkeypatch):
-    monkeypatch.setattr(cache, "QUANTISED", False)
+    monkeypatch.setattr(cache_types, "QUANTISED", False)
     layer = WholeNumberLayer()
     with pytest.raises(ValueError, match=r"needs transformers 5\.21 or newer, got \d.*; use DynamicCache\(\)"):
         carry_codes(layer, Encoder(encode))

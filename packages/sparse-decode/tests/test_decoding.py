@@ -6,7 +6,7 @@ import pytest
 import torch
 from sparse_decode import Budget, OracleSelector, RecentSelector, attach, offload, remainder, sums
 from sparse_decode.blocks import Blocks
-from sparse_decode.cache import QUANTISED
+from sparse_decode.cache_types import QUANTISED
 from sparse_decode.offload import HostLayer
 from sparse_decode.plan import LayerPlan
 from sparse_decode_doubles import (

@@ -11,7 +11,8 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, HashSelector, attach, buffer, encode_cuda, encode_launches
 from sparse_decode.blocks import RowRule
 from sparse_decode.buffer import CodeBuffer, keeps_first_words
-from sparse_decode.cache import Encoder, carry_codes
+from sparse_decode.cache_encoder import Encoder
+from sparse_decode.cache_types import carry_codes
 from sparse_decode.plan import LayerPlan
 from sparse_decode_doubles import SignHasher, generate, prompts, tiny_model
 from sparse_decode_layers import ACTS, KINDS, RESIZABLE, ROOM, encode, make, update

@@ -5,8 +5,7 @@ import tracemalloc
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, LshSelector, OracleSelector, attach, blocks, sums
-from sparse_decode import cache as cache_module
+from sparse_decode import Budget, LshSelector, OracleSelector, attach, blocks, cache_encoder, sums
 from sparse_decode_doubles import VOCABULARY, tiny_model
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
@@ -57,7 +56,7 @@ def most_held(work):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(cache_module, "_CHUNK", CHUNK)
+    monkeypatch.setattr(cache_encoder, "_CHUNK", CHUNK)
     monkeypatch.setattr(sums, "_CHUNK", CHUNK)
     monkeypatch.setattr(blocks, "_CHUNK_SCORES", CHUNK // 8)
 

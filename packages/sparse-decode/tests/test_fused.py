@@ -13,7 +13,8 @@ from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, QueryHeadHasher, attach, fused, fused_kernels
 from sparse_decode.blocks import AttentionArgs, RowRule
-from sparse_decode.cache import Encoder, carry_codes
+from sparse_decode.cache_encoder import Encoder
+from sparse_decode.cache_types import carry_codes
 from sparse_decode.fused import FusedStep
 from sparse_decode.plan import LayerPlan
 from sparse_decode.select import HashSelector

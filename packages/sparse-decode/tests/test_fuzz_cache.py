@@ -2,7 +2,7 @@
 
 import pytest
 from fuzz_cache import ALL_KINDS, run, run_round
-from sparse_decode.cache import _Coded
+from sparse_decode.cache import Coded
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -15,6 +15,6 @@ def test_a_run_counts_its_steps():
 
 
 def test_the_machine_finds_a_layer_that_does_not_look_at_what_others_do(monkeypatch):
-    monkeypatch.setattr(_Coded, "settle", lambda layer: None)
+    monkeypatch.setattr(Coded, "settle", lambda layer: None)
     with pytest.raises(AssertionError):
         _ = [run_round(seed, "dynamic") for seed in range(40)]

@@ -5,9 +5,9 @@ import tracemalloc
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import HashSelector, sums
-from sparse_decode import cache as cache_module
-from sparse_decode.cache import Encoder, carry_codes
+from sparse_decode import HashSelector, cache_encoder, sums
+from sparse_decode.cache_encoder import Encoder
+from sparse_decode.cache_types import carry_codes
 from sparse_decode.remainder import RunningMoments
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer, StaticLayer
@@ -42,7 +42,7 @@ def prefill(kind, k, v):
 @pytest.mark.parametrize("kind", [DynamicLayer, StaticLayer])
 @pytest.mark.parametrize(("batch", "tokens", "chunk"), [(1, 4096, 1 << 18), (4, 1024, 1 << 18), (32, 1024, 1 << 21)])
 def test_no_temporary_grows_with_the_context_or_the_batch(monkeypatch, kind, batch, tokens, chunk):
-    monkeypatch.setattr(cache_module, "_CHUNK", chunk)  # bytes
+    monkeypatch.setattr(cache_encoder, "_CHUNK", chunk)  # bytes
     monkeypatch.setattr(sums, "_CHUNK", chunk)
     k, v = torch.randn(2, batch, HEADS, tokens, DIM).bfloat16()
     with LargestFloats() as largest:

@@ -123,11 +123,9 @@ def _recent(folder: Path) -> LoadedMethod:
     return LoadedMethod("recent", "recent", None, "recent", *forms)
 
 
-def load_rival(name: str, parameters: Mapping[str, int], label: str, stored_as: str = "") -> LoadedMethod:
+def load_rival(name: str, parameters: Mapping[str, int], label: str) -> LoadedMethod:
     """Create a rival with these parameters, under a label.
 
-    Args:
-        stored_as: begins its identity instead of its name and parameters.
     Raises: ValueError if there is no such rival, or the parameters cannot be used.
     """
     rival = rival_named(name)
@@ -135,15 +133,14 @@ def load_rival(name: str, parameters: Mapping[str, int], label: str, stored_as: 
     selector = rival.build(**parameters)
     given = (f"{key}{value}" for key, value in sorted(parameters.items()))
     settings = (str(getattr(selector, name)) for name in rival.identity_settings)
-    identity = "-".join((*((stored_as,) if stored_as else (name, *given)), *settings))
+    identity = "-".join((name, *given, *settings))
     bits = rival.code_bits(parameters) if rival.code_bits else None
     heads = rival.query_heads(**parameters) if rival.query_heads else None
     return LoadedMethod(label, rival.variant or name, bits, identity, selector, heads)
 
 
 def _published(name: str, folder: Path) -> LoadedMethod:
-    rival = rival_named(name)
-    return load_rival(name, rival.published[0], name, rival.stored_as)
+    return load_rival(name, rival_named(name).published[0], name)
 
 
 def _hashed(name: str, folder: Path, remainder: bool = False) -> LoadedMethod:

@@ -14,23 +14,6 @@ from typing import Any, TypeGuard, get_args, get_type_hints
 from hashtrain.files.untrusted import one_line, read_json_object
 
 from evals.machine import PACKAGES
-from evals.synthetic import NEEDLE, QUESTION
-
-_ON_MODELS = (
-    *("ppl", "iou", "output-error", "fidelity", "needle", "ruler-synthetic", "longbench", "ruler", "fewshot"),
-    *("cones", "codelength", "suggest", "tune"),
-)
-_FORMER: dict[str, dict[str, Any]] = {
-    task: {"dtype": "float32", "shortlist": None, "values": 1.0, "dense_at": [], "heads": None} for task in _ON_MODELS
-}
-for _task in ("ppl", "suggest"):
-    _FORMER[_task]["phase"] = "everywhere"
-_FORMER["ppl"] |= {"scored": None, "score": "second-half", "ends": "within"}
-_FORMER["iou"]["rows_from"] = "drawn"
-_FORMER["needle"] |= {"haystack": [], "needle": NEEDLE, "question": QUESTION}
-for _task in ("longbench", "ruler", "fewshot"):
-    _FORMER[_task] |= {"chat_template": False, "max_length": None}
-"""By task: the values of settings that older runs had without storing them."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +126,6 @@ def _is_list(value: object) -> TypeGuard[list[Any]]:
     return isinstance(value, list)
 
 
-def stated(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's settings, completed with the values that older versions did not store."""
-    return {**_FORMER.get(str(config["task"]), {}), **config}
-
-
 def checked(row: Row) -> Row:
     """Return the row. Raises: ValueError if a value does not have its column's type, or is not finite."""
     for name, kinds in _KINDS.items():
@@ -182,6 +160,6 @@ def read_result(folder: Path) -> Result:
         if wrong := [key for key in texts if not isinstance(data.get(key), str)]:
             raise ValueError(f"{folder / name}.json is corrupt ({wrong[0]} must be a string); {remedy}")
     try:
-        return Result(stated(config), software, rows_from_json(rows))
+        return Result(config, software, rows_from_json(rows))
     except ValueError as error:
         raise ValueError(f"{folder / 'rows.json'}: {error}") from error

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from evals.documents import Measured
 from evals.machine import HARDWARE, environment
-from evals.result import read_json, stated, write_json
+from evals.result import read_json, write_json
 
 _GROWS = ("documents",)  # a run can be continued with more documents
 
@@ -39,7 +39,7 @@ class RunFolder:
         path = folder / "config.json"
         if path.is_file():
             former = read_json(path, "delete that folder or choose another --out")
-            _require_same(folder, *(stated(x) if "task" in x else x for x in (former, settings)))
+            _require_same(folder, former, settings)
         elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no run of evals; choose another --out")
         write_json(path, settings)

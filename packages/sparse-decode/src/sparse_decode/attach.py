@@ -7,26 +7,33 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast
 from weakref import WeakSet
 
 import torch
-from hashcore.cuda.program import require_compiler
 from hashtrain import ModelShape
 from hashtrain.models import text_decoder
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
-from sparse_decode import flash
-from sparse_decode.attend import require_values
+from sparse_decode.attach_checks import (
+    as_selector,
+    require_budgets,
+    require_flash,
+    require_layers,
+    require_remainder,
+    require_rows,
+    require_selector,
+)
 from sparse_decode.blocks import RowRule
 from sparse_decode.break_even import break_even, predicted
 from sparse_decode.budget import Budget
-from sparse_decode.cache import CODED, CodedDynamicLayer, carry_codes, coded_type, is_quantised
+from sparse_decode.cache import CodedDynamicLayer
+from sparse_decode.cache_types import CODED, cache_layer, carry_codes, is_quantised
 from sparse_decode.exact import Drafts, retype
 from sparse_decode.exact_refusals import require_exact, require_forgets
 from sparse_decode.forecast import Forecast, forecast
@@ -37,10 +44,7 @@ from sparse_decode.model import (
     Attention,
     dense_modules,
     dense_name,
-    require_all_full,
     require_attachable,
-    require_kernels,
-    require_own_keys,
     set_attention,
     sparse_modules,
 )
@@ -49,7 +53,10 @@ from sparse_decode.pace import Costs, Pace
 from sparse_decode.parallel import head_shard, shard, shard_shape
 from sparse_decode.plan import Backend, LayerPlan
 from sparse_decode.positions import Sights
-from sparse_decode.select import AttendingSelector, HashSelector, KeyQueryHasher, Selector
+from sparse_decode.select import KeyQueryHasher, Selector
+
+HeadsOf = Callable[[int], ModelShape]
+"""The heads of a layer, by its index."""
 
 
 def attach(
@@ -102,7 +109,7 @@ def attach(
         predicts the memory of a run; `memory(cache)` measures that of a cache.
     Raises: ValueError if the model, its attention or the hasher is not supported; the model is then unchanged.
     """
-    _check_rows(dense_layers, sparse_rows, max_decode_rows)
+    require_rows(dense_layers, sparse_rows, max_decode_rows)
     if kv not in ("device", "host"):
         raise ValueError(f'kv must be "device" or "host", got {kv!r}')
     if backend not in ("gather", "flash"):
@@ -144,114 +151,104 @@ class Attachment:
         require_attachable(model)
         if exact is not None:
             require_forgets(model)
-        self._backend: Backend = backend
         if backend == "flash":
-            shape = ModelShape.of(text_decoder(model).config)
-            flash.require(model.device, model.dtype, [shape.at(i).head_dim for i in range(shape.num_layers)])
-            require_all_full(model)
-            if on_host:
-                raise ValueError('backend="flash" gathers on the model\'s device; use kv="device"')
-        modules: dict[int, Attention] = {}
+            require_flash(model, on_host)
         self.model: PreTrainedModel = model
+        self._backend: Backend = backend
+        self._on_host = on_host
+        self._ranks = 1
         self._handles: list[RemovableHandle] = []
         self._plans: dict[int, LayerPlan] = {}
         self._name: AttentionName | None = None
-        self.break_even: int | None = None
-        self._on_host = on_host
-        self._ranks = 1
         self._growing = WeakSet[CacheLayerMixin]()
         self._dense: tuple[int, ...] = ()
-        self.drafts: Drafts | None = None
         self._retyped: Callable[[], None] | None = None
+        self.break_even: int | None = None
+        self.drafts: Drafts | None = None
+        modules: dict[int, Attention] = {}
         pace = None
         if selector is not None:
-            chosen = _as_selector(selector)
-            chosen.require_match(text_decoder(model).config)
-            if on_host and not chosen.needs_codes:
-                raise ValueError(
-                    f'kv="host" needs a selector that works on codes, got {type(chosen).__name__}; use kv="device"'
-                )
-            if backend == "flash" and isinstance(chosen, AttendingSelector):
-                raise ValueError(
-                    f'backend="flash" does not support a selector with its own attention, got {type(chosen).__name__}; '
-                    'use backend="gather"'
-                )
+            chosen = as_selector(selector)
+            require_selector(model, chosen, on_host, backend)
             modules = sparse_modules(model, dense_layers)
-            shape = ModelShape.of(text_decoder(model).config)
-            if backend == "gather" and not isinstance(chosen, AttendingSelector):
-                require_kernels(model, modules, shape, getattr(chosen, "per_query_head", False))
-            elif chosen.needs_codes and model.device.type == "cuda":
-                require_compiler()
-            if on_host:
-                require_own_keys(model)
-            rank, size = head_shard(next(iter(modules.values())).module, shape.at(min(modules)))
-            chosen, self._ranks = chosen if size == 1 else shard(chosen, rank, size), size
-            if strangers := sorted(set(layer_budgets) - set(modules)):
-                raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
-            budgets = {layer: layer_budgets.get(layer, budget) for layer in modules}
-            _require_values(budgets.values(), backend, chosen, model.device)
-
-            def heads_of(layer: int) -> ModelShape:
-                return shape.at(layer) if size == 1 else shard_shape(shape.at(layer), size)
-
+            chosen, heads = self._own_heads(chosen, modules)
+            budgets = _budgets_of(modules, budget, layer_budgets)
+            require_budgets(budgets.values(), backend, chosen, model.device)
             stops = any(isinstance(found.dense_below, str) for found in budgets.values())
-            budgets = self._settled(budgets, modules, heads_of, chosen)
+            budgets = self._settled(budgets, modules, heads, chosen)
             if exact is not None:
-                foreseen = model.device.type == "cpu" and chosen.needs_codes
-                heads = [heads_of(layer) for layer in range(shape.num_layers)]
-                costs = Costs.predicted(model, budgets, heads) if foreseen else None
-                below = min(cast(int, found.dense_below) for found in budgets.values())
-                pace = functools.partial(Pace, exact, costs, stops, below)
-            coefficients, sights = getattr(chosen, "remainder", None) if remainder else None, Sights()
-            for layer, found in budgets.items():
-                left_out = None if coefficients is None else coefficients(layer)
-                if left_out is not None and isinstance(chosen, AttendingSelector):
-                    raise ValueError(
-                        "the remainder is fitted to softmax attention over a selection, got "
-                        f"{type(chosen).__name__}, which has its own attention; attach with remainder=False"
-                    )
-                if left_out is not None and backend == "flash":
-                    raise ValueError(
-                        'backend="flash" does not support the remainder; attach with remainder=False, or use '
-                        'backend="gather"'
-                    )
-                self._plans[layer] = LayerPlan(
-                    layer,
-                    chosen,
-                    found,
-                    rule,
-                    left_out,
-                    backend,
-                    sights,
-                    _device_of(modules[layer].module),
-                )
+                pace = self._pace(exact, budgets, heads, chosen, stops)
+            self._plan(modules, budgets, chosen, rule, remainder)
         summing = [layer for layer, plan in self._plans.items() if plan.remainder is not None]
         self.remainder: bool = bool(summing)
+        self.layers: tuple[int, ...] = tuple(modules)
         if pace is not None:
             self.drafts = Drafts(pace, self.prepare, summing)
-        self.layers: tuple[int, ...] = tuple(modules)
         if modules:
-            register()
-            self._config = cast(Any, text_decoder(model).config)
-            dense = dense_name(model)
-            name = AttentionName.of(FLASH_NAME if backend == "flash" else NAMES[dense], dense)
-            set_attention(model, name)
-            self._name = name
-            self._retyped = None if self.drafts is None else retype(model, self.drafts)
-            self._dense = tuple(found.layer for found in dense_modules(model, modules))
-            may_be_short = backend == "gather" and not on_host
-            ways = (self._config, name), self._held, self._growing, may_be_short
-            for layer, found in modules.items():
-                hook = Hook(self._plans[layer], found.arguments, *ways)
-                if self.drafts is not None:
-                    hook = ExactHook(self._plans[layer], found.arguments, *ways[:-1], self.drafts.has, self._grow)
-                self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
+            self._switch_on(modules)
+
+    def _own_heads(self, selector: Selector, modules: dict[int, Attention]) -> tuple[Selector, HeadsOf]:
+        """Return the selector of this rank's heads, and the function that gives each layer's heads on this rank."""
+        shape = ModelShape.of(text_decoder(self.model).config)
+        require_layers(self.model, modules, shape, selector, self._on_host, self._backend)
+        rank, size = head_shard(next(iter(modules.values())).module, shape.at(min(modules)))
+        self._ranks = size
+        if size == 1:
+            return selector, shape.at
+        return shard(selector, rank, size), lambda layer: shard_shape(shape.at(layer), size)
+
+    def _pace(
+        self, exact: int, budgets: Mapping[int, Budget], heads: HeadsOf, selector: Selector, stops: bool
+    ) -> Callable[[], Pace]:
+        """Return what decides, in one generation, how many tokens are drafted."""
+        costs = None
+        if self.model.device.type == "cpu" and selector.needs_codes:
+            layers = ModelShape.of(text_decoder(self.model).config).num_layers
+            costs = Costs.predicted(self.model, budgets, [heads(layer) for layer in range(layers)])
+        below = min(cast(int, found.dense_below) for found in budgets.values())
+        return functools.partial(Pace, exact, costs, stops, below)
+
+    def _plan(
+        self,
+        modules: Mapping[int, Attention],
+        budgets: Mapping[int, Budget],
+        selector: Selector,
+        rule: RowRule,
+        remainder: bool,
+    ) -> None:
+        """Plan the sparse layers."""
+        coefficients, sights = getattr(selector, "remainder", None) if remainder else None, Sights()
+        for layer, budget in budgets.items():
+            left_out = None if coefficients is None else coefficients(layer)
+            if left_out is not None:
+                require_remainder(selector, self._backend)
+            device = _device_of(modules[layer].module)
+            self._plans[layer] = LayerPlan(layer, selector, budget, rule, left_out, self._backend, sights, device)
+
+    def _switch_on(self, modules: Mapping[int, Attention]) -> None:
+        """Set the model's attention, and hook its sparse layers."""
+        model = self.model
+        register()
+        self._config = cast(Any, text_decoder(model).config)
+        dense = dense_name(model)
+        name = AttentionName.of(FLASH_NAME if self._backend == "flash" else NAMES[dense], dense)
+        set_attention(model, name)
+        self._name = name
+        self._retyped = None if self.drafts is None else retype(model, self.drafts)
+        self._dense = tuple(found.layer for found in dense_modules(model, modules))
+        may_be_short = self._backend == "gather" and not self._on_host
+        ways = (self._config, name), self._held, self._growing, may_be_short
+        for layer, found in modules.items():
+            hook = Hook(self._plans[layer], found.arguments, *ways)
+            if self.drafts is not None:
+                hook = ExactHook(self._plans[layer], found.arguments, *ways[:-1], self.drafts.has, self._grow)
+            self._handles.append(found.module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _settled(
         self,
         budgets: dict[int, Budget],
         modules: Mapping[int, Attention],
-        heads: Callable[[int], ModelShape],
+        heads: HeadsOf,
         selector: Selector,
     ) -> dict[int, Budget]:
         """Replace `dense_below="measured"` (measured once for all layers) and "predicted" by numbers."""
@@ -357,7 +354,7 @@ class Attachment:
 
     def _held(self, plan: LayerPlan, cache: Any) -> CacheLayerMixin:
         """Return the cache's layer, carrying codes if the selector needs them."""
-        held = _cache_layer(cache, plan.layer)
+        held = cache_layer(cache, plan.layer)
         if getattr(held, "encoder", None) is plan.encoder:
             return held
         if self._backend == "flash" and (not isinstance(held, DynamicLayer) or is_quantised(type(held))):
@@ -374,13 +371,13 @@ class Attachment:
         return carry_codes(held, plan.encoder, HostLayer)
 
 
-def _require_values(budgets: Iterable[Budget], backend: Backend, selector: Selector, device: torch.device) -> None:
-    """Raise ValueError if a budget reads only a share of the values and the attention does not support this."""
-    share = min(budget.values for budget in budgets)
-    require_values(share, device)
-    if share < 1 and (backend == "flash" or isinstance(selector, AttendingSelector)):
-        by = 'backend="flash"' if backend == "flash" else type(selector).__name__
-        raise ValueError(f"values below 1 needs our own kernels, got {share} and {by}; set it to 1")
+def _budgets_of(
+    modules: Mapping[int, Attention], budget: Budget, layer_budgets: Mapping[int, Budget]
+) -> dict[int, Budget]:
+    """Return the budget of each sparse layer. Raises: ValueError if a layer's own budget is of another layer."""
+    if strangers := sorted(set(layer_budgets) - set(modules)):
+        raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
+    return {layer: layer_budgets.get(layer, budget) for layer in modules}
 
 
 def _device_of(module: Any) -> torch.device:
@@ -397,47 +394,5 @@ def _dense_layers(selector: object, given: int | Collection[int] | None) -> Coll
     return range(given) if isinstance(given, int) else given
 
 
-def _check_rows(dense_layers: object, sparse_rows: object, max_decode_rows: object) -> None:
-    given = cast("Collection[object]", dense_layers) if isinstance(dense_layers, Collection) else [dense_layers or 0]
-    if any(not isinstance(layer, int) or layer < 0 for layer in given):
-        raise ValueError(f"dense_layers must be an integer of 0 or more, or a set of them, got {dense_layers!r}")
-    if sparse_rows != "decode" and (not isinstance(sparse_rows, int) or sparse_rows < 0):
-        raise ValueError(f'sparse_rows must be "decode" or an integer of 0 or more, got {sparse_rows!r}')
-    if not isinstance(max_decode_rows, int) or max_decode_rows < 1:
-        raise ValueError(f"max_decode_rows must be an integer of 1 or more, got {max_decode_rows!r}")
-
-
-def _as_selector(selector: KeyQueryHasher | Selector) -> Selector:
-    if hasattr(selector, "select"):
-        return selector  # pyright: ignore[reportReturnType]
-    if hasattr(selector, "encode_queries"):
-        return HashSelector(selector)  # pyright: ignore[reportArgumentType]
-    raise ValueError(
-        f"selector must be a hasher with encode_keys and encode_queries, or a Selector, got {type(selector).__name__}"
-    )
-
-
 def _kv_bytes(layer: Any) -> int:
     return sum(x.nbytes for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None)
-
-
-def _cache_layer(cache: Any, layer: int) -> CacheLayerMixin:
-    """Return one layer of a cache, created if the cache creates its layers lazily."""
-    if not isinstance(cache, Cache):
-        raise ValueError(
-            f"past_key_values must be a transformers Cache, got {type(cache).__name__}; use DynamicCache()"
-        )
-    if isinstance(cache, EncoderDecoderCache):
-        cache = cache.self_attention_cache
-    if getattr(cache, "offloading", False):
-        raise ValueError("a cache that offloads its layers is not supported yet; use DynamicCache()")
-    if cache.layer_class_to_replicate is not None:
-        while len(cache.layers) <= layer:
-            cache.layers.append(cache.layer_class_to_replicate())
-    held = cache.layers[layer]
-    if not hasattr(held, "encoder") and coded_type(cast(type, type(held))) is None:
-        raise ValueError(
-            f"cache layers must be of type DynamicLayer or StaticLayer, hybrid or quantised, got "
-            f"{type(held).__name__} in layer {layer}; use DynamicCache(config=model.config), the default of generate"
-        )
-    return cast(CacheLayerMixin, held)

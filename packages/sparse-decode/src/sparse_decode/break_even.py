@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.budget import Budget
-from sparse_decode.cache import carry_codes
+from sparse_decode.cache_types import carry_codes
 from sparse_decode.interface import attend_densely, flash_attention
 from sparse_decode.plan import Backend, LayerPlan
 from sparse_decode.select import Selector

@@ -40,8 +40,6 @@ class Rival:
     """The kind of selector, if several entries share it; otherwise its name."""
     identity_settings: tuple[str, ...] = ()
     """Attributes of its selector, besides its parameters, that affect its selections; part of its identity."""
-    stored_as: str = ""
-    """Identity of its published form, as in runs that are older than this table; by default made of the parameters."""
 
     def require(self, parameters: Parameters) -> None:
         """Raise ValueError unless these are its parameters."""
@@ -87,7 +85,6 @@ def _magicpig(name: str, summary: str, published: tuple[Parameters, ...], sink: 
         code_bits=_bucket_bits,
         variant="magicpig",
         identity_settings=("sink", "local", "prefill", "seed"),
-        stored_as="magicpig-{bits}x{tables}".format(**published[0]),
     )
 
 
@@ -108,7 +105,6 @@ RIVALS = {
             _quest_bits,
             {"page": "pages"},
             query_heads=_quest_heads,
-            stored_as="quest",
         ),
         Rival(
             "quest-heads",
@@ -117,7 +113,6 @@ RIVALS = {
             _PAGES,
             _quest_bits,
             {"page": "pages"},
-            stored_as="quest-heads",
         ),
         _magicpig(
             "magicpig",
