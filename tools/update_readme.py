@@ -15,6 +15,10 @@
     PYTHON packages/sparse-serve/benchmarks/throughput.py --out docs/results/serving.json  # as its text says
     uv run --with faiss-cpu packages/hashcore/examples/embeddings.py --out docs/results/hashcore_index.json
     uv run --with faiss-cpu packages/hashcore/benchmarks/cpu.py --cpu 1 --out docs/results/hashcore_cpu.json
+    uv run tools/check_families.py --out docs/results/families.json
+    uv run tools/fuzz.py cache --count 20000 --out docs/results/fuzz.json  # one fuzzer; those of others stay
+    uv run tools/check_memory.py --out docs/results/memory.json
+    (as its text says) tools/check_transformers_tests.py --out docs/results/transformers_tests.json
 
 Tables are written between `<!-- results:NAME -->` and `<!-- end -->`; BLOCKS in readme_tables lists the names.
 """
