@@ -33,6 +33,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "second-layers": lambda results: quality.training(results, "kv_head", "second_training"),
     "second-english": quality.of_run("second_english", lambda result: report.ppl_grid(named(result, SECOND_MODEL))),
     "second-python": quality.of_run("second_python", lambda result: report.ppl_grid(named(result, SECOND_MODEL))),
+    "second-bare": quality.always_read(headline.SECOND_RUNS, headline.BARE_RUNS, SECOND_MODEL),
     "speed": speed.speed,
     "install": speed.install,
     "iou": quality.of_run("iou", quality.iou("kv_head")),

@@ -11,6 +11,8 @@ OURS, WINDOW = "transform+remainder", "recent"
 SECOND_MODEL = "SmolLM2-135M-Instruct"
 SECOND_RUNS = {"English": "second_english", "Python": "second_python"}
 """Stored runs on the second model, after a dense prompt, by kind of text."""
+BARE_RUNS = {kind: f"{name}_bare" for kind, name in SECOND_RUNS.items()}
+"""The same without the tokens that every row reads."""
 SHORT_RUNS = {
     f"{SECOND_MODEL}, English": ("second_english", "short_english", "values_english"),
     f"{SECOND_MODEL}, Python": ("second_python", "short_python", "values_python"),

@@ -108,6 +108,30 @@ def texts(names: dict[str, str], trained_name: str, subject: str) -> Callable[[p
     return table
 
 
+def always_read(names: dict[str, str], bare: dict[str, str], subject: str) -> Callable[[pathlib.Path], str]:
+    """Return a function for the table of each method with and without the tokens that every row reads.
+
+    Args: names, bare: the stored run for each kind of text, with these tokens and without.
+    """
+
+    def table(results: pathlib.Path) -> str:
+        pairs = {kind: [load(results / f"{of[kind]}.json") for of in (names, bare)] for kind in names}
+        first, other = next(iter(pairs.values()))
+        lines = []
+        for name in sorted(other.config["methods"], key=lambda name: cell(other, name, "kl")):
+            found = [(change(run, name), f"{cell(run, name, 'kl'):.4f}") for pair in pairs.values() for run in pair]
+            lines.append([name, *(text for both in found for text in both)])
+        title = (
+            f"Perplexity and KL of {subject} behind a dense prompt, 2 % of the visible tokens: "
+            f"{report.protocol(first.config)}, or {report.protocol(other.config)}"
+        )
+        how = ("always read", "none read")
+        header = ["method", *(f"{kind}, {one}{x}" for kind in pairs for one in how for x in ("", ", KL"))]
+        return to_markdown(Grid(title, header, [lines]))
+
+    return table
+
+
 def bytes_read(names: dict[str, tuple[str, ...]]) -> Callable[[pathlib.Path], str]:
     """Return a function for the table of quality against bytes, given stored runs by subject."""
 
