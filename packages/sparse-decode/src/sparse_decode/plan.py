@@ -12,7 +12,7 @@ from sparse_decode import flash
 from sparse_decode.attend import LeftOut, attend, attention_weights
 from sparse_decode.blocks import AttentionArgs, Block, Blocks, Moments, RowRule
 from sparse_decode.budget import Budget, Tally
-from sparse_decode.cache import Encoder
+from sparse_decode.cache_encoder import Encoder
 from sparse_decode.dense_step import attend_visible, with_means
 from sparse_decode.fused import FusedStep
 from sparse_decode.modes import ordinary_tensors, readable
