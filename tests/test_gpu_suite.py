@@ -36,12 +36,27 @@ def test_the_sanitizer_sees_every_kernel(suite):
     """Those that the gate compiles, each launched by a small test."""
     registers = json.loads((ROOT / "docs" / "results" / "kernels.json").read_text("utf-8"))["registers"]
     launched = [kernel for kernels in suite.LAUNCHED_BY.values() for kernel in kernels.split()]
-    assert sorted(launched) == sorted({kernel for program in registers.values() for kernel in program})
+    assert set(launched) == {kernel for program in registers.values() for kernel in program}
     alone = ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "-m", "cuda"]
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", *alone, *suite.GPU_TESTS, "-k", suite.EVERY_KERNEL]
     names = [line for line in suite.command(words, 300).output.splitlines() if "::" in line]
     for tests in suite.LAUNCHED_BY:
         assert any(all(word in name for word in tests.split(" and ")) for name in names), f"{tests} names no test"
+
+
+def test_the_suite_runs_every_test_that_needs_a_gpu(suite):
+    found = [path for path in ROOT.glob("packages/*/tests/test_*.py") if "pytest.mark.cuda" in path.read_text("utf-8")]
+    run = {ROOT / path for path in (*suite.GPU_TESTS, suite.FLASH_TESTS, suite.EVALS_TESTS)}
+    assert set(found) == run
+
+
+@pytest.mark.slow
+def test_the_tests_of_a_gpu_fit_the_code(suite):
+    """On the CPU in its place (no_gpu.py): otherwise the first to run them would be somebody with a GPU."""
+    outcome = suite.pytest(500, ["-p", "tests.no_gpu", "-m", "cuda", *suite.GPU_TESTS], [])
+    assert outcome.status == "passed", outcome.summary
+    assert outcome.data["tests"] >= 20
+    assert not outcome.data["skipped"]
 
 
 def test_what_is_not_installed_is_named_and_not_run(suite):

@@ -43,18 +43,22 @@ LAUNCHED_BY = {
     "test_shortlists_equal_numpy and 9001 and weights0": "first_floor list_shortlist list_shortlist_shared",
     "test_results_of_32_bits": "select_32 select_32_32",
     "test_equals_the_cpu and 600 and 7": "gather combine",
-    "test_hashed_tokens and transform-64": "hash_keys apply weigh",
+    "test_searches_in_pages and 16-2": "list_candidates select_64",
+    "test_hashed_tokens and transform-64": "hash_tokens",
     "test_sums_of_a_static_cache": "add_token",
+    "test_codes_go_to_their_slots": "place_codes",
 }
 EVERY_KERNEL = " or ".join(f"({tests})" for tests in LAUNCHED_BY)
 
 TRAINING = ["--only", "lsh", "transform", "--context", "1024", "--contexts", "4", "--held-out", "2", "--steps", "50"]
 FLASH_TESTS = "packages/sparse-decode/tests/test_flash_cuda.py"
-GPU_TESTS = [
-    "packages/hashcore/tests/test_cuda.py",
+HASHCORE_TESTS = ["packages/hashcore/tests/test_cuda.py", "packages/hashcore/tests/test_pages_on_gpu.py"]
+SPARSE_TESTS = [
     "packages/sparse-decode/tests/test_gather_cuda.py",
     "packages/sparse-decode/tests/test_steps_cuda.py",
+    "packages/sparse-decode/tests/test_paged_on_gpu.py",
 ]
+GPU_TESTS = [*HASHCORE_TESTS, *SPARSE_TESTS]
 EVALS_TESTS = "packages/evals/tests/test_device.py"
 
 
@@ -167,7 +171,7 @@ def hashcore_simulated(seconds: float) -> Outcome:
 
 
 def hashcore_tests(seconds: float) -> Outcome:
-    return pytest(seconds, ["-m", "cuda", GPU_TESTS[0]], [])
+    return pytest(seconds, ["-m", "cuda", *HASHCORE_TESTS], [])
 
 
 def hashcore_benchmark(seconds: float) -> Outcome:
@@ -175,7 +179,7 @@ def hashcore_benchmark(seconds: float) -> Outcome:
 
 
 def sparse_tests(seconds: float) -> Outcome:
-    return pytest(seconds, ["-m", "cuda", *GPU_TESTS[1:]], [])
+    return pytest(seconds, ["-m", "cuda", *SPARSE_TESTS], [])
 
 
 def evals_tests(seconds: float) -> Outcome:

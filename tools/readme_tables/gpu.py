@@ -76,20 +76,24 @@ def shortlist(results: pathlib.Path) -> str:
 
 
 def model(results: pathlib.Path) -> str:
-    """Return the table of predicted microseconds of a layer's attention, dense / sparse."""
-    launches = stored(results / "gpu_step.json")["transform+remainder"]["launches"]
+    """Return the table of predicted microseconds of a layer's attention: dense, sparse, and sparse with a mask."""
+    counted = stored(results / "gpu_step.json")
+    plain, masked = (counted[f"transform{kind}+remainder"]["launches"] for kind in ("", "+static"))
     lines = []
     for tokens in LENGTHS:
-        dense, sparse = LAYER.dense_bytes(tokens), LAYER.sparse_bytes(tokens)
-        line = [f"{tokens:,}", f"{dense / 2**20:,.1f}", f"{sparse / 2**20:,.1f}"]
+        steps = (
+            (LAYER.dense_bytes(tokens), 1),
+            (LAYER.sparse_bytes(tokens), plain + 1),
+            (LAYER.sparse_bytes(tokens, masked=True), masked + 1),
+        )
+        line = [f"{tokens:,}", *(f"{size / 2**20:,.1f}" for size, _ in steps)]
         for card in CARDS:
-            times = (predicted_us(size, n, card.bytes_per_us) for size, n in ((dense, 1), (sparse, launches + 1)))
-            line.append(" / ".join(f"{time:,.0f}" for time in times))
+            line.append(" / ".join(f"{predicted_us(size, n, card.bytes_per_us):,.0f}" for size, n in steps))
         lines.append(line)
-    header = ["context", "MiB dense", "MiB sparse", *(card.name for card in CARDS)]
+    header = ["context", "MiB dense", "MiB sparse", "MiB with a mask", *(card.name for card in CARDS)]
     title = (
         f"Predicted, not measured: microseconds of one layer's attention in a decode step, dense / sparse with the "
-        f"remainder; {LAYER.query_heads} query and {LAYER.kv_heads} KV heads of {LAYER.dim}, 16 bits, "
-        f"{100 * LAYER.fraction:g} %, in a CUDA graph"
+        f"remainder / the same with a mask, as a static cache has; {LAYER.query_heads} query and {LAYER.kv_heads} KV "
+        f"heads of {LAYER.dim}, 16 bits, {100 * LAYER.fraction:g} %, in a CUDA graph"
     )
     return to_markdown(Grid(title, header, [lines]))

@@ -2,13 +2,15 @@
 
 import numpy as np
 import pytest
-from hashcore import reference
+from hashcore import hostsim, reference
 from hashcore.hostsim import guarded
 from hashcore_samples import random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
+source = pytest.importorskip("hashcore.cuda.source", reason="the launches are described on torch tensors")
+kernels = pytest.importorskip("hashcore.cuda.kernels", reason="the launches are described on torch tensors")
 kept = pytest.importorskip("hashcore.cuda.kept", reason="the launches are described on torch tensors")
 layout = pytest.importorskip("hashcore.cuda.layout", reason="the launches are described on torch tensors")
 operands = pytest.importorskip("hashcore.cuda.operands", reason="the launches are described on torch tensors")
@@ -119,6 +121,25 @@ def test_planes_score_as_the_reference(case, rows, n, device, seed):
     out = empty(rows, n)
     tensors.score(inside(query), inside(keys), weights, out, device)
     assert_same(out, reference.score(query, keys, weights))
+
+
+PLACES = """
+extern "C" __global__ void __launch_bounds__(32) places(i32* out) {
+  const int lane = threadIdx.x;
+  for (int i = 0; i < MINE; i += 4) out[i * 8 + lane] = lane / LANES * WORDS + word_of(i, lane % LANES);
+}
+"""
+
+
+@pytest.mark.parametrize(("words", "lanes"), [(4, 1), (8, 2), (16, 4), (24, 2), (32, 4)])
+def test_lanes_beside_each_other_read_16_bytes_beside_each_other(words, lanes):
+    """A warp reads a long key in one stretch of memory, too; several keys in one if a lane reads once."""
+    text, macros = source.read_source(source.HASHCORE_KERNELS, "score.cu") + PLACES, kernels.score_macros(words, (1, 2))
+    loads = np.full((words // lanes // 4, 32), -1, np.int32)
+    hostsim.Simulator(text, ["places"], dict(macros)).launch("places", (1,), (32,), [loads])
+    stretches = loads.reshape(-1, 32 if len(loads) == 1 else lanes)
+    assert (np.diff(stretches) == 4).all()
+    assert sorted(loads.flat) == [*range(0, 32 // lanes * words, 4)]
 
 
 @st.composite

@@ -156,7 +156,7 @@ def predicted(device: str, tokens: int) -> float | None:
     if (card := card_of(device)) is None:
         return None
     launches = json.loads(COUNTS.read_text("utf-8"))["transform+static+remainder"]["launches"]
-    sizes = (LAYER.dense_bytes(tokens), 1), (LAYER.sparse_bytes(tokens), launches + 1)
+    sizes = (LAYER.dense_bytes(tokens), 1), (LAYER.sparse_bytes(tokens, masked=True), launches + 1)
     dense, sparse = (predicted_us(size, n, card.bytes_per_us) for size, n in sizes)
     return dense - sparse
 

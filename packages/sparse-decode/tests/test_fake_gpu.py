@@ -285,7 +285,7 @@ def test_every_hasher_of_ours_is_hashed_in_one_launch(variant, per_query_head):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [Budget(0.1, sink=0, recent=0), Budget(0.1, sink=4, recent=16), Budget(1.0)])
-@pytest.mark.parametrize("kind", ["plain", "padded"])
+@pytest.mark.parametrize("kind", ["plain", "padded", "static"])
 def test_whatever_is_always_read(budget, kind):
     assert beyond_dense("llama", "transform", budget, kind).launches <= MOST[kind][1]
 

@@ -191,9 +191,8 @@ class Blocks:
     sink: int
     recent: int
     sights: Sights
-    _numbers: Tensor | None = field(
-        default=None, init=False, compare=False
-    )  # 0, 1, 2, ... on the device: counts are views of it
+    # 0, 1, 2, ... on the device: counts are views of it
+    _numbers: Tensor | None = field(default=None, init=False, compare=False)
 
     def step(self, x: AttentionArgs) -> Block:
         """Return the one block of a decode step, with few tensor operations and without waiting for the device.
@@ -237,9 +236,8 @@ class Blocks:
         end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see no token from there on
         q, k, codes = x.q[:, :, first:last], x.k[:, :, :end], None if x.codes is None else x.codes[:, :, :end]
         visible = None if seen is None else seen[..., :end]
-        first_words = None if x.first is None else x.first[:, :, :end]
         known |= {"sink": self.sink, "recent": self.recent, "shortlist": self.budget.shortlist}
-        known |= {"first": first_words, "planes": x.planes}
+        known |= {"first": None if x.first is None else x.first[:, :, :end], "planes": x.planes}
         return Rows(self.layer, q, k, codes, visible, chosen, x.scaling, x.softcap, x.sinks, **known)
 
     def _number(self, count: int, q: Tensor) -> Tensor:

@@ -16,6 +16,9 @@ REACHED = 0.85
 """Share of the bandwidth reached by kernels that only read."""
 LAUNCH_US = 2.0
 """Time of a dependent launch in a CUDA graph, in microseconds."""
+MASKED_BYTES = 28
+"""Bytes per key that a step with a mask moves beside the codes: 32-bit scores are written, read and written to hide
+tokens, and read four times to select."""
 SMS = 132
 """SMs of the GPU whose searches are divided among blocks; the bytes hardly depend on it."""
 
@@ -72,12 +75,16 @@ class Layer(NamedTuple):
         """Return the bytes of search and attention: what a step moves without hashing and without the remainder."""
         return self.search_bytes(tokens, batch) + self.fraction * self.dense_bytes(tokens, batch)
 
-    def sparse_bytes(self, tokens: int, batch: int = 1, shortlist: int = 0) -> float:
+    def masked_bytes(self, tokens: int, batch: int = 1) -> float:
+        """Return the bytes that selecting moves in a step with a mask: of a static cache, or with padding."""
+        return batch * self.kv_heads * tokens * (self.bits // 8 + MASKED_BYTES)
+
+    def sparse_bytes(self, tokens: int, batch: int = 1, shortlist: int = 0, masked: bool = False) -> float:
         """Return the bytes that a whole step moves, with hash functions of 16 bits and the remainder's sums."""
         dim, bits, hidden = self.dim, self.bits, self.hidden
         functions = 2 * (self.kv_heads + self.query_heads) * (dim * bits + dim * hidden + hidden * bits)
         sums = batch * self.kv_heads * state_bytes(dim)
-        search = self.search_bytes(tokens, batch, shortlist)
+        search = self.masked_bytes(tokens, batch) if masked else self.search_bytes(tokens, batch, shortlist)
         return search + functions + sums + self.fraction * self.dense_bytes(tokens, batch)
 
 
