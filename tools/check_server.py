@@ -27,7 +27,7 @@ from typing import Any
 from serving_checks.compare import differences, requests
 from serving_checks.jobs import ask
 from serving_checks.models import hash_of
-from serving_checks.record import Record, told
+from serving_checks.record import Record, how_made
 from serving_checks.server import Server, children
 from serving_checks.start import ROOT, started
 
@@ -183,7 +183,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, help="file for what was found; its other parts are kept")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server does not outlive this process
-    record = Record(model="demo", hash=told(given.hasher))
+    record = Record(model="demo", hash=how_made(given.hasher))
     checks = {"clients": lambda: use(given, record), "start": lambda: start(record)}
     record.run({name: checks[name] for name in given.parts})
     if given.out:

@@ -27,7 +27,7 @@ from typing import Any
 from serving_checks.compare import LENGTHS, differences, expected_counts, requests
 from serving_checks.jobs import ask
 from serving_checks.models import TINY, hash_of
-from serving_checks.record import Record, told
+from serving_checks.record import Record, how_made
 
 NEW = 24
 PREEMPTED = 20
@@ -218,7 +218,7 @@ def main() -> int:
     model = str(demo_model_path())
     with tempfile.TemporaryDirectory() as folder:
         hasher, heads = hash_of(model, f"{folder}/hasher", given.hasher)
-        record = Record(model="demo", hash=told(given.hasher))
+        record = Record(model="demo", hash=how_made(given.hasher))
         case = Case(model, hasher, requests(4000), heads, record)
         checks = {"quick": quick} if given.quick else {name: PARTS[name] for name in given.parts}
         record.run({name: functools.partial(check, case) for name, check in checks.items()})

@@ -59,7 +59,7 @@ def run(name: str, goes_on: Callable[[int, int], bool], seed: int, first: int) -
 
 
 def limit(seconds: float, cases: int | None, count: int | None) -> Callable[[int, int], bool]:
-    """Return the condition under which a fuzzer goes on: so many checks, so many cases, or so many seconds."""
+    """Return a function that says whether to continue, given the cases and checks so far."""
     end = time.monotonic() + seconds
     if count is not None:
         return lambda _, checks: checks < count

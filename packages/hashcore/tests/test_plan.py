@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from hashcore import cpu, reference
-from hashcore.arrays import Layout
+from hashcore.arguments import Layout
 from hashcore.cpu import launch_plan, threads
 from hashcore.validation import selection
 

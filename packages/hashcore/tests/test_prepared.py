@@ -8,7 +8,8 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import cpu, ops, reference
-from hashcore.cpu import launch_plan, layout, prepared
+from hashcore.arguments import address, layout_of
+from hashcore.cpu import launch_plan
 from hashcore_samples import random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,8 +109,8 @@ def test_threads_share_a_plan(rng):
 
 
 def test_threads_may_make_room_at_once(monkeypatch):
-    monkeypatch.setattr(prepared, "PLANS", 2)
-    get = prepared.kept(lambda number: launch_plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1, True))
+    monkeypatch.setattr(cpu, "PLANS", 2)
+    get = cpu.kept(lambda number: launch_plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1, True))
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -130,8 +131,8 @@ def test_the_latest_plans_are_kept_and_each_is_the_one_asked_for(numbers, most):
         return launch_plan.Plan(np.array([number]), np.zeros((1, 6), np.int64), (), 0, 1, True)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepared, "PLANS", most)
-        get = prepared.kept(make)
+        patch.setattr(cpu, "PLANS", most)
+        get = cpu.kept(make)
         assert [int(get(number).header[0]) for number in numbers] == numbers
         latest = made[::-1][:most]
         assert all(get(number) is get(number) for number in latest)
@@ -145,14 +146,14 @@ def test_the_latest_plans_are_kept_and_each_is_the_one_asked_for(numbers, most):
 def test_a_plan_of_many_rows_is_not_kept():
     made = []
 
-    @prepared.kept
+    @cpu.kept
     def make(rows: int) -> launch_plan.Plan:
         made.append(rows)
         return launch_plan.Plan(np.zeros(1, np.int64), np.zeros((rows, 6), np.int64), (), 0, 1, True)
 
-    for rows in (prepared.ROWS, prepared.ROWS + 1, prepared.ROWS, prepared.ROWS + 1):
+    for rows in (cpu.ROWS, cpu.ROWS + 1, cpu.ROWS, cpu.ROWS + 1):
         make(rows)
-    assert made == [prepared.ROWS, prepared.ROWS + 1, prepared.ROWS + 1]
+    assert made == [cpu.ROWS, cpu.ROWS + 1, cpu.ROWS + 1]
 
 
 def test_the_address_of_an_array_is_where_numpy_says(tmp_path: pathlib.Path):
@@ -162,7 +163,7 @@ def test_the_address_of_an_array_is_where_numpy_says(tmp_path: pathlib.Path):
     x.tofile(tmp_path / "x")
     mapped = np.memmap(tmp_path / "x", np.int32, "r", shape=(60,))
     for y in (x, x[1:], x[::-1, 2], x.T, x[:0], x[1, 2, 3:4].reshape(()), fixed, shifted(x), mapped, mapped[7:]):
-        assert layout.address(y) == y.__array_interface__["data"][0]
+        assert address(y) == y.__array_interface__["data"][0]
 
 
 @pytest.mark.parametrize("weights", [(1,), (511,), (512,), (255, 256), (256, 256), (2**23,), (1, 2, 4, 8, 16, 32, 64)])
@@ -177,7 +178,7 @@ def test_scores_of_all_sizes_are_exact(rng, weights):
 
 def test_a_plan_does_not_depend_on_where_the_arrays_lie(rng):
     made = [
-        launch_plan.search(layout.of(x), layout.of(x), (1,), (3,), 2, True, (2, 0, 3), 1)
+        launch_plan.search(layout_of(x), layout_of(x), (1,), (3,), 2, True, (2, 0, 3), 1)
         for x in (random_codes(rng, 3, 3, 4) for _ in range(2))
     ]
     assert made[0].rows.tolist() == made[1].rows.tolist()

@@ -4,7 +4,8 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import cpu, reference
-from hashcore.cpu import launch_plan, layout
+from hashcore.arguments import aligned, layout_of, readable
+from hashcore.cpu import launch_plan
 from hashcore_samples import assert_same, random_codes, unaligned
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,9 +96,9 @@ def test_expanded_arrays_score_without_being_copied(rng):
     expanded = np.broadcast_to(keys, (7, 33, 4))
     query = np.broadcast_to(random_codes(rng, 1, 2, 4), (7, 2, 4))
     assert_same(hashcore.score(query, expanded, (1, 2)), reference.score(query, expanded, (1, 2)))
-    assert layout.aligned(query) is query
-    assert layout.readable(expanded) is expanded
-    rows = launch_plan.score(layout.of(query), layout.of(expanded), (1, 2), (7,)).rows
+    assert aligned(query) is query
+    assert readable(expanded) is expanded
+    rows = launch_plan.score(layout_of(query), layout_of(expanded), (1, 2), (7,)).rows
     assert rows[:, [launch_plan.QUERY, launch_plan.KEYS]].tolist() == [[0, 0]] * 7
 
 
@@ -120,7 +121,7 @@ def test_codes_are_scored_where_they_lie(case):
     keys = IN_PLACE[case]
     query = np.ascontiguousarray(BUFFER[:1, :1, :7, : keys.shape[-1]])
     assert_same(hashcore.score(query, keys), reference.score(query, np.ascontiguousarray(keys)))
-    assert layout.readable(keys) is keys
+    assert readable(keys) is keys
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 5), (0, 0)])

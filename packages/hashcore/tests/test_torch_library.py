@@ -172,7 +172,7 @@ def on_device(monkeypatch):
         setattr(operators, name, call)
     monkeypatch.setattr(torch_ops, "OPERATORS", operators)
     monkeypatch.setattr("hashcore.cuda.launch.run", device)
-    monkeypatch.setattr("hashcore.arrays.for_torch", lambda arguments: any(map(has_tensor, arguments)))
+    monkeypatch.setattr("hashcore.arguments.for_torch", lambda arguments: any(map(has_tensor, arguments)))
     return device
 
 

@@ -10,7 +10,7 @@ from hashcore.cpu import threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, attach, dense_kernels, dense_step, interface
-from sparse_decode.dense import attend_all, attend_all_reference
+from sparse_decode.dense import attend_all
 from sparse_decode_doubles import FAMILIES, QUICK, SignHasher, prompts, slow_but, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,6 +24,19 @@ SHAPES = [
     (1, 7, 1, 16, 257, 33, 20),
     (2, 8, 4, 5, 256, 128, 96),
 ]
+
+
+def attend_all_reference(q, k, v, scaling, mask=None, *, softcap=None, sinks=None):
+    """Compute `attend_all` with plain torch operations."""
+    (rows, n), group = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    seen = torch.ones(rows, n, dtype=torch.bool).tril(n - rows) if mask is None else mask
+    logits = q.float() @ k.transpose(2, 3) * scaling
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    logits = logits.masked_fill(~seen, -torch.inf)
+    sink = torch.full((q.shape[1],), -torch.inf) if sinks is None else sinks.float()
+    logits = torch.cat([logits, sink[:, None, None].expand(*logits.shape[:3], 1)], -1)
+    return (logits.softmax(-1)[..., :n] @ v).transpose(1, 2).to(q.dtype)
 
 
 @pytest.fixture(autouse=True)

@@ -67,7 +67,7 @@ def protocol(config: dict[str, Any]) -> str:
     layers = [f"the first {_counted(first, 'layer')}"] * bool(first)
     layers += [f"layers {', '.join(map(str, at))}"] * bool(at)
     read = f"{named} {how}" if named else "no token read without a search"
-    return f"{read}, {' and '.join(layers)} dense" if layers else f"{read}, no layer dense by its place"
+    return f"{read}, {' and '.join(layers)} dense" if layers else f"{read}, no layer set to dense"
 
 
 def _counted(count: int, what: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import arrays, bits, quantiser, validation
+from hashcore import arguments, bits, quantiser, validation
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +41,8 @@ def pack(x: Array, *, out: Array | None = None) -> Array:
     Raises: ValueError if D is not a positive multiple of 32, or out does not fit.
     Source: docs/algorithm.md, eq. 1.
     """
-    infinity = None if (integers := arrays.bfloat16_bits(x)) is None else bits.BFLOAT16_INFINITY
-    (array, target), restore = arrays.host_arrays({"out": out}, x=x if integers is None else integers)
+    infinity = None if (integers := arguments.bfloat16_bits(x)) is None else bits.BFLOAT16_INFINITY
+    (array, target), restore = arguments.host_arrays({"out": out}, x=x if integers is None else integers)
     validation.real("x", array, "[..., D]")
     validation.bits("x", array)
     if out is None:
@@ -60,7 +60,7 @@ def unpack(codes: Array) -> Array:
     Returns: bool [..., 32 W].
     Source: docs/algorithm.md, eq. 1.
     """
-    (array,), restore = arrays.host_arrays(codes=codes)
+    (array,), restore = arguments.host_arrays(codes=codes)
     validation.codes("codes", array, "[..., W]")
     return restore(bits.unpack(array))
 
@@ -77,7 +77,7 @@ def quantise(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, A
     Raises: ValueError if w is checked and not finite, D is 0, or P is out of range.
     Source: docs/algorithm.md, eq. 5.
     """
-    (array,), restore = arrays.host_arrays(w=w)
+    (array,), restore = arguments.host_arrays(w=w)
     validation.real("w", array, "[..., D]")
     validation.not_empty("w", array.shape)
     levels, scale = quantiser.quantise(array, validation.plane_count(planes), check)
@@ -97,7 +97,7 @@ def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tup
     Raises: ValueError if w is checked and not finite, its last dimension does not fill words, or P is out of range.
     Source: docs/algorithm.md, eq. 5.
     """
-    (array,), restore = arrays.host_arrays(w=w)
+    (array,), restore = arguments.host_arrays(w=w)
     validation.real("w", array, "[..., D]")
     validation.bits("w", array)
     count = validation.plane_count(planes)
@@ -114,7 +114,7 @@ def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
     Raises: ValueError if the group is empty.
     Source: docs/algorithm.md, eq. 3.
     """
-    (array,), restore = arrays.host_arrays(codes=codes)
+    (array,), restore = arguments.host_arrays(codes=codes)
     validation.codes("codes", array, "[..., G, W]")
     validation.group(array.shape)
     merged, weights = quantiser.group_planes(array)
@@ -137,17 +137,17 @@ def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, ou
     Raises: ValueError if words, weights or leading dimensions do not fit each other, or out does not fit the result.
     Source: docs/algorithm.md, eq. 2; with weights eq. 4.
     """
-    (q, c, target), restore = arrays.host_arrays({"out": out}, query=query, keys=keys)
+    (q, c, target), restore = arguments.host_arrays({"out": out}, query=query, keys=keys)
 
     cpu = backend()
-    q, c = cpu.layout.aligned(q), cpu.layout.readable(c)
-    plan = cpu.prepared.score(
-        cpu.layout.of(q), cpu.layout.of(c), validation.integers("weights", weights), cpu.threads.most()
+    q, c = arguments.aligned(q), arguments.readable(c)
+    plan = cpu.plan_score(
+        arguments.layout_of(q), arguments.layout_of(c), arguments.integers("weights", weights), cpu.threads.most()
     )
     if out is None:
-        return restore(cpu.run_score(plan, *cpu.layout.addresses(q, c)))
+        return restore(cpu.run_score(plan, *arguments.addresses(q, c)))
     validation.output("out", target, plan.shape, [np.int32], [q, c])
-    cpu.run_score(plan, *cpu.layout.addresses(q, c), target)
+    cpu.run_score(plan, *arguments.addresses(q, c), target)
     return out
 
 
@@ -176,9 +176,9 @@ def topk(
     Raises: ValueError if k, a length or a start is out of range, or out does not fit.
     Source: docs/algorithm.md, eq. 6 and 13.
     """
-    values, indices = validation.pair(out)
+    values, indices = arguments.pair(out)
     optional = {"k": k, "lengths": lengths, "starts": starts, "out[0]": values, "out[1]": indices}
-    (array, k, lengths, starts, values, indices), restore = arrays.host_arrays(optional, scores=scores)
+    (array, k, lengths, starts, values, indices), restore = arguments.host_arrays(optional, scores=scores)
     validation.integer_scores(array)
     wanted = validation.selection(array.shape, k, lengths, starts, sink, recent)
     if out is not None:
@@ -203,10 +203,10 @@ def plain_search(
     """
     cpu = backend()
     layouts = (query.dtype, query.shape, query.strides), (keys.dtype, keys.shape, keys.strides)
-    plan = cpu.prepared.search(*layouts, weights, rows, best, cpu.threads.most(), shortlist)
+    plan = cpu.plan_search(*layouts, weights, rows, best, cpu.threads.most(), shortlist)
     if not (plan.readable and query.flags.aligned and keys.flags.aligned):
         return None
-    return cpu.run_search(plan, cpu.layout.address(query), cpu.layout.address(keys))
+    return cpu.run_search(plan, arguments.address(query), arguments.address(keys))
 
 
 def search(
@@ -225,36 +225,36 @@ def search(
     out: tuple[Array, Array] | None,
 ) -> tuple[Array, Array]:
     """Search arrays in any layout, rows that differ, and pages: see `hashcore.search`."""
-    values, indices = validation.pair(out)
+    values, indices = arguments.pair(out)
     optional = {"k": k, "lengths": lengths, "starts": starts, "blocks": blocks, "out[0]": values, "out[1]": indices}
-    given, restore = arrays.host_arrays(optional, query=query, keys=keys)
+    given, restore = arguments.host_arrays(optional, query=query, keys=keys)
     q, c, k, lengths, starts, table, values, indices = given
     rows = k, lengths, starts
-    best, weights = validation.order(order), validation.integers("weights", weights)
-    times = validation.shortlist(shortlist)
+    best, weights = arguments.order(order), arguments.integers("weights", weights)
+    times = arguments.shortlist(shortlist)
 
     cpu = backend()
-    q = cpu.layout.aligned(q)
+    q = arguments.aligned(q)
     if table is None:
-        c = cpu.layout.readable(c)
-        against = cpu.layout.of(c)
+        c = arguments.readable(c)
+        against = arguments.layout_of(c)
     else:
         validation.pages(table, times)
         against = cpu.pages.laid(c, table)
-    layouts, most = (cpu.layout.of(q), against), cpu.threads.most()
-    if table is not None or any(arrays.is_array(x) for x in rows):
-        compared = cpu.prepared.comparison(*layouts, weights)
+    layouts, most = (arguments.layout_of(q), against), cpu.threads.most()
+    if table is not None or any(arguments.is_array(x) for x in rows):
+        compared = cpu.comparison(*layouts, weights)
         validation.score_bits(compared.weights, q.shape[-1])
         wanted = validation.row_bounds((*compared.lead, against.shape[-2]), *rows, sink, recent)
-        plan = cpu.launch_plan.filled(cpu.prepared.ragged_search(compared, wanted.width, best, most, times), wanted)
+        plan = cpu.launch_plan.filled(cpu.plan_ragged_search(compared, wanted.width, best, most, times), wanted)
         if table is not None:
             plan = cpu.pages.paged(plan, c, table, wanted, compared.lead)
     else:
-        same = validation.row_integers(*rows, sink, recent)
-        plan = cpu.prepared.search(*layouts, weights, same, best, most, times)
+        same = arguments.row_integers(*rows, sink, recent)
+        plan = cpu.plan_search(*layouts, weights, same, best, most, times)
     if out is None:
-        scores, found = cpu.run_search(plan, *cpu.layout.addresses(q, c))
+        scores, found = cpu.run_search(plan, *arguments.addresses(q, c))
         return restore(scores), restore(found)
     validation.outputs(values, indices, plan.shape, np.int32, against.shape[-2], [q, c, table, *rows])
-    cpu.run_search(plan, *cpu.layout.addresses(q, c), (values, indices))
+    cpu.run_search(plan, *arguments.addresses(q, c), (values, indices))
     return out

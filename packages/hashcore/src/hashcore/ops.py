@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import arrays, host, validation
+from hashcore import arguments, host
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +25,13 @@ def _any_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
     """Dispatch calls with tensors that numpy cannot view to torch_ops."""
 
     @functools.wraps(function)
-    def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
-        if not arrays.for_torch((*arguments, *options.values())):
-            return function(*arguments, **options)
+    def call(*given: Arguments.args, **options: Arguments.kwargs) -> Result:
+        if not arguments.for_torch((*given, *options.values())):
+            return function(*given, **options)
 
         from hashcore import torch_ops  # imported late, because it defines torch operators
 
-        return getattr(torch_ops, function.__name__)(*arguments, **options)
+        return getattr(torch_ops, function.__name__)(*given, **options)
 
     call.__module__ = __name__
     return call
@@ -100,9 +100,9 @@ def search(
     Source: docs/algorithm.md, eq. 2, 4, 6, 13, 14 and 20.
     """
     plain = type(query) is type(keys) is np.ndarray and type(k) is type(sink) is type(recent) is int
-    if plain and lengths is starts is out is blocks is None and validation.are_plain_weights(weights):
+    if plain and lengths is starts is out is blocks is None and arguments.are_plain_weights(weights):
         rows = k, None, None, sink, recent
-        found = host.plain_search(query, keys, weights, rows, validation.order(order), validation.shortlist(shortlist))
+        found = host.plain_search(query, keys, weights, rows, arguments.order(order), arguments.shortlist(shortlist))
         if found is not None:
             return found
     bounds = {"lengths": lengths, "starts": starts}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hashcore import arrays, quantiser, torch_library, validation
+from hashcore import arguments, quantiser, torch_library, validation
 
 OPERATORS = torch.ops.hashcore
 DEVICES = ("cpu", "cuda", "meta")
@@ -109,7 +109,7 @@ def topk(
 
     If k is a tensor and `out` is None, the host waits for the largest k.
     """
-    values, indices = validation.pair(out)
+    values, indices = arguments.pair(out)
     _check_devices(scores=scores, k=k, lengths=lengths, starts=starts, **{"out[0]": values, "out[1]": indices})
     seen = _stand_in("scores", scores)
     validation.integer_scores(seen)
@@ -154,11 +154,11 @@ def search(
     allocated, and with order="index" only our kernels are launched. On CUDA pages have a power of two of keys, and page
     numbers out of range, which the host does not see, count as the last page.
     """
-    values, indices = validation.pair(out)
+    values, indices = arguments.pair(out)
     passed = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts, "workspace": workspace}
     passed |= {"first": first, "blocks": blocks}
     _check_devices(**passed, **{"out[0]": values, "out[1]": indices})
-    best, times = validation.order(order), validation.shortlist(shortlist)
+    best, times = arguments.order(order), arguments.shortlist(shortlist)
     n, one = (keys.shape[-2], keys) if blocks is None else _paged(keys, blocks, times)
     checked, rows = _comparison(query, one, weights)
     if blocks is not None and not _broadcasts(blocks.shape[:-1], rows):
@@ -168,12 +168,12 @@ def search(
     if first is not None and (first.shape != keys.shape[:-1] or first.dtype != torch.int32):
         got = f"{_dtype(first)} {tuple(first.shape)}"
         raise ValueError(f"first must be int32 {tuple(keys.shape[:-1])}, a copy of keys[..., 0], got {got}")
-    arguments = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best, times, first, blocks
+    passed_on = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best, times, first, blocks
     if values is None or indices is None:
-        return OPERATORS.search(*arguments)
+        return OPERATORS.search(*passed_on)
     shape = *rows, wanted.width
     _check_outputs(values, indices, shape, np.int32, n, query, keys, k, lengths, starts, first, blocks)
-    _write(lambda *pair: OPERATORS.search_out(*arguments, *pair, workspace), values, indices)
+    _write(lambda *pair: OPERATORS.search_out(*passed_on, *pair, workspace), values, indices)
     return values, indices
 
 
@@ -211,8 +211,8 @@ def _wanted(
     shape: tuple[int, ...], k: Any, lengths: Bound, starts: Bound, sink: int, recent: int, indices: Tensor | None
 ) -> Wanted:
     *rows, n = shape
-    length = n if lengths is None or isinstance(lengths, Tensor) else validation.position("lengths", lengths, n)
-    start = 0 if starts is None or isinstance(starts, Tensor) else validation.position("starts", starts, n)
+    length = n if lengths is None or isinstance(lengths, Tensor) else arguments.position("lengths", lengths, n)
+    start = 0 if starts is None or isinstance(starts, Tensor) else arguments.position("starts", starts, n)
     if start > length and not isinstance(lengths, Tensor):
         raise ValueError(
             f"starts must not exceed lengths, got start {start} and length {length}; a row sees [start, length)"
@@ -221,13 +221,13 @@ def _wanted(
         if isinstance(value, Tensor):
             _check_row_tensor(name, value, rows)
     if not isinstance(k, Tensor):
-        count = validation.position("k", k, n)
+        count = arguments.position("k", k, n)
     elif indices is not None:
-        count = validation.position("k", indices.shape[-1] if indices.ndim else 0, n)
+        count = arguments.position("k", indices.shape[-1] if indices.ndim else 0, n)
     elif torch.compiler.is_compiling():
         raise ValueError("a tensor k needs out in a compiled program, got None; the last dimension of out bounds k")
     else:
-        count = validation.position("k", int(k.to(torch.int64).max()) if k.numel() and 0 not in rows else 0, n)
+        count = arguments.position("k", int(k.to(torch.int64).max()) if k.numel() and 0 not in rows else 0, n)
     return Wanted(
         count,
         k if isinstance(k, Tensor) else None,
@@ -235,8 +235,8 @@ def _wanted(
         starts if isinstance(starts, Tensor) else None,
         length,
         start,
-        validation.natural("sink", sink, n),
-        validation.natural("recent", recent, n),
+        arguments.natural("sink", sink, n),
+        arguments.natural("recent", recent, n),
     )
 
 
@@ -276,9 +276,9 @@ def _broadcasts(shape: Sequence[int], rows: Sequence[int]) -> bool:
 
 
 def _check_devices(**named: Any) -> None:
-    passed = {name: x for name, x in named.items() if arrays.is_array(x)}
+    passed = {name: x for name, x in named.items() if arguments.is_array(x)}
     if not all(isinstance(x, Tensor) for x in passed.values()):
-        raise arrays.mixed_kinds(passed)
+        raise arguments.mixed_kinds(passed)
     devices = {name: x.device for name, x in passed.items()}
     if len(set(devices.values())) > 1:
         got = ", ".join(f"{name} on {device}" for name, device in devices.items())
@@ -299,9 +299,9 @@ def _check_row_tensor(name: str, value: Tensor, rows: Sequence[int]) -> None:
 
 def _stand_in(name: str, x: Any) -> StandIn:
     if not isinstance(x, Tensor):
-        raise arrays.mixed_kinds({name: x})
+        raise arguments.mixed_kinds({name: x})
     if x.layout != torch.strided:
-        raise arrays.not_strided(x)
+        raise arguments.not_strided(x)
     itemsize = x.element_size()
     return StandIn(_dtype(x), (*x.shape,), tuple(step * itemsize for step in x.stride()), itemsize)
 

@@ -1,15 +1,13 @@
 """Checks of the public functions' arguments. Messages say what was expected, what was passed, and what to do."""
 
 import math
-import operator
-import reprlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.arrays import Described, Layout, is_array
+from hashcore.arguments import Described, Layout, integer, is_array, natural, position
 
 
 def real(name: str, x: Described, dims: str) -> None:
@@ -54,7 +52,7 @@ def group(shape: Sequence[int]) -> None:
 
 def plane_count(planes: Any) -> int:
     """Return planes as an int in 1..8."""
-    count = _integer("planes", planes)
+    count = integer("planes", planes)
     if not 1 <= count <= 8:
         raise ValueError(f"planes must be in 1..8, got {count}; 3 is almost as good as real-valued queries")
     return count
@@ -69,7 +67,7 @@ def finite(peak: NDArray[np.float32]) -> None:
 
 def plane_weights(weights: Sequence[int], planes: int, words: int) -> tuple[int, ...]:
     """Return weights as ints after checks: one per plane, positive, and with scores that fit int32."""
-    checked = tuple(_integer("weights", weight) for weight in weights)
+    checked = tuple(integer("weights", weight) for weight in weights)
     if len(checked) != planes:
         raise ValueError(
             f"expected one weight per plane, got {len(checked)} weights for {planes} planes; "
@@ -195,29 +193,6 @@ def _eligible(start: int, end: int, sink: int, recent: int, n: int) -> tuple[int
     return low, max(end - recent, low)
 
 
-_LONGEST_SHORTLIST = 1 << 10
-
-
-def order(name: Any) -> bool:
-    """Whether results are ordered best first."""
-    if not isinstance(name, str) or name not in ("best", "index"):  # comparing an array would give an array
-        raise ValueError(
-            f'order must be "best" (highest score first) or "index" (ascending), got {shown(name)}; choose one'
-        )
-    return name == "best"
-
-
-def shortlist(times: Any) -> int:
-    """Return the size of a shortlist in units of k; 0: no shortlist."""
-    if times is None:
-        return 0
-    if isinstance(times, bool) or not isinstance(times, int | np.integer) or not 1 <= times <= _LONGEST_SHORTLIST:
-        raise ValueError(
-            f"shortlist must be None or an integer from 1 to {_LONGEST_SHORTLIST:,}, got {shown(times)}; 4 is usual"
-        )
-    return int(times)
-
-
 def pages(blocks: Any, times: int) -> None:
     """Raise an error unless blocks are an array of page tables and there is no shortlist."""
     if not is_array(blocks):
@@ -246,15 +221,6 @@ def score_bits(weights: tuple[int, ...], words: int) -> None:
             f"the scores of a search must stay below {1 << 16}, got sum(weights) * 32 * W = "
             f"{sum(weights) * 32 * words}; use smaller weights or fewer bits"
         )
-
-
-def pair(out: Any) -> tuple[Any, Any]:
-    """Return the two output arrays of a selection, or None twice."""
-    if out is None:
-        return None, None
-    if not isinstance(out, tuple | list) or len(out) != 2:
-        raise TypeError(f"out must be a pair, one array for scores and one for indices, got {type(out).__name__}")
-    return out[0], out[1]
 
 
 def outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any, n: int, inputs: Sequence[Any]) -> None:
@@ -344,53 +310,3 @@ def not_per_row(name: str, rows: Sequence[int], shape: Sequence[int]) -> ValueEr
         f"{name} must be an integer or broadcast to one integer per row, shape {list(rows)}, got {list(shape)}; "
         "insert dimensions of size 1"
     )
-
-
-def position(name: str, value: Any, n: int) -> int:
-    """Return k, a start or a length as an int in 0..N."""
-    checked = _integer(name, value)
-    if not 0 <= checked <= n:
-        raise ValueError(f"{name} must be in 0..{n}, the number of scores in a row, got {checked}; clamp it")
-    return checked
-
-
-def natural(name: str, value: Any, most: int) -> int:
-    """Return a count of 0 or more, clamped to `most`."""
-    count = _integer(name, value)
-    if count < 0:
-        raise ValueError(f"{name} must be 0 or more positions, got {count}; 0 excludes none")
-    return min(count, most)
-
-
-def integers(name: str, values: Any) -> tuple[int, ...] | None:
-    """Return several integers as ints, or None for None."""
-    return None if values is None else tuple(x if type(x) is int else _integer(name, x) for x in values)
-
-
-def are_plain_weights(weights: Any) -> bool:
-    """Whether weights are None or a tuple of exact ints, so that an equal key in a cache means valid weights."""
-    return weights is None or (type(weights) is tuple and all(type(weight) is int for weight in weights))
-
-
-RowIntegers = tuple[int, int | None, int | None, int, int]
-
-
-def row_integers(k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> RowIntegers:
-    """Return the arguments of a selection that are the same for all rows as ints; lengths and starts may be None."""
-    named = (("k", k), ("lengths", lengths), ("starts", starts), ("sink", sink), ("recent", recent))
-    checked = tuple(
-        x if type(x) is int or (x is None and name in ("lengths", "starts")) else _integer(name, x) for name, x in named
-    )
-    return cast(RowIntegers, checked)
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {shown(value)}; convert it with int()") from None
-
-
-def shown(value: Any) -> str:
-    """Return a short representation of any value on one line."""
-    return " ".join(reprlib.repr(value).split())

@@ -77,25 +77,3 @@ def _where(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
     """Return the address of x [B, Hkv, N, D], its extent in elements, and strides, heads, tokens and components."""
     address, reach, how = _place(x)
     return address, reach, (*how, x.shape[3])
-
-
-def attend_all_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scaling: float,
-    mask: Tensor | None = None,
-    *,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Compute `attend_all` with plain torch operations: the oracle of the tests."""
-    (rows, n), group = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
-    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
-    seen = torch.ones(rows, n, dtype=torch.bool).tril(n - rows) if mask is None else mask
-    logits = q.float() @ k.transpose(2, 3) * scaling
-    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
-    logits = logits.masked_fill(~seen, -torch.inf)
-    sink = torch.full((q.shape[1],), -torch.inf) if sinks is None else sinks.float()
-    logits = torch.cat([logits, sink[:, None, None].expand(*logits.shape[:3], 1)], -1)
-    return (logits.softmax(-1)[..., :n] @ v).transpose(1, 2).to(q.dtype)

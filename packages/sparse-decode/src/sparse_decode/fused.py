@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from hashcore.arguments import address
 from hashcore.cpu import threads
-from hashcore.cpu.layout import address
 from hashtrain import Hasher
 from hashtrain.layers.planes import Planes
 from hashtrain.layers.transform import Transform

@@ -20,7 +20,6 @@ of each page (`sparse_decode.paged`). From then on, and for all who share these 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -35,25 +34,10 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sparse_serve.batch import Batch, Prompts, Stock
 from sparse_serve.layout import Held, Layout
-from sparse_serve.served import Served
-
-
-def takes(spec: Any) -> bool:
-    """Return whether the layers of a cache spec attend causally to the whole context, from pages of keys and values.
-
-    Subclasses are something else: sinks in pages of their own, latent attention, windows that keep a prefix.
-    """
-    return (
-        type(spec) is FullAttentionSpec
-        and spec.sliding_window is None
-        and spec.attention_chunk_size is None
-        and spec.head_size == spec.head_size_v
-        and not spec.non_causal
-    )
+from sparse_serve.served import Served, supports
 
 
 class SpotlightBuilder(CPUAttentionMetadataBuilder):
@@ -64,7 +48,7 @@ class SpotlightBuilder(CPUAttentionMetadataBuilder):
         served = Served.of(vllm_config)
         self._budget: Budget | None = None
         self._held: Held = Held()
-        if served is None or not takes(kv_cache_spec):
+        if served is None or not supports(kv_cache_spec):
             return
         layers = vllm_config.compilation_config.static_forward_context
         for impl, name in ((layers[name].impl, name) for name in layer_names):
@@ -238,17 +222,13 @@ class SpotlightImpl(CPUAttentionBackendImpl):
 class SpotlightBackend(CPUAttentionBackend):
     """vLLM's CPU attention backend, with sparse attention in the configured layers."""
 
-    # Pages must be in their layout before anything is written, which only `forward` is told.
+    # Pages must be in their layout before anything is written; only `forward` knows which.
     forward_includes_kv_cache_update: bool = True
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Enlarge each page to make room for codes in its tail."""
-        served = Served.latest
-        if served is None or not takes(spec) or spec.page_size_padded is not None:
-            return spec
-        others = spec.unpadded_page_size_bytes
-        return replace(spec, page_size_padded=others + served.tail_bytes(spec.block_size, spec.num_kv_heads, others))
+        return Served.with_room(spec)
 
     @staticmethod
     def get_impl_cls() -> type[CPUAttentionBackendImpl]:

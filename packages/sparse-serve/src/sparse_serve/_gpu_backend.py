@@ -34,24 +34,9 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from sparse_serve.device_batch import DeviceBatch, device_pages
-from sparse_serve.served import Served
-
-
-def takes(spec: Any) -> bool:
-    """Return whether the layers of a cache spec attend causally to the whole context, from pages of keys and values.
-
-    Subclasses are something else: sinks in pages of their own, latent attention, windows that keep a prefix.
-    """
-    return (
-        type(spec) is FullAttentionSpec
-        and spec.sliding_window is None
-        and spec.attention_chunk_size is None
-        and spec.head_size == spec.head_size_v
-        and not spec.non_causal
-    )
+from sparse_serve.served import Served, supports
 
 
 class SpotlightBuilder(FlashAttentionMetadataBuilder):
@@ -65,7 +50,7 @@ class SpotlightBuilder(FlashAttentionMetadataBuilder):
         self._init_reorder_batch_threshold(1)  # vLLM then puts rows of one token first
         served = Served.of(vllm_config)
         self._budget: Budget | None = None
-        if served is None or not takes(kv_cache_spec):
+        if served is None or not supports(kv_cache_spec):
             return
         layers = vllm_config.compilation_config.static_forward_context
         for impl, name in ((layers[name].impl, name) for name in layer_names):
@@ -202,11 +187,7 @@ class SpotlightBackend(FlashAttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Enlarge each page to make room for codes in its tail."""
-        served = Served.latest
-        if served is None or not takes(spec) or spec.page_size_padded is not None:
-            return spec
-        others = spec.unpadded_page_size_bytes
-        return replace(spec, page_size_padded=others + served.tail_bytes(spec.block_size, spec.num_kv_heads, others))
+        return Served.with_room(spec)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

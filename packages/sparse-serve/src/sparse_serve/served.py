@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +39,22 @@ def _place(size: int) -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), size
 
 
+def supports(spec: Any) -> bool:
+    """Whether the layers of a cache spec attend causally to the whole context, from pages of keys and values.
+
+    Subclasses are something else: sinks in pages of their own, latent attention, windows that keep a prefix.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return (
+        type(spec) is FullAttentionSpec
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and spec.head_size == spec.head_size_v
+        and not spec.non_causal
+    )
+
+
 class Served:
     """The sparse attention of one engine, for the heads of tensor-parallel rank `rank` of `size`.
 
@@ -61,6 +78,15 @@ class Served:
         self.dense_layers: tuple[int, ...] = self.hasher.dense_layers if given is None else given
         self._words = self.hasher.config.bits // 32
         self._layers: list[Any] = []
+
+    @classmethod
+    def with_room(cls, spec: Any) -> Any:
+        """Return a cache spec whose pages have room for codes in their tail, if the layers of `spec` can be sparse."""
+        served = cls.latest
+        if served is None or not supports(spec) or spec.page_size_padded is not None:
+            return spec
+        others = spec.unpadded_page_size_bytes
+        return replace(spec, page_size_padded=others + served.tail_bytes(spec.block_size, spec.num_kv_heads, others))
 
     @classmethod
     def of(cls, vllm_config: Any) -> Served | None:

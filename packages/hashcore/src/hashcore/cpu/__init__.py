@@ -25,21 +25,89 @@ before the first and after the last 64 of a row, are copied to L1 first.
 With a shortlist, (2) scores the first words of 64 keys in registers, collects the keys that reach the shortlist's floor
 (estimated from a sample), and scores them in full when some hundred have been collected.
 
-Calls. Everything that follows from shapes and integers is computed once (plan) and cached (prepared): with cold CPU
-caches, this Python code would take as long as the kernel.
+Calls. Everything that follows from shapes and integers is computed once (launch_plan) and cached (kept): with cold
+CPU caches, this Python code would take as long as the kernel.
 """
 
-from typing import Any
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.cpu import launch_plan, layout, pages, prepared, score_kernels, search_kernels, select_kernels, threads
+from hashcore import arguments, validation
+from hashcore.arguments import Layout
+from hashcore.cpu import launch_plan, pages, score_kernels, search_kernels, select_kernels, threads
 from hashcore.cpu.launch_plan import Plan
 from hashcore.validation import Comparison, Selection
 
-__all__ = ["launch_plan", "layout", "pages", "prepared", "threads"]
+__all__ = ["comparison", "launch_plan", "pages", "plan_ragged_search", "plan_score", "plan_search", "threads"]
 __all__ += ["run_score", "run_search", "score", "search", "topk"]
+
+PLANS, ROWS = 256, 1024  # number of cached plans of each kind, and maximal number of rows of a cached plan: 48 KiB
+
+Arguments = ParamSpec("Arguments")
+
+
+def kept(make: Callable[Arguments, Plan]) -> Callable[Arguments, Plan]:
+    """Cache the last plans of a function by its positional arguments, which must be hashable."""
+    plans: dict[Any, Plan] = {}
+    lock = threading.Lock()
+
+    @functools.wraps(make)
+    def get(*given: Arguments.args, **options: Arguments.kwargs) -> Plan:
+        found = plans.get(given)
+        if found is None:
+            found = make(*given, **options)
+            if len(found.rows) <= ROWS:
+                with lock:
+                    while len(plans) >= PLANS:
+                        plans.pop(next(iter(plans)))
+                    plans[given] = found
+        return found
+
+    return get
+
+
+@functools.lru_cache(PLANS)
+def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> Comparison:
+    """Check the arguments of a score (validation.comparison), cached."""
+    return validation.comparison(query, keys, weights)
+
+
+@kept
+def plan_score(query: Layout, keys: Layout, weights: tuple[int, ...] | None, most: int) -> Plan:
+    """Check and plan host.score on `most` threads."""
+    return launch_plan.score(*comparison(query, keys, weights), None, most)
+
+
+@kept
+def plan_search(
+    query: tuple[Any, ...],
+    keys: tuple[Any, ...],
+    weights: tuple[int, ...] | None,
+    rows: tuple[int, int | None, int | None, int, int],
+    best: bool,
+    most: int,
+    shortlist: int = 0,
+) -> Plan:
+    """Check and plan host.search for rows that all have the same k, lengths, starts, sink and recent.
+
+    query and keys are Layouts, or equal plain tuples, which are faster to create.
+    """
+    query, keys = Layout(*query), Layout(*keys)
+    compared = comparison(query, keys, weights)
+    validation.score_bits(compared.weights, compared.query.shape[-1])
+    bounds = validation.bounds(keys.shape[-2], *rows)
+    return launch_plan.search(*compared, bounds[0], best, bounds, None, most, shortlist)
+
+
+@kept
+def plan_ragged_search(compared: Comparison, width: int, best: bool, most: int, shortlist: int = 0) -> Plan:
+    """Plan host.search for checked arguments whose rows differ; `launch_plan.filled` sets the bounds of the rows."""
+    return launch_plan.search(*compared, width, best, None, None, most, shortlist)
 
 
 def score(
@@ -50,9 +118,11 @@ def score(
     workers: int | None = None,
 ) -> NDArray[np.int32]:
     """Score planes [..., P, W] against keys [..., N, W], whose leading dimensions broadcast to lead: int32 [..., N]."""
-    query, keys = layout.aligned(query), layout.readable(keys)
-    made = launch_plan.score(layout.of(query), layout.of(keys), weights, lead, workers, threads.most())
-    return run_score(made, *layout.addresses(query, keys))
+    query, keys = arguments.aligned(query), arguments.readable(keys)
+    made = launch_plan.score(
+        arguments.layout_of(query), arguments.layout_of(keys), weights, lead, workers, threads.most()
+    )
+    return run_score(made, *arguments.addresses(query, keys))
 
 
 def run_score(made: Plan, query: int, keys: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
@@ -63,13 +133,13 @@ def run_score(made: Plan, query: int, keys: int, out: NDArray[np.int32] | None =
     if not all(made.shape):
         return out
     if not out.flags.c_contiguous:
-        if not layout.are_plain(out):
+        if not arguments.are_plain(out):
             out[...] = run_score(made, query, keys)
             return out
         rows = rows.copy()
-        rows[:, launch_plan.OUT] = layout.offsets(out.shape[:-1], out.strides[:-1], out.shape[:-1])
-    arguments = made.header, rows, query, keys, layout.address(out)
-    threads.run(score_kernels.score_tasks, made.tasks, made.workers, arguments)
+        rows[:, launch_plan.OUT] = arguments.offsets(out.shape[:-1], out.strides[:-1], out.shape[:-1])
+    passed = made.header, rows, query, keys, arguments.address(out)
+    threads.run(score_kernels.score_tasks, made.tasks, made.workers, passed)
     return out
 
 
@@ -87,13 +157,13 @@ def topk(
     indices = np.full(values.shape, -1, np.int64)
     if scores.size == 0:
         return values, indices
-    addresses = layout.rows(scores)
+    addresses = arguments.row_addresses(scores)
     if addresses is None:
-        return topk(layout.dense(scores), k, low, high, width, workers)
+        return topk(arguments.dense(scores), k, low, high, width, workers)
     count = len(addresses)
     workers = workers or threads.count(4 * scores.size)
-    arguments = (addresses, k, low, high, values.reshape(count, width), indices.reshape(count, width))
-    threads.run(select_kernels.topk_tasks, count, workers, arguments)
+    passed = addresses, k, low, high, values.reshape(count, width), indices.reshape(count, width)
+    threads.run(select_kernels.topk_tasks, count, workers, passed)
     return values, indices
 
 
@@ -108,10 +178,10 @@ def search(
     shortlist: int = 0,
 ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Find the best keys [..., N, W] of each row of lead by planes [..., P, W]: scores and indices [..., K]."""
-    query, keys = layout.aligned(query), layout.readable(keys)
-    compared = Comparison(layout.of(query), layout.of(keys), weights, lead)
+    query, keys = arguments.aligned(query), arguments.readable(keys)
+    compared = Comparison(arguments.layout_of(query), arguments.layout_of(keys), weights, lead)
     made = launch_plan.search(*compared, wanted.width, best, None, workers, threads.most(), shortlist)
-    return run_search(launch_plan.filled(made, wanted), *layout.addresses(query, keys))
+    return run_search(launch_plan.filled(made, wanted), *arguments.addresses(query, keys))
 
 
 def run_search(
@@ -137,8 +207,8 @@ def run_search(
 
 def _search_whole(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:
     """Run the search kernel into contiguous [rows, K], or [parts, rows, K] if the plan has several parts."""
-    arguments = made.header, made.rows, made.table, query, keys, layout.address(scores), layout.address(indices)
-    threads.run(search_kernels.search_tasks, made.tasks, made.workers, arguments)
+    passed = made.header, made.rows, made.table, query, keys, arguments.address(scores), arguments.address(indices)
+    threads.run(search_kernels.search_tasks, made.tasks, made.workers, passed)
 
 
 def _search_parts(made: Plan, query: int, keys: int, scores: NDArray[np.int32], indices: NDArray[np.int64]) -> None:

@@ -1,6 +1,6 @@
 """Launch plans of the kernels: all arguments except data pointers.
 
-Creating a plan takes as long as scoring a hundred thousand keys, so cpu.prepared caches plans. A plan is two int64
+Creating a plan takes as long as scoring a hundred thousand keys, so hashcore.cpu caches plans. A plan is two int64
 arrays, so that a call passes few objects: `header` has the values that all rows share, followed by the weights; `rows`
 has the values of each row, with byte offsets from the data pointers.
 """
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.arrays import Layout
-from hashcore.cpu import layout, threads
+from hashcore.arguments import Layout, offsets
+from hashcore.cpu import threads
 from hashcore.validation import RowBounds, Selection
 
 CHUNK = 1024  # keys per task: 16 KiB of 128-bit keys, which stay in L1 while all rows of a block are scored
@@ -127,5 +127,5 @@ def _common(
     header[FIRST_WEIGHT:] = weights
     rows = np.zeros((math.prod(lead), len(COLUMNS)), np.int64)
     for column, codes in ((QUERY, query), (KEYS, keys)):
-        rows[:, column] = layout.offsets(codes.shape[:-2], codes.strides[:-2], lead)
+        rows[:, column] = offsets(codes.shape[:-2], codes.strides[:-2], lead)
     return header, rows

@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hashcore import validation
-from hashcore.arrays import Layout
-from hashcore.cpu import launch_plan, layout
+from hashcore.arguments import Layout, layout_of
+from hashcore.cpu import launch_plan
 from hashcore.cpu.launch_plan import Plan
 from hashcore.validation import RowBounds
 
 
 def laid(pool: NDArray[Any], blocks: Any) -> Layout:
     """Check the pool, and return the layout [..., N, W] of a row's keys."""
-    keys = layout.of(pool)
+    keys = layout_of(pool)
     validation.codes("keys", keys, "[..., M, S, W]")
     if not (pool.flags.aligned and (keys.strides[-1] == 4 or keys.shape[-1] == 1)):
         raise ValueError(

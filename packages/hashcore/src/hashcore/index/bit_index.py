@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import arrays, ops, validation
+from hashcore import arguments, ops, validation
 from hashcore.index import checks, file, rows
 from hashcore.index.encoder import Encoder, mean_of, rotation
 from hashcore.index.retrieve import live_best, rerank_best
@@ -80,7 +80,7 @@ class BitIndex:
             centre: subtract the mean of these vectors from all vectors and queries.
             bits, options: as of the class.
         """
-        (array,), _ = arrays.host_arrays(vectors=vectors)
+        (array,), _ = arguments.host_arrays(vectors=vectors)
         if array.ndim != 2 or checks.is_codes(array):
             raise ValueError(
                 f"vectors must be floats of shape [n, D], got {array.dtype} {list(array.shape)}; "
@@ -97,7 +97,7 @@ class BitIndex:
     @classmethod
     def from_codes(cls, codes: Array, ids: Any = None) -> "BitIndex":
         """Build an index of codes, int32 [n, W]. Vectors for it have one number per bit; their signs are the code."""
-        (array,), _ = arrays.host_arrays(codes=codes)
+        (array,), _ = arguments.host_arrays(codes=codes)
         validation.codes("codes", array, "[n, W]")
         index = cls(32 * array.shape[-1], encoder="sign")
         index.add(array, ids)
@@ -133,7 +133,7 @@ class BitIndex:
             ids: n distinct integers >= 0 that are not in the index; by default those after the largest id so far.
         Raises: ValueError or TypeError; the index is then unchanged.
         """
-        (array,), _ = arrays.host_arrays(items=items)
+        (array,), _ = arguments.host_arrays(items=items)
         coded = checks.is_codes(array)
         checks.last_dimension("codes" if coded else "vectors", array, self._width(coded), rows=True)
         if coded and self.keep:
@@ -171,7 +171,7 @@ class BitIndex:
 
     def encode(self, vectors: Array) -> Any:
         """Return the codes of vectors [..., D]: int32 [..., bits / 32]."""
-        (array,), restore = arrays.host_arrays(vectors=vectors)
+        (array,), restore = arguments.host_arrays(vectors=vectors)
         if checks.is_codes(array):
             raise TypeError("expected vectors of floats, got int32; these are codes already")
         checks.last_dimension("vectors", array, self.dim, rows=False)
@@ -211,7 +211,7 @@ class BitIndex:
         Raises: ValueError or TypeError.
         """
         content = self._rows
-        (array,), restore = arrays.host_arrays(queries=queries)
+        (array,), restore = arguments.host_arrays(queries=queries)
         k = checks.integer("k", k, 0, len(content), "there are no more codes in the index; clamp it")
         codes, weights = self._planes(array, planes, weights)
         if rerank is None:
@@ -254,7 +254,7 @@ class BitIndex:
             if content.vectors is None:
                 raise ValueError("rerank needs the original vectors, got none; pass vectors=, or build with keep=")
             return content.vectors
-        (array,), _ = arrays.host_arrays(vectors=vectors)
+        (array,), _ = arguments.host_arrays(vectors=vectors)
         if checks.is_codes(array):
             raise TypeError("vectors= must be floats, got int32; pass the vectors that were added")
         checks.last_dimension("vectors=", array, self.dim, rows=True)

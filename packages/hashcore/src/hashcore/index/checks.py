@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import arrays, validation
+from hashcore import arguments, validation
 
 ENCODERS = ("rotation", "sign")
 METRICS = ("dot", "cosine")
@@ -20,7 +20,7 @@ def integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {validation.shown(value)}; convert it with int()") from None
+        raise TypeError(f"{name} must be an integer, got {arguments.shown(value)}; convert it with int()") from None
     if not low <= number <= high:
         raise ValueError(f"{name} must be in {low}..{high}, got {number}; {remedy}")
     return number
@@ -30,7 +30,7 @@ def choice(name: str, value: Any, allowed: Any) -> Any:
     """Return value after checking that it is one of `allowed`."""
     if not isinstance(value, str | None) or value not in allowed:
         wanted = ", ".join(map(repr, allowed))
-        raise ValueError(f"{name} must be one of {wanted}, got {validation.shown(value)}; choose one of them")
+        raise ValueError(f"{name} must be one of {wanted}, got {arguments.shown(value)}; choose one of them")
     return value
 
 
@@ -115,7 +115,7 @@ def rows_of(ids: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 def mean(value: Any, dim: int) -> NDArray[np.float32]:
     """Return a mean as finite float32 [dim]."""
-    (array,), _ = arrays.host_arrays(mean=value)
+    (array,), _ = arguments.host_arrays(mean=value)
     validation.real("mean", array, "[D]")
     if array.shape != (dim,):
         raise ValueError(f"mean must have shape [{dim}], got {list(array.shape)}; average the vectors over their rows")
@@ -156,7 +156,7 @@ def unknown(number: int) -> NoReturn:
 
 def _id_array(ids: Any) -> NDArray[Any]:
     if type(ids).__module__.partition(".")[0] == "torch":
-        (ids,), _ = arrays.host_arrays(ids=ids)
+        (ids,), _ = arguments.host_arrays(ids=ids)
     array = np.atleast_1d(np.asarray(ids))
     if array.size == 0 and array.dtype.kind == "f":  # an empty list
         array = array.astype(np.int64)

@@ -208,8 +208,8 @@ def key_of(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, se
     texts = documents if isinstance(documents, Texts) else Texts([(one, one.corpus) for one in documents])
     fast = getattr(tokenizer, "backend_tokenizer", None)
     how = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    facts = [texts.identity, hashlib.sha256(how.encode()).hexdigest(), settings, version("tokenizers")]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    decisive = [texts.identity, hashlib.sha256(how.encode()).hexdigest(), settings, version("tokenizers")]
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def corpora(documents: Sequence[Document]) -> list[int]:

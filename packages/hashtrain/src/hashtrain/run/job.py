@@ -63,7 +63,7 @@ class LayerJob:
     def key(self) -> str:
         """A digest of everything that decides the bits of this layer."""
         evaluated = {name: getattr(self.command, name) for name in ("fraction", "context", "held_out_rows", "seed")}
-        facts = {
+        decisive = {
             "candidate": asdict(self.recipe),
             "config": asdict(self.config),
             "training": asdict(self.training),
@@ -75,7 +75,7 @@ class LayerJob:
             "source": self.source,
             "versions": [hashtrain.__version__, torch.__version__],
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def finished(self) -> Path:

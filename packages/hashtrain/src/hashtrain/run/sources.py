@@ -132,7 +132,7 @@ def _make(job: _Job, report: Callable[[str, int], None], model: PreTrainedModel 
 
 
 def _shared_room() -> float:
-    """Return how many bytes of shared memory may be used: nine tenths of what is free; 0 where it cannot be told."""
+    """Return how many bytes of shared memory may be used: nine tenths of what is free; 0 where that is not known."""
     folder = Path("/dev/shm")
     return 0.9 * shutil.disk_usage(folder).free if folder.is_dir() else 0.0
 
