@@ -264,9 +264,7 @@ def test_glance_takes_each_methods_own_figures_best_first(tool, tmp_path):
     trained = {"bits": 64, "held_out": 3, "hashers": {"transform": found}}
     (tmp_path / "second_training.json").write_text(json.dumps(trained))
     lines = tool.render("<!-- results:second-glance -->\n<!-- end -->\n", tmp_path).splitlines()
-    assert lines[2].startswith(
-        "2 % of the visible tokens, the first 4 tokens always read, no layer set to dense, "
-    )
+    assert lines[2].startswith("2 % of the visible tokens, the first 4 tokens always read, no layer set to dense, ")
     assert "64-bit codes, SmolLM2-135M-Instruct" in lines[2]
     assert "the last 1,024 of 8,192 tokens behind a dense prompt" in lines[2]
     assert "2 of English, 5 of Python" in lines[2]

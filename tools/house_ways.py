@@ -100,7 +100,7 @@ def cuda_search() -> list[str]:
 
     with FakeTensorMode():
         given = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in (planes, keys)]
-        above = repeated(lambda: hashcore.search(*given, KEPT, PLANES), "hashcore")
+        above = repeated(lambda: hashcore.search(given[0], given[1], KEPT, PLANES), "hashcore")
     launched: list[str] = []
 
     def start(*_: object) -> tuple[int]:
@@ -171,7 +171,8 @@ def training_step() -> list[str]:
     from transformers import LlamaConfig
 
     runs, found = helpers("hashtrain", "hashtrain_runs"), list[str]()
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    sizes["num_key_value_heads"] = 2
     config = LlamaConfig(vocab_size=4096, num_hidden_layers=2, head_dim=32, max_position_embeddings=1024, **sizes)
 
     def loss(*_: object) -> None:
