@@ -159,15 +159,14 @@ def search(
     passed |= {"first": first, "blocks": blocks}
     _check_devices(**passed, **{"out[0]": values, "out[1]": indices})
     best, times = arguments.order(order), arguments.shortlist(shortlist)
-    n, one = (keys.shape[-2], keys) if blocks is None else _paged(keys, blocks, times)
-    checked, rows = _comparison(query, one, weights)
+    checked, rows = _comparison(query, keys if blocks is None else _first_page(keys, blocks, times), weights)
+    n = keys.shape[-2] * (1 if blocks is None else blocks.shape[-1])
     if blocks is not None and not _broadcasts(blocks.shape[:-1], rows):
         raise validation.not_a_table_per_row(rows, blocks.shape)
     validation.score_bits(checked or (1,), query.shape[-1])
     wanted = _wanted((*rows, n), k, lengths, starts, sink, recent, indices)
-    if first is not None and (first.shape != keys.shape[:-1] or first.dtype != torch.int32):
-        got = f"{_dtype(first)} {tuple(first.shape)}"
-        raise ValueError(f"first must be int32 {tuple(keys.shape[:-1])}, a copy of keys[..., 0], got {got}")
+    if first is not None:
+        _check_first(first, keys)
     passed_on = query, keys, wanted.width, wanted.k, checked, *wanted[2:], best, times, first, blocks
     if values is None or indices is None:
         return OPERATORS.search(*passed_on)
@@ -258,8 +257,8 @@ def _comparison(
     return validation.plane_weights(weights, query.shape[-2], query.shape[-1]), rows
 
 
-def _paged(keys: Tensor, blocks: Any, times: int) -> tuple[int, Tensor]:
-    """Check keys in pages [..., M, S, W]; return the number of a row's keys, and the first page."""
+def _first_page(keys: Tensor, blocks: Any, times: int) -> Tensor:
+    """Check keys in pages [..., M, S, W]; return the first page [..., S, W]."""
     validation.pages(blocks, times)
     validation.codes("keys", _stand_in("keys", keys), "[..., M, S, W]")
     pages, size, _ = keys.shape[-3:]
@@ -267,7 +266,15 @@ def _paged(keys: Tensor, blocks: Any, times: int) -> tuple[int, Tensor]:
         raise ValueError(f"pages on {keys.device} must have a power of two of keys, got {size}; use pages of 16 or 32")
     if not pages:
         raise ValueError("keys in pages must have at least one page, got none")
-    return blocks.shape[-1] * size, keys[..., 0, :, :]
+    return keys[..., 0, :, :]
+
+
+def _check_first(first: Any, keys: Tensor) -> None:
+    if not isinstance(first, Tensor):
+        raise arguments.mixed_kinds({"first": first})
+    if first.shape != keys.shape[:-1] or first.dtype != torch.int32:
+        got = f"{_dtype(first)} {tuple(first.shape)}"
+        raise ValueError(f"first must be int32 {tuple(keys.shape[:-1])}, a copy of keys[..., 0], got {got}")
 
 
 def _broadcasts(shape: Sequence[int], rows: Sequence[int]) -> bool:
