@@ -172,6 +172,7 @@ def decode(monkeypatch):
     return module
 
 
+@pytest.mark.slow
 def test_decoding_compares_each_kind_of_cache_with_the_cpu(decode, capsys):
     """Here the CPU with itself: each kind of cache gives the same, and so do the stand-ins."""
     found = decode.run("NVIDIA H200", (200,), device="cpu")

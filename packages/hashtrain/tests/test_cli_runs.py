@@ -141,6 +141,7 @@ def test_streamed_training_begins_before_captures_unless_its_start_reads_them(
     assert order[0] == first
 
 
+@pytest.mark.slow
 def test_hashers_and_figures_do_not_depend_on_the_number_of_workers(folder, tmp_path):
     found = []
     for workers in ("1", "2"):
