@@ -409,6 +409,12 @@ def test_a_run_stores_each_layer_the_worst_head_and_paired_differences(codes_com
     assert {row.method for row in result.rows} == {EXACT, "lsh", "transform", "pq-32x4", "turboquant"}
 
 
+def test_a_run_in_bfloat16_fits_and_scores_in_float32(codes_command):
+    result = codes.run(codes_command(dtype="bfloat16", documents=1, codes=("pq-32x4", "itq", "rabitq")), QUIET)
+    assert result.config["dtype"] == "bfloat16"
+    assert result.one(method=EXACT, metric="iou", where=BY_HEAD, layer=None).value > 0.99
+
+
 def test_a_sample_that_is_missing_is_measured_again_with_the_same_codes(codes_command):
     command = codes_command()
     first = codes.run(command, QUIET)

@@ -17,7 +17,7 @@ from evals.codes.scores import Coded, Hashed, Scorer, exact, fit_factor
 from evals.codes.table import CODES
 
 EXACT = "exact keys"
-_ROWS = 24
+_ROWS = 8
 """Rows of each training context that the factors of the softmax are fitted on."""
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evals.codes.base import BYTES, Metric, Training, principal
 
-_ROUNDS = 12
+_ROUNDS = 10
 _AT_ONCE = 2048  # keys whose distances to all centroids are in the cache together
 
 

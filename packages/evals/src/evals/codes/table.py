@@ -28,6 +28,8 @@ class Entry:
     """A code: how to fit it to a KV head, and the heads that it can store in 16 bytes."""
 
     fit: Callable[[Training], Code]
+    stored: str
+    """What the 16 bytes are, for tables."""
     most: int | None = None
     """Largest head_dim."""
     multiple: int = 1
@@ -37,12 +39,14 @@ class Entry:
 
 
 CODES = {
-    "pq-16x8": Entry(partial(_product, parts=16), multiple=16, keys=256),
-    "pq-32x4": Entry(partial(_product, parts=32), multiple=32, keys=16),
-    "itq": Entry(partial(_signs, kind="ItqCode")),
-    "rabitq": Entry(partial(_signs, kind="RaBitQCode"), most=112),
-    "turboquant": Entry(partial(_signs, kind="TurboMseCode"), most=112),
-    "turboquant-product": Entry(partial(_signs, kind="TurboProductCode"), most=64),
+    "pq-16x8": Entry(partial(_product, parts=16), "16 numbers of 8 bits", multiple=16, keys=256),
+    "pq-32x4": Entry(partial(_product, parts=32), "32 numbers of 4 bits", multiple=32, keys=16),
+    "itq": Entry(partial(_signs, kind="ItqCode"), "128 signs"),
+    "rabitq": Entry(partial(_signs, kind="RaBitQCode"), "112 signs, a factor of 16 bits", most=112),
+    "turboquant": Entry(partial(_signs, kind="TurboMseCode"), "112 signs, a length of 16 bits", most=112),
+    "turboquant-product": Entry(
+        partial(_signs, kind="TurboProductCode"), "64 and 32 signs, two lengths of 16 bits", most=64
+    ),
 }
 """By name."""
 
