@@ -33,8 +33,8 @@ def codes(names: dict[str, str]) -> Callable[[pathlib.Path], str]:
         title = (
             f"IoU [95 % interval], attention mass, and its 5th percentile in the worst head of any layer, top "
             f"{percent(first['budgets'][0])} of visible tokens, {protocol(first)}; {_contexts(found)} of "
-            f"{first['context']:,} tokens, {first['rows']} rows each. Added: one ranking by the sum of a group's scores, "
-            "as deployed. By head: the softmax of each query head's scores, added"
+            f"{first['context']:,} tokens, {first['rows']} rows each. Added: one ranking by the sum of a group's "
+            "scores, as deployed. By head: the softmax of each query head's scores, added"
         )
         header = ["model", "code", "16 bytes", *(f"{m}, {way}" for way in (ADDED, BY_HEAD) for m in _SHORT)]
         return to_markdown(Grid(title, header, sections))
@@ -62,8 +62,8 @@ def differences(names: dict[str, str]) -> Callable[[pathlib.Path], str]:
                 ]
             )
         title = (
-            f"`{OURS}` less each other code, paired over contexts [95 % interval], and in how many layers it finds more "
-            "mass; below zero the other is better"
+            f"`{OURS}` less each other code, paired over contexts [95 % interval], and in how many layers it finds "
+            "more mass; below zero the other is better"
         )
         header = ["model", "code", *(f"{m}, {way}" for way in (ADDED, BY_HEAD) for m in ("IoU", "mass", "layers"))]
         return to_markdown(Grid(title, header, sections))
