@@ -111,7 +111,7 @@ def test_the_metric_keeps_products_and_measures_their_error(sample):
 
 
 @pytest.mark.parametrize("make", [lambda t: ProductCode(t, 16), lambda t: ProductCode(t, 32), ItqCode])
-def test_the_metric_lowers_the_error_of_products(make, sample, monkeypatch):
+def test_the_metric_lowers_the_error_of_products(make, sample):
     data, q = sample
     plain = Training(data.keys, torch.eye(D, dtype=torch.float64), drawn(0))
     assert error_of(make(Training(data.keys, data.moment, drawn(0))), data.keys, q) < error_of(
@@ -344,8 +344,11 @@ def test_probabilities_of_a_group_add_up():
 
 @pytest.fixture(scope="module")
 def hashers(made, tmp_path_factory):
-    """Hashers of 128 bits for the tiny model."""
+    """Hashers of 128 bits for the tiny model, and a text to fit on."""
     folder = tmp_path_factory.mktemp("hashers")
+    (folder / "text").mkdir()
+    for number in range(2):
+        (folder / "text" / f"{number}.txt").write_text(" ".join(f"while {n * n + number}:" for n in range(200)))
     shape = Hasher.from_pretrained(made.hashers / "lsh").config.shape
     for name in ("lsh", "transform"):
         Hasher(HasherConfig(name, shape, bits=128, hidden=16), 0).save_pretrained(folder / name)
@@ -355,6 +358,7 @@ def hashers(made, tmp_path_factory):
 @pytest.fixture
 def codes_command(command, hashers):
     more = {"methods": ("lsh", "transform"), "codes": ("pq-32x4", "turboquant"), "hashers": hashers, "rows": 8}
+    more["training_text"] = (hashers / "text",)
     more |= {"training_contexts": 2, "training_keys": 100, "documents": 2}
     return lambda **settings: command(CodesCommand, **more | settings)
 
@@ -367,9 +371,11 @@ def test_exact_keys_find_everything_by_head_and_codes_less(loaded, hashers):
     assert len(cells) == 6 * 2 * 2
     for cell, values in cells.items():
         whole = cell.budget == 1.0 or (cell.method, cell.where) == (EXACT, BY_HEAD)
-        for metric in ("iou", "mass"):
-            assert (np.array(values[metric]) > 0.999).all() == whole, (cell, metric)
+        assert (np.array(values["iou"]) > 0.999).all() == whole, cell
+        assert (np.array(values["mass"]) > 0.999).all() == (cell.budget == 1.0), cell  # as 5 tokens are always read
         assert values["density"] == 1 if cell.budget == 1.0 else values["density"] < 0.11
+    best = np.array(cells[Cell(EXACT, 0.1, BY_HEAD)]["mass"])
+    assert all((np.array(values["mass"]) <= best + 1e-6).all() for cell, values in cells.items() if cell.budget < 1)
     added = cells[Cell(EXACT, 0.1, ADDED)]
     assert 0.3 < np.mean(added["iou"]) < 1
 
