@@ -299,6 +299,52 @@ def test_a_model_has_its_name_in_place_of_its_folder(table):
     assert "3 held-out contexts of 8192 tokens, model `SmolLM2-135M-Instruct`" in lines[2]
 
 
+def codes_rows():
+    """Two layers; `transform` finds more than the quantiser in layer 1 only, and less by head in both."""
+    mass = {"transform": {"added": (0.9, 0.95), "by head": (0.8, 0.8)}, "pq-16x8": dict.fromkeys(WAYS, (0.92, 0.94))}
+    at = {"bits": 128, "budget": 0.02, "rule": "visible", "density": 0.02, "phase": "rows", "n": 2, "heads": "kv_head"}
+    for method, ways in mass.items():
+        for where, layers in ways.items():
+            own = at | {"method": method, "variant": method, "where": where, "low": 0.1, "high": 0.99}
+            for metric, more in (("iou", -0.5), ("mass", 0), ("worst", -0.25)):
+                values = (sum(layers) / 2, *layers)
+                for layer, value in zip((None, 0, 1), values, strict=True):
+                    yield own | {"metric": metric, "layer": layer, "value": value + more}
+    for where in WAYS:
+        for metric in ("iou", "mass"):
+            own = at | {"method": "transform", "variant": "transform", "where": where, "low": -0.01, "high": 0.02}
+            yield own | {"metric": metric, "against": "pq-16x8", "value": 0.005}
+
+
+WAYS = ("added", "by head")
+
+
+def test_codes_of_16_bytes_the_best_first_and_the_layers_won(load, tmp_path):
+    codes, result = load("tools", "readme_tables.codes"), load("tools", "readme_tables.stored")
+    config = {"task": "codes", "model": "demo", "budgets": [0.02], "documents": 2, "context": 4096, "rows": 64}
+    run = tmp_path / "run"
+    run.mkdir()
+    for file, data in (("config", config | {"sink": 1, "recent": 4, "dense_layers": 0}), ("environment", {})):
+        (run / f"{file}.json").write_text(json.dumps(data))
+    (run / "rows.json").write_text(rows_to_text([Row(**{**AT, "task": "codes", **row}) for row in codes_rows()]))
+    result.store(run, tmp_path, "codes_demo")
+    lines = codes.codes({"demo": "codes_demo"})(tmp_path).splitlines()
+    assert lines[0].endswith(
+        "2 held-out contexts (demo) of 4,096 tokens, 64 rows each. Added: one ranking by the sum of "
+        "a group's scores, as deployed. By head: the softmax of each query head's scores, added"
+    )
+    assert lines[4].startswith("| demo | pq-16x8 | 16 numbers of 8 bits | 0.430 [0.100, 0.990] | 0.9300 | 0.68 |")
+    assert lines[5].startswith("| demo | transform | 128 digits | 0.425 [0.100, 0.990] | 0.9250 | 0.68 | 0.300 ")
+    lines = codes.differences({"demo": "codes_demo"})(tmp_path).splitlines()
+    pair = "+0.005 [-0.010, +0.020] | +0.005 [-0.010, +0.020]"
+    assert lines[-1] == f"| demo | pq-16x8 | {pair} | 1 of 2 | {pair} | 0 of 2 |"
+    lines = codes.layers("codes_demo", "added")(tmp_path).splitlines()
+    assert lines[-2:] == [
+        "| 0 | 0.420 / 0.920 / 0.67 | 0.400 / 0.900 / 0.65 |",
+        "| 1 | 0.440 / 0.940 / 0.69 | 0.450 / 0.950 / 0.70 |",
+    ]
+
+
 def test_errors_of_the_attention_output_by_layer(load, tmp_path):
     errors, result = load("tools", "readme_tables.errors"), load("tools", "readme_tables.stored")
     at = {"task": "output-error", "phase": "rows", "rule": "visible", "budget": 0.02, "density": 0.02, "n": 2}

@@ -9,6 +9,7 @@ from evals.lengths import codelength_grid
 
 from readme_tables import (
     beside_paper,
+    codes,
     decoding,
     errors,
     families,
@@ -67,6 +68,9 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "bytes": quality.bytes_read(headline.SHORT_RUNS),
     "output-errors": errors.errors(errors.RUNS),
     "frontier": quality.frontier(headline.FRONTIER_RUNS),
+    "codes": codes.codes(codes.RUNS),
+    "codes-differences": codes.differences(codes.RUNS),
+    "codes-layers": codes.layers(codes.RUNS[SECOND_MODEL], codes.ADDED),
     "code-lengths": quality.of_run("codelength", codelength_grid),
     "throughput": speed.throughput,
     "training-step": speed.training_step,

@@ -14,6 +14,7 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "ppl": ("perplexity", "perplexity_per_document", "perplexity_ratio", "kl", "nll", "nll_most"),
     "iou": ("iou", "recall", "mass", "low", "lost"),
     "codelength": ("iou", "equal_lsh_bits", "times_shorter"),
+    "codes": ("iou", "mass", "worst"),
     **dict.fromkeys(("cones", "codesize", "complexity", "fidelity", "needle", "output-error", "ruler-synthetic"), ()),
     "kernels": ("p50_ms", "p99_ms", "share_of_roofline"),
     "throughput": ("p50_ms", "p99_ms", "tokens_per_s", "share_of_bandwidth", "kv_bytes", "code_bytes"),

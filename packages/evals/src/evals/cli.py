@@ -18,6 +18,7 @@ from evals.base_commands import IouCommand, ListCommand, PplCommand
 from evals.benchmarks import FewshotCommand, LongbenchCommand, RulerBenchmarkCommand
 from evals.commands import (
     CodelengthCommand,
+    CodesCommand,
     CodesizeCommand,
     ComplexityCommand,
     ConesCommand,
@@ -46,6 +47,7 @@ TASKS = {  # name: command, module of evals.tasks
     "fewshot": (FewshotCommand, "benchmark"),
     "cones": (ConesCommand, "cones"),
     "codelength": (CodelengthCommand, "codelength"),
+    "codes": (CodesCommand, "codes"),
     "codesize": (CodesizeCommand, "codesize"),
     "complexity": (ComplexityCommand, "complexity"),
     "suggest": (SuggestCommand, "suggest"),

@@ -11,6 +11,7 @@ from hashtrain.demo import DEMO
 from hashtrain.usage import UsageError
 
 from evals.base_commands import Methods, MethodsCommand, TaskCommand, at_least, each_once, each_positive
+from evals.codes import CODES
 from evals.methods import CODED_NAMES, DEFAULT_NAMES
 from evals.result import versions
 from evals.shapes import PLANES
@@ -196,6 +197,46 @@ class CodelengthCommand(TaskCommand):
             raise UsageError(f"--budgets of codelength takes one, got {len(self.budgets)}")
         if strange := [name for name in self.methods if name not in CODED_NAMES]:
             raise UsageError(f"--methods of codelength takes {', '.join(CODED_NAMES)}, got {', '.join(strange)}")
+
+
+@dataclass(frozen=True)
+class CodesCommand(TaskCommand):
+    """Codes of 16 bytes a key, factors included: hashers beside product quantisation, ITQ, RaBitQ and TurboQuant, by
+    the exact attention that their best keys find, per KV head."""
+
+    methods: Methods = ("lsh", "transform-start", "transform")
+    """Hashers of 128 bits."""
+    codes: tuple[str, ...] = tuple(CODES)
+    """Codes to compare them with."""
+    training_text: tuple[Path, ...] = ()
+    """Text to fit these codes on, best that of the hashers. Default: standard-library modules that are not held out."""
+    training_contexts: int = 4
+    """Contexts to fit on."""
+    training_keys: int = 4096
+    """Tokens of each of them whose keys are used, drawn at random."""
+    documents: int = 4
+    """Contexts to measure; a run can be continued with more."""
+    rows: int = 64
+    """Rows measured per context, drawn from its last three quarters."""
+    out: Path = Path("runs/codes")
+    """Folder for samples, rows, report and figure; rerun the command to resume."""
+
+    @property
+    def own_heads(self) -> bool:
+        """False: both ways to combine a group's heads are measured."""
+        return False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, rows=1, training_contexts=1, training_keys=1)
+        each_once(self, "codes")
+        if unknown := [name for name in self.codes if name not in CODES]:
+            raise UsageError(f"--codes takes {', '.join(CODES)}, got {', '.join(unknown)}")
+        if strange := [name for name in self.methods if name not in CODED_NAMES]:
+            raise UsageError(f"--methods of codes takes {', '.join(CODED_NAMES)}, got {', '.join(strange)}")
+        for name, usual in (("heads", None), ("shortlist", None), ("values", 1.0)):
+            if getattr(self, name) != usual:
+                raise UsageError(f"codes takes no --{name}: it compares whole codes; leave it out")
 
 
 @dataclass(frozen=True)

@@ -133,10 +133,10 @@ def measure(
 
     with capturing(model, sink):
         model(ids[None].to(model.device), use_cache=False, logits_to_keep=1)
-    return {cell: _by_layer(found) for cell, found in layers.items()}
+    return {cell: by_layer(found) for cell, found in layers.items()}
 
 
-def _by_layer(layers: list[tuple[Quality, Tensor]]) -> dict[str, Any]:
+def by_layer(layers: list[tuple[Quality, Tensor]]) -> dict[str, Any]:
     """Return the rows' metrics as [layer][head]; the density, equal in all layers but for ties, is averaged."""
     means = {m: [getattr(q, m)[0].double().mean(-1) for q, _ in layers] for m in Quality._fields}
     mass = [found.mass[0].double() for found, _ in layers]  # [heads, rows]

@@ -1,0 +1,172 @@
+"""Codes of signs after a rotation: ITQ, RaBitQ and TurboQuant."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from evals.codes.base import (
+    BYTES,
+    Metric,
+    Training,
+    orthonormal,
+    pack_factors,
+    pack_signs,
+    principal,
+    unpack_factors,
+    unpack_signs,
+)
+
+_ROUNDS = 50
+_FACTOR = 2  # bytes
+_LEVEL = math.sqrt(2 / math.pi)  # of the 1-bit Lloyd-Max quantiser of a standard normal number
+
+
+class ItqCode:
+    """Iterative quantisation (Gong, Lazebnik, Gordo and Perronnin 2013): signs of principal coordinates, rotated so
+    that they lose least. As many rotations as fit, from different starts; keys are decoded by least squares, and
+    queries are real numbers (its asymmetric form).
+    """
+
+    def __init__(self, training: Training):
+        self.metric: Metric = Metric(training)
+        y = self.metric.keys(training.keys)
+        d, bits = y.shape[1], 8 * BYTES
+        directions = principal(y)[1][:, : min(d, bits)]
+        blocks = [
+            directions @ itq_rotation(y @ directions, training.generator)
+            for _ in range(math.ceil(bits / directions.shape[1]))
+        ]
+        self.directions: Tensor = torch.cat(blocks, 1)[:, :bits]
+        signs = unpack_signs(pack_signs(y @ self.directions)).double()
+        gram = signs.mT @ signs
+        gram.diagonal().add_(1e-6 * len(y))  # two rotations may give equal bits
+        self.decoder: Tensor = torch.linalg.solve(gram, signs.mT @ y.double()).to(y)
+
+    def encode(self, k: Tensor) -> Tensor:
+        """See `Code.encode`."""
+        return pack_signs(self.metric.keys(k) @ self.directions)
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """See `Code.decode`."""
+        return unpack_signs(stored) @ self.decoder
+
+    def query(self, q: Tensor) -> Tensor:
+        """See `Code.query`."""
+        return self.metric.queries(q)
+
+
+def itq_rotation(y: Tensor, generator: torch.Generator, rounds: int = _ROUNDS) -> Tensor:
+    """Return a rotation R [d, d] that makes |sign(y R) - y R| small, for centred rows y [T, d]."""
+    rotation = orthonormal(y.shape[1], y.shape[1], generator).to(y)
+    for _ in range(rounds):
+        signs = torch.where(y @ rotation > 0, 1.0, -1.0)
+        u, _, v = torch.linalg.svd(y.mT @ signs)
+        rotation = u @ v
+    return rotation
+
+
+class RaBitQCode:
+    """RaBitQ (Gao and Long 2024, arXiv 2405.12497, section 3): signs of a randomly rotated, centred, unit vector.
+
+    <x, q> / <x, o> is an unbiased estimate of <o, q>, where x are the signs over sqrt(bits), o is the unit vector and q
+    any query, both rotated. Its two factors per vector, the length and <x, o>, enter a ranking by inner products only
+    as their quotient: 16 bits, which leaves 112 for signs. Vectors are padded with zeros before the rotation, as the
+    authors do to spend more bits than dimensions. Queries are rounded to `query_bits` (section 3.3.1), here to the
+    nearest level.
+    """
+
+    bits = 8 * (BYTES - _FACTOR)
+
+    def __init__(self, training: Training, query_bits: int = 8):
+        self.mean: Tensor = training.keys.mean(0)
+        self.rotation: Tensor = orthonormal(len(self.mean), self.bits, training.generator).to(training.keys)
+        self.query_bits: int = query_bits
+
+    def encode(self, k: Tensor) -> Tensor:
+        """See `Code.encode`."""
+        y = (k.float() - self.mean) @ self.rotation
+        signs = pack_signs(y)
+        product = (unpack_signs(signs) * y).sum(-1) / math.sqrt(self.bits)  # <x, o> |y|
+        return torch.cat([signs, pack_factors(y.square().sum(-1) / product.clamp(min=1e-20))], -1)
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """See `Code.decode`."""
+        return unpack_signs(stored[:, :-_FACTOR]) / math.sqrt(self.bits) * unpack_factors(stored[:, -_FACTOR:])
+
+    def query(self, q: Tensor) -> Tensor:
+        """See `Code.query`."""
+        return round_evenly(q.float() @ self.rotation, self.query_bits)
+
+
+def round_evenly(x: Tensor, bits: int) -> Tensor:
+    """Round each row of x [..., C] to 2^bits evenly spaced levels from its least to its greatest number."""
+    least = x.amin(-1, keepdim=True)
+    step = ((x.amax(-1, keepdim=True) - least) / (2**bits - 1)).clamp(min=1e-30)
+    return ((x - least) / step).round() * step + least
+
+
+class TurboMseCode:
+    """TurboQuant (Zandieh, Daliri, Hadian and Mirrokni 2025, arXiv 2504.19874), algorithm 1, with 1 bit: the rotated
+    unit vector by a 1-bit Lloyd-Max quantiser, and its length in 16 bits. Centred and padded as `RaBitQCode`.
+    """
+
+    bits = 8 * (BYTES - _FACTOR)
+
+    def __init__(self, training: Training):
+        self.mean: Tensor = training.keys.mean(0)
+        self.rotation: Tensor = orthonormal(len(self.mean), self.bits, training.generator).to(training.keys)
+
+    def encode(self, k: Tensor) -> Tensor:
+        """See `Code.encode`."""
+        y = (k.float() - self.mean) @ self.rotation
+        return torch.cat([pack_signs(y), pack_factors(y.norm(dim=-1))], -1)
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """See `Code.decode`."""
+        signs, length = unpack_signs(stored[:, :-_FACTOR]), unpack_factors(stored[:, -_FACTOR:])
+        return signs * length * (_LEVEL / math.sqrt(self.bits))
+
+    def query(self, q: Tensor) -> Tensor:
+        """See `Code.query`: not rounded."""
+        return q.float() @ self.rotation
+
+
+class TurboProductCode:
+    """TurboQuant's form for inner products (algorithm 2): 1-bit Lloyd-Max, then signs of random projections of what it
+    leaves (QJL), which make the estimate unbiased. 64 and 32 bits, and 16 each for the length and that of the rest.
+    """
+
+    rest_bits = 32
+    bits = 8 * (BYTES - 2 * _FACTOR) - rest_bits
+
+    def __init__(self, training: Training):
+        self.mean: Tensor = training.keys.mean(0)
+        d, generator = len(self.mean), training.generator
+        self.rotation: Tensor = orthonormal(d, self.bits, generator).to(training.keys)
+        self.projection: Tensor = torch.randn(self.bits, self.rest_bits, generator=generator).to(training.keys)
+
+    def _first(self, signs: Tensor) -> Tensor:
+        return unpack_signs(signs) * (_LEVEL / math.sqrt(self.bits))
+
+    def encode(self, k: Tensor) -> Tensor:
+        """See `Code.encode`."""
+        y = (k.float() - self.mean) @ self.rotation
+        length = y.norm(dim=-1)
+        unit = y / length.clamp(min=1e-20)[:, None]
+        signs = pack_signs(unit)
+        rest = unit - self._first(signs)
+        return torch.cat([signs, pack_signs(rest @ self.projection), pack_factors(length, rest.norm(dim=-1))], -1)
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """See `Code.decode`."""
+        first, second = self.bits // 8, (self.bits + self.rest_bits) // 8
+        length, of_rest = unpack_factors(stored[:, second:]).split(1, -1)
+        rest = unpack_signs(stored[:, first:second]) @ self.projection.mT * math.sqrt(math.pi / 2) / self.rest_bits
+        return length * (self._first(stored[:, :first]) + of_rest * rest)
+
+    def query(self, q: Tensor) -> Tensor:
+        """See `Code.query`: not rounded."""
+        return q.float() @ self.rotation
