@@ -20,7 +20,13 @@ def table(tool, tmp_path):
     def made(block, config, rows, environment=(), name=""):
         run = tmp_path / "run"
         run.mkdir()
-        for file, data in (("config", {"model": "demo", **config}), ("environment", dict(environment))):
+        for file, data in (
+            (
+                "config",
+                {"model": "demo", "heads": None, "scored": None, "score": "second-half", "dense_at": [], **config},
+            ),
+            ("environment", dict(environment)),
+        ):
             (run / f"{file}.json").write_text(json.dumps(data))
         (run / "rows.json").write_text(rows_to_text([Row(**{**AT, "task": config["task"], **row}) for row in rows]))
         stored = tool.store(run, tmp_path, name)
