@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import Any
 
-from hashtrain.cli import main as hashtrain
+from hashtrain import cli
 from hashtrain.models import load_config, pretrained
 from hashtrain.usage import UsageError, guarded
 from rich.console import Console
@@ -55,7 +55,7 @@ def make_hasher(model: str, out: pathlib.Path) -> None:
     texts = [str(ROOT / "docs" / "log.md"), str(ROOT / "docs" / "results.md")]
     words = ["--model", model, "--text", *texts, "--held-out-text", str(ROOT / "docs" / "algorithm.md")]
     words += ["--context", str(CONTEXT), "--contexts", "6", "--held-out", "1", "--held-out-rows", "32", "--steps", "1"]
-    if hashtrain([*words, "--only", "transform-start", "--out", str(out)]):
+    if cli.main([*words, "--only", "transform-start", "--out", str(out)]):
         raise UsageError(f"cannot make a hasher for {model}: see above, or name one with --hasher")
 
 

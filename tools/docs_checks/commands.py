@@ -19,7 +19,21 @@ from sparse_decode.settings import GenerateCommand
 from torch.distributed.run import get_args_parser
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PLAIN = {"basedpyright", "cd", "chmod", "cp", "curl", "git", "head", "mkdir", "nix", "pre-commit", "ruff"}
+PLAIN = {
+    "apt-get",
+    "basedpyright",
+    "cd",
+    "chmod",
+    "cp",
+    "curl",
+    "dpkg",
+    "git",
+    "head",
+    "mkdir",
+    "nix",
+    "pre-commit",
+    "ruff",
+}
 """Third-party commands that are not checked."""
 ENGINE = "tools/serving_environment.py"
 """Runs Python in an environment with an engine that is not installed here."""
