@@ -17,7 +17,6 @@ import tempfile
 import time
 from typing import Any
 
-from hashtrain import cli
 from hashtrain.models import load_config, pretrained
 from hashtrain.usage import UsageError, guarded
 from rich.console import Console
@@ -55,7 +54,8 @@ def make_hasher(model: str, out: pathlib.Path) -> None:
     texts = [str(ROOT / "docs" / "log.md"), str(ROOT / "docs" / "results.md")]
     words = ["--model", model, "--text", *texts, "--held-out-text", str(ROOT / "docs" / "algorithm.md")]
     words += ["--context", str(CONTEXT), "--contexts", "6", "--held-out", "1", "--held-out-rows", "32", "--steps", "1"]
-    if cli.main([*words, "--only", "transform-start", "--out", str(out)]):
+    command = [sys.executable, "-m", "hashtrain", *words, "--only", "transform-start", "--out", str(out)]
+    if subprocess.run(command, check=False).returncode:
         raise UsageError(f"cannot make a hasher for {model}: see above, or name one with --hasher")
 
 

@@ -133,9 +133,11 @@ def decode_step() -> list[str]:
     from sparse_decode import Budget, attach
     from transformers import DynamicCache
 
-    doubles, layers = (helpers("sparse-decode", name) for name in ("sparse_decode_doubles", "sparse_decode_layers"))
+    doubles, make = (
+        helpers("sparse-decode", "sparse_decode_doubles"),
+        helpers("sparse-decode", "test_fused").make_hasher,
+    )
     model, (ids, _) = doubles.tiny_model(), doubles.prompts((40,))
-    make = getattr(layers, "make_hasher", None) or doubles.make_hasher
     with torch.no_grad(), attach(model, make(shape=ModelShape.of(model.config)), Budget(0.2, min_tokens=4)):
         cache = DynamicCache(config=model.config)
         model(ids[:, :37], past_key_values=cache)

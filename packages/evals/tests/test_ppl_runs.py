@@ -62,11 +62,9 @@ def test_the_phase_is_in_rows_and_captions_and_has_a_curve_over_budgets(ppl_comm
     assert "everywhere" not in report
 
 
-def test_a_run_without_a_stored_phase_is_resumed_as_everywhere(ppl_command):
+def test_a_run_of_another_phase_is_refused(ppl_command):
     command = ppl_command(methods=("recent",), rules=("visible",), documents=1)
     first = ppl.run(command, QUIET)
-    path = command.out / "config.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "phase"}))
     assert read_result(command.out) == first
     assert ppl.run(command, QUIET) == first
     with pytest.raises(ValueError, match="phase was everywhere, now decode"):

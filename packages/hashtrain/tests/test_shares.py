@@ -150,7 +150,9 @@ def until_the_first_line():
     while not (out / "metrics.jsonl").is_file() or not (out / "metrics.jsonl").read_text():
         time.sleep(0.05)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    print(json.dumps({"seconds": used.ru_utime + used.ru_stime, "bytes": 1024 * used.ru_maxrss}), flush=True)
+    # Not ru_maxrss, which a process has from the one that started it.
+    most = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    print(json.dumps({"seconds": used.ru_utime + used.ru_stime, "bytes": 1024 * int(most.split()[1])}), flush=True)
     os._exit(0)
 
 threading.Thread(target=until_the_first_line, daemon=True).start()

@@ -26,7 +26,8 @@ class DeviceBatch:
             longest: upper bound of the lengths of rows that decode, of all replays, too.
             size: tokens per page.
         """  # fmt: skip
-        self.decodes, self.prompts = decodes, prompts
+        self.decodes: int = decodes
+        self.prompts: Any = prompts
         self._given = blocks[:decodes], lengths[:decodes], longest, size, budget
         self._steps: dict[Any, Any] = {}
 

@@ -140,7 +140,7 @@ class TurboProductCode:
     """
 
     rest_bits = 32
-    bits = 8 * (BYTES - 2 * _FACTOR) - rest_bits
+    bits: int = 8 * (BYTES - 2 * _FACTOR) - rest_bits
 
     def __init__(self, training: Training):
         self.mean: Tensor = training.keys.mean(0)

@@ -63,7 +63,9 @@ class TokenContexts(Sequence[Tensor]):
     ):
         self.documents: Sequence[Document] = documents
         self.tokenise: Tokenise = tokenise
-        self.length, self.most, self.key = length, most, key
+        self.length: int = length
+        self.most: int = most
+        self.key: str = key
         self.longest: int = 0
         """Tokens of the longest document so far."""
         self._corpora: list[int] = corpora(documents)
