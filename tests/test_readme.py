@@ -17,7 +17,8 @@ from hashtrain.settings.train_command import PAPER
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-DOCS = [*(ROOT / "docs" / name for name in ("results.md", "gpu.md")), *sorted(ROOT.glob("docs/results/*.md"))]
+PAGES = ("results.md", "gpu.md", "families.md", "faults.md")
+DOCS = [*(ROOT / "docs" / name for name in PAGES), *sorted(ROOT.glob("docs/results/*.md"))]
 READMES = [README, *DOCS, *sorted(ROOT.glob("packages/*/README.md"))]
 # Unrelated projects of these names exist in the public index: install by path.
 FROM_INDEX = re.compile(
