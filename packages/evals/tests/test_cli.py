@@ -117,7 +117,9 @@ def test_contexts_that_the_text_does_not_hold_are_said_to_be_fewer(name, typed, 
 
     monkeypatch.setattr(module, "prepare", prepared)
     words = typed(
-        name, documents="500", methods={"tune": "quest", "cones": "lsh", "codelength": "lsh"}.get(name, "recent")
+        name,
+        documents="500",
+        methods={"tune": "quest", "cones": "lsh", "codelength": "lsh", "codes": "lsh"}.get(name, "recent"),
     )
     if name in ("suggest", "tune", "cones", "codelength"):
         at = words.index("--budgets")

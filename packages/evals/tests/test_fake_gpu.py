@@ -242,7 +242,7 @@ def expected(task, name):
     whole = {"output_error.attend": LAYERS, "output_error.read": 2, **dict.fromkeys(BLOCK, LAYERS)}
     each, times, more = {
         perplexity: (block, SPARSE, {**LOGITS, **totals}),
-        overlap: (select, LAYERS, {"metrics.quality": LAYERS, "iou._by_layer": 6}),
+        overlap: (select, LAYERS, {"metrics.quality": LAYERS, "iou.by_layer": 6}),
         errors: (select + attend, LAYERS, whole),
         picture: ({}, 0, {"cones.geometry": LAYERS, "cones.picture": 2 * LAYERS, "cones.occupancy": 3 * LAYERS}),
         answer: (block, SPARSE, {"answers.read_answer": 1, **totals}),
