@@ -414,3 +414,27 @@ def test_families_that_are_refused_for_the_same_reason_share_a_line(tool, tmp_pa
     lines = tool.render("<!-- results:families -->\n<!-- end -->\n", tmp_path).splitlines()
     assert lines[2].startswith("Of the 3 causal families of transformers 5.23.0, as tiny random models, 1 generate")
     assert "| one, two | refused | the model has \\| its own module of the model |" in lines
+
+
+def test_a_method_with_and_without_the_tokens_that_are_always_read(tool):
+    """Both of a method's cells are those of the stored runs' own tables."""
+    shown = tool.render("<!-- results:second-bare -->\n<!-- end -->\n", tool.RESULTS)
+    lines = {
+        cells[1]: cells[2:-1]
+        for cells in ([x.strip() for x in line.split("|")] for line in shown.splitlines())
+        if cells[1:]
+    }
+    assert len(lines["lsh"]) == len(lines["method"]) == 8
+    for method in ("lsh", "paper", "transform"):
+        for at, name in enumerate(("second_english", "second_english_bare", "second_python", "second_python_bare")):
+            found = read_stored(tool.RESULTS / f"{name}.json", method)
+            assert lines[method][2 * at : 2 * at + 2] == [
+                f"{100 * (found['perplexity_ratio'] - 1):+.1f} %",
+                f"{found['kl']:.4f}",
+            ]
+
+
+def read_stored(path, method):
+    stored = json.loads(path.read_text())
+    rows = [dict(zip(stored["columns"], row, strict=True)) for row in stored["rows"]]
+    return {row["metric"]: row["value"] for row in rows if row["method"] == method and row["against"] is None}

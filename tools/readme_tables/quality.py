@@ -123,7 +123,8 @@ def always_read(names: dict[str, str], bare: dict[str, str], subject: str) -> Ca
             lines.append([name, *(text for both in found for text in both)])
         title = (
             f"Perplexity and KL of {subject} behind a dense prompt, 2 % of the visible tokens: "
-            f"{report.protocol(first.config)}, or {report.protocol(other.config)}"
+            f"{report.protocol(first.config)} ({first.config['documents']} texts of each kind), or "
+            f"{report.protocol(other.config)} ({other.config['documents']} of them)"
         )
         how = ("always read", "none read")
         header = ["method", *(f"{kind}, {one}{x}" for kind in pairs for one in how for x in ("", ", KL"))]
