@@ -43,5 +43,7 @@ def test_every_stored_ratio_was_measured_by_the_tool(tool):
     assert all(ratio > 0 for ratio in tool.stored(tool.STORED).values())
 
 
-def test_the_benchmark_of_attention_is_found(tool):
-    assert callable(tool.attention_benchmark().make_plan)
+def test_the_races_of_a_decode_step_agree(tool, monkeypatch):
+    monkeypatch.setattr(tool, "CONTEXT", 512)
+    for race in tool.decoding().values():
+        assert tool.ratio("a step", race, 1) > 0

@@ -130,7 +130,7 @@ def attention_benchmark() -> ModuleType:
 def decoding() -> dict[str, Race]:
     """Return the comparisons for a decode step's attention, and for hashing its query."""
     bench = attention_benchmark()
-    plan, q = bench.make_plan(), torch.randn(1, bench.HQ, 1, bench.D)
+    plan, q = bench.make_plan(bench.Budget(bench.FRACTION)), torch.randn(1, bench.HQ, 1, bench.D)
     caches = [bench.make_cache(plan, CONTEXT, torch.float32) for _ in range(bench.COPIES)]
     sparse, dense = bench.sparse_step(plan, caches, q), bench.dense_ways(caches, q)["SDPA, group as rows"]
     layer, encoder = Hasher(HasherConfig("planes", ModelShape(1, bench.HQ, bench.HKV, bench.D))).layer(0), CpuEncoder()
