@@ -27,8 +27,13 @@ def require_planned(found):
     assert found["kl"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("narrow", [True, False], ids=["narrow", "full width"])
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        pytest.param(True, id="narrow", marks=pytest.mark.slow),
+        pytest.param(False, id="full width", marks=pytest.mark.full),
+    ],
+)
 def test_one_layer_is_trained_and_measured(narrow, tool, tmp_path):
     small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "text.txt").write_text("\n".join(f"def name_{i}(x): return x * {i}" for i in range(6000)))

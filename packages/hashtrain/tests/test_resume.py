@@ -15,7 +15,7 @@ from hashtrain.run.workfolder import locked
 from hashtrain_runs import model_and_text, stored
 from worker_jobs import command_line
 
-KILLS, ANYWHERE = 10, 3
+KILLS = {"two": (2, 1), "ten": (10, 3)}
 """How often a run is killed in training, and before that at any moment."""
 FORMS = {"planes": "--only planes --bits 32", "stream": "--stream --only paper-exact"}
 
@@ -67,13 +67,16 @@ def form(request, tmp_path_factory, tiny_config):
     return arguments, stored(root / "run"), time.monotonic() - began
 
 
-@pytest.mark.slow
-def test_ten_kills_in_training_and_some_before_change_no_bit(form, tmp_path):
+@pytest.mark.parametrize(
+    "often", [pytest.param("two", marks=pytest.mark.slow), pytest.param("ten", marks=pytest.mark.full)]
+)
+def test_kills_in_training_and_before_change_no_bit(form, often, tmp_path):
     arguments, wanted, seconds = form
     out, moments, exits = tmp_path / "run", random.Random(0), []
-    for number in range(ANYWHERE + KILLS):
+    kills, anywhere = KILLS[often]
+    for number in range(anywhere + kills):
         began, process = time.time_ns(), started(arguments, out)
-        if number < ANYWHERE:
+        if number < anywhere:
             process.join(moments.uniform(0, 0.3) * seconds)
         else:
             while process.is_alive() and not checkpoint_since(began, out):
@@ -82,7 +85,7 @@ def test_ten_kills_in_training_and_some_before_change_no_bit(form, tmp_path):
         process.kill()
         process.join()
         exits.append(process.exitcode)
-        assert number < ANYWHERE or checkpoint_since(began, out), "it was killed before it had trained"
+        assert number < anywhere or checkpoint_since(began, out), "it was killed before it had trained"
     assert exits == [-9] * len(exits), f"a run was over before it was killed: {exits}"
     assert main([*arguments, "--out", str(out)]) == 0
     assert stored(out) == wanted
