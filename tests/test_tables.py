@@ -1,6 +1,7 @@
 """The tables of stored evals runs, from made-up results: what is kept of a run, and what a table says of it."""
 
 import json
+import sys
 
 import pytest
 from evals.result import Row, rows_to_text
@@ -293,9 +294,20 @@ def test_the_first_lines_name_the_number_of_texts_of_both_models(tool, tmp_path)
     lines = tool.render("<!-- results:headline -->\n<!-- end -->\n", tmp_path).splitlines()
     demo = json.loads((tmp_path / "ppl_decode.json").read_text())["config"]
     (worse,) = [line for line in lines if "How much worse" in line]
-    assert "of SmolLM2-135M-Instruct by +12.5 % on English and +6.2 % on Python (2 texts of 8,192 tokens each)" in worse
+    assert (
+        "SmolLM2-135M-Instruct changes by +12.5 % on English and +6.2 % on Python (2 texts of 8,192 tokens each)"
+        in worse
+    )
     assert f"({demo['documents']} texts of {demo['context']:,} tokens)" in worse
-    assert "by +200.0 %, +100.0 % and" in worse
+    assert "costs +200.0 %, +100.0 % and" in worse
+
+
+def test_a_length_at_which_another_program_is_faster_is_said(tool):
+    headline = sys.modules["readme_tables.headline"]
+    steps = {n: {"ours": {"ms": 10.0}, "llama.cpp": {"ms": 1.0 * n}} for n in (4, 8, 16)}
+    assert headline._lost(steps) == "At 8 tokens, llama.cpp is faster. "
+    assert not headline._lost({16: steps[16]})
+    assert tool.render("") == ""
 
 
 def test_a_model_has_its_name_in_place_of_its_folder(table):

@@ -20,11 +20,12 @@ from hashcore.reference import shortlisted
 from hashtrain import Hasher
 from hashtrain.data.capture import capture
 from hashtrain.demo import demo_model_path
+from hashtrain.evaluation.metrics import reading
 from hashtrain.evaluation.remainder import add_remainder, linear_values, log_weight, measure
 from hashtrain.files.atomic import replace
 from hashtrain.layers.transform import Transform
 from hashtrain.models import load_model
-from hashtrain.training.target import top_count
+from hashtrain.training.target import logits, top_count
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -104,8 +105,10 @@ def draw_remainder(hasher: Transform, x: Attended, left: Axes, right: Axes) -> N
     """Show what one row's selection leaves out, and by how much its replacement reduces the error of attention."""
     rows = torch.arange(CONTEXT // 2, CONTEXT, 32)
     q = x.q[:, :, rows]
-    ((found, _, logits, taken),) = measure(hasher, q, x.k, rows, x.scaling, (FRACTION,))
-    p = logits.softmax(-1)
+    exact = logits(q, x.k, rows, x.scaling)[0]
+    ((found, _, _, tokens),) = measure(hasher, q, x.k, rows, x.scaling, (FRACTION,), exact)
+    taken = reading(tokens, torch.zeros(1, CONTEXT, dtype=torch.bool))[:, None]
+    p = exact.softmax(-1)
     of, head, row = _median(p.masked_fill(taken, 0).sum(-1))
     p_row, chosen = p[of, head, row], taken[of, 0, row]
     for which, colour, label in ((chosen, OURS, "selected"), (~chosen, "#999999", "left out: one more token")):
@@ -119,7 +122,7 @@ def draw_remainder(hasher: Transform, x: Attended, left: Axes, right: Axes) -> N
 
     values, heads = x.v[0, :, None], hasher.remainder.unflatten(0, (hasher.hkv, hasher.group))[:, :, None]
     dense = p @ values
-    alone = logits.masked_fill(~taken, -math.inf).softmax(-1) @ values
+    alone = exact.masked_fill(~taken, -math.inf).softmax(-1) @ values
     weight = log_weight(heads[..., :-1], found)
     lines = [("selection alone", COLOURS["paper"], alone)]
     mean, shift = ("and the mean value", COLOURS["lsh"], 0.0), ("and its shift (ours)", OURS, x.scaling)

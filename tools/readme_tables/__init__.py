@@ -29,6 +29,7 @@ from readme_tables.stored import named, stored
 
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "headline": headline.headline,
+    "second-short": headline.short_table,
     "glance": quality.glance(quality.Measured("ppl", "ppl_decode", "training"), "demo model"),
     "second-glance": quality.texts(headline.SECOND_RUNS, "second_training", SECOND_MODEL),
     "second-layers": lambda results: quality.training(results, "kv_head", "second_training"),

@@ -1,10 +1,12 @@
 """The headline of README.md: quality and speed in two sentences."""
 
 import pathlib
+from typing import Any
 
+from evals.grid import Grid, to_markdown
 from evals.result import Result
 
-from readme_tables.quality import change
+from readme_tables.quality import cell, change
 from readme_tables.stored import load, stored
 
 OURS, WINDOW = "transform+remainder", "recent"
@@ -28,23 +30,61 @@ def headline(results: pathlib.Path) -> str:
     attention, model = (stored(results / f"sparse_{name}.json") for name in ("attention", "model_decode"))
     step = max((row for row in model["rows"] if row["batch"] == 1), key=lambda row: row["n"])
     layer = next(row for row in attention["rows"] if (row["n"], row["dtype"]) == (step["n"], "bfloat16"))
-    beside = max(stored(results / "llama_cpp.json")["rows"], key=lambda row: row["tokens"])
-    ms = {name: taken["ms"] for name, taken in beside["steps"].items()}
+    beside = {row["tokens"]: row["steps"] for row in stored(results / "llama_cpp.json")["rows"]}
     demo, second, python = (load(results / f"{name}.json") for name in ("ppl_decode", *SECOND_RUNS.values()))
     budget = demo.config["budgets"][0]
     lost, blind = ([change(run, method) for run in (second, python, demo)] for method in (OURS, WINDOW))
     if (texts := _texts(second)) != _texts(python):
         raise ValueError(f"the sentence needs as many texts of each kind, got {texts} and {_texts(python)}")
     return (
-        f"- **How much worse:** reading {100 * budget:g} % of the tokens behind a dense prompt changes the perplexity "
-        f"of {SECOND_MODEL} by {lost[0]} on English and {lost[1]} on Python ({texts} each), and of the demo model by "
-        f"{lost[2]} ({_texts(demo)}); reading only the last {100 * budget:g} %, by {blind[0]}, {blind[1]} and "
-        f"{blind[2]}.\n"
-        f"- **How much faster:** at a context of {beside['tokens']:,} tokens, SmolLM2-135M takes {ms['ours']:.0f} ms "
-        f"per token on two CPU cores (llama.cpp {ms['llama.cpp']:.0f}, transformers {ms['transformers']:,.0f}; 16-bit "
-        f"weights). At {step['n']:,} tokens, attention is {layer['ratio']:.1f} times as fast as the fastest dense code "
-        f"we could write, a whole model {step['ratio']:.1f} times. No GPU was measured."
+        f"- **How much worse:** the prompt is processed densely; then each step reads {100 * budget:g} % of the "
+        f"tokens. The perplexity of {SECOND_MODEL} changes by {lost[0]} on English and {lost[1]} on Python "
+        f"({texts} each), that of the demo model by {lost[2]} ({_texts(demo)}). A sliding window of the same size "
+        f"costs {blind[0]}, {blind[1]} and {blind[2]}.\n"
+        f"- **How much faster:** on two CPU cores with 16-bit weights, SmolLM2-135M takes, per token, "
+        f"{_beside(beside, second.config['context'])} and {_beside(beside, max(beside))}. {_lost(beside)}"
+        f"At {step['n']:,} tokens on one core (random weights), attention is {layer['ratio']:.1f} times as fast as the "
+        f"fastest dense code we could write, a step of Qwen2.5-0.5B's shape with {model['layers']} layers "
+        f"{step['ratio']:.1f} times. No GPU was measured."
     )
+
+
+SHOWN = ("transform+remainder", "oracle", "transform", "paper", "lsh", "recent")
+"""Methods of the table of README.md; docs/results.md has all."""
+
+
+def short_table(results: pathlib.Path) -> str:
+    """Return perplexity and KL of the second model after a dense prompt, for `SHOWN`."""
+    runs = {kind: load(results / f"{name}.json") for kind, name in SECOND_RUNS.items()}
+    first = next(iter(runs.values()))
+    title = (
+        f"{SECOND_MODEL}: dense prompt, then steps that read {100 * first.config['budgets'][0]:g} % of the visible "
+        f"tokens in every layer; change from dense, {_texts(first)} of each kind, the last {first.config['scored']:,} "
+        "scored"
+    )
+    lines = [
+        [name, *(shown for run in runs.values() for shown in (change(run, name), f"{cell(run, name, 'kl'):.4f}"))]
+        for name in SHOWN
+    ]
+    header = ["method", *(name for kind in runs for name in (f"perplexity, {kind}", "KL, nats"))]
+    return to_markdown(Grid(title, header, [lines]))
+
+
+def _beside(steps: dict[int, Any], tokens: int) -> str:
+    """Return what a step takes at a length, for us and for others."""
+    ms = {name: taken["ms"] for name, taken in steps[tokens].items()}
+    others = ", ".join(f"{name} {ms[name]:,.0f}" for name in ("llama.cpp", "transformers"))
+    return f"{ms['ours']:.0f} ms at {tokens:,} tokens ({others})"
+
+
+def _lost(steps: dict[int, Any]) -> str:
+    """Return a sentence on the longest context at which somebody else is faster, or nothing."""
+    ms = {(n, name): taken["ms"] for n, found in steps.items() for name, taken in found.items()}
+    lost = [(n, name) for n, name in ms if name != "ours" and ms[n, name] < ms[n, "ours"]]
+    if not lost:
+        return ""
+    tokens, name = max(lost)
+    return f"At {tokens:,} tokens, {name} is faster. "
 
 
 def _texts(ppl: Result) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeGuard, cast
+from typing import Any, Literal, TypeGuard, cast
 
+Heads = Literal["kv", "query"]
+"""One target and selection per KV head, or one per query head."""
 ESTIMATORS = ("straight-through", "softsign")
 VARIANTS = ("lsh", "linear", "paper", "group-xnor", "planes", "transform", "down-proj")
 FORMAT_VERSION = 3

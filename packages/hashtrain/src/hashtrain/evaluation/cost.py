@@ -18,7 +18,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hashtrain.artefact.hasher import Hasher
 from hashtrain.data.capture import replacing
-from hashtrain.evaluation.remainder import add_remainder, evidence, linear_values, log_weight, tokens_read
+from hashtrain.evaluation.metrics import reading
+from hashtrain.evaluation.remainder import (
+    add_remainder,
+    evidence,
+    grouped_product,
+    linear_values,
+    log_weight,
+    prefix_means,
+    tokens_read,
+)
 from hashtrain.models import device_of
 
 DENSE_ABOVE, MOST_DENSE = 0.02, 0.1
@@ -48,15 +57,21 @@ class Steps:
         self._cache = DynamicCache(config=model.config)
         self.model(self.ids[None], past_key_values=self._cache, logits_to_keep=1)
         self._context = len(ids)
+        self._attended: dict[int, Tensor] = {}
         self.dense: Tensor = self.log_probs(None, ())
 
     @torch.inference_mode()
     def log_probs(self, hasher: Hasher | None, layers: Collection[int], fraction: float = 0.02) -> Tensor:
         """Return the steps' log-probabilities [R, V] if these layers are sparse, as in deployment."""
+        first = min(layers, default=-1)  # up to there, all is as in the dense pass, which comes first
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
-            used = hasher if layer in layers else None
-            return self._attend(used, layer, q, k, v, scaling, fraction)
+            if layer < first:
+                return self._attended[layer]
+            out = self._attend(hasher if layer in layers else None, layer, q, k, v, scaling, fraction)
+            if not layers:
+                self._attended[layer] = out
+            return out
 
         with replacing(self.model, attend):
             logits = self.model(
@@ -78,17 +93,20 @@ class Steps:
         keys, values = k[0, :, :t].float(), v[0, :, :t].float()
         own_keys, own_values = k[0, :, t:].float(), v[0, :, t:].float()
         grouped = cast(Tensor, q[0].float().unflatten(0, (hkv, -1)))  # [Hkv, G, R, D]
-        logits = grouped @ keys[:, None].mT
+        logits = grouped_product(grouped, keys.mT)
         own = torch.arange(len(at), device=q.device)
         logits[:, :, own, at] = (grouped * own_keys[:, None]).sum(-1)
         logits = logits.mul_(scaling).masked_fill_(torch.arange(t, device=q.device) > at[:, None], -torch.inf)
-        taken = None if hasher is None else tokens_read(hasher.layer(layer), q, k[:, :, :t], at, fraction)
+        taken = None
+        if hasher is not None:
+            tokens = tokens_read(hasher.layer(layer).scores(q, k[:, :, :t])[0], at, fraction)
+            taken = reading(tokens, torch.zeros(1, t, dtype=torch.bool, device=q.device))
         shown = logits if taken is None else logits.masked_fill(~taken[:, None], -torch.inf)
         p = shown.softmax(-1)
-        out = p @ values[:, None] + p[:, :, own, at][..., None] * (own_values - values[:, at])[:, None]
+        out = grouped_product(p, values) + p[:, :, own, at][..., None] * (own_values - values[:, at])[:, None]
         rest = None if hasher is None else hasher.remainder(layer)
         if rest is not None and taken is not None:
-            mean_key = (grouped * (keys.cumsum(1)[:, at] / (at + 1)[:, None])[:, None]).sum(-1) * scaling
+            mean_key = (grouped * prefix_means(keys, at)[:, None]).sum(-1) * scaling
             known = evidence(logits, taken[:, None], mean_key, at + 1)
             rest = rest.to(q.device)
             weight = log_weight(cast(Tensor, rest.unflatten(0, (hkv, -1)))[:, :, None, :-1], known)

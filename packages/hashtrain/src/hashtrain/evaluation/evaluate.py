@@ -11,10 +11,11 @@ from torch import Tensor
 
 from hashtrain.config import SINK
 from hashtrain.data.captured import Capture
-from hashtrain.evaluation.metrics import hash_quality
+from hashtrain.evaluation.metrics import quality_of_scores
 from hashtrain.evaluation.remainder import measure, share_errors
 from hashtrain.layers import LayerHasher
 from hashtrain.settings.train_command import TrainCommand
+from hashtrain.training.target import by_heads, logits
 
 LEAST_LOW, MOST_LOST = 0.6, 0.001
 """A head fails if the 5th percentile of its rows' mass is below the first, or if the share of its rows that find less
@@ -35,11 +36,16 @@ def evaluate_layer(
     for context, rows in enumerate(rows_of_contexts(command, len(validation))):
         k, scaling = validation.keys(context, layer)
         q, k, rows = (x.to(device) for x in (validation.queries(context, layer, rows), k, rows))
-        for heads, rows_of in samples.items():
-            found = hash_quality(hasher, q, k, rows, command.fraction, scaling, heads == "query_head")
-            rows_of.append([m[0].double().cpu() for m in found])  # per head and row
-        evidence, exact, *_ = next(measure(hasher, q, k, rows, scaling, [command.fraction]))
-        share, error = share_errors(hasher, evidence, exact)
+        exact, scores = logits(q, k, rows, scaling), hasher.scores(q, k)
+        evidence, rest, *_ = next(measure(hasher, q, k, rows, scaling, [command.fraction], exact[0], scores[0]))
+        p = exact.softmax(-1)
+        del exact
+        found = quality_of_scores(scores, by_heads(p, rows, "kv"), rows, command.fraction)
+        samples["kv_head"].append([m[0].double().cpu() for m in found])  # per head and row
+        scores = hasher.scores(q, k, per_query_head=True)
+        found = quality_of_scores(scores, by_heads(p, rows, "query"), rows, command.fraction)
+        samples["query_head"].append([m[0].double().cpu() for m in found])
+        share, error = share_errors(hasher, evidence, rest)
         shares.append(share.double())
         errors.append(error.double())
     error = torch.stack(errors).square().mean().sqrt().item()

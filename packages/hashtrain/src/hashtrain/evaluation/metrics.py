@@ -11,8 +11,9 @@ import hashcore
 import torch
 from torch import Tensor
 
+from hashtrain.config import RECENT, SINK, Heads
 from hashtrain.layers import LayerHasher
-from hashtrain.training.target import always_read, attention, top_count
+from hashtrain.training.target import always_read, always_read_tokens, attention, top_count
 
 
 class Quality(NamedTuple):
@@ -43,11 +44,33 @@ def hash_quality(
         scaling: the model's attention scaling.
         per_query_head: one selection per query head against that head's attention, instead of one per KV head.
     """
-    counts, always = top_count(positions + 1, fraction), always_read(positions, k.shape[2])
-    unseen = torch.arange(k.shape[2]) > positions[:, None]
-    selected = best(layer.scores(q, k, per_query_head), unseen | always, (counts - always.sum(-1)).clamp(min=0))
-    p = attention(q, k, positions, scaling, heads="query" if per_query_head else "kv")
-    return quality(p, selected, counts, always)
+    heads: Heads = "query" if per_query_head else "kv"
+    p = attention(q, k, positions, scaling, heads)
+    return quality_of_scores(layer.scores(q, k, per_query_head), p, positions, fraction)
+
+
+def quality_of_scores(scores: Tensor, p: Tensor, positions: Tensor, fraction: float) -> Quality:
+    """Measure the selection that scores [B, H, R, T] make, given `attention` of the same heads."""
+    counts, always = top_count(positions + 1, fraction), always_read(positions, p.shape[-1])
+    return quality(p, best_searched(scores, positions, fraction), counts, always)
+
+
+def best_searched(scores: Tensor, positions: Tensor, fraction: float) -> Tensor:
+    """Select what rows search for: the best of the tokens that they see and do not always read.
+
+    Args:
+        scores: [..., R, T]; positions: int64 [R]; fraction: the budget, of each row's visible tokens (eq. 7).
+    Returns: int64 [..., R, K], -1 in unused slots.
+    """
+    ends = (always_read_tokens(positions) >= 0).sum(-1)
+    counts = (top_count(positions + 1, fraction) - ends).clamp(min=0)
+    if scores.is_floating_point():
+        t = scores.shape[-1]
+        unseen = torch.arange(t, device=positions.device) > positions[:, None]
+        return best(scores, unseen | always_read(positions, t), counts)
+    rows = scores.shape[:-1]
+    counts, lengths = (x.expand(rows).contiguous() for x in (counts, positions + 1))
+    return hashcore.topk(scores, counts, lengths=lengths, sink=SINK, recent=RECENT)[1]
 
 
 def best(scores: Tensor, unseen: Tensor, counts: Tensor) -> Tensor:
@@ -83,30 +106,38 @@ def quality(p: Tensor, selected: Tensor, counts: Tensor, always: Tensor | None =
 
     Args:
         p: [B, H, R, T], -1 for invisible tokens.
-        selected: int64 indices [B, H, R, K], -1 in unused slots.
+        selected: int64 indices [B, H, R, K], distinct, -1 in unused slots.
         counts: int64 [R], number of tokens that each row reads; more if more are always read.
         always: bool [R, T], those that are read without a search; None for none.
     """
     t = p.shape[-1]
     always = torch.zeros(t, dtype=torch.bool, device=p.device) if always is None else always
-    counts = counts.maximum(always.sum(-1).expand_as(counts))
-    searched = counts - always.sum(-1)
-    taken = reading(selected, always.expand(p.shape[-2], t))
-    mass = (p * taken).sum(-1)
-    taken = taken & ~always
-    target = torch.zeros_like(taken)
-    sizes = torch.stack([searched.max(), counts.max()])  # one wait for the device instead of two
-    wanted, most = cast("list[int]", sizes.tolist())  # pyright: ignore[reportUnknownMemberType]
-    if wanted:
-        found = p.masked_fill(always, -1.0).topk(wanted, dim=-1).indices
-        target.scatter_(
-            -1, found, (torch.arange(found.shape[-1], device=p.device) < searched[:, None]).expand_as(found)
-        )
-    hits = (target & taken).sum(-1)
-    union = (target | taken).sum(-1)
-    top = p.topk(most, dim=-1).values
-    best_mass = (top * (torch.arange(top.shape[-1], device=p.device) < counts[:, None])).sum(-1)
-    mass = mass / best_mass
-    whole = union == 0  # nothing was searched for
-    iou, recall = hits / union.clamp(min=1), hits / target.sum(-1).clamp(min=1)
-    return Quality(iou.masked_fill(whole, 1.0), recall.masked_fill(target.sum(-1) == 0, 1.0), mass)
+    always = always.expand(*p.shape[-2:])
+    number = always.sum(-1)
+    counts = counts.maximum(number)
+    searched = counts - number
+    sizes = torch.stack([counts.max(), number.max()])  # one wait for the device instead of two
+    most, ends = cast("list[int]", sizes.tolist())  # pyright: ignore[reportUnknownMemberType]
+    # All sums are over lists of tokens: over whole rows of T tokens they would take most of the time.
+    top = p.topk(most, dim=-1)
+    unasked = _at(always, top.indices)
+    target = ~unasked & ((~unasked).cumsum(-1) <= searched[:, None])
+    wanted = torch.zeros(*p.shape[:-1], t + 1, dtype=torch.bool, device=p.device)
+    wanted.scatter_(-1, top.indices.masked_fill(~target, t), True)
+    slots = selected.clamp(min=0)
+    taken = (selected >= 0) & ~_at(always, slots)
+    hits = (wanted.gather(-1, slots) & taken).sum(-1)
+    mass = (p.gather(-1, slots) * taken).sum(-1)
+    if ends:
+        first = always.int().topk(ends, dim=-1)
+        mass += (p.gather(-1, first.indices.expand(*p.shape[:-1], ends)) * first.values).sum(-1)
+    mass /= (top.values * (torch.arange(most, device=p.device) < counts[:, None])).sum(-1)
+    size = target.sum(-1)
+    union = size + taken.sum(-1) - hits
+    iou, recall = hits / union.clamp(min=1), hits / size.clamp(min=1)
+    return Quality(iou.masked_fill(union == 0, 1.0), recall.masked_fill(size == 0, 1.0), mass)
+
+
+def _at(flags: Tensor, tokens: Tensor) -> Tensor:
+    """Return the flags [R, T] of tokens [..., R, K]."""
+    return flags.expand(*tokens.shape[:-1], flags.shape[-1]).gather(-1, tokens)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from hashtrain.data.captured import Capture
-from hashtrain.evaluation.metrics import best, reading
+from hashtrain.evaluation.metrics import best_searched
 from hashtrain.layers import LayerHasher
-from hashtrain.training.target import always_read, top_count
+from hashtrain.training.target import always_read_tokens, logits
 
 FRACTIONS = (0.005, 0.01, 0.02, 0.05)
 """Budgets of the rows used in the fit; it holds between them."""
@@ -65,14 +65,32 @@ def linear_values(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slopes: Te
         slopes: one per query head, multiplied by the attention scaling: [Hq].
     Returns: float32 [B, Hq, R, Dv]. Source: docs/algorithm.md, eq. 16.
     """
+    return torch.add(*_linear_parts(q, k, v, positions, slopes)).flatten(1, 2)
+
+
+def _linear_parts(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two terms of `linear_values`, float32 [B, Hkv, 1, R, Dv] and [B, Hkv, G, R, Dv]."""
     hkv, t = k.shape[1], k.shape[2]
     steep = cast(Tensor, (q.float() * slopes[:, None, None]).unflatten(1, (hkv, -1)))  # [B, Hkv, G, R, D]
     visible = (positions + 1)[:, None].float()
-    mean_k, mean_v = (x.double().cumsum(2)[:, :, positions].div(visible).float()[:, :, None] for x in (k, v))
     unseen = torch.arange(t, device=positions.device) > positions[:, None]
-    products = (steep @ k.float()[:, :, None].mT).masked_fill_(unseen, 0)
-    tilt = products @ v.float()[:, :, None] / visible - (steep * mean_k).sum(-1, keepdim=True) * mean_v
-    return (mean_v + tilt).flatten(1, 2)
+    mean_k, mean_v = (prefix_means(x, positions)[:, :, None] for x in (k, v))
+    products = grouped_product(steep, k.float().mT).masked_fill_(unseen, 0)
+    tilt = grouped_product(products, v.float()) / visible - (steep * mean_k).sum(-1, keepdim=True) * mean_v
+    return mean_v, tilt
+
+
+def prefix_means(x: Tensor, positions: Tensor) -> Tensor:
+    """Return the mean of the first positions[r] + 1 rows of x [..., T, D], summed in float64: float32 [..., R, D]."""
+    return x.double().cumsum(-2)[..., positions, :].div((positions + 1)[:, None]).float()
+
+
+def grouped_product(rows: Tensor, shared: Tensor) -> Tensor:
+    """Multiply [..., G, R, N] by [..., N, M], which the rows of a group share: [..., G, R, M].
+
+    By broadcasting, torch would copy the second for each of the G.
+    """
+    return cast(Tensor, (rows.flatten(-3, -2) @ shared).unflatten(-2, rows.shape[-3:-1]))
 
 
 def add_remainder(out: Tensor, lse: Tensor, value: Tensor, log_weight: Tensor) -> Tensor:
@@ -122,14 +140,15 @@ def _samples(hasher: LayerHasher, layer: int, data: Capture, seed: int) -> Itera
         rows = torch.randint(min(_FIRST_ROW, k.shape[2] - 1), k.shape[2], (_ROWS,), generator=generator, device="cpu")
         found = (data.queries(context, layer, rows), k, data.values(context, layer), rows)
         q, k, v, rows = (x.to(device) for x in found)
-        flat, steep = (
-            hasher.by_group(linear_values(q, k, v, rows, torch.full((hasher.hq,), slope, device=device)))[0]
-            for slope in (0.0, scaling)
-        )
-        values = v[0, :, None].float()
-        for e, exact, logits, taken in measure(hasher, q, k, rows, scaling, FRACTIONS):
-            selected = logits.masked_fill(~taken, -torch.inf).softmax(-1) @ values
-            yield _Rows(e, exact, selected, logits.softmax(-1) @ values, flat, steep - flat)
+        slopes = torch.full((hasher.hq,), scaling, device=device)
+        mean, tilt = (x[0] for x in _linear_parts(q, k, v, rows, slopes))
+        values = v[0].float()
+        found = logits(q, k, rows, scaling)[0]
+        dense = grouped_product(found.softmax(-1), values)
+        for e, exact, shown, tokens in measure(hasher, q, k, rows, scaling, FRACTIONS, found):
+            taken = values[torch.arange(len(values), device=device)[:, None, None], tokens]  # [Hkv, R, K, Dv]
+            selected = torch.einsum("hgrk,hrkd->hgrd", shown.softmax(-1), taken)
+            yield _Rows(e, exact, selected, dense, mean, tilt)
 
 
 def _fit_weight(samples: Sequence[_Rows]) -> Tensor:
@@ -165,55 +184,56 @@ def _fit_slope(hasher: LayerHasher, samples: Sequence[_Rows]) -> Tensor:
 
 @torch.no_grad()
 def measure(
-    hasher: LayerHasher, q: Tensor, k: Tensor, positions: Tensor, scaling: float, fractions: Sequence[float]
+    hasher: LayerHasher,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    scaling: float,
+    fractions: Sequence[float],
+    exact: Tensor | None = None,
+    scores: Tensor | None = None,
 ) -> Iterator[tuple[Evidence, Tensor, Tensor, Tensor]]:
-    """Select tokens for the given rows and compute all of their logits.
+    """Select tokens for the given rows and compare their logits with those of all tokens.
 
     Args:
         q: queries of the rows, [1, Hq, R, D]; k: all keys, [1, Hkv, T, D]; positions: int64 [R].
         fractions: budgets, of each row's visible tokens (eq. 7).
-    Yields: for each fraction the evidence, each [Hkv, G, R] or broadcast to it; the exact `log_weight`; the logits
-        [Hkv, G, R, T], -inf at invisible tokens; and the tokens read, bool [Hkv, 1, R, T].
+        exact, scores: the rows' `hashtrain.training.target.logits` [Hkv, G, R, T] and `hasher.scores`, if known.
+    Yields: for each fraction the evidence, each [Hkv, G, R] or broadcast to it; the exact `log_weight`; the logits of
+        the tokens read [Hkv, G, R, K], -inf in unused slots; and these tokens, int64 [Hkv, R, K], 0 in unused slots.
     """
-    hkv, t = k.shape[1], k.shape[2]
-    scores = hasher.scores(q, k)[0]
-    unseen = torch.arange(t, device=positions.device) > positions[:, None]
-    grouped = cast(Tensor, q[0].float().unflatten(0, (hkv, -1)))  # [Hkv, G, R, D]
-    keys = k[0].float()
-    logits = (grouped @ keys[:, None].mT * scaling).masked_fill(unseen, -torch.inf)
-    visible = positions + 1
-    mean_keys = keys.cumsum(1)[:, positions] / visible[:, None]
-    mean_key = (grouped * mean_keys[:, None]).sum(-1) * scaling
+    scores = hasher.scores(q, k)[0] if scores is None else scores
+    exact = logits(q, k, positions, scaling)[0] if exact is None else exact
+    grouped = cast(Tensor, q[0].float().unflatten(0, (k.shape[1], -1)))  # [Hkv, G, R, D]
+    mean_key = (grouped * prefix_means(k[0], positions)[:, None]).sum(-1) * scaling
+    whole = exact.logsumexp(-1)
     for fraction in fractions:
-        taken = tokens_read(hasher, q, k, positions, fraction, scores)[:, None]
-        exact = logits.masked_fill(taken, -torch.inf).logsumexp(-1)
-        yield evidence(logits, taken, mean_key, visible), exact, logits, taken
+        tokens = tokens_read(scores, positions, fraction)
+        unused = tokens < 0
+        tokens = tokens.clamp(min=0)
+        shown = exact.gather(-1, tokens[:, None].expand(*exact.shape[:3], -1)).masked_fill_(unused[:, None], -torch.inf)
+        e = evidence(shown, ~unused[:, None], mean_key, positions + 1)
+        # float32 leaves a share below 1e-7 unknown; it has no weight in any sum here.
+        rest = whole + torch.log1p(-torch.exp(e.lse - whole).clamp(max=1))
+        yield e, rest.masked_fill(e.selected >= e.visible, -torch.inf), shown, tokens
 
 
-def tokens_read(
-    hasher: LayerHasher, q: Tensor, k: Tensor, positions: Tensor, fraction: float, scores: Tensor | None = None
-) -> Tensor:
-    """Return the tokens that the rows read, those always read and the best of the others: bool [Hkv, R, T].
+def tokens_read(scores: Tensor, positions: Tensor, fraction: float) -> Tensor:
+    """Return the tokens that rows read, those always read and the best of the others: int64 [..., R, K], -1 if unused.
 
     Args:
-        q: queries of the rows, [1, Hq, R, D]; k: all keys, [1, Hkv, T, D]; positions: int64 [R].
+        scores: of all tokens, [..., R, T]; positions: int64 [R].
         fraction: the budget, of each row's visible tokens (eq. 7).
-        scores: `hasher.scores(q, k)[0]`, if known.
     """
-    t = k.shape[2]
-    scores = hasher.scores(q, k)[0] if scores is None else scores
-    always = always_read(positions, t)
-    searched = (top_count(positions + 1, fraction) - always.sum(-1)).clamp(min=0)
-    unseen = torch.arange(t, device=positions.device) > positions[:, None]
-    chosen = best(scores, unseen | always, searched)
-    return reading(chosen, always)
+    found, ends = best_searched(scores, positions, fraction), always_read_tokens(positions)
+    return torch.cat([ends.expand(*found.shape[:-1], -1), found], -1)
 
 
 def evidence(logits: Tensor, taken: Tensor, mean_key: Tensor, visible: Tensor) -> Evidence:
     """Compute the statistics of attention over the tokens `taken`.
 
     Args:
-        logits: [..., R, T], -inf at invisible tokens; taken: bool, broadcast against them.
+        logits: [..., R, K], of any tokens; taken: bool, broadcast against them.
         mean_key: logit of the mean key, [..., R]; visible: number of visible tokens per row, [R].
     """
     read = taken.sum(-1)

@@ -13,7 +13,7 @@ import hashcore
 import torch
 from torch import Tensor, nn
 
-from hashtrain.config import MAX_DIGITS, HasherConfig
+from hashtrain.config import MAX_DIGITS, HasherConfig, Heads
 from hashtrain.layers.surrogate import estimator
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class LayerHasher(nn.Module):
     the paper's quality protocol, kept for its tables.
     """
 
-    target_heads = "kv"
+    target_heads: Heads = "kv"
     """Kind of target: `kv` sums attention over the group, as deployed; `query` treats each head separately."""
     estimator = "straight-through"
     """Default surrogate for the sign in training (`hashtrain.layers.surrogate`); the config can override it."""

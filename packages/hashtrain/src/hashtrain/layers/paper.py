@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hashtrain.config import START_STD, HasherConfig
+from hashtrain.config import START_STD, HasherConfig, Heads
 from hashtrain.layers.base import Draw, LayerHasher, normal, rotation, uniform
 
 
@@ -18,7 +18,7 @@ class Paper(LayerHasher):
     `h = SiLU(W1 x + b1) + x`, `W2 h + b2 + h`, each residual only where the sizes agree.
     """
 
-    target_heads = "query"
+    target_heads: Heads = "query"
     estimator = "softsign"
     w1: nn.Parameter
     b1: nn.Parameter

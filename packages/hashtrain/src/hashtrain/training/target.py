@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from hashtrain.config import RECENT, SINK
+from hashtrain.config import RECENT, SINK, Heads
 from hashtrain.machine.transfer import to_device
 from hashtrain.training.rows import draw_rest, draw_tops
 
@@ -42,25 +42,47 @@ def always_read(positions: Tensor, t: int, sink: int = SINK, recent: int = RECEN
     return ((tokens < sink) | (tokens > last - recent)) & (tokens <= last)
 
 
-def attention(q: Tensor, k: Tensor, positions: Tensor, scaling: float, heads: str = "kv") -> Tensor:
-    """Compute exact causal attention probabilities of some rows.
+def always_read_tokens(positions: Tensor, sink: int = SINK, recent: int = RECENT) -> Tensor:
+    """Return the tokens of `always_read` as numbers: int64 [R, sink + recent], -1 in unused slots."""
+    last = positions[:, None]
+    first = torch.arange(sink, device=positions.device).expand(len(positions), sink)
+    ends = last - torch.arange(recent, device=positions.device)
+    return torch.cat([first.masked_fill(first > last, -1), ends.masked_fill(ends < sink, -1)], -1)
+
+
+def logits(q: Tensor, k: Tensor, positions: Tensor, scaling: float) -> Tensor:
+    """Compute exact logits of some rows.
 
     Args:
         q: queries of those rows, [B, Hq, R, D]; k: keys, [B, Hkv, T, D]; both after RoPE.
         positions: the rows' positions in the sequence, int64 [R].
         scaling: the model's attention scaling, usually D^-0.5.
-        heads: `kv` sums over the group (eq. 9), giving [B, Hkv, R, T]; `query` keeps [B, Hq, R, T].
-    Returns: float32; invisible tokens get -1, below every visible one.
+    Returns: float32 [B, Hkv, G, R, T], -inf at invisible tokens.
     """
     batch, hq, rows, _ = q.shape
     hkv, t = k.shape[1], k.shape[2]
-    # In place where possible: allocating every intermediate costs more than the arithmetic.
-    logits = (q.float().reshape(batch, hkv, -1, q.shape[-1]) @ k.float().transpose(-1, -2)).mul_(scaling)
-    logits = logits.view(batch, hkv, hq // hkv, rows, t)
+    # In place where possible: allocating every intermediate costs more than the arithmetic. A group's rows share their
+    # keys, so they are rows of one product: torch would copy the keys for each query head.
+    found = (q.float().reshape(batch, hkv, -1, q.shape[-1]) @ k.float().transpose(-1, -2)).mul_(scaling)
     unseen = torch.arange(t, device=positions.device) > positions[:, None]
-    p = logits.masked_fill_(unseen, -torch.inf).softmax(-1)
-    p = p.sum(2) if heads == "kv" else p.flatten(1, 2)
-    return p.masked_fill_(unseen, -1.0)
+    return found.view(batch, hkv, hq // hkv, rows, t).masked_fill_(unseen, -torch.inf)
+
+
+def attention(q: Tensor, k: Tensor, positions: Tensor, scaling: float, heads: Heads = "kv") -> Tensor:
+    """Compute exact causal attention probabilities of some rows.
+
+    Args:
+        q, k, positions, scaling: see `logits`.
+        heads: `kv` sums over the group (eq. 9), giving [B, Hkv, R, T]; `query` keeps [B, Hq, R, T].
+    Returns: float32; invisible tokens get -1, below every visible one.
+    """
+    return by_heads(logits(q, k, positions, scaling).softmax(-1), positions, heads)
+
+
+def by_heads(p: Tensor, positions: Tensor, heads: Heads) -> Tensor:
+    """Return probabilities [B, Hkv, G, R, T] as `attention` does. For `query`, in place: p has -1, too."""
+    unseen = torch.arange(p.shape[-1], device=positions.device) > positions[:, None]
+    return (p.sum(2) if heads == "kv" else p.flatten(1, 2)).masked_fill_(unseen, -1.0)
 
 
 class Pairs(NamedTuple):
