@@ -20,4 +20,6 @@ def case(rng) -> int:
     environment = {**os.environ, "FUZZ_EXAMPLES": str(EXAMPLES)}
     done = subprocess.run(command, cwd=TESTS.parent, env=environment, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0, f"a law was broken by seed {seed}:\n{done.stdout}"
-    return sum(int(count) for count in re.findall(r"(\d+) passing examples", done.stdout))
+    tried = sum(int(count) for count in re.findall(r"^ +- (\d+) passing,? ", done.stdout, re.M))
+    assert tried, f"expected the statistics of hypothesis, got\n{done.stdout}"
+    return tried

@@ -68,7 +68,7 @@ def made(command: TrainCommand, recipe: Recipe, shape: ModelShape, data: Capture
     config = replace(config, dense_layers=tuple(n for n in range(shape.num_layers) if n not in layers))
     hasher = Hasher(config, command.seed)
     for layer in layers:
-        hasher.layer(layer).start(data, layer, command.digits)
+        hasher.layer(layer).start(data, layer, command.digits or recipe.digits)
         if recipe.trained:
             began = time.monotonic()
             training = Training(hasher.layer(layer), layer, data, training_of(command, recipe, "cpu"))

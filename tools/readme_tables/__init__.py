@@ -4,8 +4,9 @@ import pathlib
 from collections.abc import Callable
 
 from evals import report
-from evals.grid import to_markdown
+from evals.grid import Grid, to_markdown
 from evals.lengths import codelength_grid
+from evals.result import Result
 
 from readme_tables import (
     beside_paper,
@@ -27,14 +28,19 @@ from readme_tables import (
 from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import named, stored
 
+
+def second_ppl(result: Result) -> Grid:
+    return report.ppl_grid(named(result, SECOND_MODEL))
+
+
 BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "headline": headline.headline,
     "second-short": headline.short_table,
     "glance": quality.glance(quality.Measured("ppl", "ppl_decode", "training"), "demo model"),
     "second-glance": quality.texts(headline.SECOND_RUNS, "second_training", SECOND_MODEL),
     "second-layers": lambda results: quality.training(results, "kv_head", "second_training"),
-    "second-english": quality.of_run("second_english", lambda result: report.ppl_grid(named(result, SECOND_MODEL))),
-    "second-python": quality.of_run("second_python", lambda result: report.ppl_grid(named(result, SECOND_MODEL))),
+    "second-english": quality.of_run("second_english", second_ppl),
+    "second-python": quality.of_run("second_python", second_ppl),
     "second-bare": quality.always_read(headline.SECOND_RUNS, headline.BARE_RUNS, SECOND_MODEL),
     "speed": speed.speed,
     "install": speed.install,
@@ -51,7 +57,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "ppl-decode": quality.with_matches("ppl_decode"),
     "paper-protocol": quality.of_run("ppl_paper_protocol", report.ppl_grid),
     "two-dense": quality.of_run("demo_two_dense", report.ppl_grid),
-    "second-two-dense": quality.of_run("second_two_dense", lambda result: report.ppl_grid(named(result, SECOND_MODEL))),
+    "second-two-dense": quality.of_run("second_two_dense", second_ppl),
     "order": paper.order,
     "order-links": paper.sentences,
     "order-long": paper.longer,
@@ -65,6 +71,12 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "second-fidelity": paper.plain("fidelity"),
     "second-exercises": paper.plain("exercises"),
     "second-needle": paper.plain("needle"),
+    "demo-iou": quality.of_run("demo_iou", quality.iou("kv_head")),
+    "codelength-all": quality.of_run("codelength_all", codelength_grid),
+    **{name.replace("_", "-"): paper.plain(name, "demo") for name in paper.DEMO},
+    **{name.replace("_", "-"): quality.of_run(name, report.ppl_grid) for name in paper.DEMO_PERPLEXITY},
+    **{name.replace("_", "-"): quality.of_run(name, second_ppl) for name in paper.SECOND_PERPLEXITY},
+    "suspects": paper.suspects,
     "missed": missed.missed,
     "bytes": quality.bytes_read(headline.SHORT_RUNS),
     "output-errors": errors.errors(errors.RUNS),

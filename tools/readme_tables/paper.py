@@ -170,14 +170,25 @@ def sentences(results: pathlib.Path) -> str:
     return "\n".join(lines)
 
 
-def plain(name: str) -> Callable[[pathlib.Path], str]:
-    """Return a function for the first table of a stored run of the second model."""
+def plain(name: str, model: str = SECOND_MODEL) -> Callable[[pathlib.Path], str]:
+    """Return a function for the first table of a stored run of a model, by default the second one."""
 
     def tables(results: pathlib.Path) -> str:
         result = load(results / f"{name}.json")
-        return to_markdown(grids(named(result, SECOND_MODEL))[0])  # the means; further tables are by layer
+        return to_markdown(grids(named(result, model))[0])  # the means; further tables are by layer
 
     return tables
+
+
+DEMO = ("demo_fidelity", "demo_exercises", "needle_demo", "exact_needle", "kernel_times")
+"""Stored runs on the demo model, or on none, that the page of the paper's tables shows as they are."""
+DEMO_PERPLEXITY = (
+    *("corpora", "corpora_other", "exact_corpora", "exact_corpora_other"),
+    *("losses", "exact_losses", "down_proj"),
+)
+"""Stored runs of `evals ppl` on the demo model, on that page."""
+SECOND_PERPLEXITY = ("exact_magicpig", "exact_magicpig_ends")
+"""Stored runs of `evals ppl` on the second model, on that page."""
 
 
 def _layers(result: Result) -> list[int]:
@@ -208,6 +219,34 @@ def why(results: pathlib.Path) -> str:
 
 WHY = {"lsh": "lsh", "paper": "paper", "paper-rotation": "paper, best fair form"}
 """Methods of `tools/why_paper.py` and what the table calls them."""
+
+
+SUSPECTS = {
+    "base": "as `hashtrain` trains it",
+    "rows": "every row trained, from the first on",
+    "steps": "three times as many steps",
+    "estimator": "straight-through estimator",
+    "target": "target of the full length",
+    "ends": "first and last tokens among the targets",
+}
+"""Names of the stored runs `suspect_NAME` and the one setting in which each differs from the first."""
+
+
+def suspects(results: pathlib.Path) -> str:
+    """Return what `paper` finds in single layers of the second model if one setting of its training is another."""
+    runs = {name: load(results / f"suspect_{name}.json") for name in SUSPECTS}
+    at = {"method": "paper", "heads": "kv_head", "layer": None, "head": None}
+    lines = []
+    for name, run in runs.items():
+        rows = [run.one(metric=metric, **at) for metric in _FOUND]
+        lines.append([SUSPECTS[name], *(f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]" for row in rows)])
+    found = runs["base"]
+    layers = _layers(found)
+    title = (
+        f"`paper` in layers {', '.join(map(str, layers))} of {SECOND_MODEL}, 400 steps, each setting alone: "
+        f"{found.config['documents']} held-out contexts of {found.config['context']:,} tokens"
+    )
+    return to_markdown(Grid(title, ["training", "IoU", "mass"], [lines]))
 
 
 def _minus(first: list[float], second: list[float]) -> list[float]:

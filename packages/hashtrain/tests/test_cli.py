@@ -155,7 +155,7 @@ def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():
         1e-3,
         0.01,
     )
-    assert (demo.planes, demo.digits) == (other.planes, other.digits) == (None, 5)
+    assert (demo.planes, demo.digits) == (other.planes, other.digits) == (None, None)
     assert other == TrainCommand.for_model("x/y")
 
 

@@ -153,6 +153,29 @@ def test_a_diverging_loss_stops_the_layer_and_the_best_interval_is_kept():
     assert all(torch.equal(kept[name], tensor) for name, tensor in layer.state_dict().items())
 
 
+@pytest.mark.parametrize(("risen", "share"), [(1.3, 1.0), (1.4, 0.1)])
+def test_a_loss_that_rises_with_the_queries_slows_them_down(risen, share, tmp_path):
+    """In steps 30 to 39, after the keys; the best interval is the second. A resumed training knows."""
+    layer, kept, file = layer_of("transform"), {}, Checkpoint(tmp_path / "layer.checkpoint", seconds=0)
+    config = replace(SETTINGS, steps=60, keys_first=0.5, warmup=0.01)
+    training = Training(layer, 0, Skewed(), config, file)
+
+    def pretend(step, loss):
+        training.losses[-1] = 1.0 if step // 10 == 1 else risen if step >= 30 else 1.1
+        if step == 19:
+            kept.update({name: tensor.clone() for name, tensor in layer.state_dict().items()})
+
+    training.run(pretend, until=40)
+    assert training.query_share == share
+    went_back = all(torch.equal(kept[name], tensor) for name, tensor in layer.state_dict().items())
+    assert went_back == (share < 1)
+    resumed = Training(layer_of("transform"), 0, Skewed(), config, file)
+    assert resumed.query_share == share
+    resumed.run(until=41)
+    keys, queries = (group["lr"] for group in resumed.optimizer.param_groups)
+    assert queries == pytest.approx(share * keys)
+
+
 @pytest.mark.parametrize("loss", ["ranking", "reconstruction"])
 def test_chunks_add_up_to_the_gradient_of_the_mean_over_all_rows(loss):
     """One row per chunk, with the pairs that each chunk drew, against one loss over all rows."""

@@ -99,7 +99,7 @@ def _together(steps: list[tuple[int, int]]) -> int:
 def _layer_seconds(prepared: Prepared, job: LayerJob, sample: Capture) -> float:
     hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
     began = time.perf_counter()
-    hasher.start(sample, job.layer, job.command.digits)
+    hasher.start(sample, job.layer, job.digits)
     total = (time.perf_counter() - began) * min(CONTEXTS, len(prepared.train.contexts))
     if job.recipe.trained:
         times: list[float] = []

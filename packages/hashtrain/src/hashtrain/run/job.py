@@ -60,6 +60,11 @@ class LayerJob:
         return training_of(self.command, self.recipe, self.device)
 
     @property
+    def digits(self) -> int:
+        """Most bits of one dimension where `transform` starts."""
+        return self.command.digits or self.recipe.digits
+
+    @property
     def key(self) -> str:
         """A digest of everything that decides the bits of this layer."""
         evaluated = {name: getattr(self.command, name) for name in ("fraction", "context", "held_out_rows", "seed")}
@@ -68,7 +73,7 @@ class LayerJob:
             "config": asdict(self.config),
             "training": asdict(self.training),
             "judged": evaluated,
-            "digits": self.command.digits,
+            "digits": self.digits,
             "layer": self.layer,
             "device": torch.device(self.device).type,
             "sharing": self.ranks.world,
@@ -127,7 +132,7 @@ def started(job: LayerJob) -> LayerHasher:
     """Create the layer's hash functions as before the first step, identical in all processes."""
     hasher = make_layer(job.config, job.layer, job.command.seed).to(job.device)
     if job.ranks.first and not job.unfinished.exists():  # a checkpoint already contains the start
-        hasher.start(job.data, job.layer, job.command.digits)
+        hasher.start(job.data, job.layer, job.digits)
     if job.ranks.world > 1:  # machines may round differently, so all use rank 0's start
         tensors = {name: tensor * job.ranks.first for name, tensor in hasher.state_dict().items()}
         job.ranks.all_reduce(*tensors.values())
@@ -151,7 +156,7 @@ def make(job: LayerJob, report: Report) -> None:
         return
     with torch.device(job.device):
         command = job.command
-        mended = repair(hasher, job.layer, job.data, job.config, command.seed, command.digits, command.fraction, keys)
+        mended = repair(hasher, job.layer, job.data, job.config, command.seed, job.digits, command.fraction, keys)
         if mended.taken:
             said = ", ".join(f"head {head}: {what}" for head, what in sorted(mended.taken.items()))
             report(f"{name}: {said}", 0, {"hasher": job.recipe.name, "layer": job.layer, "repaired": mended.taken})

@@ -43,6 +43,9 @@ class Recipe:
     """Whether `paper` takes the form of the authors' published hashers."""
     keys_first: float = 0.0
     """Share of the steps, at the beginning, that train keys only."""
+    digits: int = 5
+    """Most bits of one dimension where `transform` starts. Untrained, 5 find most (SmolLM2); trained, fewer do: the
+    weights of many digits differ too much for a query's planes (docs/log.md, 2026-11-25)."""
     bits: int | None = None
     """Code length, if not the run's."""
     trained: bool = True
@@ -55,7 +58,7 @@ RECIPES = (
     Recipe("lsh", "lsh", trained=False),
     Recipe("paper", "paper", "random", 3e-3),
     Recipe("planes", "planes"),
-    Recipe("transform", "transform", learning_rate=3e-3, keys_first=0.5),
+    Recipe("transform", "transform", learning_rate=3e-3, keys_first=0.5, digits=4),
 )
 # The paper's ablations and ours, included in `--only all`.
 _STRAIGHT = "straight-through"

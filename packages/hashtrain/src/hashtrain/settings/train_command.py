@@ -14,8 +14,6 @@ from hashtrain.usage import UsageError, require_counts, require_device_name, req
 
 PAPER: dict[str, Any] = {"context": 8192, "contexts": 8192, "steps": 8192, "learning_rate": 1e-3, "warmup": 0.01}
 """The paper's schedule, where it differs from the demo's; the optimiser is the same (`hashtrain.training.trainer`)."""
-DIGITS = 5
-"""Most bits per dimension: best on the demo model and on SmolLM2, English and Python (docs/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,9 @@ class _Run:
     """Code length in bits."""
     planes: int | None = None
     """Bit planes of queries, 1 to 8. Default: each hasher's own."""
-    digits: int = DIGITS
+    digits: int | None = None
     """Most bits that the start of `transform` gives one dimension of a head, 1 to 8. More digits than a query has
-    planes are of little use."""
+    planes are of little use. Default: each hasher's own."""
     fraction: float = 0.02
     """The budget for training and evaluation: a share of each row's visible tokens, sink and recent tokens included."""
     context: int = 4096
@@ -108,7 +106,7 @@ class TrainCommand(Overrides, _Run):
             raise UsageError(f"--bits must be a multiple of 32 between 32 and 4096, got {self.bits}")
         if self.planes is not None and not 1 <= self.planes <= 8:
             raise UsageError(f"--planes must be between 1 and 8, got {self.planes}")
-        if not 1 <= self.digits <= MAX_DIGITS:
+        if self.digits is not None and not 1 <= self.digits <= MAX_DIGITS:
             raise UsageError(f"--digits must be between 1 and {MAX_DIGITS}, got {self.digits}")
         if not self.only:
             raise UsageError(f"--only needs one of {', '.join(c.name for c in ALL)}, or all")

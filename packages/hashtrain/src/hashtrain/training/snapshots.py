@@ -1,4 +1,4 @@
-"""Keep the weights of a training's best interval, in case its loss diverges."""
+"""Keep the weights of a training's best interval, in case its loss rises or diverges."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 DIVERGED = 4.0
 """A training has diverged if the mean loss of an interval is this many times that of the first interval."""
+ROSE = 1.35
+"""A loss has risen if the mean of an interval is this many times the lowest one. When queries begin to be trained, it
+rises by up to 1.28 times and falls again in trainings that end well (demo model)."""
 _INTERVALS, _SHORTEST = 40, 10
 
 
@@ -36,6 +39,10 @@ class Snapshots:
         if last > DIVERGED * first:
             return f"its mean loss rose from {first:.3g} to {last:.3g}"
         return ""
+
+    def rose(self, losses: Sequence[float]) -> bool:
+        """Whether the loss has risen, at the end of an interval; at other steps, False."""
+        return not len(losses) % self.interval and self._mean(losses[-self.interval :]) > ROSE * self.mean
 
     def restore(self) -> None:
         """Load the kept weights into the module."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hashtrain.data.captured import Capture
 from hashtrain.files.untrusted import one_line
@@ -26,6 +26,8 @@ from hashtrain.training.snapshots import Snapshots, copied
 from hashtrain.training.target import Pairs, attention, sample_pairs
 from hashtrain.training.train_config import TrainConfig
 
+SLOWER = 0.1
+"""What the learning rate of query functions is multiplied by when the loss has risen."""
 _log = logging.getLogger(__name__)
 
 
@@ -84,9 +86,17 @@ class Training:
         self.generator: torch.Generator = generator_of(config.seed, layer)
         self._ahead: Ahead | None = Ahead(self.device) if self.device.type == "cuda" else None
         self._next: tuple[int, Tensor, float] | None = None
+        queries = {id(parameter) for parameter in hasher.query_parameters()}
+        groups = [[p for p in hasher.parameters() if (id(p) in queries) is of] for of in (False, True)]
+        self.parameters: list[nn.Parameter] = [*groups[0], *groups[1]]
         self.optimizer: torch.optim.AdamW = torch.optim.AdamW(
-            hasher.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=config.weight_decay
+            [{"params": group} for group in groups],
+            lr=config.learning_rate,
+            betas=(0.9, 0.98),
+            weight_decay=config.weight_decay,
         )
+        self.query_share: float = 1.0
+        """Learning rate of the query functions, of that of the key functions."""
         self.snapshots: Snapshots = Snapshots(hasher, config.steps)
         self.losses: list[float] = []
         self.keys_trained: dict[str, Tensor] = {}
@@ -114,6 +124,8 @@ class Training:
                 self.losses.append(loss)
                 on_step(step, loss)
                 self.stopped = self.snapshots.after(self.losses)
+                if not self.stopped and step >= self.config.first_steps and self.snapshots.rose(self.losses):
+                    self._slow_down()
             elif step == 0:
                 raise FloatingPointError(
                     f"layer {self.layer}: expected a finite loss at the first step, got {loss}; check the model's "
@@ -128,6 +140,19 @@ class Training:
                 )
             if self.ranks.first and self.checkpoint and (self.checkpoint.due or self.stopped):
                 self.checkpoint.save(*self._state())
+
+    def _slow_down(self) -> None:
+        """Go back to the best weights, and train the query functions more slowly.
+
+        Where little is left to gain, their gradients are mostly noise, which Adam scales up to whole steps.
+        """
+        queries = self.optimizer.param_groups[1]["params"]
+        if not queries:
+            return
+        self.snapshots.restore()
+        self.query_share *= SLOWER
+        for parameter in queries:
+            self.optimizer.state.pop(parameter, None)
 
     @property
     def next_step(self) -> int | None:
@@ -150,8 +175,8 @@ class Training:
             self.keys_trained = copied(self.hasher)
         for parameter in self.hasher.query_parameters():
             parameter.requires_grad_(step >= config.first_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate_at(step)
+        for group, share in zip(self.optimizer.param_groups, (1.0, self.query_share), strict=True):
+            group["lr"] = share * config.learning_rate_at(step)
         k, scaling = self._keys(step)
         if k.shape[2] <= config.min_position:
             raise ValueError(
@@ -231,20 +256,24 @@ class Training:
         tensors["generator"] = self.generator.get_state()
         tensors["losses"] = torch.tensor(self.losses, dtype=torch.float64)
         best = self.snapshots.mean if math.isfinite(self.snapshots.mean) else None
-        return tensors, {"best": best, "stopped": self.stopped}
+        return tensors, {"best": best, "stopped": self.stopped, "query_share": self.query_share}
 
     def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         own = {name: (t.dtype, t.shape) for name, t in self.hasher.state_dict().items()}
-        losses, stopped, best = tensors["losses"], state["stopped"], state["best"]
+        losses, stopped, best, share = tensors["losses"], state["stopped"], state["best"], state["query_share"]
         later = 0 < self.config.first_steps < losses.numel()
         for part in ("hasher", "best", *(["keys"] if later else [])):  # check everything before changing anything
             if {name: (t.dtype, t.shape) for name, t in _part(tensors, part).items()} != own:
                 raise ValueError(f"its tensors {part} are of another shape")
-        if losses.ndim != 1 or not isinstance(stopped, str) or type(best) not in (float, type(None)):
+        if (
+            losses.ndim != 1
+            or not isinstance(stopped, str)
+            or type(best) not in (float, type(None))
+            or type(share) is not float
+        ):
             raise ValueError("its losses or its state are of another shape")
-        parameters = list(self.hasher.parameters())
-        sizes = {f"{i}.{name}": p.shape for i, p in enumerate(parameters) for name in ("exp_avg", "exp_avg_sq")}
-        sizes |= {f"{i}.step": torch.Size() for i in range(len(parameters))}
+        sizes = {f"{i}.{name}": p.shape for i, p in enumerate(self.parameters) for name in ("exp_avg", "exp_avg_sq")}
+        sizes |= {f"{i}.step": torch.Size() for i in range(len(self.parameters))}
         found = _part(tensors, "optimizer")
         numbers = {name.partition(".")[0] for name in found}  # parameters that have had a gradient
         whole = {f"{number}.{name}" for number in numbers for name in ("step", "exp_avg", "exp_avg_sq")}
@@ -260,7 +289,7 @@ class Training:
             number, _, what = name.partition(".")
             moments.setdefault(int(number), {})[what] = tensor
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
-        self.losses, self.stopped = losses.tolist(), stopped
+        self.losses, self.stopped, self.query_share = losses.tolist(), stopped, share
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
