@@ -81,7 +81,7 @@ def test_keys_alone_are_trained_first_and_what_they_were_then_is_kept():
     assert all(torch.equal(now[name], start[name]) for name in now if name.startswith("query."))
     assert not torch.equal(now["key.r"], start["key.r"])
     after_keys = {name: tensor.clone() for name, tensor in now.items()}
-    training.run()
+    training.run(until=15)  # at the end of an interval it may go back
     assert not torch.equal(layer.state_dict()["query.r"], start["query.r"])
     assert training.keys_trained.keys() == after_keys.keys()
     assert all(torch.equal(training.keys_trained[name], after_keys[name]) for name in after_keys)
