@@ -183,7 +183,7 @@ def test_the_decoder_of_itq_is_the_least_squares_one(sample):
 
 
 def test_itq_codes_what_its_first_signs_leave(sample):
-    data, q = sample
+    data, _ = sample
     code = ItqCode(data)
     assert [directions.shape for directions, _ in code.blocks] == [(D, D)] * 2
     y = data.keys - data.keys.mean(0)

@@ -24,9 +24,9 @@ _LEVEL = math.sqrt(2 / math.pi)  # of the 1-bit Lloyd-Max quantiser of a standar
 
 
 class ItqCode:
-    """Iterative quantisation (Gong, Lazebnik, Gordo and Perronnin 2013): signs of principal coordinates, rotated so that
-    they lose least. What these signs leave is coded in the same way, until all bits are spent. Keys are decoded by least
-    squares from all signs, and queries are real numbers (its asymmetric form).
+    """Iterative quantisation (Gong, Lazebnik, Gordo and Perronnin 2013): signs of principal coordinates, rotated so
+    that they lose least. What these signs leave is coded in the same way, until all bits are spent. Keys are decoded by
+    least squares from all signs, and queries are real numbers (its asymmetric form).
 
     Not in the queries' metric, and not from several starts: both find less (docs/log.md, 2026-11-25).
     """
