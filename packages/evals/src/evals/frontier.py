@@ -107,12 +107,13 @@ def _point(result: Result, row: Row, head_dim: int) -> Point:
         assert row.density is not None
         bits, count = rival.kept_bits(rival.published[0], head_dim), row.density
     hashes = bits > 0 and rival is None
-    budget = Budget(
-        count, sink=row.sink, recent=row.recent, shortlist=times if hashes else None, values=values if hashes else 1.0
-    )
+    by_layer = hashes and config.get("by_layer", False)  # the mean over layers is the budget all the same
+    how_read = {"shortlist": times, "values": values, "by_layer": by_layer} if hashes else {}
+    budget = Budget(count, sink=row.sink, recent=row.recent, **how_read)
     read = step_bytes(n, budget, head_dim, bits=bits, remainder=remainder)
     how = [f"shortlist {times}"] if hashes and times is not None else []
     how += [f"values {100 * values:.0f} %"] if hashes and values < 1 else []
+    how += ["by layer"] if by_layer else []
     at = {"method": row.method, "budget": row.budget, "rule": row.rule, "against": None}
     perplexity = result.one(**at, metric="perplexity_ratio")
     assert row.budget is not None
@@ -184,7 +185,7 @@ def _line(axes: Axes, own: Sequence[Point], places: Sequence[float], heights: Se
     method = own[0].method
     name = method.removesuffix(REMAINDER)
     style = "--" if method.endswith(REMAINDER) else "-"
-    dotted = {0: style, 1: "-.", 2: ":"}[own[0].settings.count(",") + bool(own[0].settings)]
+    dotted = (style, "-.", ":", (0, (1, 3)))[own[0].settings.count(",") + bool(own[0].settings)]
     axes.plot(
         places,
         heights,
