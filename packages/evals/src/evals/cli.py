@@ -154,11 +154,11 @@ def _frontier(command: FrontierCommand, console: Console) -> dict[str, Any]:
     with as_written(" or ".join(map(str, command.runs))):
         found = points(results, head_dim)
     times = clocked(command, results[0].config, found) if command.clock else command.times and read(command.times)
-    timed = (taken(times, found), described(times)) if times else ()
+    steps, where = (taken(times, found), described(times)) if times else (None, "")
     command.out.mkdir(parents=True, exist_ok=True)
-    write_text(command.out / "frontier.md", to_markdown(grid(found, *timed)) + "\n")
-    draw(found, command.out / "frontier.png", *timed)
-    console.print(to_rich(grid(found, *timed)))
+    write_text(command.out / "frontier.md", to_markdown(grid(found, steps, where)) + "\n")
+    draw(found, command.out / "frontier.png", steps, where)
+    console.print(to_rich(grid(found, steps, where)))
     console.print(f"written: {command.out / 'frontier.png'} and frontier.md", highlight=False)
     best = [{"method": point.line, "budget": point.budget, "bytes": point.share} for point in found if point.best]
     return {"out": str(command.out), "frontier": best}

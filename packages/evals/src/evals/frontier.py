@@ -152,8 +152,14 @@ def draw(found: Sequence[Point], path: Path, taken: Sequence[float | None] | Non
     panels = figure.subplots(rows, 2, squeeze=False)
     shares = [100 * point.share for point in found]
     _panels(panels[0], found, shares, "bytes read, % of dense attention's")
+    for panel in panels[0]:
+        panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
     if taken is not None:
-        _panels(panels[1], found, taken, f"milliseconds of a decode step\n{where}")
+        _panels(panels[1], found, taken, "milliseconds of a decode step of the whole model")
+        figure.suptitle(f"Steps: {where}", fontsize=10)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     replace_file(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
@@ -175,10 +181,7 @@ def _panels(axes: Sequence[Axes], found: Sequence[Point], places: Sequence[float
     left.set_ylabel("change of perplexity")
     right.set(yscale="log", ylabel="mean KL from dense, nats")
     for panel in axes:
-        panel.set(xscale="log", xlabel=label)
-        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
-        panel.xaxis.set_minor_formatter(NullFormatter())
+        panel.set_xlabel(label)
 
 
 def _line(axes: Axes, own: Sequence[Point], places: Sequence[float], heights: Sequence[float]) -> None:

@@ -20,8 +20,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from evals.frontier import Point
 from evals.machine import environment
-from evals.methods import DENSE, RIVALS, LoadedMethod, load_methods
+from evals.methods import DENSE, LoadedMethod, load_methods
 from evals.result import read_json, write_json
+from evals.rivals import RIVALS
 from evals.runner import model_identity
 from evals.study import FrontierCommand
 from evals.tasks.throughput import fill
@@ -45,7 +46,8 @@ def clocked(command: FrontierCommand, config: Mapping[str, Any], found: Sequence
     names = dict.fromkeys(point.method for point in found)
     methods = timed(load_methods([name for name in names if name not in RIVALS], command.hashers, model.config))
     dense = {*range(config["dense_layers"]), *config.get("dense_at", ())}
-    times = measure(model.to(torch.bfloat16), methods, found, dense, command.tokens or config["context"])
+    half: PreTrainedModel = cast(Any, model).to(torch.bfloat16)
+    times = measure(half, methods, found, dense, command.tokens or config["context"])
     command.out.mkdir(parents=True, exist_ok=True)
     write_json(command.out / "times.json", times)
     return times

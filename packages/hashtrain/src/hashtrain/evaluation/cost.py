@@ -29,7 +29,8 @@ GAIN_ABOVE = 0.001
 a layer with failing heads stays dense if that lowers the cost of the others, all sparse, by more."""
 FALLS = 1.5
 """A layer's cost falls as its budget to the power of this (1.4 to 1.6 on both models of docs/results.md)."""
-LEAST_SHARE, MOST_SHARE = 0.25, 3.0
+LEAST_SHARE, MOST_SHARE = 0.5, 2.0
+"""Costs are of few steps: wider bounds lost more on other text than they gained (docs/log.md, 2026-11-25)."""
 LEAST_COST = 5e-5
 """What a cost cannot be told from zero below, in nats of KL: they are means of few steps, and rounded."""
 CONTEXTS, ROWS = 2, 16
