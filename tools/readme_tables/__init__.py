@@ -79,6 +79,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "suspects": paper.suspects,
     "missed": missed.missed,
     "bytes": quality.bytes_read(headline.SHORT_RUNS),
+    "rank-one": quality.of_run("rank_one", report.ppl_grid),
     "output-errors": errors.errors(errors.RUNS),
     "frontier": quality.frontier(headline.FRONTIER_RUNS),
     "codes": codes.codes(codes.RUNS),

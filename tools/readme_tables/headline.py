@@ -18,9 +18,10 @@ BARE_RUNS = {kind: f"{name}_bare" for kind, name in SECOND_RUNS.items()}
 SHORT_RUNS = {
     f"{SECOND_MODEL}, English": ("second_english", "short_english", "values_english"),
     f"{SECOND_MODEL}, Python": ("second_python", "short_python", "values_python"),
-    "demo model, Python": ("ppl_decode", "short_demo", "values_demo"),
+    "demo model, Python": ("ppl_decode", "short_demo", "values_demo", "layers_demo"),
 }
-"""Stored runs after a dense prompt, by model and text: all codes, a shortlist, and a shortlist with fewer values."""
+"""Stored runs after a dense prompt, by model and text: all codes, a shortlist, a shortlist with fewer values, and
+these with budgets by layer."""
 FRONTIER_RUNS = ("second_english", "short_english", "values_english")
 """Stored runs of one model and text with any budgets and settings, for quality against bytes."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from evals.codes import CODES
 from evals.codes.base import (
+    BYTES,
     Metric,
     Training,
     orthonormal,
@@ -98,7 +99,7 @@ def test_the_metric_keeps_products_and_measures_their_error(sample):
     assert torch.allclose(length, (q @ error.mT).square().mean(0), rtol=1e-3)
 
 
-@pytest.mark.parametrize("make", [lambda t: ProductCode(t, 16), lambda t: ProductCode(t, 32), ItqCode])
+@pytest.mark.parametrize("make", [lambda t: ProductCode(t, 16), lambda t: ProductCode(t, 32)])
 def test_the_metric_lowers_the_error_of_products(make, sample):
     data, q = sample
     plain = Training(data.keys, torch.eye(D, dtype=torch.float64), drawn(0))
@@ -175,10 +176,31 @@ def test_every_round_of_itq_loses_less():
 
 def test_the_decoder_of_itq_is_the_least_squares_one(sample):
     code = ItqCode(sample[0])
-    y = code.metric.keys(sample[0].keys)
+    y = sample[0].keys - sample[0].keys.mean(0)
     signs = unpack_signs(code.encode(sample[0].keys))
     best = torch.linalg.lstsq(signs.double(), y.double()).solution
     assert torch.allclose(code.decoder.double(), best, atol=1e-2)
+
+
+def test_itq_codes_what_its_first_signs_leave(sample):
+    data, _ = sample
+    code = ItqCode(data)
+    assert [directions.shape for directions, _ in code.blocks] == [(D, D)] * 2
+    y = data.keys - data.keys.mean(0)
+    (directions, decoder), (second, _) = code.blocks
+    rest = y - unpack_signs(pack_signs(y @ directions)) @ decoder
+    stored = code.encode(data.keys)
+    assert torch.equal(stored, torch.cat([pack_signs(y @ directions), pack_signs(rest @ second)], 1))
+    left = (y - code.decode(stored)).square().sum()
+    assert left < 0.5 * rest.square().sum() < 0.5 * y.square().sum()
+
+
+def test_itq_spends_all_bits_on_heads_of_any_size():
+    for d in (24, 96, 128, 160):
+        data, _ = training(keys=300, d=d)
+        code = ItqCode(data)
+        assert code.encode(data.keys).shape == (300, BYTES)
+        assert code.decode(code.encode(data.keys)).shape == (300, d)
 
 
 # RaBitQ

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from evals import cli
+from evals import cli, frontier_times
 from evals.base_commands import PplCommand
 from evals.frontier import points
 from evals.result import Result, read_result, rows_from_json
@@ -106,3 +106,61 @@ def test_stored_runs_can_be_drawn(pytestconfig):
         results.append(Result(data["config"], data["environment"], rows_from_json(data)))
     best = [point for point in points(results, 64) if point.best]
     assert all(point.method.endswith("+remainder") for point in best if point.share > 0.03)
+
+
+def test_times_are_shown_beside_bytes(runs, made, tmp_path, capsys, monkeypatch):
+    """Hashes, at each budget and with each setting, in turns with dense steps; the oracle and rivals are not timed."""
+    kept = {}
+
+    def in_turns(turns, steps, warmup, repeats, sync):
+        for name, turn in turns.items():
+            turn.prepare()
+            turn.step(0)
+            turn.finish()
+            kept[name] = 0.001 * (len(kept) + 1)
+        return {name: [[seconds] * steps] * repeats for name, seconds in kept.items()}
+
+    monkeypatch.setattr(frontier_times, "in_turns", in_turns)
+    monkeypatch.setattr(frontier_times, "STEPS", 1)
+    monkeypatch.setattr(frontier_times, "WARMUP", 0)
+    own = ["--model", str(made.model), "--hashers", str(made.hashers)]
+    first, again = tmp_path / "first", tmp_path / "again"
+    words = ["frontier", *map(str, runs), *own, "--clock", "--tokens", "96", "--out", str(first)]
+    assert cli.main(words) == 0
+    hashed = {"lsh at 50 %", "lsh at 10 %", "transform+remainder at 50 %", "transform+remainder at 10 %"}
+    assert kept.keys() == {"dense", *hashed, "transform+remainder, shortlist 2, values 50 % at 20 %"}
+    table = (first / "frontier.md").read_text()
+    found = points(map(read_result, runs), HEAD_DIM)
+    shown = [line.split("|")[-2].strip() for line in table.splitlines() if line.startswith("| ")][1:]
+    named = [f"{1000 * kept[key]:.1f}" if (key := frontier_times.name_of(point)) in kept else "" for point in found]
+    assert shown[-len(found) :] == named
+    assert "96 random keys, bfloat16" in table
+    assert "(dense 1.0 ms)" in table
+    assert cli.main(["frontier", *map(str, runs), *own, "--times", str(first / "times.json"), "--out", str(again)]) == 0
+    assert (again / "frontier.md").read_text() == table
+    capsys.readouterr()
+
+
+def test_times_of_another_model_are_not_measured(runs, made, tmp_path, capsys):
+    words = ["frontier", *map(str, runs), "--hashers", str(made.hashers), "--clock", "--out", str(tmp_path / "out")]
+    assert cli.main(words) == 2
+    assert "--model must be the model of the runs" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["{}", '{"tokens": 8, "environment": {}, "steps": {"dense": {"ms": 1}}}', "[]", "x"])
+def test_damaged_times_are_refused(runs, made, tmp_path, capsys, text):
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    words = [
+        "frontier",
+        *map(str, runs),
+        "--model",
+        str(made.model),
+        "--times",
+        str(path),
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    assert cli.main(words) == 2
+    assert "measure them with `evals frontier --clock`" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from evals.base_commands import Always
+from evals.base_commands import Always, PplCommand
 from evals.methods import DEFAULT_NAMES, NAMES, REMAINDER, SPARSE_NAMES, load_methods
 from evals.rivals import MagicPigSelector, QuestSelector
 from evals.tasks.ppl import Cell, measure, prompt_of, scored_rows, sparse_rows
@@ -208,6 +208,33 @@ def test_divergence_is_from_dense_to_the_method(loaded):
 def test_dense_layers_are_left_dense(loaded):
     kl = [score(loaded, Cell("recent", "visible", 0.1), dense_layers=n)["cells"][0]["kl"] for n in (0, 1, 2)]
     assert kl[0] > kl[1] > kl[2] > 0
+
+
+def test_a_budget_by_layer_reads_as_much_in_all_but_other_tokens(loaded, monkeypatch):
+    def found(name, by_layer):
+        return measure(
+            loaded.model,
+            loaded.ids,
+            [Cell(name, "visible", 0.2)],
+            loaded.methods,
+            Always(0, 0, 0, by_layer=by_layer),
+        )["cells"][0]
+
+    with pytest.raises(ValueError, match="needs a hasher with layer_shares"):
+        found("lsh", True)
+    hasher = loaded.methods["lsh"].selector.hasher
+    layers = hasher.config.shape.num_layers
+    shares = torch.linspace(0.5, 1.5, layers).tolist()
+    monkeypatch.setattr(hasher, "config", replace(hasher.config, layer_shares=shares))
+    even, uneven = found("lsh", False), found("lsh", True)
+    assert uneven["density"] == pytest.approx(even["density"], rel=0.05)
+    assert abs(uneven["kl"] / even["kl"] - 1) > 0.01
+    assert found("oracle", True)["kl"] == found("oracle", False)["kl"]
+
+
+def test_runs_from_before_budgets_by_layer_can_go_on():
+    assert "by_layer" not in PplCommand().settings("ppl")
+    assert PplCommand(by_layer=True).settings("ppl")["by_layer"] is True
 
 
 def test_the_table_of_methods_is_whole():

@@ -22,7 +22,9 @@ def test_a_run_stores_hashers_that_load_and_ends_with_json(folder, tiny_config, 
     assert "uv run evals ppl" in captured.out + captured.err
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     for name in last["mean"]:
-        Hasher.from_pretrained(tmp_path / "run" / name).require_match(tiny_config())
+        hasher = Hasher.from_pretrained(tmp_path / "run" / name)
+        hasher.require_match(tiny_config())
+        assert hasher.layer_shares == (() if name == "lsh" else (1.0, 1.0))  # layer 0 stays dense, one is left
         assert 0 < metrics["hashers"][name]["kv_head"]["mean"]["iou"] <= 1
     for figure in ("training.png", "heads.png", "bits.png"):
         assert (tmp_path / "run" / figure).read_bytes().startswith(b"\x89PNG")

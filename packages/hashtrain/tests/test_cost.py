@@ -3,7 +3,18 @@
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
-from hashtrain.evaluation.cost import DENSE_ABOVE, Steps, layer_costs
+from hashtrain.evaluation.cost import (
+    DENSE_ABOVE,
+    FALLS,
+    LEAST_COST,
+    LEAST_SHARE,
+    MOST_SHARE,
+    Steps,
+    layer_costs,
+    layer_shares,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TOLERANCE = 1e-4
@@ -117,3 +128,33 @@ def test_a_remainder_that_makes_a_layer_worse_is_taken_off(model):
     assert [hasher.remainder(layer).unique().tolist() for layer in (1, 2)] == [[2.0], [3.0]]
     assert found["layers"] == pytest.approx([1.0, 0.9, 0.9])
     assert found["all"] == pytest.approx(0.8)
+
+
+@given(st.lists(st.floats(0, 0.1), min_size=2, max_size=12))
+def test_no_budget_moves_from_one_layer_to_another_at_a_gain(costs):
+    shares = layer_shares(costs)
+    assert sum(shares) == pytest.approx(len(costs), abs=0.001 * len(costs))
+    assert min(shares) >= 0.9 * LEAST_SHARE
+    slopes = [max(cost, LEAST_COST) * share ** -(FALLS + 1) for cost, share in zip(costs, shares, strict=True)]
+    free = [n for n, share in enumerate(shares) if 1.05 * LEAST_SHARE < share < 0.95 * MOST_SHARE]
+    for n in free:  # what a token more gains is alike, but where a bound holds it
+        assert slopes[n] == pytest.approx(slopes[free[0]], rel=0.2)
+
+
+def test_shares_follow_costs_and_leave_dense_layers_out():
+    shares = layer_shares([0.0, 0.001, 0.008, 0.1, 0.001], dense=[3])
+    assert shares[3] == 1.0
+    assert sum(shares) == pytest.approx(5, abs=0.01)
+    assert shares[0] < shares[1] == shares[4] < shares[2]
+    assert shares[2] / shares[1] == pytest.approx(8 ** (1 / (1 + FALLS)), rel=0.01)
+    assert layer_shares([0.0, 0.0, 0.0]) == (1.0, 1.0, 1.0)
+
+
+def test_a_config_keeps_shares_and_refuses_others():
+    shape = ModelShape(3, 4, 2, 32)
+    config = HasherConfig("lsh", shape, layer_shares=[0.5, 1, 1.5])
+    assert config.layer_shares == (0.5, 1, 1.5)
+    assert HasherConfig("lsh", shape).layer_shares == ()
+    for wrong in ([1.0, 1.0], [1.0, 0.0, 2.0], [1.0, float("nan"), 1.0], ["1", 1, 1], 3, [True, 1, 1]):
+        with pytest.raises(ValueError, match="layer_shares must list 3 numbers above 0, or none"):
+            HasherConfig("lsh", shape, layer_shares=wrong)

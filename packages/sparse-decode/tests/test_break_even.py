@@ -1,5 +1,7 @@
 """Dense below the break-even length, row by row; where that length is given, and where it is measured."""
 
+import math
+
 import pytest
 import torch
 from sparse_decode import Budget, OracleSelector, attach
@@ -58,6 +60,31 @@ def test_layers_may_have_budgets_of_their_own():
             2: (4 * sum(n // 10 for n in seen), 4 * sum(seen)),
             3: (4 * sum(seen), 4 * sum(seen)),
         }
+
+
+def test_a_budget_by_layer_follows_the_hashers_shares_at_the_same_total():
+    model, (ids, mask) = tiny_model(), prompts((100,))
+    hasher = SignHasher()
+    hasher.layer_shares = (9.0, 0.5, 1.0, 1.5)  # layer 0 is dense: the mean of the others counts
+    with attach(model, hasher, Budget(0.1, sink=0, recent=0, by_layer=True), dense_layers=1) as attachment:
+        generate(model, ids, mask, new_tokens=3)
+        seen = [101, 102]
+        assert {layer: read for layer, (read, _) in attachment.counts().items()} == {
+            layer: 4 * sum(math.floor(n * 0.1 * share) for n in seen) for layer, share in ((1, 0.5), (2, 1), (3, 1.5))
+        }
+    own = {3: Budget(0.2, sink=0, recent=0)}
+    with attach(model, hasher, Budget(0.4, sink=0, recent=0, by_layer=True), layer_budgets=own) as attachment:
+        generate(model, ids, mask, new_tokens=2)
+        found = {layer: read / 4 for layer, (read, _) in attachment.counts().items()}
+    assert found == {0: 101, 1: math.floor(101 * 0.4 * 0.5 / 3), 2: math.floor(101 * 0.4 / 3), 3: 20}
+
+
+def test_a_budget_by_layer_needs_shares():
+    for selector in (SignHasher(), OracleSelector()):
+        with pytest.raises(ValueError, match="needs a hasher with layer_shares, which `hashtrain` measures, got none"):
+            attach(tiny_model(), selector, Budget(by_layer=True))
+    with pytest.raises(ValueError, match="by_layer must be true or false, got 1"):
+        Budget(by_layer=1)
 
 
 def test_a_budget_for_a_layer_that_is_not_sparse_is_refused():

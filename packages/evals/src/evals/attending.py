@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from sparse_decode import AttendingSelector, Budget, attach
+from sparse_decode import AttendingSelector, Budget, HashSelector, attach
 from transformers import PreTrainedModel
 
 from evals.base_commands import Always
@@ -52,6 +52,8 @@ def attending(
     budget = replace(budget, sink=always.sink, recent=always.recent, shortlist=always.shortlist)
     if not isinstance(selector, AttendingSelector):  # those weigh the tokens they read, and so read all values
         budget = replace(budget, values=always.values)
+    if isinstance(selector, HashSelector):
+        budget = replace(budget, by_layer=always.by_layer)
     dense = {*range(always.dense_layers), *always.dense_at, *getattr(selector, "dense_layers", ())}
     with attach(
         model, selector, budget, dense_layers=dense, sparse_rows=start, remainder=method.remainder

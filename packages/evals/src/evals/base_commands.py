@@ -48,6 +48,8 @@ class Always(NamedTuple):
     """Further dense layers, by index."""
     beside: bool = False
     """Whether sink and recent tokens are added to a budget that is the same for all rows."""
+    by_layer: bool = False
+    """Whether hash methods divide a budget among layers (`sparse_decode.Budget.by_layer`)."""
 
     def sparse(self, layers: int) -> list[int]:
         """Return the indices of the layers, out of `layers`, that do not stay dense."""
@@ -207,6 +209,8 @@ class PplCommand(TaskCommand):
     """Tokens scored in each context: the second half, or `all` but the first, as in the paper."""
     scored: int | None = None
     """Number of tokens scored at the end of each context. Default: see --score."""
+    by_layer: bool = False
+    """Hash methods read more in layers whose selections cost more, at the same total, by what training measured."""
     ends: Ends = "within"
     """Whether --sink and --recent tokens count `within` the budget, or come `beside` it, as the paper's sink and local
     tokens do. `beside` requires --rules fixed."""
@@ -243,7 +247,14 @@ class PplCommand(TaskCommand):
     @property
     def always(self) -> Always:
         """Settings that apply to all methods."""
-        return super().always._replace(beside=self.ends == "beside")
+        return super().always._replace(beside=self.ends == "beside", by_layer=self.by_layer)
+
+    def settings(self, task: str) -> dict[str, Any]:
+        """Return the settings that decide the results, as JSON values without local paths."""
+        given = super().settings(task)
+        if not self.by_layer:  # runs from before this option have none
+            del given["by_layer"]
+        return given
 
     @property
     def last(self) -> int | None:

@@ -143,6 +143,7 @@ def _frontier(command: FrontierCommand, console: Console) -> dict[str, Any]:
     from hashtrain.files.atomic import write_text
 
     from evals.frontier import draw, grid, points, require_comparable
+    from evals.frontier_times import clocked, described, read, taken
     from evals.grid import to_markdown, to_rich
     from evals.result import as_written, read_result
     from evals.shapes import load_config, shape_of
@@ -152,10 +153,12 @@ def _frontier(command: FrontierCommand, console: Console) -> dict[str, Any]:
     require_comparable(results)
     with as_written(" or ".join(map(str, command.runs))):
         found = points(results, head_dim)
+    times = clocked(command, results[0].config, found) if command.clock else command.times and read(command.times)
+    steps, where = (taken(times, found), described(times)) if times else (None, "")
     command.out.mkdir(parents=True, exist_ok=True)
-    write_text(command.out / "frontier.md", to_markdown(grid(found)) + "\n")
-    draw(found, command.out / "frontier.png")
-    console.print(to_rich(grid(found)))
+    write_text(command.out / "frontier.md", to_markdown(grid(found, steps, where)) + "\n")
+    draw(found, command.out / "frontier.png", steps, where)
+    console.print(to_rich(grid(found, steps, where)))
     console.print(f"written: {command.out / 'frontier.png'} and frontier.md", highlight=False)
     best = [{"method": point.line, "budget": point.budget, "bytes": point.share} for point in found if point.best]
     return {"out": str(command.out), "frontier": best}

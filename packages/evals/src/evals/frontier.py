@@ -35,6 +35,7 @@ class Point:
 
     Attributes:
         settings: non-default search and reading settings, as text; empty by default.
+        reads: what its steps read.
         share: bytes read, relative to dense attention.
         best: whether no other point, except the oracle's, has both fewer bytes and a smaller KL.
     """
@@ -42,6 +43,7 @@ class Point:
     method: str
     settings: str
     budget: float
+    reads: Budget
     share: float
     perplexity: Row
     kl: Row
@@ -105,20 +107,24 @@ def _point(result: Result, row: Row, head_dim: int) -> Point:
         assert row.density is not None
         bits, count = rival.kept_bits(rival.published[0], head_dim), row.density
     hashes = bits > 0 and rival is None
-    budget = Budget(
-        count, sink=row.sink, recent=row.recent, shortlist=times if hashes else None, values=values if hashes else 1.0
-    )
+    by_layer = hashes and config.get("by_layer", False)  # the mean over layers is the budget all the same
+    how_read = {"shortlist": times, "values": values, "by_layer": by_layer} if hashes else {}
+    budget = Budget(count, sink=row.sink, recent=row.recent, **how_read)
     read = step_bytes(n, budget, head_dim, bits=bits, remainder=remainder)
     how = [f"shortlist {times}"] if hashes and times is not None else []
     how += [f"values {100 * values:.0f} %"] if hashes and values < 1 else []
+    how += ["by layer"] if by_layer else []
     at = {"method": row.method, "budget": row.budget, "rule": row.rule, "against": None}
     perplexity = result.one(**at, metric="perplexity_ratio")
     assert row.budget is not None
-    return Point(row.method, ", ".join(how), row.budget, read.share, perplexity, row)
+    return Point(row.method, ", ".join(how), row.budget, budget, read.share, perplexity, row)
 
 
-def grid(found: Sequence[Point]) -> Grid:
-    """Format points as a table, sorted by bytes."""
+def grid(found: Sequence[Point], taken: Sequence[float | None] | None = None, where: str = "") -> Grid:
+    """Format points as a table, sorted by bytes.
+
+    Args: taken: milliseconds of each point's step, where measured; where: how they were measured, for the note.
+    """
     header = ["method", "tokens read", "bytes", "perplexity over dense", "KL, nats", "on the frontier"]
     lines = [
         [
@@ -132,51 +138,63 @@ def grid(found: Sequence[Point]) -> Grid:
         for point in found
     ]
     note = "Bytes of one layer's decode step, of those of dense attention; `oracle` without what it takes to find them."
+    if taken is not None:
+        header.append("ms of a step")
+        lines = [[*line, "" if ms is None else f"{ms:.1f}"] for line, ms in zip(lines, taken, strict=True)]
+        note += f" Milliseconds of a decode step of the whole model: {where}."
     return Grid("Quality against bytes read", header, [lines], note)
 
 
-def draw(found: Sequence[Point], path: Path) -> None:
-    """Draw the change of perplexity and the KL over bytes to a PNG."""
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    draw_perplexity(left, found)
-    for method, own in _lines(found).items():
-        _line(right, method, own, [point.kl.value for point in own])
-    right.set(yscale="log", ylabel="mean KL from dense, nats")
-    handles, labels = left.get_legend_handles_labels()
+def draw(found: Sequence[Point], path: Path, taken: Sequence[float | None] | None = None, where: str = "") -> None:
+    """Draw the change of perplexity and the KL over bytes to a PNG, and below over the time of a step if measured."""
+    rows = 1 if taken is None else 2
+    figure = Figure(figsize=(10, 5 if taken is None else 8), layout="constrained")
+    panels = figure.subplots(rows, 2, squeeze=False)
+    shares = [100 * point.share for point in found]
+    _panels(panels[0], found, shares, "bytes read, % of dense attention's")
+    for panel in panels[0]:
+        panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
+    if taken is not None:
+        _panels(panels[1], found, taken, "milliseconds of a decode step of the whole model")
+        figure.suptitle(f"Steps: {where}", fontsize=10)
+    handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3)
     replace_file(path, lambda temporary: figure.savefig(temporary, dpi=120, format="png"))
 
 
-def draw_perplexity(axes: Axes, found: Sequence[Point]) -> None:
-    """Draw the change of perplexity over bytes, one line per method."""
-    for line, own in _lines(found).items():
-        _line(axes, line, own, [100 * (point.perplexity.value - 1) for point in own])
-    axes.set_yscale("symlog", linthresh=1)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:+g} %"))
-    axes.axhline(0, color="#999999", linewidth=0.8)
-    axes.set_ylabel("change of perplexity")
+def _panels(axes: Sequence[Axes], found: Sequence[Point], places: Sequence[float | None], label: str) -> None:
+    """Draw the change of perplexity and the KL over places; points without one are left out."""
+    left, right = axes
+    for line in dict.fromkeys(point.line for point in found):
+        own = [(point, x) for point, x in zip(found, places, strict=True) if point.line == line and x is not None]
+        if not own:
+            continue
+        of, xs = [point for point, _ in own], [x for _, x in own]
+        _line(left, of, xs, [100 * (point.perplexity.value - 1) for point in of])
+        _line(right, of, xs, [point.kl.value for point in of])
+    left.set_yscale("symlog", linthresh=1)
+    left.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:+g} %"))
+    left.axhline(0, color="#999999", linewidth=0.8)
+    left.set_ylabel("change of perplexity")
+    right.set(yscale="log", ylabel="mean KL from dense, nats")
+    for panel in axes:
+        panel.set_xlabel(label)
 
 
-def _lines(found: Sequence[Point]) -> dict[str, list[Point]]:
-    return {line: [point for point in found if point.line == line] for line in dict.fromkeys(p.line for p in found)}
-
-
-def _line(axes: Axes, line: str, own: Sequence[Point], heights: Sequence[float]) -> None:
+def _line(axes: Axes, own: Sequence[Point], places: Sequence[float], heights: Sequence[float]) -> None:
     method = own[0].method
     name = method.removesuffix(REMAINDER)
     style = "--" if method.endswith(REMAINDER) else "-"
-    dotted = {0: style, 1: "-.", 2: ":"}[own[0].settings.count(",") + bool(own[0].settings)]
+    dotted = (style, "-.", ":", (0, (1, 3)))[own[0].settings.count(",") + bool(own[0].settings)]
     axes.plot(
-        [100 * point.share for point in own],
+        places,
         heights,
-        label=line,
+        label=own[0].line,
         color=COLOURS.get(name),
         marker=MARKERS.get(name, "o"),
         markersize=5,
         linestyle=dotted,
     )
-    axes.set(xscale="log", xlabel="bytes read, % of dense attention's")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())

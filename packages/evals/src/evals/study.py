@@ -51,19 +51,34 @@ class CompareCommand:
 
 @dataclass(frozen=True)
 class FrontierCommand:
-    """Draw quality against bytes read: finished runs of `ppl` of one model and text, with any methods and budgets."""
+    """Draw quality against bytes read, and against the time of a step: finished runs of `ppl` of one model and text,
+    with any methods and budgets."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Folders of runs."""
     model: str = DEMO
     """Model of the runs, for the size of its heads: a folder or hub id; `demo` is the model that ships with
     hashtrain."""
+    clock: bool = False
+    """Measure the time of the model's decode step with each method and budget, on a machine that does nothing else.
+    Rivals and the oracle are not timed."""
+    tokens: int | None = None
+    """Cached tokens of the timed steps. Default: the context of the runs."""
+    hashers: Path = Path("runs/demo")
+    """Folder of the hashers, for --clock."""
+    times: Path | None = None
+    """The file times.json of an earlier --clock, to show its times."""
     out: Path = Path("runs/frontier")
-    """Folder for frontier.md and frontier.png."""
+    """Folder for frontier.md and frontier.png, and for times.json of --clock."""
 
     def __post_init__(self) -> None:
         if not self.runs:
             raise UsageError("frontier needs the folder of a run of ppl or more, got none")
+        if self.clock and self.times is not None:
+            raise UsageError("--clock measures times and --times reads them; leave one of them out")
+        if self.tokens is not None and not self.clock:
+            raise UsageError("--tokens is of steps that --clock measures; add --clock, or leave it out")
+        at_least(self, tokens=1)
 
 
 @dataclass(frozen=True)

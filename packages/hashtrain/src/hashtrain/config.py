@@ -159,6 +159,9 @@ class HasherConfig:
     """Training settings (`hashtrain.TrainConfig`), for information only. Empty if untrained."""
     dense_layers: tuple[int, ...] = ()
     """Layers that stay dense, because sparse attention was measured to cost too much there."""
+    layer_shares: tuple[float, ...] = ()
+    """For each layer the budget that suits it, relative to the mean (`hashtrain.evaluation.cost.layer_shares`); empty
+    if not measured."""
     base_model: str = ""
     base_revision: str | None = None
     format_version: int = FORMAT_VERSION
@@ -175,6 +178,7 @@ class HasherConfig:
                 f"dense_layers must list layers from 0 to {self.shape.num_layers - 1}, got {self.dense_layers!r}"
             )
         object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))  # JSON has lists
+        self._take_shares()
         if type(self.planes) is int and self.planes == 0:
             object.__setattr__(self, "planes", 6 if self.variant == "transform" else 3)
         if self.variant not in VARIANTS:
@@ -219,6 +223,13 @@ class HasherConfig:
             raise ValueError(
                 f"format_version must be {FORMAT_VERSION}, got {self.format_version!r}; upgrade hashtrain or retrain"
             )
+
+    def _take_shares(self) -> None:
+        given, layers = self.layer_shares, self.shape.num_layers
+        numbers = _is_list(given) and all(type(x) in (int, float) and 0 < x < math.inf for x in given)
+        if not numbers or len(given) not in (0, layers):
+            raise ValueError(f"layer_shares must list {layers} numbers above 0, or none, got {given!r}")
+        object.__setattr__(self, "layer_shares", tuple(given))
 
     @property
     def _least_head_dim(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 from weakref import WeakSet
@@ -172,7 +172,7 @@ class Attachment:
             require_selector(model, chosen, on_host, backend)
             modules = sparse_modules(model, dense_layers)
             chosen, heads = self._own_heads(chosen, modules)
-            budgets = _budgets_of(modules, budget, layer_budgets)
+            budgets = _budgets_of(modules, budget, layer_budgets, chosen)
             require_budgets(budgets.values(), backend, chosen, model.device)
             stops = any(isinstance(found.dense_below, str) for found in budgets.values())
             budgets = self._settled(budgets, modules, heads, chosen)
@@ -372,12 +372,25 @@ class Attachment:
 
 
 def _budgets_of(
-    modules: Mapping[int, Attention], budget: Budget, layer_budgets: Mapping[int, Budget]
+    modules: Mapping[int, Attention], budget: Budget, layer_budgets: Mapping[int, Budget], selector: Selector
 ) -> dict[int, Budget]:
-    """Return the budget of each sparse layer. Raises: ValueError if a layer's own budget is of another layer."""
+    """Return the budget of each sparse layer.
+
+    Raises: ValueError if a layer's own budget is of another layer, or a budget by layer has no shares to go by.
+    """
     if strangers := sorted(set(layer_budgets) - set(modules)):
         raise ValueError(f"layer_budgets must name sparse layers, {sorted(modules)}, got {strangers}")
-    return {layer: layer_budgets.get(layer, budget) for layer in modules}
+    found = {layer: layer_budgets.get(layer, budget) for layer in modules}
+    if not any(own.by_layer for own in found.values()):
+        return found
+    shares: Sequence[float] = getattr(selector, "layer_shares", ())
+    if not shares:
+        raise ValueError(
+            "a budget by layer needs a hasher with layer_shares, which `hashtrain` measures, got none; train it anew, "
+            "or leave by_layer out"
+        )
+    mean = sum(shares[layer] for layer in modules) / len(modules)
+    return {layer: own.in_layer(shares[layer] / mean) for layer, own in found.items()}
 
 
 def _device_of(module: Any) -> torch.device:

@@ -46,6 +46,9 @@ class Budget:
     """Share of the tokens read whose values are read, too, above 0 and at most 1: those with the highest attention by
     their exact logits. The others keep their weight and get the value of the remainder (`attend`). Below 1 only on the
     CPU."""
+    by_layer: bool = False
+    """Multiply `fraction` in each layer by its share in the hasher's `layer_shares`: layers whose selections cost more
+    read more, at the same total."""
     dense_below: int | Literal["measured", "predicted"] = 0
     """A row with fewer visible tokens than this attends to all of them. "measured": time dense and sparse steps when
     attaching; "predicted": compare the bytes that they read."""
@@ -68,6 +71,8 @@ class Budget:
             )
         if self.shortlist is not None and (not _is_int(self.shortlist) or self.shortlist < 1):
             raise ValueError(f"shortlist must be None or an integer of 1 or more, got {self.shortlist!r}; 4 is usual")
+        if type(self.by_layer) is not bool:
+            raise ValueError(f"by_layer must be true or false, got {self.by_layer!r}")
         if self.of not in ("visible", "length"):
             raise ValueError(f'of must be "visible" or "length", got {self.of!r}')
 
@@ -91,6 +96,12 @@ class Budget:
         code, word, list_, values, token = 16, 4, 4, 0.333, 4 * head_dim  # bytes; what a list and a selection take
         fraction = (code - word + 0.02 * token) / (list_ * code + (1 + values) * token / 2)
         return replace(cls(round(fraction, 3), shortlist=list_, values=values), **changed)
+
+    def in_layer(self, share: float) -> Budget:
+        """Return this budget for a layer with a share of the mean; unchanged without `by_layer`."""
+        if not self.by_layer:
+            return self
+        return replace(self, fraction=min(1.0, self.fraction * share), by_layer=False)
 
     def count(self, visible: Tensor, length: Tensor | None = None) -> Tensor:
         """Return the number of tokens each row reads, including sink and recent; all below `dense_below`.

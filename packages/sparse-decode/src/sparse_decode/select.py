@@ -149,6 +149,11 @@ class HashSelector:
         """Layers that stay dense by default, because training measured a high cost for them."""
         return getattr(self.hasher, "dense_layers", ())
 
+    @property
+    def layer_shares(self) -> tuple[float, ...]:
+        """Budgets of the layers relative to their mean, for `Budget.by_layer`; empty if the hasher has none."""
+        return getattr(self.hasher, "layer_shares", ())
+
     def require_match(self, model_config: Any) -> None:
         self.hasher.require_match(model_config)
 
@@ -293,6 +298,11 @@ class PerHead:
     def dense_layers(self) -> tuple[int, ...]:
         """Layers that stay dense by default, because training measured a high cost for them."""
         return self.hasher.dense_layers
+
+    @property
+    def layer_shares(self) -> tuple[float, ...]:
+        """Budgets of the layers relative to their mean, for `Budget.by_layer`; empty if the hasher has none."""
+        return self.hasher.layer_shares
 
     def encode_keys(self, layer: int, k: Tensor, /) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""

@@ -41,6 +41,8 @@ class GenerateCommand:
     values: float = 1.0
     """Share of the tokens read whose values are read, too: those with the highest attention. 0.33 allows a larger
     fraction at the same number of bytes."""
+    by_layer: bool = False
+    """Read more in layers whose selections cost more, at the same total, by what training measured."""
     dense_layers: int | None = None
     """Number of first layers that stay dense. Default: those that the hasher lists."""
     exact: int | None = None

@@ -90,7 +90,8 @@ def generate(command: GenerateCommand, out: TextIO) -> dict[str, Any]:
     ids = _tokens(command, text, model, tokenizer)
     selector = load_selector(command.hasher, model)
     ends: Any = {"sink": command.sink, "recent": command.recent}
-    budget = Budget(command.fraction, command.min_tokens, **ends, shortlist=command.shortlist, values=command.values)
+    how: Any = {"shortlist": command.shortlist, "values": command.values, "by_layer": command.by_layer}
+    budget = Budget(command.fraction, command.min_tokens, **ends, **how)
     mine = "sparse" if command.exact is None else "exact"
     if mine == "exact":  # compile the sparse kernels even if exact mode will not draft
         with attach(model, selector, budget, dense_layers=command.dense_layers):

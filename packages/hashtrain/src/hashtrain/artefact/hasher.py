@@ -68,6 +68,11 @@ class Hasher(nn.Module, ModelHubMixin):
         """Layers that stay dense when a model decodes with this hasher."""
         return self.config.dense_layers
 
+    @property
+    def layer_shares(self) -> tuple[float, ...]:
+        """For each layer the budget that suits it, relative to the mean; empty if not measured."""
+        return self.config.layer_shares
+
     def layer(self, index: int) -> LayerHasher:
         """Return one layer's hash functions."""
         return cast(LayerHasher, self.layers[index])

@@ -36,6 +36,12 @@ costliest first."""
 GAIN_ABOVE = 0.001
 """What counts as measurably better, in nats of KL: a remainder is dropped if that lowers its layer's cost by more, and
 a layer with failing heads stays dense if that lowers the cost of the others, all sparse, by more."""
+FALLS = 1.5
+"""A layer's cost falls as its budget to the power of this (1.4 to 1.6 on both models of docs/results.md)."""
+LEAST_SHARE, MOST_SHARE = 0.5, 2.0
+"""Costs are of few steps: wider bounds lost more on other text than they gained (docs/log.md, 2026-11-25)."""
+LEAST_COST = 5e-5
+"""What a cost cannot be told from zero below, in nats of KL: they are means of few steps, and rounded."""
 CONTEXTS, ROWS = 2, 16
 """Number of training contexts that costs are measured on, and of steps in each."""
 
@@ -121,6 +127,21 @@ def steps_of(model: PreTrainedModel, contexts: Sequence[Tensor], seed: int) -> l
     for ids in contexts[:CONTEXTS]:
         found.append(Steps(model, ids, torch.randint(len(ids) // 4, len(ids), (ROWS,), generator=draw)))
     return found
+
+
+def layer_shares(costs: Sequence[float], dense: Collection[int] = ()) -> tuple[float, ...]:
+    """Divide a budget of tokens among layers so that the sum of their costs is least (eq. 22).
+
+    Args: costs: of each layer alone, in nats, all measured at the same budget; dense: layers that stay dense.
+    Returns: for each layer its budget relative to the mean over the others, from `LEAST_SHARE` to about `MOST_SHARE`;
+        1 for dense layers.
+    """
+    sparse = [layer for layer in range(len(costs)) if layer not in dense]
+    shares = torch.tensor([max(costs[n], LEAST_COST) for n in sparse], dtype=torch.float64) ** (1 / (1 + FALLS))
+    for _ in range(50):  # bounds move the mean, which moves what is within bounds
+        shares = (shares / shares.mean()).clamp(LEAST_SHARE, MOST_SHARE)
+    found = dict(zip(sparse, (shares / shares.mean()).tolist(), strict=True))
+    return tuple(round(found.get(layer, 1.0), 3) for layer in range(len(costs)))
 
 
 def layer_costs(

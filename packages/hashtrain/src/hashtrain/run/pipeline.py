@@ -16,7 +16,7 @@ import hashtrain
 from hashtrain.artefact.hasher import Hasher
 from hashtrain.config import RECENT, SINK, HasherConfig, ModelShape
 from hashtrain.demo import DEMO, base_model
-from hashtrain.evaluation.cost import layer_costs, steps_of
+from hashtrain.evaluation.cost import layer_costs, layer_shares, steps_of
 from hashtrain.evaluation.evaluate import failing, summarise
 from hashtrain.files.atomic import write_text
 from hashtrain.layers import starts_from_data
@@ -225,6 +225,9 @@ def _collect(
         dense = costs.get(name, {}).get("dense", []) if first is None else range(first)
         if len(dense) < prepared.shape.num_layers:
             hasher.config = replace(hasher.config, dense_layers=tuple(dense))
+        if name in costs:
+            shares = layer_shares(costs[name]["layers"], hasher.dense_layers)
+            hasher.config = replace(hasher.config, layer_shares=shares)
     return {
         name: {**_found(layers, hashers[name].dense_layers), **({"cost": costs[name]} if name in costs else {})}
         for name, layers in by_name.items()
