@@ -85,7 +85,7 @@ class PlacedHasher:
         """Return one layer's hash functions on a device."""
         known = self._copies.get((index, device))
         # Versions cannot be read while a graph is compiled.
-        if known is not None and (torch.compiler.is_compiling() or known[0].unchanged(self.hasher.layer(index))):
+        if known is not None and (torch.compiler.is_compiling() or known[0].unchanged(self.hasher.layers[index])):
             return known[1]
         own = self.hasher.layer(index)
         if own.remainder.device == device:

@@ -20,6 +20,30 @@ from sparse_decode.positions import Seen
 from sparse_decode.sums import FOLD, Moments, Rounded, count_shown, deviations, shown_tokens
 
 
+class Coefficients:
+    """A layer's coefficients of the remainder, copied to a device when first asked for there.
+
+    Args: fitted: `LayerHasher.remainder`, [Hq, 6].
+    """
+
+    def __init__(self, fitted: Tensor) -> None:
+        self._fitted = fitted.float().clone()
+        self._placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
+        """Return the coefficients on a device, float32 [Hq, 5], and the slopes [Hq] times `scaling`."""
+        if (known := self._placed.get((device, scaling))) is None:
+            with ordinary_tensors():  # they outlive torch modes of this call
+                placed = self._fitted.to(device)
+                known = placed[:, :-1].contiguous(), placed[:, -1] * scaling
+            self._placed[device, scaling] = known
+        return known
+
+    def are_on(self, device: torch.device, scaling: float) -> bool:
+        """Whether they have been asked for there."""
+        return (device, scaling) in self._placed
+
+
 class RunningMoments:
     """Sums over the first tokens of each sequence of a batch, without padding.
 
@@ -91,27 +115,55 @@ class RunningMoments:
         Returns: None if `rows` is needed: more than `FOLD` tokens are new, or the mask of earlier tokens has changed.
             On a GPU the host does not read the mask; if it has changed, the result is NaN, and so are the next sums.
         """
-        n, sums = k.shape[2], self._sums
         shown, visible = (None, None) if sight is None else (sight.tokens, sight.visible)
-        alike = sums is not None and len(sums.keys) == len(k) and sums.keys.device == q.device
-        if sums is None or not alike or not self.length < n <= self.length + FOLD:
+        if not self.cover(q, k):
             return None
         if not readable(q):
-            if q.shape[1] > moments.MAX_GROUP * k.shape[1]:
-                return None
-        elif not self._same(shown, len(k)):
-            return None
+            return self.step_on_device(q, slopes, k, v, visible, shown)
+        # Without torch's dispatcher.
+        return self._step(moments.on_cpu, q, slopes, k, v, visible, shown) if self._same(shown, len(k)) else None
+
+    def cover(self, q: Tensor, k: Tensor) -> bool:
+        """Whether the sums are of all tokens of k but the last few, and lie where a step can read them."""
+        sums = self._sums
+        if sums is None or len(sums.keys) != len(k) or sums.keys.device != q.device:
+            return False
+        few = q.device.type == "cpu" or q.shape[1] <= moments.MAX_GROUP * k.shape[1]
+        return few and self.length < k.shape[2] <= self.length + FOLD
+
+    @torch.no_grad()
+    def step_on_device(
+        self,
+        q: Tensor,
+        slopes: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor | None = None,
+        shown: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the means of `step` on a GPU, if the sums `cover` the tokens. Args: as in `moments.add_token`."""
+        return self._step(moments.OPERATORS.add_token, q, slopes, k, v, visible, shown)
+
+    def _step(
+        self,
+        add: Callable[..., Sequence[Tensor]],
+        q: Tensor,
+        slopes: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor | None,
+        shown: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        assert self._sums is not None
         query, slopes, k, v = (x.detach() for x in (q[:, :, 0], slopes, k, v))
-        levels, scales = self._for_steps(sums)
-        before = sums.keys, sums.values, sums.spread, levels, scales, self.length, visible, shown, self._seen
-        # On the CPU without torch's dispatcher.
-        add = moments.on_cpu if readable(q) else moments.OPERATORS.add_token
+        keys, values, spread, rounded = *self._sums[1:], self._for_steps(self._sums)
+        before = keys, values, spread, *rounded, self.length, visible, shown, self._seen
         mean_keys, rest, *folded = add(query, slopes, k, v, *before)
         if folded:
             *found, levels, scales = folded
             self._put(Moments(*found))
             self._rounded = Rounded(levels, scales)
-            self._note(shown, n)
+            self._note(shown, k.shape[2])
         return mean_keys[:, :, None], rest[:, :, None]
 
     def _for_steps(self, sums: Moments) -> Rounded:

@@ -175,10 +175,11 @@ class HashSelector:
         found = getattr(self.hasher, "remainder", None)
         return None if found is None else found(layer)
 
-    def own_layer(self, layer: int, device: torch.device) -> LayerHasher | None:
-        """Return the hash functions of a layer on a device; None if this selector does more than apply them."""
+    @property
+    def placed(self) -> PlacedHasher | None:
+        """Our hasher's functions by layer and device; None if this selector does more than apply them."""
         encoder = self._encoder
-        return encoder.own_layer(layer, device) if type(self) is HashSelector and type(encoder) is PerHead else None
+        return encoder.placed if type(self) is HashSelector and isinstance(encoder, PerHead) else None
 
     def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None) -> bool:
         """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
@@ -286,7 +287,7 @@ class PerHead:
 
     def __init__(self, hasher: Hasher):
         self.hasher: Hasher = hasher
-        self._placed = PlacedHasher(hasher)
+        self.placed: PlacedHasher = PlacedHasher(hasher)
         self._cpu_encoder = CpuEncoder()
 
     @property
@@ -309,7 +310,7 @@ class PerHead:
 
     def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
         """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights."""
-        own = self._placed.layer(layer, q.device)
+        own = self.placed.layer(layer, q.device)
         if _by_operators(own, q):
             return encode_cuda.queries(own, q, self.per_query_head)
         if not supports(own, q):
@@ -330,13 +331,9 @@ class PerHead:
             return None
         return encode_cuda.step(own, k, codes, q, self.per_query_head)
 
-    def own_layer(self, layer: int, device: torch.device) -> LayerHasher:
-        """Return the hash functions of a layer on a device."""
-        return self._placed.layer(layer, device)
-
     def _of_keys(self, layer: int, k: Tensor) -> LayerHasher:
         """Return the hasher of a layer on the device of its keys [B, Hkv, T, D], after checking their heads."""
-        own = self._placed.layer(layer, k.device)
+        own = self.placed.layer(layer, k.device)
         if k.shape[1] != own.hkv:
             raise ValueError(
                 f"layer {layer} must have the {own.hkv} KV heads that the hasher is for, got keys of {k.shape[1]}; the "
@@ -346,7 +343,7 @@ class PerHead:
 
     def traceable(self, layer: int, x: Tensor) -> bool:
         """Whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph can contain."""
-        own = self._placed.layer(layer, x.device)
+        own = self.placed.layer(layer, x.device)
         return encode_cuda.fits(own, x) and (x.device.type == "cpu" or encode_cuda.supports(own, x))
 
     def remainder(self, layer: int) -> Tensor | None:
