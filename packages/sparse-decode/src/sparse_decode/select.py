@@ -16,8 +16,10 @@ from torch import Tensor
 
 from sparse_decode import encode_cuda
 from sparse_decode.encode import CpuEncoder, supports
+from sparse_decode.encode_cuda import PlacedHasher
+from sparse_decode.encode_weights import code_shape
 from sparse_decode.modes import readable
-from sparse_decode.parallel import PlacedHasher, shard
+from sparse_decode.parallel import shard
 from sparse_decode.positions import between, last_visible, visible_span
 
 
@@ -299,7 +301,7 @@ class PerHead:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
         own = self._of_keys(layer, k)
         if _by_operators(own, k):
-            heads, words = encode_cuda.code_shape(own, self.per_query_head)
+            heads, words = code_shape(own, self.per_query_head)
             codes = k.new_empty(k.shape[0], heads, k.shape[2], words, dtype=torch.int32)
             encode_cuda.write_keys(own, k, codes, None)
             return codes
