@@ -30,7 +30,7 @@ from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
 from hashtrain.files.atomic import write_text
 from hashtrain.layers.transform import Transform
-from sparse_decode import encode_cuda, encode_weights, gather, moments
+from sparse_decode import encode_cuda, encode_weights, gather, remainder
 from sparse_decode.sums import Rounded
 
 KV_HEADS, GROUP, DIM, TOKENS, KEPT, BITS = 8, 4, 128, 4096, 82, 128
@@ -76,7 +76,7 @@ def calls() -> dict[str, Callable[[], object]]:
     levels, scales = Rounded.of(spread)
 
     def add() -> None:
-        moments.add_token(q[:, :, 0], slopes, cache, cache, keys_sum, values_sum, spread, levels, scales, TOKENS - 1)
+        remainder.add_token(q[:, :, 0], slopes, cache, cache, keys_sum, values_sum, spread, levels, scales, TOKENS - 1)
 
     return {"encode": encode, "search": search, "attend": attend, APART: add}
 

@@ -8,10 +8,10 @@ import torch
 from hashcore.cuda import operands, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
-from sparse_decode import encode_cuda, encode_weights, gather, moments
+from sparse_decode import encode_cuda, encode_weights, gather, moments, remainder
 from sparse_decode.sums import FOLD, Rounded
 
-TABLES = encode_cuda._calls, gather._calls, moments._calls, tensors._searches
+TABLES = encode_cuda._calls, gather._calls, remainder._calls, tensors._searches
 HALF, OTHER = torch.bfloat16, torch.float16
 
 
@@ -68,7 +68,7 @@ def add_token(n=19, rooms=(0, 0), dtype=HALF, padded=0, folds=False):
     sums = keys, keys.clone(), spread, *Rounded.of(spread), n - FOLD if folds else n - 1
     shown = torch.ones(2, n + padded, dtype=torch.bool)[:, :n]
     rows = (torch.ones(2, 1, dtype=torch.int64), shown, shown[:, :-1]) if padded else ()
-    return moments.add_token, (q, slopes, k, v, *sums, *rows), {}
+    return remainder.add_token, (q, slopes, k, v, *sums, *rows), {}
 
 
 def search(n=300, k=20, room=0, wide=False, bounds=(300, 0, 1, 4), planes=3):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
-from sparse_decode import encode_cuda, encode_weights, moments
+from sparse_decode import encode_cuda, encode_weights, remainder
 from sparse_decode.sums import FOLD, Moments, Rounded
 
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
@@ -92,7 +92,7 @@ def test_sums_of_a_step_equal_the_cpus(dim, value_dim, dtype, batch, group, toke
     sums = Moments.of(k, v, None, 0, tokens, k.device)
     given = q, torch.rand(2 * group, generator=draw), k, v, *sums[1:], *Rounded.of(sums.spread), tokens
     rows = None, None, None
-    assert_alike(moments.OPERATORS.add_token(*there(given), *rows), moments.OPERATORS.add_token(*given, *rows))
+    assert_alike(remainder.OPERATORS.add_token(*there(given), *rows), remainder.OPERATORS.add_token(*given, *rows))
 
 
 @pytest.mark.parametrize("new", [3, FOLD])
@@ -109,5 +109,5 @@ def test_sums_of_a_static_cache_equal_the_cpus(new):
     sums = [*known, *Rounded.of(known.spread), before, torch.full((3, 2), tokens - new)]
     rest = shown.sum(-1, keepdim=True), shown, torch.tensor(tokens)
     ours, theirs = [x.clone() for x in there(sums)], sums
-    means = moments.OPERATORS.add_in_place(*there((q, slopes, k, v)), *ours, *there(rest))
-    assert_alike([*means, *ours], [*moments.OPERATORS.add_in_place(q, slopes, k, v, *theirs, *rest), *theirs])
+    means = remainder.OPERATORS.add_in_place(*there((q, slopes, k, v)), *ours, *there(rest))
+    assert_alike([*means, *ours], [*remainder.OPERATORS.add_in_place(q, slopes, k, v, *theirs, *rest), *theirs])

@@ -24,8 +24,8 @@ from sparse_decode.offload import HostLayer
 from sparse_decode.opaque import attend_step
 from sparse_decode.plan import LayerPlan, trim
 from sparse_decode.positions import visible_rows
-from sparse_decode.remainder import StaticMoments
 from sparse_decode.select import HashSelector
+from sparse_decode.static_moments import StaticMoments
 
 _SEES_NOTHING = (
     "a row of the mask sees no token, for which eager attention reads all values, here in host memory; load the model "

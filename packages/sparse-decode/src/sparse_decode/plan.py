@@ -19,8 +19,9 @@ from sparse_decode.fused import FusedStep
 from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.opaque import register
 from sparse_decode.positions import Sights, include, last_row
-from sparse_decode.remainder import Coefficients, RunningMoments, StaticMoments
+from sparse_decode.remainder import Coefficients, RunningMoments
 from sparse_decode.select import AttendingSelector, HashSelector, Selector
+from sparse_decode.static_moments import StaticMoments
 
 Backend = Literal["gather", "flash"]
 """The attention over a selection: our own kernels, or torch's gather and flash-attn."""
