@@ -1,6 +1,8 @@
 """Launches that are kept from call to call are those that a fresh call makes, whatever else is called between."""
 
 import ctypes
+import pathlib
+import sys
 import threading
 
 import pytest
@@ -192,6 +194,27 @@ def test_another_call_of_a_form_describes_nothing_again(name, monkeypatch):
     for module in (encode_cuda, gather, moments, tensors.kernels):
         monkeypatch.setattr(module, "make_launch", lambda *_, **__: pytest.fail("described again"))
     assert [launched(*one) for one in made] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "files"), [("hash_step", {"encode_cuda"}), ("add_token", {"remainder"}), ("attend", {"gather"})]
+)
+def test_another_launch_of_a_step_crosses_one_file_of_this_package(name, files):
+    call, given, rest = MAKE[name]()
+    crossed = set()
+
+    def note(frame, event, _):
+        path = pathlib.Path(frame.f_code.co_filename)
+        if event == "call" and path.parent == pathlib.Path(gather.__file__).parent:
+            crossed.add(path.stem)
+
+    call(*given, **rest, run=lambda *_: None)
+    sys.setprofile(note)
+    try:
+        call(*given, **rest, run=lambda *_: None)
+    finally:
+        sys.setprofile(None)
+    assert crossed == files
 
 
 @pytest.mark.parametrize("name", CALLS)
