@@ -88,7 +88,7 @@ class _Watch:
         self._at = [(x, held._cdata) for x, held in zip(tensors, self._storages, strict=True)]
         self._versions = [(x, x._version) for x in tensors if not x.is_inference()]
 
-    def unchanged(self, layer: LayerHasher) -> bool:
+    def unchanged(self, layer: object) -> bool:
         """Whether `layer` is the watched layer, with unchanged weights."""
         if layer is not self._layer:
             return False
