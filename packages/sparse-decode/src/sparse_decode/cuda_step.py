@@ -1,7 +1,12 @@
-"""A plain decode step of one sparse layer on a GPU, in four operators: encode, select, remainder, attend.
+"""A plain decode step of one sparse layer on a GPU, in four operators.
+
+    1. encode     hash the new key, behind the codes of the others, and the queries
+    2. select     search all codes
+    3. remainder  what stands for the tokens that were not selected
+    4. attend     to the first tokens, the selection and the last tokens, with the remainder
 
 Plain means: one new token per sequence, no mask, a growing cache on the GPU, and one of our hashers. All other calls go
-through `sparse_decode.plan`, which runs the same operators one by one and gives the same result.
+through `sparse_decode.plan`, which runs the same operators and gives the same result.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from hashcore.torch_ops import OPERATORS as SEARCH
+from hashtrain.layers import LayerHasher
 from torch import Tensor
 
 from sparse_decode import encode_cuda, gather
@@ -64,21 +70,25 @@ class CudaStep:
         room, missing = held.room_for_code()
         if not missing:
             return None
+        # 1. encode
         code = room[:, :, n - 1 : n]
         planes, weights = encode_cuda.step(own, k[:, :, n - 1 :], code, q, self._per_query_head)
         held.wrote_code()
+        # 2. select
         sink, recent, reads = self.budget.sink, self.budget.recent, self.budget.count_row(n)
         self._tally.add(len(q) * q.shape[1] * reads, len(q) * q.shape[1] * n)
-        among = None, None, n, 0, sink, recent, False, 0, None, None
         count = max(0, reads - sink - recent)
+        among = None, None, n, 0, sink, recent, False, 0, None, None
         indices = SEARCH.search(planes, room[:, :, None, :n], count, None, weights, *among)[1]
+        # 3. remainder
         left_out = _NO_REMAINDER
         if self._coefficients is not None:
             coefficients, slopes = self._coefficients.on(q.device, scaling)
             left_out = coefficients, *held.moments.step_on_device(q, slopes, k, v), None
+        # 4. attend
         return gather.OPERATORS.gather(q, k, v, indices, scaling, softcap, sinks, *left_out, sink, recent, None)
 
-    def _functions(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def _functions(self, q: Tensor, k: Tensor, v: Tensor) -> LayerHasher | None:
         """Return the hash functions on the device of a call's tensors; None if the operators do not support them."""
         alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
         if self._placed is None or not alike or k.requires_grad or v.requires_grad:

@@ -124,7 +124,7 @@ class FusedStep:
         if not isinstance(held, CodedDynamicLayer) or held.on_host or held.keys is not k or held.values is not v:
             return None
         n = k.shape[2]
-        if n < self._shortest or q.device.type != "cpu":
+        if n < self._shortest:
             return None
         left_out = None if self._coefficients is None else self._coefficients.on(q.device, scaling)
         out = self._run(held, q, k, v, scaling, softcap, sinks, left_out)
