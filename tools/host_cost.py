@@ -30,7 +30,7 @@ from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
 from hashtrain.files.atomic import write_text
 from hashtrain.layers.transform import Transform
-from sparse_decode import encode_cuda, encode_launches, gather, moments
+from sparse_decode import encode_cuda, encode_weights, gather, remainder
 from sparse_decode.sums import Rounded
 
 KV_HEADS, GROUP, DIM, TOKENS, KEPT, BITS = 8, 4, 128, 4096, 82, 128
@@ -50,8 +50,8 @@ def calls() -> dict[str, Callable[[], object]]:
     """Return the calls of one layer of Llama-3-8B's shape."""
     layer = make_layer(HasherConfig("transform", ModelShape(1, KV_HEADS * GROUP, KV_HEADS, DIM)), 0, 0)
     assert isinstance(layer, Transform)
-    encode_cuda.place(layer)  # as for a hasher on a device
-    known = encode_cuda._placed[id(layer)]
+    encode_weights.place(layer)  # as for a hasher on a device
+    known = encode_weights.placed[id(layer)]
     q = torch.zeros(1, KV_HEADS * GROUP, 1, DIM, dtype=torch.bfloat16)
     k = torch.zeros(1, KV_HEADS, 1, DIM, dtype=torch.bfloat16)
     keys = torch.zeros(1, KV_HEADS, TOKENS, BITS // 32, dtype=torch.int32)
@@ -63,7 +63,7 @@ def calls() -> dict[str, Callable[[], object]]:
     bounds, chosen = operands.Bounds(TOKENS, 0, 1, 4), out[1][:, :, None]
 
     def encode() -> None:
-        encode_launches.hash_step(k, known.key, q, known.query, known.digits, new_code, known.hows[0])
+        encode_cuda.hash_step(k, known.key, q, known.query, known.digits, new_code, known.hows[0])
 
     def search() -> None:
         tensors.search(planes, keys, KEPT, plane_weights, bounds, *out)
@@ -76,7 +76,7 @@ def calls() -> dict[str, Callable[[], object]]:
     levels, scales = Rounded.of(spread)
 
     def add() -> None:
-        moments.add_token(q[:, :, 0], slopes, cache, cache, keys_sum, values_sum, spread, levels, scales, TOKENS - 1)
+        remainder.add_token(q[:, :, 0], slopes, cache, cache, keys_sum, values_sum, spread, levels, scales, TOKENS - 1)
 
     return {"encode": encode, "search": search, "attend": attend, APART: add}
 

@@ -145,7 +145,7 @@ def decode_step() -> list[str]:
 
 
 def cuda_decode_step() -> list[str]:
-    """Decode a token on CUDA, with a transform hasher and without the remainder."""
+    """Decode a token on CUDA, with a transform hasher and the remainder."""
     import torch
     from hashtrain import Hasher, HasherConfig, ModelShape
     from sparse_decode import attach

@@ -226,7 +226,7 @@ SELECTION = {
 """Waits of a selector, each time it is asked about a block of rows."""
 HASH = {**SPAN, "torch_ops._wanted": 1}
 LOGITS = {"row_logits.mean_loss": 1, "row_logits.compare": 1, "metrics.mean_kl": 1}
-BLOCK = {"plan._attend_block": 1, "interface._sparse": 1}
+BLOCK = {"plan._attend_block": 1, "calls._sparse": 1}
 """Waits of a layer for each block of rows, where more than one token of a sequence is new."""
 
 

@@ -3,7 +3,8 @@
 import hashcore.reference
 import numpy as np
 from hashcore.quantiser import group_weights
-from sparse_decode.encode_launches import NAMES, THREADS
+from sparse_decode.encode_cuda import THREADS, planes_shape
+from sparse_decode.encode_weights import NAMES
 
 F32 = np.float32
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -98,7 +99,7 @@ def planes(x, weights, digits, how):
         words = hashcore.reference.group_planes(np.moveaxis(hashcore.reference.pack(found), 2, 3))
         assert words[1] == group_weights(how.group)
         joined = words[0].reshape(len(found), -1, how.join, *words[0].shape[2:])  # [B, H, join, T, P, W]
-        return np.moveaxis(joined, 2, 4).reshape(how.shape(x))
+        return np.moveaxis(joined, 2, 4).reshape(planes_shape(x, how))
     sums = np.zeros_like(found[:, :, 0])
     for g in range(how.group):
         sums = sums + found[:, :, g]

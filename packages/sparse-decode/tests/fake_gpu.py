@@ -19,8 +19,9 @@ from hashcore.cuda import operands, tensors
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.layers import LayerHasher
 from sparse_decode import Budget, attach
-from sparse_decode.remainder import RunningMoments, StaticMoments
+from sparse_decode.remainder import RunningMoments
 from sparse_decode.select import HashSelector, QueryHeadHasher
+from sparse_decode.static_moments import StaticMoments
 from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

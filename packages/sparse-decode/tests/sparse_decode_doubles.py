@@ -6,10 +6,9 @@ import hashcore
 import pytest
 import torch
 import transformers
-from sparse_decode import blocks
+from sparse_decode import blocks, calls
 from sparse_decode import plan as plan_module
 from sparse_decode.attend import attend, attend_reference
-from sparse_decode.interface import AttentionContext
 from sparse_decode.positions import include
 from sparse_decode.select import Rows
 from transformers.cache_utils import QuantizedLayer
@@ -184,7 +183,7 @@ class Auditor:
         self._visible = None
         monkeypatch.setattr(plan_module, "attend", self._attend)
         monkeypatch.setattr(blocks, "Rows", self._rows)
-        monkeypatch.setattr(AttentionContext, "codes", functools.partialmethod(_audited_codes, AttentionContext.codes))
+        monkeypatch.setattr(calls, "codes_of", functools.partial(_audited_codes, calls.codes_of))
 
     def _rows(self, *arguments, **known):
         rows = Rows(*arguments, **known)
@@ -217,11 +216,11 @@ class Auditor:
         return out if left_out is None else attend(q, k, v, indices, scaling, left_out=left_out, **logits)
 
 
-def _audited_codes(call, original, k):
-    codes = original(call, k)
+def _audited_codes(original, plan, held, k):
+    codes = original(plan, held, k)
     if codes is not None:
-        n = int(call.cache.get_seq_length()) if call.cache is not None else k.shape[2]
-        expected = call.plan.selector.encode_keys(call.plan.layer, k[:, :, :n])
+        n = int(held.get_seq_length()) if held is not None else k.shape[2]
+        expected = plan.selector.encode_keys(plan.layer, k[:, :, :n])
         assert codes[:, :, :n].shape == expected.shape, "as many codes as cached keys"
         flipped = (hashcore.unpack(codes[:, :, :n]) != hashcore.unpack(expected)).double().mean()
         assert flipped < 1e-4, "codes are those of the cached keys"  # a product of another shape rounds otherwise

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sparse_decode.cache import Coded
 from sparse_decode.cache_encoder import Encoder
 from sparse_decode.cache_types import carry_codes
-from sparse_decode.remainder import RunningMoments, StaticMoments
+from sparse_decode.remainder import RunningMoments
+from sparse_decode.static_moments import StaticMoments
 from sparse_decode_layers import (
     ACTS,
     KINDS,

@@ -41,7 +41,8 @@ def attend_all_reference(q, k, v, scaling, mask=None, *, softcap=None, sinks=Non
 
 @pytest.fixture(autouse=True)
 def _our_kernel_at_any_length(monkeypatch):
-    monkeypatch.setattr(interface, "OWN_FROM", dict.fromkeys(dense_step.OWN_FROM, 0))
+    for module in (interface, dense_step):
+        monkeypatch.setattr(module, "OWN_FROM", dict.fromkeys(dense_step.OWN_FROM, 0))
 
 
 def case(shape, dtype=torch.float32, seed=0):
@@ -250,7 +251,8 @@ def test_torch_attends_for_longer_where_the_processor_multiplies_matrices(able, 
 def test_a_short_step_goes_the_models_own_way(monkeypatch):
     model, ids = tiny_model(), prompts((40,))[0]
     expected = model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    monkeypatch.setattr(interface, "OWN_FROM", dict.fromkeys(dense_step.OWN_FROM, 256))
+    for module in (interface, dense_step):
+        monkeypatch.setattr(module, "OWN_FROM", dict.fromkeys(dense_step.OWN_FROM, 256))
     monkeypatch.setattr(dense_step, "attend_all", lambda *_, **__: pytest.fail("too short for our kernel"))
     with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=2):
         found = model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)

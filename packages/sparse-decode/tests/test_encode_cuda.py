@@ -12,7 +12,7 @@ import torch
 from hashcore.hostsim import check_slack
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
-from sparse_decode import encode_cuda, encode_launches
+from sparse_decode import encode_cuda, encode_weights
 from sparse_decode_simulated import device, inside
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -56,8 +56,8 @@ def case(name):
 
 
 def round_matrices(layer):
-    for weights in (encode_cuda.key_weights(layer), encode_cuda.query_weights(layer)):
-        for x in encode_cuda._matrices(weights):
+    for weights in (encode_weights.key_weights(layer), encode_weights.query_weights(layer)):
+        for x in encode_weights._matrices(weights):
             x.copy_(x.half())
 
 
@@ -70,30 +70,30 @@ def tokens_of(layer, batch=1, tokens=1, dtype=torch.bfloat16):
 
 def sides(layer, narrow=False):
     """Weights of keys and of queries, and digits, between guard pages."""
-    found = encode_cuda.key_weights(layer), encode_cuda.query_weights(layer)
+    found = encode_weights.key_weights(layer), encode_weights.query_weights(layer)
     if narrow:
-        found = [encode_cuda._narrowed(weights) for weights in found]
-    return *([inside(x) for x in weights] for weights in found), [inside(x) for x in encode_cuda.digits_of(layer)]
+        found = [encode_weights._narrowed(weights) for weights in found]
+    return *([inside(x) for x in weights] for weights in found), [inside(x) for x in encode_weights.digits_of(layer)]
 
 
 def room_for(layer, batch, tokens, per_query_head):
-    heads, words = encode_cuda.code_shape(layer, per_query_head)
+    heads, words = encode_weights.code_shape(layer, per_query_head)
     return inside(torch.full((batch, heads, tokens, words), -2, dtype=torch.int32))
 
 
 def expected_codes(layer, k, per_query_head):
     """The reference's codes, in the heads in which they are stored."""
-    heads, words = encode_cuda.code_shape(layer, per_query_head)
-    found = torch.from_numpy(reference.codes(k, encode_cuda.key_weights(layer), encode_cuda.digits_of(layer)))
+    heads, words = encode_weights.code_shape(layer, per_query_head)
+    found = torch.from_numpy(reference.codes(k, encode_weights.key_weights(layer), encode_weights.digits_of(layer)))
     if (join := words * 32 // layer.bits) > 1:
         return torch.cat([found[:, i::join] for i in range(join)], -1)
     return found.repeat_interleave(heads // found.shape[1], 1)
 
 
 def expected_planes(layer, q, per_query_head):
-    how = encode_cuda.hows(layer)[per_query_head]
+    how = encode_weights.hows(layer)[per_query_head]
     return torch.from_numpy(
-        reference.planes(q, encode_cuda.query_weights(layer), encode_cuda.digits_of(layer), how).astype(np.int32)
+        reference.planes(q, encode_weights.query_weights(layer), encode_weights.digits_of(layer), how).astype(np.int32)
     )
 
 
@@ -102,8 +102,8 @@ def step(layer, k, q, per_query_head=False, order=0, narrow=False):
     of_keys, of_queries, digits = sides(layer, narrow)
     codes = room_for(layer, len(k), k.shape[2], per_query_head)
     given = inside(k), of_keys, inside(q), of_queries, digits, codes
-    how = encode_cuda.hows(layer)[per_query_head]
-    planes = encode_launches.hash_step(*given, how, run=device(order))
+    how = encode_weights.hows(layer)[per_query_head]
+    planes = encode_cuda.hash_step(*given, how, run=device(order))
     for x in (codes, given[0], given[2], *of_keys, *of_queries, *digits):
         check_slack((x.view(torch.int16) if x.element_size() == 2 else x).numpy())
     return codes, planes
@@ -132,7 +132,7 @@ def test_codes_and_planes_are_those_of_the_reference_and_nearly_of_the_layer(
     assert nearly_equal(codes, layer.encode_keys(k, per_query_head=per_query_head))
     theirs, weights = layer.encode_queries(q, per_query_head=per_query_head)
     assert nearly_equal(planes, theirs)
-    assert encode_cuda.plane_weights(layer, per_query_head) == weights
+    assert encode_weights.found_in(layer).planes[per_query_head] == weights
 
 
 @pytest.mark.parametrize(("variant", "planes", "bits"), FORMS)
@@ -182,12 +182,12 @@ def test_keys_alone_and_queries_alone_are_those_of_the_step(name, per_query_head
     k, q = tokens_of(layer, 1, 3)
     of_keys, of_queries, digits = sides(layer)
     codes, planes = step(layer, k, q, per_query_head)
-    how = encode_cuda.hows(layer)[per_query_head]
-    assert torch.equal(encode_launches.hash_queries(inside(q), of_queries, digits, how, run=device(7)), planes)
+    how = encode_weights.hows(layer)[per_query_head]
+    assert torch.equal(encode_cuda.hash_queries(inside(q), of_queries, digits, how, run=device(7)), planes)
     for at in (None, torch.tensor(2)):
         room = torch.zeros(1, codes.shape[1], 8, codes.shape[3], dtype=torch.int32)
         to = room[:, :, 2:5] if at is None else room
-        encode_launches.hash_keys(inside(k), of_keys, digits, to, at, run=device(7))
+        encode_cuda.hash_keys(inside(k), of_keys, digits, to, at, run=device(7))
         assert torch.equal(room[:, :, 2:5], codes)
         assert not room[:, :, :2].any()
         assert not room[:, :, 5:].any()
@@ -211,7 +211,7 @@ def test_the_heads_of_a_group_meet_again_and_again():
     expected = expected_planes(layer, q, False)
     for order in (0, 1, 5):
         assert torch.equal(step(layer, k, q, order=order)[1], expected)
-    tickets = encode_launches.zeroed(1, torch.device("cpu")).tensor[: encode_launches.TICKETS]
+    tickets = encode_cuda.zeroed(1, torch.device("cpu")).tensor[: encode_cuda.TICKETS]
     assert not tickets.any()
 
 
@@ -220,7 +220,7 @@ def test_what_is_not_finite_is_hashed_as_documented():
     k = torch.full((1, 2, 1, 64), torch.nan).bfloat16()
     codes = torch.ones(1, 2, 1, 4, dtype=torch.int32)
     of_keys, _, digits = sides(layer)
-    encode_launches.hash_keys(k, of_keys, digits, codes, run=device(0))
+    encode_cuda.hash_keys(k, of_keys, digits, codes, run=device(0))
     assert (codes == 0).all()
 
 
@@ -249,28 +249,28 @@ def test_fma_rounds_once():
 @pytest.mark.parametrize("name", ["planes-256", "transform", "lsh", "paper"])
 def test_a_layer_that_stays_in_place_is_looked_up(name, monkeypatch):
     layer = case(name)
-    described = encode_launches.describe(encode_cuda.key_weights(layer), encode_cuda.digits_of(layer))
-    encode_cuda.place(layer)
-    known, seen = encode_cuda._placed[id(layer)], []
+    described = encode_weights.describe(encode_weights.key_weights(layer), encode_weights.digits_of(layer))
+    encode_weights.place(layer)
+    known, seen = encode_weights.placed[id(layer)], []
     k, _ = tokens_of(layer)
     codes = room_for(layer, 1, 1, False)
 
     def run(launches, device, folder):
         seen.extend(
-            bytes(x) for x in launches[0].arguments if isinstance(x, encode_launches.Functions | encode_launches.Digits)
+            bytes(x) for x in launches[0].arguments if isinstance(x, encode_weights.Functions | encode_weights.Digits)
         )
 
     with monkeypatch.context() as patched:
-        patched.setattr(encode_launches, "describe", lambda *_: pytest.fail("described again"))
-        encode_launches.hash_keys(k, known.key, known.digits, codes, run=run)
+        patched.setattr(encode_cuda, "describe", lambda *_: pytest.fail("described again"))
+        encode_cuda.hash_keys(k, known.key, known.digits, codes, run=run)
     assert seen == [described.functions, bytes(len(described.functions)), described.described]
     other = [x.clone() for x in known.key]
-    encode_launches.hash_keys(k, other, known.digits, codes, run=run)
-    assert seen[3] == encode_launches.describe(other, known.digits).functions != seen[0]
+    encode_cuda.hash_keys(k, other, known.digits, codes, run=run)
+    assert seen[3] == encode_weights.describe(other, known.digits).functions != seen[0]
     numbers = id(layer), id(known.key[0]), id(known.query[0])
     del layer, known
-    assert numbers[0] not in encode_cuda._placed
-    assert not set(numbers[1:]) & set(encode_launches.sides)
+    assert numbers[0] not in encode_weights.placed
+    assert not set(numbers[1:]) & set(encode_weights.sides)
 
 
 @pytest.mark.parametrize("name", ["transform", "lsh", "paper"])
@@ -280,11 +280,13 @@ def test_a_copy_has_16_bits_where_that_loses_nothing(name):
         if narrow:
             round_matrices(layer)
             copied.load_state_dict(layer.state_dict())
-        encode_cuda.place(copied, layer)
-        known = encode_cuda._placed[id(copied)]
-        kinds = [[x.dtype for x in encode_cuda._matrices(weights)] for weights in known[:2]]
+        encode_weights.place(copied, layer)
+        known = encode_weights.placed[id(copied)]
+        kinds = [[x.dtype for x in encode_weights._matrices(weights)] for weights in known[:2]]
         assert {x for of in kinds for x in of} == {torch.float16 if narrow else torch.float32}
-        assert all(torch.equal(a.float(), b) for a, b in zip(known.key, encode_cuda.key_weights(copied), strict=True))
+        assert all(
+            torch.equal(a.float(), b) for a, b in zip(known.key, encode_weights.key_weights(copied), strict=True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -300,9 +302,9 @@ def test_a_copy_has_16_bits_where_that_loses_nothing(name):
         ({"tokens": 9}, False),  # 18 of both rows
         ({"dtype": torch.float16}, True),
         ({"dtype": torch.float32}, False),
-        ({"hidden": encode_launches.MOST}, True),
-        ({"hidden": encode_launches.MOST + 1}, False),
-        ({"variant": "paper", "hidden": encode_launches.MOST + 1}, False),
+        ({"hidden": encode_weights.MOST}, True),
+        ({"hidden": encode_weights.MOST + 1}, False),
+        ({"variant": "paper", "hidden": encode_weights.MOST + 1}, False),
         ({"bits": 512}, True),
         ({"bits": 544}, False),
         ({"device": "cpu"}, False),
@@ -338,9 +340,9 @@ def test_operators_on_the_cpu_are_the_layer(name, per_query_head):
 def test_operators_say_what_they_change_and_return(name):
     layer = case(name)
     k, q = tokens_of(layer)
-    known = encode_cuda._described(layer)
+    known = encode_weights.found_in(layer)
     of_keys, of_queries, digits = known.key, known.query, known.digits
-    codes, how = room_for(layer, 1, 1, False), tuple(encode_cuda.hows(layer)[0])
+    codes, how = room_for(layer, 1, 1, False), tuple(encode_weights.hows(layer)[0])
     tests = ("test_schema", "test_faketensor")
     operators = torch.ops.sparse_decode
     torch.library.opcheck(operators.hash_keys.default, (k, of_keys, digits, codes, None), test_utils=tests)

@@ -8,7 +8,7 @@ import torch
 from fake_gpu import TENTH, beyond_dense, config_of, fake_gpu, told
 from hashcore import torch_ops
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, HashSelector, attach, buffer, encode_cuda, encode_launches
+from sparse_decode import Budget, HashSelector, attach, buffer, encode_cuda, encode_weights
 from sparse_decode.blocks import RowRule
 from sparse_decode.buffer import CodeBuffer, keeps_first_words
 from sparse_decode.cache_encoder import Encoder
@@ -103,16 +103,16 @@ def test_generation_with_them_is_generation_without(monkeypatch, kept):
 def test_the_kernel_that_hashes_a_key_writes_its_first_word_twice(name, per_query_head):
     layer = layer_of(*CASES[name])
     k = torch.randn(2, layer.hkv, 3, layer.d).bfloat16()
-    weights, digits = encode_cuda.key_weights(layer), encode_cuda.digits_of(layer)
-    heads, words = encode_cuda.code_shape(layer, per_query_head)
+    weights, digits = encode_weights.key_weights(layer), encode_weights.digits_of(layer)
+    heads, words = encode_weights.code_shape(layer, per_query_head)
     codes = torch.zeros(2, heads, 9, words, dtype=torch.int32)
     first = torch.full((2, heads, 11), 7, dtype=torch.int32)
-    encode_launches.hash_keys(inside(k), weights, digits, codes, torch.tensor(4), first[:, :, :9], run=device(5))
+    encode_cuda.hash_keys(inside(k), weights, digits, codes, torch.tensor(4), first[:, :, :9], run=device(5))
     assert torch.equal(first[:, :, 4:7], codes[:, :, 4:7, 0])
     assert (first[:, :, :4] == 7).all()
     assert (first[:, :, 7:] == 7).all()
     again = torch.zeros_like(codes)  # the launch that is kept has no copy to write any more
-    encode_launches.hash_keys(inside(k), weights, digits, again, torch.tensor(4), run=device(5))
+    encode_cuda.hash_keys(inside(k), weights, digits, again, torch.tensor(4), run=device(5))
     assert torch.equal(again, codes)
     cpus = torch.full_like(first, 7)
     encode_cuda.OPERATORS.hash_keys(k.float(), weights, digits, again, torch.tensor(4), cpus)

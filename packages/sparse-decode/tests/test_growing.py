@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_decode import Budget, attach, hooks
+from sparse_decode import Budget, attach, interface
 from sparse_decode.growing import GrowingLayer, grow, stop_growing
 from sparse_decode_doubles import SignHasher, prompts, tiny_model
 from transformers import DynamicCache
@@ -96,7 +96,7 @@ def test_a_stopped_layer_is_plain():
 def test_a_cache_carries_codes_from_the_break_even_on(below, monkeypatch):
     """Before, its layers are plain ones, then plain ones that grow; all are plain after detach."""
     model, ids = tiny_model(), prompts((40,))[0]
-    monkeypatch.setattr(hooks, "FROM", 20)
+    monkeypatch.setattr(interface, "FROM", 20)
     cache, kinds = DynamicCache(config=model.config), []
     with attach(model, SignHasher(), Budget(0.1, dense_below=below)) as attachment:
         for first, last in ((0, 10), (10, 11), (11, 20), (20, 21), (21, 35), (35, 36)):

@@ -8,7 +8,7 @@ import torch
 from sparse_decode import Budget, attach, blocks
 from sparse_decode.blocks import Blocks, RowRule
 from sparse_decode.cache_encoder import Encoder
-from sparse_decode.interface import NAMES
+from sparse_decode.model import NAMES
 from sparse_decode.remainder import RunningMoments
 from sparse_decode_doubles import VOCABULARY, Auditor, Calibrated, SignHasher, generate, prompts, tiny_model
 from transformers import AttentionMaskInterface, DynamicCache, StaticCache

@@ -1,6 +1,8 @@
 """Launches that are kept from call to call are those that a fresh call makes, whatever else is called between."""
 
 import ctypes
+import pathlib
+import sys
 import threading
 
 import pytest
@@ -8,10 +10,10 @@ import torch
 from hashcore.cuda import operands, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
-from sparse_decode import encode_cuda, encode_launches, gather, moments
+from sparse_decode import encode_cuda, encode_weights, gather, moments, remainder
 from sparse_decode.sums import FOLD, Rounded
 
-TABLES = encode_launches._calls, gather._calls, moments._calls, tensors._searches
+TABLES = encode_cuda._calls, gather._calls, remainder._calls, tensors._searches
 HALF, OTHER = torch.bfloat16, torch.float16
 
 
@@ -24,27 +26,27 @@ def within(shape, dtype=HALF, room=0):
 def hashing(variant, bits=128):
     config = HasherConfig(variant, ModelShape(1, 8, 2, 64), bits=bits, hidden=128, planes=3)
     layer = make_layer(config, 0, 0).requires_grad_(False)
-    return encode_cuda._described(layer)
+    return encode_weights.found_in(layer)
 
 
 def hash_keys(variant="transform", batch=1, tokens=1, dtype=HALF, room=0, at=False, bits=128, heads=2):
     known, x = hashing(variant, bits), torch.zeros(batch, 2, tokens, 64, dtype=dtype)
     codes = within((batch, heads, tokens, known.hows[0].join * bits // 32), torch.int32, room)
     given = x, known.key, known.digits, codes, torch.tensor(0) if at else None
-    return encode_launches.hash_keys, given, {}
+    return encode_cuda.hash_keys, given, {}
 
 
 def hash_queries(variant="transform", batch=1, tokens=1, dtype=HALF, bits=128, heads=False, narrow=False, **how):
     known, x = hashing(variant, bits), torch.zeros(batch, 8, tokens, 64, dtype=dtype)
-    weights = encode_cuda._narrowed(known.query) if narrow else known.query
-    return encode_launches.hash_queries, (x, weights, known.digits, known.hows[heads]._replace(**how)), {}
+    weights = encode_weights._narrowed(known.query) if narrow else known.query
+    return encode_cuda.hash_queries, (x, weights, known.digits, known.hows[heads]._replace(**how)), {}
 
 
 def hash_step(variant="transform", batch=1, dtype=HALF, room=0):
     known = hashing(variant)
     k, q = (torch.zeros(batch, heads, 1, 64, dtype=dtype) for heads in (2, 8))
     codes = within((batch, 2, 1, known.hows[0].join * 4), torch.int32, room)
-    return encode_launches.hash_step, (k, known.key, q, known.query, known.digits, codes, known.hows[0]), {}
+    return encode_cuda.hash_step, (k, known.key, q, known.query, known.digits, codes, known.hows[0]), {}
 
 
 def attend(n=90, width=20, rooms=(0, 0), dtype=HALF, sets=2, scaling=0.1, ends=(1, 4), more=(), value_dim=64):
@@ -68,7 +70,7 @@ def add_token(n=19, rooms=(0, 0), dtype=HALF, padded=0, folds=False):
     sums = keys, keys.clone(), spread, *Rounded.of(spread), n - FOLD if folds else n - 1
     shown = torch.ones(2, n + padded, dtype=torch.bool)[:, :n]
     rows = (torch.ones(2, 1, dtype=torch.int64), shown, shown[:, :-1]) if padded else ()
-    return moments.add_token, (q, slopes, k, v, *sums, *rows), {}
+    return remainder.add_token, (q, slopes, k, v, *sums, *rows), {}
 
 
 def search(n=300, k=20, room=0, wide=False, bounds=(300, 0, 1, 4), planes=3):
@@ -189,9 +191,34 @@ def test_kept_launches_are_those_of_a_fresh_call(name):
 def test_another_call_of_a_form_describes_nothing_again(name, monkeypatch):
     made = [MAKE[name](**how) for how in CALLS[name]]
     expected = [launched(*one) for one in made]
-    for module in (encode_launches, gather, moments, tensors.kernels):
+    for module in (encode_cuda, gather, moments, tensors.kernels):
         monkeypatch.setattr(module, "make_launch", lambda *_, **__: pytest.fail("described again"))
     assert [launched(*one) for one in made] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("hash_step", "encode_cuda"), ("add_token", "remainder"), ("attend", "gather")]
+)
+def test_another_launch_of_a_step_crosses_one_file_of_this_package(name, file):
+    call, given, rest = MAKE[name]()
+    crossed, layer = set(), make_layer(HasherConfig("transform", ModelShape(1, 8, 2, 64)), 0, 0).requires_grad_(False)
+    if name == "hash_step":  # as for a hasher that has been placed on a device
+        encode_weights.place(layer)
+        known, (k, _, q, *_, codes, _) = encode_weights.placed[id(layer)], given
+        given = k, known.key, q, known.query, known.digits, codes, known.hows[0]
+
+    def note(frame, event, _):
+        path = pathlib.Path(frame.f_code.co_filename)
+        if event == "call" and path.parent == pathlib.Path(gather.__file__).parent:
+            crossed.add(path.stem)
+
+    call(*given, **rest, run=lambda *_: None)
+    sys.setprofile(note)
+    try:
+        call(*given, **rest, run=lambda *_: None)
+    finally:
+        sys.setprofile(None)
+    assert crossed == {file}
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sparse_decode import moments
+from sparse_decode import moments, remainder, static_moments
 from sparse_decode.remainder import RunningMoments
 from sparse_decode.sums import FOLD, Moments, Rounded
 from sparse_decode_simulated import device, inside
@@ -49,7 +49,7 @@ def steps(dim, value_dim, dtype, batch, group, tokens, new):
 def test_a_step_equals_the_cpus(dim, value_dim, dtype, batch, group, tokens, new, order):
     q, slopes, k, v, sums = steps(dim, value_dim, dtype, batch, group, tokens, new)
     given = [inside(x) for x in (*sums[1:], *Rounded.of(sums.spread))]
-    ours = moments.add_token(inside(q[:, :, 0]), slopes, inside(k), inside(v), *given, tokens, run=device(order))
+    ours = remainder.add_token(inside(q[:, :, 0]), slopes, inside(k), inside(v), *given, tokens, run=device(order))
     theirs = moments.on_cpu(q[:, :, 0], slopes, k, v, *given, tokens, None, None, None)
     assert len(ours) == (LAST + 6 if new == FOLD else LAST)
     assert_alike(ours, theirs)
@@ -74,7 +74,7 @@ def test_the_order_of_threads_changes_nothing():
     q, k = torch.randn(1, 4, 64).bfloat16(), torch.randn(1, 2, 20, 64).bfloat16()
     sums = torch.randn(1, 2, 64).double(), torch.randn(1, 2, 64).double(), torch.randn(1, 2, 64, 64)
     given = *sums, *Rounded.of(sums[2]), 20 - FOLD
-    first, *others = (moments.add_token(q, torch.ones(4), k, k, *given, run=device(order)) for order in (0, 1, 5, 9))
+    first, *others = (remainder.add_token(q, torch.ones(4), k, k, *given, run=device(order)) for order in (0, 1, 5, 9))
     assert len(first) == LAST + 6
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
@@ -97,10 +97,10 @@ def padded(new, tokens=70, room=70):
 def test_rows_with_padding_sum_what_they_see(order, new):
     q, slopes, k, v, sums, visible, shown = padded(new)
     given = *sums[1:], *Rounded.of(sums.spread), 70 - new, visible
-    ours = moments.add_token(
+    ours = remainder.add_token(
         q, slopes, inside(k), inside(v), *given, inside(shown), shown[:, : 70 - new], run=device(order)
     )
-    theirs = moments.OPERATORS.add_token(q, slopes, k, v, *given, shown, shown[:, : 70 - new])
+    theirs = remainder.OPERATORS.add_token(q, slopes, k, v, *given, shown, shown[:, : 70 - new])
     assert_alike(ours, theirs)
     assert not any(x.isnan().any() for x in ours)
     if new == FOLD:
@@ -115,7 +115,7 @@ def test_a_mask_that_changed_behind_the_sums_gives_no_number(place, new):
     summed = shown.clone()
     summed[place] = ~summed[place]
     given = *sums[1:], *Rounded.of(sums.spread), 70 - new, visible, shown, summed[:, : 70 - new]
-    means, rest, *later = moments.add_token(q, slopes, k, v, *given, run=device(0))
+    means, rest, *later = remainder.add_token(q, slopes, k, v, *given, run=device(0))
     assert means.isnan().any((1, 2)).tolist() == rest.isnan().any((1, 2)).tolist() == [i == place[0] for i in range(3)]
     if later:
         assert torch.equal(later[1].isnan(), means.isnan()), "the steps that follow do not know what was summed either"
@@ -133,8 +133,8 @@ def test_a_static_cache_is_summed_in_place(order, new):
         return [*(x.clone() for x in (*before, *Rounded.of(before.spread))), seen, torch.full((3, 2), first)]
 
     ours, theirs = sums(), sums()
-    means = moments.add_in_place(q, slopes, k, v, ours, visible, shown, now, run=device(order))
-    cpus = moments.OPERATORS.add_in_place(q, slopes, k, v, *theirs, visible, shown, now)
+    means = static_moments.add_in_place(q, slopes, k, v, ours, visible, shown, now, run=device(order))
+    cpus = remainder.OPERATORS.add_in_place(q, slopes, k, v, *theirs, visible, shown, now)
     assert_alike([*ours, *means], [*theirs, *cpus])
     folded = new == FOLD
     assert ours[-1].tolist() == [[70 if folded else first] * 2] * 3
@@ -142,10 +142,10 @@ def test_a_static_cache_is_summed_in_place(order, new):
     assert_alike(ours[:4], whole)
     if folded:
         assert torch.equal(ours[-2][:, :70], shown[:, :70])
-        twice = moments.add_in_place(q, slopes, k, v, ours, visible, shown, now, run=device(order))
+        twice = static_moments.add_in_place(q, slopes, k, v, ours, visible, shown, now, run=device(order))
         assert twice[1].isnan().all(), "a token that is summed already"
         with pytest.raises(ValueError, match="changed for earlier tokens"):
-            moments.OPERATORS.add_in_place(q, slopes, k, v, *theirs, visible, shown, now)
+            remainder.OPERATORS.add_in_place(q, slopes, k, v, *theirs, visible, shown, now)
 
 
 def test_a_thousand_steps_do_not_drift():

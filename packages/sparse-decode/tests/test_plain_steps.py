@@ -104,7 +104,7 @@ def test_a_step_that_hashes_keys_and_queries_at_once_is_one_that_hashes_them_apa
     for at_once in (False, True):
         cache = DynamicCache(config=config)
         if at_once:
-            monkeypatch.setattr("sparse_decode.interface.readable", lambda x: False)
+            monkeypatch.setattr("sparse_decode.calls.readable", lambda x: False)
             monkeypatch.setattr(select.encode_cuda, "supports", lambda layer, x: x.shape[2] == 1)
             monkeypatch.setattr(select, "encode_cuda", SimpleNamespace(**vars(encode_cuda) | {"step": step}))
         with torch.no_grad(), attach(model, of(hasher), Budget(0.2)):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
-from sparse_decode import encode_cuda, moments
+from sparse_decode import encode_cuda, encode_weights, remainder
 from sparse_decode.sums import FOLD, Moments, Rounded
 
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
@@ -58,18 +58,18 @@ def test_hashed_tokens_are_those_of_the_layer(variant, dim, bits, hidden, planes
     """Keys and queries at once and apart, per KV head and per query head; narrow: matrices of 16 bits."""
     config = HasherConfig(variant, ModelShape(1, 6, 2, dim), bits=bits, hidden=hidden, planes=planes)
     layer = make_layer(config, 0, 0).requires_grad_(False)
-    for weights in (encode_cuda.key_weights(layer), encode_cuda.query_weights(layer)) if narrow else ():
-        for x in encode_cuda._matrices(weights):
+    for weights in (encode_weights.key_weights(layer), encode_weights.query_weights(layer)) if narrow else ():
+        for x in encode_weights._matrices(weights):
             x.copy_(x.half())
     own = copy.deepcopy(layer).cuda()
     if own.remainder.is_cuda:  # the CPU's operators take no matrices of 16 bits
-        encode_cuda.place(own, layer)
-        matrices = encode_cuda._matrices(encode_cuda._described(own).key)
+        encode_weights.place(own, layer)
+        matrices = encode_weights._matrices(encode_weights.placed[id(own)].key)
         assert {x.dtype for x in matrices} == {torch.float16 if narrow else torch.float32}
     draw = torch.Generator().manual_seed(0)
     k, q = (torch.randn(batch, heads, tokens, dim, generator=draw).mul(3).to(dtype) for heads in (2, 6))
     for per_query_head in (False, True):
-        heads, words = encode_cuda.code_shape(layer, per_query_head)
+        heads, words = encode_weights.code_shape(layer, per_query_head)
         codes = layer.encode_keys(k, per_query_head=per_query_head)
         expected = layer.encode_queries(q, per_query_head=per_query_head)[0]
         room = torch.zeros(batch, heads, tokens + 5, words, dtype=torch.int32, device="cuda")
@@ -92,7 +92,7 @@ def test_sums_of_a_step_equal_the_cpus(dim, value_dim, dtype, batch, group, toke
     sums = Moments.of(k, v, None, 0, tokens, k.device)
     given = q, torch.rand(2 * group, generator=draw), k, v, *sums[1:], *Rounded.of(sums.spread), tokens
     rows = None, None, None
-    assert_alike(moments.OPERATORS.add_token(*there(given), *rows), moments.OPERATORS.add_token(*given, *rows))
+    assert_alike(remainder.OPERATORS.add_token(*there(given), *rows), remainder.OPERATORS.add_token(*given, *rows))
 
 
 @pytest.mark.parametrize("new", [3, FOLD])
@@ -109,5 +109,5 @@ def test_sums_of_a_static_cache_equal_the_cpus(new):
     sums = [*known, *Rounded.of(known.spread), before, torch.full((3, 2), tokens - new)]
     rest = shown.sum(-1, keepdim=True), shown, torch.tensor(tokens)
     ours, theirs = [x.clone() for x in there(sums)], sums
-    means = moments.OPERATORS.add_in_place(*there((q, slopes, k, v)), *ours, *there(rest))
-    assert_alike([*means, *ours], [*moments.OPERATORS.add_in_place(q, slopes, k, v, *theirs, *rest), *theirs])
+    means = remainder.OPERATORS.add_in_place(*there((q, slopes, k, v)), *ours, *there(rest))
+    assert_alike([*means, *ours], [*remainder.OPERATORS.add_in_place(q, slopes, k, v, *theirs, *rest), *theirs])

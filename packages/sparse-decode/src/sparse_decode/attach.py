@@ -34,14 +34,16 @@ from sparse_decode.break_even import break_even, predicted
 from sparse_decode.budget import Budget
 from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.cache_types import CODED, cache_layer, carry_codes, is_quantised
-from sparse_decode.exact import Drafts, retype
+from sparse_decode.exact import Drafts, ExactHook, retype
 from sparse_decode.exact_refusals import require_exact, require_forgets
 from sparse_decode.forecast import Forecast, forecast
 from sparse_decode.growing import GrowingLayer, grow, stop_growing
-from sparse_decode.hooks import NO_COPY, ExactHook, Hook
-from sparse_decode.interface import FLASH_NAME, NAMES, AttentionName, register
+from sparse_decode.interface import NO_COPY, Hook, register
 from sparse_decode.model import (
+    FLASH_NAME,
+    NAMES,
     Attention,
+    AttentionName,
     dense_modules,
     dense_name,
     require_attachable,

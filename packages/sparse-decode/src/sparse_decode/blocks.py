@@ -30,8 +30,9 @@ from sparse_decode.positions import (
     visible_span,
     with_ends,
 )
-from sparse_decode.remainder import RunningMoments, StaticMoments
+from sparse_decode.remainder import RunningMoments
 from sparse_decode.select import Rows
+from sparse_decode.static_moments import StaticMoments
 
 Moments = RunningMoments | StaticMoments
 

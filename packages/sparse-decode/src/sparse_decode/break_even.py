@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.budget import Budget
 from sparse_decode.cache_types import carry_codes
-from sparse_decode.interface import attend_densely, flash_attention
+from sparse_decode.dense_step import attend_densely, flash_attention
 from sparse_decode.plan import Backend, LayerPlan
 from sparse_decode.select import Selector
 
@@ -91,7 +91,8 @@ def _steps(
     def sparse() -> None:
         if plan.selector.needs_codes:
             held._codes.truncate(n - 1)  # the step hashes its own key, the last one
-        if plan.attend_at_once(held, q, k, v, module.scaling) is None:
+        step = plan.steps.get(q.device.type)
+        if step is None or step.attend(held, q, k, v, module.scaling) is None:
             codes = held.codes if plan.selector.needs_codes else None
             plan.attend(AttentionArgs(q, k, v, None, codes, None, module.scaling, None, None))
 

@@ -24,7 +24,8 @@ from sparse_decode.buffer import CodeBuffer, GrowingBuffer, keeps_first_words
 from sparse_decode.cache_encoder import Encoder, drop_codes
 from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.opaque import write_codes
-from sparse_decode.remainder import RunningMoments, StaticMoments
+from sparse_decode.remainder import RunningMoments
+from sparse_decode.static_moments import StaticMoments
 
 _LATER = 16  # an update of at most this many tokens is hashed only when its codes are needed
 

@@ -1,4 +1,4 @@
-"""Dense decode steps of an attached model on the CPU, with our own kernel.
+"""Dense calls of an attached model: decode steps on the CPU with our own kernel.
 
 All other calls use the model's own attention: other devices, prompts, training, dropout, returned weights, biases. So
 do rows without visible tokens, for which implementations differ.
@@ -6,16 +6,24 @@ do rows without visible tokens, for which implementations differ.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
+from sparse_decode import flash
 from sparse_decode.attend import KINDS
 from sparse_decode.dense import attend_all
+from sparse_decode.model import FLASH_NAME, NAMES
 from sparse_decode.modes import autocasts, readable
+
+Output = tuple[Tensor, Tensor | None]
+"""Of an attention function: [B, Q, Hq, D], and the attention weights [B, Hq, Q, N] or None."""
 
 QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
 """Keyword arguments that attention functions get and ignore."""
@@ -154,3 +162,58 @@ def _shown(mask: Tensor) -> Tensor | None:
         return mask
     shown = mask == 0
     return shown if bool((shown | (mask <= torch.finfo(mask.dtype).min / 2)).all()) else None
+
+
+def dense_attention(module: Any) -> Callable[..., Output]:
+    """Return the attention function that the model uses when not attached."""
+    if module.config._attn_implementation == FLASH_NAME:
+        return flash_attention
+    if module.config._attn_implementation in ("eager", NAMES["eager"]):
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def attend_densely(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> Output:
+    """Attend to all visible tokens: long decode steps on the CPU with our kernel, all other calls as the model does.
+
+    Args: those of `interface.attention`.
+    """
+    name = module.config._attn_implementation
+    alone = mask is None and query.shape[2] == 1
+    if key.shape[2] < OWN_FROM.get(key.dtype, 256):
+        if alone and name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
+            return attend_by_torch(query, key, value, dropout, scaling), None
+    elif name != FLASH_NAME:
+        factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
+        eager = name in ("eager", NAMES["eager"])
+        out = attend_step(module, query, key, value, mask, factor, dropout, eager, kwargs)
+        if out is not None:
+            return out, None
+    if alone and name == NAMES["eager"]:
+        mask = query.new_zeros(1, 1, 1, key.shape[2])  # some eager attention functions add a mask unconditionally
+    return dense_attention(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
+
+
+def flash_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> Output:
+    """Attend densely through flash-attn, with the signature of Hugging Face's attention functions."""
+    flash.refuse(attention_mask, kwargs.get("s_aux"), dropout)
+    factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
+    return flash.dense(query, key, value, factor, kwargs.get("softcap")), None

@@ -1,93 +1,100 @@
 """The hash functions of our variants for a few tokens on CUDA: one launch, of keys and queries together in a step.
 
 The kernel, kernels/encode.cu, computes the same as the layers in torch and `sparse_decode.encode` on the CPU.
+`encode_weights` has what is found once for a layer, and this file what each call does: look the layer up on its device,
+call the operator, launch.
 """
 
 from __future__ import annotations
 
-import weakref
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-import hashcore
 import torch
-from hashcore.quantiser import group_weights
+from hashcore.cuda import launch
+from hashcore.cuda.kept import Table, zeroed
+from hashcore.cuda.kernels import Kept, make_launch
+from hashtrain import Hasher
 from hashtrain.layers import LayerHasher
-from hashtrain.layers.paper import Paper
-from hashtrain.layers.planes import Planes
-from hashtrain.layers.rotations import Linear, Lsh
-from hashtrain.layers.transform import Transform
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional as F
+from torch import Tensor
 
-from sparse_decode import encode, encode_launches
-from sparse_decode.encode_launches import MATRICES, MAX_TOKENS, MOST, MOST_GROUPS, NAMES, How
+from sparse_decode import encode_on_cpu
+from sparse_decode.encode_weights import (
+    MOST_GROUPS,
+    Bits,
+    Codes,
+    Digits,
+    Functions,
+    How,
+    Side,
+    are_supported,
+    copied,
+    describe,
+    found_in,
+    place,
+    placed,
+    sides,
+)
+from sparse_decode.gather import KERNELS, Run
 
+THREADS = 1024
+MAX_TOKENS = 16
+"""Maximal number of tokens in all batch rows together; above, a matrix product per head is faster."""
+TICKETS = MAX_TOKENS * MOST_GROUPS
+"""Words of zeros in front of the memory where the heads of a group meet."""
+_BF16 = {torch.bfloat16: "1", torch.float16: "0"}
 _DTYPES = torch.bfloat16, torch.float16
-_VARIANTS = Planes, Transform, Lsh, Linear, Paper
 
 
-class Placed(NamedTuple):
-    """What the operators need of a layer whose tensors stay where they are.
+class PlacedHasher:
+    """A `hashtrain.Hasher` that provides each layer on the device of the keys, copied there if necessary.
 
-    Attributes:
-        key, query: weights of the functions of keys and of queries; digits: those of `transform`.
-        hows: how planes come from them, per KV head and per query head; fits: whether the kernel supports them.
+    A copy is renewed when the original weights change. Writes to weights that were created in inference mode are not
+    noticed, because torch does not count them.
     """
 
-    key: list[Tensor]
-    query: list[Tensor]
-    digits: list[Tensor]
-    hows: tuple[How, How]
-    fits: bool
+    def __init__(self, hasher: Hasher):
+        self.hasher = hasher
+        self._copies: dict[tuple[int, torch.device], tuple[_Watch, LayerHasher]] = {}
+
+    def layer(self, index: int, device: torch.device) -> LayerHasher:
+        """Return one layer's hash functions on a device."""
+        known = self._copies.get((index, device))
+        # Versions cannot be read while a graph is compiled.
+        if known is not None and (torch.compiler.is_compiling() or known[0].unchanged(self.hasher.layers[index])):
+            return known[1]
+        own = cast(LayerHasher, self.hasher.layers[index])
+        if own.remainder.device == device:
+            return own
+        there = copied(own, device)
+        place(there, own)
+        self._copies[index, device] = _Watch(own), there
+        return there
 
 
-_placed: dict[int, Placed] = {}
+class _Watch:
+    """Detects changes of a layer's weights, by identity and by version, which torch increments with every write.
 
-
-def place(layer: LayerHasher, original: LayerHasher | None = None) -> None:
-    """Cache the addresses of a layer's tensors from now on; the tensors must never be replaced.
-
-    Args:
-        original: the layer in host memory that it is a copy of. If all matrices are float16 numbers, the kernel reads
-            them as such, half the bytes, and computes the same.
+    It runs for each layer at each step, so it reads the modules' dictionaries directly.
     """
-    if type(layer) not in _VARIANTS:
-        return
-    known = _described(layer)
-    if original is not None and _is_narrow(original):
-        known = known._replace(key=_narrowed(known.key), query=_narrowed(known.query))
-    _placed[id(layer)] = known
-    weakref.finalize(layer, _forget, id(layer), id(known.key[0]), id(known.query[0]))
-    if not isinstance(known.key[0], FakeTensor):
-        for weights in known[:2]:
-            encode_launches.sides[id(weights[0])] = encode_launches.describe(weights, known.digits)
 
+    def __init__(self, layer: LayerHasher):
+        self._layer = layer
+        places = [(x._parameters, x._buffers, x._modules) for x in layer.modules()]
+        self._held = [(held, name, held[name]) for three in places for held in three for name in held]
+        tensors = [x for *_, x in self._held if isinstance(x, torch.Tensor)]
+        self._storages = [x.untyped_storage() for x in tensors]  # kept alive, so that their addresses are not reused
+        self._at = [(x, held._cdata) for x, held in zip(tensors, self._storages, strict=True)]
+        self._versions = [(x, x._version) for x in tensors if not x.is_inference()]
 
-def _forget(layer: int, *sides: int) -> None:
-    for side in sides:
-        encode_launches.sides.pop(side, None)
-    del _placed[layer]
-
-
-def _is_narrow(layer: LayerHasher) -> bool:
-    """Whether all matrices of a layer in host memory are float16 numbers; False for fake ones."""
-    found = [x for weights in (key_weights(layer), query_weights(layer)) for x in _matrices(weights)]
-    if any(isinstance(x, FakeTensor) or x.device.type != "cpu" for x in found):
-        return False
-    rounded = [x.half().float() for x in found]
-    if any(isinstance(x, FakeTensor) for x in rounded):  # in a mode that makes all results fake
-        return False
-    return all(map(torch.equal, found, rounded))
-
-
-def _matrices(weights: Sequence[Tensor]) -> list[Tensor]:
-    return [x for name, x in zip(NAMES[len(weights)], weights, strict=True) if name in MATRICES]
-
-
-def _narrowed(weights: Sequence[Tensor]) -> list[Tensor]:
-    return [x.half() if name in MATRICES else x for name, x in zip(NAMES[len(weights)], weights, strict=True)]
+    def unchanged(self, layer: object) -> bool:
+        """Whether `layer` is the watched layer, with unchanged weights."""
+        if layer is not self._layer:
+            return False
+        held = all(held[name] is x for held, name, x in self._held)
+        written = any(x._version != version for x, version in self._versions)
+        return held and not written and all(x.untyped_storage()._cdata == at for x, at in self._at)
 
 
 def supports(layer: LayerHasher, x: Tensor) -> bool:
@@ -97,31 +104,8 @@ def supports(layer: LayerHasher, x: Tensor) -> bool:
 
 def fits(layer: LayerHasher, x: Tensor) -> bool:
     """Whether the operators below support tokens x [B, H, T, D] of a layer, apart from their dtype and device."""
-    known = _placed.get(id(layer))
-    return 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS and (_fits(layer) if known is None else known.fits)
-
-
-def _fits(layer: LayerHasher) -> bool:
-    if type(layer) not in _VARIANTS or layer.remainder.dtype != torch.float32:
-        return False
-    hidden = (
-        0 if isinstance(layer, Lsh) else (layer if isinstance(layer, Paper) else cast(Planes, layer).key).w1.shape[2]
-    )
-    return max(layer.d, layer.bits, hidden) <= MOST and layer.hkv <= MOST_GROUPS
-
-
-def code_shape(layer: LayerHasher, per_query_head: bool) -> tuple[int, int]:
-    """Return the heads and int32 words of a key's codes."""
-    words = layer.bits // 32
-    if per_query_head:
-        return layer.hq, words
-    return layer.hkv, words * (layer.group if isinstance(layer, Paper) else 1)
-
-
-def plane_weights(layer: LayerHasher, per_query_head: bool) -> tuple[int, ...]:
-    """Return the weights of a query's planes."""
-    how = hows(layer)[per_query_head]
-    return tuple(1 << p for p in range(how.planes)) or group_weights(how.group)
+    known = placed.get(id(layer))
+    return 0 < x.shape[0] * x.shape[2] <= MAX_TOKENS and (are_supported(layer) if known is None else known.fits)
 
 
 def write_keys(layer: LayerHasher, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None) -> None:
@@ -131,7 +115,7 @@ def write_keys(layer: LayerHasher, k: Tensor, codes: Tensor, at: Tensor | None, 
 
     Args: first: for a copy of the codes' first words, int32 [B, H, N], or None.
     """
-    known = _described(layer)
+    known = placed.get(id(layer)) or found_in(layer)
     OPERATORS.hash_keys(k, known.key, known.digits, codes, at, first)
 
 
@@ -140,62 +124,170 @@ def queries(layer: LayerHasher, q: Tensor, per_query_head: bool) -> tuple[Tensor
 
     A check would make the host wait. NaN weights have level -1; infinite ones count as the largest float32.
     """
-    known = _described(layer)
+    known = placed.get(id(layer)) or found_in(layer)
     found = OPERATORS.hash_queries(q, known.query, known.digits, *known.hows[per_query_head])
-    return found, plane_weights(layer, per_query_head)
+    return found, known.planes[per_query_head]
 
 
 def step(
     layer: LayerHasher, k: Tensor, codes: Tensor, q: Tensor, per_query_head: bool
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Do both at once: keys [B, Hkv, T, D] into all of `codes`, queries [B, Hq, T, D] to planes and their weights."""
-    known = _described(layer)
+    known = placed.get(id(layer)) or found_in(layer)
     how = known.hows[per_query_head]
     found = OPERATORS.hash_step(k, known.key, q, known.query, known.digits, codes, *how)
-    return found, plane_weights(layer, per_query_head)
+    return found, known.planes[per_query_head]
 
 
-def _described(layer: LayerHasher) -> Placed:
-    known = _placed.get(id(layer))
-    if known is not None:
-        return known
-    return Placed(key_weights(layer), query_weights(layer), digits_of(layer), hows(layer), _fits(layer))
+def hash_keys(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    digits: Sequence[Tensor],
+    codes: Tensor,
+    at: Tensor | None = None,
+    first: Tensor | None = None,
+    run: Run | None = None,
+) -> None:
+    """Hash x [B, Hkv, T, D], not empty, into codes int32 [B, H, N, W], from token `at` on.
+
+    Args:
+        weights: see `encode_weights.NAMES`, without gaps.
+        digits: int64 coordinate [Hkv, bits], float32 power [Hkv, bits] and limit [Hkv, C]; empty if C is bits.
+        codes: their words must be contiguous (stride 1). With more heads than the functions, each code is written to
+            as many; with fewer, the codes of several functions lie side by side.
+        first: for a copy of the codes' first words, int32 [B, H, N], contiguous along N; None: not wanted.
+    """
+    _hash((x, side_of(weights, digits), codes, at, first), None, run)
 
 
-def hows(layer: LayerHasher) -> tuple[How, How]:
-    """Return how planes come from a layer's functions, per KV head and per query head."""
-    planes = getattr(layer, "planes", 0)
-    together = How(layer.bits, 1, 0, layer.group) if isinstance(layer, Paper) else How(layer.bits, layer.group, planes)
-    return together, How(layer.bits, 1, planes)
+def hash_queries(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    digits: Sequence[Tensor],
+    how: How,
+    run: Run | None = None,
+) -> Tensor:
+    """Hash x [B, Hq, T, D], not empty, to planes int32 of shape `planes_shape(x, how)`. Args: as `hash_keys`."""
+    return _hash(None, (x, side_of(weights, digits), how), run)
 
 
-def key_weights(layer: LayerHasher) -> list[Tensor]:
-    """Return the weights of the functions of keys, as `encode_launches.NAMES` has them."""
-    return _weights(layer, "key")
+def hash_step(
+    k: Tensor,
+    key_weights: Sequence[Tensor],
+    q: Tensor,
+    query_weights: Sequence[Tensor],
+    digits: Sequence[Tensor],
+    codes: Tensor,
+    how: How,
+    run: Run | None = None,
+) -> Tensor:
+    """Do both in one launch: keys k [B, Hkv, T, D] into all of `codes`, and queries q [B, Hq, T, D] to planes."""
+    return _hash((k, side_of(key_weights, digits), codes, None, None), (q, side_of(query_weights, digits), how), run)
 
 
-def query_weights(layer: LayerHasher) -> list[Tensor]:
-    """Return the weights of the functions of queries."""
-    return _weights(layer, "query")
+class _Call(NamedTuple):
+    """A prepared launch; each call sets these arguments."""
+
+    k: ctypes.c_void_p
+    codes: Codes
+    of_keys: bytearray
+    q: ctypes.c_void_p
+    planes: Bits
+    of_queries: bytearray
+    digits: bytearray
+    words: int
+    """Of the memory where the heads of a group meet."""
+    like: Tensor
+    """A tensor like the result."""
+    launches: Kept
 
 
-def _weights(layer: LayerHasher, side: str) -> list[Tensor]:
-    if isinstance(layer, Lsh):
-        found = [layer.rotation]
-    else:
-        owner: nn.Module = layer if isinstance(layer, Paper) else getattr(layer, side)
-        names = NAMES[3 + layer.residual] if isinstance(layer, Paper) else NAMES[5]
-        found = [getattr(owner, name) for name in names]
-    return [x.detach() if x.requires_grad else x for x in found]  # avoid views, which are slow
+_calls: Table[_Call] = Table()
+_Keys = tuple[Tensor, Side, Tensor, Tensor | None, Tensor | None]
+_Queries = tuple[Tensor, Side, How]
 
 
-def digits_of(layer: LayerHasher) -> list[Tensor]:
-    """Return coordinate, power and limit of `transform`; nothing for other variants."""
-    return list(layer.layout()) if isinstance(layer, Transform) else []
+def _hash(keys: _Keys | None, queries: _Queries | None, run: Run | None) -> Any:
+    """Launch one side, or both with the same number of tokens; return the planes of queries."""
+    k, of_keys, q, of_queries = None, None, None, None
+    if keys is not None:
+        k = keys[0].contiguous()
+        of_keys = k.shape, keys[1].form, keys[2].shape, keys[2].stride()
+    if queries is not None:
+        q = queries[0].contiguous()
+        of_queries = q.shape, queries[1].form, queries[2]
+    x = k if q is None else q
+    assert x is not None
+    form = of_keys, of_queries, x.dtype, x.device
+    call = _calls.found.get(form)
+    if call is None:
+        call = _calls.keep(form, _prepare(keys, queries))
+    found = None
+    if keys is not None and k is not None:
+        to, (codes, at, first) = call.codes, keys[2:]
+        call.k.value, to.words, to.at = k.data_ptr(), codes.data_ptr(), None if at is None else at.data_ptr()
+        to.first = None if first is None else first.data_ptr()
+        to.first_batch, to.first_head = (0, 0) if first is None else first.stride()[:2]
+        call.of_keys[:], call.digits[:] = keys[1].functions, keys[1].described
+    if queries is not None and q is not None:
+        found, planes = torch.empty_like(call.like), call.planes
+        call.q.value, planes.words = q.data_ptr(), found.data_ptr()
+        call.of_queries[:], call.digits[:] = queries[1].functions, queries[1].described
+        if call.words:
+            planes.tickets = address = zeroed(call.words, x.device).address
+            planes.numbers = address + 4 * TICKETS
+    (launch.run if run is None else run)(call.launches, x.device, KERNELS)
+    return found
+
+
+def _prepare(keys: _Keys | None, queries: _Queries | None) -> _Call:
+    x, side = keys[:2] if queries is None else queries[:2]  # pyright: ignore[reportOptionalSubscript]
+    batch, _, tokens, _ = x.shape
+    codes, planes, k, q = Codes(), Bits(), ctypes.c_void_p(), ctypes.c_void_p()
+    blocks, heads, words, like = [0, 0], [0, 0], 0, x.new_empty(0)
+    if keys is not None:
+        heads[0], blocks[0] = keys[0].shape[1], _blocks(keys[0], keys[1])
+        to = keys[2]
+        join = to.shape[3] // (keys[1].form[-1] // 32)
+        codes = Codes(None, *to.stride()[:3], None, None, 0, 0, to.shape[1] * join // blocks[0], join)
+    if queries is not None:
+        how, heads[1], blocks[1] = queries[2], x.shape[1], _blocks(x, side)
+        shape = planes_shape(x, how)
+        planes = Bits(None, None, None, how.group, how.join, shape[3], how.planes == 0)
+        words = TICKETS + batch * heads[1] * tokens * side.form[3] if how.group > 1 else 0
+        like = x.new_empty(*shape, dtype=torch.int32)
+    of_keys, of_queries = (bytearray(ctypes.sizeof(Functions)) for _ in range(2))
+    digits = bytearray(ctypes.sizeof(Digits))
+    arguments = (
+        *(k, ctypes.c_int32(heads[0]), codes, Functions.from_buffer(of_keys)),
+        *(q, ctypes.c_int32(heads[1]), planes, Functions.from_buffer(of_queries)),
+        *(Digits.from_buffer(digits), ctypes.c_int32(tokens)),
+    )
+    macros = ("SPARSE_BF16", _BF16[x.dtype]), ("SPARSE_NARROW", side.form[5])
+    step = make_launch("encode.cu", "hash_tokens", (batch * tokens, sum(blocks)), THREADS, arguments, macros)
+    return _Call(k, codes, of_keys, q, planes, of_queries, digits, words, like, Kept([step]))
+
+
+def _blocks(x: Tensor, side: Side) -> int:
+    """Return the number of blocks that hash a token: of heads of x or of functions, whichever are more."""
+    return max(x.shape[1], side.form[0])
+
+
+def planes_shape(x: Tensor, how: How) -> tuple[int, ...]:
+    """Return the shape of the planes of queries [B, H, T, D]: [B, H / group / join, T, P, join bits / 32]."""
+    heads, slots = x.shape[1] // (how.group * how.join), how.planes or how.group.bit_length()
+    return x.shape[0], heads, x.shape[2], slots, how.join * how.bits // 32
+
+
+def side_of(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> Side:
+    """Return the kernel arguments of contiguous weights and digits, cached for layers passed to `place`."""
+    known = sides.get(id(weights[0]))
+    # Comparing lists compares identities first, so no tensor contents are compared here.
+    return known if known and known.weights == weights and known.digits == digits else describe(weights, digits)
 
 
 def _hash_queries(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], *how: int) -> Tensor:
-    return encode_launches.hash_queries(x, weights, digits, How(*how))
+    return hash_queries(x, weights, digits, How(*how))
 
 
 def _hash_step(
@@ -207,11 +299,11 @@ def _hash_step(
     codes: Tensor,
     *how: int,
 ) -> Tensor:
-    return encode_launches.hash_step(k, key_weights, q, query_weights, digits, codes, How(*how))
+    return hash_step(k, key_weights, q, query_weights, digits, codes, How(*how))
 
 
 def _fake_queries(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], *how: int) -> Tensor:
-    return x.new_empty(How(*how).shape(x), dtype=torch.int32)
+    return x.new_empty(planes_shape(x, How(*how)), dtype=torch.int32)
 
 
 def _fake_step(
@@ -226,92 +318,16 @@ def _fake_step(
     return _fake_queries(q, query_weights, digits, *how)
 
 
-def _keys_on_cpu(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    digits: Sequence[Tensor],
-    codes: Tensor,
-    at: Tensor | None,
-    first: Tensor | None = None,
-) -> None:
-    if len(weights) == 5:
-        found = encode.hash_tokens(*_arrays(weights, digits), x, 1, 0)[0][..., 0, :]
-    else:
-        found = hashcore.pack(_numbers(x, weights))
-    (heads, width), (had, words) = (codes.shape[1], codes.shape[3]), (found.shape[1], found.shape[3])
-    found = _joined(found, width // words).repeat_interleave(heads * width // (had * words), 1)
-    begin = 0 if at is None else int(at)
-    tokens = slice(begin, begin + x.shape[2])
-    codes[:, :, tokens] = found
-    if first is not None:
-        first[:, :, tokens] = found[..., 0]
-
-
-def _queries_on_cpu(x: Tensor, weights: Sequence[Tensor], digits: Sequence[Tensor], *how: int) -> Tensor:
-    _, group, planes, join = how
-    if not planes:
-        codes = hashcore.pack(_numbers(x, weights))
-        if group == 1:
-            return _joined(codes, join)[..., None, :]
-        return hashcore.group_planes(codes.unflatten(1, (-1, group)).transpose(2, 3))[0]
-    words, numbers = encode.hash_tokens(*_arrays(weights, digits), x, group, planes)
-    if not words.numel():
-        hashcore.planes(numbers, planes)  # raises the error
-    return words
-
-
-def _step_on_cpu(
-    k: Tensor,
-    key_weights: Sequence[Tensor],
-    q: Tensor,
-    query_weights: Sequence[Tensor],
-    digits: Sequence[Tensor],
-    codes: Tensor,
-    *how: int,
-) -> Tensor:
-    _keys_on_cpu(k, key_weights, digits, codes, None)
-    return _queries_on_cpu(q, query_weights, digits, *how)
-
-
-def _numbers(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Apply `lsh` or `paper` to x [B, H, T, D] as its layer does, so that the bits are the same: [B, H or F, T, C]."""
-    x, heads = x.float(), len(weights[0])
-    if len(weights) == 1:
-        if x.shape[1] == heads:
-            return x @ weights[0]
-        return (x.unflatten(1, (heads, -1)) @ weights[0][:, None]).flatten(1, 2)
-    (w1, b1, w2), b2 = weights[:3], weights[3] if len(weights) == 4 else None
-    x = x.repeat_interleave(heads // x.shape[1], 1)
-    h = F.silu(x @ w1 + b1)
-    if b2 is None:
-        return h @ w2
-    h = h + x if h.shape == x.shape else h
-    y = h @ w2 + b2
-    return y + h if y.shape == h.shape else y
-
-
-def _joined(codes: Tensor, join: int) -> Tensor:
-    """Put the codes [B, H, T, W] of `join` adjacent heads side by side: [B, H / join, T, join W]."""
-    return codes if join == 1 else codes.unflatten(1, (-1, join)).transpose(2, 3).flatten(-2)
-
-
-def _arrays(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> tuple[encode.Weights, encode.Digits]:
-    if not digits:
-        return tuple(x.numpy() for x in weights), encode.NO_DIGITS
-    coordinate, power, limit = digits
-    return tuple(x.numpy() for x in weights), (coordinate.int().numpy(), power.numpy(), limit.numpy())
-
-
 LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
 _HOW = "int bits, int group, int planes, int join"
 _OPERATORS = {
     "hash_keys(Tensor x, Tensor[] weights, Tensor[] digits, Tensor(a!) codes, Tensor? at, Tensor(b!)? first=None) "
-    "-> ()": (*(encode_launches.hash_keys, _keys_on_cpu, lambda *_: None),),
+    "-> ()": (*(hash_keys, encode_on_cpu.hash_keys, lambda *_: None),),
     f"hash_queries(Tensor x, Tensor[] weights, Tensor[] digits, {_HOW}) -> Tensor": (
-        *(_hash_queries, _queries_on_cpu, _fake_queries),
+        *(_hash_queries, encode_on_cpu.hash_queries, _fake_queries),
     ),
     "hash_step(Tensor k, Tensor[] key_weights, Tensor q, Tensor[] query_weights, Tensor[] digits, "
-    f"Tensor(a!) codes, {_HOW}) -> Tensor": (_hash_step, _step_on_cpu, _fake_step),
+    f"Tensor(a!) codes, {_HOW}) -> Tensor": (_hash_step, encode_on_cpu.hash_step, _fake_step),
 }
 for _schema, (_cuda, _cpu, _fake) in _OPERATORS.items():
     _name = LIBRARY.define(_schema)

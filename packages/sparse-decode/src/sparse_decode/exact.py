@@ -21,16 +21,22 @@ import threading
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from sparse_decode.cache import CodedDynamicLayer
+from sparse_decode.dense_step import MOST_ROWS
 from sparse_decode.exact_refusals import require_drafts
+from sparse_decode.growing import FROM, grow
+from sparse_decode.interface import Hook, may_grow
+from sparse_decode.model import CACHE_NAMES
 from sparse_decode.pace import Pace
+from sparse_decode.plan import LayerPlan
 from sparse_decode.remainder import RunningMoments
 
 MARK = "_drafted_by"
@@ -248,3 +254,46 @@ def retype(model: PreTrainedModel, drafts: Drafts) -> Callable[[], None]:
             model.__class__ = plain
 
     return undo
+
+
+class ExactHook(Hook):
+    """The hook of exact mode: sparse while tokens are drafted with a cache, dense otherwise.
+
+    Args: drafting: whether tokens are being drafted with a cache; grows: makes the dense layers of a cache grow in
+        place; the others as in `Hook`.
+    """
+
+    __slots__ = ("_drafting", "_grows")
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        arguments: tuple[str, ...],
+        ours: tuple[Any, str],
+        coded: Callable[[LayerPlan, Any], CacheLayerMixin],
+        growing: WeakSet[CacheLayerMixin],
+        drafting: Callable[[object], bool],
+        grows: Callable[[object], None],
+    ):
+        super().__init__(plan, arguments, ours, coded, growing, may_be_short=False)
+        self._drafting, self._grows = drafting, grows
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs} if args else kwargs
+        cache = given.get(CACHE_NAMES[0])
+        if self._drafting(cache):
+            return super().__call__(module, args, kwargs)
+        self._require_ours(kwargs)
+        hidden = given.get("hidden_states")
+        if type(cache) is not DynamicCache or hidden is None or self._layer >= len(cache.layers):
+            return None
+        held: Any = cache.layers[self._layer]
+        keys: Any = held.keys if type(held) is DynamicLayer and held.is_initialized else None
+        if keys is None or not keys.numel() or hidden.shape[1] > MOST_ROWS:
+            return None
+        if keys.shape[2] >= FROM and may_grow(hidden):
+            grow(held, self._growing)
+            self._grows(cache)
+        return None

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from sparse_decode import encode, fused_kernels
 from sparse_decode.attend import KINDS, LIKE
-from sparse_decode.budget import Budget
+from sparse_decode.budget import Budget, Tally
 from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.fused_kernels import AT, FORM
+from sparse_decode.remainder import Coefficients
 from sparse_decode.select import HashSelector
 
 _NO_SUMS = 0, 0, 0, 0
@@ -82,11 +83,25 @@ def _coordinate(layer: Planes | Transform) -> Tensor | None:
 
 
 class FusedStep:
-    """Runs the plain decode steps of one layer."""
+    """Runs the plain decode steps of one layer.
 
-    def __init__(self, layer: int, selector: HashSelector, budget: Budget):
+    Args:
+        shortest: the shortest context of a sparse step; coefficients: those of the remainder, or None for none.
+        tally: where the tokens read are counted.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        selector: HashSelector,
+        budget: Budget,
+        shortest: int,
+        coefficients: Coefficients | None,
+        tally: Tally,
+    ):
         self.layer: int = layer
         self.budget: Budget = budget
+        self._shortest, self._coefficients, self._tally = shortest, coefficients, tally
         self._selector = selector
         self._cpu_encoder = encode.CpuEncoder()
         self._form: _Form | None = None
@@ -98,20 +113,38 @@ class FusedStep:
         k: Tensor,
         v: Tensor,
         scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-        left_out: tuple[Tensor, Tensor] | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor | None:
-        """Select and attend: q [B, Hq, 1, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] on the CPU -> [B, 1, Hq, Dv].
+        """Encode, select and attend: q [B, Hq, 1, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, 1, Hq, Dv].
 
-        Args:
-            held: the cache layer that stores k and v; only a dynamic one on the CPU is supported.
-            left_out: coefficients of the remainder, float32 [Hq, 5], and slopes, float32 [Hq], times the factor on the
-                logits; None for no remainder.
+        Args: as in `sparse_decode.attend`; held: the cache layer that stores k and v, a dynamic one on the CPU.
         Returns: None if the call is not supported here; the cache is then unchanged.
         """
         if not isinstance(held, CodedDynamicLayer) or held.on_host or held.keys is not k or held.values is not v:
             return None
+        n = k.shape[2]
+        if n < self._shortest:
+            return None
+        left_out = None if self._coefficients is None else self._coefficients.on(q.device, scaling)
+        out = self._run(held, q, k, v, scaling, softcap, sinks, left_out)
+        if out is not None:
+            heads = len(q) * q.shape[1]
+            self._tally.add(heads * self.budget.count_row(n), heads * n)
+        return out
+
+    def _run(
+        self,
+        held: CodedDynamicLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+        left_out: tuple[Tensor, Tensor] | None,
+    ) -> Tensor | None:
+        """Run the kernel. left_out: the result of `Coefficients.on`, or None; the others as in `attend`."""
         batch, hkv, n = k.shape[:3]
         codes, pending = held.room_for_code()
         form, reads, moments = self._formed(q, k, v, codes, left_out), self.budget.count_row(n), held.moments
@@ -158,7 +191,8 @@ class FusedStep:
         key = q.dtype, k.dtype, v.dtype, left_out is None, *((x.shape[:2], x.shape[3], x.stride()) for x in given)
         if known is not None and known.key == key and known.holds(self.layer, left_out):
             return known
-        layer = self._selector.own_layer(self.layer, q.device)
+        placed = None if self._selector.per_query_head else self._selector.placed
+        layer = None if placed is None else placed.layer(self.layer, q.device)
         if layer is None or not encode.supports(layer, q):
             return None
         own = cast(Planes | Transform, layer)

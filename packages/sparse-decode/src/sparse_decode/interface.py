@@ -1,77 +1,39 @@
-"""The attention function that Hugging Face calls.
+"""What Hugging Face calls in a sparse layer: the hook of its attention module, and the attention function.
 
-A hook on each sparse attention module adds a keyword argument, `sparse_decode`: the `AttentionContext`. It is passed
-as an argument because threads share module state and context variables break compilation.
+The hook passes an `AttentionContext` to the attention function as a keyword argument, `sparse_decode`. It is passed as
+an argument because threads share module state and context variables break compilation.
+
+Most calls are alike: one token and no options. For those, the hook and the function do as little as possible. A small
+layer at a short context takes a millisecond, and the hook's overhead must stay below 2 % of that; a longer one takes a
+step in one go (`LayerPlan.steps`). `sparse_decode.calls` runs all other calls.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from sparse_decode import flash
-from sparse_decode.attend import require
-from sparse_decode.blocks import AttentionArgs
-from sparse_decode.cache import CodedDynamicLayer, CodedStaticLayer
-from sparse_decode.dense_step import OWN_FROM, QUIET, attend_by_torch, with_means
-from sparse_decode.dense_step import attend_step as attend_dense_step
-from sparse_decode.growing import GrowingLayer
-from sparse_decode.modes import autocasts, no_autocast, readable
-from sparse_decode.offload import HostLayer
-from sparse_decode.opaque import attend_step
-from sparse_decode.plan import LayerPlan, trim
-from sparse_decode.positions import visible_rows
-from sparse_decode.remainder import StaticMoments
-from sparse_decode.select import HashSelector
-
-# Hugging Face searches these names for "flash", "sdpa" and "flex", so they must not contain these words.
-NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager"}
-"""Names of our attention, by the dense attention it replaces."""
-
-FLASH_NAME = "sparse_decode_fa"
-"""Name of our attention with dense calls through flash-attn."""
+from sparse_decode import calls
+from sparse_decode.dense_step import OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
+from sparse_decode.growing import FROM, GrowingLayer, grow
+from sparse_decode.model import CACHE_NAMES, FLASH_NAME, NAMES, OTHER_STATES
+from sparse_decode.plan import LayerPlan
 
 KEYWORD = "sparse_decode"
-_SEES_NOTHING = (
-    "a row of the mask sees no token, for which eager attention reads all values, here in host memory; load the model "
-    'with attn_implementation="sdpa"'
+NO_COPY = (
+    "a model to which sparse attention is attached cannot be copied or pickled; call detach() first, and attach to the "
+    "copy"
 )
-
-
-class AttentionName(str):
-    """The name of our attention in an attached model's config; copies and files of the config get the dense name.
-
-    Attributes:
-        dense: the attention that it replaces; live: whether the attachment that set it is still attached.
-    """
-
-    dense: str
-    live: bool
-
-    @classmethod
-    def of(cls, name: str, dense: str) -> AttentionName:
-        """Create a live name."""
-        made = cls(name)
-        made.dense, made.live = dense, True
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> str:
-        return self.dense
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (self.dense,)
-
-
-Output = tuple[Tensor, Tensor | None]
+_OTHERS = frozenset(OTHER_STATES)
+_SET = "_attn_implementation_internal"  # of a config; reading it as an attribute takes longer than the rest of the hook
 
 
 class AttentionContext:
@@ -85,40 +47,6 @@ class AttentionContext:
     def __init__(self, plan: LayerPlan, cache: CacheLayerMixin | None):
         self.plan: LayerPlan = plan
         self.cache: CacheLayerMixin | None = cache
-
-    def codes(self, k: Tensor) -> Tensor | None:
-        """Return the codes of the cached keys k [B, Hkv, N, D]: from the cache, or hashed now if there is no cache."""
-        if not self.plan.selector.needs_codes:
-            return None
-        if self.cache is None:
-            return self.plan.encoder(k)
-        codes: Tensor = self.cache.codes  # pyright: ignore[reportAttributeAccessIssue]
-        if codes.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"the cache must carry a code for each of its {k.shape[2]} keys, got {codes.shape[2]}; change its keys "
-                "only through its methods"
-            )
-        return codes
-
-    def encode(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, tuple[Tensor, tuple[int, ...]] | None]:
-        """Return `codes(k)`, and the planes of a step's queries q [B, Hq, 1, D] on a GPU if hashed with the new key."""
-        held, selector, planes = self.cache, self.plan.selector, None
-        if not isinstance(held, CodedDynamicLayer) or not isinstance(selector, HashSelector):
-            return self.codes(k), None
-        if q.shape[2] > 1 or readable(q) or held.encoder is not self.plan.encoder or held.encoder.lists:
-            return self.codes(k), None
-        room, missing = held.room_for_code()
-        if missing:
-            n = k.shape[2]
-            planes = selector.encode_step(self.plan.layer, k[:, :, n - 1 :], room[:, :, n - 1 : n], q)
-        if planes is not None:
-            held.wrote_code()
-        return self.codes(k), planes
-
-    def first_words(self, codes: Tensor | None) -> Tensor | None:
-        """Return the cache's copy of the first words of codes [B, H, N, W], [B, H, N]; None if it has none."""
-        words: Tensor | None = None if codes is None else getattr(self.cache, "first_words", None)
-        return None if words is None or codes is None else words[:, :, : codes.shape[2]]
 
 
 class Short(AttentionContext):
@@ -134,6 +62,127 @@ class Short(AttentionContext):
         self.count: Callable[[int, int], None] = plan.count_short
         self.by_torch: bool = name == NAMES["sdpa"]
         """Whether the model's own attention is torch's, which needs no checks then."""
+
+
+class Hook:
+    """The forward pre-hook of a sparse layer's attention module.
+
+    Args:
+        plan: the layer's plan; arguments: the names of the module's positional arguments.
+        ours: the config of the text decoder, and the attention implementation that it must name.
+        coded: makes a cache carry codes in the plan's layer, and returns that layer.
+        growing: the cache layers that grow in place and carry no codes.
+        may_be_short: whether a cache layer may stay plain below the break-even.
+    """
+
+    __slots__ = (
+        "_arguments",
+        "_below",
+        "_coded",
+        "_config",
+        "_growing",
+        "_layer",
+        "_name",
+        "_settings",
+        "_short",
+        "plan",
+    )
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        arguments: tuple[str, ...],
+        ours: tuple[Any, str],
+        coded: Callable[[LayerPlan, Any], CacheLayerMixin],
+        growing: WeakSet[CacheLayerMixin],
+        may_be_short: bool,
+    ):
+        self.plan: LayerPlan = plan
+        self._arguments = arguments
+        self._config, self._name = ours
+        self._settings: dict[str, Any] = vars(self._config)
+        self._coded = coded
+        self._growing = growing
+        self._layer, self._short = plan.layer, Short(plan, self._name)
+        below: Any = plan.budget.dense_below
+        self._below: int = below if may_be_short else 0
+
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._require_ours(kwargs)
+        if self._below and not args and (call := self._if_short(kwargs)) is not None:
+            kwargs[KEYWORD] = call  # safe: torch makes a new dict for every call
+            return None
+        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+        if any(given.get(name) is not None for name in OTHER_STATES):
+            return args, kwargs  # cross-attention
+        if args and self._below and (call := self._if_short(given)) is not None:
+            return args, {**kwargs, KEYWORD: call}
+        return args, {**kwargs, KEYWORD: self._context(given)}
+
+    def _context(self, given: dict[str, Any]) -> AttentionContext:
+        """Return the context of a call, after making the layer's cache carry codes if it does not yet."""
+        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+        if isinstance(cache, Cache) and self._layer < len(cache.layers):
+            held: Any = cache.layers[self._layer]
+            if getattr(held, "encoder", None) is self.plan.encoder:
+                return AttentionContext(self.plan, held)
+        return AttentionContext(self.plan, None if cache is None else self._coded(self.plan, cache))
+
+    def _require_ours(self, kwargs: dict[str, Any]) -> None:
+        """Raise ValueError if the call uses a paged cache, or another attention implementation was set."""
+        if "read_index" in kwargs:
+            _refuse_paged()
+        if self._settings.get(_SET) is self._name:
+            return
+        if (now := self._config._attn_implementation) != self._name:
+            _refuse_attention(now)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(NO_COPY)
+
+    def _if_short(self, given: dict[str, Any]) -> AttentionContext | None:
+        """Return the context of a call after which the sequence is still too short to need codes; else None."""
+        cache, hidden = given.get(CACHE_NAMES[0]), given.get("hidden_states")
+        if type(cache) is not DynamicCache or hidden is None or cache.offloading or not _OTHERS.isdisjoint(given):
+            return None
+        if self._layer >= len(layers := cache.layers):
+            return None
+        held: Any = layers[self._layer]
+        kind = type(held)
+        if kind is not DynamicLayer and kind is not GrowingLayer:
+            return None
+        new = hidden.shape[1]
+        n = held.keys.shape[2] if held.is_initialized and held.keys.numel() else 0
+        if n + new >= self._below:
+            return None
+        if new > 1:  # a prompt: `attention` checks whether later steps can be sparse
+            return AttentionContext(self.plan, held)
+        if n >= FROM and kind is DynamicLayer and may_grow(hidden):
+            grow(held, self._growing)
+        return self._short
+
+
+def may_grow(hidden: Tensor) -> bool:
+    """Whether the cache of a layer with these hidden states may be written in place."""
+    return hidden.device.type == "cpu" and not hidden.requires_grad and not torch.compiler.is_compiling()
+
+
+def _refuse_attention(now: str) -> None:
+    """Raise ValueError because another attention implementation was set."""
+    raise ValueError(
+        f'attention was set to "{now}" while sparse attention is attached; call detach() before '
+        "set_attn_implementation, and attach again"
+    )
+
+
+def _refuse_paged() -> None:
+    """Raise ValueError because continuous batching called the module; transformers then sets its own attention."""
+    raise ValueError(
+        "sparse attention does not support the paged cache of continuous batching (generate_batch, transformers "
+        "serve); call detach() first, use generate, or serve with the package sparse-serve"
+    )
 
 
 def register() -> None:
@@ -183,320 +232,23 @@ def attention(
         return attend_densely(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
     if type(call) is AttentionContext and _is_plain(module, query, attention_mask, dropout, kwargs):
-        options = factor, kwargs.get("softcap"), kwargs.get("s_aux")
-        out = call.plan.attend_at_once(call.cache, query, key, value, *options)
+        step, options = call.plan.steps.get(query.device.type), (kwargs.get("softcap"), kwargs.get("s_aux"))
+        out = None if step is None else step.attend(call.cache, query, key, value, factor, *options)
         if out is not None:
             return out, None
-    return _attend(module, call, query, key, value, attention_mask, dropout, factor, kwargs)
-
-
-def _attend(
-    module: Any,
-    call: AttentionContext,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    factor: float,
-    kwargs: dict[str, Any],
-) -> Output:
-    """Run any call of a sparse layer; arguments as in `attention`."""
-    # A static cache returns its whole buffers; its length is a tensor, which a compiled graph must not read.
-    length = call.cache.cumulative_length if isinstance(call.cache, StaticLayer) else None
-    compiling = torch.compiler.is_compiling()
-    whole = length is None or compiling or _all_room(call, query, key, mask)
-    end = key.shape[2] if whole else int(cast(Tensor, length))
-
-    def dense() -> Output:
-        held = call.cache.all_on(query.device) if isinstance(call.cache, HostLayer) else (key, value)
-        return attend_densely(module, query, *held, mask, dropout, factor, **kwargs)
-
-    sparse_call = call.plan.rule.may_be_sparse(query.shape[2], end)
-    one_way = getattr(module, "is_causal", True) or mask is not None or query.shape[2] == 1
-    _refuse(kwargs if one_way else {**kwargs, "is_causal": False}, dropout, sparse_call)
-    mask = _as_wide(mask, query, key)
-    if not compiling:
-        require_serves(module, call, query, key, value, mask)
-        if call.cache is not None:
-            _weights_wanted(module, call.plan, kwargs)  # refuses at prefill what a later step could not return
-    if not sparse_call:
-        _learn(call, key, value, mask, length, factor)
-        return dense()
-    if autocasts(query.device):  # cast as torch's own attention does
-        host = isinstance(call.cache, HostLayer)  # its keys and values keep their dtype
-        kind = key.dtype if host else torch.get_autocast_dtype(query.device.type)
-        query, key, value = (x.to(kind) for x in (query, key, value))
-    if compiling:
-        return _compiled(call, query, key, value, mask, length, factor, kwargs), None
-    with no_autocast(query.device):
-        return _sparse(module, call, query, key, value, mask, length, whole, factor, kwargs, dense)
-
-
-def _compiled(
-    call: AttentionContext,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    length: Tensor | None,
-    factor: float,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """Run a call that may contain a sparse row inside a compiled graph: [B, Q, Hq, Dv]."""
-    plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
-    codes = None if call.cache is None else call.codes(key)  # without a cache the operator hashes
-    moments = getattr(call.cache, "moments", None)
-    sums = moments.tensors if plan.remainder is not None and isinstance(moments, StaticMoments) else []
-    given = query, key, value, mask, codes, None, factor, softcap, sinks, moments, None, length
-    x = AttentionArgs(*given, first=call.first_words(codes))
-    if plan.traces(x):
-        return _as_eager(plan.attend(x)[0], value, mask, sinks)
-    rest = (sinks, [*sums, plan.unused], plan.number, factor, softcap)
-    return attend_step(query, key, value, codes, mask, length, *rest)
+    return calls.attend(module, call.plan, call.cache, query, key, value, attention_mask, dropout, factor, kwargs)
 
 
 def _is_plain(module: Any, query: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
-    """Whether a call is a decode step on the CPU without options, which one kernel can run as a whole."""
+    """Whether a call is a decode step without options, which a layer's `steps` may run as a whole."""
     if mask is not None or query.shape[2] != 1 or dropout or torch.compiler.is_compiling():
         return False
-    usual = type(query) is Tensor and query.device.type == "cpu" and not query.requires_grad and len(query) > 0
-    if not usual or torch.is_autocast_enabled("cpu") or kwargs.get("position_bias") is not None:
+    kind = query.device.type
+    usual = kind == "cuda" or (kind == "cpu" and type(query) is Tensor)
+    if not usual or query.requires_grad or not len(query) or torch.is_autocast_enabled(kind):
         return False
-    if kwargs.get("is_causal") is False or kwargs.get("output_attentions") or _active_collector.get():
+    if kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+        return False
+    if kwargs.get("output_attentions") or _active_collector.get():
         return False
     return getattr(module, "masked_key_indices", None) is None
-
-
-def _learn(
-    call: AttentionContext, key: Tensor, value: Tensor, mask: Tensor | None, length: Tensor | None, factor: float
-) -> None:
-    """Add a prompt to the remainder's sums of a static cache, so that no later step has to; not if compiled."""
-    held = call.cache
-    if call.plan.remainder is None or length is None or not isinstance(held, CodedStaticLayer) or held.moments is None:
-        return
-    if torch.compiler.is_compiling():
-        held.moments.ready = False
-    else:
-        k, v, _ = trim(key, value, None, int(length))
-        call.plan.learn(k, v, mask, held.moments, factor)
-
-
-def _all_room(call: AttentionContext, query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    """Whether a step reads the whole buffers of a static cache, because reading its length would make the host wait.
-
-    The mask hides the unfilled part. The sums of the remainder must include all earlier tokens.
-    """
-    if query.shape[2] > 1 or mask is None or readable(key):
-        return False
-    held = call.cache
-    return call.plan.remainder is None or (isinstance(held, CodedStaticLayer) and getattr(held.moments, "ready", False))
-
-
-def _sparse(
-    module: Any,
-    call: AttentionContext,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    length: Tensor | None,
-    whole: bool,
-    factor: float,
-    kwargs: dict[str, Any],
-    dense: Callable[[], Output],
-) -> Output:
-    """Run a call that may contain a sparse row, outside of compiled graphs."""
-    plan, softcap, sinks = call.plan, kwargs.get("softcap"), kwargs.get("s_aux")
-    end = key.shape[2] if whole else int(cast(Tensor, length))
-    host = call.cache if isinstance(call.cache, HostLayer) else None
-    small = plan.all_dense(end)
-    codes, planes = (None, None) if small else call.encode(query, key)
-    k, v, codes = trim(key, value, codes, None if whole else end)
-    moments = getattr(call.cache, "moments", None)
-    weights = query.new_zeros(*query.shape[:3], key.shape[2]) if _weights_wanted(module, plan, kwargs) else None
-    given = query, k, v, mask, codes, host, factor, softcap, sinks, moments, weights, length
-    x = AttentionArgs(*given, first=call.first_words(codes), planes=planes)
-    if small:
-        if isinstance(moments, StaticMoments):
-            moments.ready = False  # this step does not update them
-        plan.count_dense(x)
-        return dense()
-    out, sparse = plan.attend(x)
-    if sparse is None:
-        return _as_eager(out, value, mask, sinks, weights, host is not None), weights
-    if sparse.all():
-        return out, weights
-    all_read, all_weights = dense()
-    out = torch.where(sparse[..., None, None], out, all_read)
-    if weights is not None and all_weights is not None:
-        weights = torch.where(sparse[:, None, :, None], weights, all_weights)
-    return out, weights
-
-
-def _as_eager(
-    out: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    weights: Tensor | None = None,
-    on_host: bool = False,
-) -> Tensor:
-    """Give a step's rows that see nothing what eager attention gives them, without a wait (`with_means`).
-
-    Torch's own attention, whose mask is bool, gives zeros, as ours does; so does eager attention with sinks.
-
-    Args:
-        out: [B, 1, Hq, Dv]; value: [B, Hkv, N, Dv], of a static cache the whole buffer; mask: [B or 1, 1, 1, N].
-        weights: attention weights [B, Hq, 1, N], changed in place.
-        on_host: whether the values are in host memory, where the mean would take a copy of them all: such a row stops
-            the device by an assertion.
-    """
-    if mask is None or mask.dtype == torch.bool or sinks is not None:
-        return out
-    sees = (mask == 0).any(-1)  # [B or 1, 1, 1]
-    if on_host:
-        torch._assert_async(sees.all(), _SEES_NOTHING)  # pyright: ignore[reportPrivateImportUsage]
-        return out
-    if weights is not None:
-        weights.copy_(torch.where(sees[..., None], weights, 1 / value.shape[2]))
-    return with_means(out, value, sees[:, 0])
-
-
-def _weights_wanted(module: Any, plan: LayerPlan, kwargs: dict[str, Any]) -> bool:
-    """Whether the caller of the model wants attention weights, which only eager attention returns.
-
-    Raises: ValueError if weights cannot be returned for this plan.
-    """
-    recorded = _active_collector.get() or ()
-    wanted = kwargs.get("output_attentions") or any("attentions" in name for name in recorded)
-    if not wanted or module.config._attn_implementation != NAMES["eager"]:
-        return False
-    if plan.remainder is not None:
-        raise ValueError(
-            "attention weights have no column for the remainder; attach with remainder=False, or do not set "
-            "output_attentions"
-        )
-    if plan.own is not None:
-        raise ValueError(
-            f"{type(plan.selector).__name__} has its own attention, which returns no weights; do not set "
-            "output_attentions"
-        )
-    return True
-
-
-def _as_wide(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Broadcast a mask to [.., .., Q, N] as torch would. Raises: ValueError if it is narrower than the keys."""
-    shape = query.shape[2], key.shape[2]
-    if mask is None or mask.shape[-2:] == shape:
-        return mask
-    if any(got not in (1, size) for got, size in zip(mask.shape[-2:], shape, strict=True)):
-        raise ValueError(
-            f"the mask must be for {shape[0]} rows and {shape[1]} keys, got shape {tuple(mask.shape)}; if the cache's "
-            "layers differ in length, pass no mask"
-        )
-    return mask.expand(*mask.shape[:2], *shape)
-
-
-def require_serves(
-    module: Any, call: AttentionContext, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> None:
-    """Raise ValueError if a call of this form cannot be sparse, now or in a later step."""
-    plan, held = call.plan, call.cache
-    if getattr(module, "masked_key_indices", None) is not None:
-        raise ValueError(
-            "sparse attention does not support keys masked per head (masked_key_indices, set by AdaKV presses); use a "
-            "press that removes keys"
-        )
-    coded = isinstance(held, CodedDynamicLayer | CodedStaticLayer)
-    if plan.selector.needs_codes and (coded or type(held) in (DynamicLayer, GrowingLayer)):
-        own = cast(Tensor, cast(Any, held).keys)
-        if key.shape != own.shape or not _same_memory(key, own):
-            raise ValueError(
-                f"layer {plan.layer} must attend to the keys in its cache, {tuple(own.shape)}, got other keys, "
-                f"{tuple(key.shape)}; leave this model dense"
-            )
-        if (
-            coded
-            and query.shape[2] > 1
-            and (codes := cast(Tensor, held.codes).shape[1]) not in (key.shape[1], query.shape[1])
-        ):
-            raise ValueError(
-                f"layer {plan.layer} needs codes of {key.shape[1]} KV heads or {query.shape[1]} query heads, got "
-                f"{codes}; the head counts in the model's config are wrong"
-            )
-    if plan.own is None and plan.backend == "gather" and not autocasts(query.device):
-        group = 1 if getattr(plan.selector, "per_query_head", False) else query.shape[1] // key.shape[1]
-        require(query.device, query.dtype, (key.shape[3], value.shape[3]), group)
-    if mask is not None and query.shape[2] > 1:
-        rows, n = query.shape[2], key.shape[2]
-        visible_rows(mask, rows - 1, rows, rows, n, query.device)  # later steps have masks of this form
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors start at the same memory; also works for tensors without memory (fake, meta)."""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata and int(a.storage_offset()) == b.storage_offset()
-
-
-def dense_attention(module: Any) -> Callable[..., Output]:
-    """Return the attention function that the model uses when not attached."""
-    if module.config._attn_implementation == FLASH_NAME:
-        return flash_attention
-    if module.config._attn_implementation in ("eager", NAMES["eager"]):
-        return sys.modules[type(module).__module__].eager_attention_forward
-    return ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-
-def attend_densely(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> Output:
-    """Attend to all visible tokens: long decode steps on the CPU with our kernel, all other calls as the model does.
-
-    Args: those of `attention`.
-    """
-    name = module.config._attn_implementation
-    alone = mask is None and query.shape[2] == 1
-    if key.shape[2] < OWN_FROM.get(key.dtype, 256):
-        if alone and name == NAMES["sdpa"] and kwargs.keys() <= QUIET:
-            return attend_by_torch(query, key, value, dropout, scaling), None
-    elif name != FLASH_NAME:
-        factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
-        eager = name in ("eager", NAMES["eager"])
-        out = attend_dense_step(module, query, key, value, mask, factor, dropout, eager, kwargs)
-        if out is not None:
-            return out, None
-    if alone and name == NAMES["eager"]:
-        mask = query.new_zeros(1, 1, 1, key.shape[2])  # some eager attention functions add a mask unconditionally
-    return dense_attention(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
-
-
-def flash_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> Output:
-    """Attend densely through flash-attn, with the signature of Hugging Face's attention functions."""
-    flash.refuse(attention_mask, kwargs.get("s_aux"), dropout)
-    factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
-    return flash.dense(query, key, value, factor, kwargs.get("softcap")), None
-
-
-def _refuse(kwargs: dict[str, Any], dropout: float, sparse_call: bool) -> None:
-    if kwargs.get("position_bias") is not None:
-        raise ValueError("sparse attention does not support position_bias; leave this model dense")
-    if kwargs.get("is_causal") is False and sparse_call:
-        raise ValueError("sparse attention is causal, got is_causal=False; leave this model dense")
-    if dropout and (sparse_call or not torch.is_grad_enabled()):  # dropout is fine in dense calls of training
-        raise ValueError(f"sparse attention has no dropout, got {dropout}; call model.eval() first")

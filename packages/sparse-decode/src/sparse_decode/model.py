@@ -21,8 +21,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sparse_decode.attend import require
-from sparse_decode.interface import FLASH_NAME, NAMES, AttentionName
 from sparse_decode.modes import autocasts
+
+# Hugging Face searches these names for "flash", "sdpa" and "flex", so they must not contain these words.
+NAMES = {"sdpa": "sparse_decode", "eager": "sparse_decode_eager"}
+"""Names of our attention, by the dense attention it replaces."""
+
+FLASH_NAME = "sparse_decode_fa"
+"""Name of our attention with dense calls through flash-attn."""
 
 CACHE_NAMES = ("past_key_values", "layer_past")
 """Names of attention modules' argument for the cache."""
@@ -32,6 +38,30 @@ WHOLE = ("full_attention", "hybrid")
 """Layer types that see the whole context; hybrid layers also have a recurrent state."""
 _PASSES_KEYWORDS = 8
 """The flag CO_VARKEYWORDS of code objects: the function has **kwargs."""
+
+
+class AttentionName(str):
+    """The name of our attention in an attached model's config; copies and files of the config get the dense name.
+
+    Attributes:
+        dense: the attention that it replaces; live: whether the attachment that set it is still attached.
+    """
+
+    dense: str
+    live: bool
+
+    @classmethod
+    def of(cls, name: str, dense: str) -> AttentionName:
+        """Create a live name."""
+        made = cls(name)
+        made.dense, made.live = dense, True
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return self.dense
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.dense,)
 
 
 def require_attachable(model: PreTrainedModel) -> None:

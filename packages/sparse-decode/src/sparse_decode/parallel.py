@@ -1,17 +1,12 @@
-"""Hashers for distributed models: heads sharded over tensor-parallel ranks, layers placed on several devices."""
+"""Hashers and selectors for distributed models: heads sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
-import torch
 from hashtrain import Hasher, ModelShape
-from hashtrain.layers import LayerHasher
 from torch.distributed.tensor import DTensor
-
-from sparse_decode import encode_cuda
 
 
 def head_shard(module: Any, heads: ModelShape) -> tuple[int, int]:
@@ -68,61 +63,3 @@ def shard_shape(shape: ModelShape, size: int) -> ModelShape:
         num_kv_heads=shape.num_kv_heads // size,
         per_layer=tuple((hq // size, hkv // size, d) for hq, hkv, d in shape.per_layer),
     )
-
-
-class PlacedHasher:
-    """A `hashtrain.Hasher` that provides each layer on the device of the keys, copied there if necessary.
-
-    A copy is renewed when the original weights change. Writes to weights that were created in inference mode are not
-    noticed, because torch does not count them.
-    """
-
-    def __init__(self, hasher: Hasher):
-        self.hasher = hasher
-        self._copies: dict[tuple[int, torch.device], tuple[_Watch, LayerHasher]] = {}
-
-    def layer(self, index: int, device: torch.device) -> LayerHasher:
-        """Return one layer's hash functions on a device."""
-        known = self._copies.get((index, device))
-        # Versions cannot be read while a graph is compiled.
-        if known is not None and (torch.compiler.is_compiling() or known[0].unchanged(self.hasher.layer(index))):
-            return known[1]
-        own = self.hasher.layer(index)
-        if own.remainder.device == device:
-            return own
-        copied = _copy(own, device)
-        encode_cuda.place(copied, own)
-        self._copies[index, device] = _Watch(own), copied
-        return copied
-
-
-def _copy(layer: LayerHasher, device: torch.device) -> LayerHasher:
-    """Copy a layer's hash functions to a device, copying shared tensors once."""
-    # Detached: torch does not convert tensors of inference mode to fake ones.
-    there: dict[int, object] = {id(x): x.detach().to(device) for x in layer.buffers()}
-    there |= {id(x): torch.nn.Parameter(x.detach().to(device), requires_grad=False) for x in layer.parameters()}
-    return cast(LayerHasher, copy.deepcopy(layer, there))
-
-
-class _Watch:
-    """Detects changes of a layer's weights, by identity and by version, which torch increments with every write.
-
-    It runs twice per layer and step, so it reads the modules' dictionaries directly.
-    """
-
-    def __init__(self, layer: LayerHasher):
-        self._layer = layer
-        places = [(x._parameters, x._buffers, x._modules) for x in layer.modules()]
-        self._held = [(held, name, held[name]) for three in places for held in three for name in held]
-        tensors = [x for *_, x in self._held if isinstance(x, torch.Tensor)]
-        self._storages = [x.untyped_storage() for x in tensors]  # kept alive, so that their addresses are not reused
-        self._at = [(x, held._cdata) for x, held in zip(tensors, self._storages, strict=True)]
-        self._versions = [(x, x._version) for x in tensors if not x.is_inference()]
-
-    def unchanged(self, layer: LayerHasher) -> bool:
-        """Whether `layer` is the watched layer, with unchanged weights."""
-        if layer is not self._layer:
-            return False
-        held = all(held[name] is x for held, name, x in self._held)
-        written = any(x._version != version for x, version in self._versions)
-        return held and not written and all(x.untyped_storage()._cdata == at for x, at in self._at)

@@ -13,13 +13,15 @@ from sparse_decode.attend import LeftOut, attend, attention_weights
 from sparse_decode.blocks import AttentionArgs, Block, Blocks, Moments, RowRule
 from sparse_decode.budget import Budget, Tally
 from sparse_decode.cache_encoder import Encoder
+from sparse_decode.cuda_step import CudaStep
 from sparse_decode.dense_step import attend_visible, with_means
 from sparse_decode.fused import FusedStep
 from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.opaque import register
 from sparse_decode.positions import Sights, include, last_row
-from sparse_decode.remainder import RunningMoments, StaticMoments
+from sparse_decode.remainder import Coefficients, RunningMoments
 from sparse_decode.select import AttendingSelector, HashSelector, Selector
+from sparse_decode.static_moments import StaticMoments
 
 Backend = Literal["gather", "flash"]
 """The attention over a selection: our own kernels, or torch's gather and flash-attn."""
@@ -32,7 +34,8 @@ class LayerPlan:
         own: the selector, if it computes attention itself.
         tally: numbers of tokens selected and visible.
         blocks: splits calls into blocks of rows.
-        remainder: `LayerHasher.remainder`, float32 [Hq, 6]; None: no remainder is added.
+        remainder: coefficients of the remainder; None: none is added.
+        steps: what runs plain decode steps as a whole, by the type of their device.
         encoder: hashes the layer's keys.
         number: the number by which a compiled graph refers to this plan.
         unused: a tensor without meaning for `opaque.attend_step`.
@@ -58,18 +61,18 @@ class LayerPlan:
         self.own: AttendingSelector | None = selector if isinstance(selector, AttendingSelector) else None
         ends = (0, 0) if self.own else (budget.sink, budget.recent)  # sink and recent tokens
         self.blocks: Blocks = Blocks(layer, budget, rule, *ends, sights or Sights())
-        self.remainder: Tensor | None = None if remainder is None else remainder.float().clone()
-        self._placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
+        self.remainder: Coefficients | None = None if remainder is None else Coefficients(remainder)
         self.tally: Tally = Tally(device)
         self.number: int = register(self)
         self.unused: Tensor = torch.zeros(1, device=device)
         self._start = 1 if rule.start is None else rule.start
-        self._sparse_from = max(self._start + 1, cast(int, budget.dense_below))  # shortest context of a sparse step
-        self._fused: FusedStep | None = None
         in_place: tuple[Any, ...] = ()
+        self.steps: dict[str, FusedStep | CudaStep] = {}
         if isinstance(selector, HashSelector):
             in_place = partial(selector.write_codes, layer), partial(selector.traceable, layer)
-            self._fused = FusedStep(layer, selector, budget) if backend == "gather" else None
+            shortest = max(self._start + 1, cast(int, budget.dense_below))  # context of a sparse step
+            given = layer, selector, budget, shortest, self.remainder, self.tally
+            self.steps = {"cpu": FusedStep(*given), "cuda": CudaStep(*given)} if backend == "gather" else {}
         lists = budget.shortlist is not None
         self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *in_place, lists=lists)
 
@@ -89,30 +92,6 @@ class LayerPlan:
             return self.count_short(batch * hq, n)
         visible, sparse = self.blocks.seen(x)
         return self.tally.add_rows(visible * hq, visible * hq, sparse)
-
-    def attend_at_once(
-        self,
-        held: object,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor | None:
-        """Run a decode step without a mask in one kernel call: [B, 1, Hq, Dv]; None if only `attend` supports it.
-
-        Args: as in `AttentionArgs`; held: the cache layer that stores k and v.
-        """
-        fused, n = self._fused, k.shape[2]
-        if fused is None or n < self._sparse_from or q.device.type != "cpu":
-            return None
-        left_out = None if self.remainder is None else self._coefficients(q.device, scaling)
-        out = fused.attend(held, q, k, v, scaling, softcap, sinks, left_out)
-        if out is not None:
-            heads = len(q) * q.shape[1]
-            self.tally.add(heads * self.budget.count_row(n), heads * n)
-        return out
 
     def attend(self, x: AttentionArgs) -> tuple[Tensor, Tensor | None]:
         """Attend sparsely in the rows that the rule makes sparse.
@@ -140,14 +119,14 @@ class LayerPlan:
         if not isinstance(self.selector, HashSelector) or x.mask is None or x.codes is None or x.length is None:
             return False
         ready = self.remainder is None or (isinstance(x.moments, StaticMoments) and x.moments.ready)
-        placed = self.remainder is None or (x.q.device, x.scaling) in self._placed
+        placed = self.remainder is None or self.remainder.are_on(x.q.device, x.scaling)
         here = self.tally.tensor.device == x.q.device and self.backend == "gather" and self.budget.values == 1
         return here and ready and placed and self._is_step(x) and self.selector.traceable(self.layer, x.q)
 
     def learn(self, k: Tensor, v: Tensor, mask: Tensor | None, moments: StaticMoments, scaling: float) -> None:
         """Add a prompt's keys and values to the remainder's sums of a static cache, so that no later step has to."""
         if self.remainder is not None:
-            self._coefficients(k.device, scaling)  # a compiled step needs them on the device already
+            self.remainder.on(k.device, scaling)  # a compiled step needs them on the device already
             moments.learn(k, v, last_row(mask, len(k), k.shape[2]))
 
     def run(self, *given: Any) -> Tensor:
@@ -189,20 +168,10 @@ class LayerPlan:
             x.host.cross(indices, ends)
         left_out = None
         if self.remainder is not None:
-            coefficients, slopes = self._coefficients(x.q.device, x.scaling)
+            coefficients, slopes = self.remainder.on(x.q.device, x.scaling)
             left_out = LeftOut(coefficients, *block.stand_in(x, slopes, moments))
         how = {"softcap": x.softcap, "sinks": x.sinks, "left_out": left_out, "ends": ends}
         return attend(rows.q, x.k, x.v, indices, x.scaling, values=self.budget.values, **how)
-
-    def _coefficients(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
-        """Return the remainder's coefficients [Hq, 5], and slopes [Hq] times `scaling`; copied to the device once."""
-        if (known := self._placed.get((device, scaling))) is None:
-            assert self.remainder is not None
-            with ordinary_tensors():  # they outlive torch modes of this call
-                placed = self.remainder.to(device)
-                known = placed[:, :-1].contiguous(), placed[:, -1] * scaling
-            self._placed[device, scaling] = known
-        return known
 
 
 def trim(

@@ -3,21 +3,50 @@
 Its value is the mean of the visible values plus, for each query head, their covariance with the keys times the query.
 Its weight is estimated from the mean of the visible keys. The sums behind these means are stored beside the cache. A
 decode step reads them, with the covariance rounded to 8 bits, and the keys and values of the last tokens, which they do
-not cover yet; every `FOLD` tokens these are added.
+not cover yet; every `FOLD` tokens these are added. On CUDA one launch of kernels/moments.cu does both.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from hashcore.cuda import launch
+from hashcore.cuda.kept import Table
+from hashcore.cuda.kernels import Kept
 from torch import Tensor
 
-from sparse_decode import moments
+from sparse_decode.gather import KERNELS, Run, require
 from sparse_decode.modes import ordinary_tensors, readable
+from sparse_decode.moments import MAX_GROUP, STATE, Padding, Results, Sums, Token, launch_of, on_cpu
 from sparse_decode.positions import Seen
-from sparse_decode.sums import FOLD, Moments, Rounded, count_shown, deviations, shown_tokens
+from sparse_decode.sums import FOLD, Moments, Rounded, means_of_rows
+
+
+class Coefficients:
+    """A layer's coefficients of the remainder, copied to a device when first asked for there.
+
+    Args: fitted: `LayerHasher.remainder`, [Hq, 6].
+    """
+
+    def __init__(self, fitted: Tensor) -> None:
+        self._fitted = fitted.float().clone()
+        self._placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
+        """Return the coefficients on a device, float32 [Hq, 5], and the slopes [Hq] times `scaling`."""
+        if (known := self._placed.get((device, scaling))) is None:
+            with ordinary_tensors():  # they outlive torch modes of this call
+                placed = self._fitted.to(device)
+                known = placed[:, :-1].contiguous(), placed[:, -1] * scaling
+            self._placed[device, scaling] = known
+        return known
+
+    def are_on(self, device: torch.device, scaling: float) -> bool:
+        """Whether they have been asked for there."""
+        return (device, scaling) in self._placed
 
 
 class RunningMoments:
@@ -53,25 +82,10 @@ class RunningMoments:
         Returns: float32 mean keys [B, Hkv, R, D] and values [B, Hq, R, Dv] of eq. 16; numbers of tokens [B, R].
         """
         before = self.advance(k, v, seen, first, q.device)
-        counts = before.tokens.long()[:, None] + count_shown(q, seen, first, last)
-        visible = counts.clamp(min=1)[:, None, :, None]
-        centres = [mean[:, :, None] for mean in before.means()]
-        mean_k, mean_v = (
-            (total[:, :, None] + shown_tokens(x, seen, first, last, q.device).cumsum(2)) / visible
-            for total, x in ((before.keys, k), (before.values, v))
-        )
-        drift_k, drift_v = ((mean - centre).float() for mean, centre in zip((mean_k, mean_v), centres, strict=True))
-        new_k, new_v = (
-            deviations(x, c[:, :, 0], seen, first, last)[:, :, None] for x, c in zip((k, v), centres, strict=True)
-        )
-        grouped = (q.float() * slopes[:, None, None]).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, R, D]
-        products = grouped @ before.spread[:, :, None] + (grouped @ new_k.mT).tril() @ new_v
-        tilt = (
-            products / visible[:, :, None] - (grouped * drift_k[:, :, None]).sum(-1, keepdim=True) * drift_v[:, :, None]
-        )
+        found = means_of_rows(before, q, slopes, k, v, seen, first, last)
         self._put(before.join(Moments.of(k, v, seen, first, last, q.device)))
         self._note(seen, last)
-        return mean_k.float(), (mean_v.float()[:, :, None] + tilt).float().flatten(1, 2), counts
+        return found
 
     @torch.no_grad()
     def step(
@@ -91,27 +105,55 @@ class RunningMoments:
         Returns: None if `rows` is needed: more than `FOLD` tokens are new, or the mask of earlier tokens has changed.
             On a GPU the host does not read the mask; if it has changed, the result is NaN, and so are the next sums.
         """
-        n, sums = k.shape[2], self._sums
         shown, visible = (None, None) if sight is None else (sight.tokens, sight.visible)
-        alike = sums is not None and len(sums.keys) == len(k) and sums.keys.device == q.device
-        if sums is None or not alike or not self.length < n <= self.length + FOLD:
+        if not self.cover(q, k):
             return None
         if not readable(q):
-            if q.shape[1] > moments.MAX_GROUP * k.shape[1]:
-                return None
-        elif not self._same(shown, len(k)):
-            return None
+            return self.step_on_device(q, slopes, k, v, visible, shown)
+        # Without torch's dispatcher.
+        return self._step_by(on_cpu, q, slopes, k, v, visible, shown) if self._same(shown, len(k)) else None
+
+    def cover(self, q: Tensor, k: Tensor) -> bool:
+        """Whether the sums are of all tokens of k but the last few, and lie where a step can read them."""
+        sums = self._sums
+        if sums is None or len(sums.keys) != len(k) or sums.keys.device != q.device:
+            return False
+        few = q.device.type == "cpu" or q.shape[1] <= MAX_GROUP * k.shape[1]
+        return few and self.length < k.shape[2] <= self.length + FOLD
+
+    @torch.no_grad()
+    def step_on_device(
+        self,
+        q: Tensor,
+        slopes: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor | None = None,
+        shown: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the means of `step` on a GPU, if the sums `cover` the tokens. Args: as in `add_token`."""
+        return self._step_by(OPERATORS.add_token, q, slopes, k, v, visible, shown)
+
+    def _step_by(
+        self,
+        add: Callable[..., Sequence[Tensor]],
+        q: Tensor,
+        slopes: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor | None,
+        shown: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        assert self._sums is not None
         query, slopes, k, v = (x.detach() for x in (q[:, :, 0], slopes, k, v))
-        levels, scales = self._for_steps(sums)
-        before = sums.keys, sums.values, sums.spread, levels, scales, self.length, visible, shown, self._seen
-        # On the CPU without torch's dispatcher.
-        add = moments.on_cpu if readable(q) else moments.OPERATORS.add_token
+        keys, values, spread, rounded = *self._sums[1:], self._for_steps(self._sums)
+        before = keys, values, spread, *rounded, self.length, visible, shown, self._seen
         mean_keys, rest, *folded = add(query, slopes, k, v, *before)
         if folded:
             *found, levels, scales = folded
             self._put(Moments(*found))
             self._rounded = Rounded(levels, scales)
-            self._note(shown, n)
+            self._note(shown, k.shape[2])
         return mean_keys[:, :, None], rest[:, :, None]
 
     def _for_steps(self, sums: Moments) -> Rounded:
@@ -208,88 +250,145 @@ class RunningMoments:
         return torch.equal(before, now)
 
 
-class StaticMoments:
-    """The running sums of a static cache: buffers of fixed size, so that a compiled step updates them in place.
+def add_token(
+    q: Tensor,
+    slopes: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    spread: Tensor,
+    levels: Tensor,
+    scales: Tensor,
+    summed: int,
+    visible: Tensor | None = None,
+    shown: Tensor | None = None,
+    before: Tensor | None = None,
+    run: Run | None = None,
+) -> list[Tensor]:
+    """Return the means of the last token's row (eq. 16), and the sums after it if `FOLD` tokens are new.
 
-    Attributes:
-        tensors: those of `Moments` and of `Rounded`; the counted tokens, bool [B, N]; and the number of tokens with
-            padding, int64 [B, Hkv], equal everywhere: on CUDA each block reads and writes its own.
+    Args:
+        q: its queries, [B, Hq, D]; slopes: float32 [Hq], times the factor on the logits; k [B, Hkv, N, D] and v
+            [B, Hkv, N, Dv], bfloat16 or float16 like q, with contiguous components.
+        keys, values, spread: sums over the first `summed` tokens, as in `Moments`; levels, scales: as in `Rounded`.
+        visible: number of visible tokens, int64 [B, 1]; shown: the visible tokens, bool [B, N]; None: all.
+        before: the tokens that the sums cover, bool [B, `summed` or more]; None: all.
+    Returns: mean keys float32 [B, Hkv, D] and the values of eq. 16, float32 [B, Hq, Dv]; with `FOLD` new tokens also
+        the sums over all, in the order of `Moments` and `Rounded`. On CUDA, if the sums do not cover the visible
+        tokens of a row, all of these are NaN in at least one KV head.
     """
+    outputs = _empty(q, slopes, k, v, keys, values, spread, levels, scales, summed)
+    sums = keys, values, spread, levels, scales
+    launch_sums(q, slopes, k, v, sums, outputs, (visible, shown, before, None, None), summed, run)
+    return outputs
 
-    def __init__(self, tensors: Sequence[Tensor]):
-        self.tensors: list[Tensor] = list(tensors)
-        self.ready: bool = False
-        """Whether the sums are known to cover all earlier tokens, so that a step need not check."""
 
-    @classmethod
-    def empty(cls, keys: Tensor, values: Tensor) -> StaticMoments:
-        """Allocate sums of zero tokens for a cache of keys [B, Hkv, N, D] and values [B, Hkv, N, Dv]."""
-        seen = keys.new_zeros(keys.shape[0], keys.shape[2], dtype=torch.bool)
-        length = keys.new_zeros(max(1, len(keys)), keys.shape[1], dtype=torch.int64)
-        sums = Moments.none(keys, values, keys.device)
-        return cls([*sums, *Rounded.of(sums.spread), seen, length])
+def launch_sums(
+    q: Tensor,
+    slopes: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    rows: tuple[Tensor | None, ...],
+    covered: int,
+    run: Run | None,
+) -> None:
+    """Run the kernel with these sums and outputs, in the order of its arguments; rows: those of `Padding`."""
+    if not len(q):
+        return
+    q, device = q.contiguous(), q.device
+    visible, shown, before, length, summed = rows
+    shown, before = (x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (shown, before))
+    form = q.shape, q.dtype, device, k.shape, k.stride(), v.shape, v.stride(), _step(shown), _step(before)
+    call = _calls.found.get(form)
+    if call is None:
+        call = _renewed(form, q, k, v, k.stride(), v.stride(), _step(shown), _step(before))
+    token, padding, into, to = call.token, call.padding, call.sums, call.results
+    token.k, token.v, token.q, token.slopes = k.data_ptr(), v.data_ptr(), q.data_ptr(), slopes.data_ptr()
+    token.summed = covered
+    padding.visible, padding.shown, padding.before = _at(visible), _at(shown), _at(before)
+    padding.length, padding.summed = _at(length), _at(summed)
+    into.keys, into.values, into.spread, into.levels, into.scales = (x.data_ptr() for x in sums)
+    to.mean_keys, to.rest, *state = (x.data_ptr() for x in outputs)
+    to.tokens, to.keys, to.values, to.spread, to.levels, to.scales = state or (None,) * len(STATE)
+    (launch.run if run is None else run)(call.launches, device, KERNELS)
 
-    @torch.no_grad()
-    def rows(
-        self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the means as `RunningMoments.rows` does."""
-        running = self._running()
-        found = running.rows(q, slopes, k, v, seen, first, last)
-        self._store(running)
-        return found
 
-    @torch.no_grad()
-    def learn(self, k: Tensor, v: Tensor, seen: Tensor | None) -> None:
-        """Add all tokens of a prompt's k and v that are `seen` [B, N]."""
-        running = self._running()
-        running.advance(k, v, seen, k.shape[2], k.device)
-        self._store(running)
+class _Call(NamedTuple):
+    """A prepared launch for one set of shapes and strides; each call only sets the addresses in its arguments."""
 
-    def _running(self) -> RunningMoments:
-        running = RunningMoments()
-        *sums, _, _, counted, length = self.tensors
-        if n := int(length[0, 0]):
-            running.load(Moments(*sums), counted[:, :n])
-        return running
+    token: Token
+    padding: Padding
+    sums: Sums
+    results: Results
+    launches: Kept
 
-    def _store(self, running: RunningMoments) -> None:
-        *sums, counted, length = self.tensors
-        running.store(sums, counted)
-        length.fill_(running.length)
-        self.ready = True
+    def resize(self, n: int, keys: Sequence[int], values: Sequence[int], shown: int | None, before: int | None) -> bool:
+        """Set the number of tokens and the strides, which do not change the grid; return True."""
+        token, padding = self.token, self.padding
+        token.tokens, padding.shown_batch, padding.before_batch = n, shown or 0, before or 0
+        token.key_batch, token.key_head, token.key_token = keys[:3]
+        token.value_batch, token.value_head, token.value_token = values[:3]
+        return True
 
-    @torch.no_grad()
-    def step(
-        self, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, sight: Seen | None, length: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Like `RunningMoments.step`, in place; `length`: number of tokens in the cache, int64 []."""
-        if not self.ready or sight is None or length is None:
-            return None
-        if readable(q) and not self._serves(sight, int(length)):
-            return None
-        given = q[:, :, 0], slopes, k, v, *self.tensors, sight.visible, sight.tokens, length
-        add = moments.on_cpu_in_place if readable(q) else moments.OPERATORS.add_in_place
-        mean_keys, rest = add(*given)
-        return mean_keys[:, :, None], rest[:, :, None]
 
-    def _serves(self, sight: Seen, n: int) -> bool:
-        """Whether the sums cover exactly what is visible of n tokens but the last few."""
-        *_, counted, length = self.tensors
-        at = int(length[0, 0])
-        return at < n <= at + FOLD and torch.equal(counted[:, :at], sight.tokens[:, :at])
+_calls: Table[_Call] = Table()
 
-    def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change`, a reordering of the batch rows, to the sums."""
-        for x in self.tensors[:-1]:
-            x.copy_(change(x))
 
-    def reset(self) -> None:
-        """Reset the sums to zero tokens."""
-        self.tensors[-1].zero_()
-        self.ready = False
+def _renewed(form: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *strides: Any) -> _Call:
+    """Return the launch for a form: that of the previous length, updated, or a new one."""
+    (*lead, n, dim), value_dim = k.shape, v.shape[3]
+    kind = *form[:3], *lead, dim, value_dim
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sums."""
-        return sum(x.nbytes for x in self.tensors)
+    def make() -> _Call:
+        arguments = Token(kv_heads=v.shape[1], group=q.shape[1] // v.shape[1]), Padding(), Sums(), Results()
+        call = _Call(*arguments, Kept([launch_of(q, v, arguments)]))
+        call.resize(n, *strides)
+        return call
+
+    return _calls.renew(form, kind, n, lambda made: made.resize(n, *strides), make)
+
+
+def _step(x: Tensor | None) -> int | None:
+    """Return the stride from one row to the next, in elements."""
+    return None if x is None else x.stride(0)
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _empty(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *sums: Any) -> list[Tensor]:
+    """Return tensors of the shapes that `add_token` returns; also its fake implementation."""
+    *state, summed = sums[:6]
+    means = list(empty_means(q, v, state[0]))
+    if k.shape[2] != summed + FOLD:
+        return means
+    after = (x.new_empty(*x.shape) for x in state)  # `*shape` takes a third less time than a tuple
+    return [*means, state[0].new_empty(len(q)), *after]
+
+
+def empty_means(q: Tensor, v: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tensors for mean keys [B, Hkv, D] and values [B, Hq, Dv]; keys: their sums."""
+    return (
+        q.new_empty(*keys.shape, dtype=torch.float32),
+        q.new_empty(*q.shape[:2], v.shape[-1], dtype=torch.float32),
+    )
+
+
+def _on_cuda(q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    require(q.dtype, (k.shape[3], v.shape[3]), q.shape[1] // k.shape[1])
+    return add_token(q, slopes, k, v, *rest)
+
+
+LIBRARY = torch.library.Library("sparse_decode", "FRAGMENT")
+LIBRARY.define(
+    "add_token(Tensor q, Tensor slopes, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor spread, Tensor levels, "
+    "Tensor scales, SymInt summed, Tensor? visible, Tensor? shown, Tensor? before) -> Tensor[]"
+)
+LIBRARY.impl("add_token", on_cpu, "CPU")
+LIBRARY.impl("add_token", _on_cuda, "CUDA")
+torch.library.register_fake("sparse_decode::add_token", _empty, lib=LIBRARY)
+OPERATORS: Any = torch.ops.sparse_decode

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from sparse_decode import encode_cuda
 from sparse_decode.encode import CpuEncoder, supports
+from sparse_decode.encode_cuda import PlacedHasher
+from sparse_decode.encode_weights import code_shape
 from sparse_decode.modes import readable
-from sparse_decode.parallel import PlacedHasher, shard
+from sparse_decode.parallel import shard
 from sparse_decode.positions import between, last_visible, visible_span
 
 
@@ -180,10 +182,11 @@ class HashSelector:
         found = getattr(self.hasher, "remainder", None)
         return None if found is None else found(layer)
 
-    def own_layer(self, layer: int, device: torch.device) -> LayerHasher | None:
-        """Return the hash functions of a layer on a device; None if this selector does more than apply them."""
+    @property
+    def placed(self) -> PlacedHasher | None:
+        """Our hasher's functions by layer and device; None if this selector does more than apply them."""
         encoder = self._encoder
-        return encoder.own_layer(layer, device) if type(self) is HashSelector and type(encoder) is PerHead else None
+        return encoder.placed if type(self) is HashSelector and isinstance(encoder, PerHead) else None
 
     def write_codes(self, layer: int, k: Tensor, codes: Tensor, at: Tensor | None, first: Tensor | None = None) -> bool:
         """Hash keys [B, Hkv, T, D] into codes [B, H, N, W], from token `at` on, int64 []; None: into all of them.
@@ -291,7 +294,7 @@ class PerHead:
 
     def __init__(self, hasher: Hasher):
         self.hasher: Hasher = hasher
-        self._placed = PlacedHasher(hasher)
+        self.placed: PlacedHasher = PlacedHasher(hasher)
         self._cpu_encoder = CpuEncoder()
 
     @property
@@ -308,7 +311,7 @@ class PerHead:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, H, T, W]."""
         own = self._of_keys(layer, k)
         if _by_operators(own, k):
-            heads, words = encode_cuda.code_shape(own, self.per_query_head)
+            heads, words = code_shape(own, self.per_query_head)
             codes = k.new_empty(k.shape[0], heads, k.shape[2], words, dtype=torch.int32)
             encode_cuda.write_keys(own, k, codes, None)
             return codes
@@ -319,7 +322,7 @@ class PerHead:
 
     def encode_queries(self, layer: int, q: Tensor, /) -> tuple[Tensor, tuple[int, ...]]:
         """Hash queries [B, Hq, T, D] to int32 planes [B, H, T, P, W] and the planes' weights."""
-        own = self._placed.layer(layer, q.device)
+        own = self.placed.layer(layer, q.device)
         if _by_operators(own, q):
             return encode_cuda.queries(own, q, self.per_query_head)
         if not supports(own, q):
@@ -340,13 +343,9 @@ class PerHead:
             return None
         return encode_cuda.step(own, k, codes, q, self.per_query_head)
 
-    def own_layer(self, layer: int, device: torch.device) -> LayerHasher:
-        """Return the hash functions of a layer on a device."""
-        return self._placed.layer(layer, device)
-
     def _of_keys(self, layer: int, k: Tensor) -> LayerHasher:
         """Return the hasher of a layer on the device of its keys [B, Hkv, T, D], after checking their heads."""
-        own = self._placed.layer(layer, k.device)
+        own = self.placed.layer(layer, k.device)
         if k.shape[1] != own.hkv:
             raise ValueError(
                 f"layer {layer} must have the {own.hkv} KV heads that the hasher is for, got keys of {k.shape[1]}; the "
@@ -356,7 +355,7 @@ class PerHead:
 
     def traceable(self, layer: int, x: Tensor) -> bool:
         """Whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph can contain."""
-        own = self._placed.layer(layer, x.device)
+        own = self.placed.layer(layer, x.device)
         return encode_cuda.fits(own, x) and (x.device.type == "cpu" or encode_cuda.supports(own, x))
 
     def remainder(self, layer: int) -> Tensor | None:

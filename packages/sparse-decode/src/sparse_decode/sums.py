@@ -116,3 +116,27 @@ def deviations(x: Tensor, mean: Tensor, seen: Tensor | None, first: int, last: i
     """Return tokens first..last-1 of [B, Hkv, N, X] minus a mean [B, Hkv, X], float32, with zeros for padding."""
     part = (x[:, :, first:last].to(mean.device).double() - mean[:, :, None]).float()
     return part if seen is None else torch.where(seen[:, None, first:last, None], part, 0.0)
+
+
+def means_of_rows(
+    before: Moments, q: Tensor, slopes: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, first: int, last: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the means of the tokens that rows first..last-1 see; before: the sums of earlier ones.
+
+    Args, returns: as in `RunningMoments.rows`.
+    """
+    counts = before.tokens.long()[:, None] + count_shown(q, seen, first, last)
+    visible = counts.clamp(min=1)[:, None, :, None]
+    centres = [mean[:, :, None] for mean in before.means()]
+    mean_k, mean_v = (
+        (total[:, :, None] + shown_tokens(x, seen, first, last, q.device).cumsum(2)) / visible
+        for total, x in ((before.keys, k), (before.values, v))
+    )
+    drift_k, drift_v = ((mean - centre).float() for mean, centre in zip((mean_k, mean_v), centres, strict=True))
+    new_k, new_v = (
+        deviations(x, c[:, :, 0], seen, first, last)[:, :, None] for x, c in zip((k, v), centres, strict=True)
+    )
+    grouped = (q.float() * slopes[:, None, None]).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, R, D]
+    products = grouped @ before.spread[:, :, None] + (grouped @ new_k.mT).tril() @ new_v
+    tilt = products / visible[:, :, None] - (grouped * drift_k[:, :, None]).sum(-1, keepdim=True) * drift_v[:, :, None]
+    return mean_k.float(), (mean_v.float()[:, :, None] + tilt).float().flatten(1, 2), counts

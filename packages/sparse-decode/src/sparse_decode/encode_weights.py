@@ -1,0 +1,252 @@
+"""The hash functions of a layer as kernels/encode.cu reads them: found and described once for each layer.
+
+Which weights a hash function has is told by their number (`NAMES`), and the other numbers of a call by shapes.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from hashcore.quantiser import group_weights
+from hashtrain.layers import LayerHasher
+from hashtrain.layers.paper import Paper
+from hashtrain.layers.planes import Planes
+from hashtrain.layers.rotations import Linear, Lsh
+from hashtrain.layers.transform import Transform
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+MOST = 512
+"""The largest head_dim, width of the hidden layer and number of bits that the kernel supports."""
+MOST_GROUPS = 256
+"""Maximal number of output heads."""
+NAMES = {
+    1: ("r",),
+    3: ("w1", "b1", "w2"),
+    4: ("w1", "b1", "w2", "b2"),
+    5: ("r", "w1", "b1", "w2", "b2"),
+}
+"""The weights of a hash function by their number: linear; the paper's; the paper's with its residuals; a linear part
+and an MLP. R [F, D, C], W1 [F, D, M], b1 [F, 1, M], W2 [F, M, C], b2 [F, 1, C] for F heads."""
+MATRICES = ("r", "w1", "w2")
+"""Weights that may be float16; the others are float32."""
+_VARIANTS = Planes, Transform, Lsh, Linear, Paper
+
+
+class Functions(ctypes.Structure):
+    """Functions of kernels/encode.cu, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in NAMES[5]),
+        *((name, ctypes.c_int32) for name in ("heads", "dim", "hidden", "out", "residual")),
+    )
+
+
+class Digits(ctypes.Structure):
+    """Digits of kernels/encode.cu, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("coordinate", "power", "limit")),
+        *((name, ctypes.c_int32) for name in ("heads", "bits")),
+    )
+
+
+class Codes(ctypes.Structure):
+    """Codes of kernels/encode.cu, field by field."""
+
+    _fields_ = (
+        ("words", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
+        *((name, ctypes.c_void_p) for name in ("at", "first")),
+        *((name, ctypes.c_int64) for name in ("first_batch", "first_head")),
+        *((name, ctypes.c_int32) for name in ("copies", "join")),
+    )
+
+
+class Bits(ctypes.Structure):
+    """Planes of kernels/encode.cu, field by field: where the bits of queries go."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("words", "numbers", "tickets")),
+        *((name, ctypes.c_int32) for name in ("group", "join", "count", "votes")),
+    )
+
+
+class Side(NamedTuple):
+    """The functions of keys or of queries, and their kernel arguments as bytes."""
+
+    weights: Sequence[Tensor]
+    digits: Sequence[Tensor]
+    functions: bytes
+    described: bytes
+    form: tuple[Any, ...]
+
+
+def describe(weights: Sequence[Tensor], digits: Sequence[Tensor]) -> Side:
+    """Return the kernel arguments of weights and digits; form: heads, D, M, C, residual, 16 bits, digits' shape."""
+    named = dict(zip(NAMES[len(weights)], weights, strict=True))
+    first, last = named.get("w1", weights[0]), named.get("w2", weights[0])
+    (heads, dim), out, hidden = first.shape[:2], last.shape[2], first.shape[2] if "w1" in named else 0
+    sizes = heads, dim, hidden, out, len(weights) == 4
+    narrow = "1" if first.dtype == torch.float16 else "0"
+    of_digits = digits[0].shape if digits else (0, out)
+    addresses = (named[name].data_ptr() if name in named else None for name in NAMES[5])
+    described = Digits(*([x.data_ptr() for x in digits] or (None,) * 3), *of_digits)
+    return Side(weights, digits, bytes(Functions(*addresses, *sizes)), bytes(described), (*sizes, narrow, *of_digits))
+
+
+class How(NamedTuple):
+    """How the planes of a query come from its heads' functions.
+
+    Attributes:
+        bits: of one code; group: query heads whose functions are summed.
+        planes: binary digits of the sum's levels; 0: of the number of heads whose function is positive (eq. 3).
+        join: groups whose planes lie side by side (eq. 2).
+    """
+
+    bits: int
+    group: int
+    planes: int
+    join: int = 1
+
+
+class Placed(NamedTuple):
+    """What the operators need of a layer whose tensors stay where they are.
+
+    Attributes:
+        key, query: weights of the functions of keys and of queries; digits: those of `transform`.
+        hows: how planes come from them, per KV head and per query head; planes: the weights of these planes.
+        fits: whether the kernel supports them.
+    """
+
+    key: list[Tensor]
+    query: list[Tensor]
+    digits: list[Tensor]
+    hows: tuple[How, How]
+    planes: tuple[tuple[int, ...], tuple[int, ...]]
+    fits: bool
+
+
+placed: dict[int, Placed] = {}
+"""What is known of layers passed to `place`, by identity."""
+sides: dict[int, Side] = {}
+"""Those with fixed addresses, by the identity of their first weight (`place`)."""
+
+
+def place(layer: LayerHasher, original: LayerHasher | None = None) -> None:
+    """Cache the addresses of a layer's tensors from now on; the tensors must never be replaced.
+
+    Args:
+        original: the layer in host memory that it is a copy of. If all matrices are float16 numbers, the kernel reads
+            them as such, half the bytes, and computes the same.
+    """
+    if type(layer) not in _VARIANTS:
+        return
+    known = found_in(layer)
+    if original is not None and _is_narrow(original):
+        known = known._replace(key=_narrowed(known.key), query=_narrowed(known.query))
+    placed[id(layer)] = known
+    weakref.finalize(layer, _forget, id(layer), id(known.key[0]), id(known.query[0]))
+    if not isinstance(known.key[0], FakeTensor):
+        for weights in known[:2]:
+            sides[id(weights[0])] = describe(weights, known.digits)
+
+
+def _forget(layer: int, *weights: int) -> None:
+    for first in weights:
+        sides.pop(first, None)
+    del placed[layer]
+
+
+def found_in(layer: LayerHasher) -> Placed:
+    """Return what the operators need of a layer, as it is now."""
+    ways = hows(layer)
+    planes = plane_weights(ways[0]), plane_weights(ways[1])
+    return Placed(key_weights(layer), query_weights(layer), digits_of(layer), ways, planes, are_supported(layer))
+
+
+def hows(layer: LayerHasher) -> tuple[How, How]:
+    """Return how planes come from a layer's functions, per KV head and per query head."""
+    planes = getattr(layer, "planes", 0)
+    together = How(layer.bits, 1, 0, layer.group) if isinstance(layer, Paper) else How(layer.bits, layer.group, planes)
+    return together, How(layer.bits, 1, planes)
+
+
+def plane_weights(how: How) -> tuple[int, ...]:
+    """Return the weights of a query's planes."""
+    return tuple(1 << p for p in range(how.planes)) or group_weights(how.group)
+
+
+def code_shape(layer: LayerHasher, per_query_head: bool) -> tuple[int, int]:
+    """Return the heads and int32 words of a key's codes."""
+    words = layer.bits // 32
+    if per_query_head:
+        return layer.hq, words
+    return layer.hkv, words * (layer.group if isinstance(layer, Paper) else 1)
+
+
+def key_weights(layer: LayerHasher) -> list[Tensor]:
+    """Return the weights of the functions of keys, as `NAMES` has them."""
+    return _weights(layer, "key")
+
+
+def query_weights(layer: LayerHasher) -> list[Tensor]:
+    """Return the weights of the functions of queries."""
+    return _weights(layer, "query")
+
+
+def _weights(layer: LayerHasher, side: str) -> list[Tensor]:
+    if isinstance(layer, Lsh):
+        found = [layer.rotation]
+    else:
+        owner: nn.Module = layer if isinstance(layer, Paper) else getattr(layer, side)
+        names = NAMES[3 + layer.residual] if isinstance(layer, Paper) else NAMES[5]
+        found = [getattr(owner, name) for name in names]
+    return [x.detach() if x.requires_grad else x for x in found]  # avoid views, which are slow
+
+
+def digits_of(layer: LayerHasher) -> list[Tensor]:
+    """Return coordinate, power and limit of `transform`; nothing for other variants."""
+    return list(layer.layout()) if isinstance(layer, Transform) else []
+
+
+def are_supported(layer: LayerHasher) -> bool:
+    """Whether the kernel supports a layer's functions."""
+    if type(layer) not in _VARIANTS or layer.remainder.dtype != torch.float32:
+        return False
+    hidden = (
+        0 if isinstance(layer, Lsh) else (layer if isinstance(layer, Paper) else cast(Planes, layer).key).w1.shape[2]
+    )
+    return max(layer.d, layer.bits, hidden) <= MOST and layer.hkv <= MOST_GROUPS
+
+
+def _is_narrow(layer: LayerHasher) -> bool:
+    """Whether all matrices of a layer in host memory are float16 numbers; False for fake ones."""
+    found = [x for weights in (key_weights(layer), query_weights(layer)) for x in _matrices(weights)]
+    if any(isinstance(x, FakeTensor) or x.device.type != "cpu" for x in found):
+        return False
+    rounded = [x.half().float() for x in found]
+    if any(isinstance(x, FakeTensor) for x in rounded):  # in a mode that makes all results fake
+        return False
+    return all(map(torch.equal, found, rounded))
+
+
+def _matrices(weights: Sequence[Tensor]) -> list[Tensor]:
+    return [x for name, x in zip(NAMES[len(weights)], weights, strict=True) if name in MATRICES]
+
+
+def _narrowed(weights: Sequence[Tensor]) -> list[Tensor]:
+    return [x.half() if name in MATRICES else x for name, x in zip(NAMES[len(weights)], weights, strict=True)]
+
+
+def copied(layer: LayerHasher, device: torch.device) -> LayerHasher:
+    """Copy a layer's hash functions to a device, copying shared tensors once."""
+    # Detached: torch does not convert tensors of inference mode to fake ones.
+    there: dict[int, object] = {id(x): x.detach().to(device) for x in layer.buffers()}
+    there |= {id(x): torch.nn.Parameter(x.detach().to(device), requires_grad=False) for x in layer.parameters()}
+    return cast(LayerHasher, copy.deepcopy(layer, there))
