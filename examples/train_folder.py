@@ -26,6 +26,7 @@ from hashtrain.usage import guarded
 
 VALIDATION = 8  # contexts
 FRACTION = 0.02  # of the visible tokens: the budget for training and evaluation
+DIGITS = 4  # most bits of one dimension; without training steps 5 find more
 
 
 def evaluate(hasher: LayerHasher, layer: int, validation: Capture) -> tuple[float, float]:
@@ -62,7 +63,7 @@ def train(given: argparse.Namespace, folder: pathlib.Path) -> Hasher:
     for number in range(hasher.config.shape.num_layers):
         layer = hasher.layer(number)
         # A start from two moments of queries and keys (eq. 18): good codes before any training step.
-        layer.start(learnt, number, usual.digits)
+        layer.start(learnt, number, DIGITS)
         before = evaluate(layer, number, validation)
         # 4. Rank the target above other tokens (docs/algorithm.md, eq. 10). Layers are independent.
         train_layer(layer, number, learnt, settings)
