@@ -192,7 +192,6 @@ def test_a_number_counts_by_any_part_and_as_whole_by_all():
     assert paper.shares(items, {"table 1", "table 1 (exact)"}).whole_numbers == 1
 
 
-@pytest.mark.xfail(strict=True, reason="the runs of tables 1, 4, 6, 8, 10, 11 and figures 4, 6, 10 are to be stored")
 def test_four_fifths_of_the_papers_tables_and_figures_have_a_stored_result():
     """By part and by number. Those that need a hub's data count; drawings, listings and quotations do not."""
     settings = PaperCommand(results=Path(__file__).parents[3] / "docs" / "results")
