@@ -187,7 +187,7 @@ DEMO_PERPLEXITY = (
     *("losses", "exact_losses", "down_proj"),
 )
 """Stored runs of `evals ppl` on the demo model, on that page."""
-SECOND_PERPLEXITY = ("exact_magicpig_ends",)
+SECOND_PERPLEXITY = ("exact_magicpig", "exact_magicpig_ends")
 """Stored runs of `evals ppl` on the second model, on that page."""
 
 
