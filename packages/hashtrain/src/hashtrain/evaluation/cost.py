@@ -115,14 +115,16 @@ def layer_shares(costs: Sequence[float], dense: Collection[int] = ()) -> tuple[f
     """Divide a budget of tokens among layers so that the sum of their costs is least (eq. 22).
 
     Args: costs: of each layer alone, in nats, all measured at the same budget; dense: layers that stay dense.
-    Returns: for each layer its budget relative to the mean over the others, from `LEAST_SHARE` to about `MOST_SHARE`;
+    Returns: for each layer its budget relative to the mean over the others, from `LEAST_SHARE` to `MOST_SHARE`;
         1 for dense layers.
     """
     sparse = [layer for layer in range(len(costs)) if layer not in dense]
-    shares = torch.tensor([max(costs[n], LEAST_COST) for n in sparse], dtype=torch.float64) ** (1 / (1 + FALLS))
-    for _ in range(50):  # bounds move the mean, which moves what is within bounds
-        shares = (shares / shares.mean()).clamp(LEAST_SHARE, MOST_SHARE)
-    found = dict(zip(sparse, (shares / shares.mean()).tolist(), strict=True))
+    wanted = torch.tensor([max(costs[n], LEAST_COST) for n in sparse], dtype=torch.float64) ** (1 / (1 + FALLS))
+    low, high = LEAST_SHARE / float(wanted.max()), MOST_SHARE / float(wanted.min())
+    for _ in range(60):  # the scale at which the mean within bounds is 1
+        scale = (low + high) / 2
+        low, high = (scale, high) if (wanted * scale).clamp(LEAST_SHARE, MOST_SHARE).mean() < 1 else (low, scale)
+    found = dict(zip(sparse, (wanted * high).clamp(LEAST_SHARE, MOST_SHARE).tolist(), strict=True))
     return tuple(round(found.get(layer, 1.0), 3) for layer in range(len(costs)))
 
 
