@@ -134,11 +134,12 @@ def test_a_remainder_that_makes_a_layer_worse_is_taken_off(model):
 def test_no_budget_moves_from_one_layer_to_another_at_a_gain(costs):
     shares = layer_shares(costs)
     assert sum(shares) == pytest.approx(len(costs), abs=0.001 * len(costs))
-    assert LEAST_SHARE <= min(shares) <= max(shares) <= MOST_SHARE
+    assert min(shares) >= LEAST_SHARE
+    assert max(shares) <= MOST_SHARE
     slopes = [max(cost, LEAST_COST) * share ** -(FALLS + 1) for cost, share in zip(costs, shares, strict=True)]
-    free = [n for n, share in enumerate(shares) if 1.05 * LEAST_SHARE < share < 0.95 * MOST_SHARE]
+    free = [n for n, share in enumerate(shares) if LEAST_SHARE < share < MOST_SHARE]
     for n in free:  # what a token more gains is alike, but where a bound holds it
-        assert slopes[n] == pytest.approx(slopes[free[0]], rel=0.02)
+        assert slopes[n] == pytest.approx(slopes[free[0]], rel=0.01)
 
 
 def test_shares_follow_costs_and_leave_dense_layers_out():
