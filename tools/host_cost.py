@@ -51,7 +51,6 @@ def calls() -> dict[str, Callable[[], object]]:
     layer = make_layer(HasherConfig("transform", ModelShape(1, KV_HEADS * GROUP, KV_HEADS, DIM)), 0, 0)
     assert isinstance(layer, Transform)
     encode_weights.place(layer)  # as for a hasher on a device
-    known = encode_weights.placed[id(layer)]
     q = torch.zeros(1, KV_HEADS * GROUP, 1, DIM, dtype=torch.bfloat16)
     k = torch.zeros(1, KV_HEADS, 1, DIM, dtype=torch.bfloat16)
     keys = torch.zeros(1, KV_HEADS, TOKENS, BITS // 32, dtype=torch.int32)
@@ -63,6 +62,7 @@ def calls() -> dict[str, Callable[[], object]]:
     bounds, chosen = operands.Bounds(TOKENS, 0, 1, 4), out[1][:, :, None]
 
     def encode() -> None:
+        known = encode_weights.placed[id(layer)]  # as `encode_cuda.step` finds it; it is forgotten with the layer
         encode_cuda.hash_step(k, known.key, q, known.query, known.digits, new_code, known.hows[0])
 
     def search() -> None:
