@@ -16,8 +16,8 @@ from hashtrain.evaluation.metrics import hash_quality
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.transform import Transform
 
-OTHER_DIGITS = (4, 6, 8, 3)
-"""Digit limits of the starts that are tried for failing heads."""
+OTHER_DIGITS = (4, 5, 6, 8, 3)
+"""Digit limits of the starts that are tried for failing heads, but for the one that training began with."""
 _CONTEXTS, _ROWS, _AT_ONCE = 4, 256, 32
 
 
