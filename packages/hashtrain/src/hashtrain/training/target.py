@@ -38,8 +38,9 @@ def always_read(positions: Tensor, t: int, sink: int = SINK, recent: int = RECEN
     Args:
         positions: int64 [R]; row r sees tokens 0 ... positions[r].
     """
-    tokens, last = torch.arange(t, device=positions.device), positions[:, None]
-    return ((tokens < sink) | (tokens > last - recent)) & (tokens <= last)
+    tokens = always_read_tokens(positions, sink, recent)
+    found = torch.zeros(len(positions), t + 1, dtype=torch.bool, device=positions.device)
+    return found.scatter_(1, tokens.masked_fill(tokens < 0, t), True)[:, :t]
 
 
 def always_read_tokens(positions: Tensor, sink: int = SINK, recent: int = RECENT) -> Tensor:
