@@ -76,7 +76,7 @@ def measure(model: PreTrainedModel, n: int, repeats: int) -> dict[str, Any]:
     with (
         timed(torch.nn.Linear, "forward", seconds, "products"),
         timed(type(decoder.layers[0].self_attn), "__call__", seconds, "attention"),
-        timed(FusedStep, "attend", seconds, "fused"),
+        timed(FusedStep, "run", seconds, "fused"),
         timed(threads, "run", seconds, "kernel"),
     ):
         for _ in range(repeats + WARM_UP):

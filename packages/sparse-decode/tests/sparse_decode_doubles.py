@@ -6,7 +6,7 @@ import hashcore
 import pytest
 import torch
 import transformers
-from sparse_decode import blocks, calls
+from sparse_decode import calls
 from sparse_decode import plan as plan_module
 from sparse_decode.attend import attend, attend_reference
 from sparse_decode.positions import include
@@ -182,7 +182,7 @@ class Auditor:
         self.sizes = []
         self._visible = None
         monkeypatch.setattr(plan_module, "attend", self._attend)
-        monkeypatch.setattr(blocks, "Rows", self._rows)
+        monkeypatch.setattr(plan_module, "Rows", self._rows)
         monkeypatch.setattr(calls, "codes_of", functools.partial(_audited_codes, calls.codes_of))
 
     def _rows(self, *arguments, **known):

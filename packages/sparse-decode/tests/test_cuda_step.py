@@ -4,6 +4,7 @@ import pytest
 import torch
 from hashtrain import ModelShape
 from sparse_decode import Budget, QueryHeadHasher, attach, encode_cuda
+from sparse_decode.attend import Inputs
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.cache_types import carry_codes
 from sparse_decode.plan import LayerPlan
@@ -29,7 +30,8 @@ class Layer:
         fitted = selector.remainder(0) if remainder else None
         self.plan = LayerPlan(0, selector, budget, RowRule(None, 1), fitted)
         self.held = carry_codes(DynamicLayer(), self.plan.encoder)
-        self.step = self.plan.steps["cuda"]
+        own = self.plan.ways.get("cuda")
+        self.plan.ways = {"cpu": own} if own else {}
 
     def extend(self, k, v):
         n = self.held.get_seq_length()
@@ -37,7 +39,7 @@ class Layer:
 
     def at_once(self, q, k=None, v=None, **options):
         k, v = self.held.keys if k is None else k, self.held.values if v is None else v
-        return self.step.attend(self.held, q, k, v, SCALING, **options)
+        return self.plan.step(self.held, Inputs(q, k, v, SCALING, **options))
 
     def one_by_one(self, q, softcap=None, sinks=None):
         held = self.held
@@ -79,7 +81,7 @@ def test_generation_with_and_without(family, monkeypatch):
     def run(at_once):
         with attach(model, hasher, Budget(0.2, min_tokens=4)) as attachment:
             for plan in attachment._plans.values():
-                plan.steps = {"cpu": plan.steps["cuda"]} if at_once else {}
+                plan.ways = {"cpu": plan.ways["cuda"]} if at_once else {}
             found = generate(model, ids, past_key_values=DynamicCache(config=model.config), num_beams=3)
             return found, attachment.density()
 

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from sparse_decode import Budget, OracleSelector, RecentSelector, attach, offload, sums
-from sparse_decode.blocks import Blocks
 from sparse_decode.cache_types import QUANTISED
 from sparse_decode.offload import HostLayer
 from sparse_decode.plan import LayerPlan
@@ -382,9 +381,9 @@ def test_a_plain_step_is_any_other(monkeypatch, selector, budget):
     They read the remainder's covariance in 8 bits, which the other way does not: 4e-4 of a logit.
     """
     model, (ids, _) = tiny_model(), prompts((30, 30))
-    short, found = Blocks.step, []
+    short, found = LayerPlan._one_row, []
     taken = []
-    monkeypatch.setattr(Blocks, "step", lambda blocks, x: (taken.append(blocks.layer), short(blocks, x))[1])
+    monkeypatch.setattr(LayerPlan, "_one_row", lambda plan, x: (taken.append(plan.layer), short(plan, x))[1])
     for _ in range(2):
         with attach(model, selector, budget) as attachment:
             cache = DynamicCache(config=model.config)

@@ -140,7 +140,7 @@ def test_a_plain_step_crosses_eight_files():
                 finally:
                     sys.setprofile(None)
     crossed.discard("hashcore/torch_library.py")  # the operator that searches
-    names = "interface", "cache", "buffer", "cuda_step", "encode_cuda", "budget", "remainder", "gather"
+    names = "interface", "cache", "buffer", "plan", "encode_cuda", "budget", "remainder", "gather"
     assert crossed == {f"sparse_decode/{name}.py" for name in names}
 
 
@@ -320,10 +320,10 @@ def test_a_mask_is_looked_at_once_a_step_even_if_its_numbers_change():
     plans = [LayerPlan(layer, RecentSelector(), TENTH, RowRule(None, 1), sights=sights) for layer in (0, 1)]
     x = inputs(mask)
     with torch.inference_mode():
-        found = [plan.blocks.see(x, mask) for plan in plans]
+        found = [plan.see(x, mask) for plan in plans]
         assert found[0] is found[1]
         mask[:, :, :, :5] = False
-        later = [plan.blocks.see(x, mask) for plan in plans]
+        later = [plan.see(x, mask) for plan in plans]
     assert later[0] is later[1]
     assert (found[0].visible[:, 0].tolist(), later[0].visible[:, 0].tolist()) == ([20, 20], [15, 15])
 
@@ -356,7 +356,7 @@ def test_a_step_with_holes_in_its_mask_reads_what_is_seen():
     mask[0, :, :, [1, 3, 4, 8, 9, 15, 19]] = True
     mask[1] = True
     plan, x = LayerPlan(0, First(), Budget(0.5, sink=1, recent=1), RowRule(None, 1)), inputs(mask)
-    block = plan.blocks.step(x)
+    block = plan._one_row(x)
     assert block.sight.ends.tolist() == [[1, 19], [0, 19]]
     assert block.rows.counts.tolist() == [[1], [8]]
     found, _ = block.complete(plan.selector.select(block.rows), exact=False)

@@ -12,6 +12,7 @@ import torch
 from hashcore.cpu import threads
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, QueryHeadHasher, attach, fused, fused_kernels
+from sparse_decode.attend import Inputs
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.cache_encoder import Encoder
 from sparse_decode.cache_types import carry_codes
@@ -72,7 +73,7 @@ class Both:
         for held in self.held:
             held.update(k[:, :, held.get_seq_length() :], v[:, :, held.get_seq_length() :])
         first, second = self.held
-        ours = self.fused.steps["cpu"].attend(first, q, first.keys, first.values, 0.25, **options)
+        ours = self.fused.step(first, Inputs(q, first.keys, first.values, 0.25, **options))
         return ours, self.other.attend(inputs(second, q, **options))[0]
 
 
@@ -193,7 +194,7 @@ def refuse_infinite_queries():
     for batch, head in itertools.product(range(3), (0, 5)):
         bad = q.clone()
         bad[batch, head, 0, 3] = torch.inf
-        assert both.fused.steps["cpu"].attend(held, bad, held.keys, held.values, 0.25) is None
+        assert both.fused.step(held, Inputs(bad, held.keys, held.values, 0.25)) is None
     assert_alike(*both.step(q, k, v))
 
 
@@ -212,7 +213,7 @@ def test_weights_that_are_not_finite_are_refused_and_change_nothing():
     bad = q.clone()
     bad[0, 5, 0, 3] = torch.inf
     first.update(k[:, :, 88:89], v[:, :, 88:89])
-    assert both.fused.steps["cpu"].attend(first, bad, first.keys, first.values, 0.25) is None
+    assert both.fused.step(first, Inputs(bad, first.keys, first.values, 0.25)) is None
     with pytest.raises(ValueError, match="finite"):
         both.fused.attend(inputs(first, bad))
     both.held[1].update(k[:, :, 88:89], v[:, :, 88:89])
@@ -221,14 +222,14 @@ def test_weights_that_are_not_finite_are_refused_and_change_nothing():
 
 def counted(monkeypatch):
     """Count the steps that were done in one call."""
-    done, own = [], FusedStep.attend
+    done, own = [], FusedStep.run
 
-    def attend(*given):
+    def run(*given):
         out = own(*given)
         done.append(out is not None)
         return out
 
-    monkeypatch.setattr(FusedStep, "attend", attend)
+    monkeypatch.setattr(FusedStep, "run", run)
     return done
 
 
@@ -256,7 +257,7 @@ def test_generation_with_and_without(family, change, monkeypatch):
     done = counted(monkeypatch)
     ours = run()
     assert sum(done) > len(done) / 2
-    monkeypatch.setattr(FusedStep, "attend", lambda *_, **__: None)
+    monkeypatch.setattr(FusedStep, "run", lambda *_, **__: None)
     theirs = run()
     assert torch.equal(ours[0], theirs[0])
     assert ours[1] == theirs[1]
@@ -289,14 +290,14 @@ def test_tensors_that_do_not_agree_go_the_other_way_which_says_so():
     q, k, v = tensors(torch.bfloat16, 1, 90)
     both.step(q, k, v)
     held = both.held[0]
-    assert both.fused.steps["cpu"].attend(held, q.half(), held.keys, held.values, 0.25) is None
+    assert both.fused.step(held, Inputs(q.half(), held.keys, held.values, 0.25)) is None
     with pytest.raises(ValueError, match="must all be float32, bfloat16 or float16"):
         both.fused.attend(inputs(held, q.half()))
     apart = q.repeat_interleave(2, -1)[..., ::2]
-    assert both.fused.steps["cpu"].attend(held, apart, held.keys, held.values, 0.25) is None
-    assert both.fused.steps["cpu"].attend(held, q, held.keys.clone(), held.values, 0.25) is None
-    assert both.fused.steps["cpu"].attend(held, q, held.keys, held.values.clone(), 0.25) is None
-    ours = both.fused.steps["cpu"].attend(held, q, held.keys, held.values, 0.25)
+    assert both.fused.step(held, Inputs(apart, held.keys, held.values, 0.25)) is None
+    assert both.fused.step(held, Inputs(q, held.keys.clone(), held.values, 0.25)) is None
+    assert both.fused.step(held, Inputs(q, held.keys, held.values.clone(), 0.25)) is None
+    ours = both.fused.step(held, Inputs(q, held.keys, held.values, 0.25))
     assert_alike(ours, both.fused.attend(inputs(held, apart))[0])
 
 
@@ -326,11 +327,11 @@ def test_a_copy_of_the_sums_stays_what_it_was():
     both.fused.attend(inputs(held, q))
     kept, before = held.moments.copied(), [x.clone() for x in held.moments._sums]
     held.update(k[:, :, 88:89], v[:, :, 88:89])
-    assert both.fused.steps["cpu"].attend(held, q, held.keys, held.values, 0.25) is not None
+    assert both.fused.step(held, Inputs(q, held.keys, held.values, 0.25)) is not None
     assert held.moments.length == 88, "a step does not add its token yet"
     for n in range(89, 88 + FOLD):
         held.update(k[:, :, n - 70 : n - 69], v[:, :, n - 70 : n - 69])
-        assert both.fused.steps["cpu"].attend(held, q, held.keys, held.values, 0.25) is not None
+        assert both.fused.step(held, Inputs(q, held.keys, held.values, 0.25)) is not None
     assert held.moments.length == 88 + FOLD
     assert kept.length == 88
     assert all(torch.equal(x, y) for x, y in zip(kept._sums, before, strict=True))
@@ -376,7 +377,7 @@ def test_drafts_of_exact_mode_leave_the_sums_as_they_were(monkeypatch):
     assert any(done)
 
 
-def test_a_plain_step_crosses_six_files_of_this_package():
+def test_a_plain_step_crosses_seven_files_of_this_package():
     """The compiled kernel is a seventh; the threads it runs on are hashcore's."""
     model, (ids, _) = tiny_model(), prompts((40,))
     source, crossed = Path(fused_kernels.__file__).parent, set()
@@ -395,7 +396,8 @@ def test_a_plain_step_crosses_six_files_of_this_package():
                 model(ids[:, token : token + 1], past_key_values=cache)
             finally:
                 sys.setprofile(None)
-    assert crossed == {f"{name}.py" for name in ("interface", "cache", "buffer", "fused", "remainder", "budget")}
+    names = "interface", "plan", "cache", "buffer", "fused", "remainder", "budget"
+    assert crossed == {f"{name}.py" for name in names}
 
 
 def test_weights_that_are_replaced_or_written_to_count_at_once():
@@ -440,6 +442,6 @@ def test_codes_are_hashed_by_the_encoder_where_there_is_no_room():
     held.update(k[:, :, :60], v[:, :, :60])
     for n in range(60, 300):
         held.update(k[:, :, n : n + 1], v[:, :, n : n + 1])
-        assert plan.steps["cpu"].attend(held, q, held.keys, held.values, 0.25) is not None
+        assert plan.step(held, Inputs(q, held.keys, held.values, 0.25)) is not None
     assert torch.equal(held.codes, selector.encode_keys(0, k))
     assert 0 < len(hashed) < 10

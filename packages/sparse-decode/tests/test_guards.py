@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from sparse_decode import Budget, attach, blocks
-from sparse_decode.blocks import Blocks, RowRule
+from sparse_decode.blocks import RowRule
 from sparse_decode.cache_encoder import Encoder
 from sparse_decode.model import NAMES
+from sparse_decode.plan import LayerPlan
 from sparse_decode.remainder import RunningMoments
 from sparse_decode_doubles import VOCABULARY, Auditor, Calibrated, SignHasher, generate, prompts, tiny_model
 from transformers import AttentionMaskInterface, DynamicCache, StaticCache
@@ -65,12 +66,12 @@ def static_is_dynamic(monkeypatch):
 
 
 def selector_sees_everything(monkeypatch):
-    original = Blocks._rows
+    original = LayerPlan._rows
 
     def blind(whose, *arguments, **known):
         return replace(original(whose, *arguments, **known), visible=None)
 
-    monkeypatch.setattr(Blocks, "_rows", blind)
+    monkeypatch.setattr(LayerPlan, "_rows", blind)
 
 
 def no_mask(monkeypatch):

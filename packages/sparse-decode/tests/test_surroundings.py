@@ -10,7 +10,7 @@ import torch
 import transformers
 from fake_gpu import fake_gpu
 from hashtrain import Hasher, HasherConfig, ModelShape
-from sparse_decode import Budget, QueryHeadHasher, attach, blocks, calls, dense_step, plan
+from sparse_decode import Budget, QueryHeadHasher, attach, calls, dense_step, plan
 from sparse_decode.interface import register
 from sparse_decode.model import FLASH_NAME, NAMES
 from sparse_decode.select import HashSelector
@@ -332,7 +332,7 @@ def test_a_step_that_sees_nothing_is_as_in_dense_attention(family, implementatio
     dense = blind_step(model, static).logits
     with attach(model, SignHasher(), WHOLE, dense_layers=0):
         torch.testing.assert_close(blind_step(model, static).logits, dense, atol=1e-4, rtol=1e-4)
-        for module in (blocks, plan, calls, dense_step):
+        for module in (plan, calls, dense_step):
             monkeypatch.setattr(module, "readable", lambda x: False)
         torch.testing.assert_close(blind_step(model, static).logits, dense, atol=1e-4, rtol=1e-4)
 
@@ -349,7 +349,7 @@ def test_in_a_batch_only_the_row_that_sees_nothing_gets_the_mean(monkeypatch):
 
     dense = step()
     with attach(model, SignHasher(), WHOLE, dense_layers=0):
-        for module in (blocks, plan, calls, dense_step):
+        for module in (plan, calls, dense_step):
             monkeypatch.setattr(module, "readable", lambda x: False)
         torch.testing.assert_close(step(), dense, atol=1e-4, rtol=1e-4)
 
@@ -373,7 +373,7 @@ def test_a_step_that_sees_nothing_has_the_weights_of_eager_attention(monkeypatch
     model = tiny_model(implementation="eager")
     dense = blind_step(model, output_attentions=True).attentions
     with attach(model, SignHasher(), WHOLE, dense_layers=0):
-        for module in (blocks, plan, calls, dense_step):
+        for module in (plan, calls, dense_step):
             monkeypatch.setattr(module, "readable", lambda x: False)
         for found, expected in zip(blind_step(model, output_attentions=True).attentions, dense, strict=True):
             torch.testing.assert_close(found, expected)
@@ -382,7 +382,7 @@ def test_a_step_that_sees_nothing_has_the_weights_of_eager_attention(monkeypatch
 def test_a_step_that_sees_nothing_stops_where_its_values_are_in_host_memory(monkeypatch):
     model = tiny_model(implementation="eager")
     with attach(model, SignHasher(), WHOLE, dense_layers=0, kv="host"):
-        for module in (blocks, plan, calls, dense_step):
+        for module in (plan, calls, dense_step):
             monkeypatch.setattr(module, "readable", lambda x: False)
         with pytest.raises(RuntimeError, match="a row of the mask sees no token"):
             blind_step(model)

@@ -35,8 +35,7 @@ def test_every_sparse_row_reads_the_share(rows, padded):
     plan = LayerPlan(0, selector, HALF, RowRule(None, rows))
     whole = LayerPlan(0, selector, Budget(0.5, sink=2, recent=3), RowRule(None, rows))
     for each in (plan, whole):
-        block = each.blocks
-        for piece in [block.step(x)] if rows == 1 else block.others(x, *block.seen(x)):
+        for piece in [each._one_row(x)] if rows == 1 else each._blocks(x, *each.seen(x)):
             seen.append(piece.complete(selector.select(piece.rows), exact=False)[0])
     assert torch.equal(*seen), "the share changes what is selected"
     expected = attend_reference(q, k, v, seen[0], 0.25, values=0.5)

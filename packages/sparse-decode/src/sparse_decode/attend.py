@@ -37,6 +37,17 @@ _SIDE_BY_SIDE = np.empty((0, 0), np.int64)
 _NOTHING = np.empty((0, 5), np.float32), np.empty((0, 0, 0, 0), np.float32), np.empty((0, 0), np.int64)
 
 
+class Inputs(NamedTuple):
+    """The arguments of `attend` that a model gives: q, k, v, the factor on the logits, soft cap and learned sinks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scaling: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
 class LeftOut(NamedTuple):
     """The inputs of the remainder (eq. 15)."""
 

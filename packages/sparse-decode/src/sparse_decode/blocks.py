@@ -7,25 +7,20 @@ integer, with a mask it stays on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from sparse_decode.budget import Budget, Tally
-from sparse_decode.modes import in_graph, ordinary_tensors, readable
+from sparse_decode.budget import Tally
 from sparse_decode.offload import HostLayer
 from sparse_decode.positions import (
     Seen,
-    Sights,
-    count_visible,
     first_visible,
     last_row,
     last_visible,
     merge,
-    see,
     visible_rows,
     visible_span,
     with_ends,
@@ -174,97 +169,6 @@ class Block:
         if x.mask is not None and self.reads is not None:
             _require_causal(summed, cast(Tensor, self.visible), self.reads > 0)
         return means[0], means[1], self.visible
-
-
-@dataclass
-class Blocks:
-    """Splits the calls of one sparse layer into blocks.
-
-    Attributes:
-        layer, budget, rule: the layer, its budget, and which of its rows are sparse.
-        sink, recent: numbers of first and last tokens that each row always reads.
-        sights: what rows see according to masks; shared by all layers.
-    """
-
-    layer: int
-    budget: Budget
-    rule: RowRule
-    sink: int
-    recent: int
-    sights: Sights
-    # 0, 1, 2, ... on the device: counts are views of it
-    _numbers: Tensor | None = field(default=None, init=False, compare=False)
-
-    def step(self, x: AttentionArgs) -> Block:
-        """Return the one block of a decode step, with few tensor operations and without waiting for the device.
-
-        Each operation counts: after the other layers have filled the CPU's caches, it takes ten times its usual time.
-        """
-        n, ends = x.k.shape[2], self.sink + self.recent
-        if x.mask is None:
-            count = max(0, self.budget.count_row(n) - ends)
-            return Block(self._rows(x, 0, 1, self._number(count, x.q), None, uniform_count=count))
-        sight = self.see(x, x.mask)
-        most = max(0, max(self.budget.most(n), min(n, self.rule.start or 0)) - ends)
-        seen = sight.tokens[:, None, None]
-        rows = self._rows(x, 0, 1, sight.chosen, seen, most=most, among=sight.candidates)
-        return Block(rows, sight.visible, sight.sparse, sight=sight)
-
-    def seen(self, x: AttentionArgs) -> tuple[Tensor, Tensor]:
-        """Return the number of tokens that each row sees, int64 [B, Q], and which rows are sparse, bool [B, Q]."""
-        (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
-        visible = count_visible(x.mask, batch, n_queries, n, x.q.device, rows_at_once(batch, hq, n))
-        return visible, self.rule.rows(visible, n_queries, n)
-
-    def others(self, x: AttentionArgs, visible: Tensor, sparse: Tensor) -> Iterator[Block]:
-        """Split the rows of a call that is not a decode step; `visible` and `sparse` come from `seen`."""
-        (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
-        reads = self._reads(visible, sparse, x.all_rows)
-        chosen, most = (reads - self.sink - self.recent).clamp(min=0), rows_at_once(batch, hq, n)
-        for first in range(0, n_queries, most):
-            last = min(first + most, n_queries)
-            at = slice(first, last)
-            rows = self._rows(x, first, last, chosen[:, at], x.seen(first, last))
-            yield Block(rows, visible[:, at], sparse[:, at], reads[:, at], first)
-
-    def _reads(self, visible: Tensor, sparse: Tensor, every: bool) -> Tensor:
-        """Count the tokens that each row reads, [B, Q]; rows that are not sparse read all they see if `every`, or 0."""
-        return torch.where(sparse, self.budget.count(visible, visible[:, -1:]), visible if every else 0)
-
-    def _rows(self, x: AttentionArgs, first: int, last: int, chosen: Tensor, seen: Tensor | None, **known: Any) -> Rows:
-        """Return the input of the selector for query rows first..last-1, which select `chosen` [B, R] tokens."""
-        n_queries, n = x.q.shape[2], x.k.shape[2]
-        end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see no token from there on
-        q, k, codes = x.q[:, :, first:last], x.k[:, :, :end], None if x.codes is None else x.codes[:, :, :end]
-        visible = None if seen is None else seen[..., :end]
-        known |= {"sink": self.sink, "recent": self.recent, "shortlist": self.budget.shortlist}
-        known |= {"first": None if x.first is None else x.first[:, :, :end], "planes": x.planes}
-        return Rows(self.layer, q, k, codes, visible, chosen, x.scaling, x.softcap, x.sinks, **known)
-
-    def _number(self, count: int, q: Tensor) -> Tensor:
-        """Return `count` for each sequence, int64 [B, 1], without a copy to the device."""
-        numbers = self._numbers
-        if numbers is None or len(numbers) <= count or numbers.device != q.device:
-            with ordinary_tensors():
-                numbers = self._numbers = torch.arange(2 * count + 1024, device=q.device)
-        return numbers[count].expand(q.shape[0], 1)
-
-    def see(self, x: AttentionArgs, mask: Tensor) -> Seen:
-        """Return what the rows of a decode step see; computed once for all layers, except in a graph."""
-        batch, n = x.q.shape[0], x.k.shape[2]
-
-        def count(visible: Tensor) -> tuple[Tensor, Tensor]:
-            sparse = self.rule.rows(visible, 1, n)
-            # If the host cannot read `sparse`, rows that are not sparse read all visible tokens here.
-            return self._reads(visible, sparse, x.all_rows or not readable(visible)), sparse
-
-        def find() -> Seen:
-            shown = visible_rows(mask, 0, 1, 1, n, mask.device)
-            return see(cast(Tensor, shown).expand(batch, -1, -1, -1), count, self.sink, self.recent)
-
-        if x.all_rows or in_graph(x.q.device):
-            return find()
-        return self.sights.of(mask, self.layer, (self.budget, self.rule, batch, n), find)
 
 
 def rows_at_once(batch: int, query_heads: int, n: int) -> int:

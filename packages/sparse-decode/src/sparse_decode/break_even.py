@@ -13,6 +13,7 @@ import torch
 from hashtrain import ModelShape
 from transformers.cache_utils import DynamicLayer
 
+from sparse_decode.attend import Inputs
 from sparse_decode.blocks import AttentionArgs, RowRule
 from sparse_decode.budget import Budget
 from sparse_decode.cache_types import carry_codes
@@ -91,8 +92,7 @@ def _steps(
     def sparse() -> None:
         if plan.selector.needs_codes:
             held._codes.truncate(n - 1)  # the step hashes its own key, the last one
-        step = plan.steps.get(q.device.type)
-        if step is None or step.attend(held, q, k, v, module.scaling) is None:
+        if plan.step(held, Inputs(q, k, v, module.scaling)) is None:
             codes = held.codes if plan.selector.needs_codes else None
             plan.attend(AttentionArgs(q, k, v, None, codes, None, module.scaling, None, None))
 

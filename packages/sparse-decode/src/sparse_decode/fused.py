@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_decode import encode, fused_kernels
-from sparse_decode.attend import KINDS, LIKE
-from sparse_decode.budget import Budget, Tally
+from sparse_decode.attend import KINDS, LIKE, Inputs
+from sparse_decode.budget import Budget
 from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.fused_kernels import AT, FORM
-from sparse_decode.remainder import Coefficients
 from sparse_decode.select import HashSelector
 
 _NO_SUMS = 0, 0, 0, 0
@@ -83,71 +82,26 @@ def _coordinate(layer: Planes | Transform) -> Tensor | None:
 
 
 class FusedStep:
-    """Runs the plain decode steps of one layer.
+    """Runs the plain decode steps of one layer on the CPU."""
 
-    Args:
-        shortest: the shortest context of a sparse step; coefficients: those of the remainder, or None for none.
-        tally: where the tokens read are counted.
-    """
-
-    def __init__(
-        self,
-        layer: int,
-        selector: HashSelector,
-        budget: Budget,
-        shortest: int,
-        coefficients: Coefficients | None,
-        tally: Tally,
-    ):
+    def __init__(self, layer: int, selector: HashSelector, budget: Budget):
         self.layer: int = layer
         self.budget: Budget = budget
-        self._shortest, self._coefficients, self._tally = shortest, coefficients, tally
         self._selector = selector
         self._cpu_encoder = encode.CpuEncoder()
         self._form: _Form | None = None
 
-    def attend(
-        self,
-        held: object,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
+    def run(
+        self, held: CodedDynamicLayer, x: Inputs, left_out: tuple[Tensor, Tensor] | None, reads: int
     ) -> Tensor | None:
         """Encode, select and attend: q [B, Hq, 1, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, 1, Hq, Dv].
 
-        Args: as in `sparse_decode.attend`; held: the cache layer that stores k and v, a dynamic one on the CPU.
-        Returns: None if the call is not supported here; the cache is then unchanged.
+        Args: those of `sparse_decode.plan.Way`. Returns: None if the call is not supported here.
         """
-        if not isinstance(held, CodedDynamicLayer) or held.on_host or held.keys is not k or held.values is not v:
-            return None
-        n = k.shape[2]
-        if n < self._shortest:
-            return None
-        left_out = None if self._coefficients is None else self._coefficients.on(q.device, scaling)
-        out = self._run(held, q, k, v, scaling, softcap, sinks, left_out)
-        if out is not None:
-            heads = len(q) * q.shape[1]
-            self._tally.add(heads * self.budget.count_row(n), heads * n)
-        return out
-
-    def _run(
-        self,
-        held: CodedDynamicLayer,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-        left_out: tuple[Tensor, Tensor] | None,
-    ) -> Tensor | None:
-        """Run the kernel. left_out: the result of `Coefficients.on`, or None; the others as in `attend`."""
+        q, k, v, scaling, softcap, sinks = x
         batch, hkv, n = k.shape[:3]
         codes, pending = held.room_for_code()
-        form, reads, moments = self._formed(q, k, v, codes, left_out), self.budget.count_row(n), held.moments
+        form, moments = self._formed(q, k, v, codes, left_out), held.moments
         sums = None if left_out is None else moments.for_step(batch, n)
         if form is None or (left_out is not None and sums is None):
             return None

@@ -5,7 +5,7 @@ an argument because threads share module state and context variables break compi
 
 Most calls are alike: one token and no options. For those, the hook and the function do as little as possible. A small
 layer at a short context takes a millisecond, and the hook's overhead must stay below 2 % of that; a longer one takes a
-step in one go (`LayerPlan.steps`). `sparse_decode.calls` runs all other calls.
+step in one go (`LayerPlan.step`). `sparse_decode.calls` runs all other calls.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers.masking_utils import eager_mask, flash_attention_mask, sdpa_ma
 from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode import calls
+from sparse_decode.attend import Inputs
 from sparse_decode.dense_step import OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
 from sparse_decode.growing import FROM, GrowingLayer, grow
 from sparse_decode.model import CACHE_NAMES, FLASH_NAME, NAMES, OTHER_STATES
@@ -232,15 +233,15 @@ def attention(
         return attend_densely(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
     if type(call) is AttentionContext and _is_plain(module, query, attention_mask, dropout, kwargs):
-        step, options = call.plan.steps.get(query.device.type), (kwargs.get("softcap"), kwargs.get("s_aux"))
-        out = None if step is None else step.attend(call.cache, query, key, value, factor, *options)
+        options = kwargs.get("softcap"), kwargs.get("s_aux")
+        out = call.plan.step(call.cache, Inputs(query, key, value, factor, *options))
         if out is not None:
             return out, None
     return calls.attend(module, call.plan, call.cache, query, key, value, attention_mask, dropout, factor, kwargs)
 
 
 def _is_plain(module: Any, query: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
-    """Whether a call is a decode step without options, which a layer's `steps` may run as a whole."""
+    """Whether a call is a decode step without options, which `LayerPlan.step` may run as a whole."""
     if mask is not None or query.shape[2] != 1 or dropout or torch.compiler.is_compiling():
         return False
     kind = query.device.type

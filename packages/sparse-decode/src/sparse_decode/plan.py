@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, cast
 
 import torch
+from hashcore.torch_ops import OPERATORS as SEARCH
+from hashtrain.layers import LayerHasher
 from torch import Tensor
 
-from sparse_decode import flash
-from sparse_decode.attend import LeftOut, attend, attention_weights
-from sparse_decode.blocks import AttentionArgs, Block, Blocks, Moments, RowRule
+from sparse_decode import encode_cuda, flash, gather
+from sparse_decode.attend import Inputs, LeftOut, attend, attention_weights
+from sparse_decode.blocks import AttentionArgs, Block, Moments, RowRule, rows_at_once
 from sparse_decode.budget import Budget, Tally
+from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.cache_encoder import Encoder
-from sparse_decode.cuda_step import CudaStep
 from sparse_decode.dense_step import attend_visible, with_means
 from sparse_decode.fused import FusedStep
-from sparse_decode.modes import ordinary_tensors, readable
+from sparse_decode.modes import in_graph, ordinary_tensors, readable
 from sparse_decode.opaque import register
-from sparse_decode.positions import Sights, include, last_row
+from sparse_decode.positions import Seen, Sights, count_visible, include, last_row, see, visible_rows
 from sparse_decode.remainder import Coefficients, RunningMoments
-from sparse_decode.select import AttendingSelector, HashSelector, Selector
+from sparse_decode.select import AttendingSelector, HashSelector, Rows, Selector
 from sparse_decode.static_moments import StaticMoments
 
 Backend = Literal["gather", "flash"]
 """The attention over a selection: our own kernels, or torch's gather and flash-attn."""
+Way = Callable[[CodedDynamicLayer, Inputs, tuple[Tensor, Tensor] | None, int], Tensor | None]
+"""Runs a plain step, given `Coefficients.on`, or None, and the number of tokens to read. Returns None if it does not
+support the call; keys, values and codes are then unchanged."""
 
 
 class LayerPlan:
@@ -33,9 +39,9 @@ class LayerPlan:
     Attributes:
         own: the selector, if it computes attention itself.
         tally: numbers of tokens selected and visible.
-        blocks: splits calls into blocks of rows.
+        sights: what rows see according to masks; shared by all layers.
         remainder: coefficients of the remainder; None: none is added.
-        steps: what runs plain decode steps as a whole, by the type of their device.
+        ways: what runs plain steps, by the type of their device.
         encoder: hashes the layer's keys.
         number: the number by which a compiled graph refers to this plan.
         unused: a tensor without meaning for `opaque.attend_step`.
@@ -59,22 +65,25 @@ class LayerPlan:
         self.backend: Backend = backend
         self._exact = bool(getattr(selector, "fills_counts", False))
         self.own: AttendingSelector | None = selector if isinstance(selector, AttendingSelector) else None
-        ends = (0, 0) if self.own else (budget.sink, budget.recent)  # sink and recent tokens
-        self.blocks: Blocks = Blocks(layer, budget, rule, *ends, sights or Sights())
+        self.sink, self.recent = (0, 0) if self.own else (budget.sink, budget.recent)
+        self.sights: Sights = sights or Sights()
+        self._numbers: Tensor | None = None  # 0, 1, 2, ... on the device: counts are views of it
         self.remainder: Coefficients | None = None if remainder is None else Coefficients(remainder)
         self.tally: Tally = Tally(device)
         self.number: int = register(self)
         self.unused: Tensor = torch.zeros(1, device=device)
         self._start = 1 if rule.start is None else rule.start
-        in_place: tuple[Any, ...] = ()
-        self.steps: dict[str, FusedStep | CudaStep] = {}
+        hashed: tuple[Any, ...] = (partial(selector.encode_keys, layer),)
+        self.ways: dict[str, Way] = {}
         if isinstance(selector, HashSelector):
-            in_place = partial(selector.write_codes, layer), partial(selector.traceable, layer)
-            shortest = max(self._start + 1, cast(int, budget.dense_below))  # context of a sparse step
-            given = layer, selector, budget, shortest, self.remainder, self.tally
-            self.steps = {"cpu": FusedStep(*given), "cuda": CudaStep(*given)} if backend == "gather" else {}
-        lists = budget.shortlist is not None
-        self.encoder: Encoder = Encoder(partial(selector.encode_keys, layer), *in_place, lists=lists)
+            hashed += partial(selector.write_codes, layer), partial(selector.traceable, layer)
+            self._shortest = max(self._start + 1, cast(int, budget.dense_below))  # context of a sparse step
+            self._placed, self._per_query_head = selector.placed, selector.per_query_head
+            if backend == "gather":
+                self.ways["cpu"] = FusedStep(layer, selector, budget).run
+            if backend == "gather" and budget.shortlist is None and budget.values == 1:
+                self.ways["cuda"] = self._in_operators
+        self.encoder: Encoder = Encoder(*hashed, lists=budget.shortlist is not None)
 
     def all_dense(self, n: int) -> bool:
         """Whether a call that ends at token `n` is below `dense_below`, so that all of its rows are dense."""
@@ -90,8 +99,47 @@ class LayerPlan:
         (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
         if x.mask is None and n_queries == 1:
             return self.count_short(batch * hq, n)
-        visible, sparse = self.blocks.seen(x)
+        visible, sparse = self.seen(x)
         return self.tally.add_rows(visible * hq, visible * hq, sparse)
+
+    def step(self, held: object, x: Inputs) -> Tensor | None:
+        """Run a plain decode step as a whole, [B, 1, Hq, Dv]: one new token per sequence, no mask, a growing cache.
+
+        `attend` gives the same result in more operations.
+
+        Args: held: the cache layer that stores k and v.
+        Returns: None if the call is not supported here.
+        """
+        way, n = self.ways.get(x.q.device.type), x.k.shape[2]
+        grows = isinstance(held, CodedDynamicLayer) and not held.on_host and held.keys is x.k and held.values is x.v
+        if way is None or n < self._shortest or not grows:
+            return None
+        left_out = None if self.remainder is None else self.remainder.on(x.q.device, x.scaling)
+        heads, reads = len(x.q) * x.q.shape[1], self.budget.count_row(n)
+        out = way(held, x, left_out, reads)
+        if out is not None:
+            self.tally.add(heads * reads, heads * n)
+        return out
+
+    def _in_operators(
+        self, held: CodedDynamicLayer, x: Inputs, left_out: tuple[Tensor, Tensor] | None, reads: int
+    ) -> Tensor | None:
+        """Run a plain step of one of our hashers on a GPU (`Way`): encode, select, sum, attend, by an operator each."""
+        q, k, v, *options = x
+        n, sink, recent = k.shape[2], self.budget.sink, self.budget.recent
+        own = None if self._placed is None else self._placed.layer(self.layer, q.device)
+        if own is None or not _fits(own, x) or not (left_out is None or held.moments.cover(q, k)):
+            return None
+        room, missing = held.room_for_code()
+        if not missing:
+            return None
+        planes, weights = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, self._per_query_head)
+        held.wrote_code()
+        among = None, None, n, 0, sink, recent, False, 0, None, None
+        indices = SEARCH.search(planes, room[:, :, None, :n], max(0, reads - sink - recent), None, weights, *among)[1]
+        sums = None if left_out is None else held.moments.step_on_device(q, left_out[1], k, v)
+        rest = (None,) * 4 if left_out is None or sums is None else (left_out[0], *sums, None)
+        return gather.OPERATORS.gather(q, k, v, indices, *options, *rest, sink, recent, None)
 
     def attend(self, x: AttentionArgs) -> tuple[Tensor, Tensor | None]:
         """Attend sparsely in the rows that the rule makes sparse.
@@ -104,10 +152,10 @@ class LayerPlan:
                 self.tally.tensor = self.tally.tensor.to(x.q.device)
         moments = x.moments or RunningMoments()
         if self._is_step(x):
-            block = self.blocks.step(x)
+            block = self._one_row(x)
             return self._attend_block(x, block, moments), block.sparse if readable(x.q) else None
-        visible, sparse = self.blocks.seen(x)
-        pieces = [self._attend_block(x, block, moments) for block in self.blocks.others(x, visible, sparse)]
+        visible, sparse = self.seen(x)
+        pieces = [self._attend_block(x, block, moments) for block in self._blocks(x, visible, sparse)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1), sparse
 
     def _is_step(self, x: AttentionArgs) -> bool:
@@ -147,7 +195,77 @@ class LayerPlan:
             out, _ = self.attend(x)
         if mask is None or mask.dtype == torch.bool or sinks is not None:  # such a row attends to the sink alone
             return out
-        return with_means(out, room_v, self.blocks.seen(x)[0] > 0)
+        return with_means(out, room_v, self.seen(x)[0] > 0)
+
+    def _one_row(self, x: AttentionArgs) -> Block:
+        """Return the one block of a decode step, with few tensor operations and without waiting for the device.
+
+        Each operation counts: after the other layers have filled the CPU's caches, it takes ten times its usual time.
+        """
+        n, ends = x.k.shape[2], self.sink + self.recent
+        if x.mask is None:
+            count = max(0, self.budget.count_row(n) - ends)
+            return Block(self._rows(x, 0, 1, self._number(count, x.q), None, uniform_count=count))
+        sight = self.see(x, x.mask)
+        most = max(0, max(self.budget.most(n), min(n, self.rule.start or 0)) - ends)
+        rows = self._rows(x, 0, 1, sight.chosen, sight.tokens[:, None, None], most=most, among=sight.candidates)
+        return Block(rows, sight.visible, sight.sparse, sight=sight)
+
+    def seen(self, x: AttentionArgs) -> tuple[Tensor, Tensor]:
+        """Return the number of tokens that each row sees, int64 [B, Q], and which rows are sparse, bool [B, Q]."""
+        (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
+        visible = count_visible(x.mask, batch, n_queries, n, x.q.device, rows_at_once(batch, hq, n))
+        return visible, self.rule.rows(visible, n_queries, n)
+
+    def _blocks(self, x: AttentionArgs, visible: Tensor, sparse: Tensor) -> Iterator[Block]:
+        """Split the rows of a call that is not a decode step; `visible` and `sparse` come from `seen`."""
+        (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
+        reads = self._reads(visible, sparse, x.all_rows)
+        chosen, most = (reads - self.sink - self.recent).clamp(min=0), rows_at_once(batch, hq, n)
+        for first in range(0, n_queries, most):
+            last = min(first + most, n_queries)
+            at = slice(first, last)
+            rows = self._rows(x, first, last, chosen[:, at], x.seen(first, last))
+            yield Block(rows, visible[:, at], sparse[:, at], reads[:, at], first)
+
+    def _reads(self, visible: Tensor, sparse: Tensor, every: bool) -> Tensor:
+        """Count the tokens that each row reads, [B, Q]; rows that are not sparse read all they see if `every`, or 0."""
+        return torch.where(sparse, self.budget.count(visible, visible[:, -1:]), visible if every else 0)
+
+    def _rows(self, x: AttentionArgs, first: int, last: int, chosen: Tensor, seen: Tensor | None, **known: Any) -> Rows:
+        """Return the input of the selector for query rows first..last-1, which select `chosen` [B, R] tokens."""
+        n_queries, n = x.q.shape[2], x.k.shape[2]
+        end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see no token from there on
+        seen = None if seen is None else seen[..., :end]
+        q, k, codes = x.q[:, :, first:last], x.k[:, :, :end], None if x.codes is None else x.codes[:, :, :end]
+        known |= {"sink": self.sink, "recent": self.recent, "shortlist": self.budget.shortlist}
+        known |= {"first": None if x.first is None else x.first[:, :, :end], "planes": x.planes}
+        return Rows(self.layer, q, k, codes, seen, chosen, x.scaling, x.softcap, x.sinks, **known)
+
+    def _number(self, count: int, q: Tensor) -> Tensor:
+        """Return `count` for each sequence, int64 [B, 1], without a copy to the device."""
+        numbers = self._numbers
+        if numbers is None or len(numbers) <= count or numbers.device != q.device:
+            with ordinary_tensors():
+                numbers = self._numbers = torch.arange(2 * count + 1024, device=q.device)
+        return numbers[count].expand(q.shape[0], 1)
+
+    def see(self, x: AttentionArgs, mask: Tensor) -> Seen:
+        """Return what the rows of a decode step see; computed once for all layers, except in a graph."""
+        batch, n = x.q.shape[0], x.k.shape[2]
+
+        def count(visible: Tensor) -> tuple[Tensor, Tensor]:
+            sparse = self.rule.rows(visible, 1, n)
+            # If the host cannot read `sparse`, rows that are not sparse read all visible tokens here.
+            return self._reads(visible, sparse, x.all_rows or not readable(visible)), sparse
+
+        def find() -> Seen:
+            shown = visible_rows(mask, 0, 1, 1, n, mask.device)
+            return see(cast(Tensor, shown).expand(batch, -1, -1, -1), count, self.sink, self.recent)
+
+        if x.all_rows or in_graph(x.q.device):
+            return find()
+        return self.sights.of(mask, self.layer, (self.budget, self.rule, batch, n), find)
 
     def _attend_block(self, x: AttentionArgs, block: Block, moments: Moments) -> Tensor:
         """Select tokens, count them, and attend to them, with the remainder if there is one: [B, R, Hq, Dv]."""
@@ -172,6 +290,14 @@ class LayerPlan:
             left_out = LeftOut(coefficients, *block.stand_in(x, slopes, moments))
         how = {"softcap": x.softcap, "sinks": x.sinks, "left_out": left_out, "ends": ends}
         return attend(rows.q, x.k, x.v, indices, x.scaling, values=self.budget.values, **how)
+
+
+def _fits(own: LayerHasher, x: Inputs) -> bool:
+    """Whether operators support the tensors of a plain step and a layer's hash functions."""
+    q, k, v = x[:3]
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+    sizes = (q.shape[1], k.shape[1], v.shape[1], k.shape[3]) == (own.hq, own.hkv, own.hkv, own.d)
+    return alike and sizes and not (k.requires_grad or v.requires_grad) and encode_cuda.supports(own, q)
 
 
 def trim(
