@@ -107,12 +107,12 @@ class LayerPlan:
 
         `attend` gives the same result in more operations.
 
-        Args: held: the cache layer that stores k and v.
-        Returns: None if the call is not supported here.
+        Args: held: the cache layer that stores k and v. Returns: None if the call is not supported here.
         """
         way, n = self.ways.get(x.q.device.type), x.k.shape[2]
-        grows = isinstance(held, CodedDynamicLayer) and not held.on_host and held.keys is x.k and held.values is x.v
-        if way is None or n < self._shortest or not grows:
+        if way is None or n < self._shortest or not isinstance(held, CodedDynamicLayer) or held.on_host:
+            return None
+        if held.keys is not x.k or held.values is not x.v:
             return None
         left_out = None if self.remainder is None else self.remainder.on(x.q.device, x.scaling)
         heads, reads = len(x.q) * x.q.shape[1], self.budget.count_row(n)
