@@ -32,6 +32,7 @@ def test_the_files_that_parts_run_exist(suite):
         assert (ROOT / "packages" / "sparse-decode" / path).is_file()
 
 
+@pytest.mark.slow
 def test_the_sanitizer_sees_every_kernel(suite):
     """Those that the gate compiles, each launched by a small test."""
     registers = json.loads((ROOT / "docs" / "results" / "kernels.json").read_text("utf-8"))["registers"]

@@ -138,6 +138,7 @@ def test_means_over_tasks_are_plain_ones(build, example, tmp_path):
         assert rows[2].n == 8
 
 
+@pytest.mark.slow
 def test_other_data_under_the_same_name_are_refused(build, example, tmp_path):
     benchmark.run(build("ruler"), QUIET)
     other = tmp_path / "other"

@@ -75,6 +75,7 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_throughput_measures_every_method(shape_folder, tmp_path, capsys, traced):
     command = ThroughputCommand(
         **TINY, shape=shape_folder, batches=(1, 2), dtype="float32", budget=0.1, out=tmp_path / "run"

@@ -53,6 +53,7 @@ def run_two(arguments):
     return two_processes(rank, arguments)
 
 
+@pytest.mark.slow
 def test_no_process_goes_on_before_all_are_connected(tmp_path):
     """Otherwise one that exits early, with an error, breaks connections that are still being made."""
     assert two_processes(join_late, tmp_path) == [0, 0]

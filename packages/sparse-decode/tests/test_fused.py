@@ -198,6 +198,7 @@ def refuse_infinite_queries():
     assert_alike(*both.step(q, k, v))
 
 
+@pytest.mark.slow
 def test_a_query_that_is_not_finite_stops_no_thread():
     """Tasks of other heads go on, and none waits for a selection that is never made; it could wait for ever."""
     code = "import torch, test_fused; torch.set_grad_enabled(False); test_fused.refuse_infinite_queries()"
