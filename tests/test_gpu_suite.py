@@ -73,6 +73,7 @@ def test_a_version_that_is_too_old_is_named(suite, monkeypatch):
     assert suite.missing(("torch",)) == ["torch 2.11 (here is 2.9.1+cu130)"]
 
 
+@pytest.mark.slow
 def test_a_command_that_hangs_is_stopped_with_its_children(suite, tmp_path):
     child = f"import time; time.sleep(3); open({str(tmp_path / 'alive')!r}, 'w')"
     script = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"

@@ -68,6 +68,7 @@ def checkout(tmp_path, monkeypatch):
     return Checkout(tmp_path)
 
 
+@pytest.mark.slow
 def test_this_repository_can_be_released(tool):
     assert tool.complaints(ROOT) == []
 

@@ -103,6 +103,7 @@ planes.cu cannot be loaded while a CUDA graph is captured; run it once before
 """
 
 
+@pytest.mark.slow
 def test_launches_reach_the_driver_as_they_are_described(tmp_path):
     (tmp_path / "driver.cc").write_text(DRIVER)
     command = [

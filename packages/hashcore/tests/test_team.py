@@ -181,6 +181,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells whether a process was forked")
 def test_a_process_forked_after_torch_has_run_and_before_the_import_does_not_wait_for_ever():
     subprocess.run([sys.executable, "-c", FORKED_BEFORE_THE_IMPORT], check=True, timeout=300)

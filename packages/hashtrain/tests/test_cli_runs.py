@@ -48,6 +48,7 @@ def test_tensorboard_gets_what_the_metrics_get(folder, tmp_path):
     assert {event.step: event.value for event in found.Scalars("planes/iou/kv_head")} == pytest.approx(judged, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_streamed_run_makes_the_same_hashers_without_storing_what_it_trains_on(folder, tmp_path, monkeypatch, capsys):
     """Three contexts, of which the remainder may use one: the others are never on disk."""
     monkeypatch.setattr(prepare_module, "MAX_CONTEXTS", 1)

@@ -69,6 +69,7 @@ def test_two_ranks_that_share_layers_make_the_bits_of_one_process(arguments, alo
     assert stored(tmp_path / "run") == alone
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_rows_train_as_one_process(arguments, alone, tmp_path):
     assert run_two([*arguments, "--out", str(tmp_path / "run"), "--spread", "data"]) == [0, 0]
     metrics, files = stored(tmp_path / "run")

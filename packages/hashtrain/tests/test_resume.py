@@ -154,6 +154,7 @@ def test_a_second_run_in_the_same_folder_is_one_sentence(arguments, tmp_path, ca
     assert "another run is working in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_the_old_hasher(arguments, tmp_path):
     out = tmp_path / "run"
     assert main([*arguments, "--out", str(out), "--steps", "2"]) == 0

@@ -21,6 +21,7 @@ from worker_jobs import break_stubbornly, die, fail, knows_the_pipeline, private
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.slow
 def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread(workers):
     said = []
     before = torch.get_num_threads()
