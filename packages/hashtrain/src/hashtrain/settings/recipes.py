@@ -44,7 +44,7 @@ class Recipe:
     keys_first: float = 0.0
     """Share of the steps, at the beginning, that train keys only."""
     digits: int = 5
-    """Most bits of one dimension where `transform` starts. Untrained, 5 find most (SmolLM2); trained, fewer do: the
+    """Most bits of one dimension where `transform` starts. Untrained, 5 find most (SmolLM2); trained, 3 do: the
     weights of many digits differ too much for a query's planes (docs/log.md, 2026-11-25)."""
     bits: int | None = None
     """Code length, if not the run's."""
