@@ -16,8 +16,8 @@ SECOND_RUNS = {"English": "second_english", "Python": "second_python"}
 BARE_RUNS = {kind: f"{name}_bare" for kind, name in SECOND_RUNS.items()}
 """The same without the tokens that every row reads."""
 SHORT_RUNS = {
-    f"{SECOND_MODEL}, English": ("second_english", "short_english", "values_english"),
-    f"{SECOND_MODEL}, Python": ("second_python", "short_python", "values_python"),
+    f"{SECOND_MODEL}, English": ("second_english", "short_english", "values_english", "layers_english"),
+    f"{SECOND_MODEL}, Python": ("second_python", "short_python", "values_python", "layers_python"),
     "demo model, Python": ("ppl_decode", "short_demo", "values_demo", "layers_demo"),
 }
 """Stored runs after a dense prompt, by model and text: all codes, a shortlist, a shortlist with fewer values, and
