@@ -65,7 +65,7 @@ class LayerPlan:
         self.backend: Backend = backend
         self._exact = bool(getattr(selector, "fills_counts", False))
         self.own: AttendingSelector | None = selector if isinstance(selector, AttendingSelector) else None
-        self.sink, self.recent = (0, 0) if self.own else (budget.sink, budget.recent)
+        self._sink, self._recent = (0, 0) if self.own else (budget.sink, budget.recent)
         self.sights: Sights = sights or Sights()
         self._numbers: Tensor | None = None  # 0, 1, 2, ... on the device: counts are views of it
         self.remainder: Coefficients | None = None if remainder is None else Coefficients(remainder)
@@ -202,7 +202,7 @@ class LayerPlan:
 
         Each operation counts: after the other layers have filled the CPU's caches, it takes ten times its usual time.
         """
-        n, ends = x.k.shape[2], self.sink + self.recent
+        n, ends = x.k.shape[2], self._sink + self._recent
         if x.mask is None:
             count = max(0, self.budget.count_row(n) - ends)
             return Block(self._rows(x, 0, 1, self._number(count, x.q), None, uniform_count=count))
@@ -221,7 +221,7 @@ class LayerPlan:
         """Split the rows of a call that is not a decode step; `visible` and `sparse` come from `seen`."""
         (batch, hq, n_queries, _), n = x.q.shape, x.k.shape[2]
         reads = self._reads(visible, sparse, x.all_rows)
-        chosen, most = (reads - self.sink - self.recent).clamp(min=0), rows_at_once(batch, hq, n)
+        chosen, most = (reads - self._sink - self._recent).clamp(min=0), rows_at_once(batch, hq, n)
         for first in range(0, n_queries, most):
             last = min(first + most, n_queries)
             at = slice(first, last)
@@ -238,7 +238,7 @@ class LayerPlan:
         end = n if x.mask is not None else n - n_queries + last  # without a mask, these rows see no token from there on
         seen = None if seen is None else seen[..., :end]
         q, k, codes = x.q[:, :, first:last], x.k[:, :, :end], None if x.codes is None else x.codes[:, :, :end]
-        known |= {"sink": self.sink, "recent": self.recent, "shortlist": self.budget.shortlist}
+        known |= {"sink": self._sink, "recent": self._recent, "shortlist": self.budget.shortlist}
         known |= {"first": None if x.first is None else x.first[:, :, :end], "planes": x.planes}
         return Rows(self.layer, q, k, codes, seen, chosen, x.scaling, x.softcap, x.sinks, **known)
 
@@ -261,7 +261,7 @@ class LayerPlan:
 
         def find() -> Seen:
             shown = visible_rows(mask, 0, 1, 1, n, mask.device)
-            return see(cast(Tensor, shown).expand(batch, -1, -1, -1), count, self.sink, self.recent)
+            return see(cast(Tensor, shown).expand(batch, -1, -1, -1), count, self._sink, self._recent)
 
         if x.all_rows or in_graph(x.q.device):
             return find()
