@@ -222,15 +222,15 @@ def test_weights_that_are_not_finite_are_refused_and_change_nothing():
 
 
 def counted(monkeypatch):
-    """Count the steps that were done in one call."""
-    done, own = [], FusedStep.run
+    """Note of each decode step without a mask whether one call did it."""
+    done, own = [], LayerPlan.step
 
-    def run(*given):
+    def step(*given):
         out = own(*given)
         done.append(out is not None)
         return out
 
-    monkeypatch.setattr(FusedStep, "run", run)
+    monkeypatch.setattr(LayerPlan, "step", step)
     return done
 
 
@@ -379,7 +379,7 @@ def test_drafts_of_exact_mode_leave_the_sums_as_they_were(monkeypatch):
 
 
 def test_a_plain_step_crosses_seven_files_of_this_package():
-    """The compiled kernel is a seventh; the threads it runs on are hashcore's."""
+    """The compiled kernel is an eighth; the threads it runs on are hashcore's."""
     model, (ids, _) = tiny_model(), prompts((40,))
     source, crossed = Path(fused_kernels.__file__).parent, set()
 

@@ -1,8 +1,6 @@
 """Query rows of a call, processed in blocks: which tokens each row sees, may select, and always reads.
 
-A block is either the one row of each sequence in a decode step, or consecutive rows of any other call. A decode step
-never reads a count back from the device, so the host does not wait for a GPU: without a mask the count is a Python
-integer, with a mask it stays on the device.
+A block is either the one row of each sequence in a decode step, or consecutive rows of any other call.
 """
 
 from __future__ import annotations

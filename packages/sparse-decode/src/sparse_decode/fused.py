@@ -1,7 +1,7 @@
 """A plain decode step of one sparse layer on the CPU in one compiled call.
 
-Plain means: one new token per sequence, no mask, a growing cache on the CPU, and one of our hashers. All other calls go
-through `sparse_decode.plan`, which runs the same kernels one by one and gives the same result.
+Plain means: one new token per sequence, no mask, a growing cache on the CPU, and one of our hashers. `LayerPlan.step`
+calls it. For all other calls `LayerPlan.attend` runs the same kernels one by one, with the same result.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FusedStep:
     ) -> Tensor | None:
         """Encode, select and attend: q [B, Hq, 1, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv] -> [B, 1, Hq, Dv].
 
-        Args: those of `sparse_decode.plan.Way`. Returns: None if the call is not supported here.
+        Args: those of `sparse_decode.plan.PlainStep`. Returns: None if the call is not supported here.
         """
         q, k, v, scaling, softcap, sinks = x
         batch, hkv, n = k.shape[:3]

@@ -1,4 +1,4 @@
-"""One sparse layer of an attachment: selection, counting and attention, block by block."""
+"""One sparse layer of an attachment: a plain step in one call, and any other call block by block."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from sparse_decode.static_moments import StaticMoments
 
 Backend = Literal["gather", "flash"]
 """The attention over a selection: our own kernels, or torch's gather and flash-attn."""
-Way = Callable[[CodedDynamicLayer, Inputs, tuple[Tensor, Tensor] | None, int], Tensor | None]
-"""Runs a plain step, given `Coefficients.on`, or None, and the number of tokens to read. Returns None if it does not
-support the call; keys, values and codes are then unchanged."""
+Weights = tuple[Tensor, Tensor] | None
+"""The result of `Coefficients.on`, or None without a remainder."""
+PlainStep = Callable[[CodedDynamicLayer, Inputs, Weights, int], Tensor | None]
+"""Runs a plain step, given the number of tokens to read. Returns None if it does not support the call."""
 
 
 class LayerPlan:
@@ -41,7 +42,7 @@ class LayerPlan:
         tally: numbers of tokens selected and visible.
         sights: what rows see according to masks; shared by all layers.
         remainder: coefficients of the remainder; None: none is added.
-        ways: what runs plain steps, by the type of their device.
+        plain: what runs plain steps, by the type of their device.
         encoder: hashes the layer's keys.
         number: the number by which a compiled graph refers to this plan.
         unused: a tensor without meaning for `opaque.attend_step`.
@@ -74,15 +75,14 @@ class LayerPlan:
         self.unused: Tensor = torch.zeros(1, device=device)
         self._start = 1 if rule.start is None else rule.start
         hashed: tuple[Any, ...] = (partial(selector.encode_keys, layer),)
-        self.ways: dict[str, Way] = {}
+        self.plain: dict[str, PlainStep] = {}
         if isinstance(selector, HashSelector):
             hashed += partial(selector.write_codes, layer), partial(selector.traceable, layer)
             self._shortest = max(self._start + 1, cast(int, budget.dense_below))  # context of a sparse step
-            self._placed, self._per_query_head = selector.placed, selector.per_query_head
             if backend == "gather":
-                self.ways["cpu"] = FusedStep(layer, selector, budget).run
-            if backend == "gather" and budget.shortlist is None and budget.values == 1:
-                self.ways["cuda"] = self._in_operators
+                self.plain["cpu"] = FusedStep(layer, selector, budget).run
+                if budget.shortlist is None and budget.values == 1:
+                    self.plain["cuda"] = partial(_in_operators, layer, selector, budget)
         self.encoder: Encoder = Encoder(*hashed, lists=budget.shortlist is not None)
 
     def all_dense(self, n: int) -> bool:
@@ -103,43 +103,23 @@ class LayerPlan:
         return self.tally.add_rows(visible * hq, visible * hq, sparse)
 
     def step(self, held: object, x: Inputs) -> Tensor | None:
-        """Run a plain decode step as a whole, [B, 1, Hq, Dv]: one new token per sequence, no mask, a growing cache.
+        """Run a plain decode step in one call, [B, 1, Hq, Dv]: one new token per sequence, no mask, a growing cache.
 
-        `attend` gives the same result in more operations.
+        `attend` gives the same result in more operations. The caller checks that there is no mask, and one row.
 
         Args: held: the cache layer that stores k and v. Returns: None if the call is not supported here.
         """
-        way, n = self.ways.get(x.q.device.type), x.k.shape[2]
-        if way is None or n < self._shortest or not isinstance(held, CodedDynamicLayer) or held.on_host:
+        plain, n = self.plain.get(x.q.device.type), x.k.shape[2]
+        if plain is None or n < self._shortest or not isinstance(held, CodedDynamicLayer) or held.on_host:
             return None
         if held.keys is not x.k or held.values is not x.v:
             return None
-        left_out = None if self.remainder is None else self.remainder.on(x.q.device, x.scaling)
+        weights = None if self.remainder is None else self.remainder.on(x.q.device, x.scaling)
         heads, reads = len(x.q) * x.q.shape[1], self.budget.count_row(n)
-        out = way(held, x, left_out, reads)
+        out = plain(held, x, weights, reads)
         if out is not None:
             self.tally.add(heads * reads, heads * n)
         return out
-
-    def _in_operators(
-        self, held: CodedDynamicLayer, x: Inputs, left_out: tuple[Tensor, Tensor] | None, reads: int
-    ) -> Tensor | None:
-        """Run a plain step of one of our hashers on a GPU (`Way`): encode, select, sum, attend, by an operator each."""
-        q, k, v, *options = x
-        n, sink, recent = k.shape[2], self.budget.sink, self.budget.recent
-        own = None if self._placed is None else self._placed.layer(self.layer, q.device)
-        if own is None or not _fits(own, x) or not (left_out is None or held.moments.cover(q, k)):
-            return None
-        room, missing = held.room_for_code()
-        if not missing:
-            return None
-        planes, weights = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, self._per_query_head)
-        held.wrote_code()
-        among = None, None, n, 0, sink, recent, False, 0, None, None
-        indices = SEARCH.search(planes, room[:, :, None, :n], max(0, reads - sink - recent), None, weights, *among)[1]
-        sums = None if left_out is None else held.moments.step_on_device(q, left_out[1], k, v)
-        rest = (None,) * 4 if left_out is None or sums is None else (left_out[0], *sums, None)
-        return gather.OPERATORS.gather(q, k, v, indices, *options, *rest, sink, recent, None)
 
     def attend(self, x: AttentionArgs) -> tuple[Tensor, Tensor | None]:
         """Attend sparsely in the rows that the rule makes sparse.
@@ -290,6 +270,28 @@ class LayerPlan:
             left_out = LeftOut(coefficients, *block.stand_in(x, slopes, moments))
         how = {"softcap": x.softcap, "sinks": x.sinks, "left_out": left_out, "ends": ends}
         return attend(rows.q, x.k, x.v, indices, x.scaling, values=self.budget.values, **how)
+
+
+def _in_operators(
+    layer: int, selector: HashSelector, budget: Budget, held: CodedDynamicLayer, x: Inputs, weights: Weights, reads: int
+) -> Tensor | None:
+    """Run a plain step on a GPU by one operator each (`PlainStep`): encode, select, add to the sums, attend."""
+    q, k, v, *options = x
+    n, ends = k.shape[2], (budget.sink, budget.recent)
+    own = None if selector.placed is None else selector.placed.layer(layer, q.device)
+    if own is None or not _fits(own, x) or not (weights is None or held.moments.cover(q, k)):
+        return None
+    room, missing = held.room_for_code()
+    if not missing:
+        return None
+    planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, selector.per_query_head)
+    held.wrote_code()
+    among = None, None, n, 0, *ends, False, 0, None, None
+    indices = SEARCH.search(planes, room[:, :, None, :n], max(0, reads - sum(ends)), None, of_planes, *among)[1]
+    rest: tuple[Tensor | None, ...] = (None,) * 4
+    if weights is not None:
+        rest = weights[0], *held.moments.step_on_device(q, weights[1], k, v), None
+    return gather.OPERATORS.gather(q, k, v, indices, *options, *rest, *ends, None)
 
 
 def _fits(own: LayerHasher, x: Inputs) -> bool:

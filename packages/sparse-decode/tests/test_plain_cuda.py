@@ -30,8 +30,8 @@ class Layer:
         fitted = selector.remainder(0) if remainder else None
         self.plan = LayerPlan(0, selector, budget, RowRule(None, 1), fitted)
         self.held = carry_codes(DynamicLayer(), self.plan.encoder)
-        own = self.plan.ways.get("cuda")
-        self.plan.ways = {"cpu": own} if own else {}
+        own = self.plan.plain.get("cuda")
+        self.plan.plain = {"cpu": own} if own else {}
 
     def extend(self, k, v):
         n = self.held.get_seq_length()
@@ -81,7 +81,7 @@ def test_generation_with_and_without(family, monkeypatch):
     def run(at_once):
         with attach(model, hasher, Budget(0.2, min_tokens=4)) as attachment:
             for plan in attachment._plans.values():
-                plan.ways = {"cpu": plan.ways["cuda"]} if at_once else {}
+                plan.plain = {"cpu": plan.plain["cuda"]} if at_once else {}
             found = generate(model, ids, past_key_values=DynamicCache(config=model.config), num_beams=3)
             return found, attachment.density()
 
