@@ -28,8 +28,7 @@ from sparse_decode.static_moments import StaticMoments
 
 Backend = Literal["gather", "flash"]
 """The attention over a selection: our own kernels, or torch's gather and flash-attn."""
-Weights = tuple[Tensor, Tensor] | None
-"""The result of `Coefficients.on`, or None without a remainder."""
+Weights = tuple[Tensor, Tensor] | None  # what `Coefficients.on` returns; None without a remainder
 PlainStep = Callable[[CodedDynamicLayer, Inputs, Weights, int], Tensor | None]
 """Runs a plain step, given the number of tokens to read. Returns None if it does not support the call."""
 
@@ -81,8 +80,8 @@ class LayerPlan:
             self._shortest = max(self._start + 1, cast(int, budget.dense_below))  # context of a sparse step
             if backend == "gather":
                 self.plain["cpu"] = FusedStep(layer, selector, budget).run
-                if budget.shortlist is None and budget.values == 1:
-                    self.plain["cuda"] = partial(_in_operators, layer, selector, budget)
+                if selector.placed is not None and budget.shortlist is None and budget.values == 1:
+                    self.plain["cuda"] = partial(_in_operators, layer, selector.placed, selector.per_query_head, budget)
         self.encoder: Encoder = Encoder(*hashed, lists=budget.shortlist is not None)
 
     def all_dense(self, n: int) -> bool:
@@ -273,18 +272,19 @@ class LayerPlan:
 
 
 def _in_operators(
-    layer: int, selector: HashSelector, budget: Budget, held: CodedDynamicLayer, x: Inputs, weights: Weights, reads: int
-) -> Tensor | None:
+    layer: int, placed: encode_cuda.PlacedHasher, per_query_head: bool, budget: Budget,
+    held: CodedDynamicLayer, x: Inputs, weights: Weights, reads: int,
+) -> Tensor | None:  # fmt: skip
     """Run a plain step on a GPU by one operator each (`PlainStep`): encode, select, add to the sums, attend."""
     q, k, v, *options = x
     n, ends = k.shape[2], (budget.sink, budget.recent)
-    own = None if selector.placed is None else selector.placed.layer(layer, q.device)
-    if own is None or not _fits(own, x) or not (weights is None or held.moments.cover(q, k)):
+    own = placed.layer(layer, q.device)
+    if not _fits(own, x) or not (weights is None or held.moments.cover(q, k)):
         return None
     room, missing = held.room_for_code()
     if not missing:
         return None
-    planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, selector.per_query_head)
+    planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, per_query_head)
     held.wrote_code()
     among = None, None, n, 0, *ends, False, 0, None, None
     indices = SEARCH.search(planes, room[:, :, None, :n], max(0, reads - sum(ends)), None, of_planes, *among)[1]
