@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from hashtrain import Hasher, HasherConfig, ModelShape
 from results import machine, store
 from sparse_decode import Budget, HashSelector
+from sparse_decode.attend import Inputs
 from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.cache_types import carry_codes
 from sparse_decode.plan import AttentionArgs, LayerPlan, RowRule
@@ -93,13 +94,17 @@ def make_cache(plan: LayerPlan, n: int, dtype: torch.dtype) -> CodedDynamicLayer
 
 
 def sparse_step(plan: LayerPlan, caches: list[CodedDynamicLayer], q: Tensor) -> Step:
-    """Return the sparse step to time; the token that it appends stays in the cache."""
+    """Return the sparse step to time, in one call as in a model; the token that it appends stays in the cache."""
     new = torch.randn(2, 1, HKV, 1, D).to(q.dtype)
+    for layer in caches:  # the remainder's sums, which a prompt makes
+        k, v = layer.update(new[0], new[1])
+        plan.attend(AttentionArgs(q, k, v, None, layer.codes, None, D**-0.5, None, None, layer.moments))
 
     def step(i: int) -> Tensor:
         layer = caches[i % COPIES]
-        k, v = layer.update(new[0], new[1])
-        return plan.attend(AttentionArgs(q, k, v, None, layer.codes, None, D**-0.5, None, None, layer.moments))[0]
+        out = plan.step(layer, Inputs(q, *layer.update(new[0], new[1]), D**-0.5))
+        assert out is not None
+        return out
 
     return step
 

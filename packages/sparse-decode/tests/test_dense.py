@@ -9,7 +9,7 @@ import torch
 from hashcore.cpu import threads
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sparse_decode import Budget, attach, dense_kernels, dense_step, interface
+from sparse_decode import Budget, attach, dense_step, interface
 from sparse_decode.dense import attend_all
 from sparse_decode_doubles import FAMILIES, QUICK, SignHasher, prompts, slow_but, tiny_model
 from transformers import DynamicCache, StaticCache
@@ -215,11 +215,14 @@ def test_a_static_cache_is_read_up_to_its_length():
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
-def test_a_change_of_what_is_compiled_in_changes_the_file_that_the_compiler_cache_looks_at():
-    names = "attend_kernels", "lanes"
-    files = [pathlib.Path(importlib.import_module(f"sparse_decode.{name}").__file__) for name in names]
+@pytest.mark.parametrize(
+    ("name", "others"), [("dense_kernels", ("attend_kernels", "lanes")), ("attend_kernels", ("intrinsics", "lanes"))]
+)
+def test_a_change_of_what_is_compiled_in_changes_the_file_that_the_compiler_cache_looks_at(name, others):
+    files = [pathlib.Path(importlib.import_module(f"sparse_decode.{other}").__file__) for other in others]
     digest = hashlib.sha256("".join(file.read_text(encoding="utf-8") for file in files).encode()).hexdigest()[:16]
-    assert digest == dense_kernels.FROM_OTHERS, f"{names} have changed: FROM_OTHERS of dense_kernels.py is now {digest}"
+    kernels = importlib.import_module(f"sparse_decode.{name}")
+    assert digest == kernels.FROM_OTHERS, f"{others} have changed: FROM_OTHERS of {name}.py is now {digest}"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

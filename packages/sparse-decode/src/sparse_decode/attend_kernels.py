@@ -16,12 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_decode.intrinsics import pointer, prefetch
+from sparse_decode.lanes import TOKENS, WIDTH, dot, weigh
 
-INTRINSICS = "543d87cf432e7832"  # digest of intrinsics.py, because numba's cache checks a kernel's own file only
-TILE = 4
-"""Tokens whose dot products are computed together."""
-AHEAD = 8
-"""Tokens to prefetch: the rows of a selection are far apart, so that hardware prefetchers do not predict them."""
+# Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
+FROM_OTHERS = "5ce5f7061d0cb230"
+TILE = 16
+"""Rows of keys or values that are copied together, as float32: a few KiB, which stay in the L1 cache. Those of the next
+tile are prefetched: the rows of a selection are far apart, so that hardware prefetchers do not predict them.
+"""
 LEAST = np.float32(-127 * math.log(2))
 """Smallest argument of `_exp`: its exponential has exponent bits 0."""
 
@@ -68,16 +70,23 @@ def _places(tokens, blocks, at, row, head):  # pragma: no cover - compiled
 
 
 @numba.njit(inline="always")
-def _read_tile(x, places, j, count, kind, bits, floats):  # pragma: no cover - compiled
-    """Write rows places[j : j + TILE] as float32, zeros after the last one; prefetch those AHEAD tokens later."""
+def _ask(x, places, j, count):  # pragma: no cover - compiled
+    """Prefetch rows places[j : j + TILE]."""
+    for t in range(j, min(j + TILE, len(places))):
+        _fetch(x, places[t], count)
+
+
+@numba.njit(inline="always")
+def _read_tile(x, places, j, width, wide, kind, tile):  # pragma: no cover - compiled
+    """Write rows places[j : j + TILE] to tile [TILE, wide] as float32, zeros after the last one."""
+    bits = tile.view(np.uint32)
     for t in range(TILE):
-        if j + t + AHEAD < len(places):
-            _fetch(x, places[j + t + AHEAD], count)
+        to = t * wide
         if j + t < len(places):
             at = places[j + t]
-            _widen(x[at : at + count], kind, bits[t], floats[t])
+            _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
         else:
-            bits[t, :count] = 0
+            tile[to : to + width] = 0
 
 
 # fastmath without nnan and ninf: sums may be reordered to vectorise, but NaN and infinity must stay correct.
@@ -108,30 +117,52 @@ def _exp(x, top, out, bits):  # pragma: no cover - compiled
 
 
 @numba.njit
+def _largest(x, count):  # pragma: no cover - compiled
+    """Return the count-th largest of x, float32, none below 0: their order is that of their bits.
+
+    A histogram of the upper 11 of 31 bits, then of the next 10 among those of the same upper bits, then of the last 10.
+    """
+    bits, found = x.view(np.int32), np.zeros(1, np.int32)
+    for shift, above in ((20, 31), (10, 20), (0, 10)):
+        counts = np.zeros(2048, np.int64)
+        for j in range(len(bits)):
+            if bits[j] >> above == found[0] >> above:
+                counts[(bits[j] >> shift) & ((1 << (above - shift)) - 1)] += 1
+        at = (1 << (above - shift)) - 1
+        while at > 0 and counts[at] < count:
+            count -= counts[at]
+            at -= 1
+        found[0] |= np.int32(at << shift)
+    return found.view(np.float32)[0]
+
+
+@numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _drop(weights, keep, dropped):  # pragma: no cover - compiled
     """Return the indices, ascending, of the `keep` tokens with the largest weights [heads, tokens] summed over heads.
 
     Ties go to the first tokens. The weights of the other tokens are added to dropped [heads].
     """
     heads, used = weights.shape
-    both = np.zeros(used, np.float32)
+    both, left = np.zeros(used, np.float32), np.empty(used, np.float32)
     for g in range(heads):
+        line = weights[g]
         for j in range(used):
-            both[j] += weights[g, j]
-    least = np.partition(both, used - keep)[used - keep]
-    room = keep
+            both[j] += line[j]
+    least, room = _largest(both, keep), keep
     for j in range(used):
         room -= both[j] > least
-    kept, n = np.empty(keep, np.int64), 0
+    kept, n = np.empty(keep + 1, np.int64), 0
     for j in range(used):
         equal = both[j] == least and room > 0
         room -= equal
-        if both[j] > least or equal:
-            kept[n] = j
-            n += 1
-        else:
-            for g in range(heads):
-                dropped[g] += weights[g, j]
+        taken = both[j] > least or equal
+        kept[n], left[j] = j, not taken
+        n += taken
+    for g in range(heads):
+        line, total = weights[g], np.float32(0)
+        for j in range(used):
+            total += line[j] * left[j]
+        dropped[g] += total
     return kept[:n]
 
 
@@ -158,27 +189,21 @@ def _attend_task(
             return
     counts[b, s, r] = used
     padded = (used + TILE - 1) // TILE * TILE
-    bits = np.empty((TILE, max(dim, dim_v)), dtype=np.uint32)
-    floats = bits.view(np.float32)
-    logits = np.empty((heads, padded), dtype=np.float32)
+    wide, wide_v = (dim + WIDTH - 1) // WIDTH * WIDTH, (dim_v + WIDTH - 1) // WIDTH * WIDTH
+    tile, queries = np.zeros(TILE * wide, np.float32), np.zeros(heads * wide, np.float32)
+    logits = np.empty((heads, padded), np.float32)
+    flat = logits.reshape(heads * padded)
 
-    # 1. logits: TILE keys together, so that a query is read once for all of them
+    # 1. logits
+    for g in range(heads):
+        queries[g * wide : g * wide + dim] = q[b, first + g, r]
     places = _places(tokens, blocks, k_at, b, kv)
-    for j in range(min(AHEAD, used)):
-        _fetch(k, places[j], dim)
+    _ask(k, places, 0, dim)
     for j in range(0, used, TILE):
-        _read_tile(k, places, j, dim, kind, bits, floats)
-        k0, k1, k2, k3 = floats[0, :dim], floats[1, :dim], floats[2, :dim], floats[3, :dim]
-        for g in range(heads):
-            query = q[b, first + g, r]
-            x0, x1, x2, x3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            for i in range(dim):
-                x = query[i]
-                x0 += x * k0[i]
-                x1 += x * k1[i]
-                x2 += x * k2[i]
-                x3 += x * k3[i]
-            logits[g, j], logits[g, j + 1], logits[g, j + 2], logits[g, j + 3] = x0, x1, x2, x3
+        _ask(k, places, j + TILE, dim)
+        _read_tile(k, places, j, dim, wide, kind, tile)
+        for t in range(0, TILE, TOKENS):
+            dot(queries, wide, heads, tile, t * wide, wide, wide, flat, j + t, padded)
 
     # 2. softmax
     scratch = np.empty(used, dtype=np.int32)
@@ -216,16 +241,14 @@ def _attend_task(
                 logits[g, j] = logits[g, kept[j]]
             logits[g, keep:] = 0
     places = _places(tokens, blocks, v_at, b, kv)
-    for j in range(min(AHEAD, keep)):
-        _fetch(v, places[j], dim_v)
+    _ask(v, places, 0, dim_v)
+    tile, sums = np.zeros(TILE * wide_v, np.float32), np.zeros(heads * wide_v, np.float32)
     for j in range(0, keep, TILE):
-        _read_tile(v, places, j, dim_v, kind, bits, floats)
-        v0, v1, v2, v3 = floats[0, :dim_v], floats[1, :dim_v], floats[2, :dim_v], floats[3, :dim_v]
-        for g in range(heads):
-            p0, p1, p2, p3 = logits[g, j], logits[g, j + 1], logits[g, j + 2], logits[g, j + 3]
-            line = out[b, r, first + g]
-            for i in range(dim_v):
-                line[i] += p0 * v0[i] + p1 * v1[i] + p2 * v2[i] + p3 * v3[i]
+        _ask(v, places, j + TILE, dim_v)
+        _read_tile(v, places, j, dim_v, wide_v, kind, tile)
+        weigh(flat, j, padded, heads, tile, 0, wide_v, TILE, sums, wide_v)
+    for g in range(heads):
+        out[b, r, first + g] = sums[g * wide_v : g * wide_v + dim_v]
 
     # 4. the remainder: first the selected tokens whose values were not read, then the unselected ones
     if keep < used:

@@ -29,59 +29,15 @@ from numpy.typing import NDArray
 
 from sparse_decode.attend_kernels import _exp, _fetch, _widen
 from sparse_decode.intrinsics import pointer
-from sparse_decode.lanes import (
-    LANES,
-    MOST_ROWS,
-    TOKENS,
-    WIDTH,
-    dots_1,
-    dots_2,
-    dots_3,
-    dots_4,
-    weigh_1,
-    weigh_2,
-    weigh_3,
-    weigh_4,
-)
+from sparse_decode.lanes import LANES, TOKENS, WIDTH, dot, weigh
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "1bed8db1ec073b1b"
+FROM_OTHERS = "21e7586ac4321280"
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
 the last token are wasted."""
 CHUNK = 256
 """Tokens per task: their logits stay in the L1 cache, for up to 32 lines."""
-
-
-@numba.njit(inline="always")
-def _dot(queries, step, rows, x, at, x_step, width, out, to, out_step):  # pragma: no cover - compiled
-    """Write queries [rows, width] times the rows of x, [TOKENS, width], to out [rows, TOKENS]."""
-    for row in range(0, rows, MOST_ROWS):
-        q_at, c_at, left = row * step, to + row * out_step, rows - row
-        if left >= 4:
-            dots_4(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
-        elif left == 3:
-            dots_3(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
-        elif left == 2:
-            dots_2(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
-        else:
-            dots_1(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
-
-
-@numba.njit(inline="always")
-def _weigh(weights, at, rows, x, x_at, x_step, depth, out, wide):  # pragma: no cover - compiled
-    """Add weights [rows, depth] times the rows of x, [depth, wide], to out [rows, wide]."""
-    for i in range(0, wide, WIDTH):
-        for row in range(0, rows, MOST_ROWS):
-            a_at, c_at, left = at + row * CHUNK, row * wide + i, rows - row
-            if left >= 4:
-                weigh_4(weights, a_at, CHUNK, x, x_at + i, x_step, depth, out, c_at, wide)
-            elif left == 3:
-                weigh_3(weights, a_at, CHUNK, x, x_at + i, x_step, depth, out, c_at, wide)
-            elif left == 2:
-                weigh_2(weights, a_at, CHUNK, x, x_at + i, x_step, depth, out, c_at, wide)
-            else:
-                weigh_1(weights, a_at, CHUNK, x, x_at + i, x_step, depth, out, c_at, wide)
 
 
 @numba.njit(inline="always")
@@ -209,11 +165,11 @@ def _task(
         if _in_place(seen, every, j, dim, kind):
             for t in range(j, j + WIDTH, TOKENS):
                 _ask(k, base + (t + k_ahead) * k_at[2], k_at[2], TOKENS, dim)
-                _dot(queries, wide, lines, k, base + t * k_at[2], k_at[2], dim, logits, t, CHUNK)
+                dot(queries, wide, lines, k, base + t * k_at[2], k_at[2], dim, logits, t, CHUNK)
         else:
             _read(k, base, k_at[2], seen, j, dim, wide, kind, tile)
             for t in range(0, WIDTH, TOKENS):
-                _dot(queries, wide, lines, tile, t * wide, wide, wide, logits, j + t, CHUNK)
+                dot(queries, wide, lines, tile, t * wide, wide, wide, logits, j + t, CHUNK)
 
     values = b * v_at[0] + h * v_at[1] + first * v_at[2]
     _ask(v, values, v_at[2], v_ahead, dim_v)  # loaded during the softmax
@@ -232,10 +188,10 @@ def _task(
         if _in_place(seen, every, j, dim_v, kind):
             for t in range(j, j + WIDTH, v_ahead):
                 _ask(v, values + (t + v_ahead) * v_at[2], v_at[2], v_ahead, dim_v)
-                _weigh(logits, t, lines, v, values + t * v_at[2], v_at[2], v_ahead, out, wide_v)
+                weigh(logits, t, CHUNK, lines, v, values + t * v_at[2], v_at[2], v_ahead, out, wide_v)
         else:
             _read(v, values, v_at[2], seen, j, dim_v, wide_v, kind, tile)
-            _weigh(logits, j, lines, tile, 0, wide_v, WIDTH, out, wide_v)
+            weigh(logits, j, CHUNK, lines, tile, 0, wide_v, WIDTH, out, wide_v)
 
 
 def tasks(

@@ -23,7 +23,7 @@ from hashcore.cpu import launch_plan, search_kernels
 from hashcore.cpu.intrinsics import observe, publish, stay_a_function
 from hashcore.cpu.threads import compiled, digest
 
-from sparse_decode import attend_kernels, encode, moment_kernels
+from sparse_decode import attend_kernels, encode, lanes, moment_kernels
 from sparse_decode.attend_kernels import _attend_task, _widen
 from sparse_decode.encode import _hash_head
 from sparse_decode.intrinsics import pointer
@@ -58,7 +58,7 @@ def kernel() -> Callable[..., int]:
     """Return the kernel, to be run by `hashcore.cpu.threads.run`."""
     global search_tasks
     search_tasks = compiled(search_kernels.search_tasks)
-    others = encode, attend_kernels, moment_kernels, importlib.import_module("sparse_decode.intrinsics")
+    others = encode, attend_kernels, moment_kernels, lanes, importlib.import_module("sparse_decode.intrinsics")
     files = (*search_kernels.SOURCES, *(Path(str(module.__file__)) for module in others))
     return _tasks_of(digest(files))
 

@@ -9,13 +9,14 @@ a mask extract those at even and at odd places without moving data between lanes
 bfloat16 rows is stored in that order: of each 2 LANES numbers first the even ones, then the odd ones (`place`).
 """
 
-# llvmlite is untyped.
-# pyright: reportAttributeAccessIssue=false
+# llvmlite and numba are untyped.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -197,3 +198,34 @@ dots_1: Any = _dots(1)
 dots_2: Any = _dots(2)
 dots_3: Any = _dots(3)
 dots_4: Any = _dots(4)
+
+
+@numba.njit(inline="always")
+def dot(queries, step, rows, x, at, x_step, width, out, to, out_step):  # pragma: no cover - compiled
+    """Write queries [rows, width] times the rows of x, [TOKENS, width], to out [rows, TOKENS]."""
+    for row in range(0, rows, MOST_ROWS):
+        q_at, c_at, left = row * step, to + row * out_step, rows - row
+        if left >= 4:
+            dots_4(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
+        elif left == 3:
+            dots_3(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
+        elif left == 2:
+            dots_2(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
+        else:
+            dots_1(queries, q_at, step, x, at, x_step, width, out, c_at, out_step)
+
+
+@numba.njit(inline="always")
+def weigh(weights, at, step, rows, x, x_at, x_step, depth, out, wide):  # pragma: no cover - compiled
+    """Add weights [rows, depth] times the rows of x, [depth, wide], to out [rows, wide]."""
+    for i in range(0, wide, WIDTH):
+        for row in range(0, rows, MOST_ROWS):
+            a_at, c_at, left = at + row * step, row * wide + i, rows - row
+            if left >= 4:
+                weigh_4(weights, a_at, step, x, x_at + i, x_step, depth, out, c_at, wide)
+            elif left == 3:
+                weigh_3(weights, a_at, step, x, x_at + i, x_step, depth, out, c_at, wide)
+            elif left == 2:
+                weigh_2(weights, a_at, step, x, x_at + i, x_step, depth, out, c_at, wide)
+            else:
+                weigh_1(weights, a_at, step, x, x_at + i, x_step, depth, out, c_at, wide)
