@@ -9,9 +9,11 @@ import pytest
 import torch
 from hashcore.cpu import threads
 from hashtrain.evaluation.remainder import Evidence, add_remainder, log_weight
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sparse_decode import Budget, attend, attend_reference, intrinsics
 from sparse_decode.attend import LeftOut, attention_weights
-from sparse_decode.attend_kernels import _exp
+from sparse_decode.attend_kernels import TILE, _drop, _exp
 from sparse_decode_doubles import as_sets, masked_attention
 
 # batch, query heads, KV heads, rows, N, D, Dv, most selected
@@ -20,6 +22,7 @@ SHAPES = [
     (2, 6, 2, 3, 37, 16, 16, 9),
     (1, 7, 1, 2, 64, 33, 20, 64),
     (3, 8, 8, 1, 5, 64, 64, 5),
+    (2, 5, 1, 3, 70, 96, 40, 33),
 ]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -119,6 +122,46 @@ def test_equal_weights_keep_the_first_values():
     v = v[None, None, :, None].expand(1, 1, 8, 4).contiguous()
     found = attend(q, k, v, indices[None, None, None], 1.0, values=0.5)
     assert (found == 2).all()  # of tokens 1 and 3
+
+
+def whole_numbers(draw, heads, used):
+    """Weights whose sums are exact, many of them equal or 0, over more than a histogram's upper bits."""
+    most = draw(st.sampled_from([1, 3, 1000, 1 << 20]))
+    seed = draw(st.integers(0, 1 << 32))
+    return np.random.default_rng(seed).integers(0, most, (heads, used), endpoint=True).astype(np.float32)
+
+
+@settings(deadline=None)  # the first call compiles
+@given(st.data(), st.integers(1, 5), st.integers(1, 200))
+def test_the_heaviest_tokens_are_kept_and_the_first_of_equal_ones(data, heads, used):
+    weights = whole_numbers(data.draw, heads, used)
+    keep = data.draw(st.integers(1, used))
+    dropped = np.zeros(heads, np.float32)
+    kept = _drop(weights, keep, dropped)
+    expected = np.sort(np.argsort(-weights.sum(0), kind="stable")[:keep])
+    assert np.array_equal(kept, expected)
+    np.testing.assert_allclose(dropped, np.delete(weights, expected, 1).sum(1, dtype=np.float64), rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+def test_weights_that_are_not_finite_stay_within_bounds(bad):
+    for count in (1, 20, 50):
+        weights = np.ones((2, 50), np.float32)
+        weights[0, :count] = bad
+        for keep in (1, 20, 50):
+            kept = _drop(weights, keep, np.zeros(2, np.float32))
+            assert len(kept) <= keep
+            assert np.array_equal(kept, np.unique(kept))
+
+
+@pytest.mark.parametrize("count", [1, 3, TILE - 1, TILE, TILE + 1, 3 * TILE])
+@pytest.mark.parametrize("heads", range(1, 10))
+def test_heads_and_tokens_that_fill_no_tile_are_as_in_the_reference(heads, count):
+    q, k, v, _ = case((1, heads, 1, 2, 64, 40, 24, 1), seed=count)
+    indices = torch.rand(1, 1, 2, 64).topk(count, -1).indices
+    torch.testing.assert_close(
+        attend(q, k, v, indices, 0.3), attend_reference(q, k, v, indices, 0.3), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, float("nan")])

@@ -78,15 +78,14 @@ def _ask(x, places, j, count):  # pragma: no cover - compiled
 
 @numba.njit(inline="always")
 def _read_tile(x, places, j, width, wide, kind, tile):  # pragma: no cover - compiled
-    """Write rows places[j : j + TILE] to tile [TILE, wide] as float32, zeros after the last one."""
+    """Write rows places[j : j + TILE] to tile [TILE, wide] as float32.
+
+    After the last one the tile keeps earlier rows: their weight is 0, and they are part of the sum already.
+    """
     bits = tile.view(np.uint32)
-    for t in range(TILE):
-        to = t * wide
-        if j + t < len(places):
-            at = places[j + t]
-            _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
-        else:
-            tile[to : to + width] = 0
+    for t in range(min(TILE, len(places) - j)):
+        at, to = places[j + t], t * wide
+        _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
 
 
 # fastmath without nnan and ninf: sums may be reordered to vectorise, but NaN and infinity must stay correct.
