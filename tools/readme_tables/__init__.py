@@ -80,6 +80,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "rehearsal": paper.rehearsal,
     "missed": missed.missed,
     "bytes": quality.bytes_read(headline.SHORT_RUNS),
+    "bytes-every": quality.bytes_read(headline.EVERY_RUNS, "with every row sparse, the last 1,024 of 8,192 scored"),
     "rank-one": quality.of_run("rank_one", report.ppl_grid),
     "output-errors": errors.errors(errors.RUNS),
     "frontier": quality.frontier(headline.FRONTIER_RUNS),

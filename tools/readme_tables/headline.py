@@ -22,6 +22,8 @@ SHORT_RUNS = {
 }
 """Stored runs after a dense prompt, by model and text: all codes, a shortlist, a shortlist with fewer values, and
 these with budgets by layer."""
+EVERY_RUNS = {f"{SECOND_MODEL}, English": ("every_english",), f"{SECOND_MODEL}, Python": ("every_python",)}
+"""Stored runs with every row sparse."""
 FRONTIER_RUNS = ("second_english", "short_english", "values_english")
 """Stored runs of one model and text with any budgets and settings, for quality against bytes."""
 

@@ -228,16 +228,18 @@ SUSPECTS = {
     "estimator": "straight-through estimator",
     "target": "target of the full length",
     "ends": "first and last tokens among the targets",
+    "best": "straight-through estimator and three times as many steps",
+    "lsh": "untrained LSH in place of `paper`",
 }
-"""Names of the stored runs `suspect_NAME` and the one setting in which each differs from the first."""
+"""Names of the stored runs `suspect_NAME` and the setting in which each differs from the first."""
 
 
 def suspects(results: pathlib.Path) -> str:
     """Return what `paper` finds in single layers of the second model if one setting of its training is another."""
     runs = {name: load(results / f"suspect_{name}.json") for name in SUSPECTS}
-    at = {"method": "paper", "heads": "kv_head", "layer": None, "head": None}
     lines = []
     for name, run in runs.items():
+        at = {"method": "lsh" if name == "lsh" else "paper", "heads": "kv_head", "layer": None, "head": None}
         rows = [run.one(metric=metric, **at) for metric in _FOUND]
         lines.append([SUSPECTS[name], *(f"{row.value:.3f} [{row.low:.3f}, {row.high:.3f}]" for row in rows)])
     found = runs["base"]

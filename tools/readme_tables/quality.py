@@ -133,8 +133,8 @@ def always_read(names: dict[str, str], bare: dict[str, str], subject: str) -> Ca
     return table
 
 
-def bytes_read(names: dict[str, tuple[str, ...]]) -> Callable[[pathlib.Path], str]:
-    """Return a function for the table of quality against bytes, given stored runs by subject."""
+def bytes_read(names: dict[str, tuple[str, ...]], rows: str = "behind a dense prompt") -> Callable[[pathlib.Path], str]:
+    """Return a function for the table of quality against bytes, given stored runs by subject; rows: what they score."""
 
     def table(results: pathlib.Path) -> str:
         sections = []
@@ -143,7 +143,7 @@ def bytes_read(names: dict[str, tuple[str, ...]]) -> Callable[[pathlib.Path], st
             own = [point for point in points(found, HEAD_DIM) if point.method == OURS]
             sections.append([[subject, *_bytes_line(point)] for point in reversed(own)])
         title = (
-            f"`{OURS}` behind a dense prompt, 16-bit keys and values: bytes that a layer's step requests, as a share "
+            f"`{OURS}` {rows}, 16-bit keys and values: bytes that a layer's step requests, as a share "
             "of all keys and values, at the middle of the scored rows (`sparse_decode.traffic.step_bytes`)"
         )
         header = ["model, text", "tokens read", "search and values", "bytes", "perplexity", "KL, nats"]

@@ -23,6 +23,8 @@ SHAPES = [
     (1, 7, 1, 2, 64, 33, 20, 64),
     (3, 8, 8, 1, 5, 64, 64, 5),
     (2, 5, 1, 3, 70, 96, 40, 33),
+    (1, 16, 1, 1, 50, 80, 104, 17),
+    (1, 3, 1, 1, 40, 136, 512, 33),
 ]
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -124,34 +126,63 @@ def test_equal_weights_keep_the_first_values():
     assert (found == 2).all()  # of tokens 1 and 3
 
 
-def whole_numbers(draw, heads, used):
-    """Weights whose sums are exact, many of them equal or 0, over more than a histogram's upper bits."""
-    most = draw(st.sampled_from([1, 3, 1000, 1 << 20]))
-    seed = draw(st.integers(0, 1 << 32))
-    return np.random.default_rng(seed).integers(0, most, (heads, used), endpoint=True).astype(np.float32)
+def weights_of(kind, seed, heads, used):
+    """Weights of which many sums are equal, or differ only in the last bits, or are subnormal."""
+    generator = np.random.default_rng(seed)
+    if kind == "few":
+        return generator.integers(0, 3, (heads, used), endpoint=True).astype(np.float32)
+    if kind == "wide":
+        return generator.integers(0, 1 << 20, (heads, used)).astype(np.float32)
+    start = {"neighbours": np.float32(0.1).view(np.int32), "subnormal": 0}[kind]
+    x = np.zeros((heads, used), np.float32)  # sums of one head are exact
+    x[0] = (start + generator.integers(0, 3000, used).astype(np.int32)).view(np.float32)
+    return x
 
 
 @settings(deadline=None)  # the first call compiles
-@given(st.data(), st.integers(1, 5), st.integers(1, 200))
-def test_the_heaviest_tokens_are_kept_and_the_first_of_equal_ones(data, heads, used):
-    weights = whole_numbers(data.draw, heads, used)
+@given(st.sampled_from(["few", "wide", "neighbours", "subnormal"]), st.data(), st.integers(1, 5), st.integers(1, 200))
+def test_the_heaviest_tokens_are_kept_and_the_first_of_equal_ones(kind, data, heads, used):
+    weights = weights_of(kind, data.draw(st.integers(0, 1 << 32)), heads, used)
     keep = data.draw(st.integers(1, used))
     dropped = np.zeros(heads, np.float32)
-    kept = _drop(weights, keep, dropped)
+    kept = _drop(np.pad(weights, ((0, 0), (0, 16)), constant_values=np.nan), used, keep, dropped)
     expected = np.sort(np.argsort(-weights.sum(0), kind="stable")[:keep])
     assert np.array_equal(kept, expected)
     np.testing.assert_allclose(dropped, np.delete(weights, expected, 1).sum(1, dtype=np.float64), rtol=1e-5)
 
 
-@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
-def test_weights_that_are_not_finite_stay_within_bounds(bad):
-    for count in (1, 20, 50):
-        weights = np.ones((2, 50), np.float32)
-        weights[0, :count] = bad
-        for keep in (1, 20, 50):
-            kept = _drop(weights, keep, np.zeros(2, np.float32))
-            assert len(kept) <= keep
-            assert np.array_equal(kept, np.unique(kept))
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_head_that_is_not_finite_leaves_those_beside_it_alone(bad, share):
+    q, k, v, indices = case((1, 6, 1, 2, 40, 16, 16, 20))
+    indices = torch.arange(20).expand(1, 1, 2, 20)
+    expected = attend_reference(q[:, 1:], k, v, indices, 0.3, values=share)
+    q[:, 0, :, 3] = bad
+    found = attend(q, k, v, indices, 0.3, values=share)
+    assert found[:, :, 0].isnan().all()
+    torch.testing.assert_close(found[:, :, 1:], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_head_all_of_whose_values_are_those_of_other_heads_is_0():
+    """With a share of the values, other heads may choose all of them, so that a head's kept weights are 0."""
+    k = torch.eye(4)[None, None] * 200
+    q = torch.stack([torch.tensor([0.0, 0, 0, 1]), *torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0]])])[None, :, None]
+    indices = torch.arange(4).expand(1, 1, 1, 4)
+    found = attend(q, k, torch.ones(1, 1, 4, 4), indices, 1.0, values=0.25)
+    assert found[0, 0].tolist() == [[0] * 4, [1] * 4, [1] * 4]
+    assert torch.equal(found, attend_reference(q, k, torch.ones(1, 1, 4, 4), indices, 1.0, values=0.25))
+
+
+def test_an_infinite_value_is_infinite_in_the_sum_whatever_its_place():
+    q, k, v, _ = case((1, 2, 1, 1, 40, 16, 16, 1))
+    for count in (5, 16, 20, 33):
+        for place in range(count):
+            indices = torch.arange(count).expand(1, 1, 1, count)
+            bad = v.clone()
+            bad[0, 0, place, 3] = torch.inf
+            found = attend(q, k, bad, indices, 0.3)
+            assert (found[..., 3] == torch.inf).all()
+            assert found[..., :3].isfinite().all()
 
 
 @pytest.mark.parametrize("count", [1, 3, TILE - 1, TILE, TILE + 1, 3 * TILE])

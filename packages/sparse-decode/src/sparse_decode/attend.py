@@ -274,12 +274,13 @@ def attend_reference(
         logits = torch.cat([logits, sinks.float()[None, :, None, None].expand(*logits.shape[:3], 1)], dim=-1)
     every = logits.softmax(-1)
     p, of_sinks = every[..., : dead.shape[-1]].masked_fill(dead, 0), every[..., dead.shape[-1] :].sum(-1, keepdim=True)
-    both = cast(Tensor, p.unflatten(1, (indices.shape[1], -1))).sum(2).masked_fill(indices < 0, -1)
+    both = cast(Tensor, p.nan_to_num(0).unflatten(1, (indices.shape[1], -1))).sum(2).masked_fill(indices < 0, -1)
     rank = both.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
     keep = ((indices >= 0).sum(-1, keepdim=True) * values).ceil()
     kept = torch.where((rank < keep).repeat_interleave(hq // indices.shape[1], 1), p, 0)
     out, left = (kept[..., None] * read).sum(-2), kept.sum(-1, keepdim=True) + of_sinks
-    out = (out / left).nan_to_num(0) if stand_in is None else out + (p - kept).sum(-1, keepdim=True) * stand_in
+    stood_in = 0 if stand_in is None else (p - kept).sum(-1, keepdim=True) * stand_in
+    out = torch.where(left == 0, 0, out / left) if stand_in is None else out + stood_in
     return out.transpose(1, 2).to(q.dtype)
 
 

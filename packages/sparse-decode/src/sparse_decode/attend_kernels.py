@@ -19,11 +19,10 @@ from sparse_decode.intrinsics import pointer, prefetch
 from sparse_decode.lanes import TOKENS, WIDTH, dot, weigh
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "5ce5f7061d0cb230"
+FROM_OTHERS = "13d4ae4fc8679906"
 TILE = 16
-"""Rows of keys or values that are copied together, as float32: a few KiB, which stay in the L1 cache. Those of the next
-tile are prefetched: the rows of a selection are far apart, so that hardware prefetchers do not predict them.
-"""
+"""Rows of keys or values that are copied together as float32, a multiple of TOKENS: 8 KiB at 128 components. The rows
+of the next tile are prefetched: they are far apart, so that hardware prefetchers do not predict them."""
 LEAST = np.float32(-127 * math.log(2))
 """Smallest argument of `_exp`: its exponential has exponent bits 0."""
 
@@ -78,14 +77,12 @@ def _ask(x, places, j, count):  # pragma: no cover - compiled
 
 @numba.njit(inline="always")
 def _read_tile(x, places, j, width, wide, kind, tile):  # pragma: no cover - compiled
-    """Write rows places[j : j + TILE] to tile [TILE, wide] as float32.
-
-    After the last one the tile keeps earlier rows: their weight is 0, and they are part of the sum already.
-    """
-    bits = tile.view(np.uint32)
-    for t in range(min(TILE, len(places) - j)):
+    """Write rows places[j : j + TILE] to tile [TILE, wide] as float32; return how many there are."""
+    bits, count = tile.view(np.uint32), min(TILE, len(places) - j)
+    for t in range(count):
         at, to = places[j + t], t * wide
         _widen(x[at : at + width], kind, bits[to : to + width], tile[to : to + width])
+    return count
 
 
 # fastmath without nnan and ninf: sums may be reordered to vectorise, but NaN and infinity must stay correct.
@@ -136,21 +133,23 @@ def _largest(x, count):  # pragma: no cover - compiled
 
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
-def _drop(weights, keep, dropped):  # pragma: no cover - compiled
-    """Return the indices, ascending, of the `keep` tokens with the largest weights [heads, tokens] summed over heads.
+def _drop(weights, used, keep, dropped):  # pragma: no cover - compiled
+    """Return the indices, ascending, of the `keep` of `used` tokens with the largest sums of weights [heads, >= used].
 
-    Ties go to the first tokens. The weights of the other tokens are added to dropped [heads].
+    Ties go to the first tokens. Heads whose weights are NaN do not count. The weights of the other tokens are added to
+    dropped [heads].
     """
-    heads, used = weights.shape
+    heads = len(weights)
     both, left = np.zeros(used, np.float32), np.empty(used, np.float32)
     for g in range(heads):
-        line = weights[g]
-        for j in range(used):
-            both[j] += line[j]
+        line = weights[g, :used]
+        if line[0] == line[0]:  # all of a softmax's weights are NaN, or none
+            for j in range(used):
+                both[j] += line[j]
     least, room = _largest(both, keep), keep
     for j in range(used):
         room -= both[j] > least
-    kept, n = np.empty(keep + 1, np.int64), 0
+    kept, n = np.empty(keep + 1, np.int64), 0  # the last slot gets what is written after the last that is kept
     for j in range(used):
         equal = both[j] == least and room > 0
         room -= equal
@@ -158,11 +157,11 @@ def _drop(weights, keep, dropped):  # pragma: no cover - compiled
         kept[n], left[j] = j, not taken
         n += taken
     for g in range(heads):
-        line, total = weights[g], np.float32(0)
+        line, total = weights[g, :used], np.float32(0)
         for j in range(used):
             total += line[j] * left[j]
         dropped[g] += total
-    return kept[:n]
+    return kept[:keep]
 
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
@@ -228,24 +227,22 @@ def _attend_task(
         stats[1, b, r, first + g] = top + np.float32(math.log(total))
         for j in range(used):
             line[j] = weights[j] / total
-        logits[g, used:] = 0
 
     # 3. weighted sum of values
     keep, dropped = math.ceil(used * share_of_values), np.zeros(heads, np.float32)
     if keep < used:
-        kept = _drop(logits[:, :used], keep, dropped)
-        keep, tokens = len(kept), tokens[kept]
+        kept = _drop(logits, used, keep, dropped)
+        tokens = tokens[kept]
         for g in range(heads):
             for j in range(keep):
                 logits[g, j] = logits[g, kept[j]]
-            logits[g, keep:] = 0
     places = _places(tokens, blocks, v_at, b, kv)
     _ask(v, places, 0, dim_v)
     tile, sums = np.zeros(TILE * wide_v, np.float32), np.zeros(heads * wide_v, np.float32)
     for j in range(0, keep, TILE):
         _ask(v, places, j + TILE, dim_v)
-        _read_tile(v, places, j, dim_v, wide_v, kind, tile)
-        weigh(flat, j, padded, heads, tile, 0, wide_v, TILE, sums, wide_v)
+        count = _read_tile(v, places, j, dim_v, wide_v, kind, tile)
+        weigh(flat, j, padded, heads, tile, 0, wide_v, count, sums, wide_v)
     for g in range(heads):
         out[b, r, first + g] = sums[g * wide_v : g * wide_v + dim_v]
 
@@ -259,7 +256,7 @@ def _attend_task(
                 if len(coefficients):
                     line[i] += dropped[g] * values[b, first + g, r, i]
                 else:
-                    line[i] /= left
+                    line[i] = line[i] / left if left != 0 else np.float32(0)
     rest = visible[b, r] - used if len(coefficients) else 0
     if rest > 0:
         sizes = np.float32(math.log(visible[b, r])), np.float32(math.log(used)), np.float32(math.log(rest))

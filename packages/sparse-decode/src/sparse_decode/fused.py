@@ -1,7 +1,7 @@
 """A plain decode step of one sparse layer on the CPU in one compiled call.
 
 Plain means: one new token per sequence, no mask, a growing cache on the CPU, and one of our hashers. `LayerPlan.step`
-calls it. For all other calls `LayerPlan.attend` runs the same kernels one by one, with the same result.
+calls it. For other calls `LayerPlan.attend` runs the same kernels one by one, with the same result but for rounding.
 """
 
 from __future__ import annotations

@@ -202,7 +202,10 @@ dots_4: Any = _dots(4)
 
 @numba.njit(inline="always")
 def dot(queries, step, rows, x, at, x_step, width, out, to, out_step):  # pragma: no cover - compiled
-    """Write queries [rows, width] times the rows of x, [TOKENS, width], to out [rows, TOKENS]."""
+    """Write queries [rows, width] times the rows of x, [TOKENS, width], to out [rows, TOKENS]; WIDTH divides width.
+
+    step, x_step and out_step are the distances between rows.
+    """
     for row in range(0, rows, MOST_ROWS):
         q_at, c_at, left = row * step, to + row * out_step, rows - row
         if left >= 4:
@@ -217,7 +220,10 @@ def dot(queries, step, rows, x, at, x_step, width, out, to, out_step):  # pragma
 
 @numba.njit(inline="always")
 def weigh(weights, at, step, rows, x, x_at, x_step, depth, out, wide):  # pragma: no cover - compiled
-    """Add weights [rows, depth] times the rows of x, [depth, wide], to out [rows, wide]."""
+    """Add weights [rows, depth] times the rows of x, [depth, wide], to out [rows, wide]; WIDTH divides wide.
+
+    step and x_step are the distances between rows of weights and of x; those of out are contiguous.
+    """
     for i in range(0, wide, WIDTH):
         for row in range(0, rows, MOST_ROWS):
             a_at, c_at, left = at + row * step, row * wide + i, rows - row

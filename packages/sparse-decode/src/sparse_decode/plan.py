@@ -1,4 +1,4 @@
-"""One sparse layer of an attachment: a plain step in one call, and any other call block by block."""
+"""One sparse layer of an attachment: a plain step in few operations, and any other call block by block."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from sparse_decode.static_moments import StaticMoments
 
 Backend = Literal["gather", "flash"]
 """The attention over a selection: our own kernels, or torch's gather and flash-attn."""
-Weights = tuple[Tensor, Tensor] | None  # what `Coefficients.on` returns; None without a remainder
-PlainStep = Callable[[CodedDynamicLayer, Inputs, Weights, int], Tensor | None]
+Fitted = tuple[Tensor, Tensor] | None  # what `Coefficients.on` returns; None without a remainder
+PlainStep = Callable[[CodedDynamicLayer, Inputs, Fitted, int], Tensor | None]
 """Runs a plain step, given the number of tokens to read. Returns None if it does not support the call."""
 
 
@@ -102,9 +102,9 @@ class LayerPlan:
         return self.tally.add_rows(visible * hq, visible * hq, sparse)
 
     def step(self, held: object, x: Inputs) -> Tensor | None:
-        """Run a plain decode step in one call, [B, 1, Hq, Dv]: one new token per sequence, no mask, a growing cache.
+        """Run a plain decode step, [B, 1, Hq, Dv]: one new token per sequence, no mask, a growing cache.
 
-        `attend` gives the same result in more operations. The caller checks that there is no mask, and one row.
+        `attend` gives the same result but for rounding. The caller checks that there is one row and no mask.
 
         Args: held: the cache layer that stores k and v. Returns: None if the call is not supported here.
         """
@@ -113,9 +113,9 @@ class LayerPlan:
             return None
         if held.keys is not x.k or held.values is not x.v:
             return None
-        weights = None if self.remainder is None else self.remainder.on(x.q.device, x.scaling)
+        left_out = None if self.remainder is None else self.remainder.on(x.q.device, x.scaling)
         heads, reads = len(x.q) * x.q.shape[1], self.budget.count_row(n)
-        out = plain(held, x, weights, reads)
+        out = plain(held, x, left_out, reads)
         if out is not None:
             self.tally.add(heads * reads, heads * n)
         return out
@@ -273,13 +273,13 @@ class LayerPlan:
 
 def _in_operators(
     layer: int, placed: encode_cuda.PlacedHasher, per_query_head: bool, budget: Budget,
-    held: CodedDynamicLayer, x: Inputs, weights: Weights, reads: int,
+    held: CodedDynamicLayer, x: Inputs, left_out: Fitted, reads: int,
 ) -> Tensor | None:  # fmt: skip
-    """Run a plain step on a GPU by one operator each (`PlainStep`): encode, select, add to the sums, attend."""
+    """Run a plain step on a GPU (`PlainStep`), with one operator each to encode, select, add to the sums and attend."""
     q, k, v, *options = x
     n, ends = k.shape[2], (budget.sink, budget.recent)
     own = placed.layer(layer, q.device)
-    if not _fits(own, x) or not (weights is None or held.moments.cover(q, k)):
+    if not _fits(own, x) or not (left_out is None or held.moments.cover(q, k)):
         return None
     room, missing = held.room_for_code()
     if not missing:
@@ -289,8 +289,8 @@ def _in_operators(
     among = None, None, n, 0, *ends, False, 0, None, None
     indices = SEARCH.search(planes, room[:, :, None, :n], max(0, reads - sum(ends)), None, of_planes, *among)[1]
     rest: tuple[Tensor | None, ...] = (None,) * 4
-    if weights is not None:
-        rest = weights[0], *held.moments.step_on_device(q, weights[1], k, v), None
+    if left_out is not None:
+        rest = left_out[0], *held.moments.step_on_device(q, left_out[1], k, v), None
     return gather.OPERATORS.gather(q, k, v, indices, *options, *rest, *ends, None)
 
 
