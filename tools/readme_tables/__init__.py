@@ -82,7 +82,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "bytes": quality.bytes_read(headline.SHORT_RUNS),
     "bytes-every": quality.bytes_read(headline.EVERY_RUNS, "with every row sparse, the last 1,024 of 8,192 scored"),
     "rank-one": quality.of_run("rank_one", report.ppl_grid),
-    "rank-one-second": quality.of_run("rank_one_smol", report.ppl_grid),
+    "rank-one-second": quality.of_run("rank_one_smol", second_ppl),
     "output-errors": errors.errors(errors.RUNS),
     "frontier": quality.frontier(headline.FRONTIER_RUNS),
     "codes": codes.codes(codes.RUNS),
