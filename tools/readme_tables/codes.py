@@ -32,8 +32,8 @@ def codes(names: dict[str, str]) -> Callable[[pathlib.Path], str]:
         first = next(iter(found.values())).config
         title = (
             f"IoU [95 % interval], attention mass, and its 5th percentile in the worst head of any layer, top "
-            f"{percent(first['budgets'][0])} of visible tokens, {protocol(first)}; {_contexts(found)} of "
-            f"{first['context']:,} tokens, {first['rows']} rows each. Added: one ranking by the sum of a group's "
+            f"{percent(first['budgets'][0])} of visible tokens, {protocol(first)}; {_contexts(found)}, "
+            f"{first['rows']} rows each. Added: one ranking by the sum of a group's "
             "scores, as deployed. By head: the softmax of each query head's scores, added"
         )
         header = ["model", "code", "16 bytes", *(f"{m}, {way}" for way in (ADDED, BY_HEAD) for m in _SHORT)]
@@ -125,5 +125,5 @@ def _pair(result: Result, other: str, way: str) -> list[str]:
 
 
 def _contexts(found: dict[str, Result]) -> str:
-    counts = {subject: result.config["documents"] for subject, result in found.items()}
-    return " and ".join(f"{count} held-out contexts ({subject})" for subject, count in counts.items())
+    runs = ((subject, result.config) for subject, result in found.items())
+    return " and ".join(f"{run['documents']} held-out contexts of {run['context']:,} tokens ({x})" for x, run in runs)
