@@ -348,7 +348,7 @@ def test_codes_of_16_bytes_the_best_first_and_the_layers_won(load, tmp_path):
     result.store(run, tmp_path, "codes_demo")
     lines = codes.codes({"demo": "codes_demo"})(tmp_path).splitlines()
     assert lines[0].endswith(
-        "2 held-out contexts (demo) of 4,096 tokens, 64 rows each. Added: one ranking by the sum of "
+        "2 held-out contexts of 4,096 tokens (demo), 64 rows each. Added: one ranking by the sum of "
         "a group's scores, as deployed. By head: the softmax of each query head's scores, added"
     )
     assert lines[4].startswith("| demo | pq-16x8 | 16 numbers of 8 bits | 0.430 [0.100, 0.990] | 0.9300 | 0.68 |")
