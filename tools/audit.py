@@ -30,9 +30,10 @@ DIGESTS = "|".join(
         rf"_identit|\"sha256\": \"|\"({_METHODS})[\w +-]*\": \"|\.cu[^\"]*\": \"",
         "(FROM_OTHERS|INTRINSICS) = ",
         "detect-secrets",
+        r"^\s*\"[0-9a-f]{12}\",?$",
     )
 )
-"""Lines with digests of models or hashers in stored results, with a salt, or with the name of a tool."""
+"""Lines with digests of models, hashers or texts in stored results, with a salt, or with the name of a tool."""
 PLUGINS = (
     *("ArtifactoryDetector", "AWSKeyDetector", "AzureStorageKeyDetector", "BasicAuthDetector", "CloudantDetector"),
     *("DiscordBotTokenDetector", "GitHubTokenDetector", "GitLabTokenDetector", "HexHighEntropyString"),
