@@ -8,14 +8,12 @@ this took beside the plan's figures. Memory is counted beyond that of a process 
 """
 
 import argparse
-import contextlib
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from typing import Any, cast
 
@@ -66,24 +64,25 @@ def only_the_model(model: str, context: int) -> int:
 
 def training(words: list[str], out: pathlib.Path) -> dict[str, float]:
     """Train; return the peak memory, the most bytes of captures and of checkpoints, and the seconds."""
-    most, done, began = {"disk": 0, "checkpoints": 0}, threading.Event(), time.monotonic()
+    most, began = {"disk": 0, "checkpoints": 0}, time.monotonic()
 
-    def watch() -> None:
-        while not done.wait(0.05):
-            sizes = dict.fromkeys(most, 0)
-            for path in (out / ".work").rglob("*"):
-                kind = "disk" if path.suffix == ".safetensors" and path.parent.name in ("train", "held") else None
-                kind = "checkpoints" if path.parent.name == "layers" else kind
-                if kind:
-                    with contextlib.suppress(FileNotFoundError):  # just removed
-                        sizes[kind] += path.stat().st_size
-            most.update({kind: max(size, sizes[kind]) for kind, size in most.items()})
+    def look() -> None:
+        sizes = dict.fromkeys(most, 0)
+        for path in (out / ".work").rglob("*"):
+            kind = "disk" if path.suffix == ".safetensors" and path.parent.name in ("train", "held") else None
+            kind = "checkpoints" if path.parent.name == "layers" else kind
+            if kind:
+                sizes[kind] += path.stat().st_size
+        most.update({kind: max(size, sizes[kind]) for kind, size in most.items()})
 
-    watching = threading.Thread(target=watch)
-    watching.start()
+    def before(event: str, _: object) -> None:
+        """Look before anything is removed: between removals, files only grow."""
+        if event in ("os.remove", "os.rename", "shutil.rmtree"):
+            look()
+
+    sys.addaudithook(before)
     code = hashtrain(words)
-    done.set()
-    watching.join()
+    look()
     if code:
         raise SystemExit(code)
     return {"memory": peak(), **most, "seconds": round(time.monotonic() - began, 1)}

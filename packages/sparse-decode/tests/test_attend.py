@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import Budget, attend, attend_reference, intrinsics
 from sparse_decode.attend import LeftOut, attention_weights
-from sparse_decode.attend_kernels import TILE, _drop, _exp
+from sparse_decode.attend_kernels import TILE, _drop
+from sparse_decode.lanes import LANES
+from sparse_decode.softmax import exponentials, greatest
 from sparse_decode_doubles import as_sets, masked_attention
 
 # batch, query heads, KV heads, rows, N, D, Dv, most selected
@@ -271,14 +273,27 @@ def test_every_sixteen_bit_number_is_read_exactly(dtype):
 
 
 def test_the_exponential_is_that_of_the_library():
-    x = np.concatenate([np.linspace(-87, 0, 20_001), [-88, -1e30, -np.inf, np.nan]]).astype(np.float32) + np.float32(3)
-    bits = np.empty(x.size, np.int32)
-    expected = np.exp((x - np.float32(3)).astype(np.float64))
-    _exp(x.copy(), np.float32(3), bits.view(np.float32), bits)
-    found = bits.view(np.float32)
-    assert np.abs(found[:-4] / expected[:-4] - 1).max() < 2e-7
-    assert (found[-4:-1] == 0).all()
-    assert np.isnan(found[-1])
+    x = np.concatenate([np.linspace(-87, 0, 20_001), [-88, -1e30, -np.inf]]).astype(np.float32) + np.float32(3)
+    x.resize(-(-x.size // LANES) * LANES)  # with zeros
+    expected, found = np.exp((x - np.float32(3)).astype(np.float64)), x.copy()
+    total = exponentials(found, 0, x.size, np.float32(3))
+    assert np.abs(found[:20_001] / expected[:20_001] - 1).max() < 2e-7
+    assert (found[20_001:20_004] == 0).all()
+    assert abs(total / expected.sum() - 1) < 1e-6
+    found[:LANES] = np.nan
+    assert np.isnan(exponentials(found, 0, LANES, np.float32(0)))
+    assert np.isnan(found[:LANES]).all()
+
+
+@pytest.mark.parametrize("at", range(LANES))
+def test_the_greatest_number_is_found_in_each_lane_and_nan_is_kept(at):
+    x = np.full(3 * LANES, -np.inf, np.float32)
+    assert greatest(x, 0, len(x)) == -np.inf
+    x[LANES + at] = -5
+    assert greatest(x, 0, len(x)) == -5
+    assert greatest(x, 2 * LANES, LANES) == -np.inf
+    x[at] = np.nan
+    assert np.isnan(greatest(x, 0, len(x)))
 
 
 def left_out(shape, indices, seed=0):

@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 
 from sparse_decode.intrinsics import pointer, prefetch
 from sparse_decode.lanes import TOKENS, WIDTH, dot, weigh
+from sparse_decode.softmax import cap, exponentials, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "d18bd446d504925d"
+FROM_OTHERS = "81efa0dd710add23"
 TILE = 16
 """Rows of keys or values that are copied together as float32, a multiple of TOKENS: 8 KiB at 128 components. The rows
 of the next tile are prefetched: they are far apart, so that hardware prefetchers do not predict them."""
-LEAST = np.float32(-127 * math.log(2))
-"""Smallest argument of `_exp`: its exponential has exponent bits 0."""
 
 
 @numba.njit(inline="always")
@@ -85,33 +84,6 @@ def _read_tile(x, places, j, width, wide, kind, tile):  # pragma: no cover - com
     return count
 
 
-# fastmath without nnan and ninf: sums may be reordered to vectorise, but NaN and infinity must stay correct.
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
-def _exp(x, top, out, bits):  # pragma: no cover - compiled
-    """Write exp(x - top), x - top <= 0, to a relative error of 2e-7; `out` and `bits` share memory.
-
-    exp(y) = 2^n exp(r), n = round(y / log 2): a polynomial of degree 7, and n added to the exponent. libm is not
-    vectorised and takes six times as long. NaN stays NaN; subnormal results become 0.
-    """
-    for i in range(len(x)):
-        y = x[i] - top
-        y = LEAST if y < LEAST else y
-        n = np.floor(y * np.float32(1.44269504) + np.float32(0.5))
-        r = y - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-        p = np.float32(1.0 / 5040)
-        p = p * r + np.float32(1.0 / 720)
-        p = p * r + np.float32(1.0 / 120)
-        p = p * r + np.float32(1.0 / 24)
-        p = p * r + np.float32(1.0 / 6)
-        p = p * r + np.float32(0.5)
-        p = p * r + np.float32(1)
-        p = p * r + np.float32(1)
-        x[i] = p
-        bits[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
-    for i in range(len(x)):
-        out[i] *= x[i]
-
-
 @numba.njit
 def _largest(x, count):  # pragma: no cover - compiled
     """Return the count-th largest of x, float32, none below 0: their order is that of their bits.
@@ -132,6 +104,7 @@ def _largest(x, count):  # pragma: no cover - compiled
     return found.view(np.float32)[0]
 
 
+# fastmath without nnan and ninf: sums may be reordered to vectorise, but NaN and infinity must stay correct.
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _drop(weights, used, keep, dropped):  # pragma: no cover - compiled
     """Return the indices, ascending, of the `keep` of `used` tokens with the largest sums of weights [heads, >= used].
@@ -204,29 +177,23 @@ def _attend_task(
             dot(queries, wide, heads, tile, t * wide, wide, wide, flat, j + t, padded)
 
     # 2. softmax
-    scratch = np.empty(used, dtype=np.int32)
+    spare = np.empty(padded, np.float32)
     for g in range(heads):
-        line = logits[g, :used]
+        line, at = logits[g, :used], g * padded
         total = np.float32(0)
         for j in range(used):
             line[j] *= scaling
         if softcap > 0:
-            for j in range(used):
-                line[j] = softcap * np.float32(math.tanh(line[j] / softcap))
-        top = sinks[first + g]  # -inf without a learned sink
+            cap(flat, at, padded, softcap, spare)
         for j in range(used):
-            top = max(top, line[j])
             total += line[j]
         stats[0, b, r, first + g] = total / np.float32(used)
-        _exp(line, top, scratch.view(np.float32), scratch)
-        total = np.float32(0)
-        weights = scratch.view(np.float32)
-        for j in range(used):  # A sum in a loop without writes: with writes, runtime alias checks choose between a
-            total += weights[j]  # vectorised and a scalar version, so that rounding would depend on addresses.
-        total += np.float32(math.exp(sinks[first + g] - top))
+        logits[g, used:] = np.float32(-np.inf)
+        top = max(sinks[first + g], greatest(flat, at, padded))  # -inf without a learned sink
+        total = exponentials(flat, at, padded, top) + np.float32(math.exp(sinks[first + g] - top))
         stats[1, b, r, first + g] = top + np.float32(math.log(total))
         for j in range(used):
-            line[j] = weights[j] / total
+            line[j] /= total
 
     # 3. weighted sum of values
     keep, dropped = math.ceil(used * share_of_values), np.zeros(heads, np.float32)

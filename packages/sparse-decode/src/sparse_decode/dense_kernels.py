@@ -27,12 +27,13 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_decode.attend_kernels import _exp, _fetch, _widen
+from sparse_decode.attend_kernels import _fetch, _widen
 from sparse_decode.intrinsics import pointer
 from sparse_decode.lanes import LANES, TOKENS, WIDTH, dot, weigh
+from sparse_decode.softmax import cap, exponentials, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "1bc7a850be410e40"
+FROM_OTHERS = "9420f1d78c19584c"
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
 the last token are wasted."""
@@ -94,34 +95,14 @@ def _hide(line, mask, b, r, first, past, count):  # pragma: no cover - compiled
         line[max(0, min(count, past + r + 1 - first)) :] = np.float32(-np.inf)
 
 
-# fastmath without nnan and ninf: sums may be reordered to vectorise, but NaN and infinity must stay correct.
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
-def _cap(line, softcap, out, bits):  # pragma: no cover - compiled
-    """Replace x by softcap tanh(x / softcap), to 1e-6 of softcap: tanh |y| = (1 - e) / (1 + e), e = exp(-2 |y|)."""
-    signs = np.sign(line)
-    for j in range(len(line)):
-        line[j] = -abs(line[j]) * (np.float32(2) / softcap)
-    _exp(line, np.float32(0), out, bits)
-    for j in range(len(line)):
-        line[j] = signs[j] * softcap * (np.float32(1) - out[j]) / (np.float32(1) + out[j])
-
-
-@numba.njit(fastmath={"reassoc", "contract", "nsz"})
-def _soften(line, bits):  # pragma: no cover - compiled
-    """Replace logits by weights exp(logit - top); return the largest logit, top, and the sum of the weights."""
-    top, total = np.float32(-np.inf), np.float32(0)
-    for j in range(len(line)):
-        top = max(top, line[j])
+@numba.njit(inline="always")
+def _soften(logits, at):  # pragma: no cover - compiled
+    """Replace CHUNK logits by weights exp(logit - top); return the largest logit, top, and the sum of the weights."""
+    top = greatest(logits, at, CHUNK)
     if top == np.float32(-np.inf):
-        for j in range(len(line)):  # keep NaN
-            line[j] = np.float32(0) if line[j] == np.float32(-np.inf) else line[j]
-        return top, total
-    out = bits.view(np.float32)
-    _exp(line, top, out, bits)
-    for j in range(len(line)):  # A sum in a loop without writes: with writes, runtime alias checks choose between a
-        total += out[j]  # vectorised and a scalar version, so that rounding would depend on addresses.
-    line[:] = out
-    return top, total
+        logits[at : at + CHUNK] = np.float32(0)
+        return top, np.float32(0)
+    return top, exponentials(logits, at, CHUNK, top)
 
 
 @numba.njit(inline="always")
@@ -143,7 +124,7 @@ def _look(mask, b, first, shown):  # pragma: no cover - compiled
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _task(
-    task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, stats, shown, logits, bits, tile
+    task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, stats, shown, logits, spare, tile
 ):  # pragma: no cover - compiled  # fmt: skip
     heads, n, chunks = k_at[3], k_at[4], sums.shape[2]
     b, h, c = task // (heads * chunks), task // chunks % heads, task % chunks
@@ -178,9 +159,9 @@ def _task(
         for j in range(CHUNK):
             line[j] *= scaling
         if softcap > 0:
-            _cap(line, softcap, bits.view(np.float32), bits)
+            cap(logits, x * CHUNK, CHUNK, softcap, spare)
         _hide(line, mask, b, x // (lines // n_rows), first, n - n_rows, count)
-        stats[b, h, c, x, 0], stats[b, h, c, x, 1] = _soften(line, bits)
+        stats[b, h, c, x, 0], stats[b, h, c, x, 1] = _soften(logits, x * CHUNK)
 
     out = sums[b, h, c].reshape(lines * wide_v)
     out[:] = 0
@@ -211,10 +192,10 @@ def tasks(
     lines, wide, wide_v = q.shape[2], q.shape[3], sums.shape[4]
     shown, logits = np.empty(CHUNK, np.uint8), np.empty(lines * CHUNK, np.float32)
     logits[:] = 0  # slots after the last token are also scaled and capped, before they are hidden
-    bits = np.empty(CHUNK, np.int32)
+    spare = np.empty(CHUNK, np.float32)
     tile = np.empty(WIDTH * max(wide, wide_v), np.float32)
     for task in range(first, last):
-        _task(task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, stats, shown, logits, bits, tile)
+        _task(task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, stats, shown, logits, spare, tile)
 
 
 def combine(
