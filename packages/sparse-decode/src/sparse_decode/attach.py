@@ -29,6 +29,7 @@ from sparse_decode.attach_checks import (
     require_rows,
     require_selector,
 )
+from sparse_decode.batching import Batching
 from sparse_decode.blocks import RowRule
 from sparse_decode.break_even import break_even, predicted
 from sparse_decode.budget import Budget
@@ -162,6 +163,7 @@ class Attachment:
         self._handles: list[RemovableHandle] = []
         self._plans: dict[int, LayerPlan] = {}
         self._name: AttentionName | None = None
+        self._batching: Batching | None = None
         self._growing = WeakSet[CacheLayerMixin]()
         self._dense: tuple[int, ...] = ()
         self._retyped: Callable[[], None] | None = None
@@ -236,6 +238,7 @@ class Attachment:
         name = AttentionName.of(FLASH_NAME if self._backend == "flash" else NAMES[dense], dense)
         set_attention(model, name)
         self._name = name
+        self._batching = Batching(model, self._plans, name, self._unbatched())
         self._retyped = None if self.drafts is None else retype(model, self.drafts)
         self._dense = tuple(found.layer for found in dense_modules(model, modules))
         may_be_short = self._backend == "gather" and not self._on_host
@@ -282,6 +285,8 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._batching is not None:
+            self._batching.close()
         if self._name is not None:
             self._name.live = False
             if self._retyped is not None:
@@ -313,6 +318,14 @@ class Attachment:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
+
+    def _unbatched(self) -> str | None:
+        """Return why continuous batching is refused, if its own checks cannot tell."""
+        if self.drafts is not None:
+            return "got exact mode; attach without exact"
+        if self._on_host:
+            return 'got kv="host"; attach with kv="device"'
+        return None if self._ranks == 1 else f"got {self._ranks} tensor-parallel ranks; use one process"
 
     def _grow(self, cache: Any) -> None:
         """Make the filled cache layers of dense layers grow in place, on the CPU."""
