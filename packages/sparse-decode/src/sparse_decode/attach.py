@@ -238,7 +238,7 @@ class Attachment:
         name = AttentionName.of(FLASH_NAME if self._backend == "flash" else NAMES[dense], dense)
         set_attention(model, name)
         self._name = name
-        self._batching = Batching(model, self._plans, name, self._unbatched())
+        self._batching = Batching(model, self._plans, name, self.drafts is not None, self._on_host, self._ranks)
         self._retyped = None if self.drafts is None else retype(model, self.drafts)
         self._dense = tuple(found.layer for found in dense_modules(model, modules))
         may_be_short = self._backend == "gather" and not self._on_host
@@ -318,14 +318,6 @@ class Attachment:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
-
-    def _unbatched(self) -> str | None:
-        """Return why continuous batching is refused, if its own checks cannot tell."""
-        if self.drafts is not None:
-            return "got exact mode; attach without exact"
-        if self._on_host:
-            return 'got kv="host"; attach with kv="device"'
-        return None if self._ranks == 1 else f"got {self._ranks} tensor-parallel ranks; use one process"
 
     def _grow(self, cache: Any) -> None:
         """Make the filled cache layers of dense layers grow in place, on the CPU."""

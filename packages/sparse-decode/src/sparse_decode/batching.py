@@ -45,15 +45,27 @@ class Batching:
     Args:
         model: the model; its method `init_continuous_batching` is replaced in this object alone.
         plans: its sparse layers; name: its attention while attached.
-        refused: why it is refused, known to `attach` alone; None otherwise.
+        exact, on_host, ranks: whether it is in exact mode, whether its keys are in host memory, and the number of
+            tensor-parallel ranks.
     """
 
     def __init__(
-        self, model: PreTrainedModel, plans: Mapping[int, LayerPlan], name: AttentionName, refused: str | None
+        self,
+        model: PreTrainedModel,
+        plans: Mapping[int, LayerPlan],
+        name: AttentionName,
+        exact: bool,
+        on_host: bool,
+        ranks: int,
     ):
         self._model: Any = model
         self._config: Any = text_decoder(model).config
-        self._plans, self._name, self._refused = plans, name, refused
+        self._plans, self._name = plans, name
+        self._elsewhere = (
+            (exact, "got exact mode; attach without exact"),
+            (on_host, 'got kv="host"; attach with kv="device"'),
+            (ranks > 1, f"got {ranks} tensor-parallel ranks; use one process"),
+        )
         self._paged = AttentionName.of(PAGED_NAMES[name.dense], name.dense)
         self._managers = WeakSet[Any]()
         self._live = hasattr(type(model), START)
@@ -124,7 +136,7 @@ class Batching:
         if not hasattr(made.cache, MARK):
             try:
                 blocks = CodedBlocks(made.cache, self._plans, words, layers, functools.partial(_prompts, made))
-            except (AttributeError, ValueError, KeyError, TypeError) as found:
+            except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as found:
                 manager.batch_processor = None
                 self.switch(False)
                 raise ValueError(
@@ -141,13 +153,14 @@ class Batching:
         selectors = [plan.selector for plan in plans]
         hashed = all(isinstance(x, HashSelector) and not x.per_query_head for x in selectors)
         found = (
-            (self._refused is not None, self._refused),
+            *self._elsewhere,
             (first.backend != "gather", 'got backend="flash"; attach with backend="gather"'),
             (any(plan.remainder is not None for plan in plans), "got a remainder; attach with remainder=False"),
             (not hashed, f"got {type(first.selector).__name__}, not a hasher with codes per KV head; attach another"),
             (any(plan.budget.shortlist is not None for plan in plans), "got a budget with a shortlist; omit it"),
             (any(plan.budget.of != "visible" for plan in plans), 'got a budget with of="length"; omit it'),
             (first.rule.max_decode_rows > 1, f"got max_decode_rows={first.rule.max_decode_rows}; omit it"),
+            (bool(ModelShape.of(self._config).per_layer), "got layers with different heads; call detach() first"),
             (self._config is not self._model.config, "got a model of more than text; call detach() first"),
             (self._model.device.type != "cpu", f"got a model on {self._model.device}; move it to the CPU"),
             (self._model.dtype not in KINDS, f"got {self._model.dtype}; load the model in one of {[*KINDS]}"),
@@ -167,8 +180,7 @@ class Managed:
     batching: Batching
 
     def switch_to_cb_friendly_attn(self, *given: Any, **named: Any) -> None:
-        """Set our attention, when a manager that was kept is used again."""
-        self.batching.switch(True)
+        """Do nothing where a manager that was kept is used again: our attention is set already."""
 
     def stop(self, *given: Any, **named: Any) -> None:
         """Stop, and set the attention of other calls again."""
@@ -226,4 +238,3 @@ def _require_manager(manager: Any) -> None:
             "continuous batching with sparse attention runs neither compiled nor ahead of its results, got "
             f"{'a compile config' if compiled else 'use_async_batching'}; omit it"
         )
-

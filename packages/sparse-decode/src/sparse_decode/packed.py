@@ -13,6 +13,7 @@ a prompt is dense even alone, and tokens that are read again because their block
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from sparse_decode.budget import Budget
 from sparse_decode.dense_step import EAGER, Output, attend_densely
-from sparse_decode.interface import KEYWORD, refuse_attention
+from sparse_decode.interface import KEYWORD, AttentionContext, refuse_attention
 from sparse_decode.paged import PagedLayer, Pages, Step
 from sparse_decode.plan import LayerPlan
 from sparse_decode.select import HashSelector
@@ -46,6 +47,10 @@ PACKED = (
 """Keyword arguments that describe a step; the others are the layer's."""
 
 
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""Queries [1, Hq, T, D], keys and values [1, Hkv, T, D] of the new tokens of all requests."""
+
+
 class Piece(NamedTuple):
     """Rows of one request that attend densely."""
 
@@ -63,6 +68,7 @@ class Packed:
         blocks: of the full-attention layers.
         borders: positions from which each request's rows are sparse.
     Attributes:
+        given: as above.
         slots: page slot of each new token, int64 [T].
         index: page slot of each visible token, request after request, int64 [N].
         whole: all rows of each request, by type of layer.
@@ -71,7 +77,7 @@ class Packed:
     """
 
     def __init__(self, given: Mapping[str, Any], blocks: CodedBlocks, borders: list[int]):
-        self.key: object = given["cu_seq_lens_k"]
+        self.given: Mapping[str, Any] = given
         self._pages = blocks.count, blocks.size
         read, write = (given[name][blocks.index] for name in ("read_index", "write_index"))
         self.slots: Tensor = blocks.slots(write)
@@ -81,10 +87,8 @@ class Packed:
             raise ValueError(f"a step must have rows of its {len(borders)} requests, got {len(starts) - 1}")
         self.whole: dict[str, list[Piece]] = {}
         for kind, bounds in given["cu_seq_lens_k"].items():
-            keys, rows = bounds.tolist(), zip(starts, starts[1:], strict=False)
-            self.whole[kind] = [
-                Piece(slice(*at), slice(*seen)) for at, seen in zip(rows, zip(keys, keys[1:], strict=False), strict=True)
-            ]
+            rows, keys = itertools.pairwise(starts), itertools.pairwise(bounds.tolist())
+            self.whole[kind] = [Piece(slice(*at), slice(*seen)) for at, seen in zip(rows, keys, strict=True)]
         self.dense: list[Piece] = []
         self._split(self.whole[blocks.kind], borders)
         self._steps: dict[Budget, Step] = {}
@@ -192,7 +196,7 @@ class CodedBlocks:
 
     def step(self, given: Mapping[str, Any]) -> Packed:
         """Return what layers need to know of a step, created by the first of them."""
-        if self._step is None or self._step.key is not given["cu_seq_lens_k"]:
+        if self._step is None or self._step.given["cu_seq_lens_k"] is not given["cu_seq_lens_k"]:
             prompts = self._prompts()
             borders = prompts if self._start is None else [self._start] * len(prompts)
             self._step = Packed(given, self, borders)
@@ -220,35 +224,55 @@ def attention(
     Args: query [1, Hq, T, D], key and value [1, Hkv, T, D] of the new tokens of all requests; no mask.
     Returns: [1, T, Hq, D], and None.
     """
-    call, given = kwargs.pop(KEYWORD, None), {name: kwargs.pop(name, None) for name in PACKED}
+    call: AttentionContext | None = kwargs.pop(KEYWORD, None)
+    given = {name: kwargs.pop(name, None) for name in PACKED}
     held: CodedBlocks | None = getattr(given["cache"], MARK, None)
     if held is None:
         refuse_attention(module.config._attn_implementation)
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError("sparse attention supports neither masks nor biases in continuous batching; call detach()")
-    packed, factor = held.step(given), float(query.shape[3] ** -0.5 if scaling is None else scaling)
-    out = query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
+    packed = held.step(given)
+    rest = packed, float(query.shape[3] ** -0.5 if scaling is None else scaling), kwargs
     if call is None:
-        allocator = given["cache"].layer_to_allocator[module.layer_idx]
-        k, v = given["cache"].update(key, value, module.layer_idx, given)
-        window = getattr(allocator, "sliding_window", None)
-        for piece in packed.whole[allocator.layer_type]:
-            kv = k[:, :, piece.keys], v[:, :, piece.keys]
-            _attend(module, query, kv, piece, packed, window, factor, kwargs, out)
-        return out, None
-    plan: LayerPlan = call.plan
-    pages, selector = held.pages[plan.layer], plan.selector
-    assert isinstance(selector, HashSelector)
-    layer = PagedLayer(plan.layer, selector, factor, kwargs.get("softcap"), kwargs.get("s_aux"))
+        return _attend_whole(module, (query, key, value), given["cache"], *rest), None
+    return _attend_sparsely(module, (query, key, value), held.pages[call.plan.layer], *rest, call.plan), None
+
+
+def _attend_whole(
+    module: Any, qkv: Inputs, cache: Any, packed: Packed, factor: float, options: dict[str, Any]
+) -> Tensor:
+    """Attend in a layer that is dense, or slides: all requests one by one, their keys read by the cache itself."""
+    allocator, (query, key, value) = cache.layer_to_allocator[module.layer_idx], qkv
+    k, v = cache.update(key, value, module.layer_idx, dict(packed.given))
+    window, out = getattr(allocator, "sliding_window", None), _empty(query)
+    for piece in packed.whole[allocator.layer_type]:
+        kv = k[:, :, piece.keys], v[:, :, piece.keys]
+        _attend(module, query, kv, piece, packed, window, factor, options, out)
+    return out
+
+
+def _attend_sparsely(
+    module: Any, qkv: Inputs, pages: Pages, packed: Packed, factor: float, options: dict[str, Any], plan: LayerPlan
+) -> Tensor:
+    """Write and attend in a sparse layer."""
+    query, key, value = qkv
+    assert isinstance(plan.selector, HashSelector)
+    layer = PagedLayer(plan.layer, plan.selector, factor, options.get("softcap"), options.get("s_aux"))
     k, v = (x[0].transpose(0, 1) for x in (key, value))
     pages.write(packed.slots, k, v, layer.encode(k))
+    out = _empty(query)
     for piece in packed.dense:
-        _attend(module, query, _gather(pages, packed.index[piece.keys]), piece, packed, None, factor, kwargs, out)
+        _attend(module, query, _gather(pages, packed.index[piece.keys]), piece, packed, None, factor, options, out)
     if len(packed.rows):
         rows = query[0].transpose(0, 1)[packed.rows]
         out[0, packed.rows] = layer.decode(rows, pages, packed.step(plan.budget))
         plan.tally.add(layer.selected, layer.visible)
-    return out, None
+    return out
+
+
+def _empty(query: Tensor) -> Tensor:
+    """Return an output for queries [1, Hq, T, D]: [1, T, Hq, D]."""
+    return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 
 def _gather(pages: Pages, slots: Tensor) -> tuple[Tensor, Tensor]:
