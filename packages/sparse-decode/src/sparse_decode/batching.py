@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
@@ -26,6 +27,7 @@ import transformers
 from hashtrain import ModelShape
 from hashtrain.models import text_decoder
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from sparse_decode.attend import KINDS
 from sparse_decode.model import PAGED_NAMES, AttentionName
@@ -36,7 +38,11 @@ from sparse_decode.select import HashSelector
 START = "init_continuous_batching"
 """The method of a model that makes managers; `generate_batch` and the context manager call it."""
 _CACHED = "_cached_continuous_batching_manager"
-_METHODS = "_create_batch_processor", "switch_to_cb_friendly_attn", "stop", "is_running"
+_METHODS = {
+    "_create_batch_processor": ["self"],
+    "switch_to_cb_friendly_attn": ["self", "model", "auto_switch_to_flash"],
+}
+"""Arguments of the methods of managers that nobody documents, and that are changed or relied on here."""
 
 
 class Batching:
@@ -101,11 +107,12 @@ class Batching:
 
         Raises: ValueError if continuous batching does not support what was attached.
         """
+        _require_methods()
         self._require()
         self.switch(True)
         try:
             manager = getattr(type(self._model), START)(self._model, *given, **named)
-            _require_manager(manager)
+            _require_plain(manager.continuous_batching_config)
         except BaseException:
             self.switch(False)
             raise
@@ -141,7 +148,7 @@ class Batching:
                 self.switch(False)
                 raise ValueError(
                     f"continuous batching of transformers {transformers.__version__} stores keys in another way than "
-                    f"expected ({found}); call detach() first, or use another version"
+                    f"expected ({found}); call detach() first, or use version 5.23"
                 ) from found
             setattr(made.cache, MARK, blocks)
         return made
@@ -224,14 +231,19 @@ def _prompts(processor: Any) -> list[int]:
     return [state._true_initial_tokens or len(state.initial_tokens) for state in states]
 
 
-def _require_manager(manager: Any) -> None:
-    """Raise ValueError if a manager lacks what is changed here, or is configured for what does not work."""
-    if missing := [name for name in _METHODS if not hasattr(manager, name)]:
-        raise ValueError(
-            f"continuous batching of transformers {transformers.__version__} works in another way than expected (no "
-            f"{missing[0]}); call detach() first, or use another version"
-        )
-    config = manager.continuous_batching_config
+def _require_methods() -> None:
+    """Raise ValueError if managers of this version of transformers have other methods."""
+    for name, arguments in _METHODS.items():
+        method = getattr(ContinuousBatchingManager, name, None)
+        if method is None or list(inspect.signature(method).parameters) != arguments:
+            raise ValueError(
+                f"continuous batching of transformers {transformers.__version__} works in another way than expected "
+                f"({name}); call detach() first, or use version 5.23"
+            )
+
+
+def _require_plain(config: Any) -> None:
+    """Raise ValueError if a manager's config asks for what does not work."""
     compiled = config.varlen_compile_config is not None or config.decode_compile_config is not None
     if compiled or config.use_async_batching:
         raise ValueError(
