@@ -15,8 +15,7 @@ from sparse_decode.interface import register
 from sparse_decode.model import FLASH_NAME, NAMES
 from sparse_decode.select import HashSelector
 from sparse_decode_doubles import Calibrated, OwnAttention, SignHasher, generate, prompts, slow_but, tiny_model
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
-from transformers.generation.continuous_batching import continuous_api
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 WHOLE = Budget(1.0)
 
@@ -458,23 +457,3 @@ def test_our_names_are_not_left_in_transformers_configs():
     attachment.detach()
     assert type(model.config._attn_implementation) is str
     assert transformers.AutoConfig.for_model("llama")._attn_implementation != NAMES["sdpa"]
-
-
-@pytest.mark.parametrize("flash", [False, True])
-def test_continuous_batching_while_attached_is_refused_in_a_sentence(flash, monkeypatch):
-    """With flash-attn installed transformers sets that by itself, and would read its paged cache densely."""
-    model, given = tiny_model(), {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
-    monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **how: flash)
-    monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **how: False)
-    monkeypatch.setattr(type(model), "_check_and_adjust_attn_implementation", lambda self, name, **how: name)
-    how = {"generation_config": GenerationConfig(**given)}
-    how["continuous_batching_config"] = ContinuousBatchingConfig(page_size=16, num_blocks=20, max_batch_tokens=32)
-    with attach(model, SignHasher()) as attachment:
-        if flash:
-            found = list(model.generate_batch([[1, 2, 3]], **how).values())
-            assert [x.generated_tokens for x in found] == [[]]
-            assert "does not support the paged cache of continuous batching" in found[0].error
-        else:
-            with pytest.raises(ValueError, match="Implementation sparse_decode is not supported for continuous"):
-                model.generate_batch([[1, 2, 3]], **how)
-        assert not attachment.counts()

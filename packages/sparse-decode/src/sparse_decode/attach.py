@@ -29,6 +29,7 @@ from sparse_decode.attach_checks import (
     require_rows,
     require_selector,
 )
+from sparse_decode.batching import Batching
 from sparse_decode.blocks import RowRule
 from sparse_decode.break_even import break_even, predicted
 from sparse_decode.budget import Budget
@@ -162,6 +163,7 @@ class Attachment:
         self._handles: list[RemovableHandle] = []
         self._plans: dict[int, LayerPlan] = {}
         self._name: AttentionName | None = None
+        self._batching: Batching | None = None
         self._growing = WeakSet[CacheLayerMixin]()
         self._dense: tuple[int, ...] = ()
         self._retyped: Callable[[], None] | None = None
@@ -236,6 +238,7 @@ class Attachment:
         name = AttentionName.of(FLASH_NAME if self._backend == "flash" else NAMES[dense], dense)
         set_attention(model, name)
         self._name = name
+        self._batching = Batching(model, self._plans, name, self.drafts is not None, self._on_host, self._ranks)
         self._retyped = None if self.drafts is None else retype(model, self.drafts)
         self._dense = tuple(found.layer for found in dense_modules(model, modules))
         may_be_short = self._backend == "gather" and not self._on_host
@@ -282,6 +285,8 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._batching is not None:
+            self._batching.close()
         if self._name is not None:
             self._name.live = False
             if self._retyped is not None:

@@ -19,7 +19,7 @@ from transformers.utils.output_capturing import _active_collector
 from sparse_decode import flash
 from sparse_decode.attend import KINDS
 from sparse_decode.dense import attend_all
-from sparse_decode.model import FLASH_NAME, NAMES
+from sparse_decode.model import FLASH_NAME, NAMES, PAGED_NAMES
 from sparse_decode.modes import autocasts, readable
 
 Output = tuple[Tensor, Tensor | None]
@@ -27,6 +27,8 @@ Output = tuple[Tensor, Tensor | None]
 
 QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
 """Keyword arguments that attention functions get and ignore."""
+EAGER = "eager", NAMES["eager"], PAGED_NAMES["eager"]
+"""Names of attention that replace the model's eager attention, and its own name."""
 MOST_ROWS = 16
 """A call with a non-empty cache and at most this many query rows is a decode step; more are part of a prompt."""
 
@@ -168,7 +170,7 @@ def dense_attention(module: Any) -> Callable[..., Output]:
     """Return the attention function that the model uses when not attached."""
     if module.config._attn_implementation == FLASH_NAME:
         return flash_attention
-    if module.config._attn_implementation in ("eager", NAMES["eager"]):
+    if module.config._attn_implementation in EAGER:
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS["sdpa"]
 
@@ -194,11 +196,11 @@ def attend_densely(
             return attend_by_torch(query, key, value, dropout, scaling), None
     elif name != FLASH_NAME:
         factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
-        eager = name in ("eager", NAMES["eager"])
+        eager = name in EAGER
         out = attend_step(module, query, key, value, mask, factor, dropout, eager, kwargs)
         if out is not None:
             return out, None
-    if alone and name == NAMES["eager"]:
+    if alone and name in EAGER:
         mask = query.new_zeros(1, 1, 1, key.shape[2])  # some eager attention functions add a mask unconditionally
     return dense_attention(module)(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
 

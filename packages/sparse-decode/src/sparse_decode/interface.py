@@ -11,7 +11,7 @@ step in one go (`LayerPlan.step`). `sparse_decode.calls` runs all other calls.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -25,7 +25,7 @@ from sparse_decode import calls
 from sparse_decode.attend import Inputs
 from sparse_decode.dense_step import OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
 from sparse_decode.growing import FROM, GrowingLayer, grow
-from sparse_decode.model import CACHE_NAMES, FLASH_NAME, NAMES, OTHER_STATES
+from sparse_decode.model import CACHE_NAMES, FLASH_NAME, NAMES, OTHER_STATES, PAGED_NAMES
 from sparse_decode.plan import LayerPlan
 
 KEYWORD = "sparse_decode"
@@ -34,6 +34,7 @@ NO_COPY = (
     "copy"
 )
 _OTHERS = frozenset(OTHER_STATES)
+_PAGED = frozenset(PAGED_NAMES.values())
 _SET = "_attn_implementation_internal"  # of a config; reading it as an attribute takes longer than the rest of the hook
 
 
@@ -111,6 +112,8 @@ class Hook:
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if "read_index" in kwargs and self._settings.get(_SET) in _PAGED:  # a step of continuous batching
+            return args, {**kwargs, KEYWORD: AttentionContext(self.plan, None)}
         self._require_ours(kwargs)
         if self._below and not args and (call := self._if_short(kwargs)) is not None:
             kwargs[KEYWORD] = call  # safe: torch makes a new dict for every call
@@ -132,13 +135,13 @@ class Hook:
         return AttentionContext(self.plan, None if cache is None else self._coded(self.plan, cache))
 
     def _require_ours(self, kwargs: dict[str, Any]) -> None:
-        """Raise ValueError if the call uses a paged cache, or another attention implementation was set."""
+        """Raise ValueError if the call uses a paged cache without codes, or another attention was set."""
         if "read_index" in kwargs:
             _refuse_paged()
         if self._settings.get(_SET) is self._name:
             return
         if (now := self._config._attn_implementation) != self._name:
-            _refuse_attention(now)
+            refuse_attention(now)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
@@ -170,8 +173,13 @@ def may_grow(hidden: Tensor) -> bool:
     return hidden.device.type == "cpu" and not hidden.requires_grad and not torch.compiler.is_compiling()
 
 
-def _refuse_attention(now: str) -> None:
+def refuse_attention(now: str) -> NoReturn:
     """Raise ValueError because another attention implementation was set."""
+    if now in _PAGED:
+        raise ValueError(
+            "a manager of continuous batching is open on this model, whose attention now reads only its cache; call "
+            "the manager's stop() before other calls"
+        )
     raise ValueError(
         f'attention was set to "{now}" while sparse attention is attached; call detach() before '
         "set_attn_implementation, and attach again"
@@ -179,10 +187,10 @@ def _refuse_attention(now: str) -> None:
 
 
 def _refuse_paged() -> None:
-    """Raise ValueError because continuous batching called the module; transformers then sets its own attention."""
+    """Raise ValueError because a manager of continuous batching called the module that was made before attaching."""
     raise ValueError(
-        "sparse attention does not support the paged cache of continuous batching (generate_batch, transformers "
-        "serve); call detach() first, use generate, or serve with the package sparse-serve"
+        "the cache of continuous batching carries no codes, because its manager was made before sparse attention was "
+        "attached; stop it, and make another one"
     )
 
 
