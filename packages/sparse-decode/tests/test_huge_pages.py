@@ -1,6 +1,7 @@
 """Rows of long contexts are put in huge pages where the system has them, and nothing else changes."""
 
 import mmap
+import platform
 import sys
 from pathlib import Path
 
@@ -34,6 +35,12 @@ def test_only_whole_pages_inside_the_tensor_are_asked_for(size, advised):
     assert size - length < 4 * MIB
 
 
+def test_memory_that_was_written_is_moved(advised):
+    in_huge_pages(torch.zeros(9 * MIB, dtype=torch.uint8), written=True)
+    assert [given[2] for given in advised] == [14, 25]
+    assert advised[0][:2] == advised[1][:2]
+
+
 def test_small_tensors_and_those_without_memory_are_left_alone(advised):
     in_huge_pages(torch.empty(2 * MIB - 1, dtype=torch.uint8))
     in_huge_pages(torch.empty(9 * MIB, dtype=torch.uint8, device="meta"))
@@ -60,12 +67,19 @@ def test_other_systems_are_not_asked(monkeypatch):
 @pytest.mark.skipif(
     not SETTING.is_file() or "[never]" in SETTING.read_text(encoding="ascii"), reason="this system has no huge pages"
 )
-def test_the_system_gives_them():
+@pytest.mark.parametrize("written", [False, True])
+def test_the_system_gives_them(written):
+    if written and tuple(map(int, platform.release().split(".")[:2])) < (6, 1):
+        pytest.skip("this Linux does not move what was written")
+
     def huge():
         return int(Path("/proc/self/smaps_rollup").read_text(encoding="ascii").split("AnonHugePages:")[1].split()[0])
 
     before = huge()
     fresh = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # an allocator may reuse small pages
-    x = in_huge_pages(torch.frombuffer(fresh, dtype=torch.uint8)).fill_(1)
+    x = torch.frombuffer(fresh, dtype=torch.uint8)
+    if written:
+        x.fill_(1)
+    x = in_huge_pages(x, written=written).fill_(1)
     assert huge() - before >= 32 * 1024  # kB: most of it
     assert x[-1] == 1

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from serve_engine import DIM, HEADS, SIZE, FullAttentionSpec, built, engine, halves, impls, reshape_and_cache
+from sparse_decode import huge_pages
 
 PAGES = 24
 
@@ -158,6 +159,20 @@ def test_codes_are_those_of_the_keys_whenever_they_are_hashed(backend, asked):
     assert torch.equal(found, layer.impl._paged.encode(torch.stack(own["k"])))
     rows = pages.k[own["pages"]].transpose(1, 2).flatten(0, 1)[: len(own["k"])]
     assert torch.equal(rows, torch.stack(own["k"]))
+
+
+def test_a_cache_is_put_in_huge_pages_before_its_first_step_and_not_again(backend, asked, monkeypatch):
+    advised = []
+    monkeypatch.setattr(huge_pages, "_SIZE", 4096)
+    monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *given: advised.append(given))
+    layer = Layer(backend, asking(asked, dense_below=1), 0)
+    layer.begin("a", 3)
+    for counts in (3, 1, 1):
+        layer.step({"a": counts})
+    (start, size, _), again = advised
+    assert layer.memory.data_ptr() <= start < start + size <= layer.memory.data_ptr() + layer.memory.nbytes
+    assert size > layer.memory.nbytes - 2 * 4096
+    assert again[:2] == (start, size)
 
 
 def test_the_stand_in_has_a_layout_of_its_own():

@@ -10,19 +10,22 @@ from typing import Any
 from torch import Tensor
 
 _SIZE = 1 << 21
-_ADVICE = 14  # MADV_HUGEPAGE of Linux
+_ADVICE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE and MADV_COLLAPSE of Linux
 
 
-def in_huge_pages(x: Tensor) -> Tensor:
-    """Ask Linux to put a new tensor's memory in huge pages, and return the tensor; elsewhere, do nothing.
+def in_huge_pages(x: Tensor, written: bool = False) -> Tensor:
+    """Ask Linux to put a contiguous tensor's memory in huge pages, and return the tensor; elsewhere, do nothing.
 
     The rows of a selection are far apart. With pages of 4 KB nearly each of them needs another page's entry of the page
     table, which is often in none of the CPU's caches. A system that refuses keeps small pages, which are only slower.
+
+    Args: written: also move what was written before; Linux does so from 6.1 on.
     """
     advise = _advise()
     if advise is not None and x.nbytes >= _SIZE and x.device.type == "cpu" and type(x) is Tensor:
         start, end = -(-x.data_ptr() // _SIZE) * _SIZE, (x.data_ptr() + x.nbytes) // _SIZE * _SIZE
-        advise(start, max(0, end - start), _ADVICE)
+        for advice in (_ADVICE, _COLLAPSE)[: 1 + written]:
+            advise(start, max(0, end - start), advice)
     return x
 
 

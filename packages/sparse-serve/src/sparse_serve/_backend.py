@@ -93,6 +93,7 @@ class SpotlightImpl(CPUAttentionBackendImpl):
         self._served: Served | None = None
         self._paged: Any = None
         self._layout: Layout | None = None
+        self._seen: int | None = None
 
     def serve(self, served: Served, index: int) -> None:
         """Make this layer sparse, unless it is one of the engine's dense layers.
@@ -138,6 +139,8 @@ class SpotlightImpl(CPUAttentionBackendImpl):
 
     def _prepare(self, layer: Any, kv_cache: Tensor, batch: Batch) -> None:
         """Bring pages to the layouts of a step, and count the tokens that vLLM's kernel reads for decode rows."""
+        if self._seen != kv_cache.data_ptr():
+            self._seen = cast(Served, self._served).move_to_huge_pages(kv_cache)
         moves = batch.moves
         self._paged.selected += batch.read * self.num_heads
         self._paged.visible += batch.read * self.num_heads

@@ -133,6 +133,14 @@ class Served:
                 f"{spec.page_size_bytes}, because vLLM resized them for other layers; serve without it"
             )
 
+    @staticmethod
+    def move_to_huge_pages(cache: Tensor) -> int:
+        """Put the memory of a layer's cache in huge pages, because tokens are read far apart; return its address."""
+        from sparse_decode.huge_pages import in_huge_pages
+
+        in_huge_pages(torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()), written=True)
+        return cache.data_ptr()
+
     def pages(self, cache: Tensor) -> Any:
         """View a layer's cache [M, Hkv, S, 2 D] as `sparse_decode.paged.Pages`: keys, values, and codes after them."""
         from sparse_decode.paged import Pages
