@@ -77,6 +77,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     **{name.replace("_", "-"): quality.of_run(name, report.ppl_grid) for name in paper.DEMO_PERPLEXITY},
     **{name.replace("_", "-"): quality.of_run(name, second_ppl) for name in paper.SECOND_PERPLEXITY},
     "suspects": paper.suspects,
+    "best-form": paper.best_form,
     "rehearsal": paper.rehearsal,
     "missed": missed.missed,
     "bytes": quality.bytes_read(headline.SHORT_RUNS),

@@ -251,6 +251,33 @@ def suspects(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, ["training", "IoU", "mass"], [lines]))
 
 
+def best_form(results: pathlib.Path) -> str:
+    """Return what `paper` in its best form costs in some layers of the second model, beside other hashers."""
+    runs = {name: load(results / f"best_form_{name}.json") for name in ("others", "base", "best")}
+    cells = (
+        ("exact top 2 %", "others", "oracle"),
+        ("`transform`", "others", "transform"),
+        (f"`paper`, {SUSPECTS['best']}", "best", "paper"),
+        (f"`paper`, {SUSPECTS['base']}", "base", "paper"),
+        ("untrained LSH", "others", "lsh"),
+    )
+    lines = []
+    for said, run, method in cells:
+        excess, kl = (
+            runs[run].one(metric=metric, method=method, against=None) for metric in ("perplexity_ratio", "kl")
+        )
+        shown = [f"{100 * (x - 1):+.1f}" for x in (excess.value, excess.low, excess.high) if x is not None]
+        lines.append([said, "{} [{}, {}]".format(*shown), f"{kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}]"])
+    found = runs["base"]
+    dense = found.config["dense_at"]
+    sparse = ", ".join(str(layer) for layer in range(max(dense)) if layer not in dense)
+    title = (
+        f"Every row sparse in layers {sparse} of {SECOND_MODEL}, 2 %, first and last "
+        f"tokens read: {found.config['documents']} held-out contexts of {found.config['context']:,} tokens"
+    )
+    return to_markdown(Grid(title, ["selection", "perplexity, %", "KL, nats"], [lines]))
+
+
 def rehearsal(results: pathlib.Path) -> str:
     """Return what a training of one layer of Llama-3-8B's width was planned to take and took."""
     found = stored(results / "rehearsal.json")
