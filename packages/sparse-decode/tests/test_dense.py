@@ -261,3 +261,12 @@ def test_a_short_step_goes_the_models_own_way(monkeypatch):
     with attach(model, SignHasher(), Budget(0.1, dense_below=1000), dense_layers=2):
         found = model.generate(ids, max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
     assert all(torch.equal(*pair) for pair in zip(found.logits, expected.logits, strict=True))
+
+
+@pytest.mark.parametrize("n", [40, 600])
+@pytest.mark.parametrize("at", [0, 39])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_visible_key_that_is_not_a_number_gives_nan_and_not_a_row_without_tokens(value, at, n):
+    q, k, v = torch.randn(1, 2, 1, 32), torch.randn(1, 1, n, 32), torch.randn(1, 1, n, 32)
+    k[0, 0, at] = value
+    assert attend_all(q, k, v, 1.0).isnan().all()

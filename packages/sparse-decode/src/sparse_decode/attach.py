@@ -282,11 +282,11 @@ class Attachment:
 
     def detach(self) -> None:
         """Restore the model, and turn the caches filled meanwhile into plain ones. Safe to call twice."""
+        if self._batching is not None:  # first: a step in another thread must not lose its hooks
+            self._batching.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._batching is not None:
-            self._batching.close()
         if self._name is not None:
             self._name.live = False
             if self._retyped is not None:

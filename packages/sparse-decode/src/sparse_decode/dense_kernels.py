@@ -212,7 +212,8 @@ def combine(
             x = r * group + g
             parts, line, seen = stats[b, h, :, x], out[b, r, h, g], np.float32(-np.inf)
             for c in range(len(parts)):
-                seen = max(seen, parts[c, 0])
+                if seen == seen and not parts[c, 0] <= seen:  # NaN stays; max() would drop it
+                    seen = parts[c, 0]
             whole = whole and seen != np.float32(-np.inf)
             top = max(seen, sinks[h, g])
             total, line[:] = np.float32(math.exp(sinks[h, g] - top)), np.float32(0)
