@@ -30,10 +30,11 @@ DIGESTS = "|".join(
         rf"_identit|\"sha256\": \"|\"({_METHODS})[\w +-]*\": \"|\.cu[^\"]*\": \"",
         "(FROM_OTHERS|INTRINSICS) = ",
         "detect-secrets",
-        r"^\s*\"[0-9a-f]{12}\",?$",
     )
 )
-"""Lines with digests of models, hashers or texts in stored results, with a salt, or with the name of a tool."""
+"""Lines with digests of models or hashers in stored results, with a salt, or with the name of a tool."""
+LISTED = re.compile(r'\s*"[0-9a-f]{12}",?')
+"""A line of a list of digests, which is no secret in a stored result."""
 PLUGINS = (
     *("ArtifactoryDetector", "AWSKeyDetector", "AzureStorageKeyDetector", "BasicAuthDetector", "CloudantDetector"),
     *("DiscordBotTokenDetector", "GitHubTokenDetector", "GitLabTokenDetector", "HexHighEntropyString"),
@@ -83,7 +84,15 @@ def secrets(paths: list[str]) -> list[str]:
     with transient_settings({"plugins_used": plugins, "filters_used": filters}):
         for path in paths:
             found.scan_file(path)
-    return [f"{path}:{secret.line_number} looks like a secret ({secret.type})" for path, secret in found]
+    return [
+        f"{path}:{secret.line_number} looks like a secret ({secret.type})"
+        for path, secret in found
+        if not (path.startswith("docs/results/") and LISTED.fullmatch(_line(path, secret.line_number)))
+    ]
+
+
+def _line(path: str, number: int) -> str:
+    return (ROOT / path).read_text(encoding="utf-8").splitlines()[number - 1]
 
 
 def notes(found: dict[str, str]) -> list[str]:

@@ -361,3 +361,12 @@ def test_flash_attn_installed_changes_nothing(family, monkeypatch):
     monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **how: True)
     with sparse(model, QUARTER, family):
         assert batch(model, REQUESTS[:3]) == alone(model, REQUESTS[:3])
+
+
+def test_detach_stops_managers_before_it_takes_hooks_away(monkeypatch):
+    attachment = sparse(tiny_model())
+    close, hooks = attachment._batching.close, []
+    monkeypatch.setattr(attachment._batching, "close", lambda: (hooks.append(len(attachment._handles)), close()))
+    attachment.detach()
+    assert hooks[0] > 0
+    assert not attachment._handles
