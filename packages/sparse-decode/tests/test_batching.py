@@ -298,8 +298,9 @@ def test_a_cache_with_another_layout_is_refused(monkeypatch):
 
     monkeypatch.setattr(allocators.FullAttentionCacheAllocator, "update", reversed_heads)
     with sparse(model) as attachment:
-        with pytest.raises(ValueError, match=r"stores keys in another way than expected \(keys that the"):
+        with pytest.raises(ValueError, match=r"stores keys in another way than expected \(keys that the") as error:
             batch(model)
+        assert error.tb is not None  # which keeps the manager
         assert model.config._attn_implementation == NAMES["sdpa"]
         assert not attachment.counts()
 
@@ -378,8 +379,21 @@ def test_detach_stops_managers_before_it_takes_hooks_away(monkeypatch):
 OURS, STEPS = NAMES["sdpa"], PAGED_NAMES["sdpa"]
 
 
+MADE = weakref.WeakSet()
+
+
 def made(model, new=12, **config):
-    return model.init_continuous_batching(settings(new), batching(**config))
+    MADE.add(manager := model.init_continuous_batching(settings(new), batching(**config)))
+    return manager
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    """A test that fails ends its threads, without which this process would not end."""
+    yield
+    for manager in list(MADE):
+        if manager.is_running():
+            manager.stop(hard_stop=True)
 
 
 def ask(manager, requests=REQUESTS):
@@ -439,15 +453,11 @@ def test_the_attention_stays_until_the_thread_ends(how):
         assert model.config._attn_implementation == OURS
         assert alone(model) == expected
         manager.stop()
-        assert answers(restarted(manager), ask(manager)) == expected
+        manager.start()
         assert model.config._attn_implementation == STEPS
+        assert answers(manager, ask(manager)) == expected
         manager.stop()
         assert model.config._attn_implementation == OURS
-
-
-def restarted(manager):
-    manager.start()
-    return manager
 
 
 def test_what_cannot_be_stopped_in_a_pause_goes_on():
@@ -503,6 +513,22 @@ def test_a_thread_that_does_not_start_lets_go_of_the_attention(monkeypatch):
                 manager.start()
         manager.destroy()
         assert model.config._attn_implementation == OURS
+
+
+def test_a_cache_that_cannot_be_made_lets_go_of_the_attention(monkeypatch):
+    model = tiny_model()
+
+    def full(**how):
+        raise MemoryError("no room")
+
+    with sparse(model):
+        with monkeypatch.context() as patched:
+            patched.setattr(continuous_api, "PagedAttentionCache", full)
+            with pytest.raises(MemoryError, match="no room") as error:
+                batch(model)
+        assert error.tb is not None  # which keeps the manager
+        assert model.config._attn_implementation == OURS
+        assert batch(model, REQUESTS[:2]) == alone(model, REQUESTS[:2])
 
 
 @pytest.fixture

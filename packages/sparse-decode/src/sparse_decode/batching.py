@@ -56,8 +56,8 @@ class Hold:
 class AttentionSwitch:
     """Sets the attention of an attached model: that of steps while anything holds it, else that of other calls.
 
-    A manager holds it from when it is made or started until it is stopped or destroyed; its thread holds it by a `Hold`
-    until it leaves its loop; and nothing holds it that is garbage.
+    A manager holds it from when it is made until it is stopped or destroyed, or cannot make its cache; its thread holds
+    it by a `Hold` until it leaves its loop; and nothing holds it that is garbage.
 
     Args: config: of the text decoder; others, steps: the names of our attention in other calls, and in steps.
     """
@@ -68,10 +68,10 @@ class AttentionSwitch:
         self._holders = WeakSet[Any]()
         self._ended = False
 
-    def open(self, *holders: Any) -> None:
-        """Let these hold the attention of steps."""
+    def open(self, holder: Any) -> None:
+        """Let this hold the attention of steps."""
         with self._lock:
-            self._holders.update(holders)
+            self._holders.add(holder)
             self.settle()
 
     def close(self, holder: Any) -> None:
@@ -190,9 +190,6 @@ class Batching:
         model, manager.model = manager.model, _Wider(self._model, self._config, layers)
         try:
             made = create()
-        except BaseException:
-            self.switch.close(manager)
-            raise
         finally:
             manager.model = model
         if not hasattr(made.cache, MARK):
@@ -201,7 +198,6 @@ class Batching:
                 blocks = CodedBlocks(made.cache, self._plans, words, layers, prompts)
             except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as found:
                 manager.batch_processor = None
-                self.switch.close(manager)
                 raise ValueError(
                     f"continuous batching of transformers {transformers.__version__} stores keys in another way than "
                     f"expected ({found}); call detach() first, or use version 5.23"
@@ -252,7 +248,7 @@ class Managed:
     def start(self) -> None:
         """Start, with the attention of steps, also after `stop`."""
         if not self.is_running():
-            self.batching.switch.open(self, self.loop)
+            self.batching.switch.open(self.loop)
         try:
             super().start()
         except BaseException:
@@ -287,7 +283,11 @@ class Managed:
 
     def _create_batch_processor(self) -> Any:
         """Create the cache and all that goes with it."""
-        return self.batching.processor(self, super()._create_batch_processor)
+        try:
+            return self.batching.processor(self, super()._create_batch_processor)
+        except BaseException:
+            self.batching.switch.close(self)
+            raise
 
 
 @functools.cache
