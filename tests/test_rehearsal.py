@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hashcore.atomic import replacing
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,6 +26,17 @@ def require_planned(found):
     assert measured["memory"] < planned["memory"] + (1 << 30)  # modules, text and tokenizer come on top
     assert measured["model_memory"] > 2 * planned["model_memory"]  # float32 on the CPU, bfloat16 in the plan
     assert found["kl"] > 0
+
+
+@pytest.mark.parametrize(("folder", "kind"), [("layers", "checkpoints"), ("train", "disk"), ("held", "disk")])
+def test_a_file_that_replaces_another_takes_disk_beside_it(folder, kind, tool, tmp_path):
+    path = tmp_path / "paper-exact" / folder / "00000.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(100))
+    with replacing(path) as temporary:
+        temporary.write_bytes(bytes(30))
+        assert tool.stored(tmp_path) == {"disk": 0, "checkpoints": 0, kind: 130}
+    assert tool.stored(tmp_path) == {"disk": 0, "checkpoints": 0, kind: 30}
 
 
 @pytest.mark.parametrize(

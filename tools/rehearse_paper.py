@@ -62,18 +62,24 @@ def only_the_model(model: str, context: int) -> int:
     return peak()
 
 
+def stored(work: pathlib.Path) -> dict[str, int]:
+    """Return the bytes of captures and of checkpoints in a run's working folder, also of what is replacing others."""
+    sizes = {"disk": 0, "checkpoints": 0}
+    for path in filter(pathlib.Path.is_file, work.rglob("*")):
+        folder = path.parent.parent if path.parent.name.startswith(".hashcore-") else path.parent
+        kind = "disk" if path.suffix == ".safetensors" and folder.name in ("train", "held") else None
+        kind = "checkpoints" if folder.name == "layers" else kind
+        if kind:
+            sizes[kind] += path.stat().st_size
+    return sizes
+
+
 def training(words: list[str], out: pathlib.Path) -> dict[str, float]:
     """Train; return the peak memory, the most bytes of captures and of checkpoints, and the seconds."""
-    most, began = {"disk": 0, "checkpoints": 0}, time.monotonic()
+    most, began = stored(out / ".work"), time.monotonic()
 
     def look() -> None:
-        sizes = dict.fromkeys(most, 0)
-        for path in (out / ".work").rglob("*"):
-            kind = "disk" if path.suffix == ".safetensors" and path.parent.name in ("train", "held") else None
-            kind = "checkpoints" if path.parent.name == "layers" else kind
-            if kind:
-                sizes[kind] += path.stat().st_size
-        most.update({kind: max(size, sizes[kind]) for kind, size in most.items()})
+        most.update({kind: max(size, most[kind]) for kind, size in stored(out / ".work").items()})
 
     def before(event: str, _: object) -> None:
         """Look before anything is removed: between removals, files only grow."""

@@ -285,6 +285,18 @@ def test_the_exponential_is_that_of_the_library():
     assert np.isnan(found[:LANES]).all()
 
 
+@pytest.mark.parametrize("odd", [np.nan, np.inf, 3e38, 1e10, 100, 88.8, -np.inf, -3e38, -1e10])
+def test_the_exponential_of_any_number_is_defined(odd):
+    for at in range(LANES):
+        found = np.linspace(-5, 0, LANES, dtype=np.float32)
+        found[at] = odd
+        with np.errstate(over="ignore"):
+            expected = np.exp(found)
+        total = exponentials(found, 0, LANES, np.float32(0))
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        np.testing.assert_allclose(total, expected.sum(), rtol=1e-6)
+
+
 @pytest.mark.parametrize("at", range(LANES))
 def test_the_greatest_number_is_found_in_each_lane_and_nan_is_kept(at):
     x = np.full(3 * LANES, -np.inf, np.float32)

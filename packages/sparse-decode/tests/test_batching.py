@@ -1,7 +1,10 @@
 """transformers' continuous batching while attached: every request is answered as it would be alone."""
 
 import contextlib
+import gc
 import math
+import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +13,7 @@ import transformers
 from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, OracleSelector, QueryHeadHasher, attach
 from sparse_decode.model import NAMES, PAGED_NAMES
-from sparse_decode.packed import MARK
+from sparse_decode.packed import MARK, CodedBlocks
 from sparse_decode_doubles import FAMILIES, VOCABULARY, Calibrated, SignHasher, generate, slow_but, tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import continuous_api, offloading_manager
@@ -295,8 +298,9 @@ def test_a_cache_with_another_layout_is_refused(monkeypatch):
 
     monkeypatch.setattr(allocators.FullAttentionCacheAllocator, "update", reversed_heads)
     with sparse(model) as attachment:
-        with pytest.raises(ValueError, match=r"stores keys in another way than expected \(keys that the"):
+        with pytest.raises(ValueError, match=r"stores keys in another way than expected \(keys that the") as error:
             batch(model)
+        assert error.tb is not None  # which keeps the manager
         assert model.config._attn_implementation == NAMES["sdpa"]
         assert not attachment.counts()
 
@@ -370,3 +374,245 @@ def test_detach_stops_managers_before_it_takes_hooks_away(monkeypatch):
     attachment.detach()
     assert hooks[0] > 0
     assert not attachment._handles
+
+
+OURS, STEPS = NAMES["sdpa"], PAGED_NAMES["sdpa"]
+
+
+MADE = weakref.WeakSet()
+
+
+def made(model, new=12, **config):
+    MADE.add(manager := model.init_continuous_batching(settings(new), batching(**config)))
+    return manager
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    """A test that fails ends its threads, without which this process would not end."""
+    yield
+    for manager in list(MADE):
+        if manager.is_running():
+            manager.stop(hard_stop=True)
+
+
+def ask(manager, requests=REQUESTS):
+    return manager.add_requests(requests)
+
+
+def answers(manager, names):
+    """The answers to requests of a manager, in their order."""
+    found = {}
+    while len(found) < len(names):
+        result = manager.get_result(timeout=10)
+        assert result is not None, "no answer"
+        assert result.error is None, result.error
+        found[result.request_id] = result.generated_tokens
+    return [found[name] for name in names]
+
+
+def test_the_attention_stays_while_any_manager_is_open():
+    model = tiny_model()
+    with sparse(model):
+        expected = alone(model)
+        first, second = made(model), made(model)
+        assert type(first) is type(second)
+        assert first.batching is second.batching
+        first.start()
+        second.start()
+        asked = ask(first), ask(second)
+        assert answers(first, asked[0]) == answers(second, asked[1]) == expected
+        first.stop()
+        first.destroy()
+        assert model.config._attn_implementation == STEPS
+        assert answers(second, ask(second)) == expected
+        second.stop()
+        assert model.config._attn_implementation == OURS
+        assert alone(model) == expected
+
+
+@pytest.mark.parametrize("how", [{"block": False}, {"timeout": 0}], ids=str)
+def test_the_attention_stays_until_the_thread_ends(how):
+    """The manager is kept: otherwise transformers takes the cache away from a thread that still runs."""
+    model = tiny_model()
+    with sparse(model):
+        expected = alone(model)
+        manager = made(model)
+        manager.warmup()
+        manager.start()
+        thread = manager._generation_thread
+        with manager.pause():  # it cannot end meanwhile
+            asked = ask(manager)
+            stopping = threading.Thread(target=manager.stop, kwargs={"keep_for_next_session": True, **how})
+            stopping.start()
+            stopping.join()
+            assert thread.is_alive()
+            assert model.config._attn_implementation == STEPS
+        assert answers(manager, asked) == expected
+        thread.join()
+        assert model.config._attn_implementation == OURS
+        assert alone(model) == expected
+        manager.stop()
+        manager.start()
+        assert model.config._attn_implementation == STEPS
+        assert answers(manager, ask(manager)) == expected
+        manager.stop()
+        assert model.config._attn_implementation == OURS
+
+
+def test_what_cannot_be_stopped_in_a_pause_goes_on():
+    model = tiny_model()
+    attachment = sparse(model)
+    expected = alone(model)
+    manager = made(model)
+    manager.start()
+    with manager.pause():
+        for refused in (manager.stop, manager.destroy, attachment.detach):
+            with pytest.raises(RuntimeError, match="Cannot stop the manager from inside a pause"):
+                refused()
+            assert model.config._attn_implementation == STEPS
+        asked = ask(manager)
+    assert answers(manager, asked) == expected
+    attachment.detach()
+    assert not manager.is_running()
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("end", ["destroy", "stop", "garbage", "detach"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_manager_that_was_never_started_lets_go_of_the_attention(end, warm):
+    model = tiny_model()
+    with sparse(model) as attachment:
+        expected = alone(model)
+        manager = made(model)
+        if warm:
+            manager.warmup()
+        assert model.config._attn_implementation == STEPS
+        if end == "garbage":
+            del manager
+        else:
+            {"destroy": manager.destroy, "stop": manager.stop, "detach": attachment.detach}[end]()
+        if end == "detach":
+            assert model.config._attn_implementation == "sdpa"
+        else:
+            assert model.config._attn_implementation == OURS
+            assert alone(model) == expected
+
+
+def test_a_thread_that_does_not_start_lets_go_of_the_attention(monkeypatch):
+    model = tiny_model()
+
+    def full(thread):
+        raise RuntimeError("can't start new thread")
+
+    with sparse(model):
+        manager = made(model)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", full)
+            with pytest.raises(RuntimeError, match="new thread"):
+                manager.start()
+        manager.destroy()
+        assert model.config._attn_implementation == OURS
+
+
+def test_a_cache_that_cannot_be_made_lets_go_of_the_attention(monkeypatch):
+    model = tiny_model()
+
+    def full(**how):
+        raise MemoryError("no room")
+
+    with sparse(model):
+        with monkeypatch.context() as patched:
+            patched.setattr(continuous_api, "PagedAttentionCache", full)
+            with pytest.raises(MemoryError, match="no room") as error:
+                batch(model)
+        assert error.tb is not None  # which keeps the manager
+        assert model.config._attn_implementation == OURS
+        assert batch(model, REQUESTS[:2]) == alone(model, REQUESTS[:2])
+
+
+@pytest.fixture
+def no_garbage_collector(monkeypatch):
+    """Memory is freed only where nothing refers to it."""
+    monkeypatch.setattr(continuous_api, "gc", SimpleNamespace(collect=lambda: 0))
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_the_memory_of_a_cache_is_free_at_once(started, no_garbage_collector):
+    model = tiny_model("gpt_oss")
+    with sparse(model, QUARTER, "gpt_oss") as attachment:
+        manager = made(model)
+        manager.warmup()
+        cache = manager.batch_processor.cache
+        held = [
+            weakref.ref(x) for x in (manager, manager.batch_processor, cache, cache.cache_tensor, getattr(cache, MARK))
+        ]
+        pages = [weakref.ref(x) for found in getattr(cache, MARK).pages.values() for x in found]
+        if started:
+            manager.start()
+            answers(manager, ask(manager))
+            assert sum(visible for _, visible in attachment.counts().values()) > 0
+            manager.stop()
+        del manager, cache
+        assert [ref() for ref in held + pages if ref() is not None] == []
+
+
+def test_a_step_leaves_nothing_behind(monkeypatch):
+    """Its masks are as large as its keys, and a manager may wait for the next request for long."""
+    model, masks = tiny_model(), []
+    method = CodedBlocks.step
+
+    def step(self, given):
+        found = method(self, given)
+        masks.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(CodedBlocks, "step", step)
+    with sparse(model):
+        manager = made(model)
+        manager.start()
+        answers(manager, ask(manager))
+        with manager.pause():
+            assert masks
+            assert [ref for ref in masks if ref() is not None] == []
+        manager.stop()
+
+
+@pytest.mark.parametrize("family", slow_but(("llama",), ("llama", "gpt_oss")))
+@pytest.mark.parametrize("blocks", [BATCHING["num_blocks"], FEW])
+def test_a_cancelled_request_frees_its_blocks_and_changes_no_other(family, blocks, monkeypatch):
+    """One that decodes, one in the middle of its prompt, and one that waits."""
+    model, step = tiny_model(family), continuous_api.ContinuousBatchProcessor._generation_step
+    cancelled, freed = {}, []
+
+    def cancel(processor, *given):
+        tables = [x.block_table for x in processor.cache.cache_allocators.values()]
+        freed.extend(name not in table for name in cancelled for table in tables)
+        step(processor, *given)
+        for name, state in processor.scheduler.active_requests.items():
+            now = {"decoded": len(state.generated_tokens) == 4, "read": bool(state.remaining_prefill_tokens)}
+            if now.get(name) and name not in cancelled:
+                cancelled[name] = [len(table[name]) for table in tables]
+                manager.cancel_request(name)
+
+    monkeypatch.setattr(continuous_api.ContinuousBatchProcessor, "_generation_step", cancel)
+    with sparse(model, FEWEST, family):
+        expected = alone(model, new=40)
+        manager = made(model, new=40, num_blocks=blocks)
+        manager.add_request(REQUESTS[3] + REQUESTS[1], "decoded", 40)
+        manager.add_request(REQUESTS[2][::-1], "read", 40)
+        asked = ask(manager)
+        manager.add_request(REQUESTS[0], "waits", 40)
+        manager.cancel_request("waits")
+        manager.start()
+        assert answers(manager, asked) == expected
+        assert manager.get_result(timeout=0.1) is None
+        manager.stop()
+    assert {*cancelled} == {"decoded", "read"}
+    assert min(min(owned) for owned in cancelled.values()) > 0
+    assert freed
+    assert all(freed)

@@ -20,7 +20,7 @@ from sparse_decode.lanes import TOKENS, WIDTH, dot, weigh
 from sparse_decode.softmax import cap, exponentials, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "81efa0dd710add23"
+FROM_OTHERS = "b242a0ee470668cd"
 TILE = 16
 """Rows of keys or values that are copied together as float32, a multiple of TOKENS: 8 KiB at 128 components. The rows
 of the next tile are prefetched: they are far apart, so that hardware prefetchers do not predict them."""
@@ -137,17 +137,101 @@ def _drop(weights, used, keep, dropped):  # pragma: no cover - compiled
     return kept[:keep]
 
 
+# The steps of a task are inlined, so that they have its fastmath, and LLVM sees which arrays overlap.
+@numba.njit(inline="always")
+def _multiply(q, k, places, kind, at, wide, logits):  # pragma: no cover - compiled
+    """Write the products of queries and keys to logits [heads, padded]."""
+    (b, first, r), (heads, padded), dim = at, logits.shape, q.shape[3]
+    tile, queries = np.zeros(TILE * wide, np.float32), np.zeros(heads * wide, np.float32)
+    flat = logits.reshape(heads * padded)
+    for g in range(heads):
+        queries[g * wide : g * wide + dim] = q[b, first + g, r]
+    _ask(k, places, 0, dim)
+    for j in range(0, len(places), TILE):
+        _ask(k, places, j + TILE, dim)
+        _read_tile(k, places, j, dim, wide, kind, tile)
+        for t in range(0, TILE, TOKENS):
+            dot(queries, wide, heads, tile, t * wide, wide, wide, flat, j + t, padded)
+
+
+@numba.njit(inline="always")
+def _soften(logits, used, scaling, softcap, sinks, at, stats):  # pragma: no cover - compiled
+    """Replace products by weights of the softmax; write the mean and the log-sum-exp of the logits to stats."""
+    (b, first, r), (heads, padded) = at, logits.shape
+    flat, spare = logits.reshape(heads * padded), np.empty(padded, np.float32)
+    for g in range(heads):
+        line, start = logits[g, :used], g * padded
+        total = np.float32(0)
+        for j in range(used):
+            line[j] *= scaling
+        if softcap > 0:
+            cap(flat, start, padded, softcap, spare)
+        for j in range(used):
+            total += line[j]
+        stats[0, b, r, first + g] = total / np.float32(used)
+        logits[g, used:] = np.float32(-np.inf)
+        top = max(sinks[first + g], greatest(flat, start, padded))  # -inf without a learned sink
+        total = exponentials(flat, start, padded, top) + np.float32(math.exp(sinks[first + g] - top))
+        stats[1, b, r, first + g] = top + np.float32(math.log(total))
+        for j in range(used):
+            line[j] /= total
+
+
+@numba.njit(inline="always")
+def _weigh(v, places, kind, at, wide, weights, out):  # pragma: no cover - compiled
+    """Write the sums of values, weighted by weights [heads, padded], to out."""
+    (b, first, r), (heads, padded), dim = at, weights.shape, out.shape[3]
+    flat = weights.reshape(heads * padded)
+    _ask(v, places, 0, dim)
+    tile, sums = np.zeros(TILE * wide, np.float32), np.zeros(heads * wide, np.float32)
+    for j in range(0, len(places), TILE):
+        _ask(v, places, j + TILE, dim)
+        count = _read_tile(v, places, j, dim, wide, kind, tile)
+        weigh(flat, j, padded, heads, tile, 0, wide, count, sums, wide)
+    for g in range(heads):
+        out[b, r, first + g] = sums[g * wide : g * wide + dim]
+
+
+@numba.njit(inline="always")
+def _make_up(weights, keep, dropped, left_out, values, sinks, at, stats, out):  # pragma: no cover - compiled
+    """Make up in out for the selected tokens whose values were not read: by the mean of others, or by more weight."""
+    b, first, r = at
+    for g in range(len(weights)):
+        line, left = out[b, r, first + g], np.float32(math.exp(sinks[first + g] - stats[1, b, r, first + g]))
+        for j in range(keep):
+            left += weights[g, j]
+        for i in range(out.shape[3]):
+            if left_out:
+                line[i] += dropped[g] * values[b, first + g, r, i]
+            else:
+                line[i] = line[i] / left if left != 0 else np.float32(0)
+
+
+@numba.njit(inline="always")
+def _add_rest(
+    heads, rest, used, q, coefficients, mean_keys, kv, values, visible, scaling, at, stats, out
+):  # pragma: no cover - compiled
+    """Add the remainder, of `rest` tokens that were not selected, to out."""
+    b, first, r = at
+    sizes = np.float32(math.log(visible[b, r])), np.float32(math.log(used)), np.float32(math.log(rest))
+    for g in range(heads):
+        h = first + g
+        known = stats[0, b, r, h], stats[1, b, r, h]
+        share = _share(coefficients[h], known, q[b, h, r], mean_keys[b, kv, r], scaling, sizes)
+        line, value = out[b, r, h], values[b, h, r]
+        for i in range(out.shape[3]):
+            line[i] += share * (value[i] - line[i])
+
+
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _attend_task(
     task, q, k, k_at, v, v_at, blocks, indices, out, stats, counts, scaling, softcap, sinks, kind,
     coefficients, mean_keys, values, visible, share_of_values,
 ):  # pragma: no cover - compiled  # fmt: skip
-    sets, n_rows = indices.shape[1:3]
-    hq, dim, dim_v = q.shape[1], q.shape[3], out.shape[3]
+    (sets, n_rows), hq = indices.shape[1:3], q.shape[1]
     heads = hq // sets  # query heads that share this index set
     b, s, r = task // (sets * n_rows), task // n_rows % sets, task % n_rows
-    first = s * heads
-    kv = first // (hq // k_at[3])
+    at, kv = (b, s * heads, r), s * heads // (hq // k_at[3])
     chosen = indices[b, s, r]
     tokens = chosen[chosen >= 0]
     used = len(tokens)
@@ -159,41 +243,12 @@ def _attend_task(
             counts[b, s, r] = -1
             return
     counts[b, s, r] = used
-    padded = (used + TILE - 1) // TILE * TILE
-    wide, wide_v = (dim + WIDTH - 1) // WIDTH * WIDTH, (dim_v + WIDTH - 1) // WIDTH * WIDTH
-    tile, queries = np.zeros(TILE * wide, np.float32), np.zeros(heads * wide, np.float32)
-    logits = np.empty((heads, padded), np.float32)
-    flat = logits.reshape(heads * padded)
+    wide, wide_v = (q.shape[3] + WIDTH - 1) // WIDTH * WIDTH, (out.shape[3] + WIDTH - 1) // WIDTH * WIDTH
+    logits = np.empty((heads, (used + TILE - 1) // TILE * TILE), np.float32)
 
-    # 1. logits
-    for g in range(heads):
-        queries[g * wide : g * wide + dim] = q[b, first + g, r]
-    places = _places(tokens, blocks, k_at, b, kv)
-    _ask(k, places, 0, dim)
-    for j in range(0, used, TILE):
-        _ask(k, places, j + TILE, dim)
-        _read_tile(k, places, j, dim, wide, kind, tile)
-        for t in range(0, TILE, TOKENS):
-            dot(queries, wide, heads, tile, t * wide, wide, wide, flat, j + t, padded)
-
-    # 2. softmax
-    spare = np.empty(padded, np.float32)
-    for g in range(heads):
-        line, at = logits[g, :used], g * padded
-        total = np.float32(0)
-        for j in range(used):
-            line[j] *= scaling
-        if softcap > 0:
-            cap(flat, at, padded, softcap, spare)
-        for j in range(used):
-            total += line[j]
-        stats[0, b, r, first + g] = total / np.float32(used)
-        logits[g, used:] = np.float32(-np.inf)
-        top = max(sinks[first + g], greatest(flat, at, padded))  # -inf without a learned sink
-        total = exponentials(flat, at, padded, top) + np.float32(math.exp(sinks[first + g] - top))
-        stats[1, b, r, first + g] = top + np.float32(math.log(total))
-        for j in range(used):
-            line[j] /= total
+    # 1. logits and 2. softmax
+    _multiply(q, k, _places(tokens, blocks, k_at, b, kv), kind, at, wide, logits)
+    _soften(logits, used, scaling, softcap, sinks, at, stats)
 
     # 3. weighted sum of values
     keep, dropped = math.ceil(used * share_of_values), np.zeros(heads, np.float32)
@@ -203,37 +258,14 @@ def _attend_task(
         for g in range(heads):
             for j in range(keep):
                 logits[g, j] = logits[g, kept[j]]
-    places = _places(tokens, blocks, v_at, b, kv)
-    _ask(v, places, 0, dim_v)
-    tile, sums = np.zeros(TILE * wide_v, np.float32), np.zeros(heads * wide_v, np.float32)
-    for j in range(0, keep, TILE):
-        _ask(v, places, j + TILE, dim_v)
-        count = _read_tile(v, places, j, dim_v, wide_v, kind, tile)
-        weigh(flat, j, padded, heads, tile, 0, wide_v, count, sums, wide_v)
-    for g in range(heads):
-        out[b, r, first + g] = sums[g * wide_v : g * wide_v + dim_v]
+    _weigh(v, _places(tokens, blocks, v_at, b, kv), kind, at, wide_v, logits, out)
 
     # 4. the remainder: first the selected tokens whose values were not read, then the unselected ones
     if keep < used:
-        for g in range(heads):
-            line, left = out[b, r, first + g], np.float32(math.exp(sinks[first + g] - stats[1, b, r, first + g]))
-            for j in range(keep):
-                left += logits[g, j]
-            for i in range(dim_v):
-                if len(coefficients):
-                    line[i] += dropped[g] * values[b, first + g, r, i]
-                else:
-                    line[i] = line[i] / left if left != 0 else np.float32(0)
+        _make_up(logits, keep, dropped, len(coefficients) > 0, values, sinks, at, stats, out)
     rest = visible[b, r] - used if len(coefficients) else 0
     if rest > 0:
-        sizes = np.float32(math.log(visible[b, r])), np.float32(math.log(used)), np.float32(math.log(rest))
-        for g in range(heads):
-            h = first + g
-            known = stats[0, b, r, h], stats[1, b, r, h]
-            share = _share(coefficients[h], known, q[b, h, r], mean_keys[b, kv, r], scaling, sizes)
-            line, value = out[b, r, h], values[b, h, r]
-            for i in range(dim_v):
-                line[i] += share * (value[i] - line[i])
+        _add_rest(heads, rest, used, q, coefficients, mean_keys, kv, values, visible, scaling, at, stats, out)
 
 
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})

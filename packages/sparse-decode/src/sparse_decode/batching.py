@@ -2,7 +2,7 @@
 
 The manager, its scheduler and its cache stay transformers' own. It gets
 
-1. our attention, by a name that it accepts (`packed.attention`), while the manager is open;
+1. our attention, by a name that it accepts (`packed.attention`), while any manager is open (`AttentionSwitch`);
 2. a cache for a model with a few more layers, whose pages in each block hold the codes of the sparse layers. Whatever
    shares, forks, offloads or frees a block does it to the codes.
 
@@ -18,6 +18,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
@@ -40,9 +42,59 @@ START = "init_continuous_batching"
 _CACHED = "_cached_continuous_batching_manager"
 _METHODS = {
     "_create_batch_processor": ["self"],
+    "_generation_step": ["self"],
+    "_run_generation_loop": ["self"],
     "switch_to_cb_friendly_attn": ["self", "model", "auto_switch_to_flash"],
 }
 """Arguments of the methods of managers that nobody documents, and that are changed or relied on here."""
+
+
+class Hold:
+    """A reason for the attention of steps: that a manager is being made, or that its thread is in its loop."""
+
+
+class AttentionSwitch:
+    """Sets the attention of an attached model: that of steps while anything holds it, else that of other calls.
+
+    A manager holds it from when it is made until it is stopped or destroyed, or cannot make its cache; its thread holds
+    it by a `Hold` until it leaves its loop; and nothing holds it that is garbage.
+
+    Args: config: of the text decoder; others, steps: the names of our attention in other calls, and in steps.
+    """
+
+    def __init__(self, config: Any, others: AttentionName, steps: AttentionName):
+        self._config, self._ours = config, (others, steps)
+        self._lock = threading.RLock()  # taken again where a manager becomes garbage meanwhile
+        self._holders = WeakSet[Any]()
+        self._ended = False
+
+    def open(self, holder: Any) -> None:
+        """Let this hold the attention of steps."""
+        with self._lock:
+            self._holders.add(holder)
+            self.settle()
+
+    def close(self, holder: Any) -> None:
+        """Let this no longer hold it."""
+        with self._lock:
+            self._holders.discard(holder)
+            self.settle()
+
+    def end(self) -> None:
+        """Set the attention of other calls for good."""
+        with self._lock:
+            self._ended = True
+            self.settle()
+
+    def settle(self) -> None:
+        """Set the attention that it shall be, unless another one than ours is set.
+
+        Not by transformers' method, which replaces flash attention that some models do not list.
+        """
+        with self._lock:
+            held = [*self._holders]  # so that none of them is garbage before the attention is set
+            if any(self._config._attn_implementation is name for name in self._ours):
+                self._config._attn_implementation_internal = self._ours[bool(held) and not self._ended]
 
 
 class Batching:
@@ -53,6 +105,7 @@ class Batching:
         plans: its sparse layers; name: its attention while attached.
         exact, on_host, ranks: whether it is in exact mode, whether its keys are in host memory, and the number of
             tensor-parallel ranks.
+    Attributes: switch: sets the model's attention.
     """
 
     def __init__(
@@ -66,13 +119,14 @@ class Batching:
     ):
         self._model: Any = model
         self._config: Any = text_decoder(model).config
-        self._plans, self._name = plans, name
+        self._plans = plans
         self._elsewhere = (
             (exact, "got exact mode; attach without exact"),
             (on_host, 'got kv="host"; attach with kv="device"'),
             (ranks > 1, f"got {ranks} tensor-parallel ranks; use one process"),
         )
         self._paged = AttentionName.of(PAGED_NAMES[name.dense], name.dense)
+        self.switch: AttentionSwitch = AttentionSwitch(self._config, name, self._paged)
         self._managers = WeakSet[Any]()
         self._live = hasattr(type(model), START)
         if self._live:
@@ -81,26 +135,25 @@ class Batching:
             setattr(model, START, self._start)
 
     def close(self) -> None:
-        """Stop the managers that were made meanwhile, whose unfinished requests fail, and restore the model."""
+        """Stop the managers that were made meanwhile, whose unfinished requests fail, and restore the model.
+
+        Raises: what stopping a manager raises; nothing is restored then.
+        """
         if not self._live:
             return
-        self._live = self._paged.live = False
+        self._live = False  # first: no thread may start another one
+        try:
+            for manager in list(self._managers):
+                if manager.is_running():
+                    manager.stop(hard_stop=True)
+        except BaseException:
+            self._live = True
+            raise
+        self._paged.live = False
         delattr(self._model, START)
-        for manager in list(self._managers):
-            if manager.is_running():
-                manager.stop(hard_stop=True)
         if isinstance(getattr(self._model, _CACHED, None), Managed):
             self._model.destroy_cached_continuous_batching_manager()
-        self.switch(False)
-
-    def switch(self, on: bool) -> None:
-        """Set the attention of steps of continuous batching, or that of other calls.
-
-        Not by transformers' method, which replaces flash attention that some models do not list.
-        """
-        ours = self._name, self._paged
-        if any(self._config._attn_implementation is name for name in ours):
-            self._config._attn_implementation_internal = ours[on]
+        self.switch.end()
 
     def _start(self, *given: Any, **named: Any) -> Any:
         """Make a manager: `init_continuous_batching` of an attached model, with its arguments.
@@ -109,17 +162,19 @@ class Batching:
         """
         _require_methods()
         self._require()
-        self.switch(True)
+        making = Hold()
+        self.switch.open(making)
         try:
             manager = getattr(type(self._model), START)(self._model, *given, **named)
             _require_plain(manager.continuous_batching_config)
-        except BaseException:
-            self.switch(False)
-            raise
-        if not isinstance(manager, Managed):
-            plain = type(manager)
-            manager.__class__ = type(plain.__name__, (Managed, plain), {"batching": self})
-            self._managers.add(manager)
+            if not isinstance(manager, Managed):
+                manager.__class__ = _managed(type(manager))
+                manager.batching, manager.loop = self, Hold()
+                self._managers.add(manager)
+                weakref.finalize(manager, self.switch.settle).atexit = False
+            self.switch.open(manager)
+        finally:
+            self.switch.close(making)
         return manager
 
     def processor(self, manager: Any, create: Callable[[], Any]) -> Any:
@@ -135,17 +190,14 @@ class Batching:
         model, manager.model = manager.model, _Wider(self._model, self._config, layers)
         try:
             made = create()
-        except BaseException:
-            self.switch(False)
-            raise
         finally:
             manager.model = model
         if not hasattr(made.cache, MARK):
+            prompts = functools.partial(_prompts, weakref.ref(made))  # the cache must not keep what keeps the cache
             try:
-                blocks = CodedBlocks(made.cache, self._plans, words, layers, functools.partial(_prompts, made))
+                blocks = CodedBlocks(made.cache, self._plans, words, layers, prompts)
             except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as found:
                 manager.batch_processor = None
-                self.switch(False)
                 raise ValueError(
                     f"continuous batching of transformers {transformers.__version__} stores keys in another way than "
                     f"expected ({found}); call detach() first, or use version 5.23"
@@ -182,23 +234,66 @@ class Batching:
 
 
 class Managed:
-    """Mixed into the class of a manager: what an attached model changes. `batching` is the attachment's."""
+    """Mixed into the class of a manager: what an attached model changes.
+
+    Attributes: batching: the attachment's; loop: what its thread holds the attention by.
+    """
 
     batching: Batching
+    loop: Hold
 
     def switch_to_cb_friendly_attn(self, *given: Any, **named: Any) -> None:
         """Do nothing where a manager that was kept is used again: our attention is set already."""
 
-    def stop(self, *given: Any, **named: Any) -> None:
-        """Stop, and set the attention of other calls again."""
+    def start(self) -> None:
+        """Start, with the attention of steps, also after `stop`."""
+        if not self.is_running():
+            self.batching.switch.open(self.loop)
         try:
-            super().stop(*given, **named)  # pyright: ignore[reportUnknownVariableType]
+            super().start()
+        except BaseException:
+            self.batching.switch.close(self.loop)
+            raise
+
+    def stop(self, *given: Any, **named: Any) -> None:
+        """Stop, and no longer hold the attention of steps."""
+        super().stop(*given, **named)  # pyright: ignore[reportUnknownVariableType]
+        self.batching.switch.close(self)
+
+    def destroy(self) -> None:
+        """Destroy, and no longer hold the attention of steps, also if it was never started."""
+        super().destroy()
+        self.batching.switch.close(self)
+
+    def _run_generation_loop(self) -> None:
+        """Run the thread, which ends after `stop` where that does not wait."""
+        try:
+            super()._run_generation_loop()
         finally:
-            self.batching.switch(False)
+            self.batching.switch.close(self.loop)
+
+    def _generation_step(self) -> None:
+        """Run a step, and let go of what its layers shared."""
+        processor: Any = self.batch_processor
+        try:
+            super()._generation_step()
+        finally:
+            if processor is not None:
+                getattr(processor.cache, MARK).end_step()
 
     def _create_batch_processor(self) -> Any:
         """Create the cache and all that goes with it."""
-        return self.batching.processor(self, super()._create_batch_processor)
+        try:
+            return self.batching.processor(self, super()._create_batch_processor)
+        except BaseException:
+            self.batching.switch.close(self)
+            raise
+
+
+@functools.cache
+def _managed(plain: type[Any]) -> type[Any]:
+    """Return the class of managers of an attached model, for a class of transformers."""
+    return type(plain.__name__, (Managed, plain), {})
 
 
 class _Wider:
@@ -225,9 +320,9 @@ def code_layers(model: PreTrainedModel, plans: Mapping[int, LayerPlan]) -> tuple
     return -(-len(plans) * 4 * words // (2 * heads.head_dim * model.dtype.itemsize)), words
 
 
-def _prompts(processor: Any) -> list[int]:
+def _prompts(processor: Callable[[], Any]) -> list[int]:
     """Return the prompt lengths of the requests in a processor's step; not of what is read again with the prompt."""
-    states = (future.state for future in processor.inputs_and_outputs.requests_in_batch)
+    states = (future.state for future in processor().inputs_and_outputs.requests_in_batch)
     return [state._true_initial_tokens or len(state.initial_tokens) for state in states]
 
 

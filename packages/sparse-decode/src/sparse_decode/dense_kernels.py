@@ -33,7 +33,7 @@ from sparse_decode.lanes import LANES, TOKENS, WIDTH, dot, weigh
 from sparse_decode.softmax import cap, exponentials, greatest
 
 # Digest of the files whose functions are inlined here, because numba's cache checks a kernel's own file only.
-FROM_OTHERS = "9420f1d78c19584c"
+FROM_OTHERS = "ba3ddcefc6335058"
 AHEAD = 4096
 """Bytes of keys or values to prefetch, and to process at once: more would not stay in the L1 cache. Prefetches after
 the last token are wasted."""
@@ -122,16 +122,45 @@ def _look(mask, b, first, shown):  # pragma: no cover - compiled
     return anything != 0
 
 
+# The steps of a task are inlined, so that they have its fastmath, and LLVM sees which arrays overlap.
+@numba.njit(inline="always")
+def _multiply(queries, k, base, k_at, seen, every, kind, wide, lines, logits, tile):  # pragma: no cover - compiled
+    """Write the products of queries and the keys of a chunk, from `base` on, to logits."""
+    step, dim = k_at[2], k_at[5]
+    ahead = _ahead(dim * k.itemsize)
+    for j in range(0, len(seen), WIDTH):
+        if _in_place(seen, every, j, dim, kind):
+            for t in range(j, j + WIDTH, TOKENS):
+                _ask(k, base + (t + ahead) * step, step, TOKENS, dim)
+                dot(queries, wide, lines, k, base + t * step, step, dim, logits, t, CHUNK)
+        else:
+            _read(k, base, step, seen, j, dim, wide, kind, tile)
+            for t in range(0, WIDTH, TOKENS):
+                dot(queries, wide, lines, tile, t * wide, wide, wide, logits, j + t, CHUNK)
+
+
+@numba.njit(inline="always")
+def _weigh(v, base, v_at, seen, every, kind, wide, lines, ahead, weights, out, tile):  # pragma: no cover - compiled
+    """Add the values of a chunk, from `base` on, times their weights to out."""
+    step, dim = v_at[2], v_at[5]
+    for j in range(0, len(seen), WIDTH):
+        if _in_place(seen, every, j, dim, kind):
+            for t in range(j, j + WIDTH, ahead):
+                _ask(v, base + (t + ahead) * step, step, ahead, dim)
+                weigh(weights, t, CHUNK, lines, v, base + t * step, step, ahead, out, wide)
+        else:
+            _read(v, base, step, seen, j, dim, wide, kind, tile)
+            weigh(weights, j, CHUNK, lines, tile, 0, wide, WIDTH, out, wide)
+
+
 @numba.njit(fastmath={"reassoc", "contract", "nsz"})
 def _task(
     task, n_rows, q, k, k_at, v, v_at, mask, scaling, softcap, kind, sums, stats, shown, logits, spare, tile
 ):  # pragma: no cover - compiled  # fmt: skip
     heads, n, chunks = k_at[3], k_at[4], sums.shape[2]
     b, h, c = task // (heads * chunks), task // chunks % heads, task % chunks
-    (lines, wide), (dim, dim_v, wide_v) = q.shape[2:], (k_at[5], v_at[5], sums.shape[4])
-    first = c * CHUNK
+    (lines, wide), wide_v, first = q.shape[2:], sums.shape[4], c * CHUNK
     count = min(CHUNK, n - first)
-    padded = (count + WIDTH - 1) // WIDTH * WIDTH
     seen, queries = shown[:count], q[b, h].reshape(lines * wide)
     every = mask.size == 0
     if every:
@@ -140,20 +169,11 @@ def _task(
         stats[b, h, c, :, 0], stats[b, h, c, :, 1] = np.float32(-np.inf), np.float32(0)
         return
 
-    k_ahead, v_ahead = _ahead(dim * k.itemsize), _ahead(dim_v * v.itemsize)
     base = b * k_at[0] + h * k_at[1] + first * k_at[2]
-    for j in range(0, padded, WIDTH):
-        if _in_place(seen, every, j, dim, kind):
-            for t in range(j, j + WIDTH, TOKENS):
-                _ask(k, base + (t + k_ahead) * k_at[2], k_at[2], TOKENS, dim)
-                dot(queries, wide, lines, k, base + t * k_at[2], k_at[2], dim, logits, t, CHUNK)
-        else:
-            _read(k, base, k_at[2], seen, j, dim, wide, kind, tile)
-            for t in range(0, WIDTH, TOKENS):
-                dot(queries, wide, lines, tile, t * wide, wide, wide, logits, j + t, CHUNK)
+    _multiply(queries, k, base, k_at, seen, every, kind, wide, lines, logits, tile)
 
-    values = b * v_at[0] + h * v_at[1] + first * v_at[2]
-    _ask(v, values, v_at[2], v_ahead, dim_v)  # loaded during the softmax
+    values, ahead = b * v_at[0] + h * v_at[1] + first * v_at[2], _ahead(v_at[5] * v.itemsize)
+    _ask(v, values, v_at[2], ahead, v_at[5])  # loaded during the softmax
     for x in range(lines):
         line = logits[x * CHUNK : (x + 1) * CHUNK]  # all of it: the last chunk sums in the same order
         for j in range(CHUNK):
@@ -165,14 +185,7 @@ def _task(
 
     out = sums[b, h, c].reshape(lines * wide_v)
     out[:] = 0
-    for j in range(0, padded, WIDTH):
-        if _in_place(seen, every, j, dim_v, kind):
-            for t in range(j, j + WIDTH, v_ahead):
-                _ask(v, values + (t + v_ahead) * v_at[2], v_at[2], v_ahead, dim_v)
-                weigh(logits, t, CHUNK, lines, v, values + t * v_at[2], v_at[2], v_ahead, out, wide_v)
-        else:
-            _read(v, values, v_at[2], seen, j, dim_v, wide_v, kind, tile)
-            weigh(logits, j, CHUNK, lines, tile, 0, wide_v, WIDTH, out, wide_v)
+    _weigh(v, values, v_at, seen, every, kind, wide_v, lines, ahead, logits, out, tile)
 
 
 def tasks(

@@ -25,12 +25,12 @@ from sparse_decode.dense_step import EAGER, Output, attend_densely
 from sparse_decode.interface import KEYWORD, AttentionContext, refuse_attention
 from sparse_decode.paged import PagedLayer, Pages, Step
 from sparse_decode.plan import LayerPlan
+from sparse_decode.positions import visible_rows
 from sparse_decode.select import HashSelector
 
 MARK = "_sparse_decode"
 """Attribute of a paged cache: its `CodedBlocks`."""
 PACKED = (
-    "cache",
     "cu_seq_lens_q",
     "cu_seq_lens_k",
     "max_length_q",
@@ -126,11 +126,13 @@ class Packed:
             return None
         made = self._masks.get((rows, n, window))
         if made is None:
-            at, token = torch.arange(n - rows, n)[:, None], torch.arange(n)
-            made = (token <= at) & (token > at - (window or n))
+            made = visible_rows(None, 0, rows, rows, n, like.device)
+            assert made is not None
+            if window:
+                made = made.triu(n - rows - window + 1)
             if eager:
-                made = torch.zeros(rows, n, dtype=like.dtype).masked_fill_(~made, torch.finfo(like.dtype).min)
-            made = self._masks[rows, n, window] = made[None, None]
+                made = torch.zeros_like(made, dtype=like.dtype).masked_fill_(~made, torch.finfo(like.dtype).min)
+            self._masks[rows, n, window] = made
         return made
 
 
@@ -202,6 +204,10 @@ class CodedBlocks:
             self._step = Packed(given, self, borders)
         return self._step
 
+    def end_step(self) -> None:
+        """Let go of a step: its masks are as large as its keys."""
+        self._step = None
+
 
 def _view(memory: Tensor, kind: torch.dtype, at: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """View bytes as [M, H, S, C] from byte `at` on; strides: bytes of a block, elements of head and token."""
@@ -225,8 +231,8 @@ def attention(
     Returns: [1, T, Hq, D], and None.
     """
     call: AttentionContext | None = kwargs.pop(KEYWORD, None)
-    given = {name: kwargs.pop(name, None) for name in PACKED}
-    held: CodedBlocks | None = getattr(given["cache"], MARK, None)
+    given, cache = {name: kwargs.pop(name, None) for name in PACKED}, kwargs.pop("cache", None)
+    held: CodedBlocks | None = getattr(cache, MARK, None)
     if held is None:
         refuse_attention(module.config._attn_implementation)
     if attention_mask is not None or kwargs.get("position_bias") is not None:
@@ -234,7 +240,7 @@ def attention(
     packed = held.step(given)
     rest = packed, float(query.shape[3] ** -0.5 if scaling is None else scaling), kwargs
     if call is None:
-        return _attend_whole(module, (query, key, value), given["cache"], *rest), None
+        return _attend_whole(module, (query, key, value), cache, *rest), None
     return _attend_sparsely(module, (query, key, value), held.pages[call.plan.layer], *rest, call.plan), None
 
 

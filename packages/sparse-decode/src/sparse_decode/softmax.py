@@ -23,6 +23,8 @@ from sparse_decode.lanes import _FLOATS, _WORDS, LANES, _data, _fused, _lines, _
 
 LEAST = -127 * math.log(2)
 """Smallest argument of an exponential: the result has exponent bits 0."""
+MOST = 128 * math.log(2)
+"""Largest argument of the exponent: exponent bits 255, infinity."""
 POLYNOMIAL = [1.0 / math.factorial(i) for i in range(7, -1, -1)]
 """Coefficients of exp, highest first."""
 
@@ -37,14 +39,15 @@ def _floor(builder: Any, x: Any) -> Any:
 
 
 def _exp(builder: Any, y: Any) -> Any:
-    """Return exp(y), y <= 0, to a relative error of 2e-7; NaN stays NaN, and subnormal results become 0.
+    """Return exp(y) to a relative error of 2e-7; NaN stays NaN, subnormal results become 0, those above 2^127.5 inf.
 
     exp(y) = 2^n exp(r), n = round(y / log 2): a polynomial of degree 7, and n added to the exponent. log 2 is the sum
     of two constants, the first of which has few bits, so that n times it is exact.
     """
     fused = _fused(builder)
     y = builder.select(builder.fcmp_ordered("<", y, _all(LEAST)), _all(LEAST), y)
-    n = _floor(builder, builder.call(fused, [y, _all(1 / math.log(2)), _all(0.5)]))
+    below = builder.select(builder.fcmp_ordered("<", y, _all(MOST)), y, _all(MOST))  # not NaN: n must be an integer
+    n = _floor(builder, builder.call(fused, [below, _all(1 / math.log(2)), _all(0.5)]))
     r = builder.call(fused, [n, _all(-0.693359375), y])
     r = builder.call(fused, [n, _all(2.12194440e-4), r])
     p = _all(POLYNOMIAL[0])
