@@ -37,7 +37,7 @@ def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any]) -> Plan:
 
     Raises: ValueError if blocks do not broadcast to one table per row, or a row sees a page out of range.
     """
-    numbers = _tables(made.shape[:-1], blocks.shape[:-1])
+    numbers = _tables(made.shape[:-1], blocks.shape)
     _check(blocks, numbers, made.rows, pool.shape[-3], pool.shape[-2])
     header, rows = made.header.copy(), made.rows.copy()
     header[launch_plan.PAGE] = pool.shape[-2]
@@ -48,9 +48,9 @@ def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any]) -> Plan:
 
 @functools.lru_cache(256)
 def _tables(lead: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """Return the number of each row's table, for rows of shape `lead` and tables of a shape that broadcasts to it."""
+    """Return the number of each row's table, for rows of shape `lead` and tables [..., T] that broadcast to them."""
     try:
-        return np.broadcast_to(np.arange(math.prod(shape)).reshape(shape), lead).ravel()
+        return np.broadcast_to(np.arange(math.prod(shape[:-1])).reshape(shape[:-1]), lead).ravel()
     except ValueError:
         raise validation.not_a_table_per_row(lead, shape) from None
 
