@@ -242,16 +242,16 @@ def search(
         validation.pages(table, times)
         against = cpu.pages.laid(c, table)
     layouts, most = (arguments.layout_of(q), against), cpu.threads.most()
-    if table is not None or any(arguments.is_array(x) for x in rows):
+    if any(arguments.is_array(x) for x in rows):
         compared = cpu.comparison(*layouts, weights)
         validation.score_bits(compared.weights, q.shape[-1])
         wanted = validation.row_bounds((*compared.lead, against.shape[-2]), *rows, sink, recent)
         plan = cpu.launch_plan.filled(cpu.plan_ragged_search(compared, wanted.width, best, most, times), wanted)
-        if table is not None:
-            plan = cpu.pages.paged(plan, c, table, wanted, compared.lead)
     else:
         same = arguments.row_integers(*rows, sink, recent)
         plan = cpu.plan_search(*layouts, weights, same, best, most, times)
+    if table is not None:
+        plan = cpu.pages.paged(plan, c, table)
     if out is None:
         scores, found = cpu.run_search(plan, *arguments.addresses(q, c))
         return restore(scores), restore(found)

@@ -13,7 +13,13 @@ from hashcore.cpu.launch_plan import CHUNK, PAGE, WORDS
 from hashcore.cpu.score_kernels import QUARTER, _address, _score
 from hashcore.cpu.select_kernels import _append, _take
 
-SOON, LATER = 128, 1024  # prefetch distances in keys, to L1 and L2: hardware prefetchers do not predict pages
+SOON, LATER = 128, 512  # prefetch distances in keys, to L1 and L2: hardware prefetchers do not predict pages
+TOUCHED = 2048
+"""How many keys ahead pages are touched, those of a chunk in a row.
+
+A prefetch waits for the address translation of its page. Processors look a few hundred instructions ahead, so one by
+one among the scores these waits add up; in a row they overlap.
+"""
 
 
 @numba.njit
@@ -28,14 +34,21 @@ def _pages(header, table):
 
 
 @numba.njit
+def _paged_address(r, i, state, step, pages):
+    """Return the address of key i of row r, `step` bytes after the key before it in its page."""
+    page, table = pages[0], pages[1]
+    return state[r, AT] + table[state[r, PAGES] + i // page] + i % page * step
+
+
+@numba.njit
 def _lay_out(r, low, size, state, codes, pages):
     """Copy keys [low, low + size) of row r from their pages to the buffer; return its address and layout."""
     stay_a_function()
-    page, table, room, laid = pages
+    page, _, room, laid = pages
     words, at = laid[1] // 32, np.int64(0)
     while at < size:
-        block, inside = (low + at) // page, (low + at) % page
-        key, count = state[r, AT] + table[state[r, PAGES] + block] + inside * codes[0], min(size - at, page - inside)
+        inside = (low + at) % page
+        key, count = _paged_address(r, low + at, state, codes[0], pages), min(size - at, page - inside)
         if codes[0] == 4 * words:
             room[words * at : words * (at + count)] = memory(key, words * count, room)
         else:
@@ -65,7 +78,7 @@ def _collect_paged(r0, r1, a, b, state, codes, planes, weights, pages, work):
                 count = _append_laid(q, at, whole, state, codes, planes, weights, pages, work, count)
             if whole < whole_end:
                 floor = state[q, FLOOR]
-                where = state[q, AT], state[q, PAGES], whole, whole_end
+                where = state[q, AT], state[q, PAGES], whole, whole_end, min(b, state[q, TO])
                 count = _append_pages(where, planes[q], weights, buffer[q], floor, pages, kept[q], count)
             if whole_end < end:
                 count = _append_laid(q, whole_end, end, state, codes, planes, weights, pages, work, count)
@@ -84,15 +97,20 @@ def _append_laid(q, low, high, state, codes, planes, weights, pages, work, count
 
 @numba.njit
 def _append_pages(where, planes, weights, buffer, floor, pages, kept, count):
-    """Score keys [low, high), multiples of LANES, in place in their pages and append those that reach the floor."""
+    """Score keys [low, high), multiples of LANES, in place in their pages and append those that reach the floor.
+
+    Prefetches what follows them, up to the last key of the row or part.
+    """
     stay_a_function()
-    keys, at, low, high = where
+    keys, at, low, high, end = where
     page, table = pages[0], pages[1]
     threshold, p, w, out = np.uint16(floor), _address(planes), _address(weights), _address(buffer)
-    last, shift, inside = high - 1, np.int64(0), page - 1
+    last, shift, inside = end - 1, np.int64(0), page - 1
     while np.int64(1) << shift < page:
         shift += 1
     blocks = memory(_address(table) + 8 * at, (last >> shift) + 1, table)
+    for i in range(low + TOUCHED, min(high + TOUCHED, end), page):
+        prefetch_far(_place(keys, blocks, i, shift, inside))
     for i in range(low, high, LANES):
         first, second = _place(keys, blocks, i, shift, inside), _place(keys, blocks, i + QUARTER, shift, inside)
         third = _place(keys, blocks, i + 2 * QUARTER, shift, inside)

@@ -4,6 +4,7 @@ A pool [..., M, S, W] has M pages of S keys. Position j of a row is key j % S of
 the plan, a row has N = T S keys, T its number of blocks; the kernel adds the offset of each block.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -14,7 +15,6 @@ from hashcore import validation
 from hashcore.arguments import Layout, layout_of
 from hashcore.cpu import launch_plan
 from hashcore.cpu.launch_plan import Plan
-from hashcore.validation import RowBounds
 
 
 def laid(pool: NDArray[Any], blocks: Any) -> Layout:
@@ -32,33 +32,36 @@ def laid(pool: NDArray[Any], blocks: Any) -> Layout:
     )
 
 
-def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any], wanted: RowBounds, lead: tuple[int, ...]) -> Plan:
-    """Return a search plan with the page table of its rows.
+def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any]) -> Plan:
+    """Return a search plan whose rows have their bounds, with the page table of each row.
 
     Raises: ValueError if blocks do not broadcast to one table per row, or a row sees a page out of range.
     """
-    shape = blocks.shape[:-1]
-    try:
-        offsets = np.arange(math.prod(shape)).reshape(shape)
-        numbers = np.broadcast_to(offsets, lead).ravel()
-    except ValueError:
-        raise validation.not_a_table_per_row(lead, blocks.shape) from None
-    size, width = pool.shape[-2], blocks.shape[-1]
-    table = blocks.reshape(math.prod(shape), width).astype(np.int64)
-    _check(table, numbers, wanted, pool.shape[-3], size)
+    numbers = _tables(made.shape[:-1], blocks.shape)
+    _check(blocks, numbers, made.rows, pool.shape[-3], pool.shape[-2])
     header, rows = made.header.copy(), made.rows.copy()
-    header[launch_plan.PAGE], rows[:, launch_plan.TABLE] = size, numbers * width
-    table *= pool.strides[-3]
-    return made._replace(header=header, rows=rows, table=table.ravel())
+    header[launch_plan.PAGE] = pool.shape[-2]
+    rows[:, launch_plan.TABLE] = numbers * blocks.shape[-1]
+    table = np.multiply(blocks, pool.strides[-3], dtype=np.int64).ravel()
+    return made._replace(header=header, rows=rows, table=table)
 
 
-def _check(table: NDArray[np.int64], numbers: NDArray[np.int64], wanted: RowBounds, pages: int, size: int) -> None:
+@functools.lru_cache(256)
+def _tables(lead: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return the number of each row's table, for rows of shape `lead` and tables [..., T] that broadcast to them."""
+    try:
+        return np.broadcast_to(np.arange(math.prod(shape[:-1])).reshape(shape[:-1]), lead).ravel()
+    except ValueError:
+        raise validation.not_a_table_per_row(lead, shape) from None
+
+
+def _check(blocks: NDArray[Any], numbers: NDArray[np.int64], rows: NDArray[np.int64], pages: int, size: int) -> None:
     """Raise ValueError if a row sees a page out of range; other entries of the table may be anything."""
-    if not table.size or not len(numbers) or (table.min() >= 0 and table.max() < pages):
+    if not blocks.size or not len(numbers) or (blocks.min() >= 0 and blocks.max() < pages):
         return
-    low, high = (np.broadcast_to(np.asarray(x), numbers.shape)[:, None] for x in (wanted.low, wanted.high))
-    first = np.arange(table.shape[1]) * size
-    seen, of_rows = (first + size > low) & (first < high) & (low < high), table[numbers]
+    low, high = rows[:, launch_plan.LOW, None], rows[:, launch_plan.HIGH, None]
+    first, of_rows = np.arange(blocks.shape[-1]) * size, blocks.reshape(-1, blocks.shape[-1])[numbers]
+    seen = (first + size > low) & (first < high) & (low < high)
     wrong = seen & ((of_rows < 0) | (of_rows >= pages))
     if wrong.any():
         raise ValueError(

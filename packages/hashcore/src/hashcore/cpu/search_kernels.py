@@ -32,7 +32,7 @@ from hashcore.cpu.launch_plan import (
     N,
 )
 from hashcore.cpu.launch_plan import KEYS as KEYS_AT
-from hashcore.cpu.paged_kernels import _collect_paged, _lay_out, _pages
+from hashcore.cpu.paged_kernels import _collect_paged, _lay_out, _paged_address, _pages
 from hashcore.cpu.score_kernels import _address, _copy_planes, _operands, _score
 from hashcore.cpu.select_kernels import LEVEL, _entry, _write
 from hashcore.cpu.shortlist_kernels import _collect_short, _short, _shorten
@@ -60,9 +60,10 @@ def _guess(r, state, codes, planes, weights, tile, places, buffer, histogram, to
     runs = min(max(n // 4096, 8), 128)
     if n < 32 * RUN or 4 * k >= n or k == 0:
         return 0
-    for run in range(runs if pages[0] == 0 else 0):
-        for i in range(0, RUN, max(64 // max(abs(step), 1), 1)):
-            prefetch(keys + (low + run * (n - RUN) // (runs - 1) + i) * step)
+    for run in range(runs):
+        at = low + run * (n - RUN) // (runs - 1)
+        for i in range(at, at + RUN, max(64 // max(abs(step), 1), 1)):
+            prefetch(_paged_address(r, i, state, step, pages) if pages[0] else keys + i * step)
     shift = 0
     while top >> shift >= LEVEL:  # the finest bins that fit; coarse bins would let too many keys pass
         shift += 1
