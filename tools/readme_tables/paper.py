@@ -78,6 +78,44 @@ def protocol(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, ["method", "perplexity", "KL, nats", "density"], [lines]))
 
 
+SECOND = {
+    "oracle": ("order", "oracle"),
+    "linear-exact": ("order", "linear-exact"),
+    "paper-exact": ("order", "paper-exact"),
+    "paper-exact, trained on Python code": ("corpora_other", "paper-exact"),
+    "lsh": ("order", "lsh"),
+    "paper-exact-untrained": ("order", "paper-exact-untrained"),
+    "down-proj-exact: 4 numbers in place of 128 bits": ("down_proj", "down-proj-exact"),
+    "paper-exact, and 4 first and 64 last tokens": ("ends", "paper-exact"),
+    "4 first and 64 last tokens alone": ("no_retrieval", "recent"),
+}
+"""Rows of the table of the paper's tables 1, 3, 6 and 11 on the second model: the stored run and its method."""
+
+
+def second(results: pathlib.Path) -> str:
+    """Return overlap, perplexity and KL in the paper's protocol with all but two layers of the second model sparse."""
+    iou = load(results / "second_exact_iou.json")
+    runs = {name: load(results / f"second_exact_{name}.json") for name, _ in SECOND.values()}
+    lines = []
+    for label, (name, method) in SECOND.items():
+        at = {"method": method, "against": None}
+        ratio, kl = (runs[name].one(metric=metric, **at) for metric in ("perplexity_ratio", "kl"))
+        found = f"{overlap(iou, method):.3f}" if label in ORDER else ""
+        lines.append([label, found, _percent(ratio), f"{kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}]"])
+    config = runs["order"].config
+    title = (
+        f"All layers of {SECOND_MODEL} but the first {config['dense_layers']} sparse, 2 % of the full length, one "
+        f"selection per query head: {config['documents']} held-out contexts of {config['context']:,} tokens, all scored"
+    )
+    return to_markdown(Grid(title, ["selection", "IoU", "perplexity, %", "KL, nats"], [lines]))
+
+
+def _percent(ratio: Row) -> str:
+    """Return a ratio of perplexities and its interval, in percent above 1."""
+    values = (ratio.value, ratio.low, ratio.high)
+    return "{} [{}, {}]".format(*(f"{100 * (x - 1):+.1f}" for x in values if x is not None))
+
+
 def longer(results: pathlib.Path) -> str:
     """Return the overlap of one layer's hashers after 800 and after 3,200 training steps."""
     few, many = load(results / "order_iou.json"), load(results / "order_long.json")
@@ -266,8 +304,7 @@ def best_form(results: pathlib.Path) -> str:
         excess, kl = (
             runs[run].one(metric=metric, method=method, against=None) for metric in ("perplexity_ratio", "kl")
         )
-        shown = [f"{100 * (x - 1):+.1f}" for x in (excess.value, excess.low, excess.high) if x is not None]
-        lines.append([said, "{} [{}, {}]".format(*shown), f"{kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}]"])
+        lines.append([said, _percent(excess), f"{kl.value:.4f} [{kl.low:.4f}, {kl.high:.4f}]"])
     found = runs["base"]
     dense = found.config["dense_at"]
     sparse = ", ".join(str(layer) for layer in range(max(dense)) if layer not in dense)

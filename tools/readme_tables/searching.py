@@ -72,6 +72,31 @@ def cpu_search(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, header, bodies))
 
 
+def cpu_pages(results: pathlib.Path) -> str:
+    """Return the times of searches in pages beside those of contiguous keys."""
+    found = stored(results / "hashcore_cpu.json")["pages"]
+    first = found["rows"][0]
+    title = (
+        f"Microseconds of processor time to search {first['n']:,} keys a head for the best 2 %, in pages of "
+        f"{first['page']} far apart in random order and contiguous, one thread, {found['processor']}, {found['date']}"
+    )
+    header = ["heads", "planes", "codes", "pages", "contiguous", "pages / contiguous"]
+    bodies = [
+        [
+            [
+                str(row["heads"]),
+                str(row["planes"]),
+                words,
+                *(f"{row[place]['microseconds'][name]:,.0f}" for name in ("pages", "side by side")),
+                _two_clocks(row[place]["over_side_by_side"]),
+            ]
+            for row in found["rows"]
+        ]
+        for place, words in _PLACES.items()
+    ]
+    return to_markdown(Grid(title, header, bodies))
+
+
 def cpu_score(results: pathlib.Path) -> str:
     found = stored(results / "hashcore_cpu.json")
     group = found["score"][0]["group"]

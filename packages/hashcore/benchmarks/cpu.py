@@ -41,7 +41,7 @@ FLUSH = 4
 PAGE, PAGED = 32, 1 << 17  # keys per page, and keys of a search in pages
 PAGE_BYTES = 2 * 2 * 128 * PAGE  # keys and values of one head in a page, 128 numbers of 16 bits
 POOL = 1 << 31  # most bytes of a pool
-PAGED_AS = ((1, 4), (1, 6), (4, 4), (4, 6))  # KV heads, planes
+PAGED_AS = ((1, 4), (1, 6), (4, 4), (4, 6), (8, 4), (8, 6))  # KV heads, planes
 SHORT = 1024  # keys of a search whose overhead takes longer than its kernel
 HOT = 15  # timed repetitions of the cache-hot figures, after one warm-up
 
