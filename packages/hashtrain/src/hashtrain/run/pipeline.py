@@ -38,15 +38,8 @@ from hashtrain.settings.train_command import TrainCommand
 
 # Requested values: the first two are stored as found; the others change no result or are stored per hasher.
 _NOT_IN_METRICS = {
-    "contexts",
-    "held_out",
-    "workers",
-    "checkpoint_seconds",
-    "learning_rate",
-    "dry_run",
-    "tensorboard",
-    "stream",
-    "backbone_memory",
+    *("contexts", "held_out", "workers", "checkpoint_seconds", "learning_rate", "dry_run", "tensorboard", "stream"),
+    *("backbone_memory",),
 }
 
 
