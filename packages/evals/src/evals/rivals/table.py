@@ -113,9 +113,7 @@ RIVALS = {
         _magicpig("magicpig-local", "magicpig with its local and no sink tokens", (_SPOTLIGHT, _AUTHORS), 0, 64),
         _magicpig("magicpig-bare", "the same without sink and local tokens", (_SPOTLIGHT, _AUTHORS), 0, 0),
         _magicpig(
-            "magicpig-10x150",
-            "magicpig with 150 tables of 10 bits, the default of its authors",
-            (_AUTHORS, _SPOTLIGHT),
+            "magicpig-10x150", "magicpig with 150 tables of 10 bits, the default of its authors", (_AUTHORS, _SPOTLIGHT)
         ),
     )
 }
