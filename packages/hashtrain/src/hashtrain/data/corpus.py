@@ -93,11 +93,7 @@ def _mostly_in(text: str, lines: set[str]) -> bool:
 
 
 def contexts(
-    documents: Sequence[Document],
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    count: int,
-    seed: int | None = 0,
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int | None = 0
 ) -> list[Tensor]:
     """Cut documents into token contexts. Every document gives its first context before any gives a second.
 
