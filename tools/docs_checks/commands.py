@@ -28,7 +28,7 @@ ENGINE = "tools/serving_environment.py"
 """Runs Python in an environment with an engine that is not installed here."""
 ENGINE_MODULE = "vllm.entrypoints.openai.api_server"
 UV_FLAGS = {
-    *("--no-project", "--no-sync", "--isolated", "--quiet", "-q", "--all-packages", "--all-groups", "--all-extras"),
+    *("--no-project", "--no-sync", "--isolated", "--quiet", "-q", "--all-packages", "--all-groups", "--all-extras")
 }
 Words = list[str]
 
