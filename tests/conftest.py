@@ -9,12 +9,12 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent))  # which importing tests by file leaves off it
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MEASURED = {"test_command_lines.py", "test_end_to_end.py", "test_model_folders.py"}
-"""Of the files here, those that run lines of the packages that no test of a package runs. The others look at tools and
-texts, or draw many examples of one thing: they would take half as long again to measure nothing."""
+"""Files that run lines of the packages that no package's own tests run. The others check tools and texts, or draw many
+examples of one thing: measuring them takes half as long again and finds nothing."""
 
 
 def pytest_collection_modifyitems(items):
-    """Let coverage stand still in most tests of this folder, if it is on."""
+    """Switch coverage off in most tests of this folder."""
     for item in items:
         if item.path.parent == ROOT / "tests" and item.path.name not in MEASURED:
             item.add_marker(pytest.mark.no_cover)
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def processes_without_coverage(request, monkeypatch):
-    """Nor is what such a test starts measured: coverage finds its settings in a variable."""
+    """Do not measure what such a test starts, either: coverage finds its settings in a variable."""
     if request.node.get_closest_marker("no_cover"):
         monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
 
@@ -39,6 +39,12 @@ def load():
         return module
 
     return imported
+
+
+@pytest.fixture(scope="module")
+def tool(request, load):
+    """The module of tools/ that a test file names in TOOL."""
+    return load("tools", request.module.TOOL)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ of two lines."""
 
 import os  # a comment behind code
 
+TOOL = "count_house"
 # a comment
 
 
@@ -29,11 +30,6 @@ CUDA = """// a comment
    lines */
 __global__ void f() { char c = '"'; const char* s = "// no comment"; }
 """
-
-
-@pytest.fixture(scope="module")
-def tool(load):
-    return load("tools", "count_house")
 
 
 def test_lines_of_code_are_those_without_blank_lines_comments_and_docstrings(tool):

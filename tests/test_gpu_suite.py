@@ -10,22 +10,18 @@ import pytest
 import torch
 from hashcore.cuda import timing
 
+TOOL = "gpu_suite"
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture
-def suite(load):
-    return load("tools", "gpu_suite")
+def test_all_parts_together_take_less_than_nine_minutes(tool):
+    assert tool.SECONDS < 9 * 60
+    assert sum(part.seconds for part in tool.GPU_PARTS) <= tool.SECONDS
+    assert all(part.seconds <= tool.SECONDS for part in tool.SIMULATED_PARTS)
 
 
-def test_all_parts_together_take_less_than_nine_minutes(suite):
-    assert suite.SECONDS < 9 * 60
-    assert sum(part.seconds for part in suite.GPU_PARTS) <= suite.SECONDS
-    assert all(part.seconds <= suite.SECONDS for part in suite.SIMULATED_PARTS)
-
-
-def test_the_files_that_parts_run_exist(suite):
-    assert all((ROOT / path).is_file() for path in suite.GPU_TESTS)
+def test_the_files_that_parts_run_exist(tool):
+    assert all((ROOT / path).is_file() for path in tool.GPU_TESTS)
     for path in ("tests/test_hostsim.py", "tests/test_kernels.py", "benchmarks/gpu.py"):
         assert (ROOT / "packages" / "hashcore" / path).is_file()
     for path in ("tests/test_gather.py", "benchmarks/attention_gpu.py", "benchmarks/decode_gpu.py"):
@@ -33,52 +29,52 @@ def test_the_files_that_parts_run_exist(suite):
 
 
 @pytest.mark.slow
-def test_the_sanitizer_sees_every_kernel(suite):
+def test_the_sanitizer_sees_every_kernel(tool):
     """Those that the gate compiles, each launched by a small test."""
     registers = json.loads((ROOT / "docs" / "results" / "kernels.json").read_text("utf-8"))["registers"]
-    launched = [kernel for kernels in suite.LAUNCHED_BY.values() for kernel in kernels.split()]
+    launched = [kernel for kernels in tool.LAUNCHED_BY.values() for kernel in kernels.split()]
     assert set(launched) == {kernel for program in registers.values() for kernel in program}
     alone = ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", "-m", "cuda"]
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", *alone, *suite.GPU_TESTS, "-k", suite.EVERY_KERNEL]
-    names = [line for line in suite.command(words, 300).output.splitlines() if "::" in line]
-    for tests in suite.LAUNCHED_BY:
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", *alone, *tool.GPU_TESTS, "-k", tool.EVERY_KERNEL]
+    names = [line for line in tool.command(words, 300).output.splitlines() if "::" in line]
+    for tests in tool.LAUNCHED_BY:
         assert any(all(word in name for word in tests.split(" and ")) for name in names), f"{tests} names no test"
 
 
-def test_the_suite_runs_every_test_that_needs_a_gpu(suite):
+def test_the_suite_runs_every_test_that_needs_a_gpu(tool):
     found = [path for path in ROOT.glob("packages/*/tests/test_*.py") if "pytest.mark.cuda" in path.read_text("utf-8")]
-    run = {ROOT / path for path in (*suite.GPU_TESTS, suite.FLASH_TESTS, suite.EVALS_TESTS)}
+    run = {ROOT / path for path in (*tool.GPU_TESTS, tool.FLASH_TESTS, tool.EVALS_TESTS)}
     assert set(found) == run
 
 
 @pytest.mark.slow
-def test_the_tests_of_a_gpu_fit_the_code(suite):
+def test_the_tests_of_a_gpu_fit_the_code(tool):
     """On the CPU in its place (no_gpu.py): otherwise the first to run them would be somebody with a GPU."""
-    outcome = suite.pytest(500, ["-p", "tests.no_gpu", "-m", "cuda", *suite.GPU_TESTS], [])
+    outcome = tool.pytest(500, ["-p", "tests.no_gpu", "-m", "cuda", *tool.GPU_TESTS], [])
     assert outcome.status == "passed", outcome.summary
     assert outcome.data["tests"] >= 20
     assert not outcome.data["skipped"]
 
 
-def test_what_is_not_installed_is_named_and_not_run(suite):
-    part = suite.Part("part", 9, ("json", "no_such_module", "no_such.inner"), lambda seconds: pytest.fail("ran"))
-    result = suite.run_part(part, 9)
+def test_what_is_not_installed_is_named_and_not_run(tool):
+    part = tool.Part("part", 9, ("json", "no_such_module", "no_such.inner"), lambda seconds: pytest.fail("ran"))
+    result = tool.run_part(part, 9)
     assert result["status"] == "missing"
     assert result["summary"] == "not installed: no_such_module, no_such.inner"
 
 
-def test_a_version_that_is_too_old_is_named(suite, monkeypatch):
-    assert suite.missing(("torch",)) == []
+def test_a_version_that_is_too_old_is_named(tool, monkeypatch):
+    assert tool.missing(("torch",)) == []
     monkeypatch.setattr("importlib.metadata.version", {"torch": "2.9.1+cu130"}.__getitem__)
-    assert suite.missing(("torch",)) == ["torch 2.11 (here is 2.9.1+cu130)"]
+    assert tool.missing(("torch",)) == ["torch 2.11 (here is 2.9.1+cu130)"]
 
 
 @pytest.mark.slow
-def test_a_command_that_hangs_is_stopped_with_its_children(suite, tmp_path):
+def test_a_command_that_hangs_is_stopped_with_its_children(tool, tmp_path):
     child = f"import time; time.sleep(3); open({str(tmp_path / 'alive')!r}, 'w')"
     script = f"import subprocess, sys; print('begun', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     begun = time.perf_counter()
-    done = suite.command([sys.executable, "-c", script], 1)
+    done = tool.command([sys.executable, "-c", script], 1)
     assert (done.code, done.output) == (None, "begun\n")
     assert time.perf_counter() - begun < 3
     time.sleep(max(0, begun + 4.5 - time.perf_counter()))
@@ -93,31 +89,31 @@ def test_a_command_that_hangs_is_stopped_with_its_children(suite, tmp_path):
         ("import pytest\n@pytest.mark.skip(reason='no')\ndef test_a(): pass", "failed"),
     ],
 )
-def test_tests_pass_only_if_some_pass_and_none_fail(suite, tmp_path, text, status):
+def test_tests_pass_only_if_some_pass_and_none_fail(tool, tmp_path, text, status):
     (tmp_path / "test_it.py").write_text(text)
     files = [str(tmp_path / "test_it.py")]
-    assert suite.pytest(60, files, [], PYTEST_DISABLE_PLUGIN_AUTOLOAD="1").status == status
+    assert tool.pytest(60, files, [], PYTEST_DISABLE_PLUGIN_AUTOLOAD="1").status == status
 
 
-def test_tests_that_take_too_long_are_late(suite):
-    assert suite.pytest(0.2, ["tests"], []).status == "late"
+def test_tests_that_take_too_long_are_late(tool):
+    assert tool.pytest(0.2, ["tests"], []).status == "late"
 
 
-def test_a_benchmark_tells_which_bars_it_missed(suite, tmp_path):
+def test_a_benchmark_tells_which_bars_it_missed(tool, tmp_path):
     bars = [{"what": "a", "value": 2.0, "asked": ">= 1", "met": True}]
     bars += [{"what": "b", "value": 0.5, "asked": ">= 1", "met": False}]
     (tmp_path / "b.py").write_text(f"print('table')\nprint({json.dumps({'bars': bars})!r})")
-    outcome = suite.benchmark(60, str(tmp_path / "b.py"))
+    outcome = tool.benchmark(60, str(tmp_path / "b.py"))
     assert outcome.status == "passed"
     assert outcome.summary == "1 of 2 targets met\nb: 0.5, target >= 1"
     (tmp_path / "b.py").write_text("raise SystemExit('it differs')")
-    assert suite.benchmark(60, str(tmp_path / "b.py")) == ("failed", "it differs", None)
+    assert tool.benchmark(60, str(tmp_path / "b.py")) == ("failed", "it differs", None)
 
 
 @pytest.mark.parametrize(
     ("codes", "status"), [((0, 0), "passed"), ((2,), "failed"), ((None,), "late"), ((0, 1), "failed")]
 )
-def test_training_shows_what_was_predicted_beside_what_it_took(suite, monkeypatch, codes, status):
+def test_training_shows_what_was_predicted_beside_what_it_took(tool, monkeypatch, codes, status):
     """The commands are stood in for: what they say, and the figures that the second one leaves."""
     ran = []
 
@@ -128,10 +124,10 @@ def test_training_shows_what_was_predicted_beside_what_it_took(suite, monkeypatc
             out = Path(arguments[arguments.index("--out") + 1])
             out.mkdir()
             (out / "metrics.json").write_text(json.dumps({"seconds": 12.3}))
-        return suite.Done(code, "time to train        7 s\n" if "--dry-run" in arguments else "words")
+        return tool.Done(code, "time to train        7 s\n" if "--dry-run" in arguments else "words")
 
-    monkeypatch.setattr(suite, "command", command)
-    outcome = suite.training(60)
+    monkeypatch.setattr(tool, "command", command)
+    outcome = tool.training(60)
     assert outcome.status == status
     assert all(words[words.index("--device") + 1] == "cuda" for words in ran)
     if status == "passed":
@@ -139,15 +135,15 @@ def test_training_shows_what_was_predicted_beside_what_it_took(suite, monkeypatc
 
 
 @pytest.mark.parametrize(("foreseen", "beside"), [(12.4, "predicted 12"), (None, "not predicted for this device")])
-def test_decoding_shows_what_was_predicted_beside_what_it_took(suite, monkeypatch, foreseen, beside):
+def test_decoding_shows_what_was_predicted_beside_what_it_took(tool, monkeypatch, foreseen, beside):
     row = {"tokens": 8192, "layer_saves": 10.0, "predicted_to_save": foreseen}
     data = {"rows": [row], "bars": [{"what": "a", "value": 0.5, "asked": "<= 1", "met": True}]}
-    monkeypatch.setattr(suite, "command", lambda *_: suite.Done(0, f"table\n{json.dumps(data)}\n"))
-    outcome = suite.decoding(60)
+    monkeypatch.setattr(tool, "command", lambda *_: tool.Done(0, f"table\n{json.dumps(data)}\n"))
+    outcome = tool.decoding(60)
     assert outcome.status == "passed"
     assert outcome.summary == f"1 of 1 targets met\n8,192 tokens: a sparse layer saves 10 us ({beside})"
-    monkeypatch.setattr(suite, "command", lambda *_: suite.Done(1, "dynamic: differs by 0.5"))
-    assert suite.decoding(60) == ("failed", "dynamic: differs by 0.5", None)
+    monkeypatch.setattr(tool, "command", lambda *_: tool.Done(1, "dynamic: differs by 0.5"))
+    assert tool.decoding(60) == ("failed", "dynamic: differs by 0.5", None)
 
 
 @pytest.fixture
@@ -199,12 +195,12 @@ def test_decoding_notices_an_output_that_differs(decode):
 
 @pytest.mark.parametrize(("status", "code"), [("passed", 0), ("failed", 1), ("late", 1), ("missing", 1)])
 @pytest.mark.parametrize("gpu", [None, {"device": "some"}])
-def test_the_exit_code_and_the_last_line_say_what_happened(suite, monkeypatch, capsys, status, code, gpu):
-    part = suite.Part("part", 9, (), lambda seconds: suite.Outcome(status, "words"))
-    monkeypatch.setattr(suite, "environment", lambda: gpu)
-    monkeypatch.setattr(suite, "GPU_PARTS" if gpu else "SIMULATED_PARTS", [part])
+def test_the_exit_code_and_the_last_line_say_what_happened(tool, monkeypatch, capsys, status, code, gpu):
+    part = tool.Part("part", 9, (), lambda seconds: tool.Outcome(status, "words"))
+    monkeypatch.setattr(tool, "environment", lambda: gpu)
+    monkeypatch.setattr(tool, "GPU_PARTS" if gpu else "SIMULATED_PARTS", [part])
     monkeypatch.setattr(sys, "argv", ["gpu_suite.py"])
-    assert suite.main() == code
+    assert tool.main() == code
     out = capsys.readouterr().out
     assert ("No GPU was found" in out) is (gpu is None)
     report = json.loads(out.splitlines()[-1])

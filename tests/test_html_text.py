@@ -4,10 +4,7 @@ import sys
 
 import pytest
 
-
-@pytest.fixture(scope="module")
-def tool(load):
-    return load("tools", "html_text")
+TOOL = "html_text"
 
 
 def test_blocks_are_lines_and_spaces_are_single(tool):

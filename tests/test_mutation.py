@@ -4,8 +4,7 @@ import ast
 import json
 from pathlib import Path
 
-import pytest
-
+TOOL = "mutation"
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = """def f(a: int = 3, b=()) -> int:
     "Words 1."
@@ -27,11 +26,6 @@ EXPECTED = {
     (6, "in -> not in", "return a.x not in b"),
     (6, "return None", "return None"),
 }
-
-
-@pytest.fixture(scope="module")
-def tool(load):
-    return load("tools", "mutation")
 
 
 def test_each_mutant_differs_in_one_line_and_as_documented(tool):

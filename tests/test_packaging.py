@@ -175,12 +175,7 @@ def test_hashtrain_brings_what_cuda_needs_where_there_are_gpus():
 
 @pytest.mark.parametrize(
     ("package", "machine", "wrong"),
-    [
-        ("hashtrain", "x86_64", 1),
-        ("evals", "x86_64", 1),
-        ("hashtrain", "aarch64", 0),
-        ("hashcore", "x86_64", 0),
-    ],
+    [("hashtrain", "x86_64", 1), ("evals", "x86_64", 1), ("hashtrain", "aarch64", 0), ("hashcore", "x86_64", 0)],
 )
 def test_a_compiler_that_is_not_brought_is_named(install, monkeypatch, tmp_path, package, machine, wrong):
     def run(command, folder, **how):

@@ -1,6 +1,5 @@
 """The paper's order, read from stored runs on SmolLM2: which links hold there, and that docs say which do not."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -16,13 +15,8 @@ UNDECIDED = {("perplexity", "lsh", "linear-exact"), ("perplexity", "lsh", EXACT)
 
 
 @pytest.fixture(scope="module")
-def paper():
-    """The module of tables, from the tools folder."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        return importlib.import_module("readme_tables.paper")
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
+def paper(load):
+    return load("tools", "readme_tables.paper")
 
 
 def test_the_papers_order_holds_but_for_the_links_that_docs_name(paper):

@@ -1,22 +1,12 @@
 """The paper's training at Llama-3-8B's width, rehearsed on the CPU, takes the disk and memory that the plan says."""
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
 from hashcore.atomic import replacing
 
+TOOL = "rehearse_paper"
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(scope="module")
-def tool():
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        return importlib.import_module("rehearse_paper")
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
 
 
 def require_planned(found):

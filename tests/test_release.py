@@ -5,13 +5,9 @@ import subprocess
 
 import pytest
 
+TOOL = "release"
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LOW, HIGH = "packages/low", "packages/high-up"
-
-
-@pytest.fixture(scope="module")
-def tool(load):
-    return load("tools", "release")
 
 
 def project(name, version, dependencies=()):

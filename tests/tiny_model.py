@@ -48,10 +48,7 @@ def commands(folder, text):
             ["ppl", "--model", name, "--methods", "recent", "--out", out, "--text", str(text), *SHORT],
         ),
         "hashtrain plan": (hashtrain, ["plan", "--model", name]),
-        "evals throughput": (
-            evals,
-            ["throughput", "--shape", name, *QUICK, "--out", out],
-        ),
+        "evals throughput": (evals, ["throughput", "--shape", name, *QUICK, "--out", out]),
         "evals codesize": (evals, ["codesize", "--shape", name, "--out", out]),
         "chat": (example("chat"), ["--model", name, "--hasher", "lsh"]),
         "attach_local": (example("attach_local"), ["--model", name, "--hasher", "lsh", "--prompt-file", str(text)]),

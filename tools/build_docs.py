@@ -36,19 +36,8 @@ def blocks() -> dict[str, list[pages.Block]]:
 def build(site: pathlib.Path) -> bool:
     """Build the site from scratch. Returns whether there were no warnings."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    words = [
-        "-b",
-        "html",
-        "-q",
-        "-E",
-        "-W",
-        "--keep-going",
-        "-d",
-        str(BUILD / "pages"),
-        "-c",
-        str(ROOT / "docs" / "site"),
-    ]
-    failed = build_main([*words, str(ROOT), str(site)])
+    words = ["-b", "html", "-q", "-E", "-W", "--keep-going", "-d", str(BUILD / "pages")]
+    failed = build_main([*words, "-c", str(ROOT / "docs" / "site"), str(ROOT), str(site)])
     (site / "index.html").write_text(REDIRECT, encoding="utf-8")
     return not failed
 

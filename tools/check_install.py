@@ -34,11 +34,7 @@ LIMIT = 300_000_000  # bytes, of hashcore with all its dependencies
 # Tests that run without --all: files that need no model and finish within seconds.
 QUICK = {
     "evals": ["test_metrics.py", "test_parquet.py"],
-    "hashcore": [
-        "test_codes.py",
-        "test_index_file.py",
-        "test_readme_code.py",
-    ],
+    "hashcore": ["test_codes.py", "test_index_file.py", "test_readme_code.py"],
     "hashtrain": ["test_loss_and_target.py", "test_hub.py"],
     "sparse_decode": ["test_budget.py", "test_positions.py"],
     "sparse_serve": ["test_settings.py", "test_batch.py"],

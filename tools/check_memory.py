@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from evals.timing import read_peak, reset_peak
 from hashtrain import Hasher, HasherConfig, ModelShape
 from hashtrain.files.atomic import write_text
 from sparse_decode import Attachment, Budget, attach
@@ -38,12 +39,8 @@ def tiny_model(tokens: int) -> Any:
     """Create a random Llama of 4 layers, 4 query heads and 2 KV heads of 16."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS}
-    heads: dict[str, Any] = {
-        "num_attention_heads": 2 * HEADS,
-        "num_key_value_heads": HEADS,
-        "max_position_embeddings": tokens,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+    sizes |= {"num_attention_heads": 2 * HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": tokens}
+    return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
 
 
 def filled(model: Any, batch: int, tokens: int) -> Any:
@@ -63,17 +60,11 @@ def steps(model: Any, cache: Any, count: int) -> None:
         model(torch.full((batch, 1), at % 97), past_key_values=cache, cache_position=torch.tensor([at]))
 
 
-def resident(name: str) -> int:
-    """Return bytes of resident memory: `VmRSS` is the current value, `VmHWM` the peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def peak_of(work: Callable[[], object]) -> int:
-    """Return the peak of resident memory while `work` runs."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current value
+def peak_of(work: Callable[[], object] = lambda: None) -> int:
+    """Return the peak of resident memory while `work` runs; without work, what is resident now."""
+    reset_peak("cpu")
     work()
-    return resident("VmHWM")
+    return read_peak("cpu")
 
 
 @torch.no_grad()
@@ -88,7 +79,7 @@ def measure(batch: int, tokens: int) -> dict[str, int]:
     with attach(model, hasher, Budget()) as attachment:
         _run(attachment, filled(model, batch, WARM_UP // batch))  # compiles the kernels
         libc.malloc_trim(0)
-        before = resident("VmRSS")
+        before = peak_of()
         forecast, cache = attachment.forecast(batch, tokens + STEPS), filled(model, batch, tokens)
         base = before + sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         hashing = peak_of(lambda: attachment.prepare(cache))

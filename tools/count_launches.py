@@ -18,21 +18,10 @@ sys.path.insert(0, str(ROOT / "packages" / "sparse-decode" / "tests"))
 fake_gpu = importlib.import_module("fake_gpu")
 
 OF_EACH = ("remainder", "padded+remainder", "static+remainder")
+_TRANSFORM = "", "remainder", "shortlist+remainder", "padded", "padded+remainder", "static", "static+remainder"
 CASES = (
-    "lsh",
-    "paper",
-    "paper+heads",
-    "planes",
-    "planes+remainder",
-    "transform",
-    "transform+remainder",
-    "transform+shortlist+remainder",
-    "transform+padded",
-    "transform+padded+remainder",
-    "transform+static",
-    "transform+static+remainder",
-    "transform+host+remainder",
-    "transform+beam+remainder",
+    *("lsh", "paper", "paper+heads", "planes", "planes+remainder"),
+    *(f"transform+{kind}".rstrip("+") for kind in (*_TRANSFORM, "host+remainder", "beam+remainder")),
     *(f"{hasher}+{kind}" for hasher in ("transform+heads", "lsh", "paper") for kind in OF_EACH),
 )
 

@@ -1,4 +1,3 @@
-# ruff: noqa: PT008 the lambdas document the parameters of the functions they replace
 """Time the host side of one layer's decode step, with a driver that does nothing: encode, search and attend.
 
 The remainder's sums, which not every attachment has, are listed separately.
@@ -18,32 +17,22 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import hashcore
 import torch
 from evals.machine import processor
-from hashcore.cuda import launch, operands, tensors
+from hashcore.cuda import operands, tensors
 from hashtrain import HasherConfig, ModelShape
 from hashtrain.artefact.hasher import make_layer
 from hashtrain.files.atomic import write_text
 from hashtrain.layers.transform import Transform
+from idle_driver import idle_driver
 from sparse_decode import encode_cuda, encode_weights, gather, remainder
 from sparse_decode.sums import Rounded
 
 KV_HEADS, GROUP, DIM, TOKENS, KEPT, BITS = 8, 4, 128, 4096, 82, 128
 ROUNDS, CALLS = 30, 100
 APART = "sums"
-
-
-def stand_in() -> SimpleNamespace:
-    """Return a driver whose launches do nothing."""
-    result = SimpleNamespace(CUDA_SUCCESS=0)
-    names = ("cuLaunchKernel", "cuLaunchKernelEx")
-    config: Callable[[], Any] = SimpleNamespace
-    return SimpleNamespace(CUresult=result, CUlaunchConfig=config, **{name: lambda *_: (0,) for name in names})
 
 
 def calls() -> dict[str, Callable[[], object]]:
@@ -96,16 +85,7 @@ def least(call: Callable[[], object]) -> float:
 def measured() -> dict[str, float]:
     """Measure all calls."""
     torch.set_num_threads(1)
-    driver = stand_in()
-    with (
-        mock.patch.object(launch, "_driver", lambda: driver),
-        mock.patch.object(launch, "_current_device", lambda: 0),
-        mock.patch.object(launch, "_current_stream", lambda index: 0),
-        mock.patch.object(launch, "_starts_early", lambda index: True),
-        mock.patch.object(launch, "_bind", lambda index: None),
-        mock.patch.object(launch, "_programmatic", lambda: None),
-        mock.patch.object(launch, "_function", lambda *_: None),
-    ):
+    with idle_driver():
         return {name: round(least(call), 1) for name, call in calls().items()}
 
 

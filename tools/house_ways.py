@@ -17,9 +17,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 from unittest import mock
+
+from idle_driver import idle_driver
 
 ROOT = Path(sys.argv[1] if __name__ == "__main__" else __file__).resolve()
 PLANES, KEPT = (1, 2, 4), 5
@@ -89,7 +91,7 @@ def cuda_search() -> list[str]:
     """Search tensors on CUDA: to the operator with fake tensors, and from there to the driver with others."""
     import hashcore
     import torch
-    from hashcore.cuda import launch, operands, tensors
+    from hashcore.cuda import operands, tensors
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     planes, keys = (torch.from_numpy(x)[None] for x in codes())
@@ -102,24 +104,7 @@ def cuda_search() -> list[str]:
         given = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in (planes, keys)]
         above = repeated(lambda: hashcore.search(given[0], given[1], KEPT, PLANES), "hashcore")
     launched: list[str] = []
-
-    def start(*_: object) -> tuple[int]:
-        launched.append("kernel")
-        return (0,)
-
-    names = ("cuLaunchKernel", "cuLaunchKernelEx")
-    result = SimpleNamespace(CUDA_SUCCESS=0)
-    driver = SimpleNamespace(CUresult=result, CUlaunchConfig=SimpleNamespace, **dict.fromkeys(names, start))
-    instead = {
-        "_driver": lambda: driver,
-        "_current_device": lambda: 0,
-        "_current_stream": lambda index: 0,
-        "_starts_early": lambda index: True,
-        "_bind": lambda index: None,
-        "_programmatic": lambda: None,
-        "_function": lambda *_: None,
-    }
-    with mock.patch.multiple(launch, **instead):
+    with idle_driver(lambda: launched.append("kernel")):
         found = of("hashcore", above + repeated(below, "hashcore"))
     if not launched:
         raise RuntimeError("expected launches, got none")

@@ -141,11 +141,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "threads.run(search_kernels.merge_tasks, len(scores), 1, (*found, k, top, best, scores, indices))",
         "1 -> 2",
     ): "the result does not depend on the threads",
-    (
-        _CPU,
-        "rows = -1, made.shape[-1]",
-        "1 -> 2",
-    ): "numpy takes -2 as it takes -1",
+    (_CPU, "rows = -1, made.shape[-1]", "1 -> 2"): "numpy takes -2 as it takes -1",
     (_HOST, "q = arguments.aligned(q)", "removed"): "x86-64 reads unaligned words, too",
     (_BUFFER, "self._own = True", "removed"): "it is read only where rows exist, and they set it",
     (_BUFFER, "self._own = True", "True -> False"): "the same",

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from evals.cli import main as evals
 from evals.machine import environment
+from evals.timing import read_peak
 from hashtrain import Hasher
 from hashtrain.cli import main as hashtrain
 from hashtrain.cli import parse
@@ -38,28 +39,17 @@ def make_model(folder: pathlib.Path, layers: int = 1, **shape: int) -> None:
     """Store a random model of Llama-3-8B's width with the demo model's tokenizer, in bfloat16."""
     tokenizer = pretrained(AutoTokenizer, str(demo_model_path()))
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        **SHAPE,
-        "head_dim": 128,
-        "num_hidden_layers": layers,
-        "max_position_embeddings": 8192,
-        **shape,
-    }
+    sizes: dict[str, Any] = {**SHAPE, "head_dim": 128, "max_position_embeddings": 8192, **shape}
+    sizes["num_hidden_layers"] = layers
     LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def peak() -> int:
-    """Return this process's largest resident memory so far, bytes."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
 def only_the_model(model: str, context: int) -> int:
     """Load the model as a training does and run one context; return the peak memory."""
     found, _ = load_model(model, torch.float32, "cpu")
     run_context(found, torch.zeros(context, dtype=torch.long))
-    return peak()
+    return read_peak("cpu")
 
 
 def stored(work: pathlib.Path) -> dict[str, int]:
@@ -91,7 +81,7 @@ def training(words: list[str], out: pathlib.Path) -> dict[str, float]:
     look()
     if code:
         raise SystemExit(code)
-    return {"memory": peak(), **most, "seconds": round(time.monotonic() - began, 1)}
+    return {"memory": read_peak("cpu"), **most, "seconds": round(time.monotonic() - began, 1)}
 
 
 def in_a_process(function: str, *given: object) -> object:

@@ -19,21 +19,8 @@ from transformers import AutoTokenizer
 
 # Open licences; the demo model's card lists them.
 INSTALLED = (
-    "torch",
-    "transformers",
-    "sympy",
-    "numba",
-    "numpy",
-    "matplotlib",
-    "networkx",
-    "fontTools",
-    "pygments",
-    "huggingface_hub",
-    "setuptools",
-    "mpmath",
-    "hypothesis",
-    "rich",
-    "jinja2",
+    *("torch", "transformers", "sympy", "numba", "numpy", "matplotlib", "networkx", "fontTools", "pygments"),
+    *("huggingface_hub", "setuptools", "mpmath", "hypothesis", "rich", "jinja2"),
 )
 MAX_FOLDER_CHARS = 400_000  # limits folders of many nearly identical model files
 

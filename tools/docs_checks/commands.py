@@ -20,33 +20,15 @@ from torch.distributed.run import get_args_parser
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PLAIN = {
-    "apt-get",
-    "basedpyright",
-    "cd",
-    "chmod",
-    "cp",
-    "curl",
-    "dpkg",
-    "git",
-    "head",
-    "mkdir",
-    "nix",
-    "pre-commit",
-    "ruff",
+    *("apt-get", "basedpyright", "cd", "chmod", "cp", "curl", "dpkg", "git", "head", "mkdir", "nix", "pre-commit"),
+    *("ruff",),
 }
 """Third-party commands that are not checked."""
 ENGINE = "tools/serving_environment.py"
 """Runs Python in an environment with an engine that is not installed here."""
 ENGINE_MODULE = "vllm.entrypoints.openai.api_server"
 UV_FLAGS = {
-    "--no-project",
-    "--no-sync",
-    "--isolated",
-    "--quiet",
-    "-q",
-    "--all-packages",
-    "--all-groups",
-    "--all-extras",
+    *("--no-project", "--no-sync", "--isolated", "--quiet", "-q", "--all-packages", "--all-groups", "--all-extras")
 }
 Words = list[str]
 

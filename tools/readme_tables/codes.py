@@ -1,7 +1,6 @@
 """Tables of codes of 16 bytes a key, from stored runs of `evals codes`."""
 
 import pathlib
-from collections.abc import Callable
 
 from evals.codes import CODES
 from evals.grid import Grid, percent, to_markdown
@@ -23,66 +22,47 @@ _HASHED = {
 }
 
 
-def codes(names: dict[str, str]) -> Callable[[pathlib.Path], str]:
-    """Return a function for the table of all codes, the best first, from stored runs by model."""
-
-    def table(results: pathlib.Path) -> str:
-        found = {subject: load(results / f"{name}.json") for subject, name in names.items()}
-        sections = [[[subject, *line] for line in _lines(result)] for subject, result in found.items()]
-        first = next(iter(found.values())).config
-        title = (
-            f"IoU [95 % interval], attention mass, and its 5th percentile in the worst head of any layer, top "
-            f"{percent(first['budgets'][0])} of visible tokens, {protocol(first)}; {_contexts(found)}, "
-            f"{first['rows']} rows each. Added: one ranking by the sum of a group's "
-            "scores, as deployed. By head: the softmax of each query head's scores, added"
-        )
-        header = ["model", "code", "16 bytes", *(f"{m}, {way}" for way in (ADDED, BY_HEAD) for m in _SHORT)]
-        return to_markdown(Grid(title, header, sections))
-
-    return table
+def codes(names: dict[str, str], results: pathlib.Path) -> str:
+    """Return the table of all codes, the best first, from stored runs by model."""
+    found = {subject: load(results / f"{name}.json") for subject, name in names.items()}
+    sections = [[[subject, *line] for line in _lines(result)] for subject, result in found.items()]
+    first = next(iter(found.values())).config
+    title = (
+        f"IoU [95 % interval], attention mass, and its 5th percentile in the worst head of any layer, top "
+        f"{percent(first['budgets'][0])} of visible tokens, {protocol(first)}; {_contexts(found)}, "
+        f"{first['rows']} rows each. Added: one ranking by the sum of a group's "
+        "scores, as deployed. By head: the softmax of each query head's scores, added"
+    )
+    header = ["model", "code", "16 bytes", *(f"{m}, {way}" for way in (ADDED, BY_HEAD) for m in _SHORT)]
+    return to_markdown(Grid(title, header, sections))
 
 
-def differences(names: dict[str, str]) -> Callable[[pathlib.Path], str]:
-    """Return a function for the table of paired differences between ours and each other code, and of layers won."""
-
-    def table(results: pathlib.Path) -> str:
-        sections = []
-        for subject, name in names.items():
-            result = load(results / f"{name}.json")
-            others = dict.fromkeys(row.against for row in result.rows if row.against)
-            sections.append(
-                [
-                    [
-                        subject,
-                        str(other),
-                        *(cell for way in (ADDED, BY_HEAD) for cell in _pair(result, str(other), way)),
-                    ]
-                    for other in others
-                    if other in CODES
-                ]
-            )
-        title = (
-            f"`{OURS}` less each other code, paired over contexts [95 % interval], and in how many layers it finds "
-            "more mass; below zero the other is better"
-        )
-        header = ["model", "code", *(f"{m}, {way}" for way in (ADDED, BY_HEAD) for m in ("IoU", "mass", "layers"))]
-        return to_markdown(Grid(title, header, sections))
-
-    return table
-
-
-def layers(name: str, way: str) -> Callable[[pathlib.Path], str]:
-    """Return a function for the table of all layers of a stored run, one column per code."""
-
-    def table(results: pathlib.Path) -> str:
+def differences(names: dict[str, str], results: pathlib.Path) -> str:
+    """Return the table of paired differences between ours and each other code, and of layers won."""
+    sections = []
+    for subject, name in names.items():
         result = load(results / f"{name}.json")
-        methods = _methods(result)
-        numbers = sorted({row.layer for row in result.rows if row.layer is not None})
-        body = [[str(n), *(_shown(result, method, way, n) for method in methods)] for n in numbers]
-        title = f"IoU / attention mass / its 5th percentile in the worst head, by layer, scores {way}"
-        return to_markdown(Grid(title, ["layer", *methods], [body]))
+        others = dict.fromkeys(row.against for row in result.rows if row.against in CODES)
+        pairs = {
+            name: [cell for way in (ADDED, BY_HEAD) for cell in _pair(result, name, way)] for name in map(str, others)
+        }
+        sections.append([[subject, name, *cells] for name, cells in pairs.items()])
+    title = (
+        f"`{OURS}` less each other code, paired over contexts [95 % interval], and in how many layers it finds "
+        "more mass; below zero the other is better"
+    )
+    header = ["model", "code", *(f"{m}, {way}" for way in (ADDED, BY_HEAD) for m in ("IoU", "mass", "layers"))]
+    return to_markdown(Grid(title, header, sections))
 
-    return table
+
+def layers(name: str, way: str, results: pathlib.Path) -> str:
+    """Return the table of all layers of a stored run, one column per code."""
+    result = load(results / f"{name}.json")
+    methods = _methods(result)
+    numbers = sorted({row.layer for row in result.rows if row.layer is not None})
+    body = [[str(n), *(_shown(result, method, way, n) for method in methods)] for n in numbers]
+    title = f"IoU / attention mass / its 5th percentile in the worst head, by layer, scores {way}"
+    return to_markdown(Grid(title, ["layer", *methods], [body]))
 
 
 _SHORT = ("IoU", "mass", "worst")

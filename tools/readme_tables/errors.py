@@ -1,7 +1,6 @@
 """The table of the attention output's error, from stored `output-error` runs."""
 
 import pathlib
-from collections.abc import Callable
 
 from evals.grid import Grid, to_markdown
 from evals.methods import REMAINDER
@@ -13,36 +12,22 @@ from readme_tables.headline import SECOND_MODEL
 from readme_tables.stored import load
 
 HEAD_DIM = 64  # of both models
-RUNS = {
-    "demo model": ("errors_demo", "errors_demo_values"),
-    SECOND_MODEL: ("errors_smol", "errors_smol_values"),
-}
+RUNS = {"demo model": ("errors_demo", "errors_demo_values"), SECOND_MODEL: ("errors_smol", "errors_smol_values")}
 """Stored runs by model: plain, and with a shortlist and fewer values."""
 
 
-def errors(names: dict[str, tuple[str, ...]]) -> Callable[[pathlib.Path], str]:
-    """Return a function for the table of stored runs, by model."""
-
-    def table(results: pathlib.Path) -> str:
-        found = {subject: [load(results / f"{name}.json") for name in runs] for subject, runs in names.items()}
-        sections = [[[subject, *line] for run in runs for line in _lines(run)] for subject, runs in found.items()]
-        counts = ", ".join(f"{runs[0].config['documents']} contexts of {subject}" for subject, runs in found.items())
-        title = (
-            "Relative error of the attention output, mean over layers and over rows drawn from the last three quarters "
-            f"of a context, with the inputs of dense attention in every layer; {counts}; bytes as in the table above, "
-            "at the end of the context"
-        )
-        header = [
-            "model",
-            "method",
-            "tokens read, list, values",
-            "bytes",
-            "error [95 % interval]",
-            "greatest, in layer",
-        ]
-        return to_markdown(Grid(title, header, sections))
-
-    return table
+def errors(names: dict[str, tuple[str, ...]], results: pathlib.Path) -> str:
+    """Return the table of stored runs, by model."""
+    found = {subject: [load(results / f"{name}.json") for name in runs] for subject, runs in names.items()}
+    sections = [[[subject, *line] for run in runs for line in _lines(run)] for subject, runs in found.items()]
+    counts = ", ".join(f"{runs[0].config['documents']} contexts of {subject}" for subject, runs in found.items())
+    title = (
+        "Relative error of the attention output, mean over layers and over rows drawn from the last three quarters "
+        f"of a context, with the inputs of dense attention in every layer; {counts}; bytes as in the table above, "
+        "at the end of the context"
+    )
+    header = ["model", "method", "tokens read, list, values", "bytes", "error [95 % interval]", "greatest, in layer"]
+    return to_markdown(Grid(title, header, sections))
 
 
 def _lines(result: Result) -> list[list[str]]:

@@ -2,7 +2,6 @@
 
 import itertools
 import pathlib
-from collections.abc import Callable
 from typing import Literal, NamedTuple, cast
 
 from evals import paper
@@ -208,16 +207,14 @@ def sentences(results: pathlib.Path) -> str:
     return "\n".join(lines)
 
 
-def plain(name: str, model: str = SECOND_MODEL) -> Callable[[pathlib.Path], str]:
-    """Return a function for the first table of a stored run of a model, by default the second one."""
-
-    def tables(results: pathlib.Path) -> str:
-        result = load(results / f"{name}.json")
-        return to_markdown(grids(named(result, model))[0])  # the means; further tables are by layer
-
-    return tables
+def plain(name: str, model: str, results: pathlib.Path) -> str:
+    """Return the first table of a stored run of a model."""
+    result = load(results / f"{name}.json")
+    return to_markdown(grids(named(result, model))[0])  # the means; further tables are by layer
 
 
+SECOND = ("cones", "output_error", "fidelity", "exercises", "needle")
+"""Stored runs on the second model that pages show as they are."""
 DEMO = ("demo_fidelity", "demo_exercises", "needle_demo", "exact_needle")
 """Stored runs on the demo model that the page of the paper's tables shows as they are."""
 DEMO_PERPLEXITY = (

@@ -11,6 +11,7 @@ from evals.grid import Grid, to_markdown
 from evals.result import Result
 
 from readme_tables.stored import load, stored
+from readme_tables.training import training_grid
 
 
 def of_run(name: str, grid: Callable[[Result], Grid]) -> Callable[[pathlib.Path], str]:
@@ -21,19 +22,15 @@ def iou(heads: str) -> Callable[[Result], Grid]:
     return lambda result: report.iou_grid(result, result.config["budgets"][0], heads)
 
 
-def training(results: pathlib.Path, heads: str, name: str = "training") -> str:
-    return to_markdown(report.training_grid(stored(results / f"{name}.json"), heads))
+def training(name: str, heads: str, results: pathlib.Path) -> str:
+    return to_markdown(training_grid(stored(results / f"{name}.json"), heads))
 
 
-def with_matches(name: str) -> Callable[[pathlib.Path], str]:
-    """Return a function for the table of perplexity, followed by one at the density of each matched rival."""
-
-    def tables(results: pathlib.Path) -> str:
-        result = load(results / f"{name}.json")
-        found = [report.ppl_grid(result), *(report.matched_grid(result, rival) for rival in result.config["match"])]
-        return "\n\n".join(map(to_markdown, found))
-
-    return tables
+def with_matches(name: str, results: pathlib.Path) -> str:
+    """Return the table of perplexity, followed by one at the density of each matched rival."""
+    result = load(results / f"{name}.json")
+    found = [report.ppl_grid(result), *(report.matched_grid(result, rival) for rival in result.config["match"])]
+    return "\n\n".join(map(to_markdown, found))
 
 
 class Measured(NamedTuple):
@@ -44,123 +41,103 @@ class Measured(NamedTuple):
     training: str
 
 
-def glance(names: Measured, subject: str) -> Callable[[pathlib.Path], str]:
-    """Return a function for the table of each method's quality at the first budget, best first."""
-
-    def table(results: pathlib.Path) -> str:
-        runs = [load(results / f"{name}.json") for name in (names.everywhere, names.decode)]
-        trained = stored(results / f"{names.training}.json")
-        budget, context = runs[0].config["budgets"][0], runs[0].config["context"]
-        lines = []
-        for name in sorted(runs[0].config["methods"], key=lambda name: cell(runs[0], name, "kl")):
-            found = trained["hashers"].get(name.removesuffix("+remainder"))
-            line = [name, *(f"{found['kv_head']['mean'][k]:.3f}" if found else "" for k in ("iou", "mass"))]
-            for run in runs:
-                line += [change(run, name), f"{cell(run, name, 'kl'):.4f}"]
-            lines.append(line)
-        scored = runs[1].config["scored"]
-        prompt = "half the context" if scored is None else f"{context - scored - 1:,} tokens"
-        title = (
-            f"{100 * budget:g} % of the visible tokens, {report.protocol(runs[0].config)}, "
-            f"{trained['bits']}-bit codes, {subject}, held-out contexts of "
-            f"{context:,} tokens: {trained['held_out']} for IoU and mass; perplexity and KL with every row sparse "
-            f"({runs[0].config['documents']} contexts) and as in serving, behind a dense prompt of {prompt} "
-            f"({runs[1].config['documents']} contexts)"
-        )
-        scores = ["perplexity", "KL from dense, nats", "perplexity, prompt dense", "KL, prompt dense"]
-        return to_markdown(Grid(title, ["method", "IoU with exact top-k", "attention mass found", *scores], [lines]))
-
-    return table
+def glance(names: Measured, subject: str, results: pathlib.Path) -> str:
+    """Return the table of each method's quality at the first budget, best first."""
+    runs = [load(results / f"{name}.json") for name in (names.everywhere, names.decode)]
+    trained = stored(results / f"{names.training}.json")
+    budget, context = runs[0].config["budgets"][0], runs[0].config["context"]
+    lines = []
+    for name in sorted(runs[0].config["methods"], key=lambda name: cell(runs[0], name, "kl")):
+        found = trained["hashers"].get(name.removesuffix("+remainder"))
+        line = [name, *(f"{found['kv_head']['mean'][k]:.3f}" if found else "" for k in ("iou", "mass"))]
+        for run in runs:
+            line += [change(run, name), f"{cell(run, name, 'kl'):.4f}"]
+        lines.append(line)
+    scored = runs[1].config["scored"]
+    prompt = "half the context" if scored is None else f"{context - scored - 1:,} tokens"
+    title = (
+        f"{100 * budget:g} % of the visible tokens, {report.protocol(runs[0].config)}, "
+        f"{trained['bits']}-bit codes, {subject}, held-out contexts of "
+        f"{context:,} tokens: {trained['held_out']} for IoU and mass; perplexity and KL with every row sparse "
+        f"({runs[0].config['documents']} contexts) and as in serving, behind a dense prompt of {prompt} "
+        f"({runs[1].config['documents']} contexts)"
+    )
+    scores = ["perplexity", "KL from dense, nats", "perplexity, prompt dense", "KL, prompt dense"]
+    return to_markdown(Grid(title, ["method", "IoU with exact top-k", "attention mass found", *scores], [lines]))
 
 
-def texts(names: dict[str, str], trained_name: str, subject: str) -> Callable[[pathlib.Path], str]:
-    """Return a function for the table of each method's quality after a dense prompt, on texts of several kinds.
+def texts(names: dict[str, str], trained_name: str, subject: str, results: pathlib.Path) -> str:
+    """Return the table of each method's quality after a dense prompt, on texts of several kinds.
 
     Args:
         names: the stored run for each kind of text; trained_name: the stored training.
     """
-
-    def table(results: pathlib.Path) -> str:
-        runs = {kind: load(results / f"{name}.json") for kind, name in names.items()}
-        trained = stored(results / f"{trained_name}.json")
-        first = next(iter(runs.values()))
-        lines = []
-        for name in sorted(first.config["methods"], key=lambda name: cell(first, name, "kl")):
-            found = trained["hashers"].get(name.removesuffix("+remainder"))
-            heads = found["kv_head"] if found else None
-            low = f"{min(layer['low'] for layer in heads['layers']):.2f}" if heads else ""
-            line = [name, *(f"{heads['mean'][k]:.3f}" if heads else "" for k in ("iou", "mass")), low]
-            for run in runs.values():
-                line += [change(run, name), f"{cell(run, name, 'kl'):.4f}"]
-            lines.append(line)
-        counts = ", ".join(f"{run.config['documents']} of {kind}" for kind, run in runs.items())
-        config, budget = first.config, 100 * first.config["budgets"][0]
-        where = f"the last {config['scored']:,} of {config['context']:,} tokens behind a dense prompt"
-        title = (
-            f"{budget:g} % of the visible tokens, {report.protocol(config)}, "
-            f"{trained['bits']}-bit codes, {subject}, as in serving: "
-            f"{where}, held-out texts: {counts}; IoU and mass per KV head, on {trained['held_out']} contexts"
-        )
-        scores = [name for kind in runs for name in (f"perplexity, {kind}", f"KL, {kind}")]
-        header = ["method", "IoU", "mass", "5th percentile, worst head", *scores]
-        return to_markdown(Grid(title, header, [lines]))
-
-    return table
+    runs = {kind: load(results / f"{name}.json") for kind, name in names.items()}
+    trained = stored(results / f"{trained_name}.json")
+    first = next(iter(runs.values()))
+    lines = []
+    for name in sorted(first.config["methods"], key=lambda name: cell(first, name, "kl")):
+        found = trained["hashers"].get(name.removesuffix("+remainder"))
+        heads = found["kv_head"] if found else None
+        low = f"{min(layer['low'] for layer in heads['layers']):.2f}" if heads else ""
+        line = [name, *(f"{heads['mean'][k]:.3f}" if heads else "" for k in ("iou", "mass")), low]
+        for run in runs.values():
+            line += [change(run, name), f"{cell(run, name, 'kl'):.4f}"]
+        lines.append(line)
+    counts = ", ".join(f"{run.config['documents']} of {kind}" for kind, run in runs.items())
+    config, budget = first.config, 100 * first.config["budgets"][0]
+    where = f"the last {config['scored']:,} of {config['context']:,} tokens behind a dense prompt"
+    title = (
+        f"{budget:g} % of the visible tokens, {report.protocol(config)}, "
+        f"{trained['bits']}-bit codes, {subject}, as in serving: "
+        f"{where}, held-out texts: {counts}; IoU and mass per KV head, on {trained['held_out']} contexts"
+    )
+    scores = [name for kind in runs for name in (f"perplexity, {kind}", f"KL, {kind}")]
+    header = ["method", "IoU", "mass", "5th percentile, worst head", *scores]
+    return to_markdown(Grid(title, header, [lines]))
 
 
-def always_read(names: dict[str, str], bare: dict[str, str], subject: str) -> Callable[[pathlib.Path], str]:
-    """Return a function for the table of each method with and without the tokens that every row reads.
+def always_read(names: dict[str, str], bare: dict[str, str], subject: str, results: pathlib.Path) -> str:
+    """Return the table of each method with and without the tokens that every row reads.
 
     Args: names, bare: the stored run for each kind of text, with these tokens and without.
     """
-
-    def table(results: pathlib.Path) -> str:
-        pairs = {kind: [load(results / f"{of[kind]}.json") for of in (names, bare)] for kind in names}
-        first, other = next(iter(pairs.values()))
-        lines = []
-        for name in sorted(other.config["methods"], key=lambda name: cell(other, name, "kl")):
-            found = [(change(run, name), f"{cell(run, name, 'kl'):.4f}") for pair in pairs.values() for run in pair]
-            lines.append([name, *(text for both in found for text in both)])
-        title = (
-            f"Perplexity and KL of {subject} behind a dense prompt, 2 % of the visible tokens: "
-            f"{report.protocol(first.config)} ({first.config['documents']} texts of each kind), or "
-            f"{report.protocol(other.config)} ({other.config['documents']} of them)"
-        )
-        how = ("always read", "none read")
-        header = ["method", *(f"{kind}, {one}{x}" for kind in pairs for one in how for x in ("", ", KL"))]
-        return to_markdown(Grid(title, header, [lines]))
-
-    return table
+    pairs = {kind: [load(results / f"{of[kind]}.json") for of in (names, bare)] for kind in names}
+    first, other = next(iter(pairs.values()))
+    lines = []
+    for name in sorted(other.config["methods"], key=lambda name: cell(other, name, "kl")):
+        found = [(change(run, name), f"{cell(run, name, 'kl'):.4f}") for pair in pairs.values() for run in pair]
+        lines.append([name, *(text for both in found for text in both)])
+    title = (
+        f"Perplexity and KL of {subject} behind a dense prompt, 2 % of the visible tokens: "
+        f"{report.protocol(first.config)} ({first.config['documents']} texts of each kind), or "
+        f"{report.protocol(other.config)} ({other.config['documents']} of them)"
+    )
+    how = ("always read", "none read")
+    header = ["method", *(f"{kind}, {one}{x}" for kind in pairs for one in how for x in ("", ", KL"))]
+    return to_markdown(Grid(title, header, [lines]))
 
 
-def bytes_read(names: dict[str, tuple[str, ...]], rows: str = "behind a dense prompt") -> Callable[[pathlib.Path], str]:
-    """Return a function for the table of quality against bytes, given stored runs by subject; rows: what they score."""
-
-    def table(results: pathlib.Path) -> str:
-        sections = []
-        for subject, runs in names.items():
-            found = [load(results / f"{name}.json") for name in runs]
-            own = [point for point in points(found, HEAD_DIM) if point.method == OURS]
-            sections.append([[subject, *_bytes_line(point)] for point in reversed(own)])
-        title = (
-            f"`{OURS}` {rows}, 16-bit keys and values: bytes that a layer's step requests, as a share "
-            "of all keys and values, at the middle of the scored rows (`sparse_decode.traffic.step_bytes`)"
-        )
-        header = ["model, text", "tokens read", "search and values", "bytes", "perplexity", "KL, nats"]
-        return to_markdown(Grid(title, header, sections))
-
-    return table
+def bytes_read(names: dict[str, tuple[str, ...]], rows: str, results: pathlib.Path) -> str:
+    """Return the table of quality against bytes, given stored runs by subject; rows: what they score."""
+    sections = []
+    for subject, runs in names.items():
+        found = [load(results / f"{name}.json") for name in runs]
+        own = [point for point in points(found, HEAD_DIM) if point.method == OURS]
+        sections.append([[subject, *_bytes_line(point)] for point in reversed(own)])
+    title = (
+        f"`{OURS}` {rows}, 16-bit keys and values: bytes that a layer's step requests, as a share "
+        "of all keys and values, at the middle of the scored rows (`sparse_decode.traffic.step_bytes`)"
+    )
+    header = ["model, text", "tokens read", "search and values", "bytes", "perplexity", "KL, nats"]
+    return to_markdown(Grid(title, header, sections))
 
 
-def frontier(names: tuple[str, ...]) -> Callable[[pathlib.Path], str]:
-    """Return a function for the table of all methods by bytes, from stored runs of one model and text."""
-
-    def table(results: pathlib.Path) -> str:
-        found = [load(results / f"{name}.json") for name in names]
-        require_comparable(found)
-        return to_markdown(frontier_grid(points(found, HEAD_DIM)))
-
-    return table
+def frontier(names: tuple[str, ...], results: pathlib.Path) -> str:
+    """Return the table of all methods by bytes, from stored runs of one model and text."""
+    found = [load(results / f"{name}.json") for name in names]
+    require_comparable(found)
+    return to_markdown(frontier_grid(points(found, HEAD_DIM)))
 
 
 OURS = "transform+remainder"

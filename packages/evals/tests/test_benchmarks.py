@@ -43,21 +43,23 @@ def example(tmp_path_factory):
 
 
 @pytest.fixture
-def build(made, tmp_path, example):
-    def command(name, **changed) -> BenchmarkCommand:
+def build(command, tmp_path, example):
+    def benchmark_command(name, **changed) -> BenchmarkCommand:
         kind, task, _, settings = RUNS[name]
-        common = {
-            "model": str(made.model),
-            "hashers": made.hashers,
-            "dense_layers": 1,
-            "sink": 0,
-            "recent": 0,
-            "limit": 4,
-        }
-        common |= {"methods": ("planes",), "tasks": (task,), "include_path": (example,), "out": tmp_path / name}
-        return kind(**{**common, **settings, **changed})
+        common = {"methods": ("planes",), "budgets": (0.02,), "documents": 1, "limit": 4, "out": tmp_path / name}
+        return command(kind, **common | {"tasks": (task,), "include_path": (example,), **settings, **changed})
 
-    return command
+    return benchmark_command
+
+
+@pytest.fixture
+def two(example, tmp_path):
+    """The example with a second task like that of longbench; returns what a command needs to run both."""
+    folder = tmp_path / "two"
+    shutil.copytree(example, folder)
+    text = (folder / "longbench.yaml").read_text().replace("short.jsonl", "shots.jsonl")
+    (folder / "second.yaml").write_text(text.replace("python_short", "second"))
+    return {"tasks": ("python_short", "second"), "include_path": (folder,)}
 
 
 @pytest.mark.slow
@@ -120,16 +122,8 @@ def test_every_method_gets_the_same_prompts(build, monkeypatch):
     assert asked[0][0][0].count("class Store") == 2
 
 
-def test_means_over_tasks_are_plain_ones(build, example, tmp_path):
-    two = tmp_path / "two"
-    two.mkdir()
-    for path in example.iterdir():
-        (two / path.name).write_text(path.read_text())
-    (two / "second.yaml").write_text(
-        (two / "longbench.yaml").read_text().replace("short.jsonl", "shots.jsonl").replace("python_short", "second")
-    )
-    command = build("longbench", tasks=("python_short", "second"), include_path=(two,))
-    found = benchmark.run(command, QUIET)
+def test_means_over_tasks_are_plain_ones(build, two):
+    found = benchmark.run(build("longbench", **two), QUIET)
     for method in (DENSE, "planes"):
         rows = found.select(metric="score", method=method)
         assert [row.where for row in rows] == ["python_short", "second", "mean of 2 tasks"]
@@ -165,15 +159,8 @@ def test_runs_pair_item_by_item(build, tmp_path):
         compare(first.out, second.out, (None, None), (None, None))
 
 
-def test_stored_answers_are_compared_by_task(build, example, tmp_path):
-    two = tmp_path / "two"
-    two.mkdir()
-    for path in example.iterdir():
-        (two / path.name).write_text(path.read_text())
-    (two / "second.yaml").write_text(
-        (two / "longbench.yaml").read_text().replace("short.jsonl", "shots.jsonl").replace("python_short", "second")
-    )
-    run = build("longbench", tasks=("python_short", "second"), include_path=(two,), budgets=(0.1, 1.0))
+def test_stored_answers_are_compared_by_task(build, two, tmp_path):
+    run = build("longbench", **two, budgets=(0.1, 1.0))
     source = benchmark.run(run, QUIET)
     command = FidelityCommand(from_run=run.out, out=tmp_path / "fidelity")
     found = fidelity.run(command, QUIET)

@@ -24,7 +24,7 @@ def test_every_command_of_the_paper_is_one_of_ours(tmp_path):
         if item.task is None:
             with pytest.raises(ValueError, match="is shown by another program"):
                 item.commands(settings)
-            assert item.lines(settings) == [" ".join(item.program)] != [""]
+            assert item.lines(settings) == [item.command]
             continue
         for words, folder in zip(item.commands(settings), item.folders(settings), strict=True):
             command = tyro.extras.subcommand_cli_from_dict(cli.COMMANDS, args=words, prog="evals")
@@ -153,7 +153,7 @@ def test_the_list_names_every_table_and_figure_with_its_command_and_what_is_stor
 
 def test_only_runs_of_an_items_task_with_all_its_methods_count(tmp_path):
     settings = PaperCommand(results=tmp_path)
-    item = paper.Item("table 2", "Two", "ppl", ("--methods", "oracle", "quest", "--budgets", "0.02"), 1, ("So.",))
+    item = paper.Item("table 2", "Two", "evals ppl --methods oracle quest --budgets 0.02", ("So.",))
     item = replace(item, stored=("quest", "more"))
     assert item.kept(settings) == []
     quest = stored_run(tmp_path, "quest", methods=("oracle", "quest", "lsh"))
@@ -169,7 +169,7 @@ def test_only_runs_of_an_items_task_with_all_its_methods_count(tmp_path):
     quest.write_text('{"registers": 8}')  # no run at all, such as the table of the kernel gate
     more.write_text('{"registers": 8}')
     assert item.kept(settings) == []
-    assert replace(item, task=None).kept(settings) == []
+    assert replace(item, command="another program").kept(settings) == []
     quest.write_text("")
     with pytest.raises(ValueError, match="store the run again"):
         item.kept(settings)
@@ -184,7 +184,7 @@ def test_an_item_with_two_sets_of_hashers_needs_two_stored_runs(tmp_path):
 
 
 def test_a_number_counts_by_any_part_and_as_whole_by_all():
-    one = paper.Item("table 1", "One", "ppl", (), 1, ("So.",))
+    one = paper.Item("table 1", "One", "evals ppl", ("So.",))
     items = (one, replace(one, name="table 1 (exact)"), replace(one, name="table 2"), replace(one, name="code length"))
     drawn = replace(one, name="figure 1", nothing_to_store=True)
     found = paper.shares((*items, drawn), {"table 1", "code length"})
@@ -204,19 +204,11 @@ def test_an_item_shows_the_differences_it_names(made, tmp_path, monkeypatch, cap
     """Two sets of hashers, in which the second's `planes` is the first's `lsh`; and two methods of one set."""
     other = tmp_path / "other"
     shutil.copytree(made.hashers / "lsh", other / "planes")
-    words = ("--methods", "planes", "--context", "128", "--text", str(made.text), "--dense-layers", "1", "--rows", "8")
-    budgets = ("--budgets", "0.1", "0.2")
+    words = f"evals iou --methods planes --context 128 --text {made.text} --dense-layers 1 --rows 8 --budgets 0.1 0.2"
+    both_ways = ("planes", 0.1, "planes", 0.2), ("planes", 0.2, "planes", 0.1)
     items = (
-        paper.Item("table 6", "Two", "iou", (*words, *budgets), 2, ("So.",), twice=True),
-        paper.Item(
-            "table 10",
-            "One",
-            "iou",
-            (*words, *budgets),
-            2,
-            ("So.",),
-            against=(("planes", 0.1, "planes", 0.2), ("planes", 0.2, "planes", 0.1)),
-        ),
+        paper.Item("table 6", "Two", words, ("So.",), documents=2, twice=True),
+        paper.Item("table 10", "One", words, ("So.",), documents=2, against=both_ways),
     )
     monkeypatch.setattr(paper, "ITEMS", items)
     common = ["--model", str(made.model), "--hashers", str(made.hashers), "--out", str(tmp_path / "paper")]

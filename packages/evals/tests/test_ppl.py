@@ -110,10 +110,7 @@ def test_counts_of_any_sampling_selector_cover_this_block_only(loaded):
     assert attended.empty is None
 
 
-SMALL = {
-    "quest-heads": QuestSelector(per_query_head=True, page=4),
-    "magicpig": MagicPigSelector(3, 3, sink=1, local=2),
-}
+SMALL = {"quest-heads": QuestSelector(per_query_head=True, page=4), "magicpig": MagicPigSelector(3, 3, sink=1, local=2)}
 """Rivals that select few of so few tokens; where every row is sparse they would leave all of these dense."""
 
 
@@ -167,13 +164,7 @@ def test_everywhere_a_rival_uses_its_own_selector(loaded):
         with attach(loaded.model, method.selector, TENTH, dense_layers=1, sparse_rows=0):
             whole = loaded.model(loaded.ids[None]).logits[0, 63:-1]
         found, _ = sparse_rows(
-            loaded.model,
-            loaded.ids,
-            64,
-            method,
-            TENTH,
-            FIRST_DENSE,
-            prompt_of("everywhere", 128, 64),
+            loaded.model, loaded.ids, 64, method, TENTH, FIRST_DENSE, prompt_of("everywhere", 128, 64)
         )
         assert torch.equal(logits(found), whole)
 
@@ -192,12 +183,7 @@ def test_divergence_is_from_dense_to_the_method(loaded):
     with torch.inference_mode():
         p = loaded.model(loaded.ids[None]).logits[0, 63:127].double().log_softmax(-1)
         with attach(
-            loaded.model,
-            loaded.methods["lsh"].selector,
-            TENTH,
-            dense_layers=1,
-            sparse_rows=0,
-            remainder=False,
+            loaded.model, loaded.methods["lsh"].selector, TENTH, dense_layers=1, sparse_rows=0, remainder=False
         ):
             q = loaded.model(loaded.ids[None]).logits[0, 63:127].double().log_softmax(-1)
     (cell,) = score(loaded, Cell("lsh", "visible", 0.1))["cells"]
@@ -213,11 +199,7 @@ def test_dense_layers_are_left_dense(loaded):
 def test_a_budget_by_layer_reads_as_much_in_all_but_other_tokens(loaded, monkeypatch):
     def found(name, by_layer):
         return measure(
-            loaded.model,
-            loaded.ids,
-            [Cell(name, "visible", 0.2)],
-            loaded.methods,
-            Always(0, 0, 0, by_layer=by_layer),
+            loaded.model, loaded.ids, [Cell(name, "visible", 0.2)], loaded.methods, Always(0, 0, 0, by_layer=by_layer)
         )["cells"][0]
 
     with pytest.raises(ValueError, match="needs a hasher with layer_shares"):

@@ -2,7 +2,7 @@
 
 import pytest
 from evals.grid import Grid, percent, to_markdown, to_rich
-from evals.report import grids, protocol, training_grid
+from evals.report import grids, protocol
 from evals.tasks import iou, ppl
 from rich.console import Console
 
@@ -43,25 +43,6 @@ def test_iou_tables_have_a_line_a_layer(iou_command):
         assert "rows that find less than half of it" in grid.title
         assert grid.title.endswith(protocol(found.config))
     assert (command.out / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_training_table_reads_hashtrain_metrics():
-    layer = {"iou": 0.5, "recall": 0.6, "mass": 0.7}
-    side = {"layers": [layer, layer], "mean": layer}
-    facts = {"layers": 2, "fraction": 0.02, "bits": 128, "held_out": 24, "context": 4096, "steps": 9}
-    hashers = {"lsh": {"kv_head": side}, "planes": {"kv_head": side, "dense_layers": [1]}}
-    grid = training_grid({**facts, "hashers": hashers})
-    assert grid.sections[0] == [
-        ["0", "0.500 / 0.700", "0.500 / 0.700"],
-        ["1", "0.500 / 0.700", "0.500 / 0.700 (dense)"],
-    ]
-    assert grid.sections[1] == [["mean", "0.500 / 0.700", "0.500 / 0.700"]]
-    assert grid.title.startswith("IoU / attention mass per KV head, 128 bits")
-    assert "24 held-out contexts" in grid.title
-    worst = {**layer, "low": 0.6, "lost_by_head": [0.0, 0.01]}
-    grid = training_grid({**facts, "hashers": {"lsh": {"kv_head": {"layers": [worst, worst], "mean": layer}}}})
-    assert grid.sections[0][0] == ["0", "0.500 / 0.700 / 0.60 / 1 %"]
-    assert "rows that find less than half of it; per KV head" in grid.title
 
 
 @pytest.mark.parametrize(

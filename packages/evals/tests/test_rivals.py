@@ -259,10 +259,7 @@ def test_the_correction_reaches_the_model(loaded):
     """Without the selector's own attention its sample would be weighed like a selection."""
 
     def logits(selector):
-        with (
-            torch.inference_mode(),
-            attach(loaded.model, selector, TENTH, dense_layers=1, sparse_rows=0),
-        ):
+        with torch.inference_mode(), attach(loaded.model, selector, TENTH, dense_layers=1, sparse_rows=0):
             return loaded.model(loaded.ids[None]).logits
 
     arguments = {"bits": 4, "tables": 8, "prefill": 32, "sink": 1, "local": 2}

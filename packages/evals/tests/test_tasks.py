@@ -69,14 +69,7 @@ def test_error_is_that_of_an_attachment_in_the_first_layer(loaded, name):
     method, seen = loaded.methods[name], []
     hook = loaded.model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda m, x: seen.append(x[0][0]))
     loaded.model(loaded.ids[None])
-    with attach(
-        loaded.model,
-        method.selector,
-        TENTH,
-        dense_layers=0,
-        sparse_rows=0,
-        remainder=method.remainder,
-    ):
+    with attach(loaded.model, method.selector, TENTH, dense_layers=0, sparse_rows=0, remainder=method.remainder):
         loaded.model(loaded.ids[None])
     hook.remove()
     dense, sparse = (x[POSITIONS] for x in seen)
@@ -176,27 +169,11 @@ COMMANDS = {
     "cones": (cones, ConesCommand, {"methods": ("lsh", "planes")}),
     "codelength": (codelength, CodelengthCommand, {"methods": ("planes",), "bits": (32, 64), "rows": 8}),
 }
-SYNTHETIC = ("ruler", "needle")
 
 
 @pytest.fixture
-def build(made, tmp_path):
-    def command(name, **changed):
-        _, kind, settings = COMMANDS[name]
-        common = {
-            "model": str(made.model),
-            "hashers": made.hashers,
-            "dense_layers": 1,
-            "sink": 0,
-            "recent": 0,
-            "documents": 2,
-        }
-        common |= {"budgets": (0.1,), "out": tmp_path / "run"}
-        if name not in SYNTHETIC:
-            common |= {"text": (made.text,), "context": 128}
-        return kind(**{**common, **settings, **changed})
-
-    return command
+def build(command):
+    return lambda name, **changed: command(COMMANDS[name][1], **{"documents": 2, **COMMANDS[name][2], **changed})
 
 
 @pytest.mark.parametrize("name", COMMANDS)

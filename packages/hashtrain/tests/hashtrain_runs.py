@@ -7,20 +7,8 @@ from hashtrain.demo import demo_model_path
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 SMALL = [
-    "--context",
-    "512",
-    "--contexts",
-    "2",
-    "--held-out",
-    "1",
-    "--held-out-rows",
-    "4",
-    "--steps",
-    "2",
-    "--dense-layers",
-    "1",
-    "--workers",
-    "1",
+    *("--context", "512", "--contexts", "2", "--held-out", "1", "--held-out-rows", "4", "--steps", "2"),
+    *("--dense-layers", "1", "--workers", "1"),
 ]
 
 

@@ -32,14 +32,8 @@ class Pretended(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "Pretended":
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=CUDA,
-        )
+        places = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), **places, dtype=inner.dtype, device=CUDA)
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
@@ -118,7 +112,7 @@ def _plain(x: object) -> object:
     if isinstance(x, torch.device):
         return (
             torch.device("cpu") if x.type == "cuda" else x
-        )  # meta stays meta: models are created there before they are read
+        )  # meta stays: models are created there before they are read
     return x.inner if isinstance(x, Pretended) else x
 
 
@@ -155,8 +149,7 @@ def pretend_streams(device: Device) -> Iterator[None]:
     with (
         mock.patch.object(torch.Tensor, "pin_memory", pin),
         mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
-        mock.patch.object(torch.cuda, "Stream", lambda *_: Stream(device)),
-        mock.patch.object(torch.cuda, "current_stream", lambda *_: Stream(device)),
+        mock.patch.multiple(torch.cuda, **dict.fromkeys(("Stream", "current_stream"), lambda *_: Stream(device))),
         mock.patch.object(torch.cuda, "stream", beside),
     ):
         yield
@@ -173,10 +166,7 @@ def no_inference_tensors() -> Iterator[None]:
     def leave(mode: torch.inference_mode, *error: object) -> None:
         mode.inside.__exit__(*error)
 
-    with (
-        mock.patch.object(torch.inference_mode, "__enter__", enter),
-        mock.patch.object(torch.inference_mode, "__exit__", leave),
-    ):
+    with mock.patch.multiple(torch.inference_mode, __enter__=enter, __exit__=leave):
         yield
 
 
@@ -207,21 +197,15 @@ def pretend_gpu() -> Iterator[Device]:
 
     torch._C._ensureCUDADeviceGuardSet()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
+    answers = {"_lazy_init": None, "is_available": True, "device_count": 1, "current_device": 0}
+    answers |= {"is_bf16_supported": True, "is_current_stream_capturing": False}
+    answers |= {"get_device_properties": PROPERTIES, "get_device_name": PROPERTIES.name}
+    cuda = {name: lambda *_, answer=answer: answer for name, answer in answers.items()}
     with (
-        mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
-        mock.patch.object(torch.cuda, "is_available", lambda: True),
-        mock.patch.object(torch.cuda, "device_count", lambda: 1),
-        mock.patch.object(torch.cuda, "current_device", lambda: 0),
-        mock.patch.object(torch.cuda, "is_bf16_supported", lambda *_: True),
-        mock.patch.object(torch.cuda, "get_device_properties", lambda *_: PROPERTIES),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-        mock.patch.object(torch, "Generator", Generator),
+        mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.multiple(torch, Generator=Generator, tensor=_moved(torch.tensor), as_tensor=_moved(torch.as_tensor)),
         no_inference_tensors(),
-        mock.patch.object(torch, "tensor", _moved(torch.tensor)),
-        mock.patch.object(torch, "as_tensor", _moved(torch.as_tensor)),
-        mock.patch.object(torch.Tensor, "backward", backward),
-        mock.patch.object(torch.Tensor, "tolist", to_list),
-        mock.patch.object(torch.cuda, "get_device_name", lambda *_: PROPERTIES.name),
+        mock.patch.multiple(torch.Tensor, backward=backward, tolist=to_list),
         pretend_streams(device),
         device,
     ):

@@ -17,17 +17,27 @@ from hashtrain_runs import command
 from transformers import Gemma2Config, MistralConfig
 
 
+@pytest.fixture
+def refused(folder, tmp_path, capsys):
+    """Run a command that is refused before anything is written; return the last line of its error."""
+
+    def run(*more):
+        assert main(command(folder, tmp_path / "run", *more)) == 2
+        assert not (tmp_path / "run").exists()
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    return run
+
+
 @pytest.mark.parametrize("changes", [{"contexts": 2**31}, {"steps": 2**31}, {"seed": 2**32}, {"seed": -1}], ids=str)
 def test_numbers_out_of_range_are_refused(changes):
     with pytest.raises(UsageError, match=r"must be (at most|between)"):
         TrainCommand(**changes)
 
 
-def test_without_tensorboard_its_option_is_refused_before_anything_is_written(folder, tmp_path, monkeypatch, capsys):
+def test_without_tensorboard_its_option_is_refused_before_anything_is_written(refused, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert main(command(folder, tmp_path / "run", "--tensorboard")) == 2
-    assert "uv pip install './packages/hashtrain[tensorboard]'" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    assert "uv pip install './packages/hashtrain[tensorboard]'" in refused("--tensorboard")
 
 
 @pytest.mark.parametrize(
@@ -50,11 +60,8 @@ def test_without_tensorboard_its_option_is_refused_before_anything_is_written(fo
         (["--model", "models/none"], "there is no folder of that name"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_code_2(folder, tmp_path, capsys, change, message):
-    assert main(command(folder, tmp_path / "run", *change)) == 2
-    error = capsys.readouterr().err.strip().splitlines()
-    assert message in error[-1]
-    assert not (tmp_path / "run").exists()
+def test_bad_input_is_one_sentence_and_exit_code_2(refused, change, message):
+    assert message in refused(*change)
 
 
 @pytest.mark.parametrize(
@@ -66,33 +73,24 @@ def test_bad_input_is_one_sentence_and_exit_code_2(folder, tmp_path, capsys, cha
         ("binary.txt", "text.txt", "is binary"),
     ],
 )
-def test_corpora_that_cannot_be_used_are_one_sentence(folder, tmp_path, capsys, text, held, message):
+def test_corpora_that_cannot_be_used_are_one_sentence(refused, folder, tmp_path, text, held, message):
     (tmp_path / "short.txt").write_text("one short line")
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.txt").write_bytes(b"\0\1")
     (tmp_path / "text.txt").write_text((folder / "text.txt").read_text())
-    texts = ["--text", str(tmp_path / text), "--held-out-text", str(tmp_path / held)]
-    assert main(command(folder, tmp_path / "run", *texts)) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    assert message in refused("--text", str(tmp_path / text), "--held-out-text", str(tmp_path / held))
 
 
-def test_a_full_disk_is_one_sentence_and_nothing_is_written(folder, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_is_one_sentence_and_nothing_is_written(refused, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    assert main(command(folder, tmp_path / "run")) == 2
-    assert "not enough free disk" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    assert "not enough free disk" in refused()
 
 
-def test_truncated_model_weights_are_one_sentence(folder, tmp_path, capsys):
-    broken = tmp_path / "model"
-    broken.mkdir()
-    for file in (folder / "model").iterdir():
-        content = file.read_bytes()
-        (broken / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
-    assert main(command(folder, tmp_path / "run", "--model", str(broken))) == 2
-    assert "truncated or damaged" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+def test_truncated_model_weights_are_one_sentence(refused, folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert "truncated or damaged" in refused("--model", str(tmp_path / "model"))
 
 
 def test_inspect_prints_the_config(folder, tmp_path, capsys):
@@ -148,13 +146,8 @@ def test_contexts_that_the_text_does_not_hold_are_said_to_be_fewer(folder, tmp_p
 def test_the_papers_schedule_is_the_default_for_any_model_but_the_demo():
     demo, other = (_parse(["train", "--model", name], defaults) for name, defaults in (("demo", {}), ("x/y", PAPER)))
     assert (demo.context, demo.contexts, demo.steps, demo.learning_rate, demo.warmup) == (4096, 40, 800, None, 0.02)
-    assert (other.context, other.contexts, other.steps, other.learning_rate, other.warmup) == (
-        8192,
-        8192,
-        8192,
-        1e-3,
-        0.01,
-    )
+    assert (other.context, other.contexts, other.steps) == (8192, 8192, 8192)
+    assert (other.learning_rate, other.warmup) == (1e-3, 0.01)
     assert (demo.planes, demo.digits) == (other.planes, other.digits) == (None, None)
     assert other == TrainCommand.for_model("x/y")
 

@@ -150,7 +150,7 @@ def test_a_streamed_context_stays_on_the_device(there):
 def test_a_whole_run_ends_well_there(only, more, folder, tmp_path, monkeypatch, capsys):
     """Capture, training of every variant, calibration, evaluation, costs, and hashers that load."""
     monkeypatch.setattr(distribute, "require_compiler", lambda: None)
-    for figure in ("draw", "draw_heads", "draw_worst", "draw_bits"):  # slower than everything else
+    for figure in ("draw", "draw_by_head", "draw_bits"):  # slower than everything else
         monkeypatch.setattr(pipeline, figure, lambda *_: None)
     with pretend_gpu() as device:
         words = ["--only", *only, "--device", "auto", "--bits", "32", *more]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import tyro
 from hashtrain.config import RECENT, SINK
 from hashtrain.demo import DEMO, model_path
 from hashtrain.usage import UsageError, require_counts, require_device_name, require_seed
 
+from evals.checks import each_a_share, each_among, each_once
 from evals.methods import (
     DEFAULT_NAMES,
     DENSE,
@@ -99,19 +100,21 @@ class MethodsCommand:
     out: Path = Path("runs/evals")
     """Folder for samples, rows, report and figure; rerun the command to resume."""
 
+    both_heads: ClassVar[bool] = False
+    """Whether the task chooses between the two forms of a method itself."""
+    always_prompted: ClassVar[bool] = False
+    """Whether the task has a dense prompt whatever its settings."""
+
     def __post_init__(self) -> None:
-        at_least(self, documents=1, dense_layers=0, dense_at=0, sink=0, recent=0, shortlist=1)
+        require_counts(self, documents=1, dense_layers=0, dense_at=0, sink=0, recent=0, shortlist=1)
         if not 0 < self.values <= 1:
             raise UsageError(f"--values must be above 0 and at most 1, got {self.values:g}; 1 reads all values")
         require_seed(self.seed)
         require_device_name(self.device)
         for name in ("methods", "budgets"):
             each_once(self, name)
-        for budget in self.budgets:
-            if not 0 < budget <= 1:
-                raise UsageError(f"--budgets must be above 0 and at most 1, got {budget:g}; 0.02 selects 2 %")
-        if unknown := [name for name in self.methods if name not in NAMES]:
-            raise UsageError(f"--methods takes {', '.join(NAMES)}, got {', '.join(unknown)}")
+        each_a_share(self, "budgets")
+        each_among(self, "methods", NAMES)
         if not set(self.methods) & set(SPARSE_NAMES):
             raise UsageError(f"--methods needs one of {', '.join(SPARSE_NAMES)} beside dense")
 
@@ -127,8 +130,8 @@ class MethodsCommand:
 
     @property
     def own_heads(self) -> bool:
-        """Whether to load methods in the form that `heads` names; otherwise the task has both forms and chooses."""
-        return True
+        """Whether to load methods in the form that `heads` names."""
+        return not self.both_heads
 
     @property
     def longest(self) -> tuple[str, int]:
@@ -138,7 +141,7 @@ class MethodsCommand:
     @property
     def dense_prompt(self) -> bool:
         """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
-        return False
+        return self.always_prompted or getattr(self, "phase", None) == "decode"
 
     def settings(self, task: str) -> dict[str, Any]:
         """Return the settings that decide the results, as JSON values without local paths."""
@@ -159,31 +162,11 @@ class TaskCommand(MethodsCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, context=32)
+        require_counts(self, context=32)
 
     @property
     def longest(self) -> tuple[str, int]:
-        """The flag that decides how many tokens the model must accept, and their number."""
         return "--context", self.context
-
-
-def at_least(command: Any, **bounds: int) -> None:
-    """Raise UsageError if a field is below its bound, or above the largest count."""
-    require_counts(command, **bounds)
-
-
-def each_once(command: Any, name: str) -> None:
-    """Raise UsageError if a field of several values is empty or has a value twice."""
-    given = getattr(command, name)
-    if not given or len(set(given)) < len(given):
-        got = " ".join(map(str, given)) or "none"
-        raise UsageError(f"--{name} needs one value or more, without repeats, got {got}")
-
-
-def each_positive(command: Any, name: str) -> None:
-    """Raise UsageError if a field of several numbers is empty, has one twice, or has one below 1."""
-    each_once(command, name)
-    require_counts(command, **{name: 1})
 
 
 def _plain(value: Any) -> Any:
@@ -246,11 +229,9 @@ class PplCommand(TaskCommand):
 
     @property
     def always(self) -> Always:
-        """Settings that apply to all methods."""
         return super().always._replace(beside=self.ends == "beside", by_layer=self.by_layer)
 
     def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings that decide the results, as JSON values without local paths."""
         given = super().settings(task)
         if not self.by_layer:  # runs from before this option have none
             del given["by_layer"]
@@ -260,11 +241,6 @@ class PplCommand(TaskCommand):
     def last(self) -> int | None:
         """Number of tokens scored at the end of each context; None for the second half."""
         return self.context - 1 if self.score == "all" else self.scored
-
-    @property
-    def dense_prompt(self) -> bool:
-        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
-        return self.phase == "decode"
 
 
 @dataclass(frozen=True)
@@ -282,19 +258,15 @@ class IouCommand(TaskCommand):
     out: Path = Path("runs/iou")
     """Folder for samples, rows, report and figure; rerun the command to resume."""
 
+    both_heads: ClassVar[bool] = True  # both kinds are measured, or the one that --heads names
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if idle := [name for name in self.methods if name in SPARSE_NAMES and name not in SELECTION_NAMES]:
             raise UsageError(f"--methods of iou takes {', '.join(SELECTION_NAMES)}, got {', '.join(idle)}")
-        at_least(self, rows=1)
-
-    @property
-    def own_heads(self) -> bool:
-        """False: both kinds of heads are measured, or the one that --heads names."""
-        return False
+        require_counts(self, rows=1)
 
     def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings that decide the results, as JSON values without local paths."""
         given = super().settings(task)
         return given if self.rows_from == "drawn" else given | {"rows": 1}
 

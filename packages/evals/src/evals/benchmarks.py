@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import tyro
-from hashtrain.usage import UsageError
+from hashtrain.usage import UsageError, require_counts
 
-from evals.base_commands import Methods, MethodsCommand, at_least, each_once, each_positive
+from evals.base_commands import Methods, MethodsCommand
+from evals.checks import each_once, each_positive
 
 SparseRows = Literal["all", "continuation"]
 Truncation = Literal["middle", "left"]
@@ -49,11 +50,11 @@ class BenchmarkCommand(MethodsCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, batch_size=1)
+        require_counts(self, batch_size=1)
         each_once(self, "tasks")
         for name, least in (("limit", 1), ("shots", 0), ("max_length", 32)):
             if getattr(self, name) is not None:
-                at_least(self, **{name: least})
+                require_counts(self, **{name: least})
         if self.tokens:
             each_positive(self, "tokens")
         for folder in self.include_path:
@@ -67,11 +68,9 @@ class BenchmarkCommand(MethodsCommand):
 
     @property
     def dense_prompt(self) -> bool:
-        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
         return self.rows == "continuation"
 
     def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings that decide the results, as JSON values without local paths."""
         given = super().settings(task)
         for name in ("documents", "batch_size", "include_path"):  # a digest identifies a task's data
             del given[name]
@@ -113,7 +112,6 @@ class RulerBenchmarkCommand(BenchmarkCommand):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Arguments for tasks that generate their own data."""
         return {"tokenizer": self.model_path, "max_seq_lengths": list(self.lengths)}
 
 

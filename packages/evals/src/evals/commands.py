@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import tyro
 from hashtrain.demo import DEMO
-from hashtrain.usage import UsageError
+from hashtrain.usage import UsageError, require_counts
 
-from evals.base_commands import Methods, MethodsCommand, TaskCommand, at_least, each_once, each_positive
+from evals.base_commands import Methods, MethodsCommand, TaskCommand
+from evals.checks import each_a_share, each_among, each_once, each_positive
 from evals.codes import CODES
 from evals.methods import CODED_NAMES, DEFAULT_NAMES
 from evals.result import versions
@@ -33,7 +34,7 @@ class OutputErrorCommand(TaskCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, rows=1)
+        require_counts(self, rows=1)
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,18 @@ class FidelityCommand(TaskCommand):
     out: Path = Path("runs/fidelity")
     """Folder for samples, rows, report and figure; rerun the command to resume."""
 
+    always_prompted: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, new_tokens=1)
+        require_counts(self, new_tokens=1)
         if self.new_tokens >= self.context:
             raise UsageError(f"--new-tokens must be below --context = {self.context}, got {self.new_tokens}")
 
     def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings that decide the results, as JSON values without local paths."""
         given = super().settings(task)
         del given["from_run"]  # such a run stores the settings of the other one
         return given
-
-    @property
-    def dense_prompt(self) -> bool:
-        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -78,19 +75,15 @@ class SyntheticCommand(MethodsCommand):
     lengths: tuple[int, ...] = (512, 1024, 2048)
     """Tokens of prompt and answer together."""
 
+    always_prompted: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         each_positive(self, "lengths")
 
     @property
     def longest(self) -> tuple[str, int]:
-        """The flag that decides how many tokens the model must accept, and their number."""
         return "--lengths", max(self.lengths)
-
-    @property
-    def dense_prompt(self) -> bool:
-        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -106,8 +99,7 @@ class RulerCommand(SyntheticCommand):
     def __post_init__(self) -> None:
         super().__post_init__()
         each_once(self, "kinds")
-        if unknown := [kind for kind in self.kinds if kind not in KINDS]:
-            raise UsageError(f"--kinds takes {', '.join(KINDS)}, got {', '.join(unknown)}")
+        each_among(self, "kinds", KINDS)
 
 
 @dataclass(frozen=True)
@@ -151,17 +143,13 @@ class ConesCommand(TaskCommand):
     out: Path = Path("runs/cones")
     """Folder for samples, rows, report and figure; rerun the command to resume."""
 
-    @property
-    def own_heads(self) -> bool:
-        """False: only codes are examined, not selections."""
-        return False
+    both_heads: ClassVar[bool] = True  # only codes are examined, not selections
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.heads is not None:
             raise UsageError(f"cones takes no --heads, got {self.heads}: it examines only codes; leave it out")
-        if strange := [name for name in self.methods if name not in CODED_NAMES]:
-            raise UsageError(f"--methods of cones takes {', '.join(CODED_NAMES)}, got {', '.join(strange)}")
+        each_among(self, "methods", CODED_NAMES, "cones")
 
 
 @dataclass(frozen=True)
@@ -182,21 +170,17 @@ class CodelengthCommand(TaskCommand):
     out: Path = Path("runs/codelength")
     """Folder for samples, rows, report and figure; rerun the command to resume."""
 
-    @property
-    def own_heads(self) -> bool:
-        """False: both kinds of heads are measured, or the one that --heads names."""
-        return False
+    both_heads: ClassVar[bool] = True  # both kinds are measured, or the one that --heads names
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, rows=1)
+        require_counts(self, rows=1)
         each_once(self, "bits")
         if odd := [bits for bits in self.bits if bits < 32 or bits % 32]:
             raise UsageError(f"--bits must be multiples of 32, got {odd[0]}")
         if len(self.budgets) > 1:
             raise UsageError(f"--budgets of codelength takes one, got {len(self.budgets)}")
-        if strange := [name for name in self.methods if name not in CODED_NAMES]:
-            raise UsageError(f"--methods of codelength takes {', '.join(CODED_NAMES)}, got {', '.join(strange)}")
+        each_among(self, "methods", CODED_NAMES, "codelength")
 
 
 @dataclass(frozen=True)
@@ -221,19 +205,14 @@ class CodesCommand(TaskCommand):
     out: Path = Path("runs/codes")
     """Folder for samples, rows, report and figure; rerun the command to resume."""
 
-    @property
-    def own_heads(self) -> bool:
-        """False: both ways to combine a group's heads are measured."""
-        return False
+    both_heads: ClassVar[bool] = True  # both ways to combine a group's heads are measured
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, rows=1, training_contexts=1, training_keys=1)
+        require_counts(self, rows=1, training_contexts=1, training_keys=1)
         each_once(self, "codes")
-        if unknown := [name for name in self.codes if name not in CODES]:
-            raise UsageError(f"--codes takes {', '.join(CODES)}, got {', '.join(unknown)}")
-        if strange := [name for name in self.methods if name not in CODED_NAMES]:
-            raise UsageError(f"--methods of codes takes {', '.join(CODED_NAMES)}, got {', '.join(strange)}")
+        each_among(self, "codes", CODES)
+        each_among(self, "methods", CODED_NAMES, "codes")
         for name, usual in (("heads", None), ("shortlist", None), ("values", 1.0)):
             if getattr(self, name) != usual:
                 raise UsageError(f"codes takes no --{name}: it compares whole codes; leave it out")
@@ -255,20 +234,15 @@ class ShapeCommand:
     """Folder for rows, report and figure."""
 
     def __post_init__(self) -> None:
-        at_least(self, bits=32, planes=1, hidden=1)
+        require_counts(self, bits=32, planes=1, hidden=1)
         if self.bits % 32:
             raise UsageError(f"--bits must be a multiple of 32, got {self.bits}")
 
     def settings(self, task: str) -> dict[str, Any]:
         """Return the settings that decide the results, as JSON values without local paths."""
-        return {
-            "task": task,
-            "model": Path(self.shape).name if self.shape != DEMO else DEMO,
-            "bits": self.bits,
-            "planes": self.planes,
-            "hidden": self.hidden,
-            "versions": versions(),
-        }
+        model = DEMO if self.shape == DEMO else Path(self.shape).name
+        sizes = {"bits": self.bits, "planes": self.planes, "hidden": self.hidden}
+        return {"task": task, "model": model, **sizes, "versions": versions()}
 
 
 @dataclass(frozen=True)
@@ -293,9 +267,7 @@ class ComplexityCommand(ShapeCommand):
     def __post_init__(self) -> None:
         super().__post_init__()
         each_positive(self, "contexts")
-        if not 0 < self.budget <= 1:
-            raise UsageError(f"--budget must be above 0 and at most 1, got {self.budget:g}; 0.02 selects 2 %")
+        each_a_share(self, "budget")
 
     def settings(self, task: str) -> dict[str, Any]:
-        """Return the settings that decide the results."""
         return {**super().settings(task), "contexts": list(self.contexts), "budget": self.budget}

@@ -108,11 +108,7 @@ def _mean(value: Any, dense: set[int]) -> float:
 
 
 def _differences(
-    a: Values,
-    b: Values,
-    methods: tuple[str | None, str | None],
-    budgets: tuple[float | None, float | None],
-    seed: int,
+    a: Values, b: Values, methods: tuple[str | None, str | None], budgets: tuple[float | None, float | None], seed: int
 ) -> Iterator[dict[str, Any]]:
     for (method, budget, place), found in a.items():
         if methods[0] not in (None, method) or budgets[0] not in (None, budget):

@@ -36,16 +36,8 @@ COLOURS = {
     "magicpig-10x150": "#004166",
 }
 MARKERS = {"oracle": "*", "recent": "x", "lsh": "s", "paper": "^", "planes": "o", "transform": "D"}
-MARKERS |= {"linear": "v", "group-xnor": "p", "planes-64": "."}
-MARKERS |= {
-    "quest": "P",
-    "quest-heads": "X",
-    "magicpig": "D",
-    "magicpig-sink": "<",
-    "magicpig-local": "^",
-    "magicpig-bare": "d",
-    "magicpig-10x150": ">",
-}
+MARKERS |= {"linear": "v", "group-xnor": "p", "planes-64": ".", "quest": "P", "quest-heads": "X", "magicpig": "D"}
+MARKERS |= {"magicpig-sink": "<", "magicpig-local": "^", "magicpig-bare": "d", "magicpig-10x150": ">"}
 
 
 def draw(result: Result, path: Path) -> None:

@@ -26,7 +26,7 @@ from evals.rivals import RIVALS
 from evals.runner import model_identity
 from evals.study import FrontierCommand
 from evals.tasks.throughput import fill
-from evals.timing import Turn, in_turns, quantiles
+from evals.timing import Turn, in_turns, nothing, quantiles
 
 STEPS, WARMUP, REPEATS = 8, 2, 5
 
@@ -97,7 +97,7 @@ def measure(
 
     turns = {DENSE: turn(contextlib.nullcontext)}
     turns |= {name_of(point): turn(sparse(methods[point.method], point)) for point in found if point.method in methods}
-    sync = torch.cuda.synchronize if model.device.type == "cuda" else _nothing
+    sync = torch.cuda.synchronize if model.device.type == "cuda" else nothing
     steps = {name: quantiles(of, seed)["p50_ms"] for name, of in in_turns(turns, STEPS, WARMUP, REPEATS, sync).items()}
     return {
         "tokens": tokens,
@@ -105,10 +105,6 @@ def measure(
         "environment": environment(str(model.device)),
         "steps": {name: {"ms": of.mean, "low": of.low, "high": of.high} for name, of in steps.items()},
     }
-
-
-def _nothing() -> None:
-    """Wait for nothing: the CPU runs synchronously."""
 
 
 def name_of(point: Point) -> str:

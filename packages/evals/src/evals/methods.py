@@ -190,26 +190,15 @@ def _rank_one(name: str, folder: Path) -> LoadedMethod:
 DENSE = "dense"
 METHODS = (
     Method(DENSE, "every visible token: what the others are measured against", _dense),
-    Method(
-        "oracle",
-        "the largest exact attention: the bound of any selection",
-        _oracle,
-    ),
-    Method(
-        "recent",
-        "the last tokens: a sliding window of the same size",
-        _recent,
-    ),
+    Method("oracle", "the largest exact attention: the bound of any selection", _oracle),
+    Method("recent", "the last tokens: a sliding window of the same size", _recent),
     Method("lsh", "signs of a random rotation, untrained", partial(_hashed, "lsh")),
     Method("paper", "the paper's MLP, from a random start", partial(_hashed, "paper")),
     Method("planes", "one key code per KV head, queries in bit planes", partial(_hashed, "planes")),
     Method(
         "transform", "keys as digits of a few coordinates, more where they differ more", partial(_hashed, "transform")
     ),
-    _whole("lsh"),
-    _whole("paper"),
-    _whole("planes"),
-    _whole("transform"),
+    *map(_whole, ("lsh", "paper", "planes", "transform")),
     *(Method(c.name, f"ablation: {c.summary}", partial(_hashed, c.name)) for c in ABLATIONS),
     *(Method(c.name, f"per query head: {c.summary}", partial(_hashed, c.name)) for c in EXACT),
     _whole("transform-start"),

@@ -50,13 +50,9 @@ class RunFolder:
     def _environment(self) -> Path:
         return self.folder / "environment.json"
 
-    def renew(self) -> None:
-        """Store the present environment as the run's; used when everything is measured again."""
-        write_json(self._environment, self._here)
-
-    def keep_environment(self, environment: dict[str, str]) -> None:
-        """Store the environment of the run whose samples these results are made from."""
-        write_json(self._environment, environment)
+    def renew(self, environment: dict[str, str] | None = None) -> None:
+        """Store an environment as the run's: the present one, or that of the run whose samples it is made from."""
+        write_json(self._environment, self._here if environment is None else environment)
 
     def _note(self) -> None:
         """Before a sample is made, check that the software matches the stored samples', and add this hardware.

@@ -29,33 +29,15 @@ PLANES = HasherConfig("transform", ModelShape(1, 1, 1, 128)).planes
 SMALL = "small"
 PRESETS = {
     # Qwen/Qwen2.5-7B and meta-llama/Meta-Llama-3-8B as in their config.json, but with positions for any length.
-    "qwen2.5-7b": lambda: _qwen(
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        vocab_size=152064,
-    ),
-    "llama3-8b": lambda: _llama(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-    ),
+    "qwen2.5-7b": lambda: _qwen(hidden_size=3584, intermediate_size=18944, vocab_size=152064, **_sizes(28, 28, 4)),
+    "llama3-8b": lambda: _llama(hidden_size=4096, intermediate_size=14336, vocab_size=128256, **_sizes(32, 32, 8)),
     # Qwen2.5-7B's groups and heads, 4 layers, little besides attention: for two CPU cores.
-    SMALL: lambda: _qwen(
-        hidden_size=896,
-        intermediate_size=896,
-        num_hidden_layers=4,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=1024,
-    ),
+    SMALL: lambda: _qwen(hidden_size=896, intermediate_size=896, vocab_size=1024, head_dim=128, **_sizes(4, 28, 4)),
 }
+
+
+def _sizes(layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+    return {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
 
 
 def load_config(name: str) -> PretrainedConfig:

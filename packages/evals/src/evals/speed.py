@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hashtrain.usage import UsageError, require_device_name, require_seed
+from hashtrain.usage import UsageError, require_counts, require_device_name, require_seed
 
-from evals.base_commands import Methods, at_least, each_once, each_positive
+from evals.base_commands import Methods
+from evals.checks import each_a_share, each_among, each_once, each_positive
 from evals.result import versions
 from evals.shapes import PLANES, SMALL
 
@@ -53,11 +54,10 @@ class SpeedCommand:
 
     def __post_init__(self) -> None:
         require_seed(self.seed)
-        at_least(self, bits=32, planes=1, hidden=1, repeats=1, steps=1, warmup=0)
+        require_counts(self, bits=32, planes=1, hidden=1, repeats=1, steps=1, warmup=0)
         require_device_name(self.device)
         each_positive(self, "contexts")
-        if not 0 < self.budget <= 1:
-            raise UsageError(f"--budget must be above 0 and at most 1, got {self.budget:g}; 0.02 selects 2 %")
+        each_a_share(self, "budget")
         if self.bits % 32:
             raise UsageError(f"--bits must be a multiple of 32, got {self.bits}")
         if self.bandwidth is not None and not self.bandwidth > 0:
@@ -88,12 +88,11 @@ class ThroughputCommand(SpeedCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(self, dense_layers=0)
+        require_counts(self, dense_layers=0)
         for name in ("methods", "batches"):
             each_once(self, name)
-        at_least(self, batches=1)
-        if strange := [name for name in self.methods if name not in ENDTOEND]:
-            raise UsageError(f"--methods of throughput takes {', '.join(ENDTOEND)}, got {', '.join(strange)}")
+        require_counts(self, batches=1)
+        each_among(self, "methods", ENDTOEND, "throughput")
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import tyro
 from hashtrain.demo import DEMO
-from hashtrain.usage import UsageError, require_device_name
+from hashtrain.usage import UsageError, require_counts, require_device_name
 
-from evals.base_commands import Dtype, Methods, Phase, TaskCommand, at_least, each_positive
+from evals.base_commands import Dtype, Methods, Phase, TaskCommand
+from evals.checks import each_among, each_positive
 from evals.methods import REMAINDER, RIVAL_NAMES, SELECTION_NAMES, SPARSE_NAMES
 
 
@@ -78,7 +79,7 @@ class FrontierCommand:
             raise UsageError("--clock measures times and --times reads them; leave one of them out")
         if self.tokens is not None and not self.clock:
             raise UsageError("--tokens is of steps that --clock measures; add --clock, or leave it out")
-        at_least(self, tokens=1)
+        require_counts(self, tokens=1)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class SuggestCommand(TaskCommand):
         if not self.methods:
             object.__setattr__(self, "methods", ("transform" + (REMAINDER if self.mass is None else ""),))
         super().__post_init__()
-        at_least(self, rows=1)
+        require_counts(self, rows=1)
         if (self.kl is None) == (self.mass is None):
             raise UsageError(f"give one target, --kl or --mass, got {'neither' if self.kl is None else 'both'}")
         if self.kl is not None and not self.kl > 0:
@@ -133,11 +134,6 @@ class SuggestCommand(TaskCommand):
     def metric(self) -> str:
         """The metric that the target applies to."""
         return "kl" if self.mass is None else "mass"
-
-    @property
-    def dense_prompt(self) -> bool:
-        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
-        return self.phase == "decode"
 
 
 @dataclass(frozen=True)
@@ -179,13 +175,7 @@ class TuneCommand(TaskCommand):
             raise UsageError(f"--density must be above 0 and at most 1, got {self.density:g}")
         if len(self.budgets) != 1:
             raise UsageError(f"--budgets of tune takes one, got {len(self.budgets)}")
-        if strange := [name for name in self.methods if name not in RIVAL_NAMES]:
-            raise UsageError(f"--methods of tune takes {', '.join(RIVAL_NAMES)}, got {', '.join(strange)}")
-
-    @property
-    def dense_prompt(self) -> bool:
-        """Whether rows before the evaluated ones are dense, as in serving; otherwise every row is sparse."""
-        return self.phase == "decode"
+        each_among(self, "methods", RIVAL_NAMES, "tune")
 
 
 @dataclass(frozen=True)
@@ -226,4 +216,4 @@ class PaperCommand:
             raise UsageError("give one of --table, --figure, --all and --list, got several")
         require_device_name(self.device)
         if self.documents is not None:
-            at_least(self, documents=1)
+            require_counts(self, documents=1)

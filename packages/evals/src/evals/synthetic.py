@@ -18,24 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-NAMES = [
-    "apple",
-    "river",
-    "stone",
-    "cloud",
-    "tiger",
-    "lemon",
-    "piano",
-    "eagle",
-    "maple",
-    "ocean",
-    "candle",
-    "mirror",
-    "garden",
-    "silver",
-    "window",
-    "basket",
-]
+NAMES = (
+    *("apple", "river", "stone", "cloud", "tiger", "lemon", "piano", "eagle", "maple", "ocean", "candle", "mirror"),
+    *("garden", "silver", "window", "basket"),
+)
 _PARTS = ["size", "count", "index", "total", "width", "height", "limit", "offset", "level", "state"]
 
 

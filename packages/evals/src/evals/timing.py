@@ -24,12 +24,16 @@ class Turn(NamedTuple):
     finish: Callable[[], None]
 
 
+def nothing() -> None:
+    """Do nothing before or after a turn, or wait for nothing: the CPU runs synchronously."""
+
+
 def in_turns(
     turns: Mapping[str, Turn],
     steps: int,
     warmup: int,
     repeats: int,
-    sync: Callable[[], None] = lambda: None,
+    sync: Callable[[], None] = nothing,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[list[float]]]:
     """Time each method's steps, in turns, so that a busy moment affects all methods.

@@ -154,11 +154,11 @@ def _capture(command: CaptureCommand) -> int:
 
 def _plan(command: PlanCommand) -> int:
     from hashtrain.models import load_config
-    from hashtrain.run.schedule import as_json, schedule
+    from hashtrain.run.schedule import schedule
 
     found = schedule(command, load_config(command.model_path), None if command.disk is None else 1e9 * command.disk)
     _console().print("\n".join(found.lines(command)), highlight=False, soft_wrap=True)
-    print(json.dumps({"plan": as_json(found)}), flush=True)
+    print(json.dumps({"plan": asdict(found)}), flush=True)
     return 0
 
 

@@ -25,14 +25,13 @@ class Item:
     Attributes:
         name: as the paper numbers it, followed by `(PART)` if one figure takes several commands.
         title: what it shows.
-        task: the command's name, None if there is nothing to measure; arguments: its own, besides model, hashers and
-            out.
-        documents: default number; 0 for tasks that take only a shape.
+        command: `evals TASK ...` without model, hashers and out; or that of another program, if none of our tasks
+            measures it.
         differs: what differs from the paper, and why.
+        documents: default number; 0 for tasks that take only a shape.
         paper: the paper's own numbers, if it prints some.
         against: (method, budget, other, its budget): differences to show, paired over documents.
         twice: also run it with --other-hashers, and show the difference.
-        program: the command of another program that shows it, if no task of ours measures it.
         hub: whether its data come from a hub, so that --all skips it.
         stored: names of stored runs that show it, on the demo model or another, in the folder of --results.
         nothing_to_store: whether it is a drawing, a listing or a quotation, which no result can show.
@@ -40,23 +39,26 @@ class Item:
 
     name: str
     title: str
-    task: str | None
-    arguments: tuple[str, ...]
-    documents: int
+    command: str
     differs: tuple[str, ...]
+    documents: int = 0
     paper: Grid | None = None
     against: tuple[tuple[str, float, str, float], ...] = ()
     twice: bool = False
-    program: tuple[str, ...] = ()
     hub: bool = False
     stored: tuple[str, ...] = ()
     nothing_to_store: bool = False
 
+    @property
+    def task(self) -> str | None:
+        """The command's task; None if it is another program's."""
+        program, task, *_ = self.command.split()
+        return task if program == "evals" else None
+
     def commands(self, settings: PaperCommand) -> list[list[str]]:
         """Return the commands. Raises: ValueError if there are none, or an option they need is missing."""
         if self.task is None:
-            shown = " ".join(self.program)
-            raise ValueError(f"{self.name} is shown by another program: {shown}; {self.differs[0]}")
+            raise ValueError(f"{self.name} is shown by another program: {self.command}; {self.differs[0]}")
         if self.twice and settings.other_hashers is None:
             raise ValueError(
                 f"{self.name} compares two sets of hashers: train one with `uv run hashtrain --text FOLDER --out "
@@ -66,7 +68,7 @@ class Item:
         count = str(settings.documents or self.documents)
         found = []
         for folder, made in zip(self.folders(settings), hashers, strict=True):
-            words = [self.task, *self.arguments, "--out", str(folder)]
+            words = [*self.command.split()[1:], "--out", str(folder)]
             if self.task not in _ON_CPU:
                 words += ["--device", settings.device]
             if self.task not in _BY_SHAPE:
@@ -88,7 +90,7 @@ class Item:
     def lines(self, settings: PaperCommand) -> list[str]:
         """Format its commands for printing, with `OTHER` for missing options, or the other program's command."""
         if self.task is None:
-            return [" ".join(self.program)]
+            return [self.command]
         given = settings.other_hashers or Path("OTHER")
         return [" ".join(("evals", *words)) for words in self.commands(replace(settings, other_hashers=given))]
 
@@ -112,7 +114,7 @@ class Item:
     @property
     def rivals(self) -> bool:
         """Whether it measures perplexity of rivals, to which --tuned can add tuned ones."""
-        return self.task == "ppl" and not set(RIVAL_NAMES).isdisjoint(self.arguments)
+        return self.task == "ppl" and not set(RIVAL_NAMES).isdisjoint(self.command.split())
 
     def lacking(self, settings: PaperCommand) -> list[str]:
         """Return the required hashers that are missing; tasks that take a shape need none."""
@@ -127,7 +129,7 @@ class Item:
 
     def _values(self, option: str) -> list[str]:
         """Return the values of an option of its command; none if it is not given."""
-        words = list(self.arguments)
+        words = self.command.split()
         start = words.index(option) + 1 if option in words else len(words)
         end = next((i for i in range(start, len(words)) if words[i].startswith("--")), len(words))
         return words[start:end]

@@ -7,8 +7,8 @@ from evals.paper.item import Item
 
 MODEL = "The paper's models have 7 to 14 billion parameters; by default this uses the demo model: compare orders."
 _TEXT = "The paper's texts are PG19, Proof-Pile and CodeParrot; without --text these are held-out Python modules."
-OURS = ("planes", "transform", "transform+remainder")
-_ALONE = ("planes", "transform-start", "transform")
+OURS = "planes transform transform+remainder"
+_ALONE = "planes transform-start transform"
 _LAYERS = "Layers 0 and 1 are dense for every method; the paper's MagicPIG leaves layers 0 and 16 dense."
 
 
@@ -20,16 +20,15 @@ TABLES = (
     Item(
         "table 1",
         "IoU and perplexity before and after training",
-        "iou",
-        ("--methods", "oracle", "lsh", "linear", "paper-untrained", "paper", *_ALONE, "--rows", "32"),
-        6,
+        f"evals iou --methods oracle lsh linear paper-untrained paper {_ALONE} --rows 32",
         (
             MODEL,
             "IoU is a mean over rows, documents, heads and sparse layers; the paper's is of one row of one "
             "document. LSH before and after training: `lsh`, `linear`; the MLP: `paper-untrained`, `paper`. Perplexity "
             "is in table 2.",
         ),
-        _numbers(
+        documents=6,
+        paper=_numbers(
             "IoU / perplexity, top 2 %",
             "model|original|oracle|LSH before|LSH after|MLP before|MLP after",
             "LLaMA2-7B|- / 5.58|1.00 / 5.69|0.17 / 5.86|0.20 / 5.84|0.05 / 20.31|0.41 / 5.72",
@@ -41,19 +40,15 @@ TABLES = (
     Item(
         "table 2",
         "Perplexity compared with Quest over budgets",
-        "ppl",
-        (
-            *("--methods", "oracle", "lsh", "paper", *OURS, "quest", "quest-heads"),
-            *("--budgets", "0.25", "0.08", "0.02", "--rules", "visible"),
-        ),
-        4,
+        f"evals ppl --methods oracle lsh paper {OURS} quest quest-heads --budgets 0.25 0.08 0.02 --rules visible",
         (
             MODEL,
             _TEXT,
             "A budget is a share of each row's visible tokens, the paper's of the whole context, at least 20 (--rules "
             "fixed). Quest takes whole pages, at least 3: the density column shows how many tokens that were.",
         ),
-        _numbers(
+        documents=4,
+        paper=_numbers(
             "perplexity of LLaMA3-8B",
             "method|PG19|ProofPile|CodeParrot",
             "dense|8.604|3.517|5.219",
@@ -63,18 +58,14 @@ TABLES = (
             "Spotlight, 5 %|8.734|3.552|5.285",
             "Spotlight, 2 %|8.977|3.621|5.434",
         ),
-        against=tuple((ours, 0.02, rival, 0.08) for ours in OURS for rival in ("quest", "quest-heads")),
+        against=tuple((ours, 0.02, rival, 0.08) for ours in OURS.split() for rival in ("quest", "quest-heads")),
         stored=("quest",),
     ),
     Item(
         "table 3",
         "Perplexity compared with MagicPIG, with and without sink and local tokens",
-        "ppl",
-        (
-            *("--methods", "oracle", *OURS, "magicpig", "magicpig-bare", "magicpig-10x150"),
-            *("--budgets", "0.02", "--rules", "visible", "--match", "magicpig", "magicpig-10x150"),
-        ),
-        4,
+        f"evals ppl --methods oracle {OURS} magicpig magicpig-bare magicpig-10x150 --budgets 0.02 --rules visible "
+        "--match magicpig magicpig-10x150",
         (
             MODEL,
             _TEXT,
@@ -84,7 +75,8 @@ TABLES = (
             "MagicPIG chooses its own number of tokens: the last tables give ours as many on each context.",
             "`magicpig` is the Spotlight paper's setting, 100 tables of 15 bits; `magicpig-10x150` its authors' own.",
         ),
-        _numbers(
+        documents=4,
+        paper=_numbers(
             "perplexity of LLaMA3-8B",
             "method|PG19|ProofPile|CodeParrot",
             "dense|9.56|2.83|2.26",
@@ -100,15 +92,14 @@ TABLES = (
     Item(
         "table 4",
         "Fidelity of generated text",
-        "fidelity",
-        ("--methods", "oracle", "recent", "lsh", *OURS, "quest", "--context", "1024"),
-        6,
+        f"evals fidelity --methods oracle recent lsh {OURS} quest --context 1024",
         (
             MODEL,
             "Continuations of held-out text instead of LongBench's questions; Rouge-L of Unicode words.",
             "The budget is 2 % of a context of 1,024, about 20 tokens; the paper's 163 are 2 % of 8,192.",
         ),
-        _numbers(
+        documents=6,
+        paper=_numbers(
             "Rouge-L to LLaMA3-8B's own answers",
             "method|similarity",
             "oracle, 163 tokens|0.66",
@@ -123,11 +114,10 @@ TABLES = (
     Item(
         "table 5",
         "Model sizes",
-        "ppl",
-        ("--methods", "oracle", "transform", "transform+remainder", "--budgets", "0.02", "--rules", "visible"),
-        4,
+        "evals ppl --methods oracle transform transform+remainder --budgets 0.02 --rules visible",
         (MODEL, _TEXT, "One model per run, given by --model and --hashers; `evals compare` compares two runs."),
-        _numbers(
+        documents=4,
+        paper=_numbers(
             "perplexity of Qwen2.5, dense / Spotlight, top 2 %",
             "model|PG19|Math|Code",
             "1.5B|13.828 / 13.510|4.181 / 4.143|5.081 / 5.064",
@@ -139,14 +129,13 @@ TABLES = (
     Item(
         "table 6",
         "Training corpora",
-        "ppl",
-        ("--methods", *OURS, "--budgets", "0.02", "--rules", "visible"),
-        3,
+        f"evals ppl --methods {OURS} --budgets 0.02 --rules visible",
         (
             MODEL,
             "The second set of hashers, --other-hashers, was trained on another text; both are evaluated on the same.",
         ),
-        _numbers(
+        documents=3,
+        paper=_numbers(
             "perplexity of LLaMA3-8B, top 2 %",
             "trained on|PG19|Math|Code",
             "ArXiv and books|8.977|3.621|5.434",
@@ -159,27 +148,20 @@ TABLES = (
     Item(
         "table 7",
         "Training settings",
-        None,
-        (),
-        0,
+        "hashtrain --model MODEL --text TEXT --only paper-exact --dry-run",
         ("it lists settings; a run stores its own in config.toml, and with every hasher.",),
-        program=("hashtrain", "--model", "MODEL", "--text", "TEXT", "--only", "paper-exact", "--dry-run"),
         nothing_to_store=True,
     ),
     Item(
         "table 8",
         "Few-shot tasks at 20 tokens",
-        "ruler-synthetic",
-        (
-            *("--methods", "oracle", "recent", "lsh", *OURS),
-            *("--lengths", "512", "1024", "--kinds", "single", "variables", "copy"),
-        ),
-        4,
+        f"evals ruler-synthetic --methods oracle recent lsh {OURS} --lengths 512 1024 --kinds single variables copy",
         (
             "The paper's few-shot tasks need a hub: `evals fewshot --tokens 20` is its protocol, 20 tokens in every "
             "row. These are synthetic exercises at 2 % of 512 or 1,024 tokens, 10 or 20 of them, after a dense prompt.",
         ),
-        _numbers(
+        documents=4,
+        paper=_numbers(
             "accuracy of LLaMA3-8B, 5 shots, dense / Spotlight at 20 tokens",
             "GLUE|SuperGLUE|OpenBookQA|HellaSwag|PiQA|Winogrande|ARC-E|ARC-C|MathQA|MMLU",
             ".618 / .620|.727 / .736|.378 / .378|.631 / .624|.804 / .804|.772 / .773|.850 / .851|.534 / .533|"
@@ -190,11 +172,9 @@ TABLES = (
     Item(
         "table 9",
         "Scores on LongBench",
-        "longbench",
-        ("--methods", "oracle", "quest", "magicpig", *OURS, "--tokens", "163"),
-        0,
+        f"evals longbench --methods oracle quest magicpig {OURS} --tokens 163",
         ("It needs a hub's data and a model that follows instructions.",),
-        _numbers(
+        paper=_numbers(
             "mean scores of LLaMA3-8B by kind of task",
             "method|one document|several|summaries|few-shot|synthetic|code",
             "dense|15.36|9.84|14.79|42.83|12.11|48.93",
@@ -207,14 +187,10 @@ TABLES = (
     Item(
         "table 10",
         "Ranking against reconstruction loss",
-        "ppl",
-        (
-            *("--methods", "paper", "paper-reconstruction", "planes", "planes-reconstruction"),
-            *("--budgets", "0.02", "--rules", "visible"),
-        ),
-        4,
+        "evals ppl --methods paper paper-reconstruction planes planes-reconstruction --budgets 0.02 --rules visible",
         (MODEL, _TEXT, "The loss is one minus the squared correlation with exact logits: docs/algorithm.md, eq. 17."),
-        _numbers(
+        documents=4,
+        paper=_numbers(
             "perplexity of LLaMA3-8B, top 2 %",
             "loss|PG19|Math|Code",
             "reconstruction|21.341|8.856|11.573",
@@ -226,16 +202,15 @@ TABLES = (
     Item(
         "table 11",
         "Hashing against down-projection",
-        "ppl",
-        ("--methods", "paper", "planes", "planes-64", "down-proj", "--budgets", "0.02", "--rules", "visible"),
-        4,
+        "evals ppl --methods paper planes planes-64 down-proj --budgets 0.02 --rules visible",
         (
             MODEL,
             _TEXT,
             "Down-projection stores head_dim / 16 numbers of 16 bits: as many bits as head_dim, so `planes-64` is the "
             "fair rival where head_dim is 64.",
         ),
-        _numbers(
+        documents=4,
+        paper=_numbers(
             "perplexity of LLaMA3-8B, top 2 %",
             "estimation|PG19|Math|Code",
             "down-projection, 16 x|14.743|5.425|7.619",
@@ -247,10 +222,9 @@ TABLES = (
     Item(
         "code length",
         "Length of untrained LSH that finds as much as a learned hash",
-        "codelength",
-        ("--methods", "paper", "linear", "group-xnor", "planes-64", "planes", "transform", "--rows", "32"),
-        3,
+        "evals codelength --methods paper linear group-xnor planes-64 planes transform --rows 32",
         (MODEL, "The paper's claim of codes 5 times shorter."),
+        documents=3,
         stored=("codelength_all",),
     ),
 )

@@ -88,8 +88,9 @@ def _magicpig(name: str, summary: str, published: tuple[Parameters, ...], sink: 
     )
 
 
-_PAGES: tuple[Parameters, ...] = ({"page": 16},)
-"""Quest's published page size."""
+_OF_QUEST: tuple[tuple[Parameters, ...], Callable[..., int], Mapping[str, str]]
+_OF_QUEST = ({"page": 16},), _quest_bits, {"page": "pages"}
+"""Quest's published page size, its bits, and its grid."""
 _SPOTLIGHT: Parameters = {"bits": 15, "tables": 100}
 """MagicPIG's parameters in the Spotlight Attention paper."""
 _AUTHORS: Parameters = {"bits": 10, "tables": 150}
@@ -98,22 +99,10 @@ RIVALS = {
     rival.name: rival
     for rival in (
         Rival(
-            "quest",
-            "pages of 16 by their least and greatest keys, one set per KV head",
-            _quest,
-            _PAGES,
-            _quest_bits,
-            {"page": "pages"},
+            *("quest", "pages of 16 by their least and greatest keys, one set per KV head", _quest, *_OF_QUEST),
             query_heads=_quest_heads,
         ),
-        Rival(
-            "quest-heads",
-            "the same, one set per query head, as published",
-            _quest_heads,
-            _PAGES,
-            _quest_bits,
-            {"page": "pages"},
-        ),
+        Rival("quest-heads", "the same, one set per query head, as published", _quest_heads, *_OF_QUEST),
         _magicpig(
             "magicpig",
             "samples by 100 hash tables of 15 bits, as in the Spotlight paper, 4 sink and 64 local tokens; "
@@ -124,9 +113,7 @@ RIVALS = {
         _magicpig("magicpig-local", "magicpig with its local and no sink tokens", (_SPOTLIGHT, _AUTHORS), 0, 64),
         _magicpig("magicpig-bare", "the same without sink and local tokens", (_SPOTLIGHT, _AUTHORS), 0, 0),
         _magicpig(
-            "magicpig-10x150",
-            "magicpig with 150 tables of 10 bits, the default of its authors",
-            (_AUTHORS, _SPOTLIGHT),
+            "magicpig-10x150", "magicpig with 150 tables of 10 bits, the default of its authors", (_AUTHORS, _SPOTLIGHT)
         ),
     )
 }

@@ -1,1 +1,4 @@
-"""One module per task, each with `run(command, console)`, which returns the stored result."""
+"""One module per task: `run(command, console)` stores its results below `command.out` and returns them.
+
+It raises ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
+"""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from sparse_decode import Budget
@@ -15,7 +15,10 @@ from evals.base_commands import Always
 from evals.commands import SyntheticCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE, LoadedMethod
-from evals.setup import Ready
+from evals.metrics import bootstrap
+from evals.result import Row
+from evals.runner import finite
+from evals.setup import Ready, Sample, rows_of
 from evals.synthetic import Exercise
 
 
@@ -88,3 +91,36 @@ def continue_greedily(
 def to_text(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> str:
     """Decode tokens to text, without special tokens."""
     return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def require_answers(
+    sample: Sample, cells: Sequence[Cell], exercises: Sequence[Exercise], places: Sequence[str], metrics: Sequence[str]
+) -> None:
+    """Check that a stored sample has the answers of this run, with finite metrics. Raises: ValueError.
+
+    Args: places: attributes of an exercise that its answers are stored with.
+    """
+    wanted = [[*cell, *(getattr(x, place) for place in places)] for cell in cells for x in exercises]
+    if [[answer[name] for name in (*Cell._fields, *places)] for answer in sample["answers"]] != wanted:
+        raise ValueError(f"its methods, budgets, {'s or '.join(places)}s are not those of the run")
+    for answer in sample["answers"]:
+        for name in metrics:
+            finite(answer[name])
+
+
+def answer_rows(
+    command: SyntheticCommand,
+    ready: Ready,
+    samples: list[Sample],
+    metrics: Sequence[str],
+    where: Callable[[dict[str, Any]], str],
+) -> Iterator[Row]:
+    """Yield each metric's mean over the samples, for every method, budget and place; `where` names a place."""
+    row = rows_of(command, ready, "decode", len(samples))
+    for i, first in enumerate(samples[0]["answers"]):
+        found = [sample["answers"][i] for sample in samples]
+        at = {"where": where(first), "budget": first["budget"], "rule": "visible"}
+        at["density"] = sum(answer["density"] for answer in found) / len(found)
+        estimates = bootstrap([[answer[name] for name in metrics] for answer in found], command.seed)
+        for name, estimate in zip(metrics, estimates, strict=True):
+            yield row(first["method"], name, estimate, **at)

@@ -29,10 +29,7 @@ _FEW = 500  # items; means over more are nearly normal, and resampling them woul
 
 
 def run(command: BenchmarkCommand, console: Console) -> Result:
-    """Run the task and store its results below `command.out`.
-
-    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
-    """
+    """Run the task: see `evals.tasks`."""
     if find_spec("lm_eval") is None:
         raise ValueError(
             "this task needs lm-evaluation-harness, which is not installed: in the checkout "

@@ -25,10 +25,7 @@ from evals.tasks.iou import Cell, heads_measured, measure
 
 
 def run(command: CodelengthCommand, console: Console) -> Result:
-    """Run the task and store its results below `command.out`.
-
-    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
-    """
+    """Run the task: see `evals.tasks`."""
     ready = prepare(command, "codelength", console)
     lsh = [untrained(ready, bits, command.seed) for bits in command.bits]
     learned = [method for method in ready.methods if method.selector]

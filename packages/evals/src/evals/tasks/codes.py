@@ -34,9 +34,8 @@ from evals.documents import TokenDocument, load_documents
 from evals.methods import LoadedMethod
 from evals.metrics import Estimate, bootstrap
 from evals.result import Result, Row
-from evals.runner import finite
 from evals.setup import Ready, Sample, drawn_rows, each_document, finish, prepare, require_cells, rows_of
-from evals.tasks.iou import by_layer
+from evals.tasks.iou import by_layer, require_by_head
 
 ADDED, BY_HEAD = "added", "by head"
 WAYS = (ADDED, BY_HEAD)
@@ -56,10 +55,7 @@ class Cell(NamedTuple):
 
 
 def run(command: CodesCommand, console: Console) -> Result:
-    """Run the task and store its results below `command.out`.
-
-    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
-    """
+    """Run the task: see `evals.tasks`."""
     ready = prepare(command, "codes", console)
     hashers = hashers_of(ready.methods)
     training = load_documents(
@@ -92,12 +88,7 @@ def run(command: CodesCommand, console: Console) -> Result:
     def check(sample: Sample) -> None:
         require_cells(sample, cells, "codes or budgets")
         for cell in sample["cells"]:
-            for metric in METRICS:
-                if [len(layer) for layer in cell[metric]] != [ready.shape.num_kv_heads] * ready.shape.num_layers:
-                    raise ValueError(f"{metric} is not {ready.shape.num_layers} layers of KV heads")
-                for value in (value for layer in cell[metric] for value in layer):
-                    finite(value)
-            finite(cell["density"])
+            require_by_head(cell, METRICS, ready.shape.num_layers, ready.shape.num_kv_heads)
 
     samples = each_document(command, ready, console, 1, check, compute)
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)

@@ -38,10 +38,7 @@ _PAIRS = 4096
 
 
 def run(command: ConesCommand, console: Console) -> Result:
-    """Run the task and store its results below `command.out`.
-
-    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
-    """
+    """Run the task: see `evals.tasks`."""
     ready = prepare(command, "cones", console)
     methods = [method for method in ready.methods if method.selector]
     names = [DENSE, *(method.name for method in methods)]

@@ -21,10 +21,7 @@ METRICS = ("rouge_l", "edit_similarity", "prefix")
 
 
 def run(command: FidelityCommand, console: Console) -> Result:
-    """Run the task and store its results below `command.out`.
-
-    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
-    """
+    """Run the task: see `evals.tasks`."""
     if command.from_run is not None:
         return of_stored(command, command.from_run, console)
     ready = prepare(command, "fidelity", console)

@@ -43,10 +43,7 @@ class Cell(NamedTuple):
 
 
 def run(command: IouCommand, console: Console) -> Result:
-    """Run the task and store its results below `command.out`.
-
-    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
-    """
+    """Run the task: see `evals.tasks`."""
     ready = prepare(command, "iou", console)
     methods = [method for method in ready.methods if method.selector]
     heads_of = heads_measured(command)
@@ -62,15 +59,20 @@ def run(command: IouCommand, console: Console) -> Result:
         require_cells(sample, cells)
         for cell in sample["cells"]:
             heads = ready.shape.num_kv_heads if cell["heads"] == "kv_head" else ready.shape.num_query_heads
-            for metric in METRICS:
-                if [len(layer) for layer in cell[metric]] != [heads] * ready.shape.num_layers:
-                    raise ValueError(f"{metric} is not {ready.shape.num_layers} layers of {heads} heads")
-                for value in (value for layer in cell[metric] for value in layer):
-                    finite(value)
-            finite(cell["density"])
+            require_by_head(cell, METRICS, ready.shape.num_layers, heads)
 
     samples = each_document(command, ready, console, 1, check, compute)
     return finish(command, ready, list(_rows(command, ready, cells, samples)), console)
+
+
+def require_by_head(cell: dict[str, Any], metrics: tuple[str, ...], layers: int, heads: int) -> None:
+    """Check that a stored cell has its density, and each metric by layer and head. Raises: ValueError or TypeError."""
+    for metric in metrics:
+        if [len(layer) for layer in cell[metric]] != [heads] * layers:
+            raise ValueError(f"{metric} is not {layers} layers of {heads} heads")
+        for value in (value for layer in cell[metric] for value in layer):
+            finite(value)
+    finite(cell["density"])
 
 
 def heads_measured(command: MethodsCommand) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from evals.result import Result, Row
 from evals.shapes import load_config, shape_of
 from evals.speed import STEPS, KernelsCommand
 from evals.tasks.clocked import bandwidth_of, open_run, store_times, timed_row
-from evals.timing import Turn, in_turns, quantiles
+from evals.timing import Turn, in_turns, nothing, quantiles
 
 _BEYOND_CACHE = 1 << 27  # bytes: smallest total size of the copies of a step's input
 _MOST_COPIES = 16
@@ -26,10 +26,7 @@ _MOST_COPIES = 16
 
 @torch.inference_mode()
 def run(command: KernelsCommand, console: Console) -> Result:
-    """Run the task and store its results below `command.out`.
-
-    Raises: ValueError or OSError with one sentence, before anything is measured, if the input cannot be used.
-    """
+    """Run the task: see `evals.tasks`."""
     shape = shape_of(load_config(command.shape)).at(0)
     settings = open_run(command, "kernels")
     speed = bandwidth_of(command)
@@ -39,7 +36,7 @@ def run(command: KernelsCommand, console: Console) -> Result:
         bounds = bounds_of(shape, n, command)
         for step, size in bounds.items():
             console.print(f"  {n} tokens, {step}: at least {1e3 * size / speed:.4f} ms", highlight=False)
-        turns = {name: Turn(_nothing, step, _nothing) for name, step in steps_of(shape, n, command).items()}
+        turns = {name: Turn(nothing, step, nothing) for name, step in steps_of(shape, n, command).items()}
         times = in_turns(turns, command.steps, command.warmup, command.repeats)
         for step, found in times.items():
             named = quantiles(found, command.seed)
@@ -113,7 +110,3 @@ def steps_of(shape: ModelShape, n: int, command: KernelsCommand) -> dict[str, Ca
     }
     assert tuple(steps) == STEPS
     return steps
-
-
-def _nothing() -> None:
-    """Do nothing before or after a turn."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,19 @@ from transformers import PreTrainedTokenizerBase
 from evals.commands import NeedleCommand
 from evals.documents import TokenDocument
 from evals.methods import DENSE
-from evals.metrics import bootstrap
-from evals.result import Result, Row
-from evals.runner import finite
-from evals.setup import Ready, Sample, each_document, finish, prepare, rows_of
+from evals.result import Result
+from evals.setup import Sample, each_document, finish, prepare
 from evals.synthetic import Exercise, exercise, prose
-from evals.tasks.answers import Cell, as_document, cells_of, continue_greedily, methods_of, read_answer, to_text
+from evals.tasks.answers import (
+    answer_rows,
+    as_document,
+    cells_of,
+    continue_greedily,
+    methods_of,
+    read_answer,
+    require_answers,
+    to_text,
+)
 from evals.text import holds, rouge_l, word_recall
 
 METRICS = ("rouge_l", "recall", "substring", "log_prob")
@@ -29,10 +36,7 @@ _BEYOND = 4  # tokens generated in addition to the answer's length
 
 
 def run(command: NeedleCommand, console: Console) -> Result:
-    """Run the task and store its results below `command.out`.
-
-    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
-    """
+    """Run the task: see `evals.tasks`."""
     made: list[list[Exercise]] = []
 
     def make(tokenizer: PreTrainedTokenizerBase) -> list[TokenDocument]:
@@ -62,15 +66,11 @@ def run(command: NeedleCommand, console: Console) -> Result:
         return {"answers": found}
 
     def check(sample: Sample) -> None:
-        wanted = [[*cell, x.length, x.depth] for cell in cells for x in made[0]]
-        if [[a[name] for name in (*Cell._fields, "length", "depth")] for a in sample["answers"]] != wanted:
-            raise ValueError("its methods, budgets, lengths or depths are not those of the run")
-        for answer in sample["answers"]:
-            for name in (*METRICS, "density"):
-                finite(answer[name])
+        require_answers(sample, cells, made[0], ("length", "depth"), (*METRICS, "density"))
 
     samples = each_document(command, ready, console, len(cells), check, compute)
-    result = finish(command, ready, list(_rows(command, ready, samples)), console)
+    rows = answer_rows(command, ready, samples, METRICS, lambda x: where_of(x["length"], x["depth"]))
+    result = finish(command, ready, list(rows), console)
     draw_heat(result, command, command.out / "figure.png")
     return result
 
@@ -89,17 +89,6 @@ def _hiding(command: NeedleCommand, tokenizer: PreTrainedTokenizerBase) -> Calla
 def where_of(length: int, depth: float) -> str:
     """Name a position in a haystack."""
     return f"{length} tokens, depth {100 * depth:g} %"
-
-
-def _rows(command: NeedleCommand, ready: Ready, samples: list[Sample]) -> Iterator[Row]:
-    row = rows_of(command, ready, "decode", len(samples))
-    for i, first in enumerate(samples[0]["answers"]):
-        found = [sample["answers"][i] for sample in samples]
-        at = {"where": where_of(first["length"], first["depth"]), "budget": first["budget"], "rule": "visible"}
-        at["density"] = sum(answer["density"] for answer in found) / len(found)
-        estimates = bootstrap([[answer[name] for name in METRICS] for answer in found], command.seed)
-        for name, estimate in zip(METRICS, estimates, strict=True):
-            yield row(first["method"], name, estimate, **at)
 
 
 def draw_heat(result: Result, command: NeedleCommand, path: Path) -> None:

@@ -39,10 +39,7 @@ class Cell(NamedTuple):
 
 
 def run(command: OutputErrorCommand, console: Console) -> Result:
-    """Run the task and store its results below `command.out`.
-
-    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
-    """
+    """Run the task: see `evals.tasks`."""
     ready = prepare(command, "output-error", console)
     methods = [method for method in ready.methods if method.selector]
     cells = [Cell(m.name, budget) for budget in command.budgets for m in methods]

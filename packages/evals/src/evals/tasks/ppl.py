@@ -75,10 +75,7 @@ def budget_of(rule: str, fraction: float, beside: int = 0, length: int = 1) -> B
 
 
 def run(command: PplCommand, console: Console) -> Result:
-    """Run the task and store its results below `command.out`.
-
-    Raises: ValueError or OSError with one sentence, before anything is written, if the input cannot be used.
-    """
+    """Run the task: see `evals.tasks`."""
     ready = prepare(command, "ppl", console)
     if command.tuned is not None:
         tuned = read_tuned(command.tuned, ready.settings["model_identity"], command.phase)

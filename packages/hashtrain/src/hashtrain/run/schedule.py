@@ -7,7 +7,7 @@ machines that are not at hand, such as a GPU that runs the paper's schedule for 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -160,8 +160,3 @@ def _waves(other: int, always: int, disk: float | None) -> int:
             "--stream with fewer or shorter held-out contexts"
         )
     return max(1, -(-other // int(disk - always)))
-
-
-def as_json(found: Schedule) -> dict[str, Any]:
-    """Return a schedule as a JSON object."""
-    return asdict(found)

@@ -79,10 +79,7 @@ ABLATIONS = (
     Recipe("paper-untrained", "paper", "random", trained=False, summary="the paper's MLP, untrained"),
     Recipe("paper-reconstruction", "paper", "random", 3e-3, "reconstruction", summary="paper, other loss"),
     Recipe(
-        "transform-start",
-        "transform",
-        trained=False,
-        summary="the untrained start of transform: two measured moments",
+        "transform-start", "transform", trained=False, summary="the untrained start of transform: two measured moments"
     ),
     Recipe("planes-reconstruction", "planes", learning_rate=8e-2, loss="reconstruction", summary="planes, other loss"),
     Recipe("down-proj", "down-proj", learning_rate=8e-2, summary="numbers in place of bits, compared by inner product"),

@@ -1,0 +1,37 @@
+"""Checks of a command's settings, with their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from hashtrain.usage import UsageError, require_counts
+
+
+def each_once(command: Any, name: str) -> None:
+    """Raise UsageError if a field of several values is empty or has a value twice."""
+    given = getattr(command, name)
+    if not given or len(set(given)) < len(given):
+        got = " ".join(map(str, given)) or "none"
+        raise UsageError(f"--{name} needs one value or more, without repeats, got {got}")
+
+
+def each_a_share(command: Any, name: str) -> None:
+    """Raise UsageError unless a budget, or each of several, is above 0 and at most 1."""
+    given = getattr(command, name)
+    for budget in given if isinstance(given, tuple) else (given,):
+        if not 0 < budget <= 1:
+            raise UsageError(f"--{name} must be above 0 and at most 1, got {budget:g}; 0.02 selects 2 %")
+
+
+def each_among(command: Any, name: str, known: Collection[str], task: str = "") -> None:
+    """Raise UsageError if a field of several names has one that is not known."""
+    if unknown := [one for one in getattr(command, name) if one not in known]:
+        of = f" of {task}" if task else ""
+        raise UsageError(f"--{name}{of} takes {', '.join(known)}, got {', '.join(unknown)}")
+
+
+def each_positive(command: Any, name: str) -> None:
+    """Raise UsageError if a field of several numbers is empty, has one twice, or has one below 1."""
+    each_once(command, name)
+    require_counts(command, **{name: 1})
