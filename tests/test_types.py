@@ -121,7 +121,7 @@ def test_public_is_what_is_exported_and_what_documents_show():
     assert {f"packages/{f.parent.name}/src/{n}/__init__.py" for n, f in PACKAGES.items()} <= public()
     assert "packages/hashcore/src/hashcore/index/bit_index.py" in public()  # through index/__init__.py
     assert "packages/hashcore/src/hashcore/reference.py" in public()  # exported as a module
-    assert "packages/hashcore/src/hashcore/hostsim/__init__.py" in public()  # shown in docs/how-to/kernel.md
+    assert "packages/hashcore/src/hashcore/cuda/source.py" in public()  # shown in docs/how-to/kernel.md
     assert "packages/hashcore/src/hashcore/cpu/search_kernels.py" not in public()
 
 

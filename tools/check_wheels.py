@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Files that a package needs but that no import would miss.
 MUST_HOLD = {
     "evals": ["harness/example/ruler.yaml"],
-    "hashcore": ["kernels/score.cu", "kernels/common.cuh", "hostsim/hostsim.hpp"],
+    "hashcore": ["kernels/score.cu", "kernels/common.cuh"],
     "hashtrain": ["demo/model/model.safetensors", "demo/model/tokenizer.json", "demo/model/README.md"],
     "sparse_decode": ["kernels/gather.cu", "kernels/mma.cuh"],
     "sparse_serve": ["plugin.py", "_backend.py", "_metrics.py"],

@@ -68,20 +68,18 @@ TARGETS = {
     ),
     "cpu": Target(
         "hashcore.cpu",
-        (PLAN, TOPK, SEARCH, INTO),
-        ("topk", "search", "run_search", "_search_whole", "_search_parts"),
+        (PLAN, TOPK, SEARCH, INTO, PREPARED, PAGES),
+        ("topk", "_topk", "search", "plain_search", "run_search", "_search_whole", "_search_parts"),
         SLOW,
         suffix="/__init__.py",
     ),
     "plan": Target("hashcore.cpu.launch_plan", (PLAN, SEARCH, PREPARED), ("search", "filled", "_common"), SLOW),
-    "host": Target(
-        "hashcore.host", (TOPK, REFUSALS, SEARCH, INTO, PREPARED, PAGES), ("topk", "search", "plain_search"), SLOW
-    ),
+    "host": Target("hashcore.ops", (TOPK, REFUSALS, SEARCH, INTO, PREPARED, PAGES), ("topk", "search"), SLOW),
     "validation": Target(
         "hashcore.validation",
         (TOPK, REFUSALS, SEARCH, INTO, PREPARED),
         (
-            *("integer_scores", "selection", "row_bounds", "bounds", "_eligible", "score_bits"),
+            *("integer_scores", "row_bounds", "bounds", "_eligible", "score_bits"),
             *("outputs", "_per_row", "_ordered"),
         ),
         SLOW,
@@ -98,7 +96,7 @@ TARGETS = {
     "cache types": Target("sparse_decode.cache_types", CACHE, warm=MODELS, count=20),
 }
 _SEARCH, _COLLECT, _SELECT = (f"hashcore/cpu/{name}_kernels.py" for name in ("search", "collect", "select"))
-_CPU, _HOST = "hashcore/cpu/__init__.py", "hashcore/host.py"
+_CPU = "hashcore/cpu/__init__.py"
 _BUFFER, _CACHE, _TYPES = (f"sparse_decode/{name}.py" for name in ("buffer", "cache", "cache_types"))
 _SEEN = "seen |= state[r + same, FROM] < high and state[r + same, TO] > low"
 _SORT = "_sort(kept[:count], wanted, max(floor - 1, 0), top, histogram, scores, indices)"
@@ -133,7 +131,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "the entry of the last slot is always found",
     (
         _CPU,
-        "workers = workers or threads.count(4 * scores.size)",
+        "threads.run(select_kernels.topk_tasks, count, threads.count(4 * scores.size), passed)",
         "4 -> 5",
     ): "the result does not depend on the threads",
     (
@@ -142,7 +140,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "1 -> 2",
     ): "the result does not depend on the threads",
     (_CPU, "rows = -1, made.shape[-1]", "1 -> 2"): "numpy takes -2 as it takes -1",
-    (_HOST, "q = arguments.aligned(q)", "removed"): "x86-64 reads unaligned words, too",
+    (_CPU, "query = arguments.aligned(query)", "removed"): "x86-64 reads unaligned words, too",
     (_BUFFER, "self._own = True", "removed"): "it is read only where rows exist, and they set it",
     (_BUFFER, "self._own = True", "True -> False"): "the same",
     (_CACHE, "super().reset()", "removed"): "the preceding lines empty a dynamic layer",

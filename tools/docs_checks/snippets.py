@@ -9,6 +9,7 @@ import sys
 SETTINGS = {
     "typeCheckingMode": "standard",
     "include": ["."],
+    "extraPaths": [str(pathlib.Path(__file__).parents[2] / "packages" / "hashcore" / "tests")],  # hostsim
     # The blocks of a page form one module, so later ones may redefine names.
     "reportRedeclaration": False,
 }

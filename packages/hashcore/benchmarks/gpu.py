@@ -15,6 +15,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import hashcore
 import torch
@@ -34,12 +35,9 @@ class Case(NamedTuple):
     w: torch.Tensor
     keys: list[torch.Tensor]
     out: tuple[torch.Tensor, torch.Tensor]
-    workspace: torch.Tensor
 
 
 def make_case(n: int, l2_bytes: int) -> Case:
-    from hashcore import torch_ops
-
     generator = torch.Generator(device="cuda").manual_seed(n)
     sets = max(2, math.ceil(4 * l2_bytes / (16 * HEADS * n)))
     shape, low, high = (HEADS, n, WORDS), -(1 << 31), 1 << 31
@@ -48,10 +46,9 @@ def make_case(n: int, l2_bytes: int) -> Case:
         for _ in range(sets)
     ]
     w = torch.randn(HEADS, 32 * WORDS, device="cuda", generator=generator)
-    planes, weights = hashcore.planes(w, PLANES)
     k = int(FRACTION * n)
     out = tuple(torch.empty(HEADS, k, dtype=torch.int32, device="cuda") for _ in range(2))
-    return Case(n, k, w, keys, (out[0], out[1]), torch_ops.make_workspace(planes, keys[0], weights))
+    return Case(n, k, w, keys, (out[0], out[1]))
 
 
 def check(case: Case) -> None:
@@ -66,8 +63,7 @@ def check(case: Case) -> None:
 
 def measure_search(case: Case) -> dict[str, float]:
     """Time scoring alone, scoring with selection, and both including the computation of planes."""
-    from hashcore import torch_ops
-    from hashcore.cuda import launch, operands, tensors
+    from hashcore.cuda import kept, launch, layout, operands, tensors
     from hashcore.cuda.timing import graph_time
 
     planes, weights = hashcore.planes(case.w, PLANES)
@@ -75,14 +71,15 @@ def measure_search(case: Case) -> dict[str, float]:
     def first_only(launches, device) -> None:
         launch.run([next(iter(launches))], device)
 
-    alone = case.workspace.clone()  # its histograms are never cleared
+    own = torch.zeros(layout.MAX_WORKSPACE // 4, dtype=torch.int32, device="cuda")
+    alone = kept.Memory(own.data_ptr(), len(own), own)  # its histograms are never cleared
 
     def score(keys: torch.Tensor) -> None:
-        tensors.search(planes, keys, case.k, weights, operands.Bounds(), *case.out, alone, first_only)
+        with mock.patch.object(kept, "scratch", return_value=alone):
+            tensors.search(planes, keys, case.k, weights, operands.Bounds(), *case.out, first_only)
 
     def search(keys: torch.Tensor, planes: torch.Tensor = planes) -> None:
-        options: dict[str, Any] = {"order": "index", "out": case.out, "workspace": case.workspace}
-        torch_ops.search(planes, keys, case.k, weights, **options)
+        hashcore.search(planes, keys, case.k, weights, order="index", out=case.out)
 
     def retrieve(keys: torch.Tensor) -> None:
         search(keys, hashcore.planes(case.w, PLANES, check=False)[0])
@@ -106,7 +103,7 @@ def measure_shortlist(case: Case, times: int) -> dict[str, float]:
     firsts = [keys[..., 0].contiguous() for keys in case.keys]
 
     def search(keys: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        options: dict[str, Any] = {"order": "index", "out": case.out, "workspace": case.workspace}
+        options: dict[str, Any] = {"order": "index", "out": case.out}
         return torch_ops.search(planes, keys, case.k, weights, shortlist=times, first=first, **options)
 
     found = search(case.keys[0], firsts[0])[1]

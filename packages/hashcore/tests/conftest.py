@@ -1,7 +1,8 @@
-"""The fixtures that the tests share; puts their helpers on the path, which importing tests by file leaves off it."""
+"""Shared fixtures; puts this folder on the path, so that tests can import its helper modules."""
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,3 +13,31 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20)
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Sends every call with a tensor down the CUDA path, with the host simulator as the device."""
+    device = pytest.importorskip("simulated", reason="g++ is needed").Device()
+    from hashcore import torch_library, torch_ops
+
+    operators = SimpleNamespace()
+    for name in torch_library.SCHEMAS:
+        plain = name.removesuffix("_out")
+        write = torch_library.CUDA[plain]
+        call = write if name != plain else torch_library._functional(torch_library.RESULTS[name], write)
+        setattr(operators, name, call)
+    monkeypatch.setattr(torch_ops, "OPERATORS", operators)
+    monkeypatch.setattr("hashcore.cuda.launch.run", device)
+    monkeypatch.setattr("hashcore.arguments.for_torch", lambda arguments: any(map(has_tensor, arguments)))
+    return device
+
+
+def has_tensor(x) -> bool:
+    return type(x).__name__ == "Tensor" or (isinstance(x, tuple) and any(map(has_tensor, x)))
+
+
+@pytest.fixture(params=["on the CPU", "on a device"])
+def place(request):
+    """Runs a test twice; the device, or None."""
+    return request.getfixturevalue("on_device") if request.param == "on a device" else None

@@ -1,4 +1,4 @@
-"""What tests of BitIndex begin and end with: codes and vectors drawn from a seed, and equality of what is found."""
+"""Helpers of the BitIndex tests: codes and vectors drawn from a seed, comparisons."""
 
 import numpy as np
 from hashcore import BitIndex
@@ -17,12 +17,6 @@ def codes_of(seed: int, n: int, words: int, alphabet: int = 2**32) -> np.ndarray
 
 def vectors_of(seed: int, n: int, dim: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(n, dim)).astype(np.float32)
-
-
-def assert_same(actual, expected) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b, strict=True)
 
 
 def brute_force(scores, ids, k):

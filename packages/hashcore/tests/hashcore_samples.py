@@ -1,4 +1,8 @@
-"""What many tests begin and end with: codes, and equality to the last bit and the type."""
+"""Shared helpers: random codes, exact comparisons, a fixed number of threads, calls of every operator."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import numpy as np
 
@@ -8,8 +12,26 @@ def random_codes(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def assert_same(actual, expected) -> None:
+    """Compare arrays, or CPU tensors with arrays, or tuples of them: dtype, shape and every element."""
+    if isinstance(expected, tuple | list):
+        for a, b in zip(actual, expected, strict=True):
+            assert_same(a, b)
+        return
+    actual = np.asarray(actual)
     assert actual.dtype == expected.dtype
     np.testing.assert_array_equal(actual, expected, strict=True)
+
+
+@contextmanager
+def on_threads(workers: int) -> Iterator[None]:
+    """Let calls use this many threads, whatever their work; no plan is kept."""
+    from hashcore import cpu
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(cpu.threads, "count", return_value=workers))
+        for name in ("plan_score", "plan_search", "plan_ragged_search"):
+            stack.enter_context(mock.patch.object(cpu, name, getattr(cpu, name).__wrapped__))
+        yield
 
 
 def unaligned(x: np.ndarray) -> np.ndarray:
@@ -19,3 +41,31 @@ def unaligned(x: np.ndarray) -> np.ndarray:
     moved[...] = x
     assert not moved.flags.aligned
     return moved
+
+
+def operator_samples(device: str):
+    """One call of every torch operator on a device."""
+    import torch
+
+    def codes(*shape: int):
+        return torch.from_numpy(random_codes(np.random.default_rng(len(shape)), *shape)).to(device)
+
+    def pair(*shape: int):
+        return tuple(torch.zeros(*shape, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
+
+    query, keys, weights, x = codes(2, 1, 3, 4), codes(1, 3, 33, 4), [1, 2, 4], torch.randn(3, 64, device=device)
+    k, bound = torch.tensor([[3, 0, 9], [1, 1, 1]], device=device), torch.tensor([[33], [20]], device=device)
+    scores, ranges = codes(2, 33) % 99, (None, None, 33, 0, 1, 2)  # lengths, starts, length, start, sink, recent
+    return {
+        "pack": (x,),
+        "pack_out": (x, codes(3, 2)),
+        "quantise": (x[:, :40], 3, True),
+        "planes": (x, 3, False),
+        "group_planes": (codes(2, 7, 4),),
+        "score": (query, keys, weights),
+        "score_out": (query[0, 0], keys[0, 0], None, codes(3, 33)),
+        "topk": (scores, 5, None, *ranges),
+        "topk_out": (scores, 5, None, *ranges, *pair(2, 5)),
+        "search": (query, keys, 9, None, weights, *ranges, True, 0, None, None),
+        "search_out": (query, keys, 9, k, weights, bound, *ranges[1:], False, 3, keys[..., 0], None, *pair(2, 3, 9)),
+    }

@@ -1,4 +1,4 @@
-"""The kernels on the CPU: launches run by the host simulator, which is a device for hashcore.cuda.tensors."""
+"""Runs hashcore's CUDA kernels on the CPU, under the host simulator."""
 
 import functools
 import os
@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from hashcore import reference
 from hashcore.cuda.kernels import Launch
+from hashcore.cuda.layout import SAMPLES
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
-from hashcore.hostsim import Simulator, check_slack, compiler, guarded
+from hostsim import Simulator, check_slack, compiler, guarded
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
+from hashcore.cuda import kept, operands, tensors  # noqa: E402
 
 ORDERS = [0, 1, 7]  # ascending, descending, a seed
 
@@ -31,6 +34,11 @@ def empty(*shape: int, dtype=np.int32):
 
 
 def assert_same(tensor, expected) -> None:
+    """Compare a guarded tensor with an array, or several, and check the memory around them."""
+    if isinstance(expected, tuple | list):
+        for one, other in zip(tensor, expected, strict=True):
+            assert_same(one, other)
+        return
     check_slack(tensor.numpy())
     np.testing.assert_array_equal(tensor.numpy(), expected)
 
@@ -68,18 +76,52 @@ class Device:
             )
 
 
-def window_topk(scores: np.ndarray, k, lengths=None, starts=None, sink=0, recent=0, width=None):
-    """The best k of [start + sink, length - recent) of each row of [rows, N], by the reference."""
-    rows, n = scores.shape
-    sizes = np.broadcast_to(k, rows)
-    lengths = np.broadcast_to(n if lengths is None else lengths, rows)
-    starts = np.broadcast_to(0 if starts is None else starts, rows)
-    width = int(sizes.max(initial=0)) if width is None else width
-    values, indices = np.zeros((rows, width), np.int32), np.full((rows, width), -1, np.int64)
-    for row in range(rows):
-        low, high = starts[row] + sink, lengths[row] - recent
-        count = min(int(sizes[row]), max(high - low, 0))
-        if count:
-            best, at = reference.topk(scores[row, low:high], count)
-            values[row, :count], indices[row, :count] = best, at + low
+def orders():
+    """Draw devices with different thread orders."""
+    return st.builds(Device, st.sampled_from(ORDERS), st.integers(1, 4))
+
+
+class Scratch:
+    """In place of `kept.scratch`: memory between guard pages, exactly as long as the first search needs it."""
+
+    def __init__(self, sample: int = 0):
+        self.sample, self.tensor = sample, None
+
+    def __call__(self, words: int, device: object):
+        if self.tensor is None:
+            self.tensor = inside(np.zeros(words, np.int32))
+            self.tensor[:SAMPLES] = self.sample
+        assert len(self.tensor) >= words
+        return kept.Memory(self.tensor.data_ptr(), len(self.tensor), self.tensor)
+
+
+def first_words(keys: np.ndarray, how: str):
+    """First words side by side between guard pages, one in three words, or none."""
+    if how == "none":
+        return None
+    words = keys[..., 0] if how == "dense" else np.repeat(keys[..., 0], 3, axis=-1)
+    return inside(words, 4)[..., :: 1 if how == "dense" else 3]
+
+
+def search(device, query, keys, k, weights, times=0, first="none", wide=False, **ranges):
+    """What the kernels find for planes [..., P, W], or without weights codes [..., Q, W], among keys [..., N, W]."""
+    rows = np.broadcast_shapes(query.shape[:-2], keys.shape[:-2])
+    rows = rows if weights else (*rows, query.shape[-2])
+    width = max(1, int(np.max(k)))
+    values, indices = empty(*rows, width), empty(*rows, width, dtype=np.int64 if wide else np.int32)
+    bounds = operands.Bounds(**{name: tensor_or(bound) for name, bound in ranges.items()})
+    how = {"run": device, "shortlist": times, "first": first_words(keys, first)}
+    tensors.search(inside(query), inside(keys), tensor_or(k), weights, bounds, values, indices, **how)
     return values, indices
+
+
+def assert_finds(device, query, keys, k, weights, times=0, first="none", wide=False, **ranges) -> None:
+    """Search by the kernels, and by the reference."""
+    found = search(device, query, keys, k, weights, times, first, wide, **ranges)
+    ranges = {name: bound for name, bound in ranges.items() if bound is not None}
+    expected = reference.search(query, keys, k, weights, order="index", shortlist=times, **ranges)
+    for ours, theirs in zip(found, expected, strict=True):
+        check_slack(ours.numpy())
+        np.testing.assert_array_equal(
+            ours[..., : theirs.shape[-1]], theirs
+        )  # a row of which none is wanted still has a slot

@@ -1,4 +1,4 @@
-"""Laws of writing: whole or not at all, the umask's mode, nothing left behind, and nobody else disturbed."""
+"""Atomic writes: all or nothing, the mode of the umask, no leftovers, no effect on other writers."""
 
 import os
 import shutil

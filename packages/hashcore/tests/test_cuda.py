@@ -3,7 +3,7 @@
 import hashcore
 import numpy as np
 import pytest
-from hashcore_samples import random_codes
+from hashcore_samples import operator_samples, random_codes
 
 torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")
@@ -213,17 +213,14 @@ def test_a_decode_step_waits_for_no_result(rng):
 
 @pytest.mark.parametrize("n", [3000, 200_000])
 def test_a_graph_replays_on_new_values(rng, n):
-    """Planes, lengths and keys change between replays; the workspace is ready for each."""
+    """Planes, lengths and keys change between replays; the memory is ready for each."""
     w, keys = rng.normal(size=(4, 128)).astype(np.float32), random_codes(rng, 4, n, 4)
     inputs, lengths = [there(w), there(keys)], there(np.full(4, n))
-    planes, weights = hashcore.planes(inputs[0], 3, check=False)
     out = torch.zeros(4, 50, dtype=torch.int32, device=DEVICE), torch.zeros(4, 50, dtype=torch.int32, device=DEVICE)
-    workspace = torch_ops.make_workspace(planes, inputs[1], weights)
 
     def step():
         planes, weights = hashcore.planes(inputs[0], 3, check=False)
-        options = {"lengths": lengths, "sink": 2, "order": "index", "out": out, "workspace": workspace}
-        torch_ops.search(planes, inputs[1], 50, weights, **options)
+        hashcore.search(planes, inputs[1], 50, weights, lengths=lengths, sink=2, order="index", out=out)
         return hashcore.search(planes, inputs[1], 50, weights, lengths=lengths)
 
     step()
@@ -251,35 +248,9 @@ def test_a_kernel_is_not_loaded_during_a_capture(rng):
     torch.cuda.synchronize()
 
 
-def samples():
-    """One call of every operator."""
-    rng = np.random.default_rng(0)
-    query, keys, weights = there(random_codes(rng, 2, 1, 3, 4)), there(random_codes(rng, 1, 3, 33, 4)), [1, 2, 4]
-    k, bound = torch.tensor([[3, 0, 9], [1, 1, 1]], device=DEVICE), torch.tensor([[33], [20]], device=DEVICE)
-    options = (None, None, 33, 0, 1, 2)  # lengths, starts, length, start, sink, recent
-    scores, x = there(random_codes(rng, 2, 33) % 99), there(rng.normal(size=(3, 64)).astype(np.float32))
-
-    def pair(*shape):
-        return tuple(torch.zeros(*shape, dtype=dtype, device=DEVICE) for dtype in (torch.int32, torch.int64))
-
-    return {
-        "pack": (x,),
-        "pack_out": (x, there(random_codes(rng, 3, 2))),
-        "quantise": (x, 3, True),
-        "planes": (x, 3, False),
-        "group_planes": (there(random_codes(rng, 2, 7, 4)),),
-        "score": (query, keys, weights),
-        "score_out": (query[0, 0], keys[0, 0], None, there(random_codes(rng, 3, 33))),
-        "topk": (scores, 5, None, *options),
-        "topk_out": (scores, 5, None, *options, *pair(2, 5)),
-        "search": (query, keys, 9, None, weights, *options, True, 0, None, None),
-        "search_out": (query, keys, 9, k, weights, bound, *options[1:], False, 2, None, None, *pair(2, 3, 9), None),
-    }
-
-
 @pytest.mark.parametrize("name", torch_library.SCHEMAS)
 def test_operators_keep_their_schema_and_their_shapes(name):
-    torch.library.opcheck(getattr(torch.ops.hashcore, name).default, samples()[name])
+    torch.library.opcheck(getattr(torch.ops.hashcore, name).default, operator_samples("cuda")[name])
 
 
 def test_a_program_compiles_whole_and_returns_the_same(rng):

@@ -1,4 +1,4 @@
-"""The host simulator catches what it is there to catch: mutants of our kernels, and small kernels that are wrong."""
+"""The host simulator finds errors: in modified copies of our kernels, and in small wrong kernels."""
 
 import os
 
@@ -8,7 +8,7 @@ from hashcore import reference
 from hashcore.cuda import kernels, layout
 from hashcore.cuda.layout import RowMap, Selection, Window, Workspace
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
-from hashcore.hostsim import SimulationError, Simulator, check_slack, compiler, guarded
+from hostsim import SimulationError, Simulator, check_slack, compiler, guarded
 
 if compiler() is None and os.environ.get("CI") != "true":
     pytest.skip("g++ is needed to run kernels on the CPU", allow_module_level=True)

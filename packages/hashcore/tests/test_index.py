@@ -1,4 +1,4 @@
-"""Laws of what a search of a BitIndex finds, by code and by exact score."""
+"""Search results of BitIndex, by code and by exact score."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,7 +6,8 @@ import hashcore
 import numpy as np
 import pytest
 from hashcore import BitIndex, reference
-from hashcore_index import LAW, assert_same, brute_force, codes_of, same_state, seeds, sizes, vectors_of, words
+from hashcore_index import LAW, brute_force, codes_of, same_state, seeds, sizes, vectors_of, words
+from hashcore_samples import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 

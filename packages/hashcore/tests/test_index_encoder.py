@@ -1,10 +1,11 @@
-"""Laws of how BitIndex makes codes of vectors: centring, rotation, and the rounding of every addition."""
+"""How BitIndex encodes vectors: centring, rotation, rounding after every addition."""
 
 import numpy as np
 import pytest
 from hashcore import BitIndex, reference
 from hashcore.index import encoder, projection
-from hashcore_index import LAW, assert_same, seeds, vectors_of
+from hashcore_index import LAW, seeds, vectors_of
+from hashcore_samples import assert_same, on_threads
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +33,8 @@ def test_projection_rounds_after_every_addition(data, dim, width, seed):
     for j in range(dim):
         expected += x[:, j, None] * matrix[j]
     for threads in (1, 3):
-        np.testing.assert_array_equal(projection.project(x, matrix, threads), expected)
+        with on_threads(threads):
+            np.testing.assert_array_equal(projection.project(x, matrix), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ">f4"])

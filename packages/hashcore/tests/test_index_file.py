@@ -1,4 +1,4 @@
-"""The file of BitIndex: it comes back as it was, and no damage to it goes unseen."""
+"""The file of BitIndex: round trips, and detection of any damage."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Laws of the rows of a BitIndex: what adding and removing leave, in any order, and what others see meanwhile."""
+"""Adding and removing rows of a BitIndex, in any order, while others search."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hashcore import BitIndex, reference
 from hashcore.index import encoder, rows
-from hashcore_index import LAW, assert_same, brute_force, codes_of, same_state, seeds, sizes, vectors_of
+from hashcore_index import LAW, brute_force, codes_of, same_state, seeds, sizes, vectors_of
+from hashcore_samples import assert_same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""What a thread keeps from call to call: bounded, its own, and of one device and folder of kernels."""
+"""Per-thread caches on CUDA: bounded, and separate for each device and folder of kernels."""
 
 import threading
 from pathlib import Path

@@ -1,22 +1,22 @@
 """Every CUDA kernel against the reference, run on the CPU under the host simulator: tolerance 0."""
 
+from unittest import mock
+
+import hostsim
 import numpy as np
 import pytest
-from hashcore import hostsim, reference
-from hashcore.hostsim import guarded
+from hashcore import reference
 from hashcore_samples import random_codes
+from hostsim import check_slack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
-source = pytest.importorskip("hashcore.cuda.source", reason="the launches are described on torch tensors")
-kernels = pytest.importorskip("hashcore.cuda.kernels", reason="the launches are described on torch tensors")
-kept = pytest.importorskip("hashcore.cuda.kept", reason="the launches are described on torch tensors")
-layout = pytest.importorskip("hashcore.cuda.layout", reason="the launches are described on torch tensors")
-operands = pytest.importorskip("hashcore.cuda.operands", reason="the launches are described on torch tensors")
-tensors = pytest.importorskip("hashcore.cuda.tensors", reason="the launches are described on torch tensors")
-simulated = pytest.importorskip("simulated", reason="g++ is needed")
-inside, empty, assert_same, tensor_or = simulated.inside, simulated.empty, simulated.assert_same, simulated.tensor_or
+simulated = pytest.importorskip("simulated", reason="needs torch and g++")
+from hashcore.cuda import kept, kernels, layout, operands, source, tensors  # noqa: E402
+
+torch = simulated.torch
+NAMES = "inside", "empty", "assert_same", "assert_finds", "orders"
+inside, empty, assert_same, assert_finds, orders = (getattr(simulated, name) for name in NAMES)
 
 LENGTHS = [1, 7, 8, 9, 31, 33, 127, 128, 129, 2048, 2049, 4097, 9001]  # around vectors, warps, chunks and tiles
 DTYPES = ["float32", "float64", "float16", "bfloat16", "bool", "uint8", "int8", "int16", "int32", "int64"]
@@ -27,11 +27,6 @@ def forget(monkeypatch):
     """Let a test begin with nothing kept."""
     monkeypatch.setattr(tensors, "_searches", kept.Table())
     monkeypatch.setattr(kept, "_lanes", kept.Table())
-
-
-@st.composite
-def orders(draw):
-    return simulated.Device(draw(st.sampled_from(simulated.ORDERS)), draw(st.integers(1, 4)))
 
 
 @few
@@ -59,7 +54,12 @@ def test_pack_of_what_has_no_kernel_equals_the_reference(rng, dtype):
 
 @few
 @given(
-    st.integers(1, 9), st.integers(1, 9), st.integers(1, 8), st.sampled_from(DTYPES[:4]), orders(), st.integers(0, 99)
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.sampled_from(DTYPES[:4]),
+    orders(),
+    st.integers(0, 99),
 )
 def test_planes_equal_the_reference(rows, words, planes, dtype, device, seed):
     rng = np.random.default_rng(seed)
@@ -166,79 +166,56 @@ def searches(draw):
     }
 
 
-def run_search(case, device, scratch=None):
-    width = int(np.max(case["k"]))
-    values = empty(len(case["query"]), width)
-    indices = empty(len(case["query"]), width, dtype=np.int64 if case["wide"] else np.int32)
-    bounds = operands.Bounds(tensor_or(case["lengths"]), tensor_or(case["starts"]), case["sink"], case["recent"])
-    tensors.search(
-        inside(case["query"]),
-        inside(case["keys"]),
-        tensor_or(case["k"]),
-        case["weights"],
-        bounds,
-        values,
-        indices,
-        scratch,
-        device,
-    )
-    return values, indices
-
-
-def expected_search(case):
-    scores = reference.score(case["query"], case["keys"], case["weights"])
-    window = (case["lengths"], case["starts"], case["sink"], case["recent"])
-    return simulated.window_topk(scores, case["k"], *window)
+def assert_selects(values, indices, scores, k, **ranges) -> None:
+    """Compare with a selection from scores by the reference; there may be more slots."""
+    for ours, theirs, other in zip((values, indices), reference.topk(scores, k, **ranges), (0, -1), strict=True):
+        check_slack(ours.numpy())
+        np.testing.assert_array_equal(ours[..., : theirs.shape[-1]], theirs)
+        assert (ours[..., theirs.shape[-1] :] == other).all()
 
 
 @settings(deadline=None, max_examples=60)
 @given(searches(), orders())
 def test_search_equals_the_reference(case, device):
-    for ours, theirs in zip(run_search(case, device), expected_search(case), strict=True):
-        assert_same(ours, theirs)
+    assert_finds(device, **case)
 
 
 @few
 @given(searches(), orders())
 def test_a_search_leaves_its_workspace_ready_for_the_next(case, device):
-    rows, n, words = *case["keys"].shape[:2], case["keys"].shape[2]
-    scratch = torch.from_numpy(guarded(tensors.workspace(rows, n, words, case["weights"], torch.device("cpu")).numpy()))
-    samples = scratch[: layout.MAX_SLOTS * layout.SAMPLE_BINS]
-    for _ in range(2):
-        for ours, theirs in zip(run_search(case, device, scratch), expected_search(case), strict=True):
-            assert_same(ours, theirs)
-        assert not samples.any()
+    with mock.patch.object(kept, "scratch", simulated.Scratch()) as scratch:
+        for _ in range(2):
+            assert_finds(device, **case)
+            check_slack(scratch.tensor.numpy())
+            assert not scratch.tensor[: layout.SAMPLES].any()
 
 
 @pytest.mark.parametrize("order", simulated.ORDERS)
-@pytest.mark.parametrize("kept", ["zeros", "small", "large"])
-def test_whatever_the_sample_holds_the_result_is_right(rng, order, kept):
+@pytest.mark.parametrize("sample", [0, 1, 2**30])
+def test_whatever_the_sample_holds_the_result_is_right(rng, order, sample, monkeypatch):
     """A floor of old numbers may be too high: then what was left out is scored again, by the launch that selects."""
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 9001, 4)
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 700, "wide": True}
     case |= {"lengths": np.array([9001, 6000], np.int32), "starts": None, "sink": 3, "recent": 5}
-    scratch = tensors.workspace(2, 9001, 4, (1, 2, 4), torch.device("cpu"))
-    scratch[: layout.MAX_SLOTS * layout.SAMPLE_BINS] = {"zeros": 0, "small": 1, "large": 2**30}[kept]
-    for ours, theirs in zip(run_search(case, simulated.Device(order), scratch), expected_search(case), strict=True):
-        assert_same(ours, theirs)
+    monkeypatch.setattr(kept, "scratch", simulated.Scratch(sample))
+    assert_finds(simulated.Device(order), **case)
 
 
-def test_a_search_is_right_after_one_that_failed_between_its_launches(rng):
+def test_a_search_is_right_after_one_that_failed_between_its_launches(rng, monkeypatch):
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 9001, 4)
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 700, "wide": True}
     case |= {"lengths": None, "starts": None, "sink": 0, "recent": 0}
-    scratch = tensors.workspace(2, 9001, 4, (1, 2, 4), torch.device("cpu"))
-    device = simulated.Device()
+    scratch, device = simulated.Scratch(), simulated.Device()
+    monkeypatch.setattr(kept, "scratch", scratch)
 
     def fails(launches, _):
         device(launches[:1])
         raise RuntimeError("no second launch")
 
     with pytest.raises(RuntimeError, match="no second launch"):
-        run_search(case | {"query": ~query}, fails, scratch)
-    assert scratch.any()
-    for ours, theirs in zip(run_search(case, device, scratch), expected_search(case), strict=True):
-        assert_same(ours, theirs)
+        simulated.search(fails, **case | {"query": ~query})
+    assert scratch.tensor.any()
+    assert_finds(device, **case)
 
 
 @pytest.mark.parametrize("words", [4, 16])
@@ -248,11 +225,9 @@ def test_keys_that_get_better_are_found_behind_a_floor_of_the_worse(rng, words):
     query = np.full((1, 1, words), -1, np.int32)
     good = (np.arange(n) * 32 // n)[:, None] > np.arange(32)
     keys = np.repeat(reference.pack(good.astype(np.float32))[None], words, axis=-1)
-    case = {"weights": (1,), "query": query, "keys": keys, "k": 1500, "wide": False}
-    case |= {"lengths": None, "starts": None, "sink": 0, "recent": 0}
+    case = {"weights": (1,), "query": query, "keys": keys, "k": 1500}
     for order in simulated.ORDERS:
-        for ours, theirs in zip(run_search(case, simulated.Device(order, 1)), expected_search(case), strict=True):
-            assert_same(ours, theirs)
+        assert_finds(simulated.Device(order, 1), **case)
 
 
 @pytest.mark.parametrize(("words", "weights"), SCORES)
@@ -263,23 +238,20 @@ def test_a_search_is_two_launches_also_with_ragged_rows(rng, words, weights):
     case |= {"lengths": rows, "starts": rows // 9, "sink": 1, "recent": 4}
     for order in simulated.ORDERS:
         device = simulated.Device(order)
-        for ours, theirs in zip(run_search(case, device), expected_search(case), strict=True):
-            assert_same(ours, theirs)
+        assert_finds(device, **case)
         assert device.kernels == ["list_candidates", "select_32"]
 
 
 def test_a_search_keeps_its_launches_and_its_memory(rng, monkeypatch):
     """The second search of a shape makes nothing: no launch is described again, no memory allocated or cleared."""
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 777, 4)
-    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 70, "wide": False}
-    case |= {"lengths": None, "starts": None, "sink": 0, "recent": 0}
-    run_search(case, simulated.Device())
+    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 70}
+    simulated.search(simulated.Device(), **case)
     for made in ("search", "make_launch"):
         monkeypatch.setattr(tensors.kernels, made, lambda *_, **__: pytest.fail("made again"))
     monkeypatch.setattr(kept.torch, "zeros", lambda *_, **__: pytest.fail("memory was cleared"))
     case["query"] = random_codes(rng, 2, 3, 4)
-    for ours, theirs in zip(run_search(case, simulated.Device()), expected_search(case), strict=True):
-        assert_same(ours, theirs)
+    assert_finds(simulated.Device(), **case)
 
 
 @pytest.mark.parametrize("kinds", [("int32", "int32"), ("int64", "int64"), ("int64", "int32"), ("int32", "int64")])
@@ -287,22 +259,17 @@ def test_rows_that_share_bounds_need_no_copies(rng, kinds):
     """A batch's lengths are those of all its heads: int32 or int64 [B, 1] is read where it lies."""
     query, keys = random_codes(rng, 2, 3, 2, 4), random_codes(rng, 2, 3, 500, 4)
     rows = np.array([[400], [90]]), np.array([[40], [7]]), np.array([[9], [2]])
-    lengths, counts, starts = map(inside, (x.astype(kind) for x, kind in zip(rows, (*kinds, kinds[1]), strict=True)))
-    values, indices = empty(2, 3, 40), empty(2, 3, 40)
-    found = operands.per_row(operands.integers(lengths), (2, 3))
-    assert (found[0].data_ptr(), found[1]) == (lengths.data_ptr(), 3)
-    device = simulated.Device()
-    bounds = operands.Bounds(lengths, starts)
-    tensors.search(inside(query), inside(keys), counts, (1, 2), bounds, values, indices, None, device)
+    lengths, counts, starts = (x.astype(kind) for x, kind in zip(rows, (*kinds, kinds[1]), strict=True))
+    bound = inside(lengths)
+    found = operands.per_row(operands.integers(bound), (2, 3))
+    assert (found[0].data_ptr(), found[1]) == (bound.data_ptr(), 3)
+    device, ranges = simulated.Device(), {"lengths": lengths, "starts": starts}
+    assert_finds(device, query, keys, counts, (1, 2), **ranges)
     scores = reference.score(query, keys, (1, 2))
-    lengths, counts, starts = (np.repeat(x[:, 0], 3) for x in rows)
-    best, at = simulated.window_topk(scores.reshape(6, 500), counts, lengths, starts, width=40)
-    assert_same(values, best.reshape(2, 3, 40))
-    assert_same(indices, at.reshape(2, 3, 40))
     values, indices = empty(2, 3, 40), empty(2, 3, 40)
-    tensors.topk(inside(scores), torch.from_numpy(rows[1].astype(kinds[1])), bounds, values, indices, device)
-    assert_same(values, best.reshape(2, 3, 40))
-    assert_same(indices, at.reshape(2, 3, 40))
+    bounds = operands.Bounds(inside(lengths), inside(starts))
+    tensors.topk(inside(scores), inside(counts), bounds, values, indices, device)
+    assert_selects(values, indices, scores, counts, **ranges)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5])
@@ -313,8 +280,7 @@ def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
     monkeypatch.setattr(tensors, "SIMULATED_SMS", 2 * splits)  # two rows
     forget(monkeypatch)
     device = simulated.Device(order=11)
-    for ours, theirs in zip(run_search(case, device), expected_search(case), strict=True):
-        assert_same(ours, theirs)
+    assert_finds(device, **case)
 
 
 def test_rows_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
@@ -324,8 +290,7 @@ def test_rows_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": np.array([4, 0, 700, 9, 1], np.int32)}
     case |= {"lengths": np.array([700, 3, 700, 20, 0], np.int32), "starts": None, "sink": 0, "recent": 0, "wide": True}
     device = simulated.Device()
-    for ours, theirs in zip(run_search(case, device), expected_search(case), strict=True):
-        assert_same(ours, theirs)
+    assert_finds(device, **case)
     assert device.kernels.count("list_candidates") > 1
 
 
@@ -333,33 +298,25 @@ def test_bounds_in_memory_are_clamped(rng):
     query, keys = random_codes(rng, 4, 3, 4), random_codes(rng, 4, 300, 4)
     lengths, starts = np.array([-5, 10_000, 300, 2**31 - 1]), np.array([0, -(2**31), 10_000, 7])
     case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": np.array([9, 9, 9, 9]), "wide": False}
-    ours = run_search(case | {"lengths": lengths, "starts": starts, "sink": 1, "recent": 1}, simulated.Device())
-    clamped = {"lengths": lengths.clip(0, 300), "starts": starts.clip(0, 300), "sink": 1, "recent": 1}
-    for got, expected in zip(ours, expected_search(case | clamped), strict=True):
-        assert_same(got, expected)
+    values, indices = simulated.search(simulated.Device(), **case, lengths=lengths, starts=starts, sink=1, recent=1)
+    scores, clamped = (
+        reference.score(query, keys, (1, 2, 4)),
+        {"lengths": lengths.clip(0, 300), "starts": starts.clip(0, 300)},
+    )
+    assert_selects(values, indices, scores, case["k"], **clamped, sink=1, recent=1)
 
 
 @pytest.mark.parametrize("far", [2**31, 2**32, 2**32 + 5, 2**63 - 1, -(2**32) + 5, -(2**63)])
 def test_bounds_beyond_int32_are_clamped_too(rng, far):
     query, keys = random_codes(rng, 4, 3, 4), random_codes(rng, 4, 300, 4)
-    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "sink": 1, "recent": 1, "wide": False}
-    rows = {
-        "k": np.array([far, 9, 9, 9]),
-        "lengths": np.array([300, far, 300, 300]),
-        "starts": np.array([0, 0, 0, far]),
-    }
-    width = 300
-    values, indices = empty(4, width), empty(4, width)
-    bounds = operands.Bounds(tensor_or(rows["lengths"]), tensor_or(rows["starts"]), 1, 1)
-    tensors.search(
-        *(inside(query), inside(keys), tensor_or(rows["k"]), (1, 2, 4), bounds, values, indices),
-        run=simulated.Device(),
-    )
-    clamped = {name: value.clip(0, 300) for name, value in rows.items()}
-    scores = reference.score(query, keys, case["weights"])
-    expected = simulated.window_topk(scores, clamped["k"], clamped["lengths"], clamped["starts"], 1, 1, width)
-    assert_same(values, expected[0])
-    assert_same(indices, expected[1])
+    rows = {"k": [far, 9, 9, 9], "lengths": [300, far, 300, 300], "starts": [0, 0, 0, far]}
+    k, lengths, starts = (torch.from_numpy(np.array(values)) for values in rows.values())
+    values, indices = empty(4, 300), empty(4, 300)
+    bounds = operands.Bounds(lengths, starts, 1, 1)
+    codes = inside(query), inside(keys)
+    tensors.search(*codes, k, (1, 2, 4), bounds, values, indices, simulated.Device())
+    clamped = {name: np.array(value).clip(0, 300) for name, value in rows.items()}
+    assert_selects(values, indices, reference.score(query, keys, (1, 2, 4)), **clamped, sink=1, recent=1)
 
 
 @pytest.mark.slow
@@ -412,9 +369,7 @@ def test_topk_equals_the_reference(rows, n, spread, dtype, device, seed):
     values, indices = empty(rows, width), empty(rows, width, dtype=np.int64)
     bounds = operands.Bounds(torch.from_numpy(lengths), torch.from_numpy(starts), 2, 1)
     tensors.topk(inside(scores), torch.from_numpy(k), bounds, values, indices, device)
-    expected = simulated.window_topk(scores.astype(np.int32), k, lengths, starts, 2, 1, width)
-    assert_same(values, expected[0])
-    assert_same(indices, expected[1])
+    assert_selects(values, indices, scores.astype(np.int32), k, lengths=lengths, starts=starts, sink=2, recent=1)
 
 
 BROADCASTS = [
@@ -436,22 +391,14 @@ def test_leading_dimensions_broadcast(rng, query, keys):
     pairs = empty(*lead, query[-2], 33)
     tensors.score(inside(q), inside(k), None, pairs, simulated.Device())
     assert_same(pairs, reference.score(q, k))
-    values, indices = empty(*lead, 5), empty(*lead, 5)
-    tensors.search(inside(q), inside(k), 5, (1, 2), operands.Bounds(), values, indices, None, simulated.Device())
-    best, at = simulated.window_topk(expected.reshape(-1, 33), 5)
-    assert_same(values, best.reshape(*lead, 5))
-    assert_same(indices, at.reshape(*lead, 5))
+    assert_finds(simulated.Device(), q, k, 5, (1, 2))
 
 
 @pytest.mark.parametrize("queries", [2, 8, 11])
 def test_each_query_of_a_search_without_weights_is_a_row(rng, queries):
     query, keys = random_codes(rng, 2, queries, 4), random_codes(rng, 2, 300, 4)
-    values, indices = empty(2, queries, 7), empty(2, queries, 7)
     device = simulated.Device()
-    tensors.search(inside(query), inside(keys), 7, None, operands.Bounds(), values, indices, None, device)
-    best, at = simulated.window_topk(reference.score(query, keys).reshape(2 * queries, 300), 7)
-    assert_same(values, best.reshape(2, queries, 7))
-    assert_same(indices, at.reshape(2, queries, 7))
+    assert_finds(device, query, keys, 7, None)
     assert device.kernels == ["list_candidates_shared", "select_32"]
 
 
@@ -463,16 +410,7 @@ def test_queries_over_shared_keys_equal_the_reference(case, queries, n, device, 
     query, keys = random_codes(rng, 2, queries, len(weights), words), random_codes(rng, 2, 1, n, words)
     lengths = np.sort(rng.integers(0, n + 1, (2, queries)), axis=1).astype(np.int32)
     counts = (lengths // rng.integers(2, 9)).astype(np.int32)
-    width = max(1, int(counts.max()))
-    values, indices = empty(2, queries, width), empty(2, queries, width, dtype=np.int64)
-    bounds = operands.Bounds(torch.from_numpy(lengths), 0, 1, 2)
-    tensors.search(
-        inside(query), inside(keys), torch.from_numpy(counts), weights, bounds, values, indices, None, device
-    )
-    scores = reference.score(query, keys, weights).reshape(2 * queries, n)
-    best, at = simulated.window_topk(scores, counts.ravel(), lengths.ravel(), None, 1, 2, width)
-    assert_same(values, best.reshape(2, queries, width))
-    assert_same(indices, at.reshape(2, queries, width))
+    assert_finds(device, query, keys, counts, weights, wide=True, lengths=lengths, sink=1, recent=2)
     assert "list_candidates_shared" in device.kernels
 
 
@@ -480,12 +418,8 @@ def test_groups_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch):
     monkeypatch.setattr("hashcore.cuda.layout.MAX_WORKSPACE", 4 * 300 * 8)
     forget(monkeypatch)
     query, keys = random_codes(rng, 2, 11, 4), random_codes(rng, 2, 300, 4)
-    values, indices = empty(2, 11, 7), empty(2, 11, 7)
     device = simulated.Device()
-    tensors.search(inside(query), inside(keys), 7, None, operands.Bounds(), values, indices, None, device)
-    best, at = simulated.window_topk(reference.score(query, keys).reshape(22, 300), 7)
-    assert_same(values, best.reshape(2, 11, 7))
-    assert_same(indices, at.reshape(2, 11, 7))
+    assert_finds(device, query, keys, 7, None)
     assert device.kernels.count("list_candidates_shared") == 4
 
 
@@ -493,17 +427,11 @@ def test_long_rows_are_selected_by_several_blocks(rng, monkeypatch):
     monkeypatch.setattr(tensors, "SIMULATED_SMS", 6)
     forget(monkeypatch)
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 20_000, 4)
-    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 13_000, "wide": False}
-    case |= {"lengths": None, "starts": None, "sink": 0, "recent": 0}
+    case = {"weights": (1, 2, 4), "query": query, "keys": keys, "k": 13_000}
     found = []
     for order in simulated.ORDERS:
         seen = simulated.Device(order)
-        for ours, theirs in zip(
-            run_search(case, lambda launches, _, seen=seen: (found.extend(launches), seen(launches))),
-            expected_search(case),
-            strict=True,
-        ):
-            assert_same(ours, theirs)
+        assert_finds(lambda launches, _, seen=seen: (found.extend(launches), seen(launches)), **case)
     assert found[1].grid == (2, 3)
 
 
@@ -517,9 +445,8 @@ def test_strides_and_offsets_do_not_change_the_result(rng):
         expected = reference.score(query[: len(view)], view.contiguous().numpy(), (1, 2))
         assert_same(out, expected)
         values, indices = empty(len(view), 5), empty(len(view), 5)
-        tensors.search(asked, view, 5, (1, 2), operands.Bounds(), values, indices, None, simulated.Device())
-        for ours, theirs in zip((values, indices), simulated.window_topk(expected, 5), strict=True):
-            assert_same(ours, theirs)
+        tensors.search(asked, view, 5, (1, 2), operands.Bounds(), values, indices, simulated.Device())
+        assert_selects(values, indices, expected, 5)
         pairs = empty(len(view), 2, view.shape[1])
         tensors.score(asked, view, None, pairs, simulated.Device())
         assert_same(pairs, reference.score(query[: len(view)], view.contiguous().numpy()))
@@ -541,12 +468,4 @@ def test_a_cache_that_is_filled_in_part_is_not_copied(rng):
 
 def test_scores_beyond_16_bits_are_refused():
     with pytest.raises(ValueError, match=r"must fit 16 bits, got sum\(weights\) \* 32 \* W = 65536; use fewer planes"):
-        tensors.workspace(1, 10, 8, (128, 128), torch.device("cpu"))
-
-
-def test_a_workspace_of_another_search_is_refused(rng):
-    scratch = tensors.workspace(1, 300, 4, (1, 2, 4), torch.device("cpu"))
-    case = {"weights": (1, 2, 4), "query": random_codes(rng, 40, 3, 4), "keys": random_codes(rng, 40, 300, 4)}
-    case |= {"k": 3, "lengths": None, "starts": None, "sink": 0, "recent": 0, "wide": False}
-    with pytest.raises(ValueError, match="the workspace must have"):
-        run_search(case, simulated.Device(), scratch)
+        layout.top_score(8, (128, 128))

@@ -1,11 +1,11 @@
-"""What reaches the driver: a library in libcuda's place says how it was called."""
+"""What reaches the CUDA driver, recorded by a replacement for libcuda."""
 
 import os
 import subprocess
 import sys
 
 import pytest
-from hashcore.hostsim import compiler
+from hostsim import compiler
 
 pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
 pytest.importorskip("cuda.core", reason="cuda-core comes with the extra hashcore[cuda]")

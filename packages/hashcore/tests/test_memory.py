@@ -1,4 +1,4 @@
-"""The kernels read nothing before or after the keys: those at the end of a mapped file have nothing behind them."""
+"""The kernels read nothing before or after the keys."""
 
 import subprocess
 import sys

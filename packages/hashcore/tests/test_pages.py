@@ -1,4 +1,4 @@
-"""Laws of searching keys where they lie in pages: what is found is what is found once they are gathered."""
+"""Searching keys in pages finds what searching the gathered keys finds."""
 
 import hashcore
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hashcore import reference
 from hashcore.cpu import threads
-from hashcore_samples import random_codes
+from hashcore_samples import assert_same, random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,11 +39,6 @@ def shuffled_tables(rng, lengths: np.ndarray, size: int, spare: int, shared: int
     return tables, pages
 
 
-def assert_found(actual, expected) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), b, strict=True)
-
-
 @settings(deadline=None, max_examples=120)
 @given(st.data())
 def test_keys_in_pages_are_found_as_gathered_ones(data):
@@ -64,7 +59,7 @@ def test_keys_in_pages_are_found_as_gathered_ones(data):
     how |= dict(sink=data.draw(st.integers(0, 5)), recent=data.draw(st.integers(0, 3)))
     by_row = blocks if weights else blocks[:, :, 0]
     expected = reference.search(query, reference.gathered(pool, by_row), k, weights, **how)
-    assert_found(hashcore.search(query, pool, k, weights, blocks=blocks, **how), expected)
+    assert_same(hashcore.search(query, pool, k, weights, blocks=blocks, **how), expected)
 
 
 @pytest.mark.parametrize("size", [16, 32, 128, 24])
@@ -78,7 +73,7 @@ def test_long_rows_are_found_in_any_number_of_threads(rng, size, workers, monkey
     query, blocks, ends = random_codes(rng, 3, 2, 3, 4), tables[:, None], lengths[:, None]
     how = dict(lengths=ends, sink=4, recent=1, order="index")
     expected = reference.search(query, reference.gathered(pool, blocks), ends // 50, PLANES, **how)
-    assert_found(hashcore.search(query, pool, ends // 50, PLANES, blocks=blocks, **how), expected)
+    assert_same(hashcore.search(query, pool, ends // 50, PLANES, blocks=blocks, **how), expected)
 
 
 def test_a_sample_that_misleads_changes_nothing(rng):
@@ -90,7 +85,7 @@ def test_a_sample_that_misleads_changes_nothing(rng):
     order = rng.permutation(20_000 // 32)
     pool = np.empty_like(keys).reshape(-1, 32, 4)
     pool[order] = keys.reshape(-1, 32, 4)
-    assert_found(hashcore.search(query, pool, 3000, blocks=order), reference.search(query, keys, 3000))
+    assert_same(hashcore.search(query, pool, 3000, blocks=order), reference.search(query, keys, 3000))
 
 
 def test_what_no_row_owns_is_not_read(rng):
@@ -103,7 +98,7 @@ def test_what_no_row_owns_is_not_read(rng):
     for page in (0, 2, 6, 7, 8):
         pool[page] = query[0, 0, 0]
     pool[4, 70 - 64 :], pool[9, 90 - 64 :] = query[0, 0, 0], query[1, 0, 0]
-    assert_found(hashcore.search(query, pool, 20, PLANES, **search), before)
+    assert_same(hashcore.search(query, pool, 20, PLANES, **search), before)
 
 
 def test_tensors_and_out_are_taken(rng):
@@ -115,7 +110,7 @@ def test_tensors_and_out_are_taken(rng):
     found = hashcore.search(query, pool, 7, PLANES, blocks=blocks, out=out)
     assert found is out
     expected = reference.search(query.numpy(), reference.gathered(pool.numpy(), blocks.numpy()), 7, PLANES)
-    assert_found(found, expected)
+    assert_same(found, expected)
 
 
 POOL = np.zeros((3, 16, 4), np.int32)
@@ -126,11 +121,7 @@ REFUSED = {
     "a scalar": (dict(blocks=np.array(0)), ValueError, r"shape \[..., T\], got a scalar"),
     "no such page": (dict(blocks=np.array([0, 3])), ValueError, r"must be pages in 0..2, got 3; shorten"),
     "page -1": (dict(blocks=np.array([-1])), ValueError, r"must be pages in 0..2, got -1; shorten"),
-    "two tables": (
-        dict(blocks=np.zeros((2, 1), int)),
-        ValueError,
-        r"one table per row, shape \[1, 'T'\], got \[2, 1\]",
-    ),
+    "two tables": (dict(blocks=np.zeros((2, 1), int)), ValueError, r"one table per row, shape \[1, 'T'\], got \[2,"),
     "beyond": (dict(blocks=np.array([0]), lengths=17), ValueError, "lengths must be in 0..16"),
     "shortlist": (dict(blocks=np.array([0]), shortlist=6), ValueError, "for keys in pages, got shortlist=6"),
 }
@@ -159,7 +150,7 @@ def test_a_compiled_program_finds_the_same(rng):
         return hashcore.search(query, pool, 7, PLANES, blocks=blocks, lengths=lengths, order="index")
 
     gathered = reference.gathered(pool.numpy(), blocks.numpy())
-    assert_found(step(), reference.search(query.numpy(), gathered, 7, PLANES, lengths=lengths.numpy(), order="index"))
+    assert_same(step(), reference.search(query.numpy(), gathered, 7, PLANES, lengths=lengths.numpy(), order="index"))
 
 
 def test_the_plan_of_others_is_left_alone(rng):
@@ -167,4 +158,4 @@ def test_the_plan_of_others_is_left_alone(rng):
     pool, query = random_codes(rng, 4, 16, 4), random_codes(rng, 1, 4)
     side_by_side = hashcore.search(query, pool.reshape(-1, 4), 5)
     hashcore.search(query, pool, 5, blocks=np.array([3, 2, 1, 0]))
-    assert_found(hashcore.search(query, pool.reshape(-1, 4), 5), side_by_side)
+    assert_same(hashcore.search(query, pool.reshape(-1, 4), 5), side_by_side)

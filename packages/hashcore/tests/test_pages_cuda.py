@@ -1,25 +1,22 @@
-"""Searches of keys in pages on CUDA, under the host simulator: what is found is what is found once they are gathered.
+"""Searching keys in pages on CUDA finds what searching the gathered keys finds; under the host simulator.
 
-Tolerance 0. Pages that no row owns, and keys behind a row's last, are the best of all; the pool, the tables and the
-results lie between guard pages.
+Pages without an owner, and keys after a row's last, would score best. Pool, tables and results lie between guard pages.
 """
 
 import numpy as np
 import pytest
 from hashcore import reference
-from hashcore.hostsim import SimulationError, Simulator, guarded
 from hashcore_samples import random_codes
+from hostsim import SimulationError, Simulator, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pages import shuffled_tables
 
-torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
-kept = pytest.importorskip("hashcore.cuda.kept", reason="the launches are described on torch tensors")
-operands = pytest.importorskip("hashcore.cuda.operands", reason="the launches are described on torch tensors")
-tensors = pytest.importorskip("hashcore.cuda.tensors", reason="the launches are described on torch tensors")
-torch_ops = pytest.importorskip("hashcore.torch_ops", reason="the launches are described on torch tensors")
-traffic = pytest.importorskip("hashcore.cuda.traffic", reason="the launches are described on torch tensors")
-simulated = pytest.importorskip("simulated", reason="g++ is needed")
+simulated = pytest.importorskip("simulated", reason="needs torch and g++")
+from hashcore import torch_ops  # noqa: E402
+from hashcore.cuda import kept, operands, tensors  # noqa: E402
+
+torch = simulated.torch
 
 PLANES = (1, 2, 4)
 SIZES = [16, 32, 128, 1, 8, 64]
@@ -70,18 +67,8 @@ def search(query, pool, k, weights, device, lengths, starts=None, sink=0, recent
     return values, indices
 
 
-def assert_found(found, expected) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        simulated.assert_same(ours, theirs)
-
-
-@st.composite
-def orders(draw):
-    return simulated.Device(draw(st.sampled_from(simulated.ORDERS)), draw(st.integers(1, 4)))
-
-
 @settings(deadline=None, max_examples=40)
-@given(st.data(), orders())
+@given(st.data(), simulated.orders())
 def test_keys_in_pages_are_found_as_gathered_ones(data, device):
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     batch, heads, size = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)), data.draw(st.sampled_from(SIZES))
@@ -98,7 +85,7 @@ def test_keys_in_pages_are_found_as_gathered_ones(data, device):
     ranges = dict(lengths=ends, starts=rng.integers(0, ends + 1).astype(kind))
     ranges |= dict(sink=data.draw(st.integers(0, 5)), recent=data.draw(st.integers(0, 3)))
     expected = reference.search(query, pool.gathered(), k, weights, order="index", **ranges)
-    assert_found(search(query, pool, k, weights, device, **ranges), expected)
+    simulated.assert_same(search(query, pool, k, weights, device, **ranges), expected)
 
 
 @pytest.mark.parametrize("order", simulated.ORDERS)
@@ -110,26 +97,25 @@ def test_long_rows_are_found_in_any_order(rng, size, order):
     device, ends = simulated.Device(order), lengths[:, None]
     ranges = dict(lengths=ends, sink=4, recent=1)
     expected = reference.search(query, pool.gathered(), ends // 50, PLANES, order="index", **ranges)
-    assert_found(search(query, pool, ends // 50, PLANES, device, **ranges), expected)
+    simulated.assert_same(search(query, pool, ends // 50, PLANES, device, **ranges), expected)
     assert device.kernels == ["list_candidates", "select_64"]
 
 
 @pytest.mark.parametrize("order", simulated.ORDERS)
-def test_keys_that_a_wrong_floor_left_out_are_scored_in_their_pages(rng, order):
+def test_keys_that_a_wrong_floor_left_out_are_scored_in_their_pages(rng, order, monkeypatch):
     """The launch that selects scores them again, through the table."""
     lengths = np.array([9000, 3000])
     pool, query = Pool(rng, lengths, 32, 1, 4), random_codes(rng, 2, 1, 3, 4)
     pool.poison(query)
     values, indices = simulated.empty(2, 1, 700), simulated.empty(2, 1, 700, dtype=np.int64)
-    scratch = tensors.workspace(2, pool.tables.shape[1] * 32, 4, PLANES, torch.device("cpu"))
-    scratch[: kept.layout.SAMPLES] = 2**30
+    monkeypatch.setattr(kept, "scratch", simulated.Scratch(2**30))
     bounds = operands.Bounds(torch.from_numpy(lengths[:, None]), None, 3, 5)
     keys = simulated.inside(query), torch.from_numpy(pool.codes)
     how = {"run": simulated.Device(order), "blocks": pool.blocks[:, None]}
-    tensors.search(*keys, 700, PLANES, bounds, values, indices, scratch, **how)
+    tensors.search(*keys, 700, PLANES, bounds, values, indices, **how)
     ranges = dict(lengths=lengths[:, None], sink=3, recent=5)
     expected = reference.search(query, pool.gathered(), 700, PLANES, order="index", **ranges)
-    assert_found((values, indices), expected)
+    simulated.assert_same((values, indices), expected)
 
 
 @pytest.mark.parametrize(("heads", "kernel"), [(1, "list_candidates"), (2, "list_candidates_shared")])
@@ -143,7 +129,7 @@ def test_queries_over_the_same_pages_read_them_together(rng, heads, kernel):
     asked = simulated.inside(query), torch.from_numpy(pool.codes), 9, None
     tensors.search(*asked, bounds, values, indices, **how)
     ranges = dict(lengths=lengths[:, None, None], order="index")
-    assert_found((values, indices), reference.search(query, pool.gathered(), 9, None, **ranges))
+    simulated.assert_same((values, indices), reference.search(query, pool.gathered(), 9, None, **ranges))
     assert device.kernels[0] == kernel
 
 
@@ -153,7 +139,7 @@ def test_rows_with_other_tables_are_no_group(rng):
     pool, query, device = Pool(rng, lengths, 32, 1, 4), random_codes(rng, 3, 1, 3, 4), simulated.Device()
     found = search(query, pool, 20, PLANES, device, lengths[:, None])
     ranges = dict(lengths=lengths[:, None], order="index")
-    assert_found(found, reference.search(query, pool.gathered(), 20, PLANES, **ranges))
+    simulated.assert_same(found, reference.search(query, pool.gathered(), 20, PLANES, **ranges))
     assert device.kernels[0] == "list_candidates"
 
 
@@ -166,7 +152,7 @@ def test_page_numbers_out_of_range_read_nothing_outside_the_pool(rng):
         pool.blocks[0, 2], clamped[0, 2] = wrong, pages - 1
         expected = reference.gathered(pool.codes, clamped[:, None])
         expected = reference.search(query, expected, 300, PLANES, lengths=np.array([[300]]), order="index")
-        assert_found(search(query, pool, 300, PLANES, simulated.Device(), np.array([[300]])), expected)
+        simulated.assert_same(search(query, pool, 300, PLANES, simulated.Device(), np.array([[300]])), expected)
 
 
 def test_a_table_for_each_row_needs_no_copies(rng):
@@ -198,7 +184,7 @@ def test_a_second_search_makes_nothing(rng, monkeypatch):
     pool.blocks[0, [3, 7]] = pool.blocks[0, [7, 3]]
     pool.tables[0, [3, 7]] = pool.tables[0, [7, 3]]
     expected = reference.search(query, pool.gathered(), ends // 9, PLANES, lengths=other, order="index")
-    assert_found(search(query, pool, ends // 9, PLANES, simulated.Device(), other), expected)
+    simulated.assert_same(search(query, pool, ends // 9, PLANES, simulated.Device(), other), expected)
 
 
 def test_contiguous_kernels_know_nothing_of_pages(rng):

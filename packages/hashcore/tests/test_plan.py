@@ -1,17 +1,18 @@
-"""How a search is split among threads and what its header says, worked out from shapes alone."""
+"""Launch plans: how a search is split among threads, and the header."""
 
+import hashcore
 import numpy as np
 import pytest
-from hashcore import cpu, reference
+from hashcore import reference
 from hashcore.arguments import Layout
 from hashcore.cpu import launch_plan, threads
-from hashcore.validation import selection
+from hashcore_samples import assert_same, on_threads, random_codes
 
 
-def planned(n, width, rows=1, words=4, step=None, **given):
+def planned(n, width, rows=1, words=4, step=None, most=1):
     query = Layout(np.dtype(np.int32), (rows, 3, words), (12 * words, 4 * words, 4))
     keys = Layout(np.dtype(np.int32), (n, words), (step or 4 * words, 4))
-    return launch_plan.search(query, keys, (1, 2, 4), (rows,), width, True, None, **given)
+    return launch_plan.search(query, keys, (1, 2, 4), (rows,), width, True, None, most)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,8 @@ def planned(n, width, rows=1, words=4, step=None, **given):
     [(320, 10, 4, 4), (319, 10, 4, 3), (320, 10, 1, 1), (5, 1, 4, 1), (4, 0, 4, 4), (320, 10, 2, 2)],
 )
 def test_one_row_is_parted_into_no_more_than_n_by_8_k(n, width, workers, parts):
-    made = planned(n, width, workers=workers)
+    with on_threads(workers):
+        made = planned(n, width)
     told = made.header[[launch_plan.PARTS, launch_plan.ROWS]].tolist()
     assert (made.parts, *told, made.tasks) == (parts, parts, 1, parts)
 
@@ -46,9 +48,6 @@ def test_the_highest_score_is_that_of_a_key_that_matches_everywhere():
 
 
 def test_codes_of_any_strides_are_searched(rng):
-    codes = rng.integers(-(2**31), 2**31, (70, 8), dtype=np.int64).astype(np.int32)
+    codes = random_codes(rng, 70, 8)
     query, keys = codes[:2, ::2], codes[:, ::2]
-    wanted = selection((70,), 5, None, None, 0, 0)
-    found = cpu.search(query, keys, (1, 2), (), wanted, True)
-    for actual, expected in zip(found, reference.search(query, keys, 5, (1, 2)), strict=True):
-        np.testing.assert_array_equal(actual, expected)
+    assert_same(hashcore.search(query, keys, 5, (1, 2)), reference.search(query, keys, 5, (1, 2)))

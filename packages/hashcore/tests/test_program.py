@@ -1,4 +1,4 @@
-"""Sources, macros and their cubins; no GPU is needed to compile for one."""
+"""Kernel sources, macros and cubins; no GPU is needed."""
 
 import ctypes
 import itertools

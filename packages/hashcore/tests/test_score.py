@@ -3,10 +3,10 @@
 import hashcore
 import numpy as np
 import pytest
-from hashcore import cpu, reference
+from hashcore import reference
 from hashcore.arguments import aligned, layout_of, readable
 from hashcore.cpu import launch_plan
-from hashcore_samples import assert_same, random_codes, unaligned
+from hashcore_samples import assert_same, on_threads, random_codes, unaligned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,7 +98,7 @@ def test_expanded_arrays_score_without_being_copied(rng):
     assert_same(hashcore.score(query, expanded, (1, 2)), reference.score(query, expanded, (1, 2)))
     assert aligned(query) is query
     assert readable(expanded) is expanded
-    rows = launch_plan.score(layout_of(query), layout_of(expanded), (1, 2), (7,)).rows
+    rows = launch_plan.score(layout_of(query), layout_of(expanded), (1, 2), (7,), 1).rows
     assert rows[:, [launch_plan.QUERY, launch_plan.KEYS]].tolist() == [[0, 0]] * 7
 
 
@@ -135,8 +135,10 @@ def test_no_queries_or_no_keys_give_no_scores(shape):
 def test_serial_equals_parallel(rng, words):
     lead, n = (2, 21), 2 * launch_plan.CHUNK + 33  # several blocks and chunks, the last ones ragged
     query, keys = random_codes(rng, *lead, 4, words), random_codes(rng, 2, 1, n, words)
-    serial = cpu.score(query, keys, (1, 2, 4, 8), lead, workers=1)
-    assert_same(cpu.score(query, keys, (1, 2, 4, 8), lead, workers=3), serial)
+    with on_threads(1):
+        serial = hashcore.score(query, keys, (1, 2, 4, 8))
+    with on_threads(3):
+        assert_same(hashcore.score(query, keys, (1, 2, 4, 8)), serial)
     assert_same(serial[:, ::10], reference.score(query[:, ::10], keys, (1, 2, 4, 8)))
 
 

@@ -1,13 +1,11 @@
-"""Laws of the search: what score and topk give, whatever the order, the split and the threads (eq. 6, 13 and 14)."""
-
-from unittest import mock
+"""Search equals score followed by topk, in any order, split or number of threads (eq. 6, 13 and 14)."""
 
 import hashcore
 import numpy as np
 import pytest
-from hashcore import cpu, reference, validation
+from hashcore import reference
 from hashcore.cpu import launch_plan
-from hashcore_samples import random_codes, unaligned
+from hashcore_samples import assert_same, on_threads, random_codes, unaligned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,15 +15,9 @@ LONG = [2047, 2048, 4095, 4097, 20_000]  # around the chunk and the shortest row
 # Integers: tolerance 0 everywhere.
 
 
-def assert_pairs(actual, expected) -> None:
-    for a, b in zip(actual, expected, strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b, strict=True)
-
-
 def assert_searches_as_reference(query, keys, k, weights=None, **options) -> None:
     actual = hashcore.search(query, keys, k, weights, **options)
-    assert_pairs(actual, reference.search(query, keys, k, weights, **options))
+    assert_same(actual, reference.search(query, keys, k, weights, **options))
 
 
 def keys_scoring(scores: np.ndarray) -> np.ndarray:
@@ -77,13 +69,9 @@ def test_a_shortlist_equals_the_reference(data):
     )
     how = dict(order=data.draw(st.sampled_from(ORDERS)), shortlist=data.draw(st.sampled_from([1, 2, 6, 1024])))
     expected = reference.search(query, keys, k, weights, **how, **ranges, **counts)
-    assert_pairs(hashcore.search(query, keys, k, weights, **how, **ranges, **counts), expected)
-    if weights:  # in parts
-        bounds = ranges.get("lengths"), ranges.get("starts"), counts["sink"], counts["recent"]
-        wanted, best = validation.selection((*lead, n), k, *bounds), how["order"] == "best"
-        with mock.patch.object(cpu.threads, "GRAIN", 1):
-            parted = cpu.search(query, keys, weights, lead, wanted, best, workers=3, shortlist=how["shortlist"])
-        assert_pairs(parted, expected)
+    assert_same(hashcore.search(query, keys, k, weights, **how, **ranges, **counts), expected)
+    with on_threads(3):  # in parts
+        assert_same(hashcore.search(query, keys, k, weights, **how, **ranges, **counts), expected)
 
 
 def test_a_shortlist_that_misleads_is_left(rng):
@@ -93,9 +81,8 @@ def test_a_shortlist_that_misleads_is_left(rng):
     keys[4:, 0] = np.where(np.arange(4, 4096) % 4 > 0, -1, keys[4:, 0])
     for k, times in ((1100, 1), (700, 2), (5, 1)):
         for threads in (1, 4):
-            expected = reference.search(ZEROS, keys, k, shortlist=times)
-            wanted = validation.selection((1, 4096), k, None, None, 0, 0)
-            assert_pairs(cpu.search(ZEROS[:, None], keys, (1,), (1,), wanted, True, threads, times), expected)
+            with on_threads(threads):
+                assert_searches_as_reference(ZEROS, keys, k, shortlist=times)
 
 
 @pytest.mark.parametrize("n", LONG)
@@ -128,9 +115,8 @@ def test_rows_that_see_different_parts_of_the_same_keys_search_as_the_reference(
     query, keys = random_codes(rng, 2, 2, 1, words), random_codes(rng, 2, 1, 9000, words)
     ranges = np.array([[10, elsewhere], [1000, 9000]]), np.array([[0, elsewhere], [0, 5000]])
     k = np.array([[5, 0], [40, 90]])
-    wanted = validation.selection((2, 2, 9000), k, *ranges, 0, 0)
-    expected = reference.search(query, keys, k, (1,), lengths=ranges[0], starts=ranges[1], order="index")
-    assert_pairs(cpu.search(query, keys, (1,), (2, 2), wanted, False, workers=1), expected)
+    with on_threads(1):
+        assert_searches_as_reference(query, keys, k, (1,), lengths=ranges[0], starts=ranges[1], order="index")
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -174,7 +160,7 @@ def test_best_first_is_the_selection_sorted_by_score_then_index(rng):
     scores, indices = hashcore.search(query, keys, 99, order="index")
     order = np.lexsort((indices, -scores))
     sorted_pair = np.take_along_axis(scores, order, -1), np.take_along_axis(indices, order, -1)
-    assert_pairs(hashcore.search(query, keys, 99, order="best"), sorted_pair)
+    assert_same(hashcore.search(query, keys, 99, order="best"), sorted_pair)
 
 
 @settings(deadline=None, max_examples=40)
@@ -191,33 +177,34 @@ def test_the_best_of_the_parts_best_are_the_best_of_the_whole(data):
     indices = np.concatenate([a + part[1] for a, part in parts], -1)
     order = np.lexsort((indices, -scores))[:, :k]
     merged = np.take_along_axis(scores, order, -1), np.take_along_axis(indices, order, -1)
-    assert_pairs(hashcore.search(query, keys, k), merged)
+    assert_same(hashcore.search(query, keys, k), merged)
 
 
 def test_the_order_of_a_batch_does_not_matter(rng):
     query, keys = random_codes(rng, 70, 3, 4), random_codes(rng, 1, 3000, 4)
     order = rng.permutation(70)
     whole = hashcore.search(query, keys, 60, (1, 2, 4))
-    assert_pairs(hashcore.search(query[order], keys, 60, (1, 2, 4)), [x[order] for x in whole])
+    assert_same(hashcore.search(query[order], keys, 60, (1, 2, 4)), [x[order] for x in whole])
 
 
 @pytest.mark.parametrize("workers", [2, 3, 7, 64])
-@pytest.mark.parametrize("best", [False, True])
-def test_any_number_of_threads_searches_as_one(rng, workers, best):
+@pytest.mark.parametrize("order", ORDERS)
+def test_any_number_of_threads_searches_as_one(rng, workers, order):
     for count, n, k in ((1, 9000, 100), (1, 20_000, 5), (5, 6000, 90), (70, 500, 9)):
-        query, keys, lead = random_codes(rng, count, 3, 4), random_codes(rng, n, 4), (count,)
-        wanted = validation.selection((count, n), k, rng.integers(0, n + 1, count), None, 1, 0)
-        serial = cpu.search(query, keys, (1, 2, 4), lead, wanted, best, workers=1)
-        assert_pairs(cpu.search(query, keys, (1, 2, 4), lead, wanted, best, workers=workers), serial)
+        given = random_codes(rng, count, 3, 4), random_codes(rng, n, 4), k, (1, 2, 4)
+        options = {"lengths": rng.integers(0, n + 1, count), "sink": 1, "order": order}
+        with on_threads(1):
+            serial = hashcore.search(*given, **options)
+        with on_threads(workers):
+            assert_same(hashcore.search(*given, **options), serial)
 
 
-@pytest.mark.parametrize("best", [False, True])
-def test_the_first_key_of_all_is_found_in_parts(best):
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_first_key_of_all_is_found_in_parts(order):
     keys = keys_scoring(np.where(np.arange(9000) < 3, 100, 50))
-    wanted = validation.selection((1, 9000), 5, None, None, 0, 0)
-    serial, parted = (cpu.search(ZEROS[None], keys, (1,), (1,), wanted, best, workers=n) for n in (1, 4))
-    assert parted[1][0, 0] == 0
-    assert_pairs(parted, serial)
+    with on_threads(4):
+        assert hashcore.search(ZEROS, keys, 5, order=order)[1][0, 0] == 0
+        assert_searches_as_reference(ZEROS, keys, 5, order=order)
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -229,10 +216,8 @@ def test_a_sample_that_misleads_is_left_in_every_part(rng, workers):
         for run in (0, 7):
             at = low + run * (high - low - 64) // 7
             scores[at : at + 64] = 120
-    keys, wanted = keys_scoring(scores), validation.selection((1, n), k, None, None, 0, 0)
-    with mock.patch.object(cpu.threads, "GRAIN", 1):
-        found = cpu.search(ZEROS[None], keys, (1,), (1,), wanted, True, workers=workers)
-    assert_pairs(found, reference.search(ZEROS, keys, k))
+    with on_threads(workers):
+        assert_searches_as_reference(ZEROS, keys_scoring(scores), k)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -244,19 +229,15 @@ def test_a_part_with_few_keys_of_a_shortlist_has_only_those(rng, workers):
     keys = random_codes(rng, n, 4)
     keys[: n // 2, 1:] = 0
     keys[:, 0] = np.where(listed, -2, -1)  # one bit equal to the query's, or none
-    wanted = validation.selection((1, n), k, None, None, 0, 0)
-    with mock.patch.object(cpu.threads, "GRAIN", 1):
-        found = cpu.search(ZEROS[None], keys, (1,), (1,), wanted, True, workers=workers, shortlist=10)
-    assert_pairs(found, reference.search(ZEROS, keys, k, shortlist=10))
+    with on_threads(workers):
+        assert_searches_as_reference(ZEROS, keys, k, shortlist=10)
 
 
 @pytest.mark.parametrize("room", [1, 3 * (2 * 60 + launch_plan.CHUNK)])
 def test_blocks_of_any_size_search_alike(rng, monkeypatch, room):
-    query, keys, lead = random_codes(rng, 40, 1, 4), random_codes(rng, 3000, 4), (40,)
-    wanted = validation.selection((40, 3000), 60, None, None, 0, 0)
-    usual = cpu.search(query, keys, (1,), lead, wanted, True)
-    monkeypatch.setattr(cpu.launch_plan, "ROOM", room)
-    assert_pairs(cpu.search(query, keys, (1,), lead, wanted, True), usual)
+    monkeypatch.setattr(launch_plan, "ROOM", room)
+    with on_threads(1):
+        assert_searches_as_reference(random_codes(rng, 40, 4), random_codes(rng, 3000, 4), 60)
 
 
 @settings(deadline=None, max_examples=30)
@@ -268,7 +249,7 @@ def test_a_ragged_row_is_the_row_alone(data):
     length = data.draw(st.integers(start, n))
     query, keys, k = random_codes(rng, 1, 4), random_codes(rng, n, 4), data.draw(st.integers(0, length - start))
     scores, indices = hashcore.search(query, keys[start:length], k)
-    assert_pairs(hashcore.search(query, keys, k, starts=start, lengths=length), (scores, indices + start))
+    assert_same(hashcore.search(query, keys, k, starts=start, lengths=length), (scores, indices + start))
 
 
 @pytest.mark.parametrize(("sink", "recent"), [(0, 0), (3, 0), (0, 7), (3, 7), (60, 60), (10**20, 0), (0, 10**20)])
@@ -277,7 +258,7 @@ def test_sink_and_recent_are_taken_off_both_ends(rng, sink, recent):
     low = min(5 + sink, 90)
     ranges = dict(starts=low, lengths=max(90 - recent, low))
     trimmed = hashcore.search(query, keys, 9, **ranges)
-    assert_pairs(hashcore.search(query, keys, 9, starts=5, lengths=90, sink=sink, recent=recent), trimmed)
+    assert_same(hashcore.search(query, keys, 9, starts=5, lengths=90, sink=sink, recent=recent), trimmed)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -3,17 +3,14 @@
 import numpy as np
 import pytest
 from hashcore import reference
-from hashcore.hostsim import guarded
 from hashcore_samples import random_codes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch", reason="the launches are described on torch tensors")
-kept = pytest.importorskip("hashcore.cuda.kept", reason="the launches are described on torch tensors")
-layout = pytest.importorskip("hashcore.cuda.layout", reason="the launches are described on torch tensors")
-operands = pytest.importorskip("hashcore.cuda.operands", reason="the launches are described on torch tensors")
-tensors = pytest.importorskip("hashcore.cuda.tensors", reason="the launches are described on torch tensors")
-simulated = pytest.importorskip("simulated", reason="g++ is needed")
+simulated = pytest.importorskip("simulated", reason="needs torch and g++")
+from hashcore.cuda import kept, layout, operands, tensors  # noqa: E402
+
+torch = simulated.torch
 
 LAUNCHES = ["first_floor", "list_shortlist", "select_32"]
 LENGTHS = [100, 2047, 2048, 2049, 3000, 4097, 9001]  # around the shortest row that has a list, and turns of a warp
@@ -22,43 +19,6 @@ SCORES = [
     *((4, tuple(1 << p for p in range(planes))) for planes in (1, 3, 4, 5, 6, 8)),
     *((1, (1, 2, 4)), (3, (5, 1)), (4, (3, 1, 9, 2, 7)), (8, (1, 2, 4, 8, 16)), (9, (1, 2)), (16, (1, 2, 4))),
 ]
-
-
-def first_words(keys: np.ndarray, how: str):
-    """First words side by side between guard pages, one in three words, or none."""
-    if how == "none":
-        return None
-    if how == "dense":
-        return simulated.inside(keys[..., 0], 4)
-    return simulated.inside(np.repeat(keys[..., 0], 3, axis=-1), 4)[..., ::3]
-
-
-def run(case, device, scratch=None):
-    """Search rows of query [..., P, W] and keys [..., N, W]."""
-    rows = np.broadcast_shapes(case["query"].shape[:-2], case["keys"].shape[:-2])
-    width = max(1, int(np.max(case["k"])))
-    values = simulated.empty(*rows, width)
-    indices = simulated.empty(*rows, width, dtype=np.int64 if case.get("wide") else np.int32)
-    options = case.get("ranges", {})
-    bounds = operands.Bounds(
-        *(simulated.tensor_or(options.get(name)) for name in ("lengths", "starts")),
-        *(options.get(name, 0) for name in ("sink", "recent")),
-    )
-    codes = simulated.inside(case["query"]), simulated.inside(case["keys"])
-    how = {"shortlist": case["times"], "first": first_words(case["keys"], case.get("first", "none"))}
-    k = simulated.tensor_or(case["k"])
-    tensors.search(*codes, k, case["weights"], bounds, values, indices, scratch, device, **how)
-    return values, indices
-
-
-def assert_as_reference(case, device, scratch=None) -> None:
-    ranges = {name: value for name, value in case.get("ranges", {}).items() if value is not None}
-    k = case["k"] if isinstance(case["k"], np.ndarray) else int(case["k"])
-    codes = case["query"], case["keys"], k, case["weights"]
-    expected = reference.search(*codes, order="index", shortlist=case["times"], **ranges)
-    for ours, theirs in zip(run(case, device, scratch), expected, strict=True):
-        found = theirs.shape[-1]  # a row of which none is wanted still has a slot
-        simulated.assert_same(ours[..., :found], theirs)
 
 
 @st.composite
@@ -85,27 +45,24 @@ def searches(draw, of_query=(3,), of_keys=(3,)):
         "k": draw(st.sampled_from([1, n // 50, n // 9, ragged])),
         "times": draw(st.sampled_from([1, 2, 6, 1024])),
         "first": draw(st.sampled_from(["none", "dense", "apart"])),
-        "ranges": draw(st.sampled_from([{}, ranges])) | {"sink": draw(st.integers(0, 2)), "recent": 1},
         "wide": draw(st.booleans()),
+        "sink": draw(st.integers(0, 2)),
+        "recent": 1,
+        **draw(st.sampled_from([{}, ranges])),
     }
 
 
-@st.composite
-def orders(draw):
-    return simulated.Device(draw(st.sampled_from(simulated.ORDERS)), draw(st.integers(1, 4)))
-
-
 @settings(deadline=None, max_examples=25)
-@given(searches(), orders())
+@given(searches(), simulated.orders())
 def test_a_shortlist_equals_the_reference(case, device):
-    assert_as_reference(case, device)
+    simulated.assert_finds(device, **case)
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=12)
-@given(searches(of_query=(2, 9), of_keys=(2, 1)), orders())
+@given(searches(of_query=(2, 9), of_keys=(2, 1)), simulated.orders())
 def test_rows_over_shared_keys_equal_the_reference(case, device):
-    assert_as_reference(case, device)
+    simulated.assert_finds(device, **case)
 
 
 @pytest.mark.parametrize("first", ["none", "dense", "apart"])
@@ -114,7 +71,7 @@ def test_a_search_by_a_shortlist_is_three_launches(rng, order, first):
     case = {"query": random_codes(rng, 2, 6, 4), "keys": random_codes(rng, 2, 5000, 4), "k": 100, "times": 5}
     case |= {"weights": (1, 2, 4, 8, 16, 32), "first": first}
     device = simulated.Device(order)
-    assert_as_reference(case, device)
+    simulated.assert_finds(device, **case)
     assert device.kernels == LAUNCHES
 
 
@@ -128,7 +85,7 @@ def test_what_the_host_sees_to_have_no_list_is_searched_as_ever(rng):
         (2048, np.array([600, 2]), 4, LAUNCHES),  # not seen
     ):
         device = simulated.Device()
-        assert_as_reference(case | {"keys": keys[:, :n], "k": k, "times": times}, device)
+        simulated.assert_finds(device, **case | {"keys": keys[:, :n], "k": k, "times": times})
         assert device.kernels == kernels
 
 
@@ -142,7 +99,7 @@ def test_a_list_that_misleads_is_left(rng, order, queries):
     keys[..., 4:, 0] = np.where(np.arange(4, 4096) % 4 > 0, -1, keys[..., 4:, 0])
     for k, times in ((1100, 1), (1030, 3), (700, 2), (5, 1)):
         case = {"query": query, "keys": keys, "weights": (1,), "k": k, "times": times}
-        assert_as_reference(case, simulated.Device(order))
+        simulated.assert_finds(simulated.Device(order), **case)
 
 
 @pytest.mark.parametrize("order", simulated.ORDERS)
@@ -160,7 +117,7 @@ def test_a_floor_that_is_too_high_is_left(rng, order, queries):
     keys[..., ::8, 1:] = 0  # the sample
     for k in (500, 1500, 4000):
         case = {"query": query, "keys": keys, "weights": (1,), "k": k, "times": 2, "first": "dense"}
-        assert_as_reference(case, simulated.Device(order))
+        simulated.assert_finds(simulated.Device(order), **case)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
@@ -168,8 +125,8 @@ def test_the_split_does_not_change_the_result(rng, splits, monkeypatch):
     monkeypatch.setattr(tensors, "SIMULATED_SMS", 2 * splits)  # two rows
     monkeypatch.setattr(tensors, "_searches", kept.Table())
     case = {"query": random_codes(rng, 2, 5, 4), "keys": random_codes(rng, 2, 20_000, 4) & 0x1111, "k": 700}
-    case |= {"weights": (1, 2, 4, 8, 16), "times": 6, "first": "dense", "ranges": {"sink": 3}}
-    assert_as_reference(case, simulated.Device(order=11))
+    case |= {"weights": (1, 2, 4, 8, 16), "times": 6, "first": "dense", "sink": 3}
+    simulated.assert_finds(simulated.Device(order=11), **case)
 
 
 @pytest.mark.parametrize("rows", [(5,), (2, 11)])
@@ -182,7 +139,7 @@ def test_rows_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch, rows)
     case |= {"weights": (1, 2, 4), "k": rng.integers(0, 90, rows), "first": "dense"}
     device = simulated.Device()
     monkeypatch.setattr("hashcore.cuda.layout.MAX_SLOTS", 8 if len(rows) > 1 else 2)
-    assert_as_reference(case, device)
+    simulated.assert_finds(device, **case)
     assert device.kernels.count("first_floor") == (3 if len(rows) == 1 else 4)
 
 
@@ -190,25 +147,19 @@ def test_rows_beyond_the_workspace_are_searched_in_turns(rng, monkeypatch, rows)
 def test_each_query_of_a_search_without_weights_is_a_row(rng, queries):
     query, keys = random_codes(rng, 2, queries, 4), random_codes(rng, 2, 3000, 4)
     for first in ("none", "dense"):
-        values, indices = simulated.empty(2, queries, 7), simulated.empty(2, queries, 7)
-        codes = simulated.inside(query), simulated.inside(keys)
-        how = {"run": simulated.Device(), "shortlist": 3, "first": first_words(keys, first)}
-        tensors.search(*codes, 7, None, operands.Bounds(), values, indices, **how)
-        expected = reference.search(query, keys, 7, order="index", shortlist=3)
-        for ours, theirs in zip((values, indices), expected, strict=True):
-            simulated.assert_same(ours, theirs)
+        simulated.assert_finds(simulated.Device(), query, keys, 7, None, 3, first)
 
 
 @pytest.mark.parametrize("queries", [1, 9])
-def test_a_workspace_serves_searches_with_and_without_a_list(rng, queries):
+def test_a_workspace_serves_searches_with_and_without_a_list(rng, queries, monkeypatch):
     """What a search leaves behind changes no later one, and the samples stay zero."""
     query, keys = random_codes(rng, 1, queries, 3, 4), random_codes(rng, 1, 1, 5000, 4)
-    made = tensors.workspace(queries, 5000, 4, (1, 2, 4), torch.device("cpu"))
-    scratch = torch.from_numpy(guarded(made.numpy()))
+    scratch = simulated.Scratch()
+    monkeypatch.setattr(kept, "scratch", scratch)
     case = {"query": query, "keys": keys, "weights": (1, 2, 4), "k": 80}
     for times in (4, 0, 7, 4):
-        assert_as_reference(case | {"times": times}, simulated.Device(), scratch)
-        assert not scratch[: layout.SAMPLES].any()
+        simulated.assert_finds(simulated.Device(), **case | {"times": times})
+        assert not scratch.tensor[: layout.SAMPLES].any()
 
 
 def test_lists_of_other_lengths_do_not_share_launches(rng):
@@ -216,7 +167,7 @@ def test_lists_of_other_lengths_do_not_share_launches(rng):
     case = {"query": random_codes(rng, 1, 3, 4), "keys": random_codes(rng, 1, 3000, 4) & 7, "weights": (1, 2, 4)}
     for times in (2, 0, 3, 2):
         for first in ("none", "dense", "apart", "dense"):
-            assert_as_reference(case | {"k": 50, "times": times, "first": first}, simulated.Device())
+            simulated.assert_finds(simulated.Device(), **case | {"k": 50, "times": times, "first": first})
 
 
 def test_strides_and_offsets_do_not_change_the_result(rng):

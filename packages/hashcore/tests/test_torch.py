@@ -1,9 +1,9 @@
-"""Tensors: the same results as numpy, as tensors, for every dtype and stride."""
+"""Tensors give the results of numpy arrays, for every dtype and stride."""
 
 import hashcore
 import numpy as np
 import pytest
-from hashcore_samples import random_codes
+from hashcore_samples import assert_same, random_codes
 
 torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
 torch_ops = pytest.importorskip("hashcore.torch_ops", reason="torch is an optional extra of hashcore")
@@ -11,37 +11,41 @@ torch_ops = pytest.importorskip("hashcore.torch_ops", reason="torch is an option
 # Integers, or floats that went through the same operations: tolerance 0 everywhere.
 
 
-def assert_equal(tensor, array) -> None:
-    assert isinstance(tensor, torch.Tensor)
-    np.testing.assert_array_equal(tensor.numpy(), array, strict=True)
-
-
-def test_every_function_returns_tensors_equal_to_numpy(rng):
+def test_every_function_returns_tensors_equal_to_numpy(rng, place):
     w, codes = rng.normal(size=(2, 5, 64)).astype(np.float32), random_codes(rng, 2, 5, 2)
     scores, k = rng.integers(-9, 9, (3, 70)).astype(np.int16), np.array([3, 0, 70])
     tw, tcodes, tscores, tk = (torch.from_numpy(x.copy()) for x in (w, codes, scores, k))
-    assert_equal(hashcore.pack(tw), hashcore.pack(w))
-    assert_equal(hashcore.unpack(tcodes), hashcore.unpack(codes))
-    for tensor, array in zip(hashcore.quantise(tw, 2), hashcore.quantise(w, 2), strict=True):
-        assert_equal(tensor, array)
-    for tensor, array in zip(hashcore.quantise(tw, 8), hashcore.quantise(w, 8), strict=True):
-        assert_equal(tensor, array)
+    assert_same(hashcore.pack(tw), hashcore.pack(w))
+    assert_same(hashcore.unpack(tcodes), hashcore.unpack(codes))
+    assert_same(hashcore.quantise(tw, 2), hashcore.quantise(w, 2))
+    assert_same(hashcore.quantise(tw, 8), hashcore.quantise(w, 8))
     planes, weights = hashcore.planes(tw)
-    assert_equal(planes, hashcore.planes(w)[0])
+    assert_same(planes, hashcore.planes(w)[0])
     assert weights == (1, 2, 4)
     merged, weights = hashcore.group_planes(tcodes)
-    assert_equal(merged, hashcore.group_planes(codes)[0])
+    assert_same(merged, hashcore.group_planes(codes)[0])
     assert weights == (1, 2, 2)
-    assert_equal(hashcore.score(tcodes, tcodes), hashcore.score(codes, codes))
-    assert_equal(hashcore.score(merged, tcodes, weights), hashcore.score(merged.numpy(), codes, weights))
+    assert_same(hashcore.score(tcodes, tcodes), hashcore.score(codes, codes))
+    assert_same(hashcore.score(merged, tcodes, weights), hashcore.score(merged.numpy(), codes, weights))
     for size in (4, (tk, k)):
         ours, theirs = size if isinstance(size, tuple) else (size, size)
-        for tensor, array in zip(hashcore.topk(tscores, ours), hashcore.topk(scores, theirs), strict=True):
-            assert_equal(tensor, array)
+        assert_same(hashcore.topk(tscores, ours), hashcore.topk(scores, theirs))
+    found = (
+        hashcore.pack(tw),
+        hashcore.unpack(tcodes),
+        planes,
+        merged,
+        *hashcore.quantise(tw),
+        *hashcore.topk(tscores, 4),
+    )
+    assert {type(x) for x in (*found, *hashcore.search(tcodes, tcodes, 1))} == {torch.Tensor}
+    if place:
+        expected = ["pack_f32", "levels_f32", "levels_f32", "planes_f32", "group_planes", "score_pairs", "score_all"]
+        assert place.kernels[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("order", ["best", "index"])
-def test_search_and_ranges_return_tensors_equal_to_numpy(rng, order):
+def test_search_and_ranges_return_tensors_equal_to_numpy(rng, order, place):
     query, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 90, 4)
     lengths, k = np.array([[90], [40]]), np.array([7, 0, 50])
     arguments = [torch.from_numpy(x.copy()) for x in (query, keys, k, lengths)]
@@ -51,8 +55,7 @@ def test_search_and_ranges_return_tensors_equal_to_numpy(rng, order):
         theirs = hashcore.search(query, keys, 7 if weights else k, weights, order=order, **ranges)
         ranges["lengths"] = arguments[3][rows]
         ours = hashcore.search(*arguments[:2], 7 if weights else arguments[2], weights, order=order, **ranges)
-        for tensor, array in zip(ours, theirs, strict=True):
-            assert_equal(tensor, array)
+        assert_same(ours, theirs)
 
 
 def test_results_go_to_the_given_tensors(rng):
@@ -99,26 +102,26 @@ def test_negative_zero_nan_and_subnormals_pack_by_their_sign(dtype):
 def test_half_weights_quantise_as_their_float32_values(dtype):
     w = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
     for half, full in zip(hashcore.quantise(w), hashcore.quantise(w.float()), strict=True):
-        assert_equal(half, full.numpy())
+        assert_same(half, full.numpy())
 
 
 def test_expanded_and_transposed_tensors_equal_their_copies(rng):
     keys = torch.from_numpy(random_codes(rng, 1, 33, 2))
     query = torch.from_numpy(random_codes(rng, 6, 2, 4))
     wide = keys.expand(4, 33, 2)
-    assert_equal(
+    assert_same(
         hashcore.score(query.permute(2, 0, 1), wide),
         hashcore.score(query.permute(2, 0, 1).contiguous(), wide.contiguous()).numpy(),
     )
     x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     for view in (x.T, x.T.bfloat16(), x[:, :1].T.expand(5, 64)):
-        assert_equal(hashcore.pack(view), hashcore.pack(view.contiguous()).numpy())
+        assert_same(hashcore.pack(view), hashcore.pack(view.contiguous()).numpy())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_that_require_grad_are_read_as_values(dtype):
     w = torch.nn.Parameter(torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype)))
-    assert_equal(hashcore.pack(w), hashcore.pack(w.detach()).numpy())
+    assert_same(hashcore.pack(w), hashcore.pack(w.detach()).numpy())
     codes, _ = hashcore.planes(w)
     assert not codes.requires_grad
     assert w.grad is None

@@ -1,13 +1,12 @@
-"""The operators of torch: schemas, traced programs, and the way to the kernels, whose device here is the simulator."""
+"""Torch operators: schemas, traced programs, and CUDA's code path, run under the host simulator."""
 
 import importlib
-import types
 
 import hashcore
 import numpy as np
 import pytest
 from hashcore import reference
-from hashcore_samples import random_codes
+from hashcore_samples import assert_same, operator_samples, random_codes
 
 torch = pytest.importorskip("torch", reason="torch is an optional extra of hashcore")
 torch_library = pytest.importorskip("hashcore.torch_library", reason="torch is an optional extra of hashcore")
@@ -20,52 +19,13 @@ def codes(*shape: int):
     return torch.from_numpy(random_codes(np.random.default_rng(len(shape)), *shape))
 
 
-def assert_equal(tensor, array) -> None:
-    assert isinstance(tensor, torch.Tensor)
-    np.testing.assert_array_equal(tensor.numpy(), array, strict=True)
-
-
-def samples():
-    """One call of every operator."""
-    query, keys, weights = codes(2, 1, 3, 4), codes(1, 3, 33, 4), [1, 2, 4]
-    k, bound = torch.tensor([[3, 0, 9], [1, 1, 1]]), torch.tensor([[33], [20]])
-    scores, pair = codes(2, 33) % 99, (torch.zeros(2, 3, 9, dtype=torch.int32), torch.zeros(2, 3, 9, dtype=torch.int64))
-    return {
-        "pack": (torch.randn(3, 64),),
-        "pack_out": (torch.randn(3, 64), codes(3, 2)),
-        "quantise": (torch.randn(3, 40), 3, True),
-        "planes": (torch.randn(3, 64), 3, True),
-        "group_planes": (codes(2, 7, 4),),
-        "score": (query, keys, weights),
-        "score_out": (codes(5, 4), codes(33, 4), None, codes(5, 33)),
-        "topk": (scores, 5, None, *RANGE),
-        "topk_out": (
-            scores,
-            5,
-            None,
-            *RANGE,
-            torch.zeros(2, 5, dtype=torch.int32),
-            torch.zeros(2, 5, dtype=torch.int64),
-        ),
-        "search": (query, keys, 9, None, weights, *RANGE, True, 0, None, None),
-        "search_out": (query, keys, 9, k, weights, bound, *RANGE[1:], False, 3, keys[..., 0], None, *pair, None),
-    }
-
-
 def test_every_operator_has_a_sample():
-    assert samples().keys() == torch_library.SCHEMAS.keys()
-
-
-@pytest.mark.parametrize("name", torch_library.SCHEMAS)
-def test_samples_for_a_gpu_fit_the_operators(name, monkeypatch):
-    gpu = pytest.importorskip("test_cuda", reason="its samples are on a GPU, and need cuda-core")
-    monkeypatch.setattr(gpu, "DEVICE", torch.device("cpu"))
-    getattr(torch.ops.hashcore, name)(*gpu.samples()[name])
+    assert operator_samples("cpu").keys() == torch_library.SCHEMAS.keys()
 
 
 @pytest.mark.parametrize("name", torch_library.SCHEMAS)
 def test_operators_keep_their_schema_and_their_shapes(name):
-    torch.library.opcheck(getattr(torch.ops.hashcore, name).default, samples()[name])
+    torch.library.opcheck(getattr(torch.ops.hashcore, name).default, operator_samples("cpu")[name])
 
 
 def decode_step(w, keys, x, lengths):
@@ -146,7 +106,7 @@ def test_slots_beyond_the_widest_row_stay_empty(most):
     found = torch.ops.hashcore.search(query, keys, most, k, None, *RANGE[:2], 33, 0, 0, 0, True, 0, None, None)
     expected = reference.search(query.numpy(), keys.numpy(), k.numpy())
     for actual, array, empty in zip(found, expected, (0, -1), strict=True):
-        assert_equal(actual[..., :4], array)
+        assert_same(actual[..., :4], array)
         assert (actual[..., 4:] == empty).all()
 
 
@@ -157,51 +117,6 @@ def test_a_tensor_k_in_a_compiled_program_needs_out():
 
 
 # ---- The way to the kernels ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def on_device(monkeypatch):
-    """Sends every call with a tensor down the CUDA path, with the host simulator for a device."""
-    simulated = pytest.importorskip("simulated", reason="g++ is needed")
-    device = simulated.Device()
-    operators = types.SimpleNamespace()
-    for name in torch_library.SCHEMAS:
-        plain = name.removesuffix("_out")
-        write = getattr(torch_library.Cuda, plain)
-        call = write if name != plain else torch_library._functional(torch_library.RESULTS[name], write)
-        setattr(operators, name, call)
-    monkeypatch.setattr(torch_ops, "OPERATORS", operators)
-    monkeypatch.setattr("hashcore.cuda.launch.run", device)
-    monkeypatch.setattr("hashcore.arguments.for_torch", lambda arguments: any(map(has_tensor, arguments)))
-    return device
-
-
-def has_tensor(x) -> bool:
-    return isinstance(x, torch.Tensor) or (isinstance(x, tuple) and any(map(has_tensor, x)))
-
-
-def test_every_function_on_a_device_equals_numpy(rng, on_device):
-    w, keys = rng.normal(size=(2, 3, 128)).astype(np.float32), random_codes(rng, 2, 3, 300, 4)
-    tw, tkeys = torch.from_numpy(w), torch.from_numpy(keys)
-    assert_equal(hashcore.pack(tw), hashcore.pack(w))
-    assert_equal(hashcore.unpack(tkeys), hashcore.unpack(keys))
-    for planes in (2, 8):
-        for ours, theirs in zip(
-            hashcore.quantise(tw[..., :50], planes), hashcore.quantise(w[..., :50], planes), strict=True
-        ):
-            assert_equal(ours, theirs)
-    planes, weights = hashcore.planes(tw)
-    assert_equal(planes, hashcore.planes(w)[0])
-    assert weights == (1, 2, 4)
-    grouped, weights = hashcore.group_planes(tkeys[..., :5, :])
-    assert_equal(grouped, hashcore.group_planes(keys[..., :5, :])[0])
-    assert weights == (1, 2, 2)
-    assert_equal(hashcore.score(tkeys[..., :5, :], tkeys), hashcore.score(keys[..., :5, :], keys))
-    scores = hashcore.score(planes, tkeys, (1, 2, 4))
-    assert_equal(scores, hashcore.score(planes.numpy(), keys, (1, 2, 4)))
-    assert on_device.kernels == [
-        *("pack_f32", "levels_f32", "levels_f32", "planes_f32", "group_planes", "score_pairs", "score_all")
-    ]
 
 
 RANGES = [
@@ -224,15 +139,7 @@ def test_a_search_on_a_device_equals_numpy(rng, on_device, options, order):
         expected = hashcore.search(planes, keys, k, (1, 2, 4), order=order, **options)
         tensor_k = torch.from_numpy(k) if isinstance(k, np.ndarray) else k
         inputs = torch.from_numpy(planes), torch.from_numpy(keys), tensor_k, (1, 2, 4)
-        for ours, theirs in zip(hashcore.search(*inputs, order=order, **as_tensors(options)), expected, strict=True):
-            assert_equal(ours, theirs)
-
-
-def test_a_search_of_codes_on_a_device_equals_numpy(rng, on_device):
-    query, keys = random_codes(rng, 2, 5, 2), random_codes(rng, 1, 300, 2)
-    expected = hashcore.search(query, keys, 4)
-    for ours, theirs in zip(hashcore.search(torch.from_numpy(query), torch.from_numpy(keys), 4), expected, strict=True):
-        assert_equal(ours, theirs)
+        assert_same(hashcore.search(*inputs, order=order, **as_tensors(options)), expected)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32"])
@@ -241,40 +148,26 @@ def test_topk_on_a_device_equals_numpy(rng, on_device, dtype):
     for options in ({}, {"lengths": np.array([70, 3, 60]), "starts": 2, "recent": 1}):
         expected = hashcore.topk(scores, 6, **options)
         ours = hashcore.topk(torch.from_numpy(scores), 6, **as_tensors(options))
-        for tensor, array in zip(ours, expected, strict=True):
-            assert_equal(tensor, array)
-
-
-@pytest.mark.parametrize("lead", [(2, 2), (5, 3), (1, 9)])
-def test_a_workspace_has_room_for_queries_over_shared_keys(rng, on_device, lead):
-    planes, keys = random_codes(rng, *lead, 3, 4), random_codes(rng, lead[0], 1, 300, 4)
-    tensors = torch.from_numpy(planes), torch.from_numpy(keys)
-    out = torch.empty(*lead, 9, dtype=torch.int32), torch.empty(*lead, 9, dtype=torch.int64)
-    workspace = torch_ops.make_workspace(*tensors, (1, 2, 4))
-    torch_ops.search(*tensors, 9, (1, 2, 4), order="index", out=out, workspace=workspace)
-    expected = hashcore.search(planes, keys, 9, (1, 2, 4), order="index")
-    for ours, theirs in zip(out, expected, strict=True):
-        np.testing.assert_array_equal(ours.numpy(), theirs)
+        assert_same(ours, expected)
 
 
 def test_results_on_a_device_go_to_out_of_any_strides(rng, on_device):
     planes, keys = random_codes(rng, 2, 3, 4), random_codes(rng, 2, 300, 4)
     expected = hashcore.search(planes, keys, 9, (1, 2, 4), order="index")
     tensors = torch.from_numpy(planes), torch.from_numpy(keys)
-    workspace = torch_ops.make_workspace(*tensors, (1, 2, 4))
     for indices in (torch.empty(2, 9, dtype=torch.int64), torch.empty(9, 2, dtype=torch.int32).T):
         out = torch.empty(2, 18, dtype=torch.int32)[:, ::2], indices
-        found = torch_ops.search(*tensors, 9, (1, 2, 4), order="index", out=out, workspace=workspace)
+        found = hashcore.search(*tensors, 9, (1, 2, 4), order="index", out=out)
         assert found[0] is out[0]
         assert found[1] is out[1]
         np.testing.assert_array_equal(out[0].numpy(), expected[0])
         np.testing.assert_array_equal(out[1].numpy(), expected[1])
     packed = torch.empty(2, 3, dtype=torch.int32).T[:, :2]
     x = torch.randn(3, 64)
-    assert_equal(hashcore.pack(x, out=packed).contiguous(), hashcore.pack(x.numpy()))
+    assert_same(hashcore.pack(x, out=packed).contiguous(), hashcore.pack(x.numpy()))
     scores = torch.empty(2, 300, dtype=torch.int32)
     assert hashcore.score(*tensors, (1, 2, 4), out=scores) is scores
-    assert_equal(scores, reference.score(planes, keys, (1, 2, 4)))
+    assert_same(scores, reference.score(planes, keys, (1, 2, 4)))
 
 
 def test_a_search_by_a_shortlist_on_a_device_equals_numpy(rng, on_device):
@@ -287,8 +180,7 @@ def test_a_search_by_a_shortlist_on_a_device_equals_numpy(rng, on_device):
         tensor_k = torch.from_numpy(k) if isinstance(k, np.ndarray) else k
         for how in ({}, {"first": first}):
             found = torch_ops.search(*inputs, tensor_k, (1, 2, 4, 8, 16), shortlist=5, **as_tensors(options), **how)
-            for ours, theirs in zip(found, expected, strict=True):
-                assert_equal(ours, theirs)
+            assert_same(found, expected)
     assert on_device.kernels == ["first_floor", "list_shortlist", "select_64"] * 4
 
 
@@ -389,13 +281,13 @@ def test_what_rows_ask_for_may_be_of_any_integer_dtype(rng, on_device, dtype):
     options = {"lengths": np.array([70, 60, 50], dtype), "starts": asked // 3}
     ours = hashcore.topk(torch.from_numpy(scores), torch.from_numpy(asked), **as_tensors(options))
     for tensor, array in zip(ours, hashcore.topk(scores, asked, **options), strict=True):
-        assert_equal(tensor, array)
+        assert_same(tensor, array)
 
 
 def test_words_of_every_integer_dtype_are_packed(rng, on_device):
     for dtype in ("uint16", "uint32", "uint64"):
         x = rng.integers(0, 3, (3, 64)).astype(dtype) * np.iinfo(dtype).max
-        assert_equal(hashcore.pack(torch.from_numpy(x)), hashcore.pack(x))
+        assert_same(hashcore.pack(torch.from_numpy(x)), hashcore.pack(x))
 
 
 def test_bounds_that_the_device_cannot_read_are_refused():

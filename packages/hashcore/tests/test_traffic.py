@@ -1,11 +1,11 @@
-"""The model of what a search moves: what was asked of it, and that its one estimate is what the kernels do."""
+"""The traffic model: its bounds, and its estimate of candidates against the kernels."""
 
 import numpy as np
 import pytest
 from hashcore_samples import random_codes
 
 pytest.importorskip("torch", reason="the launches are described on torch tensors")
-from hashcore.cuda import layout, operands, tensors, traffic
+from hashcore.cuda import kept, layout, operands, tensors, traffic
 
 torch = pytest.importorskip("torch")
 simulated = pytest.importorskip("simulated", reason="g++ is needed")
@@ -44,11 +44,12 @@ def test_the_kernels_list_as_many_candidates_as_predicted(monkeypatch, weights):
     monkeypatch.setattr(tensors, "SIMULATED_SMS", 2)
     rng, n, k = np.random.default_rng(3), 16_384, 327
     query, keys = (torch.from_numpy(random_codes(rng, 1, rows, 4)) for rows in (len(weights), n))
-    scratch = tensors.workspace(1, n, 4, weights, torch.device("cpu"), k)
+    scratch = simulated.Scratch()
+    monkeypatch.setattr(kept, "scratch", scratch)
     out = torch.zeros(1, k, dtype=torch.int32), torch.zeros(1, k, dtype=torch.int32)
-    tensors.search(query, keys, k, weights, operands.Bounds(), *out, scratch, simulated.Device())
+    tensors.search(query, keys, k, weights, operands.Bounds(), *out, simulated.Device())
     space = layout.SearchSpace.plan(1, 1, n, k, 2)
-    listed = int(scratch[space.counts : space.counts + space.splits * layout.WARPS].sum())
+    listed = int(scratch.tensor[space.counts : space.counts + space.splits * layout.WARPS].sum())
     assert k <= listed
     assert listed == pytest.approx(traffic.candidates(n, 4, weights, k, space.splits), rel=0.25)
 
@@ -73,14 +74,15 @@ def test_the_kernels_list_as_many_of_a_shortlist_as_predicted(monkeypatch):
     rng, n, k, times = np.random.default_rng(3), 16_384, 327, 6
     query, keys = random_codes(rng, 1, 6, 4), random_codes(rng, 1, n, 4)
     keys[..., 1:] = 0
-    scratch = tensors.workspace(1, n, 4, PLANES[5], torch.device("cpu"), k)
+    scratch = simulated.Scratch()
+    monkeypatch.setattr(kept, "scratch", scratch)
     out = torch.zeros(1, k, dtype=torch.int32), torch.zeros(1, k, dtype=torch.int32)
     codes = torch.from_numpy(query), torch.from_numpy(keys)
     device = simulated.Device()
-    tensors.search(*codes, k, PLANES[5], operands.Bounds(), *out, scratch, device, shortlist=times)
+    tensors.search(*codes, k, PLANES[5], operands.Bounds(), *out, device, shortlist=times)
     space = layout.SearchSpace.plan(1, 1, n, k, 2)
-    candidates = int(scratch[space.counts : space.counts + space.splits * layout.WARPS].sum())
-    first, floor, on_list = scratch[space.short : space.short + layout.SHORT_ROW].tolist()
+    candidates = int(scratch.tensor[space.counts : space.counts + space.splits * layout.WARPS].sum())
+    first, floor, on_list = scratch.tensor[space.short : space.short + layout.SHORT_ROW].tolist()
     assert min(first, floor) > 0
     assert on_list == pytest.approx(times * k, rel=0.25)
     assert k <= candidates

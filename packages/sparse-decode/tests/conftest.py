@@ -8,6 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[2] / "hashcore" / "tests"))  # for hostsim
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
-from hashcore.hostsim import Simulator, compiler, guarded
+from hostsim import Simulator, compiler, guarded
 from sparse_decode import gather
 
 if compiler() is None and os.environ.get("CI") != "true":

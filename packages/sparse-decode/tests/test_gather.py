@@ -6,7 +6,7 @@ import torch
 from hashcore.cuda import layout
 from hashcore.cuda.kept import Memory, Table
 from hashcore.cuda.source import read_source
-from hashcore.hostsim import SimulationError, Simulator, check_slack, guarded
+from hostsim import SimulationError, Simulator, check_slack, guarded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_decode import gather

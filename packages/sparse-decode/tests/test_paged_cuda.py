@@ -11,8 +11,8 @@ import torch
 from fake_gpu import Operators, fake_gpu, launches_of
 from hashcore import torch_library
 from hashcore.cuda.source import read_source
-from hashcore.hostsim import SimulationError, Simulator
 from hashtrain import Hasher, HasherConfig
+from hostsim import SimulationError, Simulator
 from sparse_decode import Budget, gather, paged_cuda, place_cuda
 from sparse_decode.paged import PagedLayer, Pages
 from sparse_decode.paged_cuda import DeviceStep
@@ -64,7 +64,7 @@ def simulated(monkeypatch):
     def use(order=0):
         run = steps(order)
         monkeypatch.setattr("hashcore.cuda.launch.run", run)
-        search = torch_library._functional(torch_library.RESULTS["search"], torch_library.Cuda.search)
+        search = torch_library._functional(torch_library.RESULTS["search"], torch_library.CUDA["search"])
         monkeypatch.setattr(paged_cuda, "SEARCH", types.SimpleNamespace(search=search))
         monkeypatch.setattr(paged_cuda, "OPERATORS", types.SimpleNamespace(gather_paged=gather._paged))
         monkeypatch.setattr(place_cuda, "OPERATORS", types.SimpleNamespace(place_codes=place_cuda.place_codes))

@@ -1,4 +1,4 @@
-"""Fixtures: our backend on stand-ins for vLLM, and settings for it."""
+"""Fixtures: our backend on stand-ins for vLLM, and its settings."""
 
 import importlib
 import sys
@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the helper module, which importing tests by file does not find
+sys.path.append(str(Path(__file__).parents[2] / "hashcore" / "tests"))  # for hostsim
 
 import pytest
 import serve_engine

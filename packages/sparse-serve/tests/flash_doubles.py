@@ -1,16 +1,17 @@
-"""Stand-ins for vLLM's FlashAttention, as far as our GPU backend uses it, and requests that it serves."""
+"""Stand-ins for vLLM's FlashAttention, and requests."""
 
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
+import serve_engine
 import torch
 
 SIZE, HEADS, QUERIES, DIM, LONGEST = 16, 2, 4, 32, 256
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(serve_engine.Spec):
     """A cache spec of vLLM, as far as it is used."""
 
     block_size: int = SIZE
@@ -18,10 +19,6 @@ class Spec:
     head_size: int = DIM
     head_size_v: int = DIM
     dtype: torch.dtype = torch.bfloat16
-    page_size_padded: int | None = None
-    sliding_window: int | None = None
-    attention_chunk_size: int | None = None
-    non_causal: bool = False
 
     @property
     def unpadded_page_size_bytes(self):

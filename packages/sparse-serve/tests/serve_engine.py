@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM, as far as the plug-in uses it: modules, cache specs, layers, kernels with their own layout."""
+"""Stand-ins for vLLM's modules, cache specs, layers and CPU kernels."""
 
 import sys
 from dataclasses import dataclass
@@ -128,6 +128,7 @@ class Config:
         self.additional_config = asked
         self.compilation_config = Compilation()
         self.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+        self.model_config = SimpleNamespace(max_model_len=256)
 
 
 def engine(backend, asked, layers):
@@ -141,10 +142,8 @@ def engine(backend, asked, layers):
 
 
 def built(backend, config, specs):
-    made = []
-    for index, spec in enumerate(specs):
-        made.append(backend.SpotlightBuilder(spec, [str(index)], config, torch.device("cpu")))
-    return made
+    device = torch.device("cpu")
+    return [backend.SpotlightBuilder(spec, [str(index)], config, device) for index, spec in enumerate(specs)]
 
 
 def impls(config):

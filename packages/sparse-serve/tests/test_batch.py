@@ -1,4 +1,4 @@
-"""Which rows of a step decode, and what the copy for prompts holds: told by metadata alone."""
+"""Which rows of a step decode, and the copy of pages for prompts."""
 
 from types import SimpleNamespace
 
@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from hashtrain import Hasher, HasherConfig, ModelShape
+from serve_engine import Impl
 from sparse_decode import Budget
 from sparse_serve.batch import Batch
-from sparse_serve.layout import Held, Moves
+from sparse_serve.layout import Moves, RowPages
 from sparse_serve.served import Served
 from sparse_serve.settings import Settings
 
@@ -67,7 +68,7 @@ def test_rows_are_told_apart(queries, lengths, prefilling, decoding, prompts):
 
 
 def test_rows_below_the_break_even_are_vllms():
-    budget, held = Budget(dense_below=60), Held()
+    budget, held = Budget(dense_below=60), RowPages()
     assert batch([1, 5], [40, 5], [False, True], held, budget).plain
     found = batch([1, 5, 1, 2], [40, 70, 70, 33], [False, True, False, True], held, budget)
     assert (found.plain, found.read) == (False, 40)
@@ -129,12 +130,6 @@ def test_a_page_without_room_for_codes_is_refused(served):
         served.pages(torch.zeros(7, 2, SIZE, 32))
 
 
-def test_layers_that_stay_dense_are_nobodys(served):
-    assert served.layer(1, 0.25, None, None) is None
-    assert served.layer(2, 0.25, None, None).layer == 2
-    assert served.counts() == (0, 0)
-
-
 def test_hashers_are_float32_whatever_type_the_engine_makes_its_layers_in(served, tmp_path):
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -147,8 +142,8 @@ def test_hashers_are_float32_whatever_type_the_engine_makes_its_layers_in(served
 
 def test_each_rank_hashes_its_own_heads_as_the_whole_does(served, tmp_path):
     k = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(1))
-    whole = served.layer(0, 0.25, None, None).encode(k)
+    whole = served.layer(0, Impl()).encode(k)
     for rank in range(2):
-        part = Served(Settings(str(tmp_path)), rank, 2).layer(0, 0.25, None, None)
+        part = Served(Settings(str(tmp_path)), rank, 2).layer(0, Impl())
         assert torch.equal(part.encode(k[:, rank : rank + 1]), whole[:, rank : rank + 1])
     assert not torch.equal(whole[:, 0], whole[:, 1])

@@ -1,4 +1,4 @@
-"""The GPU backend on stand-ins for vLLM: results under the host simulator, launches and waits by fake CUDA tensors."""
+"""The GPU backend on stand-ins for vLLM: results under the host simulator, launches with fake CUDA tensors."""
 
 import copy
 import functools
@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import serve_engine
 import torch
 from flash_doubles import (
     DIM,
@@ -29,8 +30,9 @@ from flash_doubles import (
 )  # fmt: skip
 from hashcore import torch_library
 from hashcore.cuda.source import HASHCORE_KERNELS, read_source
-from hashcore.hostsim import Simulator, compiler
 from hashtrain import Hasher, HasherConfig, ModelShape
+from hostsim import Simulator, compiler
+from serve_engine import built, impls
 from sparse_decode import gather, paged_cuda, place_cuda
 from sparse_decode.paged import Step
 from sparse_decode.select import HashSelector
@@ -96,7 +98,7 @@ def simulated(monkeypatch):
             simulator(one.source, one.macros).launch(one.kernel, one.grid, (one.threads,), one.arguments)
 
     monkeypatch.setattr("hashcore.cuda.launch.run", run)
-    search = torch_library._functional(torch_library.RESULTS["search"], torch_library.Cuda.search)
+    search = torch_library._functional(torch_library.RESULTS["search"], torch_library.CUDA["search"])
     monkeypatch.setattr(paged_cuda, "SEARCH", types.SimpleNamespace(search=search))
     monkeypatch.setattr(paged_cuda, "OPERATORS", types.SimpleNamespace(gather_paged=gather._paged))
     monkeypatch.setattr(place_cuda, "OPERATORS", types.SimpleNamespace(place_codes=place_cuda.place_codes))
@@ -106,36 +108,8 @@ def simulated(monkeypatch):
 TWO = ((FullAttentionSpec(), {}),) * 2
 
 
-class Compilation(SimpleNamespace):
-    """By which an engine is known: unlike its parent, it can be referred to weakly."""
-
-
 def engine(backend, settings, layers=TWO):
-    """Create the layers of an engine as vLLM does; return its config and the specs of their pages."""
-    config = SimpleNamespace(
-        additional_config={"spotlight": settings} if settings else {},
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        compilation_config=Compilation(static_forward_context={}),
-        model_config=SimpleNamespace(max_model_len=LONGEST),
-    )
-    sys.modules["vllm.config"].current, specs = config, []
-    for index, (spec, options) in enumerate(layers):
-        config.compilation_config.static_forward_context[str(index)] = SimpleNamespace(
-            impl=backend.SpotlightImpl(**options)
-        )
-        specs.append(backend.SpotlightBackend.customize_spec(spec))
-    return config, specs
-
-
-def built(backend, config, specs):
-    return [
-        backend.SpotlightBuilder(spec, [name], config, torch.device("cpu"))
-        for spec, name in zip(specs, config.compilation_config.static_forward_context, strict=True)
-    ]
-
-
-def impls(config):
-    return [layer.impl for layer in config.compilation_config.static_forward_context.values()]
+    return serve_engine.engine(backend, {"spotlight": settings} if settings else {}, layers)
 
 
 def attend(impl, builder, cache, common, inputs):

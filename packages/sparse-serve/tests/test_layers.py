@@ -1,4 +1,4 @@
-"""Which layers of an engine are sparse: decided once, by their cache specs, on stand-ins for vLLM."""
+"""Which layers of an engine are sparse."""
 
 import gc
 import sys

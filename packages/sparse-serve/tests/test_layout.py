@@ -1,21 +1,17 @@
-"""Pages in vLLM's layout and by rows: the layout is learnt, and a page changes it when it must."""
+"""Page layouts: learning vLLM's layout, and when pages move to rows."""
+
+import functools
 
 import numpy as np
 import pytest
 import torch
-from sparse_serve.layout import Held, Layout
+from serve_engine import reshape_and_cache
+from sparse_serve.layout import Layout, RowPages
 
 SIZE, DIM, HEADS = 8, 6, 2
 
 
-def columns(k, v, keys, values, slots):
-    """Write keys by columns, values by pairs of tokens, as vLLM's kernels do."""
-    size, dim = keys.shape[2:]
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            page, at = divmod(slot, size)
-            keys[page].view(-1, dim, size)[:, :, at] = k[token]
-            values[page].view(-1, size // 2, dim, 2)[:, at // 2, :, at % 2] = v[token]
+columns = functools.partial(reshape_and_cache, isa="vec")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -55,7 +51,7 @@ def settle(held, pages, lengths, counts, sparse):
 
 
 def test_a_page_is_moved_once():
-    held = Held()
+    held = RowPages()
     assert settle(held, [[4, 2]], [9], [9], [False]) == ([False], [2, 4], [])
     assert settle(held, [[4, 2]], [10], [1], [False]) == ([False], [], [])
     assert settle(held, [[4, 2]], [11], [1], [True]) == ([True], [], [2, 4])
@@ -64,7 +60,7 @@ def test_a_page_is_moved_once():
 
 
 def test_who_shares_a_page_by_rows_has_all_pages_by_rows():
-    held = Held()
+    held = RowPages()
     settle(held, [[0, 1], [0, 2], [2, 3], [5]], [16, 16, 16, 8], [16, 8, 8, 8], [False] * 4)
     found = settle(
         held, [[0, 1, 8], [0, 2, 9], [2, 3, 6], [5, 7]], [17, 17, 17, 9], [1] * 4, [True, False, False, False]
@@ -75,7 +71,7 @@ def test_who_shares_a_page_by_rows_has_all_pages_by_rows():
 
 
 def test_a_page_that_is_written_anew_is_vllms_again():
-    held = Held()
+    held = RowPages()
     settle(held, [[1]], [5], [5], [False])
     settle(held, [[1]], [6], [1], [True])
     assert settle(held, [[1]], [3], [3], [False]) == ([False], [1], [])
@@ -83,5 +79,5 @@ def test_a_page_that_is_written_anew_is_vllms_again():
 
 
 def test_rows_of_padding_have_no_pages():
-    assert settle(Held(), [[1], []], [5, 0], [5, 0], [False, False]) == ([False, False], [1], [])
-    assert Held().settle(np.zeros((0, 0), int), *np.zeros((2, 0, 0), bool), np.zeros(0, bool)).moved.tolist() == []
+    assert settle(RowPages(), [[1], []], [5, 0], [5, 0], [False, False]) == ([False, False], [1], [])
+    assert RowPages().settle(np.zeros((0, 0), int), *np.zeros((2, 0, 0), bool), np.zeros(0, bool)).moved.tolist() == []

@@ -1,4 +1,4 @@
-"""What requests read, by their lengths, is what the layers count; and it reaches the registry of who serves it."""
+"""Metrics of a request equal what its layers count, and reach the server's registry."""
 
 import importlib
 import sys

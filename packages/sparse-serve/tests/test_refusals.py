@@ -1,4 +1,4 @@
-"""What is refused when an engine is configured, on stand-ins for its configuration and its platform."""
+"""Configurations that are rejected, on stand-ins for vLLM's config and platform."""
 
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a user may ask of the plug-in, and in which words the rest is refused."""
+"""The plug-in's settings and their errors."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def test_what_is_no_setting_is_refused(name):
 
 
 @pytest.mark.parametrize("additional", [None, {}, {"other": 1}, {"spotlight": None}])
-def test_nobody_asks_nothing_is_done(additional):
+def test_without_settings_there_is_nothing_to_do(additional):
     assert Settings.of(additional) is None
 
 

@@ -1,4 +1,4 @@
-"""Whole steps of a layer on stand-ins for vLLM: in any layout of its pages, each row attends to its own tokens."""
+"""Whole steps of a layer on stand-ins for vLLM: each row attends to its own tokens, in either page layout."""
 
 import random
 from types import SimpleNamespace

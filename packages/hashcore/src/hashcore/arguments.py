@@ -1,4 +1,4 @@
-"""The arguments of the public functions as they come: arrays, their layouts and addresses, integers and options.
+"""Reads the arguments of the public functions: arrays with their layouts and addresses, integers, options.
 
 `validation` has the checks that compare arguments with one another. Arrays are numpy arrays or torch tensors; kernels
 get addresses and offsets of any strides, and arrays are copied only if necessary.
@@ -9,25 +9,12 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable
 from ctypes import c_void_p
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 Restore = Callable[[NDArray[Any]], Any]
-
-
-class Described(Protocol):
-    """The properties that most checks need: of an array, or of a stand-in for one."""
-
-    @property
-    def dtype(self) -> Any: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def ndim(self) -> int: ...
 
 
 def host_arrays(optional: dict[str, Any] | None = None, /, **arrays: Any) -> tuple[list[Any], Restore]:
@@ -119,6 +106,8 @@ class Layout(NamedTuple):
         return Layout(self.dtype, (*self.shape[:at], 1, *self.shape[at:]), (*self.strides[:at], 0, *self.strides[at:]))
 
 
+Described = Layout | NDArray[Any]
+"""What has the properties that most checks need."""
 HEAD = object.__basicsize__  # bytes of a Python object's header, after which numpy stores the data pointer
 
 
@@ -129,11 +118,6 @@ def address(x: NDArray[Any]) -> int:
     x.__array_interface__ 9 us and this 3 us.
     """
     return c_void_p.from_address(id(x) + HEAD).value or 0
-
-
-def addresses(query: NDArray[Any], keys: NDArray[Any]) -> tuple[int, int]:
-    """Return the addresses of both arrays."""
-    return address(query), address(keys)
 
 
 def aligned(planes: NDArray[Any]) -> NDArray[Any]:

@@ -1,7 +1,8 @@
 """The public functions, for numpy arrays and torch tensors, on the CPU or CUDA.
 
-Arrays in the host's memory go to `hashcore.host`, which documents each function; other tensors go to
-`hashcore.torch_ops`. All checks come before anything is written.
+Arrays accept any strides and are not modified. Results have the kind of the arguments: new arrays, or `out`, which must
+have the result's shape and dtype. All arguments are checked before anything is written. Tensors that numpy cannot view
+go to `hashcore.torch_ops`.
 """
 
 import functools
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore import arguments, host
+from hashcore import arguments, bits, quantiser, validation
 
 if TYPE_CHECKING:
     import torch
@@ -33,29 +34,169 @@ def _any_device(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
         return getattr(torch_ops, function.__name__)(*given, **options)
 
-    call.__module__ = __name__
     return call
 
 
-# A checker knows the names by their definitions; an assigned function has no declared type.
-if TYPE_CHECKING:
-    from hashcore.host import group_planes as group_planes
-    from hashcore.host import pack as pack
-    from hashcore.host import planes as planes
-    from hashcore.host import quantise as quantise
-    from hashcore.host import score as score
-    from hashcore.host import search as _search
-    from hashcore.host import topk as topk
-    from hashcore.host import unpack as unpack
-else:
-    pack = _any_device(host.pack)
-    unpack = _any_device(host.unpack)
-    quantise = _any_device(host.quantise)
-    planes = _any_device(host.planes)
-    group_planes = _any_device(host.group_planes)
-    score = _any_device(host.score)
-    topk = _any_device(host.topk)
-    _search = _any_device(host.search)
+@functools.cache
+def backend() -> Any:
+    """Import the numba implementation on first use: it takes half a second, which other functions do not need.
+
+    Cached, because even a repeated import takes 3 us with cold CPU caches.
+    """
+    from hashcore import cpu
+
+    return cpu
+
+
+@_any_device
+def pack(x: Array, *, out: Array | None = None) -> Array:
+    """Pack the signs of vectors into 32-bit words.
+
+    Args:
+        x: real numbers or booleans, shape [..., D], D a positive multiple of 32.
+        out: int32 [..., D / 32] to write to.
+    Returns: int32 [..., D / 32]; bit j of word w is [x_{32 w + j} > 0], so -0.0 and NaN are 0.
+    Raises: ValueError if D is not a positive multiple of 32, or out does not fit.
+    Source: docs/algorithm.md, eq. 1.
+    """
+    infinity = None if (integers := arguments.bfloat16_bits(x)) is None else bits.BFLOAT16_INFINITY
+    (array, target), restore = arguments.host_arrays({"out": out}, x=x if integers is None else integers)
+    validation.real("x", array, "[..., D]")
+    validation.bits("x", array)
+    if out is None:
+        return restore(bits.pack(array, infinity))
+    validation.output("out", target, (*array.shape[:-1], array.shape[-1] // 32), [np.int32], [array])
+    target[...] = bits.pack(array, infinity)
+    return out
+
+
+@_any_device
+def unpack(codes: Array) -> Array:
+    """Unpack words into booleans, the inverse of pack.
+
+    Args:
+        codes: int32 words, shape [..., W].
+    Returns: bool [..., 32 W].
+    Source: docs/algorithm.md, eq. 1.
+    """
+    (array,), restore = arguments.host_arrays(codes=codes)
+    validation.codes("codes", array, "[..., W]")
+    return restore(bits.unpack(array))
+
+
+@_any_device
+def quantise(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, Array]:
+    """Quantise rows of real query weights to odd integer levels.
+
+    Args:
+        w: one real weight per bit, shape [..., D]; computed in float32.
+        planes: P in 1..8; levels are the odd integers from -(2^P - 1) to 2^P - 1.
+        check: raise ValueError for weights that are not finite; see `planes`.
+    Returns: levels int8 [..., D] (int16 for P = 8) and scale float32 [..., 1], with level * scale close to w. A row of
+        zeros has every level +1 and a tiny positive scale.
+    Raises: ValueError if w is checked and not finite, D is 0, or P is out of range.
+    Source: docs/algorithm.md, eq. 5.
+    """
+    (array,), restore = arguments.host_arrays(w=w)
+    validation.real("w", array, "[..., D]")
+    validation.not_empty("w", array.shape)
+    levels, scale = quantiser.quantise(array, validation.plane_count(planes), check)
+    return restore(levels), restore(scale)
+
+
+@_any_device
+def planes(w: Array, planes: int = 3, *, check: bool = True) -> tuple[Array, tuple[int, ...]]:
+    """Quantise rows of real query weights to weighted bit planes.
+
+    Args:
+        w: one real weight per bit, shape [..., 32 W]; computed in float32.
+        planes: P in 1..8.
+        check: raise ValueError for weights that are not finite. Without it, NaN has level -1 and infinities count as
+            the largest float32 of their sign.
+    Returns: int32 [..., P, W] and the weights (1, 2, ..., 2^(P-1)); plane p holds binary digit p of (level + m) / 2.
+        Scored against a key (eq. 4) they give (level . sigma(key) + 32 W m) / 2, m = 2^P - 1, exactly.
+    Raises: ValueError if w is checked and not finite, its last dimension does not fill words, or P is out of range.
+    Source: docs/algorithm.md, eq. 5.
+    """
+    (array,), restore = arguments.host_arrays(w=w)
+    validation.real("w", array, "[..., D]")
+    validation.bits("w", array)
+    count = validation.plane_count(planes)
+    levels, _ = quantiser.quantise(array, count, check)
+    return restore(quantiser.level_planes(levels, count)), tuple(1 << p for p in range(count))
+
+
+@_any_device
+def group_planes(codes: Array) -> tuple[Array, tuple[int, ...]]:
+    """Merge the one-bit queries of a group into weighted bit planes that score as their sum.
+
+    Args:
+        codes: int32 words, shape [..., G, W], G >= 1.
+    Returns: int32 [..., P, W], P = ceil(log2(G + 1)), and the weights (1, 2, ..., 2^(P-2), G - (2^(P-1) - 1)).
+    Raises: ValueError if the group is empty.
+    Source: docs/algorithm.md, eq. 3.
+    """
+    (array,), restore = arguments.host_arrays(codes=codes)
+    validation.codes("codes", array, "[..., G, W]")
+    validation.group(array.shape)
+    merged, weights = quantiser.group_planes(array)
+    return restore(merged), weights
+
+
+@_any_device
+def score(query: Array, keys: Array, weights: Sequence[int] | None = None, *, out: Array | None = None) -> Array:
+    """Count matching bits between query codes, or weighted query planes, and every key code.
+
+    Leading dimensions broadcast as in numpy. Keys are read in place with any strides, except that words must be
+    contiguous: neither broadcast keys nor parts of a larger buffer are copied. On CUDA they are copied only if codes
+    are not aligned to the largest power of two that divides W, up to four words.
+
+    Args:
+        query: int32 words, shape [..., Q, W]; with weights the planes of one query, shape [..., P, W].
+        keys: int32 words, shape [..., N, W].
+        weights: positive integer weight of each plane, length P.
+        out: int32, of the result's shape, to write to.
+    Returns: int32 [..., Q, N], or [..., N] with weights; higher is closer, in [0, sum(weights) * 32 * W].
+    Raises: ValueError if words, weights or leading dimensions do not fit each other, or out does not fit the result.
+    Source: docs/algorithm.md, eq. 2; with weights eq. 4.
+    """
+    (q, c, target), restore = arguments.host_arrays({"out": out}, query=query, keys=keys)
+    found = backend().score(q, c, arguments.integers("weights", weights), target)
+    return restore(found) if out is None else out
+
+
+@_any_device
+def topk(
+    scores: Array,
+    k: int | Array,
+    *,
+    lengths: int | Array | None = None,
+    starts: int | Array | None = None,
+    sink: int = 0,
+    recent: int = 0,
+    out: tuple[Array, Array] | None = None,
+) -> tuple[Array, Array]:
+    """Select the k highest scores of each row; ties go to the lowest index.
+
+    Args:
+        scores: integers, shape [..., N].
+        k: how many to select, 0 <= k <= N; or one integer per row.
+        lengths, starts: a row sees positions [start, length), 0 <= start <= length <= N; by default all.
+        sink, recent: numbers of first and last of these positions that are not eligible, because the caller always
+            reads them.
+        out: values in the dtype of scores and indices int64 or int32, both [..., K], to write to.
+    k, lengths and starts are integers, or arrays of integers that broadcast to the shape of the rows, [...].
+    Returns: scores [..., K] in the input's dtype and indices int64 [..., K], in ascending index order. K is k, or the
+        largest k. Unused slots, at the end of rows that select fewer, have score 0 and index -1.
+    Raises: ValueError if k, a length or a start is out of range, or out does not fit.
+    Source: docs/algorithm.md, eq. 6 and 13.
+    """
+    values, indices = arguments.pair(out)
+    optional = {"k": k, "lengths": lengths, "starts": starts, "out[0]": values, "out[1]": indices}
+    (array, *rows, values, indices), restore = arguments.host_arrays(optional, scores=scores)
+    validation.integer_scores(array)
+    found = backend().topk(array, (*rows, sink, recent), None if out is None else (values, indices))
+    return (restore(found[0]), restore(found[1])) if out is None else out
 
 
 def search(
@@ -102,9 +243,21 @@ def search(
     plain = type(query) is type(keys) is np.ndarray and type(k) is type(sink) is type(recent) is int
     if plain and lengths is starts is out is blocks is None and arguments.are_plain_weights(weights):
         rows = k, None, None, sink, recent
-        found = host.plain_search(query, keys, weights, rows, arguments.order(order), arguments.shortlist(shortlist))
+        found = backend().plain_search(
+            query, keys, weights, rows, arguments.order(order), arguments.shortlist(shortlist)
+        )
         if found is not None:
             return found
-    bounds = {"lengths": lengths, "starts": starts}
-    how: dict[str, Any] = {"sink": sink, "recent": recent, "order": order, "shortlist": shortlist, "blocks": blocks}
-    return _search(query, keys, k, weights, **bounds, **how, out=out)
+    if arguments.for_torch((query, keys, k, lengths, starts, blocks, out)):
+        from hashcore import torch_ops
+
+        there: Any = torch_ops.search
+        how = {"lengths": lengths, "starts": starts, "sink": sink, "recent": recent, "order": order, "out": out}
+        return there(query, keys, k, weights, **how, shortlist=shortlist, blocks=blocks)
+    values, indices = arguments.pair(out)
+    optional = {"k": k, "lengths": lengths, "starts": starts, "blocks": blocks, "out[0]": values, "out[1]": indices}
+    (q, c, *rows, table, values, indices), restore = arguments.host_arrays(optional, query=query, keys=keys)
+    best, weights = arguments.order(order), arguments.integers("weights", weights)
+    pair = None if out is None else (values, indices)
+    found = backend().search(q, c, weights, (*rows, sink, recent), best, arguments.shortlist(shortlist), table, pair)
+    return (restore(found[0]), restore(found[1])) if out is None else out

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hashcore import host
+from hashcore import arguments, bits, quantiser
 from hashcore.cuda import operands, tensors
 
 Outputs = tuple[torch.Tensor, ...]
@@ -30,8 +30,7 @@ SCHEMAS = {
     "score_out": "(Tensor query, Tensor keys, int[]? weights, Tensor(a!) scores) -> ()",
     "topk_out": f"(Tensor x, SymInt count, Tensor? k, {_RANGE}, Tensor(a!) scores, Tensor(b!) indices) -> ()",
     "search_out": f"(Tensor query, Tensor keys, SymInt count, Tensor? k, int[]? weights, {_RANGE}, bool best, "
-    "SymInt shortlist, Tensor? first, Tensor? blocks, Tensor(a!) scores, Tensor(b!) indices, Tensor(c!)? workspace) "
-    "-> ()",
+    "SymInt shortlist, Tensor? first, Tensor? blocks, Tensor(a!) scores, Tensor(b!) indices) -> ()",
 }
 
 
@@ -87,158 +86,123 @@ RESULTS: dict[str, Callable[..., Outputs]] = {
 # ---- CPU -----------------------------------------------------------------------------------------------------------
 
 
-class Cpu:
-    """Writers for CPU tensors: the functions of `hashcore.host`, which use numba."""
-
-    @staticmethod
-    def pack(x: torch.Tensor, codes: torch.Tensor) -> None:
-        host.pack(x, out=codes)
-
-    @staticmethod
-    def quantise(w: torch.Tensor, planes: int, check: bool, levels: torch.Tensor, scales: torch.Tensor) -> None:
-        _copy(host.quantise(w, planes, check=check), (levels, scales))
-
-    @staticmethod
-    def planes(w: torch.Tensor, planes: int, check: bool, codes: torch.Tensor) -> None:
-        codes.copy_(host.planes(w, planes, check=check)[0])
-
-    @staticmethod
-    def group_planes(codes: torch.Tensor, planes: torch.Tensor) -> None:
-        planes.copy_(host.group_planes(codes)[0])
-
-    @staticmethod
-    def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, scores: torch.Tensor) -> None:
-        host.score(query, keys, weights, out=scores)
-
-    @staticmethod
-    def topk(
-        x: torch.Tensor,
-        count: int,
-        k: torch.Tensor | None,
-        lengths: torch.Tensor | None,
-        starts: torch.Tensor | None,
-        length: int,
-        start: int,
-        sink: int,
-        recent: int,
-        scores: torch.Tensor,
-        indices: torch.Tensor,
-    ) -> None:
-        options = _range(lengths, starts, length, start, sink, recent)
-        _copy(host.topk(x, count if k is None else k, **options), (scores, indices))
-
-    @staticmethod
-    def search(*inputs: Any) -> None:  # in the order of search_out's schema; `first` and `workspace` are for CUDA
-        query, keys, count, k, weights = inputs[:5]
-        scores, indices = inputs[15:17]
-        _copy(_search(query, keys, count if k is None else k, weights, *inputs[5:15]), (scores, indices))
-
-
-def _search(
-    query: Any, keys: Any, k: Any, weights: Any, lengths: Any, starts: Any, length: int, start: int, sink: int,
-    recent: int, best: bool, shortlist: int, first: Any, blocks: Any,
-) -> Outputs:  # fmt: skip
-    options = _range(lengths, starts, length, start, sink, recent)
-    order = "best" if best else "index"
-    how: dict[str, Any] = {"order": order, "shortlist": shortlist or None, "blocks": blocks, "out": None}
-    return host.search(query, keys, k, weights, **how, **options)
-
-
-def _found_on_cpu(query: Any, keys: Any, count: int, k: Any, weights: Any, *options: Any) -> Outputs:
-    """Search without copying the result if it already has `count` slots."""
-    found = _search(query, keys, count if k is None else k, weights, *options)
-    if found[0].shape[-1] == count:
-        return found
-    outputs = _found(query, keys, count, k, weights, *options)
-    _copy(found, outputs)
-    return outputs
-
-
-# Operators whose CPU implementation allocates its own results instead of writing to given outputs.
-MADE_ON_CPU: dict[str, Callable[..., Any]] = {"score": host.score, "search": _found_on_cpu}
-
-
-def _range(lengths: Any, starts: Any, length: int, start: int, sink: int, recent: int) -> dict[str, Any]:
-    lengths, starts = length if lengths is None else lengths, start if starts is None else starts
-    return {"lengths": lengths, "starts": starts, "sink": sink, "recent": recent}
-
-
-def _copy(results: Outputs, targets: Outputs) -> None:
-    """Copy results to targets; the targets of a selection may have more slots than the results."""
-    for empty, result, target in zip((0, -1), results, targets, strict=True):
+def _copy(results: tuple[Any, ...], targets: Outputs) -> None:
+    """Copy tensors or arrays to targets; the targets of a selection may have more slots than the results."""
+    for empty, result, target in zip((0, -1), results, targets, strict=False):
+        result = torch.as_tensor(result)
         if target.shape != result.shape:
             target.fill_(empty)
         target[..., : result.shape[-1]] = result
 
 
-# ---- CUDA ----------------------------------------------------------------------------------------------------------
+def _view(x: torch.Tensor) -> Any:
+    """View a tensor in the host's memory as an array."""
+    return arguments.host_arrays(x=x)[0][0]
 
 
-class Cuda:
-    """Writers for CUDA tensors: the kernels."""
+def _pack_on_cpu(x: torch.Tensor, codes: torch.Tensor) -> None:
+    words = arguments.bfloat16_bits(x)
+    found = bits.pack(_view(x)) if words is None else bits.pack(_view(words), bits.BFLOAT16_INFINITY)
+    _copy((found,), (codes,))
 
-    @staticmethod
-    def pack(x: torch.Tensor, codes: torch.Tensor) -> None:
-        tensors.pack(x, codes)
 
-    @staticmethod
-    def group_planes(codes: torch.Tensor, planes: torch.Tensor) -> None:
-        tensors.group_planes(codes, planes)
+def _planes_on_cpu(w: torch.Tensor, planes: int, check: bool, codes: torch.Tensor) -> None:
+    levels, _ = quantiser.quantise(_view(w), planes, check)
+    _copy((quantiser.level_planes(levels, planes),), (codes,))
 
-    @staticmethod
-    def score(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, scores: torch.Tensor) -> None:
-        tensors.score(query, keys, weights, scores)
 
-    @staticmethod
-    def quantise(w: torch.Tensor, planes: int, check: bool, levels: torch.Tensor, scales: torch.Tensor) -> None:
-        if check:
-            _refuse_infinite(w)
-        wide = levels if levels.dtype == torch.int16 else torch.empty_like(levels, dtype=torch.int16)
-        tensors.quantise(w, wide, scales, planes)
-        if wide is not levels:
-            levels.copy_(wide)
+def _score_on_cpu(query: torch.Tensor, keys: torch.Tensor, weights: Any) -> torch.Tensor:
+    from hashcore import cpu  # imported late: numba takes half a second
 
-    @staticmethod
-    def planes(w: torch.Tensor, planes: int, check: bool, codes: torch.Tensor) -> None:
-        if check:
-            _refuse_infinite(w)
-        tensors.planes(w, codes)
+    return torch.from_numpy(cpu.score(_view(query), _view(keys), None if weights is None else tuple(weights)))
 
-    @staticmethod
-    def topk(
-        x: torch.Tensor,
-        count: int,
-        k: torch.Tensor | None,
-        lengths: torch.Tensor | None,
-        starts: torch.Tensor | None,
-        length: int,
-        start: int,
-        sink: int,
-        recent: int,
-        scores: torch.Tensor,
-        indices: torch.Tensor,
-    ) -> None:
-        bounds = operands.Bounds(
-            length if lengths is None else lengths, start if starts is None else starts, sink, recent
-        )
-        values = scores if scores.dtype == torch.int32 else torch.empty_like(scores, dtype=torch.int32)
-        tensors.topk(x, count if k is None else k, bounds, values, indices)
-        if values is not scores:
-            scores.copy_(values)
 
-    @staticmethod
-    def search(*inputs: Any) -> None:
-        query, keys, count, k, weights, lengths, starts, length, start, sink, recent, best, shortlist = inputs[:13]
-        first, blocks, scores, indices, *workspace = inputs[13:]
-        bounds = operands.Bounds(
-            length if lengths is None else lengths, start if starts is None else starts, sink, recent
-        )
-        how = {"shortlist": shortlist, "first": first, "blocks": blocks}
-        tensors.search(query, keys, count if k is None else k, weights, bounds, scores, indices, *workspace, **how)
-        if best:  # stable: ties stay in index order, and empty slots, with the lowest score, at the end
-            values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-            indices.copy_(indices.gather(-1, order))
-            scores.copy_(values)
+def _rows(k: Any, lengths: Any, starts: Any, length: int, start: int, sink: int, recent: int) -> tuple[Any, ...]:
+    found = k, length if lengths is None else lengths, start if starts is None else starts
+    return *(_view(x) if isinstance(x, torch.Tensor) else x for x in found), sink, recent
+
+
+def _topk_on_cpu(x: torch.Tensor, count: int, k: torch.Tensor | None, *more: Any) -> None:
+    from hashcore import cpu
+
+    *limits, scores, indices = more
+    _copy(cpu.topk(_view(x), _rows(count if k is None else k, *limits)), (scores, indices))
+
+
+def _search_on_cpu(query: Any, keys: Any, count: int, k: Any, weights: Any, *more: Any) -> Outputs:
+    """Search; the result may have fewer than `count` slots."""
+    from hashcore import cpu
+
+    best, shortlist, _, blocks = more[6:]  # the third, `first`, is for CUDA
+    rows, weights = _rows(count if k is None else k, *more[:6]), None if weights is None else tuple(weights)
+    table = None if blocks is None else _view(blocks)
+    scores, indices = cpu.search(_view(query), _view(keys), weights, rows, best, shortlist, table)
+    return torch.from_numpy(scores), torch.from_numpy(indices)
+
+
+def _found_on_cpu(*inputs: Any) -> Outputs:
+    """Search without copying the result if it already has `count` slots."""
+    found = _search_on_cpu(*inputs)
+    if found[0].shape[-1] == inputs[2]:
+        return found
+    outputs = _found(*inputs)
+    _copy(found, outputs)
+    return outputs
+
+
+CPU: dict[str, Callable[..., None]] = {
+    "pack": _pack_on_cpu,
+    "quantise": lambda w, planes, check, *out: _copy(quantiser.quantise(_view(w), planes, check), out),
+    "planes": _planes_on_cpu,
+    "group_planes": lambda codes, planes: _copy(quantiser.group_planes(_view(codes))[:1], (planes,)),
+    "score": lambda query, keys, weights, scores: _copy((_score_on_cpu(query, keys, weights),), (scores,)),
+    "topk": _topk_on_cpu,
+    "search": lambda *given: _copy(_search_on_cpu(*given[:-2]), given[-2:]),
+}
+"""Functions that write results to the tensors that come last."""
+# Operators whose CPU implementation allocates its own results instead of writing to given outputs.
+MADE_ON_CPU: dict[str, Callable[..., Any]] = {"score": _score_on_cpu, "search": _found_on_cpu}
+
+
+# ---- CUDA: the kernels ---------------------------------------------------------------------------------------------
+
+
+def _bounds(lengths: Any, starts: Any, length: int, start: int, sink: int, recent: int) -> operands.Bounds:
+    return operands.Bounds(length if lengths is None else lengths, start if starts is None else starts, sink, recent)
+
+
+def _quantise_on_cuda(w: torch.Tensor, planes: int, check: bool, levels: torch.Tensor, scales: torch.Tensor) -> None:
+    if check:
+        _refuse_infinite(w)
+    wide = levels if levels.dtype == torch.int16 else torch.empty_like(levels, dtype=torch.int16)
+    tensors.quantise(w, wide, scales, planes)
+    if wide is not levels:
+        levels.copy_(wide)
+
+
+def _planes_on_cuda(w: torch.Tensor, planes: int, check: bool, codes: torch.Tensor) -> None:
+    if check:
+        _refuse_infinite(w)
+    tensors.planes(w, codes)
+
+
+def _topk_on_cuda(x: torch.Tensor, count: int, k: torch.Tensor | None, *more: Any) -> None:
+    *limits, scores, indices = more
+    values = scores if scores.dtype == torch.int32 else torch.empty_like(scores, dtype=torch.int32)
+    tensors.topk(x, count if k is None else k, _bounds(*limits), values, indices)
+    if values is not scores:
+        scores.copy_(values)
+
+
+def _search_on_cuda(query: Any, keys: Any, count: int, k: Any, weights: Any, *more: Any) -> None:
+    best, shortlist, first, blocks, scores, indices = more[6:]
+    how = {"shortlist": shortlist, "first": first, "blocks": blocks}
+    bounds = _bounds(*more[:6])
+    tensors.search(query, keys, count if k is None else k, weights, bounds, scores, indices, **how)
+    if best:  # stable: ties stay in index order, and empty slots, with the lowest score, at the end
+        values, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+        indices.copy_(indices.gather(-1, order))
+        scores.copy_(values)
 
 
 def _refuse_infinite(w: torch.Tensor) -> None:
@@ -250,7 +214,23 @@ def _refuse_infinite(w: torch.Tensor) -> None:
         raise ValueError(f"w must be finite in float32, got {peak.item()} in a row; look for an overflow upstream")
 
 
+CUDA: dict[str, Callable[..., None]] = {
+    "pack": tensors.pack,
+    "quantise": _quantise_on_cuda,
+    "planes": _planes_on_cuda,
+    "group_planes": tensors.group_planes,
+    "score": tensors.score,
+    "topk": _topk_on_cuda,
+    "search": _search_on_cuda,
+}
+"""As `CPU`."""
+
+
 # ---- Registration --------------------------------------------------------------------------------------------------
+
+
+def _nothing(*_: Any) -> None:
+    """Write no results: they are fake."""
 
 
 def _functional(results: Callable[..., Outputs], write: Callable[..., None]) -> Callable[..., Any]:
@@ -262,25 +242,17 @@ def _functional(results: Callable[..., Outputs], write: Callable[..., None]) -> 
     return operator
 
 
-def _shapes(results: Callable[..., Outputs]) -> Callable[..., Any]:
-    def fake(*inputs: Any) -> Any:
-        outputs = results(*inputs)
-        return outputs[0] if len(outputs) == 1 else outputs
-
-    return fake
-
-
 def _register() -> torch.library.Library:
     """Define all operators; they exist as long as the library object."""
     library = torch.library.Library("hashcore", "DEF")
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
         plain = name.removesuffix("_out")
-        for key, writers in (("CPU", Cpu), ("CUDA", Cuda)):
-            write = getattr(writers, plain)
+        for key, writers in (("CPU", CPU), ("CUDA", CUDA)):
+            write = writers[plain]
             made = MADE_ON_CPU.get(name) if key == "CPU" else None
             library.impl(name, write if name != plain else made or _functional(RESULTS[name], write), key)
-        fake = _shapes(RESULTS[name]) if name == plain else lambda *_: None
+        fake = _functional(RESULTS[name], _nothing) if name == plain else _nothing
         torch.library.register_fake(f"hashcore::{name}", fake, lib=library)
     return library
 

@@ -1,8 +1,8 @@
 """The public functions for tensors that numpy cannot view: in CUDA memory, or while a program is traced.
 
-Stand-ins with the dtype and shape of each tensor go through the checks for arrays; then one operator of torch_library
-is called. Values of integer tensors on a device are not checked, because the host would have to wait: the kernels clamp
-lengths and starts to [0, N], and k to [0, K].
+The layouts of tensors go through the checks for arrays; then one operator of torch_library is called. Values of integer
+tensors on a device are not checked, because the host would have to wait: the kernels clamp lengths and starts to
+[0, N], and k to [0, K].
 """
 
 from collections.abc import Callable, Sequence
@@ -19,28 +19,10 @@ Tensor = torch.Tensor
 Bound = int | Tensor | None
 
 
-class Flags(NamedTuple):
-    writeable: bool = True
-
-
-class StandIn(NamedTuple):
-    """The properties of an array that the checks of validation need."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    itemsize: int
-    flags: Flags = Flags()
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-
 def pack(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Pack signs (ops.pack)."""
     _check_devices(x=x, out=out)
-    seen = _stand_in("x", x)
+    seen = _layout("x", x)
     validation.real("x", seen, "[..., D]")
     validation.bits("x", seen)
     if out is None:
@@ -53,7 +35,7 @@ def pack(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 def unpack(codes: Tensor) -> Tensor:
     """Unpack words (ops.unpack)."""
     _check_devices(codes=codes)
-    validation.codes("codes", _stand_in("codes", codes), "[..., W]")
+    validation.codes("codes", _layout("codes", codes), "[..., W]")
     bits = codes.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=codes.device)
     return (bits & 1).to(torch.bool).flatten(-2)
 
@@ -61,7 +43,7 @@ def unpack(codes: Tensor) -> Tensor:
 def quantise(w: Tensor, planes: int = 3, *, check: bool = True) -> tuple[Tensor, Tensor]:
     """Quantise rows to levels (ops.quantise); with check, the host waits for the device."""
     _check_devices(w=w)
-    validation.real("w", _stand_in("w", w), "[..., D]")
+    validation.real("w", _layout("w", w), "[..., D]")
     validation.not_empty("w", w.shape)
     return OPERATORS.quantise(w.detach(), validation.plane_count(planes), check)
 
@@ -69,7 +51,7 @@ def quantise(w: Tensor, planes: int = 3, *, check: bool = True) -> tuple[Tensor,
 def planes(w: Tensor, planes: int = 3, *, check: bool = True) -> tuple[Tensor, tuple[int, ...]]:
     """Quantise rows to planes (ops.planes); with check, the host waits for the device."""
     _check_devices(w=w)
-    seen = _stand_in("w", w)
+    seen = _layout("w", w)
     validation.real("w", seen, "[..., D]")
     validation.bits("w", seen)
     count = validation.plane_count(planes)
@@ -79,7 +61,7 @@ def planes(w: Tensor, planes: int = 3, *, check: bool = True) -> tuple[Tensor, t
 def group_planes(codes: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Merge a group's codes (ops.group_planes)."""
     _check_devices(codes=codes)
-    validation.codes("codes", _stand_in("codes", codes), "[..., G, W]")
+    validation.codes("codes", _layout("codes", codes), "[..., G, W]")
     validation.group(codes.shape)
     return OPERATORS.group_planes(codes), quantiser.group_weights(codes.shape[-2])
 
@@ -111,7 +93,7 @@ def topk(
     """
     values, indices = arguments.pair(out)
     _check_devices(scores=scores, k=k, lengths=lengths, starts=starts, **{"out[0]": values, "out[1]": indices})
-    seen = _stand_in("scores", scores)
+    seen = _layout("scores", scores)
     validation.integer_scores(seen)
     if seen.dtype not in (np.dtype(t) for t in ("int8", "uint8", "int16", "int32")) and scores.device.type != "cpu":
         raise TypeError(
@@ -141,23 +123,20 @@ def search(
     blocks: Tensor | None = None,
     first: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
-    workspace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Find the keys that score highest (ops.search).
 
     Args:
         first: for a shortlist on CUDA, a copy of the first word of each key, int32 [..., N], preferably contiguous.
             Then only these words are read of keys that are not on the shortlist. The values are not checked.
-        workspace: scratch memory from `make_workspace`; by default the thread keeps its own.
 
-    If k is a tensor and `out` is None, the host waits for the largest k. With `out` and a workspace nothing is
-    allocated, and with order="index" only our kernels are launched. On CUDA pages have a power of two of keys, and page
+    If k is a tensor and `out` is None, the host waits for the largest k. With `out` and order="index"
+    only our kernels are launched. On CUDA pages have a power of two of keys, and page
     numbers out of range, which the host does not see, count as the last page.
     """
     values, indices = arguments.pair(out)
-    passed = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts, "workspace": workspace}
-    passed |= {"first": first, "blocks": blocks}
-    _check_devices(**passed, **{"out[0]": values, "out[1]": indices})
+    passed = {"query": query, "keys": keys, "k": k, "lengths": lengths, "starts": starts, "first": first}
+    _check_devices(**passed, blocks=blocks, **{"out[0]": values, "out[1]": indices})
     best, times = arguments.order(order), arguments.shortlist(shortlist)
     checked, rows = _comparison(query, keys if blocks is None else _first_page(keys, blocks, times), weights)
     n = keys.shape[-2] * (1 if blocks is None else blocks.shape[-1])
@@ -172,22 +151,8 @@ def search(
         return OPERATORS.search(*passed_on)
     shape = *rows, wanted.width
     _check_outputs(values, indices, shape, np.int32, n, query, keys, k, lengths, starts, first, blocks)
-    _write(lambda *pair: OPERATORS.search_out(*passed_on, *pair, workspace), values, indices)
+    _write(lambda *pair: OPERATORS.search_out(*passed_on, *pair), values, indices)
     return values, indices
-
-
-def make_workspace(query: Tensor, keys: Tensor, weights: Sequence[int] | None = None) -> Tensor:
-    """Allocate the workspace of searches of these shapes on CUDA, to reuse in calls of torch_ops.search.
-
-    It serves searches of up to these shapes, one at a time: it has their candidates, and samples that a search
-    clears for the next one.
-    """
-    from hashcore.cuda import tensors
-
-    _check_devices(query=query, keys=keys)
-    checked, rows = _comparison(query, keys, weights)
-    slots = tensors.slots(query, keys, checked, rows)
-    return tensors.workspace(slots, keys.shape[-2], keys.shape[-1], checked or (1,), query.device)
 
 
 # ---- Checks --------------------------------------------------------------------------------------------------------
@@ -243,7 +208,7 @@ def _comparison(
     query: Tensor, keys: Tensor, weights: Sequence[int] | None
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
     """Return the checked weights and the shape of the rows."""
-    seen, against = _stand_in("query", query), _stand_in("keys", keys)
+    seen, against = _layout("query", query), _layout("keys", keys)
     validation.codes("query", seen, "[..., Q, W]" if weights is None else "[..., P, W]")
     validation.codes("keys", against, "[..., N, W]")
     validation.same_words(seen, against)
@@ -260,7 +225,7 @@ def _comparison(
 def _first_page(keys: Tensor, blocks: Any, times: int) -> Tensor:
     """Check keys in pages [..., M, S, W]; return the first page [..., S, W]."""
     validation.pages(blocks, times)
-    validation.codes("keys", _stand_in("keys", keys), "[..., M, S, W]")
+    validation.codes("keys", _layout("keys", keys), "[..., M, S, W]")
     pages, size, _ = keys.shape[-3:]
     if keys.device.type != "cpu" and (size < 1 or size & (size - 1)):
         raise ValueError(f"pages on {keys.device} must have a power of two of keys, got {size}; use pages of 16 or 32")
@@ -304,13 +269,12 @@ def _check_row_tensor(name: str, value: Tensor, rows: Sequence[int]) -> None:
         raise validation.not_per_row(name, rows, value.shape)
 
 
-def _stand_in(name: str, x: Any) -> StandIn:
+def _layout(name: str, x: Any) -> arguments.Layout:
     if not isinstance(x, Tensor):
         raise arguments.mixed_kinds({name: x})
     if x.layout != torch.strided:
         raise arguments.not_strided(x)
-    itemsize = x.element_size()
-    return StandIn(_dtype(x), (*x.shape,), tuple(step * itemsize for step in x.stride()), itemsize)
+    return arguments.Layout(_dtype(x), (*x.shape,), tuple(step * x.element_size() for step in x.stride()))
 
 
 def _dtype(x: Tensor) -> np.dtype[Any]:
@@ -323,8 +287,7 @@ def _dtype(x: Tensor) -> np.dtype[Any]:
 
 
 def _check_output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], inputs: Sequence[Any]) -> None:
-    stand_in = _stand_in(name, out) if isinstance(out, Tensor) else out
-    validation.output(name, stand_in, shape, dtypes, [])
+    validation.output(name, _layout(name, out) if isinstance(out, Tensor) else out, shape, dtypes, [])
     if not torch.compiler.is_compiling() and any(_overlap(out, x) for x in inputs if isinstance(x, Tensor)):
         raise validation.shared_memory(name)
 
@@ -332,7 +295,7 @@ def _check_output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[
 def _check_outputs(values: Any, indices: Any, shape: tuple[int, ...], dtype: Any, n: int, *inputs: Any) -> None:
     _check_output("out[0]", values, shape, [dtype], inputs)
     _check_output("out[1]", indices, shape, [np.int64, np.int32], [*inputs, values])
-    validation.index_fits("out[1]", _stand_in("out[1]", indices), n)
+    validation.index_fits("out[1]", _layout("out[1]", indices), n)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

@@ -1,6 +1,5 @@
 """Checks of the public functions' arguments. Messages say what was expected, what was passed, and what to do."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -137,29 +136,13 @@ def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> 
     return Comparison(query, keys, plane_weights(weights, query.shape[-2], query.shape[-1]), lead)
 
 
-class Selection(NamedTuple):
-    """k, and start and end of the eligible positions, of each row of a selection: int64 [rows]; width: largest k."""
-
-    k: NDArray[np.int64]
-    low: NDArray[np.int64]
-    high: NDArray[np.int64]
-    width: int
-
-
 class RowBounds(NamedTuple):
-    """A Selection in which an int is the value of all rows."""
+    """k, and start and end of the eligible positions: int64 [rows], or an int for all rows; width: the largest k."""
 
     k: int | NDArray[np.int64]
     low: int | NDArray[np.int64]
     high: int | NDArray[np.int64]
     width: int
-
-
-def selection(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> Selection:
-    """Check the arguments of a selection from scores of shape [..., N], and return arrays with an entry per row."""
-    rows, found = math.prod(shape[:-1]), row_bounds(shape, k, lengths, starts, sink, recent)
-    sizes, low, high = (x if isinstance(x, np.ndarray) else np.full(rows, x) for x in found[:3])
-    return Selection(sizes, low, high, found.width)
 
 
 def row_bounds(shape: tuple[int, ...], k: Any, lengths: Any, starts: Any, sink: Any, recent: Any) -> RowBounds:
@@ -245,7 +228,7 @@ def output(name: str, out: Any, shape: tuple[int, ...], dtypes: Sequence[Any], i
         raise TypeError(f"{name} must be {wanted}, got {out.dtype}; results are never converted")
     if out.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(out.shape)}; slice or reshape it")
-    if not out.flags.writeable:
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError(f"{name} must be writeable, got a read-only array; pass another")
     if 0 not in shape and _overlaps_itself(out):
         raise ValueError(
@@ -263,9 +246,9 @@ def shared_memory(name: str) -> ValueError:
     return ValueError(f"{name} must not share memory with another argument, got one that does; pass another")
 
 
-def _overlaps_itself(x: NDArray[Any]) -> bool:
+def _overlaps_itself(x: Any) -> bool:
     """Whether elements share memory: a stride is smaller than the span of the dimensions with smaller strides."""
-    span = x.itemsize
+    span = x.dtype.itemsize
     for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape, strict=True)):
         if size > 1 and stride < span:
             return True

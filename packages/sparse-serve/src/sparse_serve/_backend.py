@@ -36,7 +36,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from sparse_serve.batch import Batch, Prompts, Stock
-from sparse_serve.layout import Held, Layout
+from sparse_serve.layout import Layout, RowPages
 from sparse_serve.served import Served, supports
 
 
@@ -47,7 +47,7 @@ class SpotlightBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         served = Served.of(vllm_config)
         self._budget: Budget | None = None
-        self._held: Held = Held()
+        self._row_pages: RowPages = RowPages()
         if served is None or not supports(kv_cache_spec):
             return
         layers = vllm_config.compilation_config.static_forward_context
@@ -62,7 +62,7 @@ class SpotlightBuilder(CPUAttentionMetadataBuilder):
         if self._budget is not None:
             if found.causal is not True:
                 raise ValueError("spotlight needs causal attention, got a step that is not; serve without it")
-            given = self.block_size, common_attn_metadata.is_prefilling, self._budget, self._schedule, self._held
+            given = self.block_size, common_attn_metadata.is_prefilling, self._budget, self._schedule, self._row_pages
             found.spotlight = Batch.of(found, *given)
         return found
 
@@ -100,15 +100,8 @@ class SpotlightImpl(CPUAttentionBackendImpl):
 
         Raises: ValueError if it does what sparse layers do not support.
         """
-        if self._served is served or index in served.dense_layers:
-            return
-        if self.alibi_slopes is not None:
-            raise ValueError("spotlight does not support attention biases, got a model with ALiBi; serve without it")
-        if self.kv_sharing_target_layer_name is not None:
-            raise ValueError("spotlight does not support layers that share keys; serve without it")
-        softcap = float(self.logits_soft_cap) or None
-        sinks = None if self.sinks is None else self.sinks.float()
-        self._served, self._paged = served, served.layer(index, self.scale, softcap, sinks)
+        if self._served is not served and index not in served.dense_layers:
+            self._served, self._paged = served, served.layer(index, self)
 
     def forward(
         self,

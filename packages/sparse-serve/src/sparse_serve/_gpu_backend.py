@@ -114,10 +114,6 @@ class SpotlightImpl(FlashAttentionImpl):
         """
         if index in served.dense_layers:
             return False
-        if self.alibi_slopes is not None:
-            raise ValueError("spotlight does not support attention biases, got a model with ALiBi; serve without it")
-        if self.kv_sharing_target_layer_name is not None:
-            raise ValueError("spotlight does not support layers that share keys; serve without it")
         if spec.block_size & (spec.block_size - 1):
             raise ValueError(
                 f"spotlight needs pages of a power of two of tokens on a GPU, got {spec.block_size}; set block_size to "
@@ -125,8 +121,7 @@ class SpotlightImpl(FlashAttentionImpl):
             )
         gather.require(spec.dtype, (spec.head_size,), self.num_queries_per_kv)
         if self._paged is None:
-            sinks = None if self.sinks is None else self.sinks.float()
-            self._paged = served.layer(index, self.scale, float(self.logits_soft_cap) or None, sinks)
+            self._paged = served.layer(index, self)
             self._words = served.hasher.config.bits // 32
         return True
 
@@ -193,21 +188,7 @@ class SpotlightBackend(FlashAttentionBackend):
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size % 16 == 0 and 16 <= head_size <= 256
 
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return False
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        return False
+    supports_mm_prefix = supports_rswa = supports_non_causal = supports_kv_connector = classmethod(lambda cls: False)
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sparse_decode.budget import Budget
 from torch import Tensor
 
-from sparse_serve.layout import Held, Moves
+from sparse_serve.layout import Moves, RowPages
 
 Schedule = Callable[[Tensor, Tensor], Any]
 """Returns scheduler metadata of vLLM's kernel for starts int32 [R + 1] and lengths int32 [R] of rows."""
@@ -86,7 +86,7 @@ class Batch:
 
     @classmethod
     def of(
-        cls, metadata: Any, size: int, prefilling: Tensor | None, budget: Budget, schedule: Schedule, held: Held
+        cls, metadata: Any, size: int, prefilling: Tensor | None, budget: Budget, schedule: Schedule, held: RowPages
     ) -> Batch:
         """Split the rows of a step. A row decodes if it has one token, a non-empty cache and a processed prompt.
 

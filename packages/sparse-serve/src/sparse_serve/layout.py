@@ -1,7 +1,7 @@
 """Two layouts of keys and values within a page: that of vLLM's CPU kernel, and one token after another.
 
 vLLM's kernel keeps the keys of a page by columns, or in tiles, so that reading one token touches all cache lines of the
-page. Sparse rows therefore need pages by rows. `Held` decides which pages are by rows; `Layout` moves pages there.
+page. Sparse rows therefore need pages by rows. `RowPages` decides which pages are by rows; `Layout` moves pages there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Moves(NamedTuple):
     """Pages to move from vLLM's layout to rows."""
 
 
-class Held:
+class RowPages:
     """Which pages of the engine are by rows: those of sparse rows, and all pages of whoever shares one with them.
 
     A page is by rows until its first token is written anew.

@@ -103,13 +103,19 @@ class Served:
             weakref.finalize(engine, cls._known.pop, id(engine))
         return cls._known[id(engine)]
 
-    def layer(self, index: int, scaling: float, softcap: float | None, sinks: Tensor | None) -> Any:
-        """Create the `sparse_decode.paged.PagedLayer` of a layer; None if the layer stays dense."""
+    def layer(self, index: int, impl: Any) -> Any:
+        """Create the `sparse_decode.paged.PagedLayer` of one of vLLM's attention layers.
+
+        Raises: ValueError if the layer does what sparse layers do not support.
+        """
         from sparse_decode.paged import PagedLayer
 
-        if index in self.dense_layers:
-            return None
-        made = PagedLayer(index, self.selector, scaling, softcap, sinks)
+        if impl.alibi_slopes is not None:
+            raise ValueError("spotlight does not support attention biases, got a model with ALiBi; serve without it")
+        if impl.kv_sharing_target_layer_name is not None:
+            raise ValueError("spotlight does not support layers that share keys; serve without it")
+        sinks = None if impl.sinks is None else impl.sinks.float()
+        made = PagedLayer(index, self.selector, impl.scale, float(impl.logits_soft_cap) or None, sinks)
         self._layers.append(made)
         return made
 

@@ -69,11 +69,5 @@ class Settings:
 
     def budget(self) -> Budget:
         """Return the budget: how many tokens each row reads."""
-        return Budget(
-            self.fraction,
-            self.min_tokens,
-            self.max_tokens,
-            self.sink,
-            self.recent,
-            dense_below=self.dense_below,
-        )
+        limits = self.fraction, self.min_tokens, self.max_tokens, self.sink, self.recent
+        return Budget(*limits, dense_below=self.dense_below)

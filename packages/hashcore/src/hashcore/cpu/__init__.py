@@ -41,11 +41,12 @@ from hashcore import arguments, validation
 from hashcore.arguments import Layout
 from hashcore.cpu import launch_plan, pages, score_kernels, search_kernels, select_kernels, threads
 from hashcore.cpu.launch_plan import Plan
-from hashcore.validation import Comparison, Selection
+from hashcore.validation import Comparison, RowBounds
 
-__all__ = ["comparison", "launch_plan", "pages", "plan_ragged_search", "plan_score", "plan_search", "threads"]
-__all__ += ["run_score", "run_search", "score", "search", "topk"]
-
+Rows = tuple[Any, Any, Any, Any, Any]
+"""k, lengths, starts, sink and recent, as they were given; the first three may be arrays."""
+Pair = tuple[NDArray[Any], NDArray[Any]]
+"""Scores and indices."""
 PLANS, ROWS = 256, 1024  # number of cached plans of each kind, and maximal number of rows of a cached plan: 48 KiB
 
 Arguments = ParamSpec("Arguments")
@@ -79,8 +80,8 @@ def comparison(query: Layout, keys: Layout, weights: tuple[int, ...] | None) -> 
 
 @kept
 def plan_score(query: Layout, keys: Layout, weights: tuple[int, ...] | None, most: int) -> Plan:
-    """Check and plan host.score on `most` threads."""
-    return launch_plan.score(*comparison(query, keys, weights), None, most)
+    """Check and plan ops.score on `most` threads."""
+    return launch_plan.score(*comparison(query, keys, weights), most)
 
 
 @kept
@@ -93,7 +94,7 @@ def plan_search(
     most: int,
     shortlist: int = 0,
 ) -> Plan:
-    """Check and plan host.search for rows that all have the same k, lengths, starts, sink and recent.
+    """Check and plan ops.search for rows that all have the same k, lengths, starts, sink and recent.
 
     query and keys are Layouts, or equal plain tuples, which are faster to create.
     """
@@ -101,28 +102,27 @@ def plan_search(
     compared = comparison(query, keys, weights)
     validation.score_bits(compared.weights, compared.query.shape[-1])
     bounds = validation.bounds(keys.shape[-2], *rows)
-    return launch_plan.search(*compared, bounds[0], best, bounds, None, most, shortlist)
+    return launch_plan.search(*compared, bounds[0], best, bounds, most, shortlist)
 
 
 @kept
 def plan_ragged_search(compared: Comparison, width: int, best: bool, most: int, shortlist: int = 0) -> Plan:
-    """Plan host.search for checked arguments whose rows differ; `launch_plan.filled` sets the bounds of the rows."""
-    return launch_plan.search(*compared, width, best, None, None, most, shortlist)
+    """Plan ops.search for checked arguments whose rows differ; `launch_plan.filled` sets the bounds of the rows."""
+    return launch_plan.search(*compared, width, best, None, most, shortlist)
 
 
 def score(
     query: NDArray[np.int32],
     keys: NDArray[np.int32],
-    weights: tuple[int, ...],
-    lead: tuple[int, ...],
-    workers: int | None = None,
+    weights: tuple[int, ...] | None,
+    out: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
-    """Score planes [..., P, W] against keys [..., N, W], whose leading dimensions broadcast to lead: int32 [..., N]."""
+    """Score arrays in any layout: ops.score."""
     query, keys = arguments.aligned(query), arguments.readable(keys)
-    made = launch_plan.score(
-        arguments.layout_of(query), arguments.layout_of(keys), weights, lead, workers, threads.most()
-    )
-    return run_score(made, *arguments.addresses(query, keys))
+    made = plan_score(arguments.layout_of(query), arguments.layout_of(keys), weights, threads.most())
+    if out is not None:
+        validation.output("out", out, made.shape, [np.int32], [query, keys])
+    return run_score(made, arguments.address(query), arguments.address(keys), out)
 
 
 def run_score(made: Plan, query: int, keys: int, out: NDArray[np.int32] | None = None) -> NDArray[np.int32]:
@@ -143,50 +143,80 @@ def run_score(made: Plan, query: int, keys: int, out: NDArray[np.int32] | None =
     return out
 
 
-def topk(
-    scores: NDArray[Any],
-    k: NDArray[np.int64],
-    low: NDArray[np.int64],
-    high: NDArray[np.int64],
-    width: int,
-    workers: int | None = None,
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Select the k[r] highest of positions [low[r], high[r]) of each row r of [..., N] into [..., width]."""
+def topk(scores: NDArray[Any], rows: Rows, out: Pair | None = None) -> Pair:
+    """Select from integers [..., N]: ops.topk."""
+    wanted = validation.row_bounds(scores.shape, *rows)
+    if out is None:
+        return _topk(scores, wanted)
+    shape, native = (*scores.shape[:-1], wanted.width), scores.dtype.newbyteorder("=")
+    validation.outputs(*out, shape, native, scores.shape[-1], [scores, *rows[:3]])
+    out[0][...], out[1][...] = _topk(scores, wanted)
+    return out
+
+
+def _topk(scores: NDArray[Any], wanted: RowBounds) -> Pair:
     native = scores.dtype.newbyteorder("=")
-    values = np.zeros((*scores.shape[:-1], width), native)
+    values = np.zeros((*scores.shape[:-1], wanted.width), native)
     indices = np.full(values.shape, -1, np.int64)
     if scores.size == 0:
         return values, indices
     addresses = arguments.row_addresses(scores)
     if addresses is None:
-        return topk(arguments.dense(scores), k, low, high, width, workers)
+        return _topk(arguments.dense(scores), wanted)
     count = len(addresses)
-    workers = workers or threads.count(4 * scores.size)
-    passed = addresses, k, low, high, values.reshape(count, width), indices.reshape(count, width)
-    threads.run(select_kernels.topk_tasks, count, workers, passed)
+    bounds = (x if isinstance(x, np.ndarray) else np.full(count, x) for x in wanted[:3])
+    passed = addresses, *bounds, *(x.reshape(count, wanted.width) for x in (values, indices))
+    threads.run(select_kernels.topk_tasks, count, threads.count(4 * scores.size), passed)
     return values, indices
+
+
+def plain_search(query: Any, keys: Any, weights: Any, rows: Rows, best: bool, shortlist: int) -> Pair | None:
+    """Search arrays whose layout the kernels support, with integers for all rows; None for other layouts.
+
+    With cold CPU caches, each Python operation takes microseconds, as long as scoring a thousand keys. So this function
+    does as little as possible.
+    """
+    layouts = (query.dtype, query.shape, query.strides), (keys.dtype, keys.shape, keys.strides)
+    plan = plan_search(*layouts, weights, rows, best, threads.most(), shortlist)
+    if not (plan.readable and query.flags.aligned and keys.flags.aligned):
+        return None
+    return run_search(plan, arguments.address(query), arguments.address(keys))
 
 
 def search(
     query: NDArray[np.int32],
     keys: NDArray[np.int32],
-    weights: tuple[int, ...],
-    lead: tuple[int, ...],
-    wanted: Selection,
+    weights: tuple[int, ...] | None,
+    rows: Rows,
     best: bool,
-    workers: int | None = None,
-    shortlist: int = 0,
-) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Find the best keys [..., N, W] of each row of lead by planes [..., P, W]: scores and indices [..., K]."""
-    query, keys = arguments.aligned(query), arguments.readable(keys)
-    compared = Comparison(arguments.layout_of(query), arguments.layout_of(keys), weights, lead)
-    made = launch_plan.search(*compared, wanted.width, best, None, workers, threads.most(), shortlist)
-    return run_search(launch_plan.filled(made, wanted), *arguments.addresses(query, keys))
+    shortlist: int,
+    blocks: Any = None,
+    out: Pair | None = None,
+) -> Pair:
+    """Search arrays in any layout, rows that differ, and pages: ops.search."""
+    query = arguments.aligned(query)
+    if blocks is None:
+        keys = arguments.readable(keys)
+        against = arguments.layout_of(keys)
+    else:
+        validation.pages(blocks, shortlist)
+        against = pages.laid(keys, blocks)
+    layouts = arguments.layout_of(query), against
+    if any(arguments.is_array(x) for x in rows[:3]):
+        compared = comparison(*layouts, weights)
+        validation.score_bits(compared.weights, query.shape[-1])
+        wanted = validation.row_bounds((*compared.lead, against.shape[-2]), *rows)
+        made = launch_plan.filled(plan_ragged_search(compared, wanted.width, best, threads.most(), shortlist), wanted)
+    else:
+        made = plan_search(*layouts, weights, arguments.row_integers(*rows), best, threads.most(), shortlist)
+    if blocks is not None:
+        made = pages.paged(made, keys, blocks)
+    if out is not None:
+        validation.outputs(*out, made.shape, np.int32, against.shape[-2], [query, keys, blocks, *rows[:3]])
+    return run_search(made, arguments.address(query), arguments.address(keys), out)
 
 
-def run_search(
-    made: Plan, query: int, keys: int, out: tuple[NDArray[np.int32], NDArray[Any]] | None = None
-) -> tuple[NDArray[np.int32], NDArray[Any]]:
+def run_search(made: Plan, query: int, keys: int, out: Pair | None = None) -> Pair:
     """Run a plan on the addresses of its arrays; out is a pair of arrays of the plan's shape."""
     if out is None or not (out[1].dtype == np.int64 and all(x.flags.carray for x in out)):
         found = np.empty(made.shape, np.int32), np.empty(made.shape, np.int64)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hashcore.arguments import Layout, offsets
 from hashcore.cpu import threads
-from hashcore.validation import RowBounds, Selection
+from hashcore.validation import RowBounds
 
 CHUNK = 1024  # keys per task: 16 KiB of 128-bit keys, which stay in L1 while all rows of a block are scored
 BLOCK = 32  # maximal number of rows of a block
@@ -57,18 +57,17 @@ def score(
     keys: Layout,
     weights: tuple[int, ...],
     lead: tuple[int, ...],
-    workers: int | None = None,
-    most: int = 1,
+    most: int,
 ) -> Plan:
-    """Plan the scores [*lead, N] of planes [..., P, W] against keys [..., N, W]; lead: their broadcast leading shape.
+    """Plan the scores [*lead, N] of planes [..., P, W] against keys [..., N, W], on at most `most` threads.
 
-    workers: number of threads; None: as many as the work justifies, at most `most`.
+    lead: their broadcast leading shape.
     """
     header, rows = _common(query, keys, weights, lead)
     count, n = len(rows), keys.shape[-2]
     rows[:, OUT] = np.arange(count) * (4 * n)
     tasks = -(-count // BLOCK) * -(-n // CHUNK)
-    workers = workers or threads.count(count * n * math.prod(query.shape[-2:]), most)
+    workers = threads.count(count * n * math.prod(query.shape[-2:]), most)
     return Plan(header, rows, (*lead, n), tasks, workers, _readable(keys))
 
 
@@ -79,22 +78,21 @@ def search(
     lead: tuple[int, ...],
     width: int,
     best: bool,
-    bounds: tuple[int, int, int] | None = None,
-    workers: int | None = None,
-    most: int = 1,
+    bounds: tuple[int, int, int] | None,
+    most: int,
     shortlist: int = 0,
 ) -> Plan:
-    """Plan a search for up to `width` keys per row; lead: the shape of the rows.
+    """Plan a search for up to `width` keys per row, on at most `most` threads; lead: the shape of the rows.
 
     Args:
-        bounds: k, low and high if they are the same for all rows (validation.Selection); None: see `filled`.
+        bounds: k, low and high if they are the same for all rows (validation.RowBounds); None: see `filled`.
         shortlist: about this many times k keys are scored in full; 0: all.
     """
     header, rows = _common(query, keys, weights, lead)
     if bounds is not None:
         rows[:, [K, LOW, HIGH]] = bounds
     count, n = len(rows), keys.shape[-2]
-    workers = workers or threads.count(count * n * math.prod(query.shape[-2:]), most)
+    workers = threads.count(count * n * math.prod(query.shape[-2:]), most)
     room = min(2 * width, n) + CHUNK + STASH + MORE  # entries that a row keeps
     block = max(1, min(BLOCK, -(-count // workers), ROOM // room))
     blocks = -(-count // block)
@@ -104,7 +102,7 @@ def search(
     return Plan(header, rows, (*lead, width), blocks * parts, workers, _readable(keys), parts)
 
 
-def filled(plan: Plan, wanted: Selection | RowBounds) -> Plan:
+def filled(plan: Plan, wanted: RowBounds) -> Plan:
     """Return a search plan with k, low and high of each row."""
     rows = plan.rows.copy()
     rows[:, K], rows[:, LOW], rows[:, HIGH] = wanted[:3]

@@ -8,9 +8,10 @@ import numba
 import numpy as np
 
 from hashcore.cpu.collect_kernels import AT, FLOOR, FROM, KEPT, PAGES, TO, WANTED, _make_room
-from hashcore.cpu.intrinsics import LANES, memory, prefetch, prefetch_far, score_pairs, stay_a_function
+from hashcore.cpu.intrinsics import LANES, memory, prefetch, prefetch_far, stay_a_function
 from hashcore.cpu.launch_plan import CHUNK, PAGE, WORDS
 from hashcore.cpu.score_kernels import QUARTER, _address, _score
+from hashcore.cpu.score_vectors import score_pairs
 from hashcore.cpu.select_kernels import _append, _take
 
 SOON, LATER = 128, 512  # prefetch distances in keys, to L1 and L2: hardware prefetchers do not predict pages

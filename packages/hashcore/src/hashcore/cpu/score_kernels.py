@@ -1,4 +1,4 @@
-"""Kernels that score keys (eq. 2, 4); hashcore.host has checked their arguments. cpu/__init__.py explains them."""
+"""Kernels that score keys (eq. 2, 4); hashcore.ops has checked their arguments. cpu/__init__.py explains them."""
 
 # numba is untyped, and its decorators change what a function takes.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false
@@ -11,17 +11,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from hashcore.cpu import intrinsics, launch_plan, threads
-from hashcore.cpu.intrinsics import (
-    LANES,
-    TILE_KEYS,
-    memory,
-    score_columns,
-    score_pairs,
-    stay_a_function,
-    transpose,
-    word_at,
-)
+from hashcore.cpu import intrinsics, launch_plan, score_vectors, threads
+from hashcore.cpu.intrinsics import LANES, memory, stay_a_function, word_at
 from hashcore.cpu.launch_plan import (
     BLOCK,
     CHUNK,
@@ -38,10 +29,11 @@ from hashcore.cpu.launch_plan import (
     N,
 )
 from hashcore.cpu.launch_plan import KEYS as KEYS_AT
+from hashcore.cpu.score_vectors import TILE_KEYS, score_columns, score_pairs, transpose
 
 QUARTER = LANES // 4  # pages with a multiple of this many keys, and a power of 2, are read in place; others are copied
 # Constants are passed as np.int64(...), because numba compiles a function again for every literal argument.
-SOURCES = tuple(Path(file) for file in (__file__, intrinsics.__file__, launch_plan.__file__))
+SOURCES = tuple(Path(file) for file in (__file__, intrinsics.__file__, launch_plan.__file__, score_vectors.__file__))
 """The files that these kernels are made of."""
 
 

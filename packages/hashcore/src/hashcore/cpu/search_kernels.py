@@ -1,4 +1,4 @@
-"""The search kernels; hashcore.host has checked their arguments. cpu/__init__.py explains how they work together."""
+"""The search kernels; hashcore.ops has checked their arguments. cpu/__init__.py explains how they work together."""
 
 # numba is untyped, and its decorators change what a function takes.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false

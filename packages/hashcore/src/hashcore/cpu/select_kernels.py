@@ -1,4 +1,4 @@
-"""Kernels that select the best scores (eq. 6); hashcore.host has checked their arguments. See cpu/__init__.py."""
+"""Kernels that select the best scores (eq. 6); hashcore.ops has checked their arguments. See cpu/__init__.py."""
 
 # numba is untyped, and its decorators change what a function takes.
 # pyright: reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false, reportAttributeAccessIssue=false

@@ -8,9 +8,10 @@ import numba
 import numpy as np
 
 from hashcore.cpu.collect_kernels import AT, FIRST_FLOOR, FLOOR, FROM, KEPT, STASHED, TO, _collect, _make_room
-from hashcore.cpu.intrinsics import LANES, copy_key, lowest_bit, popcount, score_first_words, stay_a_function
+from hashcore.cpu.intrinsics import LANES, copy_key, lowest_bit, popcount, stay_a_function
 from hashcore.cpu.launch_plan import CHUNK, HIGH, LOW, SHORTLIST, STASH, K
 from hashcore.cpu.score_kernels import _address, _score, _score_beside
+from hashcore.cpu.score_vectors import score_first_words
 from hashcore.cpu.select_kernels import LAST, _entry, _threshold
 
 LOWER = np.uint64((1 << 32) - 1)

@@ -64,9 +64,9 @@ def _current_stream(index: int) -> int:
 
 
 def lane(device: torch.device) -> tuple[Any, ...]:
-    """Name what works on a device in order: the stream, in a graph's capture the capture. (): the host simulator.
+    """Return a key for work that a device does in order: device, stream and, in a capture, its number.
 
-    Scratch memory may be used again by what comes later in the same lane.
+    Later work in the same lane may reuse its scratch memory. Without a device (host simulator) the key is ().
     """
     if not _is_cuda(device):
         return ()

@@ -4,15 +4,23 @@ import functools
 import importlib
 import io
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hashcore.cuda.cache import cache_folder
 from hashcore.cuda.source import HASHCORE_KERNELS, Macros, read_source
 
 logger: logging.Logger = logging.getLogger(__name__)
 CACHE_BYTES = 256 << 20
+
+
+def cache_folder() -> Path:
+    """Return the folder for compiled kernels: HASHCORE_CACHE, or hashcore in the user's cache folder."""
+    if chosen := os.environ.get("HASHCORE_CACHE"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "hashcore"
 
 
 class CompileError(RuntimeError):

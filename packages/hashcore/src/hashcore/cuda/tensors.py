@@ -95,23 +95,6 @@ def score(
     return _run(run, [scores], out.device)
 
 
-def workspace(
-    rows: int, n: int, words: int, weights: Sequence[int], device: torch.device, width: int | None = None
-) -> torch.Tensor:
-    """Return scratch memory, int32, for searches of up to `rows` rows of n positions on a device.
-
-    Args:
-        width: maximal number of keys that a row selects, n by default.
-    Consecutive searches can share it; concurrent ones need their own.
-    Raises: ValueError if scores of these words and weights need more than 16 bits.
-    """
-    layout.top_score(words, weights)
-    plan = SearchSpace.plan(rows, 1, n, n if width is None else width, _sm_count(device))
-    # With groups, rows may take up to seven slots more, and up to eight times as many blocks.
-    room = plan.words + layout.MAX_GROUP * (plan.stride + plan.slots * (plan.splits + 1) * (layout.WARPS + 1))
-    return torch.zeros(room, dtype=torch.int32, device=device)
-
-
 def search(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -120,7 +103,6 @@ def search(
     bounds: Bounds,
     scores: torch.Tensor,
     indices: torch.Tensor,
-    scratch: torch.Tensor | None = None,
     run: Run | None = None,
     shortlist: int = 0,
     first: torch.Tensor | None = None,
@@ -135,7 +117,6 @@ def search(
         keys: [..., N, W]; with blocks pages [..., M, S, W], S a power of two and M above 0.
         k: one count, or an integer tensor on the device that broadcasts to the rows.
         scores, indices: contiguous int32, and int32 or int64, [rows..., K]; unused slots get 0 and -1.
-        scratch: from `workspace`; by default memory that this thread keeps for the current stream or capture.
         shortlist: about this many times k keys of each row are scored in full; 0: all.
         first: for a shortlist, a copy of the first word of each key, int32 [..., N]. If contiguous, fewer bytes are
             read; without it, a shortlist saves work, but reads as many bytes.
@@ -167,7 +148,7 @@ def search(
             else _searches.keep(form, _prepare(query, keys, weights, scores, indices, 0, None, tables))
         )
     call, held = prepared.call, prepared.bound(bounds, k)
-    memory = kept.scratch(prepared.words, device) if scratch is None else prepared.fitting(scratch)
+    memory = kept.scratch(prepared.words, device)
     prepared.place(memory.address)
     words = keys if first is None else first
     if tables is not None:
@@ -211,15 +192,6 @@ class _Prepared:
         self.call.space.stride = space.stride
         self.at, self.rows = 0, None
         return True
-
-    def fitting(self, memory: torch.Tensor) -> kept.Memory:
-        """Return memory as scratch memory. Raises: ValueError if it is too small for the workspace."""
-        if memory.numel() < self.words:
-            raise ValueError(
-                f"the workspace must have {self.words} words for {math.prod(self.lead)} rows of {self.n} "
-                f"positions, got {memory.numel()}; create it with hashcore.cuda.tensors.workspace"
-            )
-        return kept.Memory(memory.data_ptr(), memory.numel(), memory)
 
     def place(self, address: int) -> None:
         """Set the address of the workspace, if it has changed."""
@@ -295,11 +267,6 @@ def _slots(map: layout.RowMap, rows: int, per: int) -> tuple[int, int]:
     if line == 1 or map.keys[3] or per % line:
         return rows, 1
     return rows // line * -(-line // layout.MAX_GROUP) * layout.MAX_GROUP, layout.MAX_GROUP
-
-
-def slots(query: torch.Tensor, keys: torch.Tensor, weights: Sequence[int] | None, lead: Sequence[int]) -> int:
-    """Return the number of workspace slots for the rows of a search of these operands."""
-    return _slots(_placed(query, keys, weights, None, lead).at.map, math.prod(lead), math.prod(lead))[0]
 
 
 class _Placed(NamedTuple):

@@ -1,6 +1,5 @@
 """Checks of BitIndex's arguments. Messages say what was expected, what was passed, and what to do."""
 
-import operator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,10 +16,7 @@ LARGEST_ID = 2**63 - 2  # so that the next id still fits int64
 
 def integer(name: str, value: Any, low: int, high: int, remedy: str) -> int:
     """Return value as an int in low..high."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {arguments.shown(value)}; convert it with int()") from None
+    number = arguments.integer(name, value)
     if not low <= number <= high:
         raise ValueError(f"{name} must be in {low}..{high}, got {number}; {remedy}")
     return number

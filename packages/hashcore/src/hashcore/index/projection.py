@@ -19,13 +19,13 @@ ROWS = 16
 COLUMNS = 512
 
 
-def project(x: NDArray[np.float32], matrix: NDArray[np.float32], workers: int | None = None) -> NDArray[np.float32]:
+def project(x: NDArray[np.float32], matrix: NDArray[np.float32]) -> NDArray[np.float32]:
     """Multiply C-contiguous rows [n, D] by a matrix [D, B]: float32 [n, B]; a row's result does not depend on the
     batch."""
     out = np.zeros((len(x), matrix.shape[1]), np.float32)
     tasks = -(-len(x) // ROWS)
     if tasks:
-        workers = workers or threads.count(x.size * matrix.shape[1] // 2)  # 2 additions take as long as a popcount
+        workers = threads.count(x.size * matrix.shape[1] // 2)  # 2 additions take as long as a popcount
         threads.run(_project_tasks, tasks, workers, (_readonly(x), _readonly(matrix), out))
     return out
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 DEAD = 1024  # maximal number of removed rows before compaction; a search fetches at most this many extra rows
 LEAST = 64  # rows of the first allocation
 
-NOBODY = np.empty(0, np.int64)
+NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Rows:
     ids: NDArray[np.int64]
     vectors: NDArray[Any] | None
     count: int = 0
-    dead: NDArray[np.int64] = field(default_factory=lambda: NOBODY)
+    dead: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     ascending: bool = True
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Rows:
         rows = replace(self, dead=np.union1d(self.dead, positions))
         if len(rows.dead) <= DEAD:
             return rows
-        return rows._moved(max(len(rows), LEAST), rows.live(), NOBODY)
+        return rows._moved(max(len(rows), LEAST), rows.live(), NO_ROWS)
 
     def _moved(self, capacity: int, keep: slice | NDArray[np.int64], dead: NDArray[np.int64]) -> "Rows":
         count = self.count if isinstance(keep, slice) else len(keep)

@@ -30,13 +30,10 @@
 
 #define HOSTSIM 1
 #define __device__
-#define __host__
 #define __global__
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-#define __constant__ static const
 // Shared memory is thread-local storage, swapped when another block runs. ("used": else the compiler may
 // conclude from setjmp's declaration that no other fiber writes the variable.)
 #define __shared__ static thread_local __attribute__((used))
@@ -50,20 +47,11 @@ struct dim3 {
 struct alignas(8) uint2 {
   unsigned x, y;
 };
-struct alignas(8) int2 {
-  int x, y;
-};
-struct alignas(8) float2 {
-  float x, y;
-};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 struct alignas(16) int4 {
   int x, y, z, w;
-};
-struct alignas(16) float4 {
-  float x, y, z, w;
 };
 
 namespace hostsim {
@@ -108,12 +96,10 @@ struct Block {
   int votes[2] = {0, 0};  // votes of the barrier in progress
   int verdict = 0;
   char* shared = nullptr;
-  uint64_t* dynamic_shared = nullptr;
 };
 
 struct Launch {
   dim3 grid, dim;
-  unsigned dynamic_shared = 0;
   void** arguments = nullptr;
   Entry entry = nullptr;
   int order = 0;  // 0 ascending, 1 descending, otherwise the seed of a random order
@@ -308,7 +294,6 @@ inline void begin(Block& b, uint64_t index) {
   b.live = true, b.waiting = b.ended = 0, b.votes[0] = 0;
   b.index = {unsigned(index % g.x), unsigned(index / g.x % g.y), unsigned(index / g.x / g.y)};
   memset(b.shared, POISON, shared_size);
-  memset(b.dynamic_shared, POISON, launch.dynamic_shared);
   for (auto& warp : b.meetings)
     for (Meeting& m : warp) m.mask = 0;
   for (unsigned t = 0; t < d.x * d.y * d.z; t++) {
@@ -397,9 +382,6 @@ inline void prepare(unsigned resident) {
       blocks[slot] = new Block;
       blocks[slot]->shared = static_cast<char*>(malloc(shared_size));
     }
-    free(blocks[slot]->dynamic_shared);
-    blocks[slot]->dynamic_shared =
-        static_cast<uint64_t*>(aligned_alloc(128, (launch.dynamic_shared + 128) / 128 * 128));
     blocks[slot]->live = false;
   }
 }
@@ -431,7 +413,7 @@ inline bool add(const char* name, Entry entry) {
 
 // arguments[i] points to argument i, as for cuLaunchKernel. Returns null, or an error message.
 extern "C" __attribute__((visibility("default"))) inline const char* __attribute__((used)) hostsim_launch(
-    const char* name, const unsigned* grid, const unsigned* dim, unsigned dynamic_shared, void** arguments, int order,
+    const char* name, const unsigned* grid, const unsigned* dim, void** arguments, int order,
     unsigned resident) {
   using namespace hostsim;
   const Kernel* kernel = nullptr;
@@ -444,7 +426,6 @@ extern "C" __attribute__((visibility("default"))) inline const char* __attribute
   if (!(uint64_t(grid[0]) * grid[1] * grid[2])) return "an empty grid";
   launch = {{grid[0], grid[1], grid[2]},
             {dim[0], dim[1], dim[2]},
-            dynamic_shared,
             arguments,
             kernel->entry,
             order,
@@ -479,7 +460,6 @@ extern "C" __attribute__((visibility("default"))) inline const char* __attribute
 #define blockIdx (hostsim::block->index)
 #define blockDim (hostsim::launch.dim)
 #define gridDim (hostsim::launch.grid)
-#define HOSTSIM_DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(hostsim::block->dynamic_shared)
 #define HOSTSIM_HERE hostsim::Place here = hostsim::Place::current()
 
 inline void __syncthreads(HOSTSIM_HERE) {
@@ -487,9 +467,6 @@ inline void __syncthreads(HOSTSIM_HERE) {
 }
 inline int __syncthreads_or(int x, HOSTSIM_HERE) {
   return hostsim::barrier(x, here, [](int y, int) { return int(y > 0); });
-}
-inline int __syncthreads_and(int x, HOSTSIM_HERE) {
-  return hostsim::barrier(x, here, [](int y, int n) { return int(y == n); });
 }
 inline int __syncthreads_count(int x, HOSTSIM_HERE) {
   return hostsim::barrier(x, here, [](int y, int) { return y; });
@@ -506,21 +483,11 @@ inline unsigned __ballot_sync(unsigned mask, int x, HOSTSIM_HERE) {
     return r;
   });
 }
-inline int __any_sync(unsigned mask, int x, HOSTSIM_HERE) { return __ballot_sync(mask, x, here) != 0; }
-inline int __all_sync(unsigned mask, int x, HOSTSIM_HERE) { return __ballot_sync(mask, x, here) == mask; }
 inline unsigned __reduce_add_sync(unsigned mask, unsigned x, HOSTSIM_HERE) {
   return hostsim::meet(mask, x, here, [](const uint64_t* v, unsigned m, unsigned) {
     unsigned r = 0;
     for (unsigned l = 0; l < 32; l++)
       if (m >> l & 1) r += unsigned(v[l]);
-    return r;
-  });
-}
-inline unsigned __match_any_sync(unsigned mask, unsigned x, HOSTSIM_HERE) {
-  return hostsim::meet(mask, x, here, [](const uint64_t* v, unsigned m, unsigned lane) {
-    unsigned r = 0;
-    for (unsigned l = 0; l < 32; l++)
-      if (m >> l & 1 && v[l] == v[lane]) r |= 1u << l;
     return r;
   });
 }
@@ -539,16 +506,8 @@ T __shfl_up_sync(unsigned mask, T x, unsigned step, int width = 32, HOSTSIM_HERE
   const int lane = int(hostsim::self->lane), source = lane - int(step);
   return hostsim::shuffle(mask, x, source >= (lane & ~(width - 1)) ? source : -1, here);
 }
-template <class T>
-T __shfl_down_sync(unsigned mask, T x, unsigned step, int width = 32, HOSTSIM_HERE) {
-  const int lane = int(hostsim::self->lane), source = lane + int(step);
-  return hostsim::shuffle(mask, x, (source & ~(width - 1)) == (lane & ~(width - 1)) ? source : -1, here);
-}
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
-inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
-inline int __ffs(int x) { return __builtin_ffs(x); }
 template <class T>
 T __ldg(const T* p) {
   return *p;
@@ -560,14 +519,6 @@ T __ldcg(const T* p) {
 template <class T>
 T __ldcs(const T* p) {
   return *p;
-}
-template <class T>
-void __stcs(T* p, T x) {
-  *p = x;
-}
-template <class T>
-void __stcg(T* p, T x) {
-  *p = x;
 }
 inline void __threadfence() { hostsim::maybe_yield(); }
 inline unsigned __float_as_uint(float x) {
@@ -581,7 +532,6 @@ inline float __uint_as_float(unsigned u) {
   return x;
 }
 inline float __expf(float x) { return std::exp(x); }
-inline float __fdividef(float x, float y) { return x / y; }
 template <class T>
 T min(T a, T b) {
   return b < a ? b : a;
@@ -606,20 +556,4 @@ T atomicAdd(T* p, std::type_identity_t<T> x) {
 template <class T>
 T atomicMax(T* p, std::type_identity_t<T> x) {
   return hostsim_update(p, [=](T o) { return o < x ? x : o; });
-}
-template <class T>
-T atomicMin(T* p, std::type_identity_t<T> x) {
-  return hostsim_update(p, [=](T o) { return x < o ? x : o; });
-}
-template <class T>
-T atomicOr(T* p, std::type_identity_t<T> x) {
-  return hostsim_update(p, [=](T o) { return T(o | x); });
-}
-template <class T>
-T atomicExch(T* p, std::type_identity_t<T> x) {
-  return hostsim_update(p, [=](T) { return x; });
-}
-template <class T>
-T atomicCAS(T* p, std::type_identity_t<T> c, std::type_identity_t<T> x) {
-  return hostsim_update(p, [=](T o) { return o == c ? x : o; });
 }

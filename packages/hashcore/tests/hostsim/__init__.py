@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
-
-from hashcore.cuda.cache import cache_folder
+from hashcore.cuda.program import cache_folder
 from hashcore.cuda.source import Macros
+from numpy.typing import NDArray
 
 HEADER = Path(__file__).with_name("hostsim.hpp")
 # Undefined behaviour traps, and the trap is reported as an error, without a sanitizer runtime in Python. Hidden
@@ -66,7 +65,6 @@ class Simulator:
         *,
         order: int = 0,
         resident: int = 3,
-        dynamic_shared: int = 0,
     ) -> None:
         """Run one grid to its end.
 
@@ -75,7 +73,6 @@ class Simulator:
             arguments: numpy arrays (passed as pointers), None (a null pointer), numpy scalars and ctypes values.
             order: thread order: 0 ascending, 1 descending, any other number is the seed of a random order.
             resident: number of blocks in flight, 1 to 8.
-            dynamic_shared: bytes of dynamic shared memory.
         Raises: SimulationError.
         """
         values = [_value(argument) for argument in arguments]
@@ -84,7 +81,6 @@ class Simulator:
         error = self._library.hostsim_launch(
             kernel.encode(),
             *sizes,
-            ctypes.c_uint(dynamic_shared),
             pointers,
             ctypes.c_int(order),
             ctypes.c_uint(resident),
