@@ -197,7 +197,8 @@ class CodedDynamicLayer(Coded, DynamicLayer):
             if self._codes.length < self._keys.length:
                 _ = self.codes  # hash earlier keys first
             self._hash(key_states)
-        keys, values = self.keys, self.values = self._keys.append(key_states), self._values.append(value_states)
+        keys, values = self._keys.append(key_states), self._values.append(value_states)
+        self.keys, self.values = keys, values
         if not compiling:
             self._mark()
         return keys, values

@@ -23,7 +23,7 @@ from sparse_decode import encode, fused_kernels
 from sparse_decode.attend import KINDS, LIKE, Inputs
 from sparse_decode.budget import Budget
 from sparse_decode.cache import CodedDynamicLayer
-from sparse_decode.fused_kernels import AT, FORM
+from sparse_decode.fused_kernels import FORM
 from sparse_decode.select import HashSelector
 from sparse_decode.sums import FOLD
 
@@ -127,7 +127,8 @@ class FusedStep:
 
         The object is immutable, because threads share it.
         """
-        known, (b_k, h_k, _, dim), (b_v, h_v, _, dim_v), (b_c, h_c, _, words) = self._form, k.shape, v.shape, codes.shape
+        (b_k, h_k, _, dim), (b_v, h_v, _, dim_v), (b_c, h_c, _, words) = k.shape, v.shape, codes.shape
+        known = self._form
         key = (
             *(q.dtype, k.dtype, v.dtype, left_out is None, q.shape, b_k, b_v, b_c, h_k, h_v, h_c, dim, dim_v, words),
             *(q.stride(), k.stride(), v.stride(), codes.stride()),
@@ -143,7 +144,7 @@ class FusedStep:
         if not _agree(own, *given):
             return None
         owners = [own.query._parameters] * 5 + [own.key._parameters] * 5
-        weights: list[Tensor] = list(map(getitem, owners, _NAMES))
+        weights = cast(list[Tensor], list(map(getitem, owners, _NAMES)))
         if not all(x.is_contiguous() for x in (*weights, *(left_out or ()))):
             return None
         digits = self._cpu_encoder.digits_of(own)
