@@ -166,7 +166,8 @@ class CodedDynamicLayer(Coded, DynamicLayer):
     def _hash(self, keys: Tensor) -> None:
         """Append the codes of keys [B, Hkv, t, D]; on a GPU, few keys are hashed directly into the buffer."""
         if keys.shape[2] > _LATER or not self.encoder.has_hashed or readable(keys):
-            return self._codes.append(self.encoder(keys))
+            self._codes.append(self.encoder(keys))
+            return
         heads, words = self.encoder.code_shape(keys)
         like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)
         codes, first = self._codes.extend_both(like)
