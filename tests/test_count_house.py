@@ -2,12 +2,12 @@
 
 import pytest
 
+TOOL = "count_house"
 PYTHON = '''"""A module,
 of two lines."""
 
 import os  # a comment behind code
 
-TOOL = "count_house"
 # a comment
 
 

@@ -40,9 +40,9 @@ def table(store, render):
     """Store a run of this config and these rows, and return its table and the name of its file."""
     usual = {"model": "demo", "heads": None, "scored": None, "score": "second-half", "dense_at": []}
 
-    def made(name, config, rows, environment=(), **more):
+    def made(shown, config, rows, environment=(), **more):
         stored = store({**usual, **config}, rows, environment, **more)
-        return render(name), stored
+        return render(shown), stored
 
     return made
 
