@@ -77,7 +77,7 @@ def protocol(results: pathlib.Path) -> str:
     return to_markdown(Grid(title, ["method", "perplexity", "KL, nats", "density"], [lines]))
 
 
-SECOND = {
+SECOND_PROTOCOL = {
     "oracle": ("order", "oracle"),
     "linear-exact": ("order", "linear-exact"),
     "paper-exact": ("order", "paper-exact"),
@@ -94,9 +94,9 @@ SECOND = {
 def second(results: pathlib.Path) -> str:
     """Return overlap, perplexity and KL in the paper's protocol with all but two layers of the second model sparse."""
     iou = load(results / "second_exact_iou.json")
-    runs = {name: load(results / f"second_exact_{name}.json") for name, _ in SECOND.values()}
+    runs = {name: load(results / f"second_exact_{name}.json") for name, _ in SECOND_PROTOCOL.values()}
     lines = []
-    for label, (name, method) in SECOND.items():
+    for label, (name, method) in SECOND_PROTOCOL.items():
         at = {"method": method, "against": None}
         ratio, kl = (runs[name].one(metric=metric, **at) for metric in ("perplexity_ratio", "kl"))
         found = f"{overlap(iou, method):.3f}" if label in ORDER else ""

@@ -108,13 +108,12 @@ class LayerPlan:
 
         Args: held: the cache layer that stores k and v. Returns: None if the call is not supported here.
         """
-        device, n = x.q.device, x.k.shape[2]
-        plain = self.plain.get(device.type)
+        plain, n = self.plain.get(x.q.device.type), x.k.shape[2]
         if plain is None or n < self._shortest or not isinstance(held, CodedDynamicLayer) or held.on_host:
             return None
         if held.keys is not x.k or held.values is not x.v:
             return None
-        left_out = None if self.remainder is None else self.remainder.on(device, x.scaling)
+        left_out = None if self.remainder is None else self.remainder.on(x.q.device, x.scaling)
         heads, reads = x.q.shape[0] * x.q.shape[1], self.budget.count_row(n)
         out = plain(held, x, left_out, reads)
         if out is not None:
