@@ -117,6 +117,15 @@ def test_small_weights_drown_in_the_rounding_of_the_query(tool):
     assert tool.score_variants(layer_of(2), q, k)["rounding"][0, 0, 0].argmin() == 9
 
 
+def test_scores_are_those_of_the_search_if_nothing_clips(tool):
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 2, 5, 32, generator=draw), torch.rand(1, 1, 64, 32, generator=draw) * 3 - 1.5
+    found = tool.score_variants(layer_of(6), q, k)
+    clipped, deployed = (found[name] - found[name][..., :1] for name in ("clipping", "deployed"))
+    scale = (clipped / deployed)[..., 1:].nan_to_num(0).amax(-1, keepdim=True)  # of each row; the same for all keys
+    torch.testing.assert_close(clipped, scale * deployed, atol=1e-3, rtol=1e-3)
+
+
 def test_separators_are_line_breaks_and_punctuation(tool):
     class Letters:
         def decode(self, ids):
