@@ -10,6 +10,9 @@ ROOT = Path(__file__).parent.parent
 EXACT = "paper-exact"
 NOT_HELD = {(metric, "linear-exact", EXACT) for metric in ("IoU", "perplexity", "KL")}
 """What does not hold after 800 steps, but does after 3,200 (below); docs/results/paper.md says why."""
+WHOLE_NOT_HELD = {(metric, worse, EXACT) for metric in ("perplexity", "KL") for worse in ("linear-exact", "lsh")}
+WHOLE_UNDECIDED = {("IoU", "linear-exact", EXACT)}
+"""The same with all layers sparse; docs/results/paper.md says why."""
 UNDECIDED = {("perplexity", "lsh", "linear-exact"), ("perplexity", "lsh", EXACT), ("KL", "lsh", EXACT)}
 """What six contexts do not decide."""
 
@@ -30,6 +33,15 @@ def test_the_papers_order_holds_but_for_the_links_that_docs_name(paper):
         assert f"- {link.metric}: that `{link.better}` is better than `{link.worse}` {said}: {link.shown}." in text
     assert "The link that fails is the third" in text
     assert "costs more perplexity than untrained LSH, though less KL; neither difference is decided" in text
+
+
+def test_the_papers_order_with_all_layers_sparse_holds_but_for_the_links_that_docs_name(paper):
+    links = paper.links(ROOT / "docs" / "results", paper.WHOLE)
+    assert len(links) == 12
+    for verdict, wanted in (("does not hold", WHOLE_NOT_HELD), ("undecided", WHOLE_UNDECIDED)):
+        assert {link[:3] for link in links if link.found == verdict} == wanted
+    text = (ROOT / "docs" / "results" / "paper.md").read_text(encoding="utf-8")
+    assert all(line in text for line in paper.sentences(ROOT / "docs" / "results", paper.WHOLE).splitlines())
 
 
 def test_with_more_steps_the_whole_order_is_the_papers(paper):

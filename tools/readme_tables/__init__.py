@@ -1,5 +1,6 @@
 """The generated tables: one function per table, one file per topic."""
 
+import functools
 import pathlib
 from collections.abc import Callable
 from functools import partial
@@ -67,6 +68,7 @@ BLOCKS: dict[str, Callable[[pathlib.Path], str]] = {
     "exact-quest": quality.of_run("exact_quest", report.ppl_grid),
     "exact-protocol": paper.protocol,
     "exact-second": paper.second,
+    "exact-second-links": functools.partial(paper.sentences, runs=paper.WHOLE),
     "exact-second-quest": quality.of_run("second_exact_quest", report.ppl_grid),
     "beside-paper": beside_paper.table,
     "beside-paper-differences": beside_paper.sentences,

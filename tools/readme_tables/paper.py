@@ -93,7 +93,7 @@ SECOND_PROTOCOL = {
 
 def second(results: pathlib.Path) -> str:
     """Return overlap, perplexity and KL in the paper's protocol with all but two layers of the second model sparse."""
-    iou = load(results / "second_exact_iou.json")
+    iou = load(results / f"{WHOLE.iou}.json")
     runs = {name: load(results / f"second_exact_{name}.json") for name, _ in SECOND_PROTOCOL.values()}
     lines = []
     for label, (name, method) in SECOND_PROTOCOL.items():
@@ -151,13 +151,24 @@ class Link(NamedTuple):
     """Both values with their intervals, or that of the paired difference."""
 
 
-def links(results: pathlib.Path) -> list[Link]:
+class Runs(NamedTuple):
+    """Names of two stored runs with the same layers sparse: overlap, and cost."""
+
+    iou: str
+    ppl: str
+
+
+SOME = Runs("order_iou", "order_ppl")
+WHOLE = Runs("second_exact_iou", "second_exact_order")
+
+
+def links(results: pathlib.Path, runs: Runs = SOME) -> list[Link]:
     """Compare each pair of `LINKS` by IoU, perplexity and KL, with 95 % intervals over contexts.
 
     Where a run has stored the paired difference, it decides; otherwise the two methods' own intervals do, which say
     more often that a link is undecided.
     """
-    iou, ppl = load(results / "order_iou.json"), load(results / "order_ppl.json")
+    iou, ppl = (load(results / f"{name}.json") for name in runs)
     found: list[Link] = []
     for worse, better in LINKS:
         at = {"metric": "iou", "heads": _HEADS, "layer": None, "head": None}
@@ -198,11 +209,11 @@ def _both(first: Row, second: Row, how: str) -> str:
 SAID = {"holds": "holds", "does not hold": "does **not** hold", "undecided": "is **undecided**"}
 
 
-def sentences(results: pathlib.Path) -> str:
+def sentences(results: pathlib.Path, runs: Runs = SOME) -> str:
     """Return one sentence per link of the paper's order: whether it holds here."""
     lines = [
         f"- {link.metric}: that `{link.better}` is better than `{link.worse}` {SAID[link.found]}: {link.shown}."
-        for link in links(results)
+        for link in links(results, runs)
     ]
     return "\n".join(lines)
 
