@@ -46,7 +46,7 @@ def paged(made: Plan, pool: NDArray[Any], blocks: NDArray[Any]) -> Plan:
     return made._replace(header=header, rows=rows, table=table)
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(16)
 def _tables(lead: tuple[int, ...], shape: tuple[int, ...]) -> NDArray[np.int64]:
     """Return the number of each row's table, for rows of shape `lead` and tables [..., T] that broadcast to them."""
     try:
