@@ -38,9 +38,9 @@ UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, struct.er
 
 def check(file: pathlib.Path, out: pathlib.Path) -> None:
     """Raise UsageError, before anything is converted or written, if the conversion is not possible."""
+    require_plain_file(file)
     if not is_gguf_available():
         raise UsageError("expected the package `gguf`, found none; uv run --group gguf examples/from_gguf.py ...")
-    require_plain_file(file)
     with file.open("rb") as opened:
         if (found := opened.read(len(MAGIC))) != MAGIC:
             raise UsageError(f"expected a file that begins with {MAGIC!r}, got {found!r} in {file}; give a GGUF file")

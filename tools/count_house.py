@@ -17,9 +17,9 @@ import json
 import re
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tokenize
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -117,11 +117,11 @@ def ways(root: Path) -> dict[str, list[str] | str]:
 
 def extracted(revision: str, folder: Path) -> Path:
     """Write the files of a commit to a folder. Raises: ValueError if git does not know it."""
-    done = subprocess.run(["git", "-C", str(ROOT), "archive", "--format=tar", revision], capture_output=True)
+    done = subprocess.run(["git", "-C", str(ROOT), "archive", "--format=zip", revision], capture_output=True)
     if done.returncode:
         raise ValueError(f"expected a commit, got {revision!r}: {done.stderr.decode().strip()}")
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        archive.extractall(folder, filter="data")
+    with zipfile.ZipFile(io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder)
     return folder
 
 

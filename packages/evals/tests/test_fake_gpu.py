@@ -286,8 +286,9 @@ def test_timed_compiled_steps_wait_for_nothing(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     monkeypatch.setattr(FakeTensor, "tolist", lambda x: read.append(asker()) or [1] * len(x))
     hasher = loaded.methods["planes"].selector.hasher
-    with fake_gpu(), told(64), a_fake_measurement(tmp_path, *COMPILED) as command, torch.no_grad():
-        monkeypatch.setattr(LayerHasher, "calibrated", False)  # as drawn: nothing is summed for a remainder
+    # As drawn: nothing is summed for a remainder. `fake_gpu` replaces this, too, so it must be put back before that ends.
+    drawn = mock.patch.object(LayerHasher, "calibrated", False)
+    with fake_gpu(), drawn, told(64), a_fake_measurement(tmp_path, *COMPILED) as command, torch.no_grad():
         model = model_of(loaded.model.config)
         throughput._measure(command, model, hasher, 64, 2, dict.fromkeys(COMPILED, 1), 1.0)
     assert read == ["budget.totals"] * SPARSE
