@@ -286,7 +286,7 @@ def test_timed_compiled_steps_wait_for_nothing(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     monkeypatch.setattr(FakeTensor, "tolist", lambda x: read.append(asker()) or [1] * len(x))
     hasher = loaded.methods["planes"].selector.hasher
-    # As drawn: nothing is summed for a remainder. `fake_gpu` replaces this, too, so it must be put back before that ends.
+    # As drawn: nothing is summed for a remainder. `fake_gpu` replaces this, too, so it is put back before that ends.
     drawn = mock.patch.object(LayerHasher, "calibrated", False)
     with fake_gpu(), drawn, told(64), a_fake_measurement(tmp_path, *COMPILED) as command, torch.no_grad():
         model = model_of(loaded.model.config)
