@@ -8,9 +8,9 @@ from evals.grid import Grid, to_markdown
 from readme_tables.stored import stored
 
 
-def serving(results: pathlib.Path) -> str:
-    """Return the table of decode step times by context, from benchmarks/throughput.py."""
-    found = stored(results / "serving.json")
+def serving(results: pathlib.Path, name: str = "serving") -> str:
+    """Return the table of decode step times by context, from benchmarks/throughput.py, on one processor."""
+    found = stored(results / f"{name}.json")
     shape, threads = found["shape"], found["threads"]
     lines = [
         [f"{row['context']:,}", f"{row['stock']:.1f}", f"{row['ours']:.1f}", f"{row['ratio']:.2f} x"]
