@@ -292,6 +292,8 @@ def _require_serves(
                 f"layer {plan.layer} must attend to the keys in its cache, {tuple(own.shape)}, got other keys, "
                 f"{tuple(key.shape)}; leave this model dense"
             )
+        if query.shape[2] > 1 and not coded and isinstance(plan.selector, HashSelector):
+            plan.selector.require_heads(plan.layer, key)  # hashed later; codes of now are refused when they are made
         if (
             coded
             and query.shape[2] > 1

@@ -114,23 +114,25 @@ class Hook:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if "read_index" in kwargs and self._settings.get(_SET) in _PAGED:  # a step of continuous batching
             return args, {**kwargs, KEYWORD: AttentionContext(self.plan, None)}
-        self._require_ours(kwargs)
-        if self._below and not args and (call := self._if_short(kwargs)) is not None:
-            kwargs[KEYWORD] = call  # safe: torch makes a new dict for every call
-            return None
-        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
-        if any(given.get(name) is not None for name in OTHER_STATES):
-            return args, kwargs  # cross-attention
-        if args and self._below and (call := self._if_short(given)) is not None:
-            return args, {**kwargs, KEYWORD: call}
-        return args, {**kwargs, KEYWORD: self._context(given)}
+        if "read_index" in kwargs or self._settings.get(_SET) is not self._name:
+            self._require_ours(kwargs)
+        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs} if args else kwargs
+        if not _OTHERS.isdisjoint(given) and any(given.get(name) is not None for name in OTHER_STATES):
+            return None  # cross-attention
+        kwargs[KEYWORD] = self._context(given)  # safe: torch makes a new dict for every call
+        return None
 
     def _context(self, given: dict[str, Any]) -> AttentionContext:
-        """Return the context of a call, after making the layer's cache carry codes if it does not yet."""
-        cache = next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
+        """Return the context of a call, after making the layer's cache carry codes if it does not yet but should."""
+        cache = given.get(CACHE_NAMES[0])
+        if cache is None:
+            cache = given.get(CACHE_NAMES[1])
         if isinstance(cache, Cache) and self._layer < len(cache.layers):
             held: Any = cache.layers[self._layer]
-            if getattr(held, "encoder", None) is self.plan.encoder:
+            if self._below and type(held) in (DynamicLayer, GrowingLayer):
+                if type(cache) is DynamicCache and (short := self._if_short(cache, held, given)) is not None:
+                    return short
+            elif getattr(held, "encoder", None) is self.plan.encoder:
                 return AttentionContext(self.plan, held)
         return AttentionContext(self.plan, None if cache is None else self._coded(self.plan, cache))
 
@@ -138,24 +140,16 @@ class Hook:
         """Raise ValueError if the call uses a paged cache without codes, or another attention was set."""
         if "read_index" in kwargs:
             _refuse_paged()
-        if self._settings.get(_SET) is self._name:
-            return
         if (now := self._config._attn_implementation) != self._name:
             refuse_attention(now)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
 
-    def _if_short(self, given: dict[str, Any]) -> AttentionContext | None:
+    def _if_short(self, cache: Cache, held: Any, given: dict[str, Any]) -> AttentionContext | None:
         """Return the context of a call after which the sequence is still too short to need codes; else None."""
-        cache, hidden = given.get(CACHE_NAMES[0]), given.get("hidden_states")
-        if type(cache) is not DynamicCache or hidden is None or cache.offloading or not _OTHERS.isdisjoint(given):
-            return None
-        if self._layer >= len(layers := cache.layers):
-            return None
-        held: Any = layers[self._layer]
-        kind = type(held)
-        if kind is not DynamicLayer and kind is not GrowingLayer:
+        hidden = given.get("hidden_states")
+        if hidden is None or cache.offloading:
             return None
         new = hidden.shape[1]
         n = held.keys.shape[2] if held.is_initialized and held.keys.numel() else 0
@@ -163,7 +157,7 @@ class Hook:
             return None
         if new > 1:  # a prompt: `attention` checks whether later steps can be sparse
             return AttentionContext(self.plan, held)
-        if n >= FROM and kind is DynamicLayer and may_grow(hidden):
+        if n >= FROM and type(held) is DynamicLayer and may_grow(hidden):
             grow(held, self._growing)
         return self._short
 
@@ -250,14 +244,16 @@ def attention(
 
 def _is_plain(module: Any, query: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
     """Whether a call is a decode step without options, which `LayerPlan.step` may run as a whole."""
-    if mask is not None or query.shape[2] != 1 or dropout or torch.compiler.is_compiling():
+    if mask is not None or query.shape[2] != 1 or not query.shape[0] or dropout or torch.compiler.is_compiling():
         return False
-    kind = query.device.type
-    usual = kind == "cuda" or (kind == "cpu" and type(query) is Tensor)
-    if not usual or query.requires_grad or not len(query) or torch.is_autocast_enabled(kind):
+    kind = "cpu" if type(query) is Tensor and query.is_cpu else query.device.type
+    if (kind == "cpu" and type(query) is not Tensor) or kind not in ("cpu", "cuda"):
         return False
-    if kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+    if query.requires_grad or torch.is_autocast_enabled(kind) or _active_collector.get():
         return False
-    if kwargs.get("output_attentions") or _active_collector.get():
-        return False
+    if not kwargs.keys() <= QUIET:
+        if kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+            return False
+        if kwargs.get("output_attentions"):
+            return False
     return getattr(module, "masked_key_indices", None) is None

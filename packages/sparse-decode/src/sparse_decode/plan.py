@@ -114,7 +114,7 @@ class LayerPlan:
         if held.keys is not x.k or held.values is not x.v:
             return None
         left_out = None if self.remainder is None else self.remainder.on(x.q.device, x.scaling)
-        heads, reads = len(x.q) * x.q.shape[1], self.budget.count_row(n)
+        heads, reads = x.q.shape[0] * x.q.shape[1], self.budget.count_row(n)
         out = plain(held, x, left_out, reads)
         if out is not None:
             self.tally.add(heads * reads, heads * n)
