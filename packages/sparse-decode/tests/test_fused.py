@@ -15,6 +15,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, QueryHeadHasher, attach, fused, fused_kernels
 from sparse_decode.attend import Inputs
 from sparse_decode.blocks import AttentionArgs, RowRule
+from sparse_decode.budget import count_row
 from sparse_decode.cache_encoder import Encoder
 from sparse_decode.cache_types import carry_codes
 from sparse_decode.fused import FusedStep
@@ -37,6 +38,7 @@ BUDGETS = [
 
 
 SHAPE = ModelShape(1, 6, 2, 16)
+FIFTH = Budget(0.2, min_tokens=4)
 
 
 def make_hasher(variant="transform", shape=SHAPE, calibrated=True):
@@ -131,6 +133,7 @@ def test_rows_that_see_little_more_than_their_ends(tokens):
 
 def test_threads_change_nothing(monkeypatch):
     wanted = []
+    monkeypatch.setattr(fused.threads, "TEAM_GRAIN", 1)
     monkeypatch.setattr(fused.threads, "count", lambda work, limit: wanted[-1])
     both = Both(make_hasher(), Budget(0.1), remainder=False)
     q, k, v = tensors(torch.float32, 3, 99)
@@ -379,9 +382,9 @@ def test_drafts_of_exact_mode_leave_the_sums_as_they_were(monkeypatch):
     assert any(done)
 
 
-def calls_of_a_step():
-    """Return how often a plain step calls Python functions of each file of this package, per layer."""
-    model, (ids, _) = tiny_model(), prompts((40,))
+def calls_of_a_step(budget, tokens=40):
+    """Return how often a step calls Python functions of each file of this package, per layer."""
+    model, (ids, _) = tiny_model(), prompts((tokens,))
     source, calls = Path(fused_kernels.__file__).parent, Counter()
 
     def note(frame, event, _):
@@ -389,11 +392,13 @@ def calls_of_a_step():
         if event == "call" and path.parent == source and path != Path(fused_kernels.__file__):
             calls[path.name] += 1
 
-    with torch.no_grad(), attach(model, make_hasher(shape=ModelShape.of(model.config)), Budget(0.2, min_tokens=4)):
+    with torch.no_grad(), attach(model, make_hasher(shape=ModelShape.of(model.config)), budget):
         cache = DynamicCache(config=model.config)
-        model(ids[:, :37], past_key_values=cache)
-        for token in (37, 38, 39):
-            sys.setprofile(note if token == 39 else None)
+        model(ids[:, : tokens - 5], past_key_values=cache)
+        for token in range(tokens - 5, tokens):
+            count_row.cache_clear()
+            calls.clear()
+            sys.setprofile(note if token == tokens - 1 else None)
             try:
                 model(ids[:, token : token + 1], past_key_values=cache)
             finally:
@@ -404,12 +409,18 @@ def calls_of_a_step():
 def test_a_plain_step_crosses_seven_files_of_this_package():
     """The compiled kernel is an eighth; the threads it runs on are hashcore's."""
     names = "interface", "plan", "cache", "buffer", "fused", "remainder", "budget"
-    assert calls_of_a_step().keys() == {f"{name}.py" for name in names}
+    assert calls_of_a_step(FIFTH).keys() == {f"{name}.py" for name in names}
 
 
 def test_a_plain_step_makes_few_calls_in_python():
     """Each takes longer than it seems, because the other layers have filled the CPU's caches."""
-    assert sum(calls_of_a_step().values()) <= 27
+    assert sum(calls_of_a_step(FIFTH).values()) <= 13
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(40, 6), (600, 13)])
+def test_a_dense_step_below_the_break_even_makes_few_calls_in_python(tokens, most):
+    """By torch's attention, and by our own, from a cache that grows in place."""
+    assert sum(calls_of_a_step(Budget(dense_below=1000), tokens).values()) <= most
 
 
 def test_a_deep_copy_of_the_sums_has_addresses_of_its_own():

@@ -141,6 +141,27 @@ class GrowingBuffer:
             return in_huge_pages(rows)
 
 
+def append_both(
+    first: GrowingBuffer, second: GrowingBuffer, rows: Tensor, more: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Append the rows of the same tokens to two buffers that are not on the host, as two calls of `append`.
+
+    Returns: their filled parts; None if there is no room for rows like these: nothing was done.
+    """
+    a, b, n, tokens = first._data, second._data, first.length, rows.shape[2]
+    if a is None or b is None or not first._own or not second._own or second.length != n or more.shape[2] != tokens:
+        return None
+    end = n + tokens
+    if end > a.shape[2] or end > b.shape[2] or rows.dtype != a.dtype or more.dtype != b.dtype:
+        return None
+    if rows.device != a.device or more.device != b.device:
+        return None
+    a.narrow(2, n, tokens).copy_(rows)
+    b.narrow(2, n, tokens).copy_(more)
+    first.length = second.length = end
+    return a.narrow(2, 0, end), b.narrow(2, 0, end)
+
+
 def keeps_first_words(wanted: bool, device: torch.device) -> bool:
     """Whether codes on a device have a copy of their first words: a CPU reads whole cache lines of four codes anyway.
 
@@ -159,40 +180,37 @@ class CodeBuffer(GrowingBuffer):
     def __init__(self, lists: bool = False) -> None:
         super().__init__()
         self._lists = lists
-        self._words = GrowingBuffer()  # empty where there is no copy
+        self.words: GrowingBuffer = GrowingBuffer()
+        """The copy of the first words; empty where there is none."""
 
     @property
     def first(self) -> Tensor | None:
         """The copy of the first words, int32 [B, H, T] with contiguous tokens; None where there is none."""
-        return self._words.view()[..., 0] if self._words.length else None
+        return self.words.view()[..., 0] if self.words.length else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the filled part, with the copy."""
-        return super().nbytes + self._words.nbytes
+        return super().nbytes + self.words.nbytes
 
     def append(self, rows: Tensor) -> Tensor:
         """Append the codes of the next tokens, [B, H, t, W]; return all of them."""
         found = super().append(rows)
         if keeps_first_words(self._lists, rows.device):
-            self._words.append(rows[..., :1])
+            self.words.append(rows[..., :1])
         return found
 
     def extend_both(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Extend by codes like these; return the new part, and that of the first words [B, H, t], to be written."""
         words = keeps_first_words(self._lists, rows.device)
-        return self.extend(rows), self._words.extend(rows[..., :1])[..., 0] if words else None
-
-    def room(self, tokens: int) -> Tensor | None:
-        """Return the whole buffer if it has room for `tokens` more and no copy to be written; else None."""
-        return None if self._words.length else super().room(tokens)
+        return self.extend(rows), self.words.extend(rows[..., :1])[..., 0] if words else None
 
     def truncate(self, length: int) -> None:
         """Drop the codes of tokens from `length` on."""
         super().truncate(length)
-        self._words.truncate(length)
+        self.words.truncate(length)
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply `change`, a function on the batch dimension, to the codes and the copy."""
         super().map_batch(change)
-        self._words.map_batch(change)
+        self.words.map_batch(change)

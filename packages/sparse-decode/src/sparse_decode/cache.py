@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
-from sparse_decode.buffer import CodeBuffer, GrowingBuffer, keeps_first_words
+from sparse_decode.buffer import CodeBuffer, GrowingBuffer, append_both, keeps_first_words
 from sparse_decode.cache_encoder import Encoder, drop_codes
 from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.opaque import write_codes
@@ -149,19 +149,19 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         """The copy of the codes' first words, int32 [B, H, T], after `codes` has been read; None if there is none."""
         return self._codes.first
 
-    def room_for_code(self) -> tuple[Tensor, bool]:
-        """Return the codes, int32 [B, H, T or more, W], and whether the code of the last key is missing.
+    def room_for_code(self) -> tuple[Tensor, GrowingBuffer | None]:
+        """Return the codes, int32 [B, H, T or more, W], and their buffer if the code of the last key is missing.
 
-        If it is, the buffer has room for it: write it there and call `wrote_code`. Not for compiled graphs.
+        If it is, the buffer has room for it: write it there and add 1 to its `length`. Not for compiled graphs.
         """
-        self._settle()
-        if self._keys.length - self._codes.length == 1 and (room := self._codes.room(1)) is not None:
-            return room, True
-        return self.codes, False
-
-    def wrote_code(self) -> None:
-        """Record that the code of the last key has been written."""
-        self._codes.length += 1
+        (_, keys, at), (_, values, then) = self._marks  # `_settle`, without the call where nothing has changed
+        same = keys is self.keys and values is self.values and at is not None and then is not None
+        if not same or keys._version != at or values._version != then:
+            self._settle()
+        codes = self._codes
+        if self._keys.length - codes.length == 1 and not codes.words.length and (room := codes.room(1)) is not None:
+            return room, codes
+        return self.codes, None
 
     def _hash(self, keys: Tensor) -> None:
         """Append the codes of keys [B, Hkv, t, D]; on a GPU, few keys are hashed directly into the buffer."""
@@ -189,6 +189,21 @@ class CodedDynamicLayer(Coded, DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, Hkv, t, D] and hash the new keys; few keys on the device are hashed later."""
+        found = None
+        if type(key_states) is Tensor and key_states.is_cpu and not torch.compiler.is_dynamo_compiling():
+            (_, keys, at), (_, values, then) = self._marks  # a step as below, in few calls
+            same = keys is self.keys and values is self.values and at is not None and then is not None
+            same = same and keys._version == at and values._version == then
+            if same and not self.on_host and key_states.shape[2] <= _LATER:
+                found = append_both(self._keys, self._values, key_states, value_states)
+        if found is None:
+            return self._update(key_states, value_states)
+        self.keys, self.values = keys, values = found
+        # Views of the buffers' own tensors, whose writes torch counts.
+        self._marks = [("keys", keys, keys._version), ("values", values, values._version)]
+        return found
+
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         compiling = torch.compiler.is_compiling()

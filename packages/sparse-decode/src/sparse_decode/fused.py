@@ -59,19 +59,6 @@ class _Form(NamedTuple):
     coordinate: Tensor | None
     modules: dict[str, Any] | None
 
-    def holds(self, index: str, left_out: tuple[Tensor, Tensor] | None) -> bool:
-        """Whether the addresses are still valid: layers or weights may have been replaced, or other digits loaded."""
-        if self.modules is None or self.modules.get(index) is not self.layer:
-            return False
-        if self.layer._buffers.get("coordinate") is not self.coordinate:
-            return False
-        mine = self.left_out
-        if left_out is not mine and (left_out is None or mine is None or left_out[0] is not mine[0]):
-            return False
-        # Loops in C: each call of a Python function would take as long as all of these.
-        there = map(getitem, self.owners, _NAMES)
-        return all(map(is_, there, self.weights)) and list(map(Tensor.data_ptr, self.weights)) == self.addresses
-
 
 class FusedStep:
     """Runs the plain decode steps of one layer on the CPU."""
@@ -99,23 +86,26 @@ class FusedStep:
         sums = _NO_SUMS if left_out is None else moments.for_step(batch, n)
         if form is None or sums is None:
             return None
-        tasks, most = batch * hkv, min(threads.most(), torch.get_num_threads())
+        tasks, workers = batch * hkv, 1
         work = tasks * (n * form.work[0] // 32 + reads * form.work[1])
-        if most > tasks and work > (tasks + 1) * threads.GRAIN:
-            return None  # the general way splits searches, and so uses all threads
+        if work >= 2 * min(threads.GRAIN, threads.TEAM_GRAIN):  # enough for two
+            most = min(threads.most(), torch.get_num_threads())
+            if most > tasks and work > (tasks + 1) * threads.GRAIN:
+                return None  # the general way splits searches, and so uses all threads
+            workers = threads.count(work, min(most, tasks))
         own_sinks = None if sinks is None else sinks.detach().float().contiguous()
         out = torch.empty((batch, 1, q.shape[1], v.shape[3]), dtype=torch.float32, device=q.device)
         count = max(0, reads - self._always)
-        where = q.data_ptr(), k.data_ptr(), v.data_ptr(), codes.data_ptr(), n, count, int(pending)
+        where = q.data_ptr(), k.data_ptr(), v.data_ptr(), codes.data_ptr(), n, count, int(pending is not None)
         factors = np.float32(scaling), np.float32(softcap or 0), float(self.budget.values)
         at = 0 if own_sinks is None else own_sinks.data_ptr()
         shared = np.empty((tasks, count + min(n, self._always)), np.int64), np.zeros(tasks, np.int64)
         given = form.values, LIKE[k.element_size()], *factors, *where, at, out.data_ptr(), sums, moments.length
-        done = threads.run(fused_kernels.kernel(), 2 * tasks, threads.count(work, min(most, tasks)), (*given, *shared))
+        done = threads.run(fused_kernels.kernel(), 2 * tasks, workers, (*given, *shared))
         if any(done):  # a query's weights are not finite: the general way raises the error
             return None
-        if pending:
-            held.wrote_code()
+        if pending is not None:
+            pending.length += 1
         if left_out is not None and n == moments.length + FOLD:
             moments.advance(k, v, None, n, k.device)
         return out if q.dtype == torch.float32 else out.to(q.dtype)
@@ -133,8 +123,26 @@ class FusedStep:
             *(q.dtype, k.dtype, v.dtype, left_out is None, q.shape, b_k, b_v, b_c, h_k, h_v, h_c, dim, dim_v, words),
             *(q.stride(), k.stride(), v.stride(), codes.stride()),
         )
-        if known is not None and known.key == key and known.holds(self._name, left_out):
-            return known
+        if known is not None and known.key == key and known.modules is not None:
+            own, mine = known.layer, known.left_out
+            here = known.modules.get(self._name) is own and own._buffers.get("coordinate") is known.coordinate
+            if here and (left_out is mine or (left_out and mine and left_out[0] is mine[0])):
+                # Loops in C: each call of a Python function would take as long as all of these.
+                there, weights = map(getitem, known.owners, _NAMES), known.weights
+                if all(map(is_, there, weights)) and list(map(Tensor.data_ptr, weights)) == known.addresses:
+                    return known
+        return self._made(key, q, k, v, codes, left_out)
+
+    def _made(
+        self,
+        key: tuple[Any, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        codes: Tensor,
+        left_out: tuple[Tensor, Tensor] | None,
+    ) -> _Form | None:
+        """Look the arguments up and keep them: `_formed`."""
         given = q, k, v, codes
         placed = None if self._selector.per_query_head else self._selector.placed
         layer = None if placed is None else placed.layer(self.layer, q.device)
@@ -151,7 +159,7 @@ class FusedStep:
         values = _values(own, self.budget, given, weights, digits, left_out)
         found = cast(Hasher, self._selector.hasher).layers._modules
         modules = found if found.get(self._name) is own else None
-        work = own.planes * own.bits, own.group * (dim + dim_v)
+        work = own.planes * own.bits, own.group * (k.shape[3] + v.shape[3])
         addresses, coordinate = [x.data_ptr() for x in weights], own._buffers.get("coordinate")
         self._form = _Form(key, values, work, own, weights, owners, addresses, left_out, digits, coordinate, modules)
         return self._form

@@ -14,7 +14,7 @@ from torch import Tensor
 from sparse_decode import encode_cuda, flash, gather
 from sparse_decode.attend import Inputs, LeftOut, attend, attention_weights
 from sparse_decode.blocks import AttentionArgs, Block, Moments, RowRule, rows_at_once
-from sparse_decode.budget import Budget, Tally
+from sparse_decode.budget import Budget, Tally, count_row
 from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.cache_encoder import Encoder
 from sparse_decode.dense_step import attend_visible, with_means
@@ -72,7 +72,7 @@ class LayerPlan:
         self.tally: Tally = Tally(device)
         self.number: int = register(self)
         self.unused: Tensor = torch.zeros(1, device=device)
-        self._start = 1 if rule.start is None else rule.start
+        self._start, self._of_row = 1 if rule.start is None else rule.start, budget.of_row
         hashed: tuple[Any, ...] = (partial(selector.encode_keys, layer),)
         self.plain: dict[str, PlainStep] = {}
         if isinstance(selector, HashSelector):
@@ -91,7 +91,9 @@ class LayerPlan:
     def count_short(self, rows: int, n: int) -> None:
         """Count a dense decode step over `n` tokens; rows: sequences times query heads."""
         if n > self._start:
-            self.tally.add(rows * n, rows * n)
+            with (tally := self.tally).lock:
+                tally.selected += rows * n
+                tally.visible += rows * n
 
     def count_dense(self, x: AttentionArgs) -> None:
         """Count a call that was dense because of `dense_below`."""
@@ -113,11 +115,15 @@ class LayerPlan:
             return None
         if held.keys is not x.k or held.values is not x.v:
             return None
-        left_out = None if self.remainder is None else self.remainder.on(x.q.device, x.scaling)
-        heads, reads = x.q.shape[0] * x.q.shape[1], self.budget.count_row(n)
+        left_out, device = None, x.q.device
+        if self.remainder is not None:
+            left_out = self.remainder.placed.get((device, x.scaling)) or self.remainder.on(device, x.scaling)
+        heads, reads = x.q.shape[0] * x.q.shape[1], count_row(n, *self._of_row)
         out = plain(held, x, left_out, reads)
         if out is not None:
-            self.tally.add(heads * reads, heads * n)
+            with (tally := self.tally).lock:  # without a call of Python
+                tally.selected += heads * reads
+                tally.visible += heads * n
         return out
 
     def attend(self, x: AttentionArgs) -> tuple[Tensor, Tensor | None]:
@@ -282,10 +288,10 @@ def _in_operators(
     if not _fits(own, x) or not (left_out is None or held.moments.cover(q, k)):
         return None
     room, missing = held.room_for_code()
-    if not missing:
+    if missing is None:
         return None
     planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, per_query_head)
-    held.wrote_code()
+    missing.length += 1
     among = None, None, n, 0, *ends, False, 0, None, None
     indices = SEARCH.search(planes, room[:, :, None, :n], max(0, reads - sum(ends)), None, of_planes, *among)[1]
     rest: tuple[Tensor | None, ...] = (None,) * 4

@@ -33,20 +33,21 @@ class Coefficients:
 
     def __init__(self, fitted: Tensor) -> None:
         self._fitted = fitted.float().clone()
-        self._placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
+        self.placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
+        """What `on` has returned, by its arguments."""
 
     def on(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
         """Return the coefficients on a device, float32 [Hq, 5], and the slopes [Hq] times `scaling`."""
-        if (known := self._placed.get((device, scaling))) is None:
+        if (known := self.placed.get((device, scaling))) is None:
             with ordinary_tensors():  # they outlive torch modes of this call
                 placed = self._fitted.to(device)
                 known = placed[:, :-1].contiguous(), placed[:, -1] * scaling
-            self._placed[device, scaling] = known
+            self.placed[device, scaling] = known
         return known
 
     def are_on(self, device: torch.device, scaling: float) -> bool:
         """Whether they have been asked for there."""
-        return (device, scaling) in self._placed
+        return (device, scaling) in self.placed
 
 
 class RunningMoments:
