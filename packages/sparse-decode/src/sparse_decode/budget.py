@@ -162,21 +162,18 @@ class Budget:
 class Tally:
     """Tokens selected and visible so far in one layer, summed over sparse rows and query heads.
 
-    Counts known to the host are Python integers. Counts on a device are added up there; the host waits for them only
-    in `totals`.
+    Counts known to the host are integers; those on a device are added up there, and only `totals` waits for them.
 
     Attributes:
         tensor: the counts on the device, int64 [2]: selected and visible.
+        lock: taken to change the counts below. selected, visible: those known to the host; plain steps add to them.
     """
 
     def __init__(self, device: torch.device | None):
         self.tensor: Tensor = torch.zeros(2, dtype=torch.int64, device=device)
-        self.lock = Lock()
-        """Held while the counts below are changed."""
+        self.lock: Lock = Lock()
         self.selected: int = 0
-        """Tokens selected, of the counts known to the host; plain steps add to it themselves."""
         self.visible: int = 0
-        """Tokens visible, likewise."""
         self._later: list[Tensor] = []  # counts of steps for each query head, not yet in `tensor`
         self._heads = 0
 
@@ -197,8 +194,7 @@ class Tally:
     def add(self, selected: int, visible: int) -> None:
         """Add counts known to the host."""
         with self.lock:
-            self.selected += selected
-            self.visible += visible
+            self.selected, self.visible = self.selected + selected, self.visible + visible
 
     def add_rows(self, selected: Tensor, visible: Tensor, sparse: Tensor | None) -> None:
         """Add the selected and visible tokens of sparse rows (None: all), int64 [B, Q], summed over query heads."""

@@ -54,7 +54,8 @@ def attend_all(
     group, chunks = hq // hkv, -(-n // dense_kernels.CHUNK)
     wide, wide_v, kind = -(-dim // WIDTH) * WIDTH, -(-dim_v // WIDTH) * WIDTH, KINDS[k.dtype]
     queries = np.zeros((batch, hkv, n_rows, group, wide), np.float32)
-    queries[..., :dim] = q.detach().float().view(batch, hkv, group, n_rows, dim).transpose(2, 3).numpy()
+    rows = (q.detach() if q.requires_grad else q).float().numpy()
+    queries[..., :dim] = rows.reshape(batch, hkv, group, n_rows, dim).swapaxes(2, 3)
     if kind == 1:  # the order of `lanes.place`
         queries = np.ascontiguousarray(queries.reshape(*queries.shape[:4], -1, LANES, 2).swapaxes(-1, -2))
     shown = _NO_MASK if mask is None else mask[:, 0].contiguous().view(torch.uint8).numpy()

@@ -37,14 +37,11 @@ class LayerPlan:
     """One sparse layer of one attachment.
 
     Attributes:
-        own: the selector, if it computes attention itself.
-        tally: numbers of tokens selected and visible.
+        own: the selector, if it computes attention itself. tally: numbers of tokens selected and visible.
         sights: what rows see according to masks; shared by all layers.
         remainder: coefficients of the remainder; None: none is added.
-        plain: what runs plain steps, by the type of their device.
-        encoder: hashes the layer's keys.
-        number: the number by which a compiled graph refers to this plan.
-        unused: a tensor without meaning for `opaque.attend_step`.
+        plain: what runs plain steps, by the type of their device. encoder: hashes the layer's keys.
+        number: by which compiled graphs refer to this plan. unused: a tensor without meaning for `opaque.attend_step`.
     """
 
     def __init__(
@@ -92,8 +89,7 @@ class LayerPlan:
         """Count a dense decode step over `n` tokens; rows: sequences times query heads."""
         if n > self._start:
             with (tally := self.tally).lock:
-                tally.selected += rows * n
-                tally.visible += rows * n
+                tally.selected, tally.visible = tally.selected + rows * n, tally.visible + rows * n
 
     def count_dense(self, x: AttentionArgs) -> None:
         """Count a call that was dense because of `dense_below`."""
@@ -115,15 +111,13 @@ class LayerPlan:
             return None
         if held.keys is not x.k or held.values is not x.v:
             return None
-        left_out, device = None, x.q.device
-        if self.remainder is not None:
-            left_out = self.remainder.placed.get((device, x.scaling)) or self.remainder.on(device, x.scaling)
+        here, rest = (x.q.device, x.scaling), self.remainder
+        left_out = None if rest is None else rest.placed.get(here) or rest.on(*here)
         heads, reads = x.q.shape[0] * x.q.shape[1], count_row(n, *self._of_row)
         out = plain(held, x, left_out, reads)
         if out is not None:
             with (tally := self.tally).lock:  # without a call of Python
-                tally.selected += heads * reads
-                tally.visible += heads * n
+                tally.selected, tally.visible = tally.selected + heads * reads, tally.visible + heads * n
         return out
 
     def attend(self, x: AttentionArgs) -> tuple[Tensor, Tensor | None]:
