@@ -45,7 +45,7 @@ def check(layer):
         assert layer.codes.shape[2] == (ROOM if isinstance(layer, StaticLayer) else length)
         assert torch.equal(layer.codes[:, :, :length], encode(cached_keys(layer)))
     elif isinstance(layer, CodedDynamicLayer):
-        assert not len(layer._codes)
+        assert not layer._codes.length
 
 
 def update(layer, tokens, seed, batch=2):

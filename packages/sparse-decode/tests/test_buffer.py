@@ -20,7 +20,7 @@ def test_rows_are_on_their_device_or_the_host(host, device, act):
         buffer = buffer if act == "adopt" else GrowingBuffer(host)
         getattr(buffer, act)(rows(3, device))
         assert buffer.view().device.type == ("cpu" if host else device)
-        assert len(buffer) == buffer.view().shape[2] == 3
+        assert buffer.length == buffer.view().shape[2] == 3
 
 
 def test_a_buffer_is_on_the_device_unless_asked_for_the_host():

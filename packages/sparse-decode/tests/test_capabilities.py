@@ -129,11 +129,13 @@ def test_a_model_whose_attention_takes_no_cache_is_refused(family):
         attach(model, RecentSelector(), dense_layers=0)
 
 
-def test_a_model_with_other_heads_than_its_config_says_is_refused_at_prefill():
+@pytest.mark.parametrize("below", [0, 1000])
+def test_a_model_with_other_heads_than_its_config_says_is_refused_at_prefill(below):
+    """Also a prompt below the break-even, whose keys are hashed by a later step."""
     model = check_families.build("xmod", {"is_decoder": True, "default_language": "en_XX"})
     ids = prompts((30,))[0]
     with (
-        attach(model, LshSelector(model.config), dense_layers=0),
+        attach(model, LshSelector(model.config), Budget(dense_below=below), dense_layers=0),
         pytest.raises(ValueError, match="layer 0 must have the 2 KV heads that the hasher is for, got keys of 4; the"),
     ):
         model(ids)

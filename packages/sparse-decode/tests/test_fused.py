@@ -5,6 +5,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hashtrain import Hasher, HasherConfig, ModelShape
 from sparse_decode import Budget, QueryHeadHasher, attach, fused, fused_kernels
 from sparse_decode.attend import Inputs
 from sparse_decode.blocks import AttentionArgs, RowRule
+from sparse_decode.budget import count_row
 from sparse_decode.cache_encoder import Encoder
 from sparse_decode.cache_types import carry_codes
 from sparse_decode.fused import FusedStep
@@ -36,6 +38,7 @@ BUDGETS = [
 
 
 SHAPE = ModelShape(1, 6, 2, 16)
+FIFTH = Budget(0.2, min_tokens=4)
 
 
 def make_hasher(variant="transform", shape=SHAPE, calibrated=True):
@@ -130,6 +133,7 @@ def test_rows_that_see_little_more_than_their_ends(tokens):
 
 def test_threads_change_nothing(monkeypatch):
     wanted = []
+    monkeypatch.setattr(fused.threads, "TEAM_GRAIN", 1)
     monkeypatch.setattr(fused.threads, "count", lambda work, limit: wanted[-1])
     both = Both(make_hasher(), Budget(0.1), remainder=False)
     q, k, v = tensors(torch.float32, 3, 99)
@@ -378,27 +382,60 @@ def test_drafts_of_exact_mode_leave_the_sums_as_they_were(monkeypatch):
     assert any(done)
 
 
-def test_a_plain_step_crosses_seven_files_of_this_package():
-    """The compiled kernel is an eighth; the threads it runs on are hashcore's."""
-    model, (ids, _) = tiny_model(), prompts((40,))
-    source, crossed = Path(fused_kernels.__file__).parent, set()
+def calls_of_a_step(budget, tokens=40):
+    """Return how often a step calls Python functions of each file of this package, per layer."""
+    model, (ids, _) = tiny_model(), prompts((tokens,))
+    source, calls = Path(fused_kernels.__file__).parent, Counter()
 
     def note(frame, event, _):
         path = Path(frame.f_code.co_filename)
         if event == "call" and path.parent == source and path != Path(fused_kernels.__file__):
-            crossed.add(path.name)
+            calls[path.name] += 1
 
-    with torch.no_grad(), attach(model, make_hasher(shape=ModelShape.of(model.config)), Budget(0.2, min_tokens=4)):
+    with torch.no_grad(), attach(model, make_hasher(shape=ModelShape.of(model.config)), budget):
         cache = DynamicCache(config=model.config)
-        model(ids[:, :37], past_key_values=cache)
-        for token in (37, 38, 39):
-            sys.setprofile(note if token == 39 else None)
+        model(ids[:, : tokens - 5], past_key_values=cache)
+        for token in range(tokens - 5, tokens):
+            count_row.cache_clear()
+            calls.clear()
+            sys.setprofile(note if token == tokens - 1 else None)
             try:
                 model(ids[:, token : token + 1], past_key_values=cache)
             finally:
                 sys.setprofile(None)
+    return {name: count / model.config.num_hidden_layers for name, count in calls.items()}
+
+
+def test_a_plain_step_crosses_seven_files_of_this_package():
+    """The compiled kernel is an eighth; the threads it runs on are hashcore's."""
     names = "interface", "plan", "cache", "buffer", "fused", "remainder", "budget"
-    assert crossed == {f"{name}.py" for name in names}
+    assert calls_of_a_step(FIFTH).keys() == {f"{name}.py" for name in names}
+
+
+def test_a_plain_step_makes_few_calls_in_python():
+    """Each takes longer than it seems, because the other layers have filled the CPU's caches."""
+    assert sum(calls_of_a_step(FIFTH).values()) <= 13
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(40, 5), (600, 15)])
+def test_a_dense_step_below_the_break_even_makes_few_calls_in_python(tokens, most):
+    """By torch's attention; and by our own, two kernels of which count, from a cache that grows in place."""
+    assert sum(calls_of_a_step(Budget(dense_below=1000), tokens).values()) <= most
+
+
+def test_a_deep_copy_of_the_sums_has_addresses_of_its_own():
+    both = Both(make_hasher(), Budget(0.1))
+    q, k, v = tensors(torch.float32, 1, 90)
+    both.step(q, k, v)
+    held = both.held[0]
+    both.fused.attend(inputs(held, q))
+    held.update(k[:, :, :1], v[:, :, :1])
+    before = held.moments.for_step(1, 91)
+    twin = copy.deepcopy(held.moments)
+    assert before == held.moments.for_step(1, 91)
+    assert twin.for_step(1, 91) == tuple(x.data_ptr() for x in (*twin._sums[1:3], *twin._rounded))
+    assert not set(before) & set(twin.for_step(1, 91))
+    assert held.moments.for_step(2, 91) is None
 
 
 def test_weights_that_are_replaced_or_written_to_count_at_once():
@@ -411,6 +448,7 @@ def test_weights_that_are_replaced_or_written_to_count_at_once():
     for change in (
         lambda: query.r.neg_(),
         lambda: setattr(query, "w1", torch.nn.Parameter(query.w1 * -1, False)),
+        lambda: setattr(query.w2, "data", query.w2.data.neg()),
         lambda: hasher.layers.__setitem__(0, other),
     ):
         before = both.step(q, k, v)[0]

@@ -127,7 +127,7 @@ def test_layers_that_are_not_plain_go_the_other_way(changed):
 
 def test_calls_that_are_not_plain_go_the_other_way_and_change_nothing():
     layer, q = a_step(remainder=True)
-    held, codes = layer.held, len(layer.held._codes)
+    held, codes = layer.held, layer.held._codes.length
     for given in (
         {"k": held.keys.clone()},
         {"v": held.values.clone()},
@@ -140,5 +140,5 @@ def test_calls_that_are_not_plain_go_the_other_way_and_change_nothing():
     held.keys.requires_grad_(False)
     held.moments.forget()
     assert layer.at_once(q) is None
-    assert len(held._codes) == codes
+    assert held._codes.length == codes
     assert layer.plan.tally.totals()[1] == 2 * 2 * 6 * 90 - 2 * 6 * 3

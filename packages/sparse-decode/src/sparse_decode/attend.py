@@ -373,8 +373,9 @@ def _check_left_out(q: Tensor, v: Tensor, hkv: int, left_out: LeftOut) -> None:
 
 def _place(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
     """Return the address of x [B, Hkv, N, D], its extent in elements, and its strides and sizes."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), reach, (*x.stride()[:3], x.shape[1], x.shape[2])
+    (batch, heads, tokens, width), (row, head, token, component) = x.shape, x.stride()
+    reach = 1 + (batch - 1) * row + (heads - 1) * head + (tokens - 1) * token + (width - 1) * component
+    return x.data_ptr(), reach, (row, head, token, heads, tokens)
 
 
 def _on_cpu(

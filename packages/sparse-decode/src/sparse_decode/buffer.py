@@ -29,23 +29,21 @@ class GrowingBuffer:
     def __init__(self, host: bool = False) -> None:
         self._data: Tensor | None = None
         self._own = True
-        self._length = 0
+        self.length: int = 0
+        """Tokens so far."""
         self._host = host
         self._writer: torch.device | None = None  # a GPU that may still be writing
-
-    def __len__(self) -> int:
-        return self._length
 
     @property
     def nbytes(self) -> int:
         """Bytes of the filled part."""
-        return self.view().nbytes if self._length else 0
+        return self.view().nbytes if self.length else 0
 
     def view(self) -> Tensor:
         """Return the filled part, [B, H, T, X], without a copy."""
         if self._data is None:
             raise ValueError("the buffer is empty; append rows first")
-        return self._data[:, :, : self._length]
+        return self._data.narrow(2, 0, self.length)
 
     def adopt(self, rows: Tensor) -> None:
         """Replace the content by rows [B, H, T, X]; on the same device, they are not copied until the next append.
@@ -53,14 +51,16 @@ class GrowingBuffer:
         They are never written to, even if a crop has left room in them, because they may be shared. Rows made in
         inference mode are copied: torch does not count writes to them, so that changes by others would go unnoticed.
         """
-        self._data, self._length = None, 0
+        self._data, self.length = None, 0
         if (self._host and rows.device.type != "cpu") or rows.is_inference():
             self.append(rows)
         else:
-            self._data, self._length, self._own = rows, rows.shape[2], False
+            self._data, self.length, self._own = rows, rows.shape[2], False
 
-    def append(self, rows: Tensor) -> None:
-        """Append the rows of the next tokens, [B, H, t, X]; the dtype is promoted to hold old and new rows.
+    def append(self, rows: Tensor) -> Tensor:
+        """Append the rows of the next tokens, [B, H, t, X], and return the filled part, as `view`.
+
+        The dtype is promoted to hold old and new rows.
 
         Raises: ValueError if they are on another device.
         """
@@ -70,10 +70,22 @@ class GrowingBuffer:
             to.permute(2, 0, 1, 3).copy_(rows.permute(2, 0, 1, 3), non_blocking=True)
         else:
             to.copy_(rows)
+        assert self._data is not None
+        return self._data.narrow(2, 0, self.length)
 
     def extend(self, rows: Tensor) -> Tensor:
         """Extend the buffer by rows like these, [B, H, t, X], and return the new part, for the caller to write."""
-        end, data = self._length + rows.shape[2], self._data
+        first, data, tokens = self.length, self._data, rows.shape[2]
+        end = first + tokens
+        fits = data is not None and self._own and end <= data.shape[2] and rows.dtype == data.dtype
+        if data is None or not fits or rows.device != data.device:
+            data = self._grown(rows, end)
+        self.length = end
+        return data.narrow(2, first, tokens)
+
+    def _grown(self, rows: Tensor, end: int) -> Tensor:
+        """Return the buffer with room for `end` tokens, and of a dtype that also holds rows like these."""
+        data = self._data
         if data is not None and not self._host and rows.device != data.device:
             raise ValueError(
                 f"a cache filled on {data.device} needs rows there, got some on {rows.device}; start with a new cache"
@@ -83,20 +95,18 @@ class GrowingBuffer:
             grown = self._room(rows, end + spare_rows(end), kind)
             if data is not None:
                 self.wait()
-                grown[:, :, : self._length] = self.view()
+                grown[:, :, : self.length] = self.view()
             data = self._data = grown
             self._own = True
-        first, self._length = self._length, end
-        return data[:, :, first:end]
+        return data
 
     def room(self, tokens: int) -> Tensor | None:
-        """Return the whole buffer, [B, H, T or more, X], if it has room for `tokens` more; else None."""
-        data = self._data
-        return data if data is not None and self._own and self._length + tokens <= data.shape[2] else None
+        """Return the whole buffer, [B, H, T or more, X], if it has room for `tokens` more; else None.
 
-    def advance(self, tokens: int) -> None:
-        """Count `tokens` tokens that the caller has written to `room` as part of the content."""
-        self._length += tokens
+        The caller adds what it writes there to `length`.
+        """
+        data = self._data
+        return data if data is not None and self._own and self.length + tokens <= data.shape[2] else None
 
     def wait(self) -> None:
         """Wait for the GPU's writes; needed before the CPU reads the rows."""
@@ -106,8 +116,8 @@ class GrowingBuffer:
 
     def truncate(self, length: int) -> None:
         """Drop the rows of tokens from `length` on."""
-        self._length = min(self._length, length)
-        if not self._length:
+        self.length = min(self.length, length)
+        if not self.length:
             self._data = None  # the next sequence may have another batch size
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -131,6 +141,27 @@ class GrowingBuffer:
             return in_huge_pages(rows)
 
 
+def append_both(
+    first: GrowingBuffer, second: GrowingBuffer, rows: Tensor, more: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Append the rows of the same tokens to two buffers that are not on the host, as two calls of `append`.
+
+    Returns: their filled parts; None if there is no room for rows like these: nothing was done.
+    """
+    a, b, n, tokens = first._data, second._data, first.length, rows.shape[2]
+    if a is None or b is None or not first._own or not second._own or second.length != n or more.shape[2] != tokens:
+        return None
+    end = n + tokens
+    if end > a.shape[2] or end > b.shape[2] or rows.dtype != a.dtype or more.dtype != b.dtype:
+        return None
+    if rows.device != a.device or more.device != b.device:
+        return None
+    a.narrow(2, n, tokens).copy_(rows)
+    b.narrow(2, n, tokens).copy_(more)
+    first.length = second.length = end
+    return a.narrow(2, 0, end), b.narrow(2, 0, end)
+
+
 def keeps_first_words(wanted: bool, device: torch.device) -> bool:
     """Whether codes on a device have a copy of their first words: a CPU reads whole cache lines of four codes anyway.
 
@@ -149,39 +180,37 @@ class CodeBuffer(GrowingBuffer):
     def __init__(self, lists: bool = False) -> None:
         super().__init__()
         self._lists = lists
-        self._words = GrowingBuffer()  # empty where there is no copy
+        self.words: GrowingBuffer = GrowingBuffer()
+        """The copy of the first words; empty where there is none."""
 
     @property
     def first(self) -> Tensor | None:
         """The copy of the first words, int32 [B, H, T] with contiguous tokens; None where there is none."""
-        return self._words.view()[..., 0] if len(self._words) else None
+        return self.words.view()[..., 0] if self.words.length else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the filled part, with the copy."""
-        return super().nbytes + self._words.nbytes
+        return super().nbytes + self.words.nbytes
 
-    def append(self, rows: Tensor) -> None:
-        """Append the codes of the next tokens, [B, H, t, W]."""
-        super().append(rows)
+    def append(self, rows: Tensor) -> Tensor:
+        """Append the codes of the next tokens, [B, H, t, W]; return all of them."""
+        found = super().append(rows)
         if keeps_first_words(self._lists, rows.device):
-            self._words.append(rows[..., :1])
+            self.words.append(rows[..., :1])
+        return found
 
     def extend_both(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Extend by codes like these; return the new part, and that of the first words [B, H, t], to be written."""
         words = keeps_first_words(self._lists, rows.device)
-        return self.extend(rows), self._words.extend(rows[..., :1])[..., 0] if words else None
-
-    def room(self, tokens: int) -> Tensor | None:
-        """Return the whole buffer if it has room for `tokens` more and no copy to be written; else None."""
-        return None if len(self._words) else super().room(tokens)
+        return self.extend(rows), self.words.extend(rows[..., :1])[..., 0] if words else None
 
     def truncate(self, length: int) -> None:
         """Drop the codes of tokens from `length` on."""
         super().truncate(length)
-        self._words.truncate(length)
+        self.words.truncate(length)
 
     def map_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply `change`, a function on the batch dimension, to the codes and the copy."""
         super().map_batch(change)
-        self._words.map_batch(change)
+        self.words.map_batch(change)

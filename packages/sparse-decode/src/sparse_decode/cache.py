@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, StaticLayer
 
-from sparse_decode.buffer import CodeBuffer, GrowingBuffer, keeps_first_words
+from sparse_decode.buffer import CodeBuffer, GrowingBuffer, append_both, keeps_first_words
 from sparse_decode.cache_encoder import Encoder, drop_codes
 from sparse_decode.modes import ordinary_tensors, readable
 from sparse_decode.opaque import write_codes
@@ -51,20 +51,25 @@ class Coded(CacheLayerMixin):
     def mark(self) -> None:
         """Record the layer's tensors and versions, after its own changes."""
         if not torch.compiler.is_compiling():
-            self._marks = self._stamps()
+            self._mark()
 
     def settle(self) -> None:
         """Rebuild the codes if the layer's tensors were changed from outside since `mark`."""
-        if torch.compiler.is_compiling():
-            return
-        for (held, version), (was, before) in zip(self._stamps(), self._marks, strict=True):
-            if held is not was or version != before:
-                self.begin()
-                return self.mark()
+        if not torch.compiler.is_compiling():
+            self._settle()
 
-    def _stamps(self) -> list[tuple[Any, int]]:
-        found = [getattr(self, name) for name in self._watched]
-        return [(x, x._version if isinstance(x, Tensor) and not x.is_inference() else 0) for x in found]
+    def _mark(self) -> None:
+        self._marks: list[tuple[str, Any, int | None]] = []
+        for name in self._watched:
+            x = getattr(self, name)
+            counted = isinstance(x, Tensor) and not x.is_inference()  # torch counts no writes in inference mode
+            self._marks.append((name, x, x._version if counted else None))
+
+    def _settle(self) -> None:
+        for name, was, version in self._marks:
+            if getattr(self, name) is not was or (version is not None and was._version != version):
+                self.begin()
+                return self._mark()
 
     def plainly(self) -> CacheLayerMixin:
         """Return a plain layer with the same keys and values, without codes."""
@@ -135,8 +140,8 @@ class CodedDynamicLayer(Coded, DynamicLayer):
     def codes(self) -> Tensor:
         """Codes of the cached keys, int32 [B, H, T, W]."""
         self.settle()
-        if len(self._codes) < len(self._keys):
-            self._hash(self._keys.view()[:, :, len(self._codes) :])
+        if self._codes.length < self._keys.length:
+            self._hash(self._keys.view()[:, :, self._codes.length :])
         return self._codes.view()
 
     @property
@@ -144,24 +149,25 @@ class CodedDynamicLayer(Coded, DynamicLayer):
         """The copy of the codes' first words, int32 [B, H, T], after `codes` has been read; None if there is none."""
         return self._codes.first
 
-    def room_for_code(self) -> tuple[Tensor, bool]:
-        """Return the codes, int32 [B, H, T or more, W], and whether the code of the last key is missing.
+    def room_for_code(self) -> tuple[Tensor, GrowingBuffer | None]:
+        """Return the codes, int32 [B, H, T or more, W], and their buffer if the code of the last key is missing.
 
-        If it is, the buffer has room for it: write it there and call `wrote_code`.
+        If it is, the buffer has room for it: write it there and add 1 to its `length`. Not for compiled graphs.
         """
-        self.settle()
-        if len(self._keys) - len(self._codes) == 1 and (room := self._codes.room(1)) is not None:
-            return room, True
-        return self.codes, False
-
-    def wrote_code(self) -> None:
-        """Record that the code of the last key has been written."""
-        self._codes.advance(1)
+        (_, keys, at), (_, values, then) = self._marks  # `_settle`, without the call where nothing has changed
+        same = keys is self.keys and values is self.values and at is not None and then is not None
+        if not same or keys._version != at or values._version != then:
+            self._settle()
+        codes = self._codes
+        if self._keys.length - codes.length == 1 and not codes.words.length and (room := codes.room(1)) is not None:
+            return room, codes
+        return self.codes, None
 
     def _hash(self, keys: Tensor) -> None:
         """Append the codes of keys [B, Hkv, t, D]; on a GPU, few keys are hashed directly into the buffer."""
         if keys.shape[2] > _LATER or not self.encoder.has_hashed or readable(keys):
-            return self._codes.append(self.encoder(keys))
+            self._codes.append(self.encoder(keys))
+            return
         heads, words = self.encoder.code_shape(keys)
         like = keys.new_empty(keys.shape[0], heads, keys.shape[2], words, dtype=torch.int32)
         codes, first = self._codes.extend_both(like)
@@ -183,17 +189,35 @@ class CodedDynamicLayer(Coded, DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, Hkv, t, D] and hash the new keys; few keys on the device are hashed later."""
+        found = None
+        if type(key_states) is Tensor and key_states.is_cpu and not torch.compiler.is_dynamo_compiling():
+            (_, keys, at), (_, values, then) = self._marks  # a step as below, in few calls
+            same = keys is self.keys and values is self.values and at is not None and then is not None
+            same = same and keys._version == at and values._version == then
+            if same and not self.on_host and key_states.shape[2] <= _LATER:
+                found = append_both(self._keys, self._values, key_states, value_states)
+        if found is None:
+            return self._update(key_states, value_states)
+        self.keys, self.values = keys, values = found
+        # Views of the buffers' own tensors, whose writes torch counts.
+        self._marks = [("keys", keys, keys._version), ("values", values, values._version)]
+        return found
+
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.settle()
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self._settle()
         if self.on_host or key_states.shape[2] > _LATER:
-            if len(self._codes) < len(self._keys):
+            if self._codes.length < self._keys.length:
                 _ = self.codes  # hash earlier keys first
             self._hash(key_states)
-        self._keys.append(key_states)
-        self._values.append(value_states)
-        self._show()
-        return cast(Tensor, self.keys), cast(Tensor, self.values)
+        keys, values = self._keys.append(key_states), self._values.append(value_states)
+        self.keys, self.values = keys, values
+        if not compiling:
+            self._mark()
+        return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop tokens from the end, with their codes."""

@@ -60,11 +60,11 @@ def _encoded(
     if q.shape[2] > 1 or readable(q) or held.encoder is not plan.encoder or held.encoder.lists:
         return codes_of(plan, held, k), None
     room, missing = held.room_for_code()
-    if missing:
+    if missing is not None:
         n = k.shape[2]
         planes = selector.encode_step(plan.layer, k[:, :, n - 1 :], room[:, :, n - 1 : n], q)
-    if planes is not None:
-        held.wrote_code()
+        if planes is not None:
+            missing.length += 1
     return codes_of(plan, held, k), planes
 
 
@@ -292,6 +292,8 @@ def _require_serves(
                 f"layer {plan.layer} must attend to the keys in its cache, {tuple(own.shape)}, got other keys, "
                 f"{tuple(key.shape)}; leave this model dense"
             )
+        if query.shape[2] > 1 and not coded and isinstance(plan.selector, HashSelector):
+            plan.selector.require_heads(plan.layer, key)  # hashed later; codes of now are refused when they are made
         if (
             coded
             and query.shape[2] > 1

@@ -54,7 +54,8 @@ def attend_all(
     group, chunks = hq // hkv, -(-n // dense_kernels.CHUNK)
     wide, wide_v, kind = -(-dim // WIDTH) * WIDTH, -(-dim_v // WIDTH) * WIDTH, KINDS[k.dtype]
     queries = np.zeros((batch, hkv, n_rows, group, wide), np.float32)
-    queries[..., :dim] = q.detach().float().view(batch, hkv, group, n_rows, dim).transpose(2, 3).numpy()
+    rows = (q.detach() if q.requires_grad else q).float().numpy()
+    queries[..., :dim] = rows.reshape(batch, hkv, group, n_rows, dim).swapaxes(2, 3)
     if kind == 1:  # the order of `lanes.place`
         queries = np.ascontiguousarray(queries.reshape(*queries.shape[:4], -1, LANES, 2).swapaxes(-1, -2))
     shown = _NO_MASK if mask is None else mask[:, 0].contiguous().view(torch.uint8).numpy()
@@ -64,16 +65,11 @@ def attend_all(
     limit = np.full((hkv, group), -np.inf, np.float32)
     if sinks is not None:
         limit[:] = sinks.detach().float().numpy().reshape(hkv, group)
-    where = *_where(k), *_where(v), LIKE[k.element_size()]
+    (k_address, k_reach, k_at), (v_address, v_reach, v_at) = _place(k), _place(v)
+    where = k_address, k_reach, (*k_at, dim), v_address, v_reach, (*v_at, dim_v), LIKE[k.element_size()]
     factors = np.float32(scaling), np.float32(softcap or 0), kind
     given = n_rows, queries.reshape(batch, hkv, -1, wide), *where, shown, *factors, sums, stats
     run(dense_kernels.tasks, batch * hkv * chunks, batch * hq * n_rows * n * (dim + dim_v), *given)
     if not compiled(dense_kernels.combine)(0, batch, sums, stats, limit, out, kind):
         return None
     return torch.from_numpy(out.reshape(batch, n_rows, hq, dim_v)).to(q.dtype)
-
-
-def _where(x: Tensor) -> tuple[int, int, tuple[int, ...]]:
-    """Return the address of x [B, Hkv, N, D], its extent in elements, and strides, heads, tokens and components."""
-    address, reach, how = _place(x)
-    return address, reach, (*how, x.shape[3])

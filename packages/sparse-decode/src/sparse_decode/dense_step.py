@@ -20,13 +20,16 @@ from sparse_decode import flash
 from sparse_decode.attend import KINDS
 from sparse_decode.dense import attend_all
 from sparse_decode.model import FLASH_NAME, NAMES, PAGED_NAMES
-from sparse_decode.modes import autocasts, readable
+from sparse_decode.modes import readable
 
 Output = tuple[Tensor, Tensor | None]
 """Of an attention function: [B, Q, Hq, D], and the attention weights [B, Hq, Q, N] or None."""
 
 QUIET = frozenset({"position_ids", "cache_position", "use_cache"})
 """Keyword arguments that attention functions get and ignore."""
+MASKED = "masked_key_indices"
+"""Attribute by which AdaKV presses mask keys per head. Read from the module's `__dict__`: torch's own lookup of what a
+module does not have takes as long as an operator."""
 EAGER = "eager", NAMES["eager"], PAGED_NAMES["eager"]
 """Names of attention that replace the model's eager attention, and its own name."""
 MOST_ROWS = 16
@@ -142,20 +145,24 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     rows, n = query.shape[2], key.shape[2]
     if not 0 < rows <= MOST_ROWS or (rows > 1 and rows >= n) or not query.shape[0]:
         return False
-    given = query, key, value
-    if any(type(x) is not Tensor or x.device.type != "cpu" or x.requires_grad for x in given):
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
+        return False
+    if not (query.is_cpu and key.is_cpu and value.is_cpu) or torch.is_autocast_enabled("cpu"):
+        return False
+    if query.requires_grad or key.requires_grad or value.requires_grad:
         return False
     alike = query.dtype in KINDS and query.dtype == key.dtype == value.dtype and query.shape[1] % key.shape[1] == 0
-    return alike and key.stride(3) == 1 and value.stride(3) == 1 and not autocasts(query.device)
+    return alike and key.stride(3) == 1 and value.stride(3) == 1
 
 
 def _asks_for_more(module: Any, dropout: float, kwargs: dict[str, Any]) -> bool:
     """Whether a call needs a feature that the kernel lacks: dropout, biases, keys masked per head, returned weights."""
     if dropout or module.training or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         return True
-    if getattr(module, "masked_key_indices", None) is not None or kwargs.get("output_attentions"):
+    if module.__dict__.get(MASKED) is not None or kwargs.get("output_attentions"):
         return True
-    return any("attentions" in name for name in _active_collector.get() or ())
+    recorded = _active_collector.get()
+    return bool(recorded) and any("attentions" in name for name in recorded)
 
 
 def _shown(mask: Tensor) -> Tensor | None:
@@ -183,13 +190,15 @@ def attend_densely(
     mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    set_to: str | None = None,
     **kwargs: Any,
 ) -> Output:
     """Attend to all visible tokens: long decode steps on the CPU with our kernel, all other calls as the model does.
 
-    Args: those of `interface.attention`.
+    Args: those of `interface.attention`; set_to: the attention that the module's config names, if known: reading it
+        there takes six calls.
     """
-    name = module.config._attn_implementation
+    name = set_to or module.config._attn_implementation
     alone = mask is None and query.shape[2] == 1
     if key.shape[2] < OWN_FROM.get(key.dtype, 256):
         if alone and name == NAMES["sdpa"] and kwargs.keys() <= QUIET:

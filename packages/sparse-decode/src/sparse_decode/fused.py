@@ -6,6 +6,7 @@ calls it. For other calls `LayerPlan.attend` runs the same kernels one by one, w
 
 from __future__ import annotations
 
+from operator import getitem, is_
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,25 +23,12 @@ from sparse_decode import encode, fused_kernels
 from sparse_decode.attend import KINDS, LIKE, Inputs
 from sparse_decode.budget import Budget
 from sparse_decode.cache import CodedDynamicLayer
-from sparse_decode.fused_kernels import AT, FORM
+from sparse_decode.fused_kernels import FORM
 from sparse_decode.select import HashSelector
+from sparse_decode.sums import FOLD
 
 _NO_SUMS = 0, 0, 0, 0
-
-
-class _Weight:
-    """A parameter and its address. Checked at each step, so it bypasses the module's slow attribute lookup."""
-
-    __slots__ = ("at", "held", "name", "tensor")
-
-    def __init__(self, held: dict[str, Any], name: str):
-        self.held, self.name = held, name
-        self.tensor: Tensor = held[name]
-        self.at: int = self.tensor.data_ptr()
-
-    def is_there(self) -> bool:
-        """Whether the module still has this parameter at the same address."""
-        return self.held[self.name] is self.tensor and self.tensor.data_ptr() == self.at
+_NAMES = encode.NAMES * 2  # of the weights of the functions of queries and of keys
 
 
 class _Form(NamedTuple):
@@ -49,36 +37,27 @@ class _Form(NamedTuple):
     Attributes:
         key: shapes, dtypes and strides of the calls.
         values: int64, in the order of `fused_kernels.FORM`.
-        layer, weights, left_out, digits, coordinate: the owners of the addresses in `values`, to check that these are
-            still valid.
+        work: popcounts per token, times 32, and multiply-adds per token that is read, of a KV head.
+        layer, weights, left_out, coordinate: the owners of the addresses in `values`, to check that these are still
+            valid.
+        owners, addresses: of the weights: the modules' parameters, which are looked up there at each step because a
+            module's own lookup is slow, and where they were.
+        digits: the owner of further addresses.
         modules: the hasher's layers by index, to check that `layer` is still one of them; None if it is a copy on
             another device.
     """
 
     key: tuple[Any, ...]
     values: NDArray[np.int64]
+    work: tuple[int, int]
     layer: Planes | Transform
-    weights: list[_Weight]
+    weights: list[Tensor]
+    owners: list[dict[str, Any]]
+    addresses: list[int]
     left_out: tuple[Tensor, Tensor] | None
     digits: encode.Digits
     coordinate: Tensor | None
     modules: dict[str, Any] | None
-
-    def holds(self, index: int, left_out: tuple[Tensor, Tensor] | None) -> bool:
-        """Whether the addresses are still valid: layers or weights may have been replaced, or other digits loaded."""
-        if self.modules is None or self.modules.get(str(index)) is not self.layer:
-            return False
-        if _coordinate(self.layer) is not self.coordinate:
-            return False
-        mine = self.left_out
-        if left_out is not mine and (left_out is None or mine is None or left_out[0] is not mine[0]):
-            return False
-        return all(weight.is_there() for weight in self.weights)
-
-
-def _coordinate(layer: Planes | Transform) -> Tensor | None:
-    """Return the coordinate of each bit, a new tensor after digits were loaded; None for `planes`."""
-    return layer._buffers.get("coordinate")
 
 
 class FusedStep:
@@ -87,6 +66,8 @@ class FusedStep:
     def __init__(self, layer: int, selector: HashSelector, budget: Budget):
         self.layer: int = layer
         self.budget: Budget = budget
+        self._name = str(layer)
+        self._always = budget.sink + budget.recent
         self._selector = selector
         self._cpu_encoder = encode.CpuEncoder()
         self._form: _Form | None = None
@@ -99,40 +80,35 @@ class FusedStep:
         Args: those of `sparse_decode.plan.PlainStep`. Returns: None if the call is not supported here.
         """
         q, k, v, scaling, softcap, sinks = x
-        batch, hkv, n = k.shape[:3]
+        batch, hkv, n, _ = k.shape
         codes, pending = held.room_for_code()
         form, moments = self._formed(q, k, v, codes, left_out), held.moments
-        sums = None if left_out is None else moments.for_step(batch, n)
-        if form is None or (left_out is not None and sums is None):
+        sums = _NO_SUMS if left_out is None else moments.for_step(batch, n)
+        if form is None or sums is None:
             return None
-        tasks = batch * hkv
-        work, most = tasks * self._work(form, n, reads), min(threads.most(), torch.get_num_threads())
-        if most > tasks and work > (tasks + 1) * threads.GRAIN:
-            return None  # the general way splits searches, and so uses all threads
+        tasks, workers = batch * hkv, 1
+        work = tasks * (n * form.work[0] // 32 + reads * form.work[1])
+        if work >= 2 * min(threads.GRAIN, threads.TEAM_GRAIN):  # enough for two
+            most = min(threads.most(), torch.get_num_threads())
+            if most > tasks and work > (tasks + 1) * threads.GRAIN:
+                return None  # the general way splits searches, and so uses all threads
+            workers = threads.count(work, min(most, tasks))
         own_sinks = None if sinks is None else sinks.detach().float().contiguous()
         out = torch.empty((batch, 1, q.shape[1], v.shape[3]), dtype=torch.float32, device=q.device)
-        always = self.budget.sink + self.budget.recent
-        count = max(0, reads - always)
-        where = q.data_ptr(), k.data_ptr(), v.data_ptr(), codes.data_ptr(), n, count, int(pending)
+        count = max(0, reads - self._always)
+        where = q.data_ptr(), k.data_ptr(), v.data_ptr(), codes.data_ptr(), n, count, int(pending is not None)
         factors = np.float32(scaling), np.float32(softcap or 0), float(self.budget.values)
         at = 0 if own_sinks is None else own_sinks.data_ptr()
-        totals = _NO_SUMS if sums is None else tuple(x.data_ptr() for x in sums)
-        shared = np.empty((tasks, count + min(n, always)), np.int64), np.zeros(tasks, np.int64)
-        given = form.values, LIKE[k.element_size()], *factors, *where, at, out.data_ptr(), totals, moments.length
-        done = threads.run(fused_kernels.kernel(), 2 * tasks, threads.count(work, min(most, tasks)), (*given, *shared))
+        shared = np.empty((tasks, count + min(n, self._always)), np.int64), np.zeros(tasks, np.int64)
+        given = form.values, LIKE[k.element_size()], *factors, *where, at, out.data_ptr(), sums, moments.length
+        done = threads.run(fused_kernels.kernel(), 2 * tasks, workers, (*given, *shared))
         if any(done):  # a query's weights are not finite: the general way raises the error
             return None
-        if pending:
-            held.wrote_code()
-        if sums is not None:
-            moments.stepped(k, v, n)
+        if pending is not None:
+            pending.length += 1
+        if left_out is not None and n == moments.length + FOLD:
+            moments.advance(k, v, None, n, k.device)
         return out if q.dtype == torch.float32 else out.to(q.dtype)
-
-    def _work(self, form: _Form, n: int, reads: int) -> int:
-        """Return the work for a KV head, in words of codes and planes, or multiply-adds."""
-        value = form.values
-        scored = n * int(value[AT["PLANES"]] * value[AT["BITS"]]) // 32
-        return scored + reads * int(value[AT["GROUP"]] * (value[AT["DIM"]] + value[AT["DIM_V"]]))
 
     def _formed(
         self, q: Tensor, k: Tensor, v: Tensor, codes: Tensor, left_out: tuple[Tensor, Tensor] | None
@@ -141,10 +117,33 @@ class FusedStep:
 
         The object is immutable, because threads share it.
         """
-        given, known = (q, k, v, codes), self._form
-        key = q.dtype, k.dtype, v.dtype, left_out is None, *((x.shape[:2], x.shape[3], x.stride()) for x in given)
-        if known is not None and known.key == key and known.holds(self.layer, left_out):
-            return known
+        (b_k, h_k, _, dim), (b_v, h_v, _, dim_v), (b_c, h_c, _, words) = k.shape, v.shape, codes.shape
+        known = self._form
+        key = (
+            *(q.dtype, k.dtype, v.dtype, left_out is None, q.shape, b_k, b_v, b_c, h_k, h_v, h_c, dim, dim_v, words),
+            *(q.stride(), k.stride(), v.stride(), codes.stride()),
+        )
+        if known is not None and known.key == key and known.modules is not None:
+            own, mine = known.layer, known.left_out
+            here = known.modules.get(self._name) is own and own._buffers.get("coordinate") is known.coordinate
+            if here and (left_out is mine or (left_out and mine and left_out[0] is mine[0])):
+                # Loops in C: each call of a Python function would take as long as all of these.
+                there, weights = map(getitem, known.owners, _NAMES), known.weights
+                if all(map(is_, there, weights)) and list(map(Tensor.data_ptr, weights)) == known.addresses:
+                    return known
+        return self._made(key, q, k, v, codes, left_out)
+
+    def _made(
+        self,
+        key: tuple[Any, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        codes: Tensor,
+        left_out: tuple[Tensor, Tensor] | None,
+    ) -> _Form | None:
+        """Look the arguments up and keep them: `_formed`."""
+        given = q, k, v, codes
         placed = None if self._selector.per_query_head else self._selector.placed
         layer = None if placed is None else placed.layer(self.layer, q.device)
         if layer is None or not encode.supports(layer, q):
@@ -152,15 +151,17 @@ class FusedStep:
         own = cast(Planes | Transform, layer)
         if not _agree(own, *given):
             return None
-        weights = [_Weight(functions._parameters, name) for functions in (own.query, own.key) for name in encode.NAMES]
-        tensors = [weight.tensor for weight in weights]
-        if not all(x.is_contiguous() for x in (*tensors, *(left_out or ()))):
+        owners = [own.query._parameters] * 5 + [own.key._parameters] * 5
+        weights = cast(list[Tensor], list(map(getitem, owners, _NAMES)))
+        if not all(x.is_contiguous() for x in (*weights, *(left_out or ()))):
             return None
         digits = self._cpu_encoder.digits_of(own)
-        values = _values(own, self.budget, given, tensors, digits, left_out)
+        values = _values(own, self.budget, given, weights, digits, left_out)
         found = cast(Hasher, self._selector.hasher).layers._modules
-        modules = found if found.get(str(self.layer)) is own else None
-        self._form = _Form(key, values, own, weights, left_out, digits, _coordinate(own), modules)
+        modules = found if found.get(self._name) is own else None
+        work = own.planes * own.bits, own.group * (k.shape[3] + v.shape[3])
+        addresses, coordinate = [x.data_ptr() for x in weights], own._buffers.get("coordinate")
+        self._form = _Form(key, values, work, own, weights, owners, addresses, left_out, digits, coordinate, modules)
         return self._form
 
 

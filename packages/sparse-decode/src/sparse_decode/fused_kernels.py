@@ -38,7 +38,6 @@ FORM = (
     *("COORDINATE", "POWER", "LIMIT", "COEFFICIENTS", "SLOPES"),
 )
 """Names of the int64 arguments that are constant over steps, in order: sizes, strides in elements, addresses."""
-AT = {name: at for at, name in enumerate(FORM)}
 (
     HKV, GROUP, DIM, DIM_V, KIND, BITS, PLANES, COORDINATES, SPREAD, QUERY_HIDDEN, KEY_HIDDEN, SINK, RECENT, SHORTLIST,
     REMAINDER, Q_BATCH, Q_HEAD, _Q_TOKEN, K_BATCH, K_HEAD, K_TOKEN, V_BATCH, V_HEAD, V_TOKEN, CODE_BATCH, CODE_HEAD,

@@ -33,8 +33,13 @@ class GrowingLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values [B, Hkv, t, D]."""
         keys, values = self.keys, self.values
-        plain = torch.compiler.is_compiling() or key_states.requires_grad or value_states.requires_grad
-        if plain or keys is None or values is None or keys.dim() < 4 or not self._fits(key_states, value_states):
+        plain = type(key_states) is not Tensor or torch.compiler.is_dynamo_compiling()
+        plain = plain or key_states.requires_grad or value_states.requires_grad
+        # Else, of another dtype or shape than the old ones, torch raises the error.
+        if plain or keys is None or values is None or keys.dim() < 4 or key_states.dtype != keys.dtype:
+            return super().update(key_states, value_states, *args, **kwargs)
+        alike = key_states.shape[:2] == keys.shape[:2] and value_states.shape[:2] == values.shape[:2]
+        if not alike or value_states.dtype != values.dtype:
             return super().update(key_states, value_states, *args, **kwargs)
         n, t = keys.shape[2], key_states.shape[2]
         room = self._room
@@ -42,17 +47,10 @@ class GrowingLayer(DynamicLayer):
             room = None if room is None or not (_begins(keys, room[0]) and _begins(values, room[1])) else room
         if room is None or n + t > room[0].shape[2] or n + t > room[1].shape[2]:
             room = self._room = _roomy(keys, n + t), _roomy(values, n + t)
-        shown = []
-        for held, new in zip(room, (key_states, value_states), strict=True):
-            held.narrow(2, n, t).copy_(new)
-            shown.append(held.narrow(2, 0, n + t))
-        self.keys, self.values = self._shown = shown[0], shown[1]
-        return shown[0], shown[1]
-
-    def _fits(self, key_states: Tensor, value_states: Tensor) -> bool:
-        """Whether new tokens have the dtype and shape of the old ones; if not, torch raises the error."""
-        pairs = (key_states, cast(Tensor, self.keys)), (value_states, cast(Tensor, self.values))
-        return all(new.dtype == held.dtype and new.shape[:2] == held.shape[:2] for new, held in pairs)
+        room[0].narrow(2, n, t).copy_(key_states)
+        room[1].narrow(2, n, t).copy_(value_states)
+        self.keys, self.values = self._shown = room[0].narrow(2, 0, n + t), room[1].narrow(2, 0, n + t)
+        return self._shown
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DynamicLayer:
         memo[id(self)] = twin = plainly(self)

@@ -23,7 +23,8 @@ from transformers.utils.output_capturing import _active_collector
 
 from sparse_decode import calls
 from sparse_decode.attend import Inputs
-from sparse_decode.dense_step import OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
+from sparse_decode.cache import CodedDynamicLayer
+from sparse_decode.dense_step import MASKED, OWN_FROM, QUIET, Output, attend_by_torch, attend_densely
 from sparse_decode.growing import FROM, GrowingLayer, grow
 from sparse_decode.model import CACHE_NAMES, FLASH_NAME, NAMES, OTHER_STATES, PAGED_NAMES
 from sparse_decode.plan import LayerPlan
@@ -34,6 +35,7 @@ NO_COPY = (
     "copy"
 )
 _OTHERS = frozenset(OTHER_STATES)
+_tuple: Callable[[type[Inputs], tuple[Any, ...]], Inputs] = tuple.__new__
 _PAGED = frozenset(PAGED_NAMES.values())
 _SET = "_attn_implementation_internal"  # of a config; reading it as an attribute takes longer than the rest of the hook
 
@@ -57,11 +59,12 @@ class Short(AttentionContext):
     Args: name: of our attention, by which the hook has found that the model calls it.
     """
 
-    __slots__ = ("by_torch", "count")
+    __slots__ = ("by_torch", "count", "name")
 
     def __init__(self, plan: LayerPlan, name: str):
         super().__init__(plan, None)
         self.count: Callable[[int, int], None] = plan.count_short
+        self.name: str = name
         self.by_torch: bool = name == NAMES["sdpa"]
         """Whether the model's own attention is torch's, which needs no checks then."""
 
@@ -112,18 +115,23 @@ class Hook:
     def __call__(
         self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if "read_index" in kwargs and self._settings.get(_SET) in _PAGED:  # a step of continuous batching
-            return args, {**kwargs, KEYWORD: AttentionContext(self.plan, None)}
-        self._require_ours(kwargs)
-        if self._below and not args and (call := self._if_short(kwargs)) is not None:
-            kwargs[KEYWORD] = call  # safe: torch makes a new dict for every call
-            return None
-        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
-        if any(given.get(name) is not None for name in OTHER_STATES):
-            return args, kwargs  # cross-attention
-        if args and self._below and (call := self._if_short(given)) is not None:
-            return args, {**kwargs, KEYWORD: call}
-        return args, {**kwargs, KEYWORD: self._context(given)}
+        if "read_index" in kwargs or self._settings.get(_SET) is not self._name:
+            if "read_index" in kwargs and self._settings.get(_SET) in _PAGED:  # a step of continuous batching
+                return args, {**kwargs, KEYWORD: AttentionContext(self.plan, None)}
+            self._require_ours(kwargs)
+        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs} if args else kwargs
+        if not _OTHERS.isdisjoint(given) and any(given.get(name) is not None for name in OTHER_STATES):
+            return None  # cross-attention
+        cache, call = given.get(CACHE_NAMES[0]), None
+        if type(cache) is DynamicCache and self._layer < len(cache.layers):
+            held: Any = cache.layers[self._layer]
+            kind = type(held)
+            if kind is CodedDynamicLayer and held.encoder is self.plan.encoder:
+                call = AttentionContext(self.plan, held)
+            elif self._below and (kind is DynamicLayer or kind is GrowingLayer):
+                call = self._if_short(cache, held, given)
+        kwargs[KEYWORD] = call or self._context(given)  # safe: torch makes a new dict for every call
+        return None
 
     def _context(self, given: dict[str, Any]) -> AttentionContext:
         """Return the context of a call, after making the layer's cache carry codes if it does not yet."""
@@ -138,24 +146,16 @@ class Hook:
         """Raise ValueError if the call uses a paged cache without codes, or another attention was set."""
         if "read_index" in kwargs:
             _refuse_paged()
-        if self._settings.get(_SET) is self._name:
-            return
         if (now := self._config._attn_implementation) != self._name:
             refuse_attention(now)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(NO_COPY)
 
-    def _if_short(self, given: dict[str, Any]) -> AttentionContext | None:
+    def _if_short(self, cache: Cache, held: Any, given: dict[str, Any]) -> AttentionContext | None:
         """Return the context of a call after which the sequence is still too short to need codes; else None."""
-        cache, hidden = given.get(CACHE_NAMES[0]), given.get("hidden_states")
-        if type(cache) is not DynamicCache or hidden is None or cache.offloading or not _OTHERS.isdisjoint(given):
-            return None
-        if self._layer >= len(layers := cache.layers):
-            return None
-        held: Any = layers[self._layer]
-        kind = type(held)
-        if kind is not DynamicLayer and kind is not GrowingLayer:
+        hidden = given.get("hidden_states")
+        if hidden is None or cache.offloading:
             return None
         new = hidden.shape[1]
         n = held.keys.shape[2] if held.is_initialized and held.keys.numel() else 0
@@ -163,7 +163,7 @@ class Hook:
             return None
         if new > 1:  # a prompt: `attention` checks whether later steps can be sparse
             return AttentionContext(self.plan, held)
-        if n >= FROM and kind is DynamicLayer and may_grow(hidden):
+        if n >= FROM and type(held) is DynamicLayer and may_grow(hidden):
             grow(held, self._growing)
         return self._short
 
@@ -236,28 +236,34 @@ def attention(
             call.count(batch * heads, key.shape[2])
             if call.by_torch and key.shape[2] < OWN_FROM.get(key.dtype, 256):
                 return attend_by_torch(query, key, value, 0.0, scaling), None
-            return attend_densely(module, query, key, value, None, 0.0, scaling)
+            return attend_densely(module, query, key, value, None, 0.0, scaling, call.name)
     if call is None:
         return attend_densely(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     factor = float(query.shape[3] ** -0.5 if scaling is None else scaling)
-    if type(call) is AttentionContext and _is_plain(module, query, attention_mask, dropout, kwargs):
+    if type(call) is AttentionContext and attention_mask is None and _is_plain(module, query, dropout, kwargs):
         options = kwargs.get("softcap"), kwargs.get("s_aux")
-        out = call.plan.step(call.cache, Inputs(query, key, value, factor, *options))
+        # `Inputs(...)` would be a call in Python.
+        x = _tuple(Inputs, (query, key, value, factor, *options))
+        out = call.plan.step(call.cache, x)
         if out is not None:
             return out, None
     return calls.attend(module, call.plan, call.cache, query, key, value, attention_mask, dropout, factor, kwargs)
 
 
-def _is_plain(module: Any, query: Tensor, mask: Tensor | None, dropout: float, kwargs: dict[str, Any]) -> bool:
-    """Whether a call is a decode step without options, which `LayerPlan.step` may run as a whole."""
-    if mask is not None or query.shape[2] != 1 or dropout or torch.compiler.is_compiling():
+def _is_plain(module: Any, query: Tensor, dropout: float, kwargs: dict[str, Any]) -> bool:
+    """Whether a call without a mask is a decode step without options, which `LayerPlan.step` may run as a whole."""
+    if query.shape[2] != 1 or not query.shape[0] or dropout or torch.compiler.is_dynamo_compiling():
         return False
-    kind = query.device.type
-    usual = kind == "cuda" or (kind == "cpu" and type(query) is Tensor)
-    if not usual or query.requires_grad or not len(query) or torch.is_autocast_enabled(kind):
+    kind = "cpu"
+    if type(query) is not Tensor or not query.is_cpu:
+        kind = query.device.type
+        if kind != "cuda" or torch.compiler.is_compiling():
+            return False
+    if query.requires_grad or torch.is_autocast_enabled(kind) or _active_collector.get():
         return False
-    if kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
-        return False
-    if kwargs.get("output_attentions") or _active_collector.get():
-        return False
-    return getattr(module, "masked_key_indices", None) is None
+    if not kwargs.keys() <= QUIET:
+        if kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+            return False
+        if kwargs.get("output_attentions"):
+            return False
+    return module.__dict__.get(MASKED) is None

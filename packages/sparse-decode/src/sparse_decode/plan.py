@@ -14,7 +14,7 @@ from torch import Tensor
 from sparse_decode import encode_cuda, flash, gather
 from sparse_decode.attend import Inputs, LeftOut, attend, attention_weights
 from sparse_decode.blocks import AttentionArgs, Block, Moments, RowRule, rows_at_once
-from sparse_decode.budget import Budget, Tally
+from sparse_decode.budget import Budget, Tally, count_row
 from sparse_decode.cache import CodedDynamicLayer
 from sparse_decode.cache_encoder import Encoder
 from sparse_decode.dense_step import attend_visible, with_means
@@ -37,14 +37,11 @@ class LayerPlan:
     """One sparse layer of one attachment.
 
     Attributes:
-        own: the selector, if it computes attention itself.
-        tally: numbers of tokens selected and visible.
+        own: the selector, if it computes attention itself. tally: numbers of tokens selected and visible.
         sights: what rows see according to masks; shared by all layers.
         remainder: coefficients of the remainder; None: none is added.
-        plain: what runs plain steps, by the type of their device.
-        encoder: hashes the layer's keys.
-        number: the number by which a compiled graph refers to this plan.
-        unused: a tensor without meaning for `opaque.attend_step`.
+        plain: what runs plain steps, by the type of their device. encoder: hashes the layer's keys.
+        number: by which compiled graphs refer to this plan. unused: a tensor without meaning for `opaque.attend_step`.
     """
 
     def __init__(
@@ -72,7 +69,7 @@ class LayerPlan:
         self.tally: Tally = Tally(device)
         self.number: int = register(self)
         self.unused: Tensor = torch.zeros(1, device=device)
-        self._start = 1 if rule.start is None else rule.start
+        self._start, self._of_row = 1 if rule.start is None else rule.start, budget.of_row
         hashed: tuple[Any, ...] = (partial(selector.encode_keys, layer),)
         self.plain: dict[str, PlainStep] = {}
         if isinstance(selector, HashSelector):
@@ -91,7 +88,8 @@ class LayerPlan:
     def count_short(self, rows: int, n: int) -> None:
         """Count a dense decode step over `n` tokens; rows: sequences times query heads."""
         if n > self._start:
-            self.tally.add(rows * n, rows * n)
+            with (tally := self.tally).lock:
+                tally.selected, tally.visible = tally.selected + rows * n, tally.visible + rows * n
 
     def count_dense(self, x: AttentionArgs) -> None:
         """Count a call that was dense because of `dense_below`."""
@@ -113,11 +111,13 @@ class LayerPlan:
             return None
         if held.keys is not x.k or held.values is not x.v:
             return None
-        left_out = None if self.remainder is None else self.remainder.on(x.q.device, x.scaling)
-        heads, reads = len(x.q) * x.q.shape[1], self.budget.count_row(n)
+        here, rest = (x.q.device, x.scaling), self.remainder
+        left_out = None if rest is None else rest.placed.get(here) or rest.on(*here)
+        heads, reads = x.q.shape[0] * x.q.shape[1], count_row(n, *self._of_row)
         out = plain(held, x, left_out, reads)
         if out is not None:
-            self.tally.add(heads * reads, heads * n)
+            with (tally := self.tally).lock:  # without a call of Python
+                tally.selected, tally.visible = tally.selected + heads * reads, tally.visible + heads * n
         return out
 
     def attend(self, x: AttentionArgs) -> tuple[Tensor, Tensor | None]:
@@ -282,10 +282,10 @@ def _in_operators(
     if not _fits(own, x) or not (left_out is None or held.moments.cover(q, k)):
         return None
     room, missing = held.room_for_code()
-    if not missing:
+    if missing is None:
         return None
     planes, of_planes = encode_cuda.step(own, k[:, :, n - 1 :], room[:, :, n - 1 : n], q, per_query_head)
-    held.wrote_code()
+    missing.length += 1
     among = None, None, n, 0, *ends, False, 0, None, None
     indices = SEARCH.search(planes, room[:, :, None, :n], max(0, reads - sum(ends)), None, of_planes, *among)[1]
     rest: tuple[Tensor | None, ...] = (None,) * 4

@@ -33,20 +33,21 @@ class Coefficients:
 
     def __init__(self, fitted: Tensor) -> None:
         self._fitted = fitted.float().clone()
-        self._placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
+        self.placed: dict[tuple[torch.device, float], tuple[Tensor, Tensor]] = {}
+        """What `on` has returned, by its arguments."""
 
     def on(self, device: torch.device, scaling: float) -> tuple[Tensor, Tensor]:
         """Return the coefficients on a device, float32 [Hq, 5], and the slopes [Hq] times `scaling`."""
-        if (known := self._placed.get((device, scaling))) is None:
+        if (known := self.placed.get((device, scaling))) is None:
             with ordinary_tensors():  # they outlive torch modes of this call
                 placed = self._fitted.to(device)
                 known = placed[:, :-1].contiguous(), placed[:, -1] * scaling
-            self._placed[device, scaling] = known
+            self.placed[device, scaling] = known
         return known
 
     def are_on(self, device: torch.device, scaling: float) -> bool:
         """Whether they have been asked for there."""
-        return (device, scaling) in self._placed
+        return (device, scaling) in self.placed
 
 
 class RunningMoments:
@@ -69,6 +70,7 @@ class RunningMoments:
         """Replace the sums, which are never changed in place: copies may share them."""
         self._sums: Moments | None = sums
         self._rounded: Rounded | None = None  # made by the first step that reads it
+        self._places: tuple[int, ...] = ()  # see `for_step`; found by the first step that asks
 
     @torch.no_grad()
     def rows(
@@ -162,23 +164,23 @@ class RunningMoments:
                 self._rounded = Rounded.of(sums.spread)
         return self._rounded
 
-    def for_step(self, batch: int, n: int) -> tuple[Tensor, ...] | None:
-        """Return sums of keys and values, and the rounded spread, if a step of n tokens without a mask can use them.
+    def for_step(self, batch: int, n: int) -> tuple[int, ...] | None:
+        """Return the addresses of sums of keys and values, and of the rounded spread and its scales.
 
-        They must be on the CPU and cover `length` tokens: all but the last few. Else: None. The caller calls `stepped`.
+        Returns: None if a step of n tokens without a mask cannot use the sums: they must be on the CPU and cover
+            `length` tokens, all but the last few. After a step with `FOLD` new tokens, the caller calls `advance`.
         """
         sums = self._sums
         if sums is None or self._seen is not None or not self.length < n <= self.length + FOLD:
             return None
-        if len(sums.keys) != batch or sums.keys.device.type != "cpu":
+        if sums.keys.shape[0] != batch:
             return None
-        found = sums.keys, sums.values, *self._for_steps(sums)
-        return found if all(x.is_contiguous() for x in found) else None
-
-    def stepped(self, k: Tensor, v: Tensor, n: int) -> None:
-        """Add the last tokens to the sums after a step of n tokens without a mask, if they are `FOLD`."""
-        if n == self.length + FOLD:
-            self.advance(k, v, None, n, k.device)
+        if not self._places or self._places[0] != sums.keys.data_ptr():  # they are others in a deep copy
+            found = sums.keys, sums.values, *self._for_steps(sums)
+            if sums.keys.device.type != "cpu" or not all(x.is_contiguous() for x in found):
+                return None
+            self._places = tuple(x.data_ptr() for x in found)
+        return self._places
 
     def copied(self) -> RunningMoments:
         """Return a copy, which steps of this object do not change."""

@@ -163,6 +163,11 @@ class HashSelector:
         """Return the selector of one tensor-parallel rank, sliced by KV head."""
         return HashSelector(shard(self.hasher, rank, size))
 
+    def require_heads(self, layer: int, k: Tensor) -> None:
+        """Raise ValueError if our hasher is for another number of KV heads than that of keys [B, Hkv, T, D]."""
+        if isinstance(self._encoder, PerHead):
+            self._encoder.require_heads(layer, k)
+
     def encode_keys(self, layer: int, k: Tensor) -> Tensor:
         with torch.no_grad():
             return self._encoder.encode_keys(layer, k)
@@ -345,13 +350,16 @@ class PerHead:
 
     def _of_keys(self, layer: int, k: Tensor) -> LayerHasher:
         """Return the hasher of a layer on the device of its keys [B, Hkv, T, D], after checking their heads."""
-        own = self.placed.layer(layer, k.device)
-        if k.shape[1] != own.hkv:
+        self.require_heads(layer, k)
+        return self.placed.layer(layer, k.device)
+
+    def require_heads(self, layer: int, k: Tensor) -> None:
+        """Raise ValueError if the hasher is for another number of KV heads than that of keys [B, Hkv, T, D]."""
+        if k.shape[1] != (heads := self.hasher.layer(layer).hkv):
             raise ValueError(
-                f"layer {layer} must have the {own.hkv} KV heads that the hasher is for, got keys of {k.shape[1]}; the "
+                f"layer {layer} must have the {heads} KV heads that the hasher is for, got keys of {k.shape[1]}; the "
                 "head count in the model's config is wrong"
             )
-        return own
 
     def traceable(self, layer: int, x: Tensor) -> bool:
         """Whether keys or queries [B, H, T, D] are hashed by operators alone, which a compiled graph can contain."""

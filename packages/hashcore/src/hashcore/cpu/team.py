@@ -66,9 +66,9 @@ def run(kernel: Any, tasks: int, threads: int, arguments: tuple[Any, ...]) -> in
     """
     start = runtime()
     assert start is not None, "ask `size` first"
-    key, cells = (kernel,), []
-    for argument in arguments:
-        key += _cells(argument, cells)
+    kinds, cells = [kernel], []
+    _describe(arguments, kinds, cells)
+    key = tuple(kinds)
     body = _bodies.get(key) or _bodies.setdefault(key, _body(kernel, arguments))
     # Several pieces per thread, for load balance.
     made = struct.pack(_CELLS + body.form, 0, threads, 0, tasks, min(tasks, 4 * threads), 0, 0, *cells)
@@ -136,16 +136,20 @@ def _raise(error: int, kernel: Any) -> None:
     raise kind(*(given or ()))
 
 
-def _cells(argument: Any, cells: list[Any]) -> tuple[Any, ...]:
-    """Append an argument to the cells of a record; return a key that is the same for arguments of the same type."""
-    if isinstance(argument, np.ndarray):
-        interface = argument.__array_interface__
-        cells += 0, 0, argument.size, argument.itemsize, interface["data"][0], *argument.shape, *argument.strides
-        return argument.dtype, argument.ndim, argument.flags.num & _FLAGS
-    if isinstance(argument, tuple):
-        return tuple, *(part for each in argument for part in _cells(each, cells)), None
-    cells.append(argument)
-    return (type(argument),)
+def _describe(arguments: tuple[Any, ...], kinds: list[Any], cells: list[Any]) -> None:
+    """Append arguments to the cells of a record, and to `kinds` what is the same for arguments of the same types."""
+    for x in arguments:
+        if isinstance(x, np.ndarray):
+            interface = x.__array_interface__
+            cells += 0, 0, x.size, x.itemsize, interface["data"][0], *x.shape, *x.strides
+            kinds += x.dtype, x.ndim, x.flags.num & _FLAGS
+        elif isinstance(x, tuple):
+            kinds.append(tuple)
+            _describe(x, kinds, cells)
+            kinds.append(None)
+        else:
+            cells.append(x)
+            kinds.append(type(x))
 
 
 @global_compiler_lock

@@ -38,6 +38,8 @@ def most() -> int:
 
 def count(work: int, limit: int | None = None) -> int:
     """Return the number of threads that this many popcounts justify, up to a limit, by default `most`."""
+    if work < 2 * min(GRAIN, TEAM_GRAIN):
+        return 1
     justified = max(work // GRAIN, min(work // TEAM_GRAIN, team.size()))
     return max(1, min(justified, most() if limit is None else limit))
 
