@@ -88,7 +88,7 @@ def test_all_leaves_out_what_it_has_no_hashers_for(tmp_path, capsys):
     deep = {"table 3 (MagicPIG)", "table 3 (MagicPIG, no retrieval)"}  # layer 16 is dense in them
     assert with_tasks - few == {"table 1", "table 6", "table 10", "table 11", "code length"} | deep
     for candidate in ABLATIONS:
-        (tmp_path / candidate.name).mkdir()
+        (tmp_path / candidate.name).mkdir(exist_ok=True)
         (tmp_path / candidate.name / "config.json").touch()
     many = {item.name for item in paper.chosen(PaperCommand(all=True, hashers=tmp_path)) if "exact" not in item.name}
     assert with_tasks - many == {"table 6"} | deep
@@ -101,6 +101,25 @@ def test_all_leaves_out_what_it_has_no_hashers_for(tmp_path, capsys):
         (tmp_path / candidate.name / "config.json").touch()
     exact = {i.name for i in paper.ITEMS if "exact" in i.name}
     assert {i.name for i in paper.chosen(both) if "exact" in i.name} == exact
+
+
+def test_planes_is_left_out_where_it_is_all_that_the_hashers_lack(tmp_path):
+    for folder in ("plain", "with"):
+        for name in ("lsh", "paper", "transform", *(["planes"] if folder == "with" else [])):
+            (tmp_path / folder / name).mkdir(parents=True)
+            (tmp_path / folder / name / "config.json").touch()
+    plain, more = (paper.chosen(PaperCommand(all=True, hashers=tmp_path / name)) for name in ("plain", "with"))
+    assert [item.name for item in plain] == [item.name for item in more]
+    for few, many in zip(plain, more, strict=True):
+        gone = set(many.command.split()) - set(few.command.split())
+        assert gone <= {"planes"}
+        assert ("planes" in few.command.split()) is (few.task == "throughput")  # which makes its own
+        assert few.against == tuple(pair for pair in many.against if "planes" not in pair)
+    assert [len(item.against) for item in (*plain, *more) if item.name == "table 2"] == [4, 6]
+    both = PaperCommand(table=6, hashers=tmp_path / "with", other_hashers=tmp_path / "plain")
+    assert "planes" not in paper.chosen(both)[0].command
+    about_planes = paper.chosen(PaperCommand(table=10, hashers=tmp_path / "plain"))[0]
+    assert "planes" in about_planes.command.split()  # it will say that the hasher is missing
 
 
 def test_parts_with_layers_that_the_model_lacks_are_left_out(tmp_path, monkeypatch, capsys):

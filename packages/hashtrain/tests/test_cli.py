@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hashtrain import Hasher, ModelShape
-from hashtrain.cli import _best, _parse, main, next_command
+from hashtrain.cli import _best, _parse, main, next_command, parse
 from hashtrain.run.prepare import _check_model
+from hashtrain.settings.recipes import ALL
 from hashtrain.settings.train_command import PAPER, TrainCommand
 from hashtrain.usage import UsageError
 from hashtrain_runs import command
@@ -183,6 +184,7 @@ def test_push_uploads_the_hasher(folder, tmp_path, capsys, monkeypatch):
     [
         ({}, ""),
         ({"only": ("all",)}, ""),
+        ({"only": ("default", "planes")}, ""),
         ({"only": ("linear", "planes")}, "--methods planes linear"),
         ({"only": ("lsh", "transform-start")}, "--methods lsh transform-start"),
         ({"context": 8192, "dense_layers": 1}, "--context 8192 --dense-layers 1"),
@@ -192,6 +194,22 @@ def test_the_next_command_has_options_that_evals_accepts(changes, words):
     assert (
         next_command(TrainCommand(**changes)) == f"uv run evals ppl --documents 4 --hashers runs/demo {words}".strip()
     )
+
+
+@pytest.mark.parametrize(
+    ("only", "made"),
+    [
+        ((), ["lsh", "paper", "transform"]),
+        (("default",), ["lsh", "paper", "transform"]),
+        (("planes",), ["planes"]),
+        (("planes", "default"), ["lsh", "paper", "transform", "planes"]),
+        (("all",), [recipe.name for recipe in ALL]),
+        (("default", "all"), [recipe.name for recipe in ALL]),
+    ],
+)
+def test_groups_of_hashers_can_be_named_with_single_ones(only, made):
+    command = parse(["--only", *only] if only else [])
+    assert [recipe.name for recipe in command.recipes] == made
 
 
 def test_the_best_hasher_has_the_highest_overlap_and_can_decode():

@@ -18,7 +18,7 @@ def test_a_run_stores_hashers_that_load_and_ends_with_json(folder, tiny_config, 
     assert main(command(folder, tmp_path / "run")) == 0
     captured = capsys.readouterr()
     last = json.loads(captured.out.strip().splitlines()[-1])
-    assert set(last["mean"]) == {"lsh", "paper", "planes", "transform"}
+    assert set(last["mean"]) == {"lsh", "paper", "transform"}
     assert "uv run evals ppl" in captured.out + captured.err
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     for name in last["mean"]:

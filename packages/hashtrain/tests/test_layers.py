@@ -37,6 +37,15 @@ def scores(layer, q, k, per_query_head=False):
     return hashcore.score(planes, layer.encode_keys(k, per_query_head)[:, :, None], weights=weights)
 
 
+@pytest.mark.parametrize(("variant", "init"), CASES)
+def test_keys_hashed_once_score_as_if_hashed_for_either_kind_of_head(variant, init):
+    layer, (q, k) = make(variant, init), qk()
+    codes = layer.encode_keys(k)
+    assert torch.equal(layer.by_query_head(codes), layer.encode_keys(k, per_query_head=True))
+    assert torch.equal(layer.scores_of(q, codes), scores(layer, q, k))
+    assert torch.equal(layer.scores_of(q, layer.by_query_head(codes), True), scores(layer, q, k, True))
+
+
 @pytest.mark.parametrize("bits", [32, 64, 96, 192])
 def test_rotation_blocks_are_orthogonal_with_determinant_one(bits):
     r = rotation(64, bits, torch.Generator().manual_seed(0))

@@ -6,6 +6,7 @@ import torch
 from hashtrain.artefact.hasher import make_layer
 from hashtrain.config import HasherConfig, ModelShape
 from hashtrain.evaluation.evaluate import fails
+from hashtrain.layers.transform import Transform
 from hashtrain.run.repair import repair
 from hashtrain_runs import Whole
 
@@ -74,16 +75,37 @@ def test_other_variants_keep_what_they_have():
     )
 
 
+def test_each_candidate_hashes_the_keys_of_a_context_once(monkeypatch):
+    data, layer = Captured(), make_layer(CONFIG, 0, 0)
+    layer.start(data, 0, 5)
+    kept, hashed = {name: x.clone() for name, x in layer.state_dict().items()}, []
+
+    def encode_keys(self, k, *more, own=Transform.encode_keys):
+        hashed.append(k)
+        return own(self, k, *more)
+
+    monkeypatch.setattr(Transform, "encode_keys", encode_keys)
+    found = repair(layer, 0, data, CONFIG, 0, 5, 0.3, kept)
+    assert found.failing == [0, 1]
+    assert len(hashed) == 7 * len(data)  # as it is, the keys alone trained, its start, and four starts of other digits
+
+
 def test_a_head_fails_by_its_worst_rows():
     assert not fails(torch.full((1000,), 0.7))
     assert fails(torch.cat([torch.full((940,), 0.99), torch.full((60,), 0.55)]))  # 5th percentile
     assert fails(torch.cat([torch.full((997,), 0.99), torch.full((3,), 0.4)]))  # three rows in a thousand are lost
 
 
+def invent(monkeypatch, masses):
+    """Let hashers find these masses, in the order in which they are measured."""
+    found = lambda hashers, *rest: [next(masses) for _ in hashers]  # noqa: E731
+    monkeypatch.setattr(sys.modules[repair.__module__], "_masses", found)
+
+
 def test_a_start_that_does_not_fail_beats_a_better_mean(monkeypatch):
     lost = torch.cat([torch.full((99,), 0.99), torch.full((1,), 0.1)])
     masses = iter([[lost, lost], [torch.full((100,), 0.9), lost * 0.9], *[[lost * 0.9] * 2] * 4])
-    monkeypatch.setattr(sys.modules[repair.__module__], "_mass", lambda *arguments: next(masses))
+    invent(monkeypatch, masses)
     data, layer = Captured(), make_layer(CONFIG, 0, 0)
     layer.start(data, 0, 5)
     found = repair(layer, 0, data, CONFIG, 0, 5, 0.3)
@@ -97,7 +119,7 @@ def test_a_failing_head_gets_the_best_of_what_fails_less_or_else_of_what_fails(m
     good = torch.full((100,), 0.9)
     tried = [[lost * 0.9] * 2, [lost * 0.91, lost], [lost * 0.92, lost], [good, lost], [good * 1.1, lost * 0.9]]
     masses = iter([*tried, [lost, lost * 0.9]])
-    monkeypatch.setattr(sys.modules[repair.__module__], "_mass", lambda *arguments: next(masses))
+    invent(monkeypatch, masses)
     data, layer = Captured(), make_layer(CONFIG, 0, 0)
     layer.start(data, 0, 5)
     found = repair(layer, 0, data, CONFIG, 0, 5, 0.3)

@@ -17,7 +17,7 @@ from hashtrain.machine.workers import default_workers, run_jobs
 from hashtrain.run import sources
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
-from worker_jobs import break_stubbornly, die, fail, knows_the_pipeline, private_bytes, square
+from worker_jobs import break_stubbornly, die, fail, knows_its_work, private_bytes, square
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -32,7 +32,17 @@ def test_results_are_in_the_order_of_the_jobs_and_each_has_one_thread(workers):
 
 @pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="workers are spawned here")
 def test_workers_have_imported_what_they_need_before_they_are_forked():
-    assert run_jobs(knows_the_pipeline, [1, 2], 2, print) == [True, True]
+    assert run_jobs(knows_its_work, [1, 2], 2, print) == [True, True]
+
+
+@pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="workers are spawned here")
+def test_what_workers_are_forked_from_starts_early_and_leaves_ctrl_c_to_its_parent():
+    """Interrupted in its imports it would print a traceback."""
+    code = "import signal\nfrom hashtrain.machine import workers\nworkers.PRELOADED = ('says_interrupts',)\n"
+    code += "workers.start_server()\nprint('parent', signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    here = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=here, timeout=120)
+    assert sorted(done.stdout.splitlines()) == ["parent True", "server ignores True"], done.stderr
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")

@@ -24,8 +24,9 @@ def die(job, report):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def knows_the_pipeline(job, report):
-    return "hashtrain.run.pipeline" in sys.modules
+def knows_its_work(job, report):
+    """Whether what jobs need is imported, and nothing that only their parent needs."""
+    return {"hashtrain.run.job", "hashtrain.run.sources"} <= sys.modules.keys() and "matplotlib" not in sys.modules
 
 
 def linger(job, report):

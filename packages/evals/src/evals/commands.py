@@ -136,14 +136,15 @@ class ConesCommand(TaskCommand):
     """Geometry of queries and keys (the paper's figure 2): angles, principal components, and how evenly hash bits and
     codes are used."""
 
-    methods: Methods = ("lsh", "paper", "planes", "transform")
-    """Hashers whose codes to examine."""
+    methods: Methods = ("lsh", "paper", "transform")
+    """Hashers whose codes to examine; without this option, `planes`, too, if --hashers has it."""
     documents: int = 4
     """Contexts to examine; a run can be continued with more."""
     out: Path = Path("runs/cones")
     """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     both_heads: ClassVar[bool] = True  # only codes are examined, not selections
+    former: ClassVar[tuple[str, ...]] = ("planes",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,8 +157,8 @@ class ConesCommand(TaskCommand):
 class CodelengthCommand(TaskCommand):
     """IoU of untrained LSH at many code lengths and of learned hashes, and the LSH length that equals each."""
 
-    methods: Methods = ("paper", "planes", "transform")
-    """Learned hashers to compare with."""
+    methods: Methods = ("paper", "transform")
+    """Learned hashers to compare with; without this option, `planes`, too, if --hashers has it."""
     more_hashers: tuple[Path, ...] = ()
     """Folders of hashers with other code lengths, as `hashtrain --bits 64 --out FOLDER` makes them. Every hasher of
     --methods found there is measured too."""
@@ -171,6 +172,7 @@ class CodelengthCommand(TaskCommand):
     """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     both_heads: ClassVar[bool] = True  # both kinds are measured, or the one that --heads names
+    former: ClassVar[tuple[str, ...]] = ("planes",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,6 +208,7 @@ class CodesCommand(TaskCommand):
     """Folder for samples, rows, report and figure; rerun the command to resume."""
 
     both_heads: ClassVar[bool] = True  # both ways to combine a group's heads are measured
+    former: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,12 +30,16 @@ def why_not(item: Item, settings: PaperCommand) -> str | None:
 
 
 def chosen(settings: PaperCommand) -> list[Item]:
-    """Return the items that a command names. Raises: ValueError if the paper has no such table or figure."""
+    """Return the items that a command names, without `planes` where only that hasher is missing (`Item.fitting`).
+
+    Raises: ValueError if the paper has no such table or figure.
+    """
+    items = [item.fitting(settings) for item in ITEMS]
     if settings.all:
-        return [item for item in ITEMS if item.task and why_not(item, settings) is None]
+        return [item for item in items if item.task and why_not(item, settings) is None]
     for kind, number in (("table", settings.table), ("figure", settings.figure)):
         if number is not None:
-            found = [item for item in ITEMS if item.is_number(kind, number)]
+            found = [item for item in items if item.is_number(kind, number)]
             if not found:
                 last = len({item.name.partition(" (")[0] for item in ITEMS if item.name.startswith(kind)})
                 raise ValueError(f"--{kind} takes 1 to {last}, got {number}")

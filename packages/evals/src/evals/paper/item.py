@@ -8,7 +8,7 @@ from typing import Any
 
 from evals.compare import compare
 from evals.grid import Grid
-from evals.methods import RIVAL_NAMES, TUNED, without_hasher
+from evals.methods import FORMER, RIVAL_NAMES, TUNED, without_hasher
 from evals.result import read_json
 from evals.study import PaperCommand
 
@@ -121,6 +121,19 @@ class Item:
         if self.task in _BY_SHAPE:
             return []
         return without_hasher(self._values("--methods"), settings.hashers)
+
+    def fitting(self, settings: PaperCommand) -> Item:
+        """Return the item without `planes` if that is all that the hashers lack, and it measures `transform`, too."""
+        methods = self._values("--methods")
+        if self.task in _BY_SHAPE or "transform" not in methods:
+            return self
+        other = [settings.other_hashers] if self.twice and settings.other_hashers is not None else []
+        lacking = {name for folder in (settings.hashers, *other) for name in without_hasher(methods, folder)}
+        if lacking != {"planes"}:
+            return self
+        words = [word for word in self.command.split() if word not in FORMER]
+        against = tuple(pair for pair in self.against if not {pair[0], pair[2]} & set(FORMER))
+        return replace(self, command=" ".join(words), against=against)
 
     @property
     def dense_at(self) -> list[int]:

@@ -36,13 +36,16 @@ def evaluate_layer(
     for context, rows in enumerate(rows_of_contexts(command, len(validation))):
         k, scaling = validation.keys(context, layer)
         q, k, rows = (x.to(device) for x in (validation.queries(context, layer, rows), k, rows))
-        exact, scores = logits(q, k, rows, scaling), hasher.scores(q, k)
+        exact = logits(q, k, rows, scaling)
+        codes = hasher.encode_keys(k) if hasher.has_codes else None
+        scores = hasher.scores(q, k) if codes is None else hasher.scores_of(q, codes)
         evidence, rest, *_ = next(measure(hasher, q, k, rows, scaling, [command.fraction], exact[0], scores[0]))
         p = exact.softmax(-1)
         del exact
         found = quality_of_scores(scores, by_heads(p, rows, "kv"), rows, command.fraction)
         samples["kv_head"].append([m[0].double().cpu() for m in found])  # per head and row
-        scores = hasher.scores(q, k, per_query_head=True)
+        own = None if codes is None else hasher.by_query_head(codes)  # the same codes: not hashed again
+        scores = hasher.scores(q, k, True) if own is None else hasher.scores_of(q, own, True)
         found = quality_of_scores(scores, by_heads(p, rows, "query"), rows, command.fraction)
         samples["query_head"].append([m[0].double().cpu() for m in found])
         share, error = share_errors(hasher, evidence, rest)

@@ -133,8 +133,16 @@ class LayerHasher(nn.Module):
 
         int32 (eq. 4), or float32 for an ablation without codes. Higher is better.
         """
+        return self.scores_of(q, self.encode_keys(k, per_query_head), per_query_head)
+
+    def scores_of(self, q: Tensor, codes: Tensor, per_query_head: bool = False) -> Tensor:
+        """Score queries against keys that `encode_keys` has hashed, for the same kind of heads: as `scores`."""
         planes, weights = self.encode_queries(q, per_query_head)
-        return hashcore.score(planes, self.encode_keys(k, per_query_head)[:, :, None], weights=weights)
+        return hashcore.score(planes, codes[:, :, None], weights=weights)
+
+    def by_query_head(self, codes: Tensor) -> Tensor:
+        """Return the codes per query head [B, Hq, T, W] of keys hashed per KV head, without hashing them again."""
+        return codes.repeat_interleave(self.group, 1)
 
     def encode_keys(self, k: Tensor, per_query_head: bool = False) -> Tensor:
         """Hash keys [B, Hkv, T, D] to int32 codes [B, Hkv, T, W], or [B, Hq, T, W] per query head."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import hashcore
 import torch
 from torch import Tensor, nn
@@ -86,6 +88,9 @@ class Paper(LayerHasher):
     def encode_keys(self, k: Tensor, per_query_head: bool = False) -> Tensor:
         codes = self._codes(k.repeat_interleave(self.group, 1))
         return codes if per_query_head else self._concatenated(codes)
+
+    def by_query_head(self, codes: Tensor) -> Tensor:
+        return cast(Tensor, codes.unflatten(-1, (self.group, -1))).transpose(2, 3).flatten(1, 2)
 
     def encode_queries(self, q: Tensor, per_query_head: bool = False) -> tuple[Tensor, tuple[int, ...]]:
         codes = self._codes(q)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, get_all_start_methods, get_context
@@ -24,6 +25,11 @@ Function = Callable[..., Any]
 Pipe = Any  # Connection, or PipeConnection on Windows
 _PATIENCE = 10.0  # seconds
 _MOST = 6  # a worker takes 0.6 GB for the demo model
+# What jobs and their reports need: "hashtrain" imports lazily, so every worker would import it again.
+PRELOADED = (
+    *("torch", "transformers.models.llama", "hashtrain.run.job", "hashtrain.run.sources"),
+    "hashtrain.training.pair_loss",  # numba
+)
 
 
 def default_workers() -> int:
@@ -133,9 +139,35 @@ def _context() -> Any:
     if "forkserver" not in get_all_start_methods():
         return get_context("spawn")
     context = get_context("forkserver")
-    # Preload hashtrain.run.pipeline too: "hashtrain" imports lazily, so every worker would import it again.
-    context.set_forkserver_preload(["torch", "transformers.models.llama", "hashtrain.run.pipeline"])
+    context.set_forkserver_preload([*PRELOADED])
     return context
+
+
+def start_server() -> None:
+    """Start the process that workers are forked from, whose imports take seconds of one core, and do not wait for it.
+
+    Call it when workers will be needed soon; `run_jobs` starts it otherwise. It ends with this process.
+    """
+    if "forkserver" not in get_all_start_methods():
+        return
+    from multiprocessing import forkserver  # not on Windows
+
+    _context()
+    with _ignoring_interrupts():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Let processes started in the block ignore Ctrl-C, of which only this one shall speak."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _work(function: Function, pipe: Pipe) -> None:

@@ -21,7 +21,7 @@ from hashtrain.evaluation.evaluate import failing, summarise
 from hashtrain.files.atomic import write_text
 from hashtrain.layers import starts_from_data
 from hashtrain.machine.distribute import ALONE, Ranks, init_distributed
-from hashtrain.machine.workers import default_workers, run_jobs
+from hashtrain.machine.workers import run_jobs
 from hashtrain.reporting.board import open_board, require_board
 from hashtrain.reporting.progress import live, tracking
 from hashtrain.reporting.report import card, draw, draw_bits, draw_by_head, quality_table
@@ -79,7 +79,7 @@ def _run(command: TrainCommand, console: Console, ranks: Ranks, capture_only: bo
     hashers = {c.name: Hasher(_config(prepared, c), command.seed) for c in command.recipes}
     jobs = _jobs(prepared, hashers)
     if command.dry_run:
-        found = estimate(prepared, jobs, _workers(prepared) * ranks.world)
+        found = estimate(prepared, jobs, prepared.workers * ranks.world)
         console.print("\n".join([f"hashers: {', '.join(hashers)}", *found.lines()]), highlight=False)
         return {"dry_run": asdict(found)}
     with locked(command.out) if ranks.first else contextlib.nullcontext():
@@ -126,13 +126,6 @@ def _say_if_fewer(prepared: Prepared, console: Console) -> None:
         console.print(f"the text has {count} training contexts; {prepared.command.contexts} were requested")
 
 
-def _workers(prepared: Prepared) -> int:
-    """Return the number of worker processes that one of torchrun's processes starts on this machine."""
-    if prepared.command.workers:
-        return prepared.command.workers
-    return max(1, default_workers() // prepared.ranks.local_world) if prepared.device == "cpu" else 1
-
-
 def _jobs(prepared: Prepared, hashers: dict[str, Hasher]) -> list[LayerJob]:
     """List every layer of every hasher, longest jobs first."""
     command = prepared.command
@@ -166,7 +159,7 @@ def _capture(prepared: Prepared, console: Console) -> None:
     """Store the captures that are still missing."""
     command = prepared.command
     with tracking(console, sum(len(source.lacking) for source in prepared.sources)) as advance:
-        work = (command.model_path, prepared.device, prepared.sources, _workers(prepared))
+        work = (command.model_path, prepared.device, prepared.sources, prepared.workers)
         make_all(*work, advance, prepared.ranks, command.backbone_memory)
 
 
@@ -174,7 +167,7 @@ def _make_layers(prepared: Prepared, jobs: Sequence[LayerJob], console: Console)
     """Train and evaluate this process's share of the unfinished layers."""
     command, ranks = prepared.command, prepared.ranks
     together = command.spread == "data" and ranks.world > 1
-    mine, workers = (jobs, 1) if together else (ranks.shard(jobs), _workers(prepared))
+    mine, workers = (jobs, 1) if together else (ranks.shard(jobs), prepared.workers)
     board = open_board(command.out / "tensorboard") if command.tensorboard else None
     steps = sum(command.steps * job.recipe.trained for job in mine)
     if command.stream:

@@ -24,6 +24,7 @@ from hashtrain.data.token_contexts import TokenContexts, key_of, sweep
 from hashtrain.evaluation.remainder import MAX_CONTEXTS
 from hashtrain.files.atomic import write_text
 from hashtrain.machine.distribute import ALONE, Ranks, device_for
+from hashtrain.machine.workers import default_workers, start_server
 from hashtrain.models import require_vocabulary
 from hashtrain.run.reads import Reads, training_reads, validation_reads
 from hashtrain.run.sources import Source, loaded
@@ -64,6 +65,11 @@ class Prepared:
         write_text(_weights_file(self.command), json.dumps(self.weights) + "\n")
 
     @property
+    def workers(self) -> int:
+        """Number of worker processes that this process starts."""
+        return workers_of(self.command, self.device, self.ranks)
+
+    @property
     def sources(self) -> list[Source]:
         """The training and the held-out source."""
         return [self.train, self.validation]
@@ -79,6 +85,8 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     model, tokenizer = loaded(command.model_path, device, command.backbone_memory)
     shape = ModelShape.of(model.config)
     _check_model(command, model.config, shape)
+    if device == "cpu" and workers_of(command, device, ranks) > 1 and not command.dry_run:
+        start_server()  # it imports on one core while this process tokenises on another
     found = _texts(command, tokenizer, ranks.first)
     texts = {"train": _some(found[0], MAX_CONTEXTS if command.stream else None), "held": whole(found[1])}
     require_vocabulary(model, *texts["train"], *texts["held"])
@@ -106,6 +114,13 @@ def prepare(command: TrainCommand, ranks: Ranks = ALONE) -> Prepared:
     kept = {"record": record, "hash": weights}
     settings = command, model.config, shape, train, validation, disk, device, ranks
     return Prepared(*settings, every, identities, reads, found, kept)
+
+
+def workers_of(command: TrainCommand, device: str, ranks: Ranks) -> int:
+    """Return the number of worker processes that one of torchrun's processes starts on this machine."""
+    if command.workers:
+        return command.workers
+    return max(1, default_workers() // ranks.local_world) if device == "cpu" else 1
 
 
 def _check_spread(command: TrainCommand, ranks: Ranks) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,9 +12,10 @@ from hashtrain.artefact.hasher import make_layer
 from hashtrain.config import HasherConfig
 from hashtrain.data.captured import Capture
 from hashtrain.evaluation.evaluate import fails
-from hashtrain.evaluation.metrics import hash_quality
+from hashtrain.evaluation.metrics import quality_of_scores
 from hashtrain.layers import LayerHasher
 from hashtrain.layers.transform import Transform
+from hashtrain.training.target import attention
 
 OTHER_DIGITS = (4, 5, 6, 8, 3)
 """Digit limits of the starts that are tried for failing heads, but for the one that training began with."""
@@ -56,26 +57,35 @@ def repair(
     """
     if not isinstance(hasher, Transform):
         return Repair({}, [])
-    device = hasher.remainder.device
-    best = _mass(hasher, layer, data, fraction)
-    taken: dict[int, str] = {}
-    makers: list[tuple[str, bool, Callable[[LayerHasher], object]]] = [
-        (f"start of {most} digits", most == digits, lambda other, most=most: other.start(data, layer, most))
+    makers: list[tuple[str, Callable[[LayerHasher], object]]] = [
+        (f"start of {most} digits", lambda other, most=most: other.start(data, layer, most))
         for most in (digits, *(n for n in OTHER_DIGITS if n != digits))
     ]
     if keys_trained:
-        makers.insert(0, ("keys alone trained", True, lambda other: other.load_state_dict(keys_trained)))
-    for name, for_all, make in makers:
-        wanted = [head for head in range(hasher.hkv) if for_all or fails(best[head])]
-        if not wanted:
-            continue
-        other = make_layer(config, layer, seed).to(device)
+        makers.insert(0, ("keys alone trained", lambda other: other.load_state_dict(keys_trained)))
+    count = 2 if keys_trained else 1  # for all heads; the others only for those that fail
+
+    def made(make: Callable[[LayerHasher], object]) -> LayerHasher:
+        other = make_layer(config, layer, seed).to(hasher.remainder.device)
         make(other)
-        found = _mass(other, layer, data, fraction)
-        for head in wanted:
+        return other
+
+    def take_better(other: LayerHasher, found: list[Tensor], name: str, heads: Sequence[int]) -> None:
+        for head in heads:
             if _rank(found[head]) > _rank(best[head]):
                 hasher.take_head(other, head)
                 best[head], taken[head] = found[head], name
+
+    taken: dict[int, str] = {}
+    others = [made(make) for _, make in makers[:count]]
+    best, *masses = _masses([hasher, *others], layer, data, fraction)
+    for (name, _), other, found in zip(makers, others, masses, strict=False):
+        take_better(other, found, name, range(hasher.hkv))
+    for name, make in makers[count:]:
+        if wanted := [head for head, mass in enumerate(best) if fails(mass)]:
+            other = made(make)
+            (found,) = _masses([other], layer, data, fraction)
+            take_better(other, found, name, wanted)
     return Repair(taken, [head for head, mass in enumerate(best) if fails(mass)])
 
 
@@ -83,15 +93,20 @@ def _rank(mass: Tensor) -> tuple[bool, float]:
     return not fails(mass), mass.mean().item()
 
 
-def _mass(hasher: LayerHasher, layer: int, data: Capture, fraction: float) -> list[Tensor]:
-    """Return the mass that rows of some training contexts find, by KV head."""
-    draw, rows_of = torch.Generator().manual_seed(layer), []
+def _masses(hashers: Sequence[LayerHasher], layer: int, data: Capture, fraction: float) -> list[list[Tensor]]:
+    """Return the mass that rows of some training contexts find, by hasher and KV head; all see the same attention."""
+    draw, device = torch.Generator().manual_seed(layer), hashers[0].remainder.device
+    rows_of: list[list[Tensor]] = [[] for _ in hashers]
     for context in range(min(len(data), _CONTEXTS)):
         k, scaling = data.keys(context, layer)
         rows = torch.randint(k.shape[2] // 4, k.shape[2], (_ROWS,), generator=draw, device="cpu")
         q = data.queries(context, layer, rows)
-        q, k, rows = (x.to(hasher.remainder.device) for x in (q, k, rows))
+        q, k, rows = (x.to(device) for x in (q, k, rows))
+        codes = [hasher.encode_keys(k) for hasher in hashers]  # once, not for each part of the rows
         for some, part in zip(q.split(_AT_ONCE, 2), rows.split(_AT_ONCE), strict=True):
-            found = hash_quality(hasher, some.contiguous(), k, part, fraction, scaling)
-            rows_of.append(found.mass[0].double().cpu())
-    return list(torch.cat(rows_of, dim=1))
+            some = some.contiguous()
+            p = attention(some, k, part, scaling)
+            for hasher, keys, found in zip(hashers, codes, rows_of, strict=True):
+                mass = quality_of_scores(hasher.scores_of(some, keys), p, part, fraction).mass
+                found.append(mass[0].double().cpu())
+    return [list(torch.cat(found, dim=1)) for found in rows_of]

@@ -57,12 +57,12 @@ class Recipe:
 RECIPES = (
     Recipe("lsh", "lsh", trained=False),
     Recipe("paper", "paper", "random", 3e-3),
-    Recipe("planes", "planes"),
     Recipe("transform", "transform", learning_rate=3e-3, keys_first=0.5, digits=3),
 )
-# The paper's ablations and ours, included in `--only all`.
+# `planes`, from which `transform` came, the paper's ablations and ours: included in `--only all`.
 _STRAIGHT = "straight-through"
 ABLATIONS = (
+    Recipe("planes", "planes", summary="one key code per KV head, queries in bit planes"),
     Recipe("paper-rotation", "paper", learning_rate=3e-3, summary="paper, started as a rotation"),
     Recipe("linear", "linear", summary="a rotation, trained as in the paper"),
     Recipe("linear-straight", "linear", learning_rate=2e-2, estimator=_STRAIGHT, summary="linear, our estimator"),

@@ -30,7 +30,8 @@ class _Run:
     out: Path = Path("runs/demo")
     """Folder for the hashers, the figures and the metrics."""
     only: tuple[str, ...] = tuple(c.name for c in RECIPES)
-    """Hashers to train; `all` adds the ablations."""
+    """Hashers to train. `default` stands for the three of a plain run: `--only default planes` adds one. `all` stands
+    for these and the ablations."""
     bits: int = 128
     """Code length in bits."""
     planes: int | None = None
@@ -109,10 +110,10 @@ class TrainCommand(Overrides, _Run):
         if self.digits is not None and not 1 <= self.digits <= MAX_DIGITS:
             raise UsageError(f"--digits must be between 1 and {MAX_DIGITS}, got {self.digits}")
         if not self.only:
-            raise UsageError(f"--only needs one of {', '.join(c.name for c in ALL)}, or all")
+            raise UsageError(f"--only needs one of {', '.join(c.name for c in ALL)}, default or all")
         if not 0 < self.fraction <= 1:
             raise UsageError(f"--fraction must be above 0 and at most 1, got {self.fraction}")
-        known = ["all", *(c.name for c in ALL)]
+        known = ["default", "all", *(c.name for c in ALL)]
         if unknown := [name for name in self.only if name not in known]:
             raise UsageError(f"--only takes {', '.join(known)}, got {', '.join(unknown)}")
 
@@ -127,7 +128,9 @@ class TrainCommand(Overrides, _Run):
     @property
     def recipes(self) -> list[Recipe]:
         """The recipes to train, in table order, with the flags of `Overrides` applied."""
-        return [self.applied(c) for c in ALL if c.name in self.only or "all" in self.only]
+        groups = {"default": RECIPES, "all": ALL}
+        named = {*self.only, *(c.name for group in self.only for c in groups.get(group, ()))}
+        return [self.applied(c) for c in ALL if c.name in named]
 
     @property
     def model_path(self) -> str:
