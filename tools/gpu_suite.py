@@ -229,14 +229,34 @@ GPU_PARTS = [
     Part("evals: every task on a model", 35, (*SPARSE, "evals", "pytest"), tested(EVALS_TESTS, "-k", "bfloat16")),
     Part("hashtrain: the README's first command, small", 50, (*SPARSE, "hashtrain", "rich", "tyro"), training),
     Part("sparse_decode: a model's steps, captured, compiled, timed", 60, (*SPARSE, "hashtrain"), decoding),
-    Part("hashcore: benchmark of retrieval", 60, HASHCORE, partial(benchmark, script="packages/hashcore/benchmarks/gpu.py")),
-    Part("sparse_decode: benchmark of a step's attention", 70, SPARSE, partial(benchmark, script="packages/sparse-decode/benchmarks/attention_gpu.py")),
+    Part(
+        "hashcore: benchmark of retrieval",
+        60,
+        HASHCORE,
+        partial(benchmark, script="packages/hashcore/benchmarks/gpu.py"),
+    ),
+    Part(
+        "sparse_decode: benchmark of a step's attention",
+        70,
+        SPARSE,
+        partial(benchmark, script="packages/sparse-decode/benchmarks/attention_gpu.py"),
+    ),
     Part("kernels: compute-sanitizer memcheck", 43, (*SPARSE, "pytest"), sanitized("memcheck")),
     Part("kernels: compute-sanitizer racecheck", 42, (*SPARSE, "pytest"), sanitized("racecheck")),
 ]
 SIMULATED_PARTS = [
-    Part("hashcore: simulated kernels", 400, ("torch", "numba", "pytest", "hypothesis"), simulated("hashcore", "hostsim", "kernels", "torch_library")),
-    Part("sparse_decode: simulated kernels", 200, ("torch", "numba", "pytest", "hypothesis"), simulated("sparse-decode", "gather", "encode_cuda", "moments")),
+    Part(
+        "hashcore: simulated kernels",
+        400,
+        ("torch", "numba", "pytest", "hypothesis"),
+        simulated("hashcore", "hostsim", "kernels", "torch_library"),
+    ),
+    Part(
+        "sparse_decode: simulated kernels",
+        200,
+        ("torch", "numba", "pytest", "hypothesis"),
+        simulated("sparse-decode", "gather", "encode_cuda", "moments"),
+    ),
 ]
 
 
