@@ -22,7 +22,6 @@ import tempfile
 import time
 import xml.etree.ElementTree
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,26 +163,33 @@ def sanitized(tool: str) -> Callable[[float], Outcome]:
     return run
 
 
-def simulated(package: str, *names: str) -> Callable[[float], Outcome]:
-    """Return the part that runs some test files of a package under the host simulator."""
-
-    def run(seconds: float) -> Outcome:
-        if shutil.which("g++") is None:
-            return Outcome("missing", "g++ is needed to build the kernels for the CPU")
-        return pytest(seconds, [f"packages/{package}/tests/test_{name}.py" for name in names], [])
-
-    return run
+def hashcore_simulated(seconds: float) -> Outcome:
+    if shutil.which("g++") is None:
+        return Outcome("missing", "g++ is needed to build the kernels for the CPU")
+    files = [f"packages/hashcore/tests/test_{name}.py" for name in ("hostsim", "kernels", "torch_library")]
+    return pytest(seconds, files, [])
 
 
-def tested(*arguments: str) -> Callable[[float], Outcome]:
-    """Return the part that runs tests on the GPU."""
-    return partial(pytest, arguments=["-m", "cuda", *arguments], wrapper=[])
+def hashcore_tests(seconds: float) -> Outcome:
+    return pytest(seconds, ["-m", "cuda", *HASHCORE_TESTS], [])
+
+
+def hashcore_benchmark(seconds: float) -> Outcome:
+    return benchmark(seconds, "packages/hashcore/benchmarks/gpu.py")
+
+
+def sparse_tests(seconds: float) -> Outcome:
+    return pytest(seconds, ["-m", "cuda", *SPARSE_TESTS], [])
+
+
+def evals_tests(seconds: float) -> Outcome:
+    return pytest(seconds, ["-m", "cuda", EVALS_TESTS, "-k", "bfloat16"], [])
 
 
 def flash_tests(seconds: float) -> Outcome:
     if missing(("flash_attn",)):  # an optional extra that is built from source
         return Outcome("unsupported", "flash-attn is not installed")
-    return tested(FLASH_TESTS)(seconds)
+    return pytest(seconds, ["-m", "cuda", FLASH_TESTS], [])
 
 
 def training(seconds: float) -> Outcome:
@@ -209,6 +215,17 @@ def _ended(done: Done, seconds: float) -> Outcome:
     return Outcome("failed", tail(done.output))
 
 
+def sparse_simulated(seconds: float) -> Outcome:
+    if shutil.which("g++") is None:
+        return Outcome("missing", "g++ is needed to build the kernels for the CPU")
+    files = [f"packages/sparse-decode/tests/test_{name}.py" for name in ("gather", "encode_cuda", "moments")]
+    return pytest(seconds, files, [])
+
+
+def sparse_benchmark(seconds: float) -> Outcome:
+    return benchmark(seconds, "packages/sparse-decode/benchmarks/attention_gpu.py")
+
+
 def decoding(seconds: float) -> Outcome:
     """Decode with an attached model; say by how much a layer is faster, beside what was predicted."""
     outcome = benchmark(seconds, "packages/sparse-decode/benchmarks/decode_gpu.py")
@@ -223,40 +240,20 @@ def decoding(seconds: float) -> Outcome:
 
 
 GPU_PARTS = [
-    Part("hashcore: equal to numpy, graphs, compile, operators", 95, (*HASHCORE, "pytest"), tested(*HASHCORE_TESTS)),
-    Part("sparse_decode: kernels equal to the CPU", 55, (*SPARSE, "pytest"), tested(*SPARSE_TESTS)),
+    Part("hashcore: equal to numpy, graphs, compile, operators", 95, (*HASHCORE, "pytest"), hashcore_tests),
+    Part("sparse_decode: kernels equal to the CPU", 55, (*SPARSE, "pytest"), sparse_tests),
     Part("sparse_decode: the paper's set-up through flash-attn", 20, (*SPARSE, "pytest"), flash_tests),
-    Part("evals: every task on a model", 35, (*SPARSE, "evals", "pytest"), tested(EVALS_TESTS, "-k", "bfloat16")),
+    Part("evals: every task on a model", 35, (*SPARSE, "evals", "pytest"), evals_tests),
     Part("hashtrain: the README's first command, small", 50, (*SPARSE, "hashtrain", "rich", "tyro"), training),
     Part("sparse_decode: a model's steps, captured, compiled, timed", 60, (*SPARSE, "hashtrain"), decoding),
-    Part(
-        "hashcore: benchmark of retrieval",
-        60,
-        HASHCORE,
-        partial(benchmark, script="packages/hashcore/benchmarks/gpu.py"),
-    ),
-    Part(
-        "sparse_decode: benchmark of a step's attention",
-        70,
-        SPARSE,
-        partial(benchmark, script="packages/sparse-decode/benchmarks/attention_gpu.py"),
-    ),
+    Part("hashcore: benchmark of retrieval", 60, HASHCORE, hashcore_benchmark),
+    Part("sparse_decode: benchmark of a step's attention", 70, SPARSE, sparse_benchmark),
     Part("kernels: compute-sanitizer memcheck", 43, (*SPARSE, "pytest"), sanitized("memcheck")),
     Part("kernels: compute-sanitizer racecheck", 42, (*SPARSE, "pytest"), sanitized("racecheck")),
 ]
 SIMULATED_PARTS = [
-    Part(
-        "hashcore: simulated kernels",
-        400,
-        ("torch", "numba", "pytest", "hypothesis"),
-        simulated("hashcore", "hostsim", "kernels", "torch_library"),
-    ),
-    Part(
-        "sparse_decode: simulated kernels",
-        200,
-        ("torch", "numba", "pytest", "hypothesis"),
-        simulated("sparse-decode", "gather", "encode_cuda", "moments"),
-    ),
+    Part("hashcore: simulated kernels", 400, ("torch", "numba", "pytest", "hypothesis"), hashcore_simulated),
+    Part("sparse_decode: simulated kernels", 200, ("torch", "numba", "pytest", "hypothesis"), sparse_simulated),
 ]
 
 
